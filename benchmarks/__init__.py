@@ -1,15 +1,15 @@
-"""Benchmarks of speed and memory: `tools/benchmark.py` runs the comparisons here and stores them in results/.
+"""Benchmarks of speed and memory. `tools/benchmark.py` runs them and stores the results in results/.
 
 step.py, overhead.py     one comparison each: its runs, their order, and the figures computed from them
 peers.py                 ratios to other programs at equal settings, each measured by a module named `…_peer`
-kernels.py               every kernel on a GPU: kernel_run.py measures kernel_cases.py, attention_cases.py and
+kernels.py               all kernels on a GPU: kernel_run.py measures kernel_cases.py, attention_cases.py and
                          expert_cases.py; tuning.py tries other settings; kernel_page.py: docs/kernels.md
-scaling.py               one training on growing numbers of ranks
-… _run                   measured processes, of the comparison of the same name; trainer_run.py runs
-                         megalite's trainer, and breakdown_run.py divides the time of its step
+scaling.py               one training on increasing numbers of ranks
+… _run                   measured processes of the comparison with the same name; trainer_run.py runs
+                         megalite's trainer, and breakdown_run.py breaks down the time of its step
 measure.py               functions of measured processes
 host_copies.py           copies between host and device memory
-profiled.py              the kernels of a step, the device's idle time, registers and spills of kernels
+profiled.py              the kernels of a step, the idle time of the device, registers and spills of kernels
 first_light/             `megalite first-light`: proofs and measurements on a GPU in one command
 report.py                starts the processes, describes the machine, writes JSON and tables
 """

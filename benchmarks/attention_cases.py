@@ -1,8 +1,7 @@
-"""The attention cases of `tools/benchmark.py kernels`: our flash attention and the kernels that come with
-torch.
+"""Attention cases of `tools/benchmark.py kernels`: our flash attention and the kernels included in torch.
 
-FLOPs count visible (query, key) pairs: 4 · pairs · channels · heads forward, 2.5 times that backward. Every
-peer uses the layout that is fastest for it, [batch, heads, sequence, channels].
+FLOPs count visible (query, key) pairs: 4 · pairs · channels · heads forward, 2.5 times as many backward.
+Every peer uses its fastest layout, [batch, heads, sequence, channels].
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class AttentionCase:
 
     @property
     def flops(self) -> float:
-        """FLOPs of the forward."""
+        """Return the FLOPs of the forward."""
         reach = self.document or self.length
         pairs = reach * (reach + 1) / 2  # per document
         if self.window and self.window < reach:
@@ -54,20 +53,20 @@ class AttentionCase:
         return 4.0 * pairs * (self.length // reach) * self.batch * self.heads * self.dim
 
     def starts(self, device: str) -> Tensor | None:
-        """[length, batch]: the start of each token's document."""
+        """Return the start of each token's document, [length, batch]."""
         if self.document is None:
             return None
         position = torch.arange(self.length, device=device)
         return (position // self.document * self.document).unsqueeze(1).expand(-1, self.batch).contiguous()
 
     def inputs(self, sizes: Sizes) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v as views of one packed projection, as in the model."""
+        """Return q, k, v as views of one packed projection, as in the model."""
         packed = sizes.randn(self.length, self.batch, self.heads + 2 * self.kv_heads, self.dim)
         return packed.split((self.heads, self.kv_heads, self.kv_heads), 2)
 
 
 def cases(sizes: Sizes) -> Iterable[KernelCase]:
-    """The cases; none if the kernel does not exist."""
+    """Yield the cases. There are none if the kernel does not exist."""
     if importlib.util.find_spec("megalite_kernels.attention_triton") is None:
         return
     for problem in _problems(sizes.smoke):
@@ -103,7 +102,7 @@ def _problems(smoke: bool) -> Iterable[AttentionCase]:
 
 
 def _options(problem: AttentionCase, starts: Tensor | None) -> tuple[Any, ...]:
-    """scale, window, document_start, softcap, and no dropout."""
+    """Return scale, window, document_start and softcap, without dropout."""
     return problem.dim**-0.5, problem.window, starts, None, None, 0, 0.0, 0, 0
 
 
@@ -164,7 +163,7 @@ def _gone_back(
 
 
 def _peers(problem: AttentionCase, sizes: Sizes) -> dict[str, Callable[[], Callable[..., Tensor]]]:
-    """Factories of functions of q, k, v [batch, heads, sequence, channels]."""
+    """Return factories of functions of q, k, v [batch, heads, sequence, channels]."""
     from torch.nn.attention import SDPBackend
 
     grouped = problem.heads != problem.kv_heads

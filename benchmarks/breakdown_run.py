@@ -1,17 +1,17 @@
-"""Where a training step's time goes on a CPU, measured by the ranks of the step themselves: the floor, and
-what is above it.
+"""Breakdown of the time of a training step on a CPU, measured by the ranks of the step.
 
-    products    the step's matmuls alone, at its own shapes, all ranks at once (`trainer_run.step_matmuls`)
-    bytes       every other operation's tensors, read and written once, over the bandwidth that all ranks at
-    once reach for its size
-    waiting     time in which a rank waits for messages of others, the pipeline's bubble included
-    sockets     processor time of gloo's threads; on cores that are shared it takes the place of computation
-    calls       operations of a step, times the time of a call of torch on one number
-    rest        what is left: Python, and what operations take beyond their bytes
+    products    the matmuls of the step alone, at their shapes, on all ranks at the same time
+                (`trainer_run.step_matmuls`)
+    bytes       the tensors of all other operations, read and written once, divided by the bandwidth that all
+                ranks together reach for their size
+    waiting     time in which a rank waits for messages of others, including the bubble of the pipeline
+    sockets     processor time of gloo's threads; on shared cores it competes with computation
+    calls       operations of a step, multiplied by the time of a call of torch on one number
+    rest        the remaining time: Python, and the time of operations beyond that for their bytes
 
-The floor is matmuls + bytes: a step that only multiplied, and read and wrote each tensor once, at the rates
-of this machine. Where ranks share cores, matmuls and bandwidth are measured in the same way, so both have
-their share. Figures are means over the ranks.
+The floor is matmuls + bytes: a step that only computed matmuls, and read and wrote each tensor once, at the
+rates of this machine. If ranks share cores, matmuls and bandwidth are measured in the same way. All figures
+are means over the ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SIZES = tuple(1 << power for power in range(14, 27, 2))  # bytes of a measured p
 
 
 class OperationCounter(TorchDispatchMode):
-    """Counts the operations and notes the bytes of each that is no matmul, view or allocation."""
+    """Counts the operations, and records the bytes of those that are not matmuls, views or allocations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,8 +57,12 @@ class OperationCounter(TorchDispatchMode):
 
 
 def measure(trainer: Trainer, seconds: float, matmul_seconds: float) -> dict[str, float]:
-    """Milliseconds of each part of a step of `seconds`, whose matmuls alone take `matmul_seconds`.
-    Collective; runs two steps."""
+    """Return the milliseconds of each part of a step. Collective; runs two steps.
+
+    Args:
+        seconds: duration of the step.
+        matmul_seconds: duration of its matmuls alone.
+    """
     waits = _Waits(trainer)
     sockets = _socket_seconds()
     trainer.step()
@@ -85,7 +89,7 @@ def measure(trainer: Trainer, seconds: float, matmul_seconds: float) -> dict[str
 
 
 class _Waits:
-    """Sums the times between the start and the end of this rank's waits."""
+    """Adds up the times between the start and the end of this rank's waits."""
 
     def __init__(self, trainer: Trainer):
         self._activity, self._since, self._total = trainer.mesh.activity, 0.0, 0.0
@@ -105,7 +109,7 @@ class _Waits:
 
 
 def _socket_seconds() -> float:
-    """Processor time of gloo's threads so far; 0 where the system does not tell."""
+    """Return the processor time of gloo's threads so far, or 0 if the system does not report it."""
     total = 0.0
     for task in Path("/proc/self/task").glob("*"):
         with suppress(OSError, ValueError):
@@ -115,8 +119,10 @@ def _socket_seconds() -> float:
 
 
 def _bandwidth(mesh: Mesh) -> list[tuple[float, float]]:
-    """(largest bytes of a pass, bytes per second) in ascending order, of additions in place that all ranks
-    make at once."""
+    """Measure (largest bytes of a pass, bytes per second), in ascending order.
+
+    All ranks add in place at the same time.
+    """
     rates = []
     for size in SIZES:
         repeats = max((1 << 27) // size // 8, 2)
@@ -128,13 +134,13 @@ def _bandwidth(mesh: Mesh) -> list[tuple[float, float]]:
 
 
 def _addition(size: int) -> Callable[[], object]:
-    """x += y, of two tensors that together have `size` bytes."""
+    """Return x += y for two tensors of `size` bytes in total."""
     x, y = torch.zeros(size // 8), torch.ones(size // 8)
     return lambda: x.add_(y)
 
 
 def _mean(values: list[float], mesh: Mesh) -> list[float]:
-    """The means over the ranks. Collective."""
+    """Return the means over the ranks. Collective."""
     summed = torch.tensor(values, dtype=torch.float64)
     if mesh.world.size > 1:
         torch.distributed.all_reduce(summed)

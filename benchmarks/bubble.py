@@ -1,9 +1,8 @@
-"""The measured bubble of every pipeline schedule, on four ranks whose stages sleep, compared with the
-simulator's prediction.
+"""Measured bubble of all pipeline schedules on four ranks with sleeping stages, compared with the simulator.
 
 Sleeps replace the computation of a stage: they overlap on any number of cores, and are long compared with all
 overhead. A window is a few steps without a barrier between them; its prediction is the simulation of the
-steps' concatenated lists of actions. For most schedules this is the bubble of one step. Under zb-h2 and zb-v
+concatenated actions of the steps. For most schedules this is the bubble of one step. Under zb-h2 and zb-v
 ranks continue into the next step, and only the first and the last step of the window have a bubble.
 """
 
@@ -31,8 +30,10 @@ TOLERANCE = 0.02
 
 
 def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Run a window of every schedule in every round, in the same processes. `threads` is ignored: sleeping
-    ranks need one thread each."""
+    """Run a window of every schedule in every round, in the same processes.
+
+    `threads` is ignored, because sleeping ranks need one thread each.
+    """
     names = ("gpipe", "zb-v") if smoke else SCHEDULES
     protocol = {
         "ranks": RANKS,
@@ -55,8 +56,11 @@ def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str],
 
 
 def _row(name: str, windows: list[dict[str, float]], pass_s: float) -> dict[str, Any]:
-    """A schedule's figures. `wall_s` is from the start of a window's first action to the end of its last;
-    `busy_s` is a sum over ranks."""
+    """Return the figures of a schedule.
+
+    `wall_s` is the time from the start of the first action of a window to the end of its last action;
+    `busy_s` is a sum over ranks.
+    """
     schedule = build(name, RANKS, MICROBATCHES)
     requested = 3 * pass_s * STEPS * MICROBATCHES * schedule.stages
     bubbles = [1 - window["busy_s"] / RANKS / window["wall_s"] for window in windows]
@@ -70,7 +74,7 @@ def _row(name: str, windows: list[dict[str, float]], pass_s: float) -> dict[str,
 
 
 def repeated(schedule: Schedule, steps: int) -> Schedule:
-    """The schedule of several steps without a barrier between them."""
+    """Return the schedule of several steps without a barrier between them."""
     shifts = [step * schedule.microbatches for step in range(steps)]
     actions = tuple(
         tuple(one._replace(microbatch=one.microbatch + shift) for shift in shifts for one in each)

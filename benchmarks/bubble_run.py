@@ -1,5 +1,4 @@
-"""The measured processes of `benchmarks.bubble`: `python -m benchmarks.bubble_run SPEC.json`, under
-torchrun."""
+"""Measured processes of `benchmarks.bubble`: `python -m benchmarks.bubble_run SPEC.json`, under torchrun."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ class StageSeconds(NamedTuple):
 
 
 class _Pass(torch.autograd.Function):
-    """Spends a stage's time in forward and backward, and returns new tensors to send."""
+    """Sleeps for the time of a stage in forward and backward, and returns new tensors to send."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, stage: PacedStage) -> Tensor:
@@ -49,8 +48,7 @@ class _Pass(torch.autograd.Function):
 
 
 class PacedStage:
-    """Implements the runtime's interface of a stage and its weights; each pass spends a known time instead of
-    computing."""
+    """Stage and weights for the runtime whose passes take a known time instead of computing."""
 
     def __init__(
         self,
@@ -72,12 +70,12 @@ class PacedStage:
         return StageOutput(out.sum() if self.last else out)
 
     def add_matmul(self, grad_output: Tensor, inputs: Tensor, sizes: Sequence[int] | None = None) -> None:
-        """The weight gradient, computed at once or in a W pass."""
+        """Compute the weight gradient, immediately or in a W pass."""
         self.spend(self.passes.weight_backward)
 
 
 def run_window(mesh: Mesh, schedule: str, microbatches: int, steps: int, pass_s: float) -> list[ActionTiming]:
-    """This rank's actions in a few steps on sleeping stages. All ranks start at the same time."""
+    """Return this rank's actions in a few steps on sleeping stages. All ranks start at the same time."""
     plan = with_communication(build(schedule, mesh.pp.size, microbatches))
     passes = StageSeconds(pass_s, pass_s, pass_s)
     queue = WeightGradQueue()

@@ -1,8 +1,7 @@
-"""One rank of `tools/plan.py --calibrate`: measures this machine's matmuls, memory bandwidth and
-communication.
+"""One rank of `tools/plan.py --calibrate`: measures matmuls, memory bandwidth and communication.
 
-Every rank measures at the same time, as in training: on a CPU the ranks share memory and, where there are
-more of them, cores.
+All ranks measure at the same time, as in training: on a CPU the ranks share memory and, if there are more
+ranks than cores, also cores.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ TINY = 8  # size of a matmul whose time is only that of its call
 
 
 class Measured:
-    """The measurements of one rank."""
+    """Measurements of one rank."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype):
         self.device, self.dtype = device, dtype
 
     def seconds(self, act: Callable[[], object]) -> float:
-        """Median time of several calls, which all ranks make at the same time."""
+        """Return the median time of several calls, which all ranks make at the same time."""
         act()
         times = []
         for _ in range(REPEATS):
@@ -65,7 +64,7 @@ class Measured:
         return torch.randn(shape, device=self.device).to(self.dtype)
 
     def matmul(self, size: int) -> float:
-        """FLOP/s of the three matmuls of a linear layer of `size` rows, inputs and outputs."""
+        """Return the FLOP/s of the three matmuls of a linear layer with `size` rows, inputs and outputs."""
         x, weight, grad = (self.random(size, size) for _ in range(3))
         calls = max(1, min(100, int(2e9 / (6 * size**3))))
 
@@ -78,8 +77,10 @@ class Measured:
         return 6 * size**3 * calls / self.sustained_seconds(layer)
 
     def bandwidth(self, rows: int, width: int) -> float:
-        """Bytes/s of norm, residual sum and gated activation, forward and backward, counting the bytes that
-        fused kernels must move."""
+        """Return the bytes/s of norm, residual sum and gated activation, forward and backward.
+
+        The bytes are those that fused kernels must move.
+        """
         x, branch, dy, weight = (
             self.random(rows, width),
             self.random(rows, width),
@@ -99,7 +100,10 @@ class Measured:
         return values * x.element_size() / self.seconds(pass_over)
 
     def loss(self, rows: int, vocabulary: int) -> float:
-        """Bytes/s of the loss and its gradient, counting the bytes that fused kernels must move."""
+        """Return the bytes/s of the loss and its gradient.
+
+        The bytes are those that fused kernels must move.
+        """
         logits, targets = (
             self.random(rows, vocabulary),
             torch.zeros(rows, dtype=torch.int64, device=self.device),
@@ -114,7 +118,7 @@ class Measured:
         return 3 * logits.nbytes / self.seconds(both)
 
     def attention(self, sequence: int, heads: int, width: int) -> tuple[float, float]:
-        """FLOP/s of forward and backward, counted as in the planner."""
+        """Return the FLOP/s of forward and backward, counted as in the planner."""
         q, k, v, grad = (self.random(sequence, 4, heads, width) for _ in range(4))
         out, saved = attention(q, k, v, scale=width**-0.5)
         flops = 4 * 4 * heads * width * computed_pairs(sequence, None)
@@ -125,8 +129,10 @@ class Measured:
         return flops / forward, 2.5 * flops / backward
 
     def call(self) -> float:
-        """Seconds of an operation of negligible work, called through autograd like a layer's operations: on a
-        GPU the host's."""
+        """Return the seconds of an operation with negligible work.
+
+        It is called through autograd like the operations of a layer. On a GPU this is the time of the host.
+        """
         x, weight = self.random(TINY, TINY).requires_grad_(), self.random(TINY, TINY)
 
         def chain() -> None:
@@ -141,7 +147,11 @@ class Measured:
 def link(
     measured: Measured, exchange: Callable[[Tensor], object], share: float, sizes: tuple[int, int]
 ) -> dict[str, float]:
-    """Latency and bandwidth from two message sizes. share: how many times the bytes pass over a link."""
+    """Compute latency and bandwidth from two message sizes.
+
+    Args:
+        share: number of times that the bytes pass over a link.
+    """
     small, large = (torch.zeros(size // 4, device=measured.device) for size in sizes)
     short, long = (measured.seconds(lambda x=x: exchange(x)) for x in (small, large))  # type: ignore[misc]
     bandwidth = share * (sizes[1] - sizes[0]) / max(long - short, 1e-9)
@@ -152,8 +162,10 @@ def link(
 
 
 def links(measured: Measured, ranks: int, sizes: tuple[int, int]) -> dict[str, dict[str, float]]:
-    """The links of data parallelism, of tensor parallelism (on a CPU through shared memory), and of messages
-    between stages."""
+    """Measure the links of data parallelism, of tensor parallelism, and of messages between stages.
+
+    Tensor parallelism on a CPU uses shared memory.
+    """
     share = 2 * (ranks - 1) / ranks
     data, tensor = Mesh(Layout(dp=ranks)), Mesh(Layout(tp=ranks))
     me = dist.get_rank()

@@ -1,9 +1,8 @@
-"""Saving on four ranks, at once and in the background, compared with torch.save.
+"""Saving on four ranks, synchronously and in the background, compared with torch.save.
 
-torch.save writes the same bytes from the same processes to the same disk.
-
-The state is that of a model of 500 million parameters in fp32 with AdamW's two moments, 6 GB in all, a
-quarter on each rank. The three ways alternate, and all of them fsync every file.
+torch.save writes the same bytes from the same processes to the same disk. The state is that of a model with
+500 million parameters in fp32 and the two moments of AdamW, 6 GB in total, a quarter on each rank. The three
+methods alternate, and all of them fsync every file.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ COLUMNS = {
 
 
 def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Run everything and return the figures with the conditions they depend on."""
+    """Run all measurements, and return the figures with their conditions."""
     matrices, shape, ranks = (2, (64, 64), 2) if smoke else (MATRICES, SHAPE, RANKS)
     elements = matrices * shape[0] * shape[1]
     progress(f"{rounds} rounds of three saves of {3 * 4 * elements / 1e9:.2f} GB")
@@ -65,8 +64,10 @@ def _row(way: str, rounds: list[dict[str, float]], size: int) -> dict[str, Any]:
 
 
 def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Targets: nearly the speed of torch.save, which writes no checksums or manifest, and a short stall when
-    saving in the background."""
+    """Return the targets: nearly the speed of torch.save, and a short stall when saving in the background.
+
+    torch.save writes no checksums or manifest.
+    """
     peer, at_once, background = rows
     speed = at_once["gb_per_second"] / peer["gb_per_second"]
     share = background["held_s"] / at_once["held_s"]

@@ -1,8 +1,9 @@
 """One rank of `benchmarks.checkpoint`: `python -m benchmarks.checkpoint_run SPEC.json`, under torchrun.
 
 Each rank holds its shard of the state as rectangles of global matrices. It alternates between saving them as
-a run does, at once and in the background, and writing the same tensors with torch.save to the same directory,
-always with fsync. Timing starts after a barrier of all ranks, and a save ends when the last rank is done.
+a run does, synchronously and in the background, and writing the same tensors with torch.save to the same
+directory, always with fsync. Timing starts after a barrier of all ranks, and a save ends when the last rank
+has finished.
 """
 
 from __future__ import annotations
@@ -59,8 +60,10 @@ def main() -> None:
 
 
 def rectangles(mesh: Mesh, matrices: int, shape: tuple[int, ...]) -> list[Rectangle]:
-    """This rank's rows of every matrix, three times: fp32 weights and two moments. Random, so that file
-    systems cannot compress them."""
+    """Return this rank's rows of every matrix, three times: fp32 weights and two moments.
+
+    They are random, so that file systems cannot compress them.
+    """
     rows = shape[0] // mesh.world.size
     generator = torch.Generator().manual_seed(mesh.rank)
     return [
@@ -101,7 +104,7 @@ def with_saver(saver: Saver, mesh: Mesh, directory: Path, own: list[Rectangle]) 
 
 
 def over_ranks(value: float) -> float:
-    """The maximum over ranks."""
+    """Return the maximum over ranks."""
     tensor = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return tensor.item()

@@ -1,9 +1,8 @@
-"""A data-parallel step on four ranks against torch's DistributedDataParallel with ZeroRedundancyOptimizer,
-and against FSDP2.
+"""A data-parallel step on four ranks, compared with DDP + ZeroRedundancyOptimizer and with FSDP2.
 
 All runs use the same 25M Llama, AdamW, clipping and matrix-multiply setting, and short sequences so that
-communication matters. Every run has its own process group, and the runs alternate. megalite runs at ZeRO-1,
-which shards what DDP's peer shards, and at ZeRO-3, which shards what FSDP2 shards.
+communication matters. Every run has its own process group, and the runs alternate. megalite runs with ZeRO-1,
+which shards the same as DDP's peer, and with ZeRO-3, which shards the same as FSDP2.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class CommRun:
 
 
 def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Run everything and return the figures with the conditions they depend on."""
+    """Run all measurements, and return the figures with their conditions."""
     runs = [
         CommRun("megalite, ZeRO-1", "optimizer", zero=1),
         CommRun("DDP + ZeroRedundancyOptimizer", "optimizer", peer="ddp"),
@@ -115,7 +114,7 @@ def _row(run: CommRun, tokens: int) -> dict[str, Any]:
 
 
 def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Targets: at least the speed of the peer that shards the same, in at most its memory."""
+    """Return the targets: at least the speed of the peer that shards the same, with at most its memory."""
     judged = []
     for own, peer in zip(rows[::2], rows[1::2], strict=True):
         speed = peer["ms_per_step"] / own["ms_per_step"]

@@ -1,30 +1,19 @@
-"""Measure this machine's speed and memory against a peer or against the matrix products alone; writes to
-benchmarks/results/.
+"""Measure speed and memory on this machine, and write the results to benchmarks/results/.
 
-    megalite benchmark step [--precision fp32 bf16] [--compile]     a 25M Llama against transformers; on a
-    GPU, 1B and layers of 8B
-    megalite benchmark kernels [GROUP ...] [--tune]                 on a GPU, every Triton kernel against
-    torch's and Liger's
-    megalite benchmark overhead                                     small models on one process and on up to 8
-    ranks
-    megalite benchmark peers [NAME ...] [--rounds 10]                ratios to transformers, nanoGPT, DDP,
-    torchtitan, picotron …
-    megalite benchmark comm                                         data parallelism on 4 ranks against
-    torch's
-    megalite benchmark checkpoint                                   saving on 4 ranks against torch.save
-    megalite benchmark scaling [--worlds 1,2,4] [--layout tp2xdp]   strong and weak scaling, here or under
-    torchrun
-    megalite benchmark plan                                         five layouts against the planner's
-    predictions
-    megalite benchmark prepare [--megabytes N] [--workers N]        data preparation beside Megatron-LM's and
-    datatrove's
-    megalite benchmark context                                      context parallelism: memory, steps and
-    hops on 4 ranks
-    megalite benchmark bubble                                       every schedule's bubble against the
-    simulator's prediction
+    step [--precision fp32 bf16] [--compile]    a 25M Llama (on a GPU 1B) against transformers
+    kernels [GROUP ...] [--tune]                Triton kernels on a GPU against torch and Liger
+    overhead                                    small models against their matmuls alone
+    peers [NAME ...] [--rounds 10]              ratios to nanoGPT, DDP, torchtitan, picotron …
+    comm                                        data parallelism on 4 ranks against torch
+    checkpoint                                  saving on 4 ranks against torch.save
+    scaling [--worlds 1,2,4] [--layout tp2xdp]  strong and weak scaling, here or under torchrun
+    plan                                        five layouts against the planner's predictions
+    prepare [--megabytes N] [--workers N]       preparation against Megatron-LM and datatrove
+    context                                     memory and steps of context parallelism
+    bubble                                      bubble of each schedule against the simulator
 
-Do not use the machine meanwhile: compared runs alternate within one invocation, but other load adds noise to
-every figure.
+Do not use the machine in the meantime: compared runs alternate within one invocation, but other load adds
+noise to all figures.
 """
 
 from __future__ import annotations
@@ -77,23 +66,23 @@ def main(argv: list[str] | None = None) -> None:
     options = tool.parse_args(argv)
     for name in ("rounds", "threads"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
-            tool.error(f"--{name} {getattr(options, name)}: there must be at least one.")
+            tool.error(f"--{name} must be at least 1, got {getattr(options, name)}.")
     if options.machine is not None and not re.fullmatch(r"[\w.-]+", options.machine):
         tool.error(
-            f"--machine {options.machine} becomes a part of a file name. Give letters, digits, dots and "
-            "dashes."
+            f"--machine {options.machine} is not a valid part of a file name. Use only letters, "
+            "digits, dots and dashes."
         )
     if options.output.exists() and not options.output.is_dir():
         tool.error(
-            f"--output {options.output} is not a directory. Give one, or leave it out for "
-            f"{report.RESULTS.relative_to(report.ROOT)}."
+            f"--output {options.output} is not a directory. Choose another path, or leave it "
+            f"unset to use {report.RESULTS.relative_to(report.ROOT)}."
         )
     if options.benchmark == "kernels":
         check_kernels(tool, options)
     if options.benchmark == "peers" and (
         unknown := [name for name in options.peers if name not in peers.PEERS]
     ):
-        tool.error(f"peers {unknown[0]} is none that is compared. Legal values: {', '.join(peers.PEERS)}.")
+        tool.error(f"Unknown peer: {unknown[0]}. Choose from: {', '.join(peers.PEERS)}.")
     try:
         path = scale(options) if options.benchmark == "scaling" else measure(options)
     except ConfigError as error:
@@ -108,12 +97,11 @@ def check_kernels(tool: Parser, options: argparse.Namespace) -> None:
     options.groups = list(dict.fromkeys(options.groups)) or list(kernels.GROUPS)
     unknown = [group for group in options.groups if group not in kernels.GROUPS]
     if unknown:
-        tool.error(f"kernels {unknown[0]} is no group of kernels. Legal values: {', '.join(kernels.GROUPS)}.")
+        tool.error(f"Unknown kernel group: {unknown[0]}. Choose from: {', '.join(kernels.GROUPS)}.")
     if report.gpu() is None and not options.smoke:
         tool.error(
-            "kernels measures on an NVIDIA GPU, and the driver reports none. Run it on a machine that has "
-            "one; docs/kernels.md has what is "
-            "known without a GPU."
+            "The kernel benchmarks require an NVIDIA GPU, but none was found. Run them on a "
+            "machine with one, or see docs/kernels.md for the existing results."
         )
 
 
@@ -265,7 +253,10 @@ def numbers(text: str) -> list[int]:
 
 
 def scale(options: argparse.Namespace) -> Path:
-    """Measure scaling; rank 0 writes the figures and, if matplotlib is installed, a plot next to them."""
+    """Measure scaling.
+
+    Rank 0 writes the figures and, if matplotlib is installed, a plot.
+    """
     sizes = {
         "length": options.sequence_length,
         "batch": options.global_batch_size,
@@ -303,7 +294,7 @@ def say(line: str) -> None:
 
 
 def measure(options: argparse.Namespace) -> Path:
-    """Run the chosen benchmark, and write its results."""
+    """Run the selected benchmark, and write its results."""
     name = "tuning" if options.benchmark == "kernels" and options.tune else options.benchmark
 
     def save(content: dict[str, Any]) -> Path:
@@ -357,7 +348,7 @@ def show(path: Path, as_json: bool) -> None:
 
 
 def lines(content: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """The table's rows and columns."""
+    """Return the rows and columns of the table."""
     name = content["benchmark"]
     if name == "kernels":
         return [kernels.shown(row) for row in content["results"]], kernels.COLUMNS

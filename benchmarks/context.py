@@ -1,11 +1,13 @@
-"""Context parallelism on a CPU at 8,192 tokens: memory of four ranks' parts beside one process, steps beside
-data parallelism, and how much of the ring's hops runs under attention.
+"""Context parallelism on a CPU at 8,192 tokens.
 
-Memory is the most bytes of tensors that exist at a time in a step, above those that exist before it:
-activations, and temporaries such as gathered keys. It is counted from the allocator, and does not depend on
-load. Steps have equal tokens: four rows, one on each rank of dp 4, or a quarter of each of them. `hidden` is
-the part of the hops' time, measured alone, in which the rank does not wait for one that both neighbours have
-posted. It is measured on two ranks, where each has a core.
+The memory of four ranks is compared with that of one process, and steps with data parallelism. The overlap of
+the hops of the ring with attention is also measured.
+
+Memory is the maximum number of bytes of tensors that exist at the same time in a step, minus those that exist
+before it: activations, and temporaries such as gathered keys. It is counted by the allocator, and does not
+depend on load. Steps have equal tokens: four rows, one on each rank of dp 4, or a quarter of each of them.
+`hidden` is the fraction of the time of the hops, measured alone, in which the rank does not wait for a hop
+that both neighbors have posted. It is measured on two ranks with a core each.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from benchmarks.step import SMOKE_MODEL
 
 RANKS = 4
 PAIR = 2
-"""Ranks that measure how much of the ring's hops is hidden."""
+"""Number of ranks that measure the overlap of the ring's hops."""
 MODEL = {
     **{"vocab_size": 512, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4},
     **{"num_attention_heads": 4, "num_key_value_heads": 1, "max_position_embeddings": 8192},
@@ -29,8 +31,10 @@ MODEL = {
 METHODS = ("ulysses", "gather", "ring")
 RECOMPUTE = ("selective", "full")  # without it, a CPU keeps every probability: what is split then are these
 MOST = {"ulysses": 0.30, "gather": 0.35, "ring": 0.30}
-"""Memory of a rank beside one process, of a model with four query heads to a key-value head; gather has the
-keys and values of whole rows while a layer computes."""
+"""Maximum memory of a rank relative to one process, for a model with four query heads per key-value head.
+
+gather keeps the keys and values of whole rows while a layer computes.
+"""
 COLUMNS = {
     "layout": "layout",
     "recompute": "recompute",
@@ -43,8 +47,10 @@ COLUMNS = {
 
 
 def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Run everything and return the figures with their conditions. `threads` is ignored: each rank has
-    one."""
+    """Run all measurements, and return the figures with their conditions.
+
+    `threads` is ignored, because each rank has one thread.
+    """
     ranks, length, model = (
         (2, 64, {**SMOKE_MODEL, "max_position_embeddings": 64}) if smoke else (RANKS, 8192, MODEL)
     )
@@ -96,7 +102,7 @@ def _measured(spec: dict[str, Any], ranks: int) -> dict[str, Any]:
 
 
 def memory_rows(one: list[int], split: list[int], ranks: int) -> list[dict[str, Any]]:
-    """Rows of one process, then of each method, in the order of RECOMPUTE."""
+    """Return rows for one process, then for each method, in the order of RECOMPUTE."""
     rows = [
         {"layout": "one process", "recompute": mode, "peak_mib": size / 2**20}
         for mode, size in zip(RECOMPUTE, one, strict=True)
@@ -117,7 +123,7 @@ def memory_rows(one: list[int], split: list[int], ranks: int) -> list[dict[str, 
 def time_rows(
     rounds: list[list[list[float]]], pairs: list[dict[str, Any]], ranks: int
 ) -> list[dict[str, Any]]:
-    """Rows of dp, of each method, and of the ring of two: the median over steps and rounds."""
+    """Return rows for dp, for each method, and for the ring of two ranks: medians over steps and rounds."""
     names = [f"dp {ranks}", *(f"cp {ranks}, {method}" for method in METHODS)]
     rows: list[dict[str, Any]] = []
     if not rounds:  # memory alone, which load does not change

@@ -1,9 +1,8 @@
-"""How evenly parts of packed rows load context-parallel ranks: `python -m benchmarks.context_parts` counts
-tiles of attention.
+"""Load balance of context-parallel ranks on packed rows: `python -m benchmarks.context_parts`.
 
-Nothing is timed: rows of random documents are cut, and tiles are counted. Writes results/context-parts.json,
-and its table into docs/context-parallel.md. The planner takes its assumption about documents from here
-(`megalite.planner.cost.context_exchange`).
+Nothing is timed: rows of random documents are cut, and tiles of attention are counted. Writes
+results/context-parts.json, and a table into docs/context-parallel.md. The planner's assumption about
+documents is based on these results (`megalite.planner.cost.context_exchange`).
 """
 
 from __future__ import annotations
@@ -28,8 +27,10 @@ METHODS = ("gather", "ring")
 
 
 def row(random: np.random.Generator, median: float, spread: float, length: int = LENGTH) -> Counts:
-    """The start of each position's document, [length, 1], in a row of documents of which the first and the
-    last may be cut off."""
+    """Return the start of each position's document, [length, 1], in a row of random documents.
+
+    The first and the last document may be truncated.
+    """
     starts = np.zeros(length, np.int64)
     position = -int(random.integers(0, int(median)))
     while position < length:
@@ -39,8 +40,10 @@ def row(random: np.random.Generator, median: float, spread: float, length: int =
 
 
 def zigzag_of_each_document(starts: Counts, ranks: int) -> list[PositionSegments]:
-    """Each document in zigzag parts, as others do it. Lengths that do not divide leave ranks with unequal
-    counts of positions."""
+    """Return zigzag parts of each document, as used by other projects.
+
+    If lengths are not divisible, ranks have different numbers of positions.
+    """
     firsts = [*np.unique(starts).tolist(), len(starts)]
     held: list[list[PositionSegment]] = [[] for _ in range(ranks)]
     for first, stop in zip(firsts, firsts[1:], strict=False):
@@ -59,8 +62,11 @@ PARTS: dict[str, Callable[[Counts, int, str], Sequence[PositionSegments]]] = {
 
 
 def measure(rows: int = ROWS) -> dict[str, Any]:
-    """Over the rows of each distribution: the imbalance of each method with each parts, on average and at
-    worst, and the tiles that all ranks visit, relative to zigzag."""
+    """Measure the rows of each distribution.
+
+    The results are the mean and maximum imbalance of each method with each kind of parts, and the tiles that
+    all ranks visit, relative to zigzag.
+    """
     results = []
     for name, (median, spread) in DOCUMENTS.items():
         random = np.random.default_rng(0)
@@ -77,7 +83,7 @@ def measure(rows: int = ROWS) -> dict[str, Any]:
 
 
 def section(content: dict[str, Any]) -> str:
-    """The text between the markers."""
+    """Return the text between the markers."""
     lines = [
         f"{content['rows']} rows of {content['length']:,} tokens on {content['ranks']} ranks for each "
         "distribution of log-normal document",

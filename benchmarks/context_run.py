@@ -1,5 +1,7 @@
-"""One measured process of `benchmarks.context`: `python -m benchmarks.context_run SPEC.json`, under torchrun
-for more than one rank."""
+"""One measured process of `benchmarks.context`: `python -m benchmarks.context_run SPEC.json`.
+
+More than one rank is started by torchrun.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,10 @@ def trainer_of(tree: dict[str, Any]) -> Trainer:
 
 
 def most_bytes(tree: dict[str, Any]) -> int:
-    """The most bytes of tensors that exist at a time during the second step, above those that exist before
-    it; the most of any rank."""
+    """Return the maximum bytes of tensors during the second step, minus those that exist before it.
+
+    The result is the maximum over ranks.
+    """
     trainer = trainer_of(tree)
     try:
         trainer.step()
@@ -60,7 +64,7 @@ def most_bytes(tree: dict[str, Any]) -> int:
 
 
 def peak_above(act: Callable[[], object]) -> int:
-    """The most bytes that the allocator has given out at a time during a call, above what it had before."""
+    """Return the maximum bytes that the allocator has allocated during a call, minus those before it."""
     with profile(profile_memory=True) as recorded:
         act()
     assert recorded.kineto_results is not None
@@ -73,8 +77,7 @@ def peak_above(act: Callable[[], object]) -> int:
 
 @dataclass
 class Hop:
-    """One message to the next rank of the ring, with the moments at which this rank posted it and waited for
-    it."""
+    """A message to the next rank of the ring, with the times when this rank posted and awaited it."""
 
     pending: Pending
     posted: float
@@ -89,8 +92,10 @@ class Hop:
 
 @contextmanager
 def recorded_hops() -> Iterator[list[Hop]]:
-    """The hops of the ring's attention until the end, in the order in which they are posted, which is the
-    same on all ranks."""
+    """Context manager that records the hops of ring attention, in the order in which they are posted.
+
+    The order is the same on all ranks.
+    """
     hops: list[Hop] = []
 
     def recorded(x: Tensor, axis: MeshAxis) -> Hop:
@@ -102,10 +107,10 @@ def recorded_hops() -> Iterator[list[Hop]]:
 
 
 def exposed_seconds(hops: list[Hop], cp: MeshAxis) -> float:
-    """Seconds that this rank waited for messages which both neighbours had posted: before, it waits for the
-    neighbour's computation.
+    """Return the seconds that this rank waited for messages that both neighbors had posted.
 
-    The ranks are processes of one machine, whose clock they share.
+    Before that, it waits for the computation of the neighbor. The ranks are processes on one machine and
+    share its clock.
     """
     posted = [hop.posted for hop in hops]
     every: list[Any] = [None] * cp.size
@@ -118,7 +123,7 @@ def exposed_seconds(hops: list[Hop], cp: MeshAxis) -> float:
 
 
 def timed_steps(tree: dict[str, Any], warmup: int, steps: int) -> tuple[list[float], float | None]:
-    """Seconds of each step, and with a ring the part of the hops' time that is hidden, on this rank."""
+    """Return the seconds of each step and, with a ring, the hidden fraction of the hops' time."""
     trainer = trainer_of(tree)
     cp, model = trainer.mesh.cp, trainer.config.model
     try:

@@ -1,9 +1,9 @@
-"""Processor seconds around training: start of ranks, first step, saves and loads, preparation, conversion.
+"""Processor time around training: start of ranks, first step, saves and loads, preparation, conversion.
 
     python -m benchmarks.costs --tree . [--tree OTHER] [--times 5] [phases] [ranks] [prepare] [convert]
 
-Trees are measured in turns, after one round that compiles bytecode and fills caches; medians are printed, in
-seconds of all processes and threads (user and system), which other work on the machine changes little.
+Trees are measured alternately, after one round that compiles bytecode and fills caches. The printed medians
+are in seconds of all processes and threads (user and system), which other work on the machine affects little.
 `phases` is one process, `ranks` eight on TP2 × PP2 × DP2 with their launcher: one step and its save, then a
 load, a step and a save.
 """
@@ -49,7 +49,7 @@ SHAPE: dict[str, Any] = {  # of the model that is converted
 
 
 def spent(tree: Path, *words: str) -> tuple[float, str]:
-    """Processor seconds of `python WORDS` and all that it starts and waits for, and what it prints."""
+    """Return the processor seconds of `python WORDS` and its child processes, and its output."""
     environment = {
         **os.environ,
         "PYTHONPATH": f"{tree}{os.pathsep}{tree / 'kernels'}",
@@ -109,8 +109,10 @@ def ranks(tree: Path, scratch: Path) -> Iterator[tuple[str, float]]:
 
 
 def prepared(tree: Path, scratch: Path) -> Iterator[tuple[str, float]]:
-    """In this process and in two workers: one file of text as bytes, and the same as JSON with a BPE of
-    32,000 tokens."""
+    """Yield preparations in this process and with two workers.
+
+    The data is one file of text as bytes, and the same as JSON with a BPE of 32,000 tokens.
+    """
     for name, tokenizer in (("bytes", "byte"), ("BPE", str(scratch / "tokenizer"))):
         for workers in ("1", "2"):
             words = [
@@ -130,7 +132,7 @@ def prepared(tree: Path, scratch: Path) -> Iterator[tuple[str, float]]:
 
 
 def converted(tree: Path, scratch: Path) -> Iterator[tuple[str, float]]:
-    """A Llama of 25M parameters in fp32."""
+    """Yield conversions of a Llama with 25M parameters in fp32."""
     place, source = scratch / "runs", str(scratch / "llama")
     yield (
         "convert import",

@@ -1,7 +1,8 @@
-"""The phases of a run in one process, for `benchmarks.costs`: prints processor seconds of each as JSON. Runs
-on any tree of megalite.
+"""The phases of a run in one process, for `benchmarks.costs`.
 
-python FILE OPTIONS…: the options are those of `megalite train`; the run's directory must be new.
+Prints the processor seconds of each phase as JSON. Runs on any tree of megalite.
+
+python FILE OPTIONS…: the options are those of `megalite train`; the run directory must be new.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ last = [0.0]
 
 
 def done(phase: str) -> None:
-    """The processor time since the last phase was for this one."""
+    """Assign the processor time since the last phase to this one."""
     now = process_time()
     phases[phase], last[0] = now - last[0], now
 

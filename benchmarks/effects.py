@@ -1,7 +1,7 @@
-"""Removes effects from the planner's time one at a time, to see which decide a prediction (for held_out.py).
+"""Removal of single effects from the planner's step time (for held_out.py).
 
-Each effect is removed alone, with all constants as they are; a published row is then predicted too fast by
-that effect.
+This shows how much each effect contributes. Each effect is removed alone, with all constants unchanged. The
+prediction of a published row is then too fast by that effect.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ SMALL = PlannedJob(
     software=Software(loss_bytes=(38.0, 14.0)),
 )
 SMALL_LAYOUT = LayoutChoice(dp=48, zero=1)
-"""1.7B parameters with a vocabulary of 131,072 on 48 GPUs, one sequence at a time: what does not shrink with
-the layer weighs most."""
+"""Layout of a model with 1.7B parameters and a vocabulary of 131,072 on 48 GPUs, one sequence at a time.
+
+Costs that do not depend on the size of the layer have the largest share here.
+"""
 SIZES = {"up to 3B": (0, 3000), "7B to 15B": (3001, 6500), "30B and more": (6501, 10**9)}
 """Column → range of hidden sizes."""
 
@@ -54,14 +56,14 @@ def _software(**changed: Any) -> Callable[[PlannedJob], PlannedJob]:
 
 
 def _full_rate(job: PlannedJob) -> PlannedJob:
-    """Matmuls of every shape at the rate of large ones: no tiles, waves or short inner dimensions."""
+    """Compute matmuls of all shapes at the rate of large ones: no tiles, waves or short inner dimensions."""
     return replace(
         job, device=replace(job.device, rates=((1.0, job.device.peak(job.precision) * job.device.sustained),))
     )
 
 
 def _alone(job: PlannedJob) -> PlannedJob:
-    """Large matmuls at the rate that they reach alone, not in a run."""
+    """Compute large matmuls at the rate that they reach alone instead of in a run."""
     return replace(
         job, device=replace(job.device, sustained=job.device.sustained * 0.73 / find("h100").sustained)
     )
@@ -96,8 +98,10 @@ EFFECTS: dict[str, Callable[[PlannedJob], PlannedJob]] = {
 
 
 def measured(constants: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """For each effect: the change of predicted speed without it, median over H100 rows by size and for SMALL,
-    and the median deviation."""
+    """Return the change of the predicted speed without each effect.
+
+    It is the median over H100 rows by size and for SMALL. The median deviation is also included.
+    """
     tree = published.read_published()
     rows = [
         row for table in tree["tables"].values() if table["gpu"] == "h100" for row in published.rows_of(table)
@@ -123,7 +127,7 @@ def _medians(widths: Sequence[int], changes: Sequence[float]) -> dict[str, float
 
 
 def table(deviations: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Markdown lines."""
+    """Return the lines of a Markdown table."""
     columns = list(next(iter(deviations.values())))
     lines = [f"| without | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     return lines + [

@@ -1,7 +1,7 @@
-"""The cases of experts of `tools/benchmark.py kernels`: rows in the order of their experts and back, and the
-experts' weight gradients.
+"""Expert cases of `tools/benchmark.py kernels`.
 
-Shapes are those of one rank of Mixtral 8x7B (two experts for each token) and of Qwen3-30B-A3B (eight).
+They are the reordering of rows by expert, and the weight gradients of experts. Shapes are those of one rank
+of Mixtral 8x7B (two experts per token) and of Qwen3-30B-A3B (eight).
 """
 
 from __future__ import annotations

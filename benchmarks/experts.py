@@ -1,11 +1,12 @@
-"""A mixture of experts next to a dense model of as many active parameters, on one process and with its
-experts split over four.
+"""Mixture of experts compared with a dense model that has the same number of active parameters.
+
+It runs on one process, and with its experts split over four.
 
     python -m benchmarks.experts [--steps 8] [--output benchmarks/results]
 
-Of each: tokens per second, and the share of a step that rank 0 spends in the dispatch (rows, their counts,
-and waiting for ranks that are not yet there). Runs take turns in rounds; a figure is the median of its
-rounds. Writes MACHINE-experts.json.
+The results are tokens per second, and the fraction of a step that rank 0 spends in the dispatch (rows, their
+counts, and waiting for other ranks). Runs alternate in rounds, and figures are medians over rounds. Writes
+MACHINE-experts.json.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ COLUMNS = {
 
 
 def config_of(name: str, data: str) -> dict[str, Any]:
-    """The configuration of a run."""
+    """Return the configuration of a run."""
     mixture, ranks, ep, dispatcher = RUNS[name]
     return {
         "model": {**SHAPE, "intermediate_size": 2 * WIDTH, **(MIXTURE if mixture else {})},
@@ -67,7 +68,7 @@ def config_of(name: str, data: str) -> dict[str, Any]:
 
 
 def compare(steps: int, rounds: int, threads: int) -> dict[str, Any]:
-    """Measure every run in every round."""
+    """Measure all runs in every round."""
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in RUNS}
     with tempfile.TemporaryDirectory() as directory:
         data = report.write_random_tokens(Path(directory), VOCABULARY, 2_000_000)

@@ -1,5 +1,7 @@
-"""One measured run of `benchmarks.experts`: `python -m benchmarks.experts_run SPEC.json`, under torchrun for
-more than one rank."""
+"""One measured run of `benchmarks.experts`: `python -m benchmarks.experts_run SPEC.json`.
+
+More than one rank is started by torchrun.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,16 @@ from megalite.training.trainer import Trainer
 
 
 class DispatchClock:
-    """Seconds in the communication of the dispatch, from its start to its end: the host waits for it at
-    once."""
+    """Measures the communication time of the dispatch from its start to its end.
+
+    The host waits for it immediately.
+    """
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def watch(self, function: Callable[..., Pending]) -> Callable[..., Any]:
-        """The function, with the time of its call and of the wait for its result counted."""
+        """Return the function with its call and the wait for its result timed."""
 
         def call(*args: Any) -> Any:
             start = time.perf_counter()

@@ -1,10 +1,9 @@
-"""A training step on one GPU against transformers' LlamaForCausalLM under torch.compile, with the same shape,
-batch and clipping.
+"""A training step on one GPU, compared with transformers' LlamaForCausalLM under torch.compile.
 
-Llama 3.2 1B at 4,096 tokens, and some of Llama 3 8B's layers with its whole embedding and head at 8,192.
-Every run is its own process. transformers is measured in pure bf16, which is its fastest setting and keeps
-neither fp32 weights nor fp32 moments, and, if time is left, in mixed precision, which like megalite updates
-fp32 weights.
+Both have the same shape, batch and clipping: Llama 3.2 1B at 4,096 tokens, and some layers of Llama 3 8B with
+its full embedding and head at 8,192. Every run is a separate process. transformers is measured in pure bf16,
+its fastest setting, which keeps neither fp32 weights nor fp32 moments, and, if there is enough time, in mixed
+precision, which updates fp32 weights like megalite.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ CONVENTION = (
 
 @dataclass(frozen=True)
 class TrainedShape:
-    """The trained model: a preset, with fewer layers if the whole does not fit, and one microbatch per
-    step."""
+    """The trained model: a preset, possibly with fewer layers, and one microbatch per step."""
 
     name: str
     preset: str
@@ -56,7 +54,11 @@ class TrainedShape:
     layers: int | None = None
 
     def config(self, scratch: Path, smoke: bool, document: int | None = None) -> dict[str, Any]:
-        """document: tokens of each document; None: rows are not divided."""
+        """Return the configuration.
+
+        Args:
+            document: tokens of each document; None if rows are not divided.
+        """
         tiny = {
             "vocab_size": 64,
             "hidden_size": 32,
@@ -105,7 +107,7 @@ MIXED_PEER = GpuStepRun("transformers compiled, mixed", "benchmarks.transformers
 
 
 def plan(compiled: bool) -> list[tuple[TrainedShape, GpuStepRun]]:
-    """The runs in order of importance: the last ones are skipped if no time is left."""
+    """Return the runs in order of importance. The last ones are skipped if there is not enough time."""
     last = [OURS_COMPILED, MIXED_PEER] if compiled else [MIXED_PEER]
     return [(shape, run) for runs in ([OURS, PEER], last) for shape in SHAPES for run in runs]
 
@@ -118,7 +120,7 @@ def compare(
     save: Callable[[dict[str, Any]], Path],
     progress: Callable[[str], None],
 ) -> Path:
-    """Run everything, and write the results after each run."""
+    """Run all measurements, and write the results after each run."""
     ends, rows, path = time.monotonic() + SECONDS, list[dict[str, Any]](), Path()
     protocol = {
         "warmup_steps": 1 if smoke else 3,
@@ -152,7 +154,7 @@ def _measured(
 ) -> dict[str, Any]:
     row: dict[str, Any] = {"model": shape.name, "run": run.name, "error": None}
     if left < 30:
-        return {**row, "error": "not measured: no time was left"}
+        return {**row, "error": "not measured: out of time"}
     try:
         result = report.launch(run.module, spec, threads=threads, limit_s=min(left, LONGEST))
     except report.BenchmarkError as error:
@@ -162,7 +164,7 @@ def _measured(
 
 
 def figures(config: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
-    """The figures of a run, computed from its times."""
+    """Return the figures of a run, computed from its times."""
     parsed = from_dict(config)
     model, length, seconds = parsed.model, parsed.data.sequence_length, median(result["seconds"])
     tokens = parsed.train.global_batch_size * length / seconds
@@ -209,7 +211,7 @@ def _content(rows: list[dict[str, Any]], protocol: dict[str, Any]) -> dict[str, 
 
 
 def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Targets: a fraction of the GPU's peak, and a speed-up over transformers."""
+    """Return the targets: a fraction of the GPU's peak, and a speedup over transformers."""
     judged = []
     measured = {(row["model"], row["run"]): row for row in rows if not row["error"]}
     for shape in SHAPES:

@@ -1,14 +1,15 @@
-"""Predicts each table of published.yaml by constants fitted to the others, and fits the constants to all.
+"""Held-out predictions of the tables in published.yaml, and a fit of the constants to all of them.
 
     python -m benchmarks.held_out           about 100 s of CPU; writes results/held_out.json, the tables of
-    docs/appendix/published-runs.md and the summary in docs/planner.md
+                                            docs/appendix/published-runs.md and the summary in docs/planner.md
 
-The fit is least squares of the logarithms of predicted / measured speed, linear around the present constants,
-with each constant drawn to its published value by the uncertainty of its source (`start` and `spread` in
-published.yaml). Rows of one table share their conditions and so their errors: a table counts as at most six
-rows. The last column leaves out all tables of a publisher, which share its code: properties of that code
-which no other table has are then at their start. Run it again with the constants that it prints until they no
-longer move.
+Each table is predicted with constants fitted to the other tables. The fit is a least-squares fit of the
+logarithms of predicted / measured speed, linear around the current constants, with each constant drawn to its
+published value according to the uncertainty of its source (`start` and `spread` in published.yaml). Rows of
+one table share their conditions and therefore their errors: a table counts as at most six rows. The last
+column leaves out all tables of a publisher, which share its code: constants for properties of that code that
+no other table has are then at their start. Run it again with the printed constants until they no longer
+change.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ MOST_ROWS = 6  # that a table counts as
 STEP = 1.05  # by which a constant is changed to find how predictions depend on it
 COVERED = 0.8
 OF_DEVICE = {"a100": ("hopper", "limited", "older_attention"), "h100": ("ampere", "triton_attention")}
-"""Device → constants on which its tables do not depend."""
+"""Device → constants that its tables do not depend on."""
 
 
 class Fit:
-    """The dependence of every row on every constant, around the present constants."""
+    """Dependence of all rows on all constants, around the current constants."""
 
     def __init__(self) -> None:
         tree = published.read_published()
@@ -61,11 +62,11 @@ class Fit:
         return slope
 
     def of_publisher(self, key: str) -> set[str]:
-        """The tables of a table's publisher."""
+        """Return the tables with the same publisher as a table."""
         return {each for each, publisher in self.publishers.items() if publisher == self.publishers[key]}
 
     def without(self, left_out: Collection[str]) -> dict[str, float]:
-        """The constants fitted to all tables but some."""
+        """Return the constants fitted to all tables except some."""
         mask = np.array([each not in left_out for each in self.keys])
         spread = np.array([row["spread"] for row in self.prior.values()])
         away = np.array([math.log(self.at[name] / row["start"]) for name, row in self.prior.items()])
@@ -80,7 +81,7 @@ def logarithms(tables: Sequence[Table]) -> np.ndarray[Any, Any]:
 
 
 def quantile(groups: Sequence[Sequence[float]], share: float) -> float:
-    """The value below which a share of all values lies, if each group counts alike."""
+    """Return the value below which a fraction of all values lies, with equal weight for each group."""
     weighted = sorted((value, 1 / len(group)) for group in groups for value in group)
     wanted, passed = share * sum(weight for _, weight in weighted), 0.0
     for value, weight in weighted:
@@ -95,7 +96,7 @@ def errors(table: Table) -> list[float]:
 
 
 def differences(table: Table) -> list[float]:
-    """Errors of the ratio of two rows of the same model under different layouts."""
+    """Return errors of the ratio of two rows with the same model and different layouts."""
     pairs = combinations(table.rows, 2)
     return [
         abs(math.log1p(a.deviation) - math.log1p(b.deviation)) for a, b in pairs if layout(a) != layout(b)
@@ -107,8 +108,10 @@ def layout(row: PublishedComparison) -> tuple[object, ...]:
 
 
 def run() -> dict[str, Any]:
-    """Fit, predict each table by the constants fitted without it and without its publisher, and take effects
-    out one at a time."""
+    """Fit the constants, predict each held-out table, and remove effects one at a time.
+
+    Each table is predicted with the constants fitted without it and without its publisher.
+    """
     fit = Fit()
     constants = {key: fit.without({key}) for key in fit.gpus}
     tables = [published.compare(values, [key])[0] for key, values in constants.items()]
@@ -152,12 +155,12 @@ def _as_data(table: Table, width: float, gpu: str, strict: float) -> dict[str, A
 
 
 def covered(table: Mapping[str, Any]) -> list[bool]:
-    """Whether each row's measurement lies in the interval of its prediction."""
+    """Return whether the measurement of each row lies in the interval of its prediction."""
     return [abs(math.log1p(row["deviation"])) <= table["interval"] for row in table["rows"]]
 
 
 def summary(tables: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Rows, median and worst deviation, shares within 8 and 20 %, and within the interval."""
+    """Return rows, median and worst deviation, fractions within 8 and 20 %, and within the interval."""
     deviations = [row["deviation"] for table in tables for row in table["rows"]]
     inside = [each for table in tables for each in covered(table)]
     shares = [sum(abs(value) <= limit for value in deviations) / len(deviations) for limit in (0.08, 0.2)] + [
@@ -172,7 +175,7 @@ def summary(tables: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 def totals(tables: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, tuple[str, ...]]]:
-    """The summary of all tables, and of those of each GPU."""
+    """Return the summary of all tables, and of those for each GPU."""
     of_gpu = {gpu: [table for table in tables.values() if table["gpu"] == gpu] for gpu in ("h100", "a100")}
     return [
         ("all", summary(list(tables.values()))),
@@ -181,7 +184,7 @@ def totals(tables: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, tuple[str
 
 
 def overview(content: Mapping[str, Any]) -> str:
-    """Markdown: the held-out errors of all tables together, for the planner's page."""
+    """Return Markdown with the held-out errors of all tables, for the planner's page."""
     lines = [
         "| published runs on | rows | median error | worst | within 8 % | within 20 % | in the interval |",
         "|---|---|---|---|---|---|---|",
@@ -191,7 +194,7 @@ def overview(content: Mapping[str, Any]) -> str:
 
 
 def document(content: Mapping[str, Any]) -> str:
-    """Markdown: each table's held-out errors, the constants, and the effects."""
+    """Return Markdown with each table's held-out errors, the constants, and the effects."""
     tables, prior = content["tables"], published.read_published()["constants"]
     lines = [
         "| table | rows | median | worst | within 8 % | within 20 % | in the interval | interval | median "

@@ -13,7 +13,7 @@ SIZE, SMALL, REPEATS = 1 << 28, 1 << 12, 7
 
 
 def _seconds(act: Callable[[], object]) -> float:
-    """Median seconds of a call on the current stream, which waits for the streams that the call uses."""
+    """Return the median seconds of a call on the current stream, which waits for the streams that it uses."""
     act()
     times = []
     for _ in range(REPEATS):
@@ -41,7 +41,7 @@ def _one_way(source: str, target: str) -> dict[str, float]:
 
 
 def _both_ways() -> dict[str, float]:
-    """To the device and back at once, on two streams: the sum of both directions."""
+    """Copy in both directions at the same time on two streams, and return the sum of both bandwidths."""
     up, down = (_bytes(SIZE, "pinned") for _ in range(2))
     into, out_of = (_bytes(SIZE, "cuda") for _ in range(2))
     streams = torch.cuda.Stream(), torch.cuda.Stream()

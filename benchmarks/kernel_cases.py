@@ -1,9 +1,8 @@
-"""The cases of `tools/benchmark.py kernels`: each kernel at the shapes of real models, with other
-implementations of the same operation.
+"""Cases of `tools/benchmark.py kernels`: each kernel at the shapes of real models, with its peers.
 
-A case states the bytes or FLOPs that its operation needs, independent of the implementation. Its functions
-are created right before they are measured, so that a failure to create one affects only its own line. Inputs
-are random: a matmul of zeros is a tenth faster.
+A case states the bytes or FLOPs that its operation requires, independent of the implementation. Its functions
+are created right before they are measured, so that a failure to create one only affects its own line. Inputs
+are random, because a matmul of zeros is a tenth faster.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Target:
 
 @dataclass
 class Contest:
-    """The timed functions: ours, and factories of the others."""
+    """Timed functions: ours, and factories of the peers."""
 
     ours: Function
     peers: dict[str, Callable[[], Function]] = field(default_factory=dict)
@@ -64,7 +63,7 @@ class KernelCase:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of cases: those of real models, or small enough for an interpreter."""
+    """Sizes of cases: those of real models, or small ones for an interpreter."""
 
     device: str
     smoke: bool
@@ -83,18 +82,20 @@ class Sizes:
 
 
 def times_limit(bound: float) -> Target:
-    """Target: time relative to moving the bytes at 0.9 times the data sheet's bandwidth."""
+    """Return a target for the time relative to moving the bytes at 0.9 × the data sheet's bandwidth."""
     return Target("time / limit", lambda row: row["times_limit"], bound)
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The compiled function; without a GPU the function itself, as compiling for a CPU is slow and its speed
-    is irrelevant."""
+    """Return the compiled function, or the function itself without a GPU.
+
+    Compiling for a CPU is slow, and its speed is irrelevant.
+    """
     return torch.compile(function, dynamic=False) if torch.cuda.is_available() else function
 
 
 def backward_of(forward: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> Function:
-    """The backward of one forward, which can run many times."""
+    """Return the backward of one forward, which can run many times."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     outputs = forward(*leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -104,7 +105,7 @@ def backward_of(forward: Callable[..., Any], inputs: Sequence[Tensor], grads: Se
 def both_ways(
     function: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor]
 ) -> dict[str, Callable[[], Function]]:
-    """torch's backward of a function, eager and compiled."""
+    """Return torch's backward of a function, eager and compiled."""
     return {
         EAGER: lambda: backward_of(function, inputs, grads),
         COMPILED: lambda: backward_of(compiled(function), inputs, grads),
@@ -112,7 +113,7 @@ def both_ways(
 
 
 def forwards(function: Callable[..., Any], inputs: Sequence[Tensor]) -> dict[str, Callable[[], Function]]:
-    """torch's forward of a function, eager and compiled."""
+    """Return torch's forward of a function, eager and compiled."""
 
     def run_compiled() -> Function:
         compiled_function = compiled(function)
@@ -390,7 +391,7 @@ def _adamw_of(sizes: Sizes, grad_dtype: torch.dtype) -> KernelCase:
         divisor, step = torch.full((), 2.0, device=sizes.device), torch.full((), 10.0, device=sizes.device)
 
         def torchs() -> None:
-            """Clipping as in clip_grad_norm_, torch's fused AdamW, and rounding of the weights."""
+            """Clip as in clip_grad_norm_, run torch's fused AdamW, and round the weights."""
             g.div_(divisor)
             torch._fused_adamw_(
                 [p], [g.float()], [m], [v], [], [step], **options, amsgrad=False, maximize=False
@@ -450,7 +451,7 @@ def _grad_norm(sizes: Sizes) -> Iterable[KernelCase]:
 
 
 def _dropout(sizes: Sizes) -> Iterable[KernelCase]:
-    """Beside torch's own, whose masks depend on the layout."""
+    """Compare with torch's own dropout, whose masks depend on the layout."""
     count, width = sizes.of(8192, 4), sizes.of(4096, 64)
 
     def torchs(x: Tensor) -> Tensor:
@@ -523,8 +524,10 @@ def _loss(sizes: Sizes) -> Iterable[KernelCase]:
 
 
 def _chunked_loss(x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Function:
-    """The model's own head and loss, with the weight gradient in an fp32 accumulator allocated before the
-    step."""
+    """Return the model's own head and loss.
+
+    The weight gradient is accumulated in fp32, in a buffer allocated before the step.
+    """
     tp = Mesh(Layout(pp=1, dp=1, cp=1, tp=1)).tp
     spec = ParamSpec("head.weight", 1, (Segment("head.weight", tuple(weight.shape)),))
     head = Weight(spec, weight.detach().requires_grad_(), torch.float32, WeightGradQueue())

@@ -1,7 +1,7 @@
-"""Writes the measured speed of every kernel as a table into docs/appendix/measured-kernels.md: `python -m
-benchmarks.kernel_page`. A test compares them.
+"""Table of kernel speeds in docs/appendix/measured-kernels.md: `python -m benchmarks.kernel_page`.
 
-The files are benchmarks/results/*-kernels.json, and first-light-*.json for a device without one.
+It is read from benchmarks/results/*-kernels.json, and from first-light-*.json for a device without such a
+file. A test compares them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COLUMNS = {
 
 
 def section(results: Path = report.RESULTS) -> str:
-    """The text between the markers."""
+    """Return the text between the markers."""
     contents = [
         json.loads(file.read_text(encoding="utf-8")) for file in sorted(results.glob("*-kernels.json"))
     ]

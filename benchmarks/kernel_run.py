@@ -1,9 +1,8 @@
-"""One process of `tools/benchmark.py kernels`: measures groups of cases, `python -m benchmarks.kernel_run
-SPEC.json`.
+"""One process of `tools/benchmark.py kernels`: `python -m benchmarks.kernel_run SPEC.json`.
 
-It prints a line of JSON for every case as soon as it is measured. A failure is reported in its line, and a
-kernel that breaks the device fails only its group. Times are medians with the L2 cache flushed before every
-call, as triton.testing.do_bench measures.
+It measures groups of cases, and prints a line of JSON for every case as soon as it is measured. A failure is
+reported in its line, and a kernel that breaks the device only fails its group. Times are medians with the L2
+cache flushed before every call, as in triton.testing.do_bench.
 """
 
 from __future__ import annotations
@@ -78,12 +77,16 @@ def say(row: dict[str, Any]) -> None:
 
 
 def describe(sizes: Sizes) -> dict[str, Any]:
-    """The device and its measured limits: bytes/s of a copy, FLOP/s of a large matmul in bf16."""
+    """Return the device and its measured limits: bytes/s of a copy, FLOP/s of a large matmul in bf16."""
     count, side = sizes.of(2**30, 2**10), sizes.of(8192, 64)
     source, target, out = sizes.randn(count), sizes.randn(count), sizes.randn(side, side)
     a, b = sizes.randn(side, side), sizes.randn(side, side)
     copy_s, matmul_s = measure(lambda: target.copy_(source)), measure(lambda: torch.mm(a, b, out=out))
-    name = "no GPU: interpreted, at sizes that say nothing" if sizes.smoke else torch.cuda.get_device_name()
+    name = (
+        "no GPU found: kernels run in the interpreter, at sizes that are too small to measure"
+        if sizes.smoke
+        else torch.cuda.get_device_name()
+    )
     device = {
         "name": name,
         "cuda": torch.version.cuda,
@@ -100,14 +103,14 @@ def describe(sizes: Sizes) -> dict[str, Any]:
 
 
 def measure(function: Function) -> float:
-    """Median seconds of a call."""
+    """Return the median seconds of a call."""
     if torch.cuda.is_available():
         return float(triton.testing.do_bench(function, return_mode="median")) / 1e3
     return min(timed(function, 0, 1))
 
 
 def extra_bytes(function: Function) -> int:
-    """Peak memory allocated during a call, above what was allocated before."""
+    """Return the peak memory allocated during a call, minus that allocated before."""
     if not torch.cuda.is_available():
         return 0
     gc.collect()
@@ -122,7 +125,11 @@ def extra_bytes(function: Function) -> int:
 def rows(
     cases: Iterable[KernelCase], device: dict[str, Any], until: float, leave_out: Sequence[str] = ()
 ) -> Iterator[dict[str, Any]]:
-    """A row for each case. leave_out: names of others that are not measured."""
+    """Yield a row for each case.
+
+    Args:
+        leave_out: names of peers that are not measured.
+    """
     for case in cases:
         row: dict[str, Any] = {
             "kernel": case.kernel,
@@ -134,7 +141,7 @@ def rows(
         contest = None
         try:
             if time.monotonic() > until:
-                raise TimeoutError("no time was left")
+                raise TimeoutError("out of time")
             contest = case.make()
             row |= _own(case, contest.ours, device)
             row["peers"] = {
@@ -151,13 +158,13 @@ def rows(
 
 
 def reason(error: Exception) -> str:
-    """The error in one line."""
+    """Return the error in one line."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:300] if text else ''}".rstrip(": ")
 
 
 def free() -> None:
-    """Free memory of the device, and functions compiled for other shapes."""
+    """Free device memory, and functions compiled for other shapes."""
     if torch.cuda.is_available():
         gc.collect()
         torch._dynamo.reset()
@@ -183,7 +190,7 @@ def _own(case: KernelCase, ours: Function, device: dict[str, Any]) -> dict[str, 
 
 
 def _warm(function: Function) -> Function:
-    """The function after a first call, which compiles it and allocates library workspaces."""
+    """Return the function after a first call, which compiles it and allocates library workspaces."""
     function()
     return function
 
@@ -191,7 +198,7 @@ def _warm(function: Function) -> Function:
 def _peer(make: Callable[[], Function], us: float, until: float) -> dict[str, Any]:
     try:
         if time.monotonic() > until:
-            raise TimeoutError("no time was left")
+            raise TimeoutError("out of time")
         function = _warm(make())
         extra, theirs = extra_bytes(function), 1e6 * measure(function)
         return {"us": theirs, "ratio": theirs / us, "extra_bytes": extra}

@@ -1,8 +1,8 @@
-"""Every Triton kernel on this machine's GPU: its speed compared with the device's limit, with torch and with
-Liger.
+"""All Triton kernels on this machine's GPU.
 
-Each group of cases runs in its own process (`kernel_run.py`) with a time limit. Results are written at once;
-the file keeps the earlier results of groups that are not measured.
+They are compared with the limits of the device, with torch and with Liger. Each group of cases runs in its
+own process (`kernel_run.py`) with a time limit. Results are written immediately; the file keeps the earlier
+results of groups that are not measured.
 """
 
 from __future__ import annotations
@@ -69,8 +69,11 @@ def compare(
     save: Save,
     progress: Callable[[str], None],
 ) -> Path:
-    """Measure the groups, and write after each. `kept` are earlier results; those of other groups are
-    kept."""
+    """Measure the groups, and write the results after each.
+
+    Args:
+        kept: earlier results; those of other groups are kept.
+    """
     ends, rows = time.monotonic() + SECONDS, [row for row in kept if row["group"] not in groups]
     device, path = dict[str, Any](), Path()
     jobs = [("device", *groups)] if smoke else [("device",), *((group,) for group in groups)]
@@ -81,7 +84,7 @@ def compare(
         if "device" in job:
             device = measured.pop(0)
             if "name" not in device:
-                raise report.BenchmarkError(f"the device cannot be measured: {device['error']}")
+                raise report.BenchmarkError(f"Could not measure the device: {device['error']}")
         rows += measured
         path = save(_content(device, rows, tune))
     return path
@@ -95,7 +98,10 @@ def measure_groups(
     progress: Callable[[str], None],
     grace: float = GRACE,
 ) -> list[dict[str, Any]]:
-    """The rows of a process that measures these groups; if it fails, the last row has the error."""
+    """Return the rows of a process that measures these groups.
+
+    If it fails, the last row contains the error.
+    """
     measured: list[dict[str, Any]] = []
 
     def hear(row: dict[str, Any]) -> None:
@@ -103,7 +109,7 @@ def measure_groups(
         progress(summary(row))
 
     if seconds <= 0:
-        return [{"group": group, "kernel": group, "error": "no time was left"} for group in job]
+        return [{"group": group, "kernel": group, "error": "out of time"} for group in job]
     progress(f"{', '.join(job)}, up to {seconds:.0f} s")
     spec = {"leave_out": [], **spec, "groups": job, "seconds": seconds, "smoke": smoke}
     environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""} if smoke else {}
@@ -129,7 +135,7 @@ def _content(device: dict[str, Any], rows: list[dict[str, Any]], tune: bool) -> 
 
 
 def shown(row: dict[str, Any]) -> dict[str, Any]:
-    """A result as a row of the table: ratios are others' time over ours."""
+    """Return a result as a row of the table. Ratios are the time of others over ours."""
     ratios = {name: peer["ratio"] for name, peer in row.get("peers", {}).items() if "ratio" in peer}
     others = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items() if name not in PEERS)
     extra = row.get("extra_bytes")
@@ -144,7 +150,7 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def summary(row: dict[str, Any]) -> str:
-    """A result as a progress line."""
+    """Return a result as a progress line."""
     if "name" in row:
         return (
             f"{row['name']}: {row['bytes_per_second'] / 1e12:.2f} TB/s, {row['flops'] / 1e12:.0f} TFLOP/s in "
@@ -170,5 +176,5 @@ def _figures() -> list[tuple[str, str, str]]:
 
 
 def earlier(path: Path) -> list[dict[str, Any]]:
-    """The rows of a results file, if it exists."""
+    """Return the rows of a results file, if it exists."""
     return json.loads(path.read_text(encoding="utf-8"))["results"] if path.exists() else []

@@ -1,10 +1,12 @@
-"""Import and export of a model with tens of thousands of Hugging Face tensors: time of names, not of bytes.
+"""Import and export of a model with tens of thousands of Hugging Face tensors.
+
+This measures the time for names, not for bytes.
 
     python -m benchmarks.many_tensors [--output benchmarks/results]
 
-A Qwen3-MoE of tiny tensors with 256 experts in each of 58 layers has 44,544 tensors of experts, as
-DeepSeek-V3. Also measured: a half and a quarter of the layers: a cost that grows faster than the number of
-names shows in microseconds per name. Writes MACHINE-names.json.
+A Qwen3-MoE of tiny tensors with 256 experts in each of 58 layers has 44,544 expert tensors, as many as
+DeepSeek-V3. A half and a quarter of the layers are also measured, so that a cost that grows faster than the
+number of names shows in the microseconds per name. Writes MACHINE-names.json.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ def model_of(layers: int) -> ModelConfig:
 
 
 def write_model(directory: Path, model: ModelConfig) -> int:
-    """Write a Hugging Face directory with many files and an index; returns the number of its tensors."""
+    """Write a Hugging Face directory with many files and an index. Return the number of tensors."""
     directory.mkdir()
     config = to_hf_config(model, "qwen3_moe")
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")

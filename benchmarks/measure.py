@@ -15,7 +15,10 @@ import torch
 
 
 def timed(step: Callable[[], object], warmup: int, steps: int) -> list[float]:
-    """Seconds of each of `steps` calls, after `warmup` uncounted ones. On a GPU, calls must synchronize."""
+    """Return the seconds of each of `steps` calls, after `warmup` untimed ones.
+
+    On a GPU, calls must synchronize.
+    """
     for _ in range(warmup):
         step()
     seconds = []
@@ -27,7 +30,10 @@ def timed(step: Callable[[], object], warmup: int, steps: int) -> list[float]:
 
 
 def matmul_peak(size: int, dtype: torch.dtype, repeats: int = 8, device: str = "cpu") -> float:
-    """FLOP/s of the fastest of several matmuls of two [size, size] matrices, under the process's settings."""
+    """Return the FLOP/s of the fastest of several matmuls of [size, size] matrices.
+
+    The settings of the process are used.
+    """
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
 
@@ -45,7 +51,7 @@ def wait(device: str) -> None:
 
 
 def device_memory(device: str) -> dict[str, int | str | None]:
-    """The GPU's name, and the peak bytes of tensors on it so far: allocated, and reserved from the driver."""
+    """Return the name of the GPU, and its peak allocated and reserved bytes."""
     if device != "cuda":
         return {"device": None, "peak_allocated": None, "peak_reserved": None}
     allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
@@ -53,7 +59,7 @@ def device_memory(device: str) -> dict[str, int | str | None]:
 
 
 class Memory:
-    """Increase of the peak resident memory since this object was created. Linux only; elsewhere None."""
+    """Increase of the peak resident memory since this object was created. Linux only; otherwise None."""
 
     def __init__(self) -> None:
         with suppress(OSError):
@@ -62,7 +68,7 @@ class Memory:
         self._base = _resident("VmRSS")
 
     def peak_above(self) -> int | None:
-        """Bytes above the base, or None."""
+        """Return the bytes above the base, or None."""
         peak = _resident("VmHWM")
         return None if peak is None or self._base is None else peak - self._base
 
@@ -76,13 +82,16 @@ def _resident(field: str) -> int | None:
 
 
 def read_spec() -> dict[str, Any]:
-    """The specification of this process: the JSON file that is its only argument."""
+    """Return the specification of this process: the JSON file that is its only argument."""
     spec: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     return spec
 
 
 def finish(spec: dict[str, Any], result: dict[str, Any] | None) -> NoReturn:
-    """Write the result (None on ranks without one) and exit at once: torch takes seconds to shut down."""
+    """Write the result (None on ranks without one) and exit immediately.
+
+    A regular exit would take seconds, because torch shuts down slowly.
+    """
     if result is not None:
         Path(spec["result"]).write_text(json.dumps(result), encoding="utf-8")
     sys.stdout.flush()

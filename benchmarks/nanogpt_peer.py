@@ -1,7 +1,7 @@
 """One measured run of a GPT in plain torch, as in nanoGPT: `python -m benchmarks.nanogpt_peer SPEC.json`.
 
-torch's own linear, layer norm, embedding and fused attention, tied embeddings, no biases in linears, fused
-AdamW, clipping; a plain loop.
+It uses torch's own linear, layer norm, embedding and fused attention, tied embeddings, no biases in linear
+layers, fused AdamW and clipping in a plain loop.
 """
 
 from __future__ import annotations

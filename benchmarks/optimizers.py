@@ -1,13 +1,14 @@
-"""Muon against AdamW on the corpus of `megalite demo`: steps and time until Muon has the validation loss with
-which AdamW ends.
+"""Muon against AdamW on the corpus of `megalite demo`.
+
+The result is the number of steps and the time until Muon reaches the final validation loss of AdamW.
 
     python -m benchmarks.optimizers [--steps 300] [--seeds 3] [--output benchmarks/results]
 
-The model is configs/quickstart.yaml on one process. Both optimizers' rates are tuned on equal grids, with one
-seed: first AdamW's; then Muon's for the matrices, with AdamW's best rate for all other tensors. Then both run
-with every seed, in turn, with the best rates. Rates of 5 values each are factors of two apart; a best rate at
-the end of its grid is reported as such. Completed runs are not repeated: remove the directory of the runs to
-start over. Writes MACHINE-optimizers.json with versions and every loss, and a plot beside it.
+The model is configs/quickstart.yaml on one process. The rates of both optimizers are tuned on equal grids,
+with one seed: first those of AdamW; then those of Muon for the matrices, with AdamW's best rate for all other
+tensors. Then both run alternately with every seed, with the best rates. Each grid has 5 values at factors of
+two; a best rate at the end of its grid is reported. Completed runs are not repeated: remove the directory of
+the runs to start over. Writes MACHINE-optimizers.json with versions and all losses, and a plot.
 """
 
 from __future__ import annotations
@@ -42,8 +43,10 @@ class Curve:
     losses: list[float]
 
     def reaches(self, loss: float) -> tuple[float, float] | None:
-        """Step and seconds at which the loss is reached, between validations on a straight line; None if it
-        never is."""
+        """Return step and seconds at which the loss is reached, or None.
+
+        Between validations they are interpolated linearly.
+        """
         points = list(zip(self.losses, self.steps, self.seconds, strict=True))
         for (high, *before), (low, *after) in pairwise(points):
             if low <= loss < high:
@@ -55,7 +58,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Runner:
-    """Starts runs of the quickstart's model, or finds those that are complete."""
+    """Runner that starts runs of the quickstart's model, or finds completed ones."""
 
     directory: Path
     steps: int
@@ -63,7 +66,11 @@ class Runner:
     threads: int
 
     def curve(self, name: str, rates: dict[str, float], seed: int) -> Curve:
-        """The run with an optimizer, its rates by option, and a seed. Raises BenchmarkError if it fails."""
+        """Return the run with an optimizer, its rates by option, and a seed.
+
+        Raises:
+            BenchmarkError: the run failed.
+        """
         label = "-".join(
             [name, *(f"{option.partition('.')[0]}{rate:g}" for option, rate in rates.items()), f"seed{seed}"]
         )
@@ -111,7 +118,7 @@ class Runner:
 
 
 def read_curve(metrics: Path) -> Curve:
-    """The validations of a run, from its metrics.jsonl."""
+    """Return the validations of a run, from its metrics.jsonl."""
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     times = [line["step_time_s"] for line in lines if "step_time_s" in line]
     seconds = list(accumulate(times))
@@ -122,7 +129,7 @@ def read_curve(metrics: Path) -> Curve:
 def tune(
     runner: Runner, name: str, fixed: dict[str, float], rates: tuple[float, ...]
 ) -> tuple[float, list[dict[str, float]]]:
-    """The rate with the lowest final loss, and the loss of each."""
+    """Return the rate with the lowest final loss, and the loss of each."""
     rows = [
         {"rate": rate, "loss": runner.curve(name, fixed | {TUNED[name]: rate}, FIRST_SEED).losses[-1]}
         for rate in rates
@@ -131,7 +138,7 @@ def tune(
 
 
 def compare(runner: Runner, seeds: int, grids: dict[str, tuple[float, ...]]) -> dict[str, Any]:
-    """Tune both, run both with every seed, and say when Muon reaches AdamW's final loss."""
+    """Tune both, run both with every seed, and determine when Muon reaches AdamW's final loss."""
     grid: dict[str, Any] = {}
     best, grid["adamw"] = tune(runner, "adamw", {}, grids["adamw"])
     rates = {"adamw": {"optimizer.lr": best}}
@@ -160,7 +167,7 @@ def compare(runner: Runner, seeds: int, grids: dict[str, tuple[float, ...]]) -> 
 
 
 def _row(seed: int, adamw: Curve, muon: Curve) -> dict[str, Any]:
-    """One seed: both final losses and times, and where Muon reaches AdamW's."""
+    """Return the result of one seed: both final losses and times, and where Muon reaches AdamW's loss."""
     reached = muon.reaches(adamw.losses[-1])
     return {
         "seed": seed,
@@ -173,7 +180,7 @@ def _row(seed: int, adamw: Curve, muon: Curve) -> dict[str, Any]:
 
 
 def draw(content: dict[str, Any], path: Path) -> None:
-    """Validation losses of all seeds over steps and over seconds."""
+    """Plot the validation losses of all seeds over steps and over seconds."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -195,7 +202,7 @@ def draw(content: dict[str, Any], path: Path) -> None:
 
 
 def describe(content: dict[str, Any]) -> str:
-    """The result of each seed in a line."""
+    """Return the result of each seed in one line."""
     lines = [f"rates: {content['rates']}, at the end of the grid: {content['best_rate_ends_its_grid']}"]
     for row in content["results"]:
         adamw, muon, reached = row["adamw"], row["muon"], row["muon_reaches_adamws_loss"]

@@ -1,10 +1,9 @@
-"""Small models, for which the overhead around matmuls dominates: a character model on one process, a
-small Llama on five layouts.
+"""Small models, in which the overhead around matmuls dominates.
 
-Each run uses the trainer on random tokens. Its speed is compared with that of its matmuls alone,
-measured by the same ranks right after it: the share shows the cost of everything else, including
-communication. With several ranks each has one thread, so that on a machine with two cores the layouts share
-the cores of one process.
+They are a character model on one process and a small Llama on five layouts. Each run uses the trainer on
+random tokens. Its speed is compared with that of its matmuls alone, which the same ranks measure right after
+it: the ratio shows the cost of everything else, including communication. With several ranks each has one
+thread, so that on a machine with two cores the layouts share the cores of one process.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ def runs(smoke: bool) -> list[OverheadRun]:
 
 
 def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Run everything, alternating between runs, and return the figures with the conditions they depend on."""
+    """Run all measurements alternately, and return the figures with their conditions."""
     compared = runs(smoke)
     with TemporaryDirectory(prefix="megalite_benchmark_") as scratch:
         configs = [config_of(run, Path(scratch)) for run in compared]
@@ -123,7 +122,7 @@ def compare(*, rounds: int, threads: int, smoke: bool, progress: Callable[[str],
 
 
 def config_of(run: OverheadRun, scratch: Path) -> dict[str, Any]:
-    """The configuration of a run, on random tokens in `scratch`."""
+    """Return the configuration of a run, on random tokens in `scratch`."""
     length = run.model["max_position_embeddings"]
     total, micro = run.batch
     return {
@@ -140,7 +139,7 @@ def config_of(run: OverheadRun, scratch: Path) -> dict[str, Any]:
 
 
 def _row(run: OverheadRun, threads: int) -> dict[str, Any]:
-    """A run's figures (medians over all steps of all rounds) and its configuration."""
+    """Return the figures of a run (medians over all steps of all rounds) and its configuration."""
     seconds, matmul_seconds = (
         median(value for result in run.results for value in result[key])
         for key in ("seconds", "product_seconds")
@@ -170,7 +169,10 @@ def _row(run: OverheadRun, threads: int) -> dict[str, Any]:
 
 
 def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Target: all three axes together keep most of the speed of data parallelism alone on the same cores."""
+    """Return the target.
+
+    All three axes together must keep most of the speed of data parallelism on the same cores.
+    """
     speed = {row["layout"]: row["tokens_per_second"] for row in rows if row["model"] == "llama"}
     if not {"TP2×PP2×DP2", "DP2"} <= speed.keys():
         return []

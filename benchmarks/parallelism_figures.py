@@ -1,7 +1,7 @@
-"""Draws the manual's figures of tensor, sequence and context parallelism and ZeRO: `python -m
-benchmarks.parallelism_figures DIRECTORY`.
+"""Figures of the manual about tensor, sequence and context parallelism and ZeRO.
 
-Colours are ranks, and kinds of memory in the figure of ZeRO.
+Run `python -m benchmarks.parallelism_figures DIRECTORY`. Colors represent ranks, and in the figure of ZeRO
+kinds of memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _title(picture: Picture, text: str, note: str) -> None:
 
 
 def _matrix(picture: Picture, x: float, y: float, size: tuple[float, float], name: str, split: str) -> None:
-    """A matrix on two ranks: split by columns or by rows, or replicated."""
+    """Draw a matrix on two ranks: split by columns or by rows, or replicated."""
     width, height = size
     if split == "whole":
         picture.boxes.append(Box(x, y, width, height, SHARED))
@@ -44,8 +44,10 @@ def _matrix(picture: Picture, x: float, y: float, size: tuple[float, float], nam
 
 
 def tensor() -> Picture:
-    """A feed-forward block on two ranks: the first matrix is split by its outputs, the second by its
-    inputs."""
+    """Draw a feed-forward block on two ranks.
+
+    The first matrix is split by its outputs, the second by its inputs.
+    """
     picture = Picture(860, 218, 1)
     _title(
         picture,
@@ -72,8 +74,7 @@ def tensor() -> Picture:
 
 
 def sequence() -> Picture:
-    """One transformer layer under sequence parallelism: the activations of each of two ranks between the
-    collectives."""
+    """Draw a layer under sequence parallelism: the activations of two ranks between collectives."""
     picture = Picture(960, 196, 1)
     _title(
         picture,
@@ -117,7 +118,7 @@ def sequence() -> Picture:
 
 
 def zero() -> Picture:
-    """Bytes per parameter on each of four ranks under the stages of ZeRO."""
+    """Draw the bytes per parameter on each of four ranks with the stages of ZeRO."""
     picture = Picture(860, 236, 1)
     _title(
         picture,
@@ -146,7 +147,7 @@ def zero() -> Picture:
 def _cells(
     picture: Picture, x: float, y: float, owners: Sequence[Sequence[int | None]], side: float = 22
 ) -> None:
-    """A grid whose cells have the colours of ranks; None: empty."""
+    """Draw a grid with cells in the colors of ranks. None is an empty cell."""
     for row, own in enumerate(owners):
         for column, rank in enumerate(own):
             fill = SHARED if rank is None else RANKS[rank]
@@ -154,7 +155,7 @@ def _cells(
 
 
 def _owners(parts: Sequence[PositionSegments]) -> list[int]:
-    """The rank of each position."""
+    """Return the rank of each position."""
     held = sorted((run.start, run.length, rank) for rank, runs in enumerate(parts) for run in runs)
     return [rank for _, length, rank in held for _ in range(length)]
 
@@ -166,8 +167,7 @@ def _legend(picture: Picture, x: float, y: float) -> None:
 
 
 def context_parts() -> Picture:
-    """The queries of each of four ranks in a causal row of eight blocks, and how many blocks of keys each
-    sees."""
+    """Draw the queries of four ranks in a causal row of eight blocks, and the keys that they see."""
     picture = Picture(860, 316, 1)
     _title(
         picture,
@@ -211,8 +211,7 @@ def context_parts() -> Picture:
 
 
 def context_moves() -> Picture:
-    """What each method of context parallelism moves in the forward pass of one layer's attention, on four
-    ranks."""
+    """Draw the communication of each context-parallel method in the forward of one layer's attention."""
     picture = Picture(960, 276, 1)
     _title(
         picture,
@@ -268,7 +267,7 @@ def context_moves() -> Picture:
 
 
 def step() -> Picture:
-    """The eight ranks of TP2 × PP2 × DP2, and the messages of a step of four microbatches under 1F1B."""
+    """Draw the eight ranks of TP2 × PP2 × DP2, and the messages of a step of four microbatches under 1F1B."""
     drawn = Picture(890, 452, 1)
     _title(
         drawn,

@@ -1,10 +1,10 @@
-"""megalite and other programs at equal settings: ratios of alternating runs, and megalite against itself.
+"""megalite and other programs at equal settings: ratios of alternating runs, and of megalite to itself.
 
-A 25M Llama beside transformers; nanoGPT's small character model beside a GPT written out in plain torch; data
-parallelism on four ranks beside DDP with ZeroRedundancyOptimizer, FSDP2, and torchtitan's Llama under FSDP2;
-a Llama of width 256 on one to eight ranks beside picotron's layers, messages and buckets. Both sides of a
-pair compute their matmuls with the same library. A peer that cannot be imported on a CPU is reimplemented;
-its module says what it does and what it omits. Give `--rounds 10` for ten pairs, and the peers by name where
+The pairs are a 25M Llama and transformers; nanoGPT's small character model and a GPT in plain torch; data
+parallelism on four ranks and DDP with ZeroRedundancyOptimizer, FSDP2, and torchtitan's Llama under FSDP2; a
+Llama of width 256 on one to eight ranks and picotron's layers, messages and buckets. Both sides of a pair
+compute their matmuls with the same library. A peer that cannot be imported on a CPU is reimplemented; its
+module documents what it does and what it omits. Use `--rounds 10` for ten pairs, and select peers by name if
 all of them take too long.
 """
 
@@ -29,7 +29,7 @@ PEERS = {
 }
 """Peer → the module of its measured process."""
 AGAIN = "again"
-"""Ends the name of a second run of megalite, whose ratio to the first shows the noise of the machine."""
+"""Suffix of the name of a second run of megalite, whose ratio to the first shows the noise of the machine."""
 SETTINGS = {"MKL": "highest", "oneDNN": "medium"}
 COLUMNS = {
     "peer": "peer",
@@ -55,7 +55,7 @@ class PeerRun:
 
 @dataclass
 class PeerComparison:
-    """megalite, megalite again, and a peer, on one configuration."""
+    """Runs of megalite, of megalite again, and of a peer with one configuration."""
 
     peer: str
     library: str  # of fp32 matmuls, a key of SETTINGS
@@ -74,12 +74,12 @@ class PeerComparison:
         ]
 
     def measure(self, number: int, threads: int) -> None:
-        """One round. Every second one is in the opposite order."""
+        """Run one round. Every second one is in the opposite order."""
         for run in self.runs[:: 1 if number % 2 else -1]:
             run.results.append(self.launch(run, threads))
 
     def launch(self, run: PeerRun, threads: int) -> dict[str, Any]:
-        """One measured process, or one for each rank with a thread of its own."""
+        """Start one measured process, or one for each rank with a single thread."""
         warmup, steps = self.steps
         spec = {
             "warmup_steps": warmup,
@@ -117,7 +117,7 @@ def compare(
     progress: Callable[[str], None],
     peers: Sequence[str] = tuple(PEERS),
 ) -> dict[str, Any]:
-    """Run everything and return the figures with the conditions they depend on."""
+    """Run all measurements, and return the figures with their conditions."""
     with TemporaryDirectory(prefix="megalite_benchmark_") as scratch:
         compared = [each for peer in peers for each in comparisons(peer, smoke, Path(scratch))]
         for number in range(1, rounds + 1):
@@ -138,8 +138,11 @@ def compare(
 
 
 def comparisons(peer: str, smoke: bool, scratch: Path) -> list[PeerComparison]:
-    """A peer's comparisons: one for each library on one process; on several ranks, where matmuls count less,
-    oneDNN's alone."""
+    """Return the comparisons of a peer.
+
+    On one process there is one for each library; on several ranks, where matmuls matter less, only oneDNN is
+    used.
+    """
     if peer == "transformers":
         config = step.config_of(*((step.SMOKE_MODEL, 2) if smoke else (step.MODEL, 4)), scratch)
         return [PeerComparison(peer, library, config, (1, 2) if smoke else (1, 3)) for library in SETTINGS]
@@ -155,16 +158,20 @@ def comparisons(peer: str, smoke: bool, scratch: Path) -> list[PeerComparison]:
 
 
 def of_picotron(run: overhead.OverheadRun, scratch: Path) -> PeerComparison:
-    """One layout. Neither side clips; megalite shards the optimizer state, picotron does not."""
+    """Return the comparison on one layout.
+
+    Neither side clips; megalite shards the optimizer state, picotron does not.
+    """
     config = overhead.config_of(run, scratch)
     config["train"] |= {"grad_clip": 0.0}
     return PeerComparison("picotron", "oneDNN", config, run.steps, run.ranks, run.layout_name)
 
 
 def compared(own: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Median and quartiles of the ratio of the other run's time for a step to the own one's, round by round.
+    """Return median and quartiles of the ratio of the step times, round by round.
 
-    A round that is slow for both sides changes its ratio little.
+    The ratio is the time of the other run over that of our own. A round that is slow on both sides changes
+    its ratio little.
 
     Args:
         own, other: one result per round, with the `seconds` of its steps.

@@ -1,9 +1,8 @@
-"""A Llama split over tensor-parallel ranks and pipeline stages in the way of picotron, for
-`benchmarks.picotron_peer`.
+"""Llama with tensor-parallel ranks and pipeline stages as in picotron, for `benchmarks.picotron_peer`.
 
-q, k, v, gate and up are linears of their own, each of which sums its input's gradient over the tp ranks; o
+q, k, v, gate and up are separate linear layers, each of which sums its input gradient over the tp ranks; o
 and down sum their outputs; the head gathers the logits of the whole vocabulary. Norms and rotary embedding
-are plain torch operations, attention is torch's. With one rank on an axis nothing of that is communicated.
+are plain torch operations, attention is torch's. On an axis with one rank nothing is communicated.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from megalite.config.schema import ModelConfig
 
 @dataclass(frozen=True)
 class Axis:
-    """This rank's place among the ranks of one axis, in the world's numbers."""
+    """Position of this rank among the ranks of one axis, with their global numbers."""
 
     ranks: list[int]
     rank: int
@@ -71,7 +70,7 @@ class _Gathered(torch.autograd.Function):
 
 
 class Column(nn.Linear):
-    """Has a part of the outputs."""
+    """Linear layer with a part of the outputs."""
 
     def __init__(self, inputs: int, outputs: int, tp: Axis, gathered: bool = False):
         super().__init__(inputs, outputs // tp.size, bias=False)
@@ -85,7 +84,7 @@ class Column(nn.Linear):
 
 
 class PicotronRowParallel(nn.Linear):
-    """Has a part of the inputs."""
+    """Linear layer with a part of the inputs."""
 
     def __init__(self, inputs: int, outputs: int, tp: Axis):
         super().__init__(inputs // tp.size, outputs, bias=False)
@@ -97,7 +96,10 @@ class PicotronRowParallel(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """Has a part of the vocabulary; tokens outside it give zeros, and the ranks' outputs are added."""
+    """Embedding with a part of the vocabulary.
+
+    Tokens outside it give zeros, and the outputs of the ranks are added.
+    """
 
     def __init__(self, vocabulary: int, width: int, tp: Axis):
         super().__init__(vocabulary // tp.size, width)
@@ -155,13 +157,13 @@ class PicotronLayer(nn.Module):
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding; x [batch, heads, seq, head]."""
+    """Apply rotary embedding to x [batch, heads, seq, head]."""
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat([-second, first], -1) * sin
 
 
 class PicotronStage(nn.Module):
-    """A pipeline rank's layers: with the embedding on the first rank, with norm and head on the last."""
+    """Layers of a pipeline rank, with the embedding on the first rank, and norm and head on the last."""
 
     def __init__(self, model: ModelConfig, length: int, tp: Axis, pp: Axis):
         super().__init__()
@@ -180,7 +182,7 @@ class PicotronStage(nn.Module):
         self.cos, self.sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)  # [seq, head]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens on the first rank, hidden states elsewhere; logits on the last."""
+        """Return hidden states, or logits on the last rank. x contains tokens on the first rank."""
         if self.first:
             x = self.tokens(x)
         for block in self.blocks:

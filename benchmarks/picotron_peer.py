@@ -1,10 +1,9 @@
-"""One measured run in the way of picotron (Hugging Face): `python -m benchmarks.picotron_peer SPEC.json`,
-under torchrun for several ranks.
+"""One measured run as in picotron (Hugging Face): `python -m benchmarks.picotron_peer SPEC.json`.
 
-picotron cannot be imported without CUDA and flash-attn, so its training loop is written down here: its model
-(`picotron_model`), 1F1B with messages that are awaited at once, gradients in buckets of 25 MB that are summed
-during the last backward, torch's AdamW with its defaults, no clipping. Reading of data, printing and
-checkpoints are left out.
+Several ranks are started by torchrun. picotron cannot be imported without CUDA and flash-attn, so its
+training loop is reimplemented here: its model (`picotron_model`), 1F1B with messages that are awaited
+immediately, gradients in buckets of 25 MB that are summed during the last backward, torch's AdamW with its
+defaults, and no clipping. Data loading, printing and checkpoints are omitted.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Batch = tuple[Tensor, Tensor]  # tokens and targets, [batch, seq]
 
 
 def axes(tp: int, pp: int, dp: int) -> dict[str, Axis]:
-    """This rank's axes, tp innermost and dp outermost. Collective."""
+    """Return this rank's axes, with tp innermost and dp outermost. Collective."""
     world, own = tp * pp * dp, dist.get_rank() if dist.is_initialized() else 0
     grid = torch.arange(world).view(dp, pp, tp)
     sizes = {}
@@ -43,11 +42,12 @@ def axes(tp: int, pp: int, dp: int) -> dict[str, Axis]:
 
 
 class Buckets:
-    """Gradients that are accumulated in flat buckets, and averaged over the dp ranks as soon as those of a
-    bucket are complete.
+    """Flat buckets in which gradients accumulate.
+
+    A bucket is averaged over the dp ranks as soon as all of its gradients are complete.
 
     Attributes:
-        last: the backward that runs is the step's last one.
+        last: whether the current backward is the last one of the step.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], dp: Axis):
@@ -71,7 +71,7 @@ class Buckets:
                 )
 
     def add(self, parameter: Tensor, number: int) -> None:
-        """Called with every gradient."""
+        """Add a gradient. Called for every gradient."""
         self.sums[parameter].add_(parameter.grad)  # type: ignore[index, arg-type]
         parameter.grad = None
         if not self.last:
@@ -82,7 +82,7 @@ class Buckets:
             self.works.append(dist.all_reduce(self.flat[number], group=self.dp.group, async_op=True))
 
     def finish(self) -> None:
-        """Wait for the averages, and give them to the parameters."""
+        """Wait for the averages, and assign them to the parameters."""
         for work in self.works:
             work.wait()
         self.works.clear()
@@ -98,11 +98,11 @@ class Buckets:
 
 
 class PicotronPipeline:
-    """1F1B over the pp ranks; with one of them, forward and backward of one microbatch after the other.
+    """1F1B over the pp ranks. With a single rank, microbatches are processed one after the other.
 
     Args:
         shape: of the hidden states of a microbatch.
-        on_last: called before the step's last backward.
+        on_last: called before the last backward of the step.
     """
 
     def __init__(self, stage: PicotronStage, pp: Axis, shape: tuple[int, ...], on_last: Callable[[], None]):
@@ -112,7 +112,7 @@ class PicotronPipeline:
         self.warmup, self.loss = pp.size - pp.rank - 1, 0.0
 
     def step(self, batches: Sequence[Batch]) -> float:
-        """All microbatches of a step; returns the loss on the last rank, elsewhere 0."""
+        """Run all microbatches of a step. Return the loss on the last rank, and 0 elsewhere."""
         self.loss, self.count = 0.0, len(batches)
         warmup, coming = min(self.warmup, len(batches)), iter(batches)
         waiting: deque[tuple[Tensor, Tensor]] = deque()
@@ -135,7 +135,7 @@ class PicotronPipeline:
     def exchange(
         self, tensor: Tensor | None = None, send: int | None = None, receive: int | None = None
     ) -> Tensor | None:
-        """Send to a rank, receive from one, and wait for both."""
+        """Send to one rank, receive from another, and wait for both."""
         received = torch.empty(self.shape, requires_grad=True) if receive is not None else None
         messages = (
             [dist.P2POp(dist.isend, tensor.detach(), send)] if tensor is not None and send is not None else []
@@ -146,7 +146,7 @@ class PicotronPipeline:
         return received
 
     def forward(self, x: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Input and output of a microbatch; on the last rank the output is its loss."""
+        """Return input and output of a microbatch. On the last rank the output is the loss."""
         tokens, targets = batch
         given = tokens if x is None else x
         out = self.stage(given)
@@ -156,7 +156,7 @@ class PicotronPipeline:
         return given, out
 
     def backward(self, given: Tensor, out: Tensor, grad: Tensor | None, last: bool) -> Tensor | None:
-        """The gradient of the input, which the rank before needs."""
+        """Return the gradient of the input, which the previous rank needs."""
         if last:
             self.on_last()
         torch.autograd.backward(out, grad)

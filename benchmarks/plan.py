@@ -1,8 +1,7 @@
-"""Compares the planner with this machine: predicted and measured steps of a small Llama on five layouts.
+"""The planner compared with this machine: predicted and measured steps of a small Llama on five layouts.
 
-The device is calibrated right before, with as many ranks of one thread each as the layouts have. The two are
-independent: calibration measures matmuls, memory bandwidth and collectives; the steps are run by the
-trainer.
+The device is calibrated right before, with the same number of ranks, each with one thread. The two are
+independent: calibration measures matmuls, memory bandwidth and collectives; the steps are run by the trainer.
 """
 
 from __future__ import annotations
@@ -62,8 +61,7 @@ SMOKE = {
 
 
 def calibrate(smoke: bool = False, limit_s: float = 1800.0) -> dict[str, Any]:
-    """Measure this machine; returns a device in the form that `megalite/planner/hardware/devices.py`
-    reads."""
+    """Measure this machine. Return a device in the format of `megalite/planner/hardware/devices.py`."""
     gpus = report.gpus()
     ranks = len(gpus) or 2
     spec: dict[str, Any] = {
@@ -78,7 +76,7 @@ def calibrate(smoke: bool = False, limit_s: float = 1800.0) -> dict[str, Any]:
 
 
 def write_device(path: Path, content: dict[str, Any]) -> None:
-    """Write a device that was measured as a file for --gpu."""
+    """Write a measured device as a file for --gpu."""
     import yaml
 
     rounded = json.loads(json.dumps(content), parse_float=lambda text: float(f"{float(text):.4g}"))
@@ -90,8 +88,10 @@ def write_device(path: Path, content: dict[str, Any]) -> None:
 
 
 def _cpu(measured: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """A CPU's row of hardware.yaml. The network between machines is not measured but set to the link inside
-    one."""
+    """Return the row of hardware.yaml for a CPU.
+
+    The network between machines is not measured, but set to the link inside a machine.
+    """
     return {
         **measured,
         "measured": True,
@@ -109,9 +109,11 @@ def _cpu(measured: dict[str, Any], ranks: int) -> dict[str, Any]:
 
 
 def _gpu(measured: dict[str, Any], gpus: Sequence[str]) -> dict[str, Any]:
-    """A GPU's row of hardware.yaml. Its matmuls are modelled by tiles, at the fraction of its peak that the
-    fastest measured matmul reached. What this machine does not have, a network or a second GPU, is the
-    table's, or if it does not know the device the host's link.
+    """Return the row of hardware.yaml for a GPU.
+
+    Its matmuls are modelled by tiles, at the fraction of its peak that the fastest measured matmul reached.
+    If this machine has no network or no second GPU, their values are those of the table or, if the device is
+    not in the table, of the host link.
     """
     import torch
 
@@ -197,7 +199,7 @@ def _row(run: overhead.OverheadRun, device: Device) -> dict[str, Any]:
 
 
 def predict(run: overhead.OverheadRun, device: Device) -> float:
-    """Predicted seconds of a step."""
+    """Return the predicted seconds of a step."""
     config = from_dict({"model": run.model})
     job = PlannedJob(config.model, device, run.model["max_position_embeddings"], run.batch[0], "fp32")
     return Stepper(job).step(LayoutChoice(**run.layout, micro_batch_size=run.batch[1])).total  # type: ignore[arg-type]

@@ -1,13 +1,13 @@
-"""Preparation of a .jsonl by several processes, compared with Megatron-LM's and datatrove's.
+"""Preparation of a .jsonl by several processes, compared with Megatron-LM and datatrove.
 
-The text is the source of Python's standard library, repeated with other names; the tokenizer is a byte-level
-BPE of 32,000 tokens that is trained on it. Each way runs in a process of its own, in turn with the others,
-and its seconds include reading, tokenizers and writing. Seconds of processors show the cost also where other
-work on the machine takes time.
+The text is the source of Python's standard library, repeated with different names; the tokenizer is a
+byte-level BPE with 32,000 tokens that is trained on it. Each method runs in a separate process, alternating
+with the others, and its time includes reading, tokenizing and writing. Processor seconds show the cost
+independently of other work on the machine.
 
-Megatron-LM's preprocess_data.py is no part of its package: its loop is written down and measured here.
-datatrove is measured where it is installed, else its loop is. The tokenizer alone, on texts in memory in one
-process, is the limit of each worker.
+Megatron-LM's preprocess_data.py is not part of its package, so its loop is reimplemented and measured here.
+datatrove is measured if it is installed, otherwise its loop is. The tokenizer alone, on texts in memory in
+one process, is the limit of each worker.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ COLUMNS = {
 def compare(
     *, megabytes: int, workers: int | None, rounds: int, smoke: bool, progress: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Run everything and return the figures with the conditions they depend on."""
+    """Run all measurements, and return the figures with their conditions."""
     size, workers = 200_000 if smoke else megabytes * 1_000_000, workers or report.cores()
     names = {
         "megalite": "megalite",
@@ -95,7 +95,10 @@ def compare(
 
 
 def rows_of(by_way: dict[str, list[dict[str, Any]]], names: dict[str, str]) -> list[dict[str, Any]]:
-    """A row for each way, from the medians of its rounds; `ratio` is megalite's speed over its."""
+    """Return a row for each method, from the medians of its rounds.
+
+    `ratio` is megalite's speed over that of the method.
+    """
     speeds = {
         way: median(each["bytes"] / 1e6 / each["seconds"] for each in results)
         for way, results in by_way.items()
@@ -115,8 +118,10 @@ def rows_of(by_way: dict[str, list[dict[str, Any]]], names: dict[str, str]) -> l
 
 
 def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Nearly the tokenizer's own speed, and not less than the peers': per processor second, which other work
-    disturbs least."""
+    """Return the targets: nearly the speed of the tokenizer, and at least that of the peers.
+
+    Speeds are per processor second, which other work affects least.
+    """
     ours, *others = (row["mb_per_cpu_second"] for row in rows)
     wanted = zip(
         ("Megatron-LM's loop", "datatrove", "tokenizer alone"), others, (1.0, 1.0, 0.85), strict=True
@@ -133,15 +138,17 @@ def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def library() -> Iterator[str]:
-    """The source files of Python's standard library."""
+    """Yield the source files of Python's standard library."""
     for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
         if "site-packages" not in path.parts and (text := path.read_text(encoding="utf-8", errors="replace")):
             yield text
 
 
 def write_text(directory: Path, size: int, shards: int) -> None:
-    """text.jsonl of about `size` bytes, and its lines dealt to shards/*.jsonl, one for each worker of those
-    who read one file each."""
+    """Write text.jsonl with about `size` bytes, and its lines distributed to shards/*.jsonl.
+
+    There is one shard for each worker of methods that read one file per worker.
+    """
     (directory / "shards").mkdir()
     files = [
         (directory / "shards" / f"{number}.jsonl").open("w", encoding="utf-8") for number in range(shards)
@@ -166,7 +173,7 @@ def write_text(directory: Path, size: int, shards: int) -> None:
 
 
 def train_tokenizer(directory: Path, vocabulary: int, texts: int) -> None:
-    """A byte-level BPE in a Hugging Face directory."""
+    """Train a byte-level BPE, and write it to a Hugging Face directory."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

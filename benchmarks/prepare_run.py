@@ -24,7 +24,7 @@ ALONE_BYTES = 16_000_000  # of input, read before the clock starts
 
 
 def megalite(spec: dict[str, Any]) -> int:
-    """`megalite prepare`, without the start of its process."""
+    """Run `megalite prepare`, without starting its process."""
     from megalite.data.preparation.prepare import prepare
     from megalite.data.preparation.sources import open_inputs
 
@@ -44,7 +44,7 @@ def _load_with_transformers(directory: str) -> None:
 
 
 def _encode_line(line: str) -> tuple[list[int], int]:
-    """The tokens of a line and its length, as Megatron-LM's workers return them."""
+    """Return the tokens of a line and its length, like the workers of Megatron-LM."""
     tokenizer = _tokenizer[0]
     ids = tokenizer(json.loads(line)["text"]).input_ids
     ids.append(tokenizer.eos_token_id)
@@ -52,8 +52,10 @@ def _encode_line(line: str) -> tuple[list[int], int]:
 
 
 def megatron(spec: dict[str, Any]) -> int:
-    """The loop of Megatron-LM's tools/preprocess_data.py: one process reads lines and writes, a pool
-    tokenizes each by itself."""
+    """Run the loop of Megatron-LM's tools/preprocess_data.py.
+
+    One process reads lines and writes, and a pool tokenizes each line separately.
+    """
     total = 0
     with (
         Path(spec["input"]).open(encoding="utf-8") as lines,
@@ -69,8 +71,7 @@ def megatron(spec: dict[str, Any]) -> int:
 
 
 def datatrove(spec: dict[str, Any]) -> int:
-    """datatrove's tokenization of a folder of shards, one per worker; without the merging of its results into
-    one file."""
+    """Run datatrove's tokenization of a folder of shards, one per worker, without merging its results."""
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.readers import JsonlReader
     from datatrove.pipeline.tokens import DocumentTokenizer
@@ -106,15 +107,17 @@ def _encode_shard(spec: dict[str, Any], shard: Path) -> int:
 
 
 def datatrove_loop(spec: dict[str, Any]) -> int:
-    """What datatrove does, where it is not installed: each process reads a shard, and tokenizes batches of
-    documents."""
+    """Run the loop of datatrove, for use if it is not installed.
+
+    Each process reads a shard, and tokenizes batches of documents.
+    """
     shards = sorted(Path(spec["shards"]).glob("*.jsonl"))
     with multiprocessing.Pool(spec["workers"]) as pool:
         return sum(pool.starmap(_encode_shard, [(spec, shard) for shard in shards]))
 
 
 def _sample(path: str) -> tuple[list[str], int]:
-    """Texts at even distances, about ALONE_BYTES of input, and its bytes."""
+    """Return texts at equal distances, of about ALONE_BYTES of input, and their bytes."""
     every = -(-Path(path).stat().st_size // ALONE_BYTES)
     with Path(path).open(encoding="utf-8") as lines:
         chosen = list(islice(lines, 0, None, every))
@@ -122,8 +125,11 @@ def _sample(path: str) -> tuple[list[str], int]:
 
 
 def alone(spec: dict[str, Any]) -> tuple[float, float, int]:
-    """The tokenizer in one process on texts in memory: seconds of the clock and of the processor for
-    ALONE_BYTES of input, and these."""
+    """Run the tokenizer in one process on texts in memory.
+
+    Returns:
+        seconds of the clock and of the processor for ALONE_BYTES of input, and the bytes.
+    """
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(Path(spec["tokenizer"], "tokenizer.json")))
@@ -135,12 +141,12 @@ def alone(spec: dict[str, Any]) -> tuple[float, float, int]:
 
 
 def _processor_seconds() -> float:
-    """Of this process and of those that it has waited for."""
+    """Return the processor seconds of this process and of the processes that it has waited for."""
     return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
 def measured(spec: dict[str, Any]) -> dict[str, Any]:
-    """Prepare in one way; seconds of the clock and of processors, bytes of the input and tokens."""
+    """Prepare with one method. Return wall-clock and processor seconds, input bytes and tokens."""
     if spec["way"] == "alone":
         seconds, cpu, size = alone(spec)
         return {"seconds": seconds, "cpu_s": cpu, "bytes": size, "tokens": None}

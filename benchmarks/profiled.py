@@ -1,4 +1,4 @@
-"""Kernels: those of a training step by time, the device's idle time, registers and spills."""
+"""Profile of kernels: those of a training step by time, the idle time of the device, registers and spills."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ MOST = 20  # kernels in the list
 def look(step: Callable[[], object], device: str) -> dict[str, Any]:
     """Run and profile `STEPS` steps.
 
-    Returns the most expensive kernels (on a CPU: operations), with their times for one step, and the share of
-    the time between the first kernel's start and the last one's end in which no kernel ran (None on a CPU).
+    Returns:
+        the most expensive kernels (on a CPU: operations), with their times for one step, and the fraction of
+        the time between the start of the first kernel and the end of the last one in which no kernel ran
+        (None on a CPU).
     """
     on_gpu = device == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
@@ -34,7 +36,7 @@ def look(step: Callable[[], object], device: str) -> dict[str, Any]:
 
 
 def by_time(times: Iterable[tuple[str, float]]) -> tuple[list[dict[str, Any]], float]:
-    """The most expensive names with calls and microseconds of one step, and the microseconds of all."""
+    """Return the most expensive names with calls and microseconds of one step, and the total microseconds."""
     sums: dict[str, list[float]] = {}
     for name, us in times:
         sum_of_name = sums.setdefault(name, [0.0, 0.0])
@@ -49,7 +51,7 @@ def by_time(times: Iterable[tuple[str, float]]) -> tuple[list[dict[str, Any]], f
 
 
 def idle(spans: Iterable[tuple[str, float, float]]) -> float | None:
-    """The share of the whole time in which none of the spans (name, start, end) runs; None without spans."""
+    """Return the fraction of the time that no span (name, start, end) covers, or None without spans."""
     ordered = sorted((start, end) for _, start, end in spans)
     if not ordered or ordered[0][0] == max(end for _, end in ordered):
         return None
@@ -61,7 +63,7 @@ def idle(spans: Iterable[tuple[str, float, float]]) -> float | None:
 
 
 def launched_kernels() -> list[dict[str, Any]]:
-    """A row for each compiled kernel of `megalite_kernels`; empty if kernels are interpreted."""
+    """Return a row for each compiled kernel of `megalite_kernels`; none if kernels are interpreted."""
     modules = [
         module
         for name, module in list(sys.modules.items())
@@ -72,7 +74,10 @@ def launched_kernels() -> list[dict[str, Any]]:
 
 
 def _compiled(function: Any) -> Iterator[dict[str, Any]]:
-    """A row for each binary of a function, as Triton 3.6 and 3.7 store them: device → (kernels by key, …)."""
+    """Yield a row for each binary of a function.
+
+    Triton 3.6 and 3.7 store them as device → (kernels by key, …).
+    """
     for caches in getattr(function, "device_caches", {}).values():
         for kernel in caches[0].values():
             if getattr(kernel, "n_regs", None) is not None:  # it was loaded, so it ran

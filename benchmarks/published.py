@@ -1,9 +1,9 @@
-"""Predicts published training speeds (published.yaml), and reports the deviation.
+"""Predictions of published training speeds (published.yaml), and their deviations.
 
     python -m benchmarks.published              writes the tables of docs/appendix/published-runs.md
 
-The constants are fitted to all of these tables by benchmarks/held_out.py, which also predicts each table by
-constants fitted without it. A row states its assumptions where its source does not give a value.
+The constants are fitted to all of these tables by benchmarks/held_out.py, which also predicts each table with
+constants fitted without it. A row lists its assumptions if its source does not give a value.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ UNITS = {
 
 @dataclass(frozen=True)
 class PublishedComparison:
-    """A published figure and its prediction; step: the predicted step."""
+    """A published figure and its prediction. step: the predicted step."""
 
     name: str
     unit: str
@@ -58,7 +58,7 @@ class PublishedComparison:
 
 @dataclass(frozen=True)
 class Table:
-    """One source's rows."""
+    """Rows of one source."""
 
     key: str
     title: str
@@ -75,21 +75,26 @@ class Table:
 
 
 def fitted() -> dict[str, float]:
-    """The constants that published runs determine: the planner's own, and those of other training codes and
-    conditions."""
+    """Return the constants that published runs determine.
+
+    These are the planner's own, and those of other training codes and conditions.
+    """
     own = {"ampere": find("a100").sustained, "hopper": find("h100").sustained, **asdict(CONSTANTS)}
     return {name: row.get("value", own.get(name)) for name, row in read_published()["constants"].items()}
 
 
 def read_published() -> dict[str, Any]:
-    """The content of published.yaml."""
+    """Return the content of published.yaml."""
     tree: dict[str, Any] = read_tree(str(ROWS), "published rows")
     return tree
 
 
 def compare(constants: Mapping[str, float] | None = None, only: Collection[str] | None = None) -> list[Table]:
-    """The tables of published.yaml, predicted by given constants, by default the fitted ones. only: the
-    tables' keys, by default all."""
+    """Return the tables of published.yaml, predicted with given constants, by default the fitted ones.
+
+    Args:
+        only: keys of the tables; default: all.
+    """
     tree, values = read_published(), constants or fitted()
     return [
         _table(key, table, tree, values)
@@ -99,7 +104,7 @@ def compare(constants: Mapping[str, float] | None = None, only: Collection[str] 
 
 
 def apart() -> list[Table]:
-    """The tables that constants are not fitted to."""
+    """Return the tables that constants are not fitted to."""
     tree = read_published()
     return [_table(key, table, tree, fitted()) for key, table in tree["apart"].items()]
 
@@ -110,7 +115,7 @@ def _table(key: str, table: Mapping[str, Any], tree: Mapping[str, Any], values: 
 
 
 def rows_of(table: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a table, each with what all rows share."""
+    """Return the rows of a table, including the values that all rows share."""
     return [
         {**table, **row, "unit": table["measured"], "layout": table["layout"] | row.get("layout", {})}
         for row in table["rows"]
@@ -118,7 +123,7 @@ def rows_of(table: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def job_of(row: Mapping[str, Any], tree: Mapping[str, Any], values: Mapping[str, float]) -> PlannedJob:
-    """A row's model, device, batch and training code."""
+    """Return the model, device, batch and training code of a row."""
     model = ModelConfig(**preset(row["preset"]) if "preset" in row else _shape(row, tree))
     software: dict[str, Any] = {
         name: values[value] if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
@@ -129,7 +134,7 @@ def job_of(row: Mapping[str, Any], tree: Mapping[str, Any], values: Mapping[str,
 
 
 def _shape(row: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The model of a row that names no preset."""
+    """Return the model of a row without a preset."""
     hidden, layers, heads = row["shape"]
     sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
     return {
@@ -140,7 +145,7 @@ def _shape(row: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def choice_of(row: Mapping[str, Any]) -> LayoutChoice:
-    """A row's layout; dp has the ranks that are left."""
+    """Return the layout of a row. dp has the remaining ranks."""
     layout = row["layout"]
     return LayoutChoice(**layout, dp=row["gpus"] // prod(layout.get(axis, 1) for axis in ("tp", "pp", "cp")))
 
@@ -152,8 +157,10 @@ def _row(row: Mapping[str, Any], job: PlannedJob, choice: LayoutChoice) -> Publi
 
 
 def _device(row: Mapping[str, Any], values: Mapping[str, float]) -> Device:
-    """The device of a row under given constants, with the conditions that its source names instead of the
-    usual ones."""
+    """Return the device of a row with given constants.
+
+    Conditions that its source states replace the usual ones.
+    """
     device, named = find(row["gpu"]), row.get("hardware", {})
     between = read_link(named["between"]) if "between" in named else device.between
     own = replace(CONSTANTS, **{name: value for name, value in values.items() if name in asdict(CONSTANTS)})
@@ -172,7 +179,7 @@ def _scaled(link: Link, factor: float) -> Link:
 
 
 def _figure(unit: str, job: PlannedJob, choice: LayoutChoice, seconds: float) -> float:
-    """A step of `seconds` in the unit of a source."""
+    """Convert the duration of a step to the unit of a source."""
     model, tokens = job.model, job.tokens_per_second_per_gpu(choice, seconds)
     if unit == "seconds":
         return seconds
@@ -186,13 +193,13 @@ def _figure(unit: str, job: PlannedJob, choice: LayoutChoice, seconds: float) ->
 
 
 def _sc21_flops_per_token(model: ModelConfig, sequence: int) -> float:
-    """FLOPs per token by Narayanan et al. 2021, equation 3, including the recomputed forward."""
+    """Return the FLOPs per token by Narayanan et al. 2021, equation 3, including the recomputed forward."""
     layers, hidden = model.num_hidden_layers, model.hidden_size
     return 96 * layers * hidden**2 * (1 + sequence / (6 * hidden) + model.vocabulary / (16 * layers * hidden))
 
 
 def document(tables: list[Table]) -> str:
-    """Markdown: a table for each source."""
+    """Return Markdown with a table for each source."""
     tree = read_published()
     known, parts = tree["tables"] | tree["apart"], []
     for table in tables:

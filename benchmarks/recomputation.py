@@ -1,12 +1,13 @@
-"""Recomputation by budget against every other mode at that mode's memory, and planned against measured peaks
-at five budgets, on a CPU.
+"""Recomputation by budget compared with every other mode at the memory of that mode, on a CPU.
+
+Planned and measured peaks are also compared at five budgets.
 
     python -m benchmarks.recomputation [--rounds 20] [--output benchmarks/results]
 
 One process trains a small Llama in all variants, one step of each in turn, in an order that changes from
 round to round. A budget is the planned peak of the mode that it is compared with. `ratio` is the median over
-the rounds of budget time / the mode's time; below 1.02 the budget keeps its promise. Peaks are those of
-torch's allocator above what there was before the step, and the states. Writes MACHINE-recomputation.json.
+the rounds of budget time / the mode's time, and should be below 1.02. Peaks are those of torch's allocator
+above the memory before the step, plus the states. Writes MACHINE-recomputation.json.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ PEAKS = {"planned": "planned_bytes:,d", "measured": "measured_bytes:,d", "ratio"
 
 
 class ModelVariant:
-    """A model that takes steps on random tokens."""
+    """Model that takes steps on random tokens."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -68,7 +69,7 @@ class ModelVariant:
         self.steps = 0
 
     def step(self) -> float:
-        """Seconds of one step."""
+        """Return the seconds of one step."""
         started, store, self.steps = perf_counter(), self.parts.store, self.steps + 1
         store.reducer.begin_step(len(self.batches))
         self.parts.runtime.run(self.schedule, self.batches, step=self.steps, loss_scale=1.0)
@@ -79,7 +80,7 @@ class ModelVariant:
         return perf_counter() - started
 
     def peak(self) -> int:
-        """The most bytes that the allocator gives to one step."""
+        """Return the maximum bytes that the allocator allocates during one step."""
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
             self.step()
         events = (event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]")
@@ -114,7 +115,7 @@ def with_mode(config: Config, recompute: str) -> Config:
 
 
 def compare(config: Config, rounds: int) -> list[dict[str, Any]]:
-    """Every mode, and the budget of its planned peak."""
+    """Measure every mode, and the budget of its planned peak."""
     pairs = {}
     for mode in MODES:
         budget = estimate(with_mode(config, mode), 1, "cpu")[0].total
@@ -145,7 +146,7 @@ def compare(config: Config, rounds: int) -> list[dict[str, Any]]:
 
 
 def peaks(config: Config) -> list[dict[str, Any]]:
-    """Planned and measured peaks at five budgets."""
+    """Return planned and measured peaks at five budgets."""
     rows = []
     (rank,) = decide(config, 1 << 60, device="cpu").ranks
     for part in PARTS:

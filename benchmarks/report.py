@@ -1,5 +1,7 @@
-"""Starts measured processes, describes the machine, and writes the results. Imports no torch: the processes
-do."""
+"""Starts measured processes, describes the machine, and writes the results.
+
+This module does not import torch; the processes do.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,16 @@ ROW = "row of results: "  # prefix of the output lines that `stream` parses
 
 
 class BenchmarkError(RuntimeError):
-    """A measured process failed; the message has the end of its output."""
+    """Raised if a measured process fails. The message contains the end of its output."""
 
 
 def launch(
     module: str, spec: dict[str, Any], *, ranks: int = 1, threads: int, limit_s: float = 1800.0
 ) -> dict[str, Any]:
-    """Run `python -m module` on `ranks` processes with `threads` threads each, and return the result of rank
-    0."""
+    """Run `python -m module` on `ranks` processes with `threads` threads each.
+
+    Return the result of rank 0.
+    """
     with tempfile.TemporaryDirectory(prefix="megalite_benchmark_") as scratch:
         result = Path(scratch, "result.json")
         Path(scratch, "spec.json").write_text(
@@ -59,7 +63,7 @@ def launch(
                 process.wait(limit_s)
             except subprocess.TimeoutExpired:
                 raise BenchmarkError(
-                    f"{module} on {ranks} ranks did not end within {limit_s:.0f} s"
+                    f"{module} on {ranks} ranks did not finish within {limit_s:.0f} s"
                 ) from None
             finally:
                 _end(process)
@@ -78,8 +82,11 @@ def stream(
     environment: Mapping[str, str],
     limit_s: float,
 ) -> str | None:
-    """Run `python -m module`, and call `hear` with every row of results as it is printed. Returns the reason
-    of a failure, or None."""
+    """Run `python -m module`, and call `hear` with every row of results as it is printed.
+
+    Returns:
+        the reason of a failure, or None.
+    """
     with (
         tempfile.TemporaryDirectory(prefix="megalite_benchmark_") as scratch,
         open(Path(scratch, "errors"), "w+", encoding="utf-8") as errors,
@@ -116,19 +123,19 @@ def stream(
             kill()
             process.wait()
         if late:
-            return f"did not end within {limit_s:.0f} s"
+            return f"did not finish within {limit_s:.0f} s"
         errors.seek(0)
         said = errors.read().strip().splitlines()
-        return f"ended with status {status}: {said[-1][:500] if said else 'no message'}" if status else None
+        return f"exited with status {status}: {said[-1][:500] if said else 'no message'}" if status else None
 
 
 def search_path() -> str:
-    """PYTHONPATH of measured processes."""
+    """Return PYTHONPATH for measured processes."""
     return os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def _end(process: subprocess.Popen[Any]) -> None:
-    """End a process and its ranks: torchrun ends them on SIGTERM, not on SIGKILL."""
+    """End a process and its ranks. torchrun ends them on SIGTERM, but not on SIGKILL."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -139,8 +146,11 @@ def _end(process: subprocess.Popen[Any]) -> None:
 
 
 def write_random_tokens(directory: Path, vocab_size: int, count: int, document: int | None = None) -> str:
-    """A token file of random tokens; returns its PREFIX. document: tokens of each, the last one is 0; None:
-    all are one document."""
+    """Write a token file of random tokens, and return its PREFIX.
+
+    Args:
+        document: tokens of each document, of which the last one is 0; None if all tokens are one document.
+    """
     tokens = np.random.default_rng(0).integers(vocab_size, size=count)
     metadata, sizes, name = {"vocab_size": vocab_size}, [count], f"random_{vocab_size}"
     if document is not None:
@@ -155,7 +165,7 @@ def write_random_tokens(directory: Path, vocab_size: int, count: int, document: 
 
 
 def machine() -> dict[str, Any]:
-    """The processor, never the host name: figures are compared between machines of one kind."""
+    """Return the processor, but never the host name: figures are compared between machines of one kind."""
     try:
         info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
         memory: int | None = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -177,12 +187,12 @@ def machine() -> dict[str, Any]:
 
 
 def cores() -> int:
-    """The number of cores that this process may use, if the system reports it, else all."""
+    """Return the number of cores that this process may use, or all if the system does not report it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of everything that a figure depends on."""
+    """Return the versions of all packages that figures depend on."""
     packages: dict[str, str | None] = {
         "python": platform.python_version(),
         "megalite": __version__,
@@ -192,7 +202,7 @@ def versions() -> dict[str, str | None]:
 
 
 def version(package: str) -> str | None:
-    """A package's version, None if it is not installed."""
+    """Return the version of a package, or None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -200,12 +210,12 @@ def version(package: str) -> str | None:
 
 
 def gpu() -> str | None:
-    """The name of the first NVIDIA GPU, from the driver; None without one."""
+    """Return the name of the first NVIDIA GPU from the driver, or None."""
     return next(iter(gpus()), None)
 
 
 def gpus() -> list[str]:
-    """The names of the visible NVIDIA GPUs, from the driver."""
+    """Return the names of the visible NVIDIA GPUs from the driver."""
     count, number, name = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(256)
     names: list[str] = []
     with suppress(OSError):
@@ -221,7 +231,7 @@ def gpus() -> list[str]:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with + if files differ from it; None outside a checkout."""
+    """Return the commit of the checkout, with + if files differ from it, or None outside of a checkout."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"]
     try:
         return subprocess.run(
@@ -244,24 +254,28 @@ def write(name: str, content: dict[str, Any], directory: Path, machine_name: str
 
 
 def default_name(device: str | None) -> str:
-    """The machine's name in file names: its GPU's if that was measured, else its processor's."""
+    """Return the name of the machine in file names: its GPU if that was measured, otherwise its processor."""
     where = machine()
     return slug(device or f"{where['cpu']} {where['cores']} cores")
 
 
 def path_of(name: str, directory: Path, machine_name: str) -> Path:
-    """The path of a benchmark's results; for the machine's name see `default_name`."""
+    """Return the path of a benchmark's results. `machine_name`: see `default_name`."""
     return directory / f"{machine_name}-{name}.json"
 
 
 def slug(name: str) -> str:
-    """A name as part of a file name."""
+    """Convert a name to a part of a file name."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def table(rows: Sequence[dict[str, Any]], columns: dict[str, str]) -> str:
-    """Rows as aligned text. columns: heading → key and format, for example "ms/step": "ms_per_step:.1f"; a
-    missing value is a dash."""
+    """Format rows as aligned text.
+
+    Args:
+        columns: heading → key and format, for example "ms/step": "ms_per_step:.1f". Missing values are
+            dashes.
+    """
     cells = [list(columns)]
     for row in rows:
         fields = [field.partition(":") for field in columns.values()]

@@ -1,9 +1,7 @@
-"""Strong and weak scaling: the same training on growing numbers of ranks, compared with the ideal speed.
+"""Strong and weak scaling: the same training on increasing numbers of ranks, compared with the ideal speed.
 
-    strong    the batch of a step is constant: on w times the ranks, a step would ideally take 1 / w of the
-    time
-    weak      the batch grows with the ranks, up to that of strong scaling: a step would ideally take the same
-    time
+    strong    the batch of a step is constant: on w times the ranks, a step ideally takes 1 / w of the time
+    weak      the batch grows with the ranks, up to that of strong scaling: a step ideally takes the same time
 
 Efficiency is tokens per second per rank, relative to the smallest world. Every rank of every world has the
 same number of threads, and needs a core for each, or its own GPU: if ranks share cores, the speed shows the
@@ -47,12 +45,18 @@ COLUMNS = {
     "speed-up": "speed_up:.2f",
     "efficiency": "efficiency:.0%",
 }
-SHARED = "Where ranks share cores there is no efficiency: a rank needs a core for each of its threads."
+SHARED = (
+    "Efficiency is not reported where ranks share cores, because every thread of a rank needs a core "
+    "of its own."
+)
 
 
 @dataclass(frozen=True)
 class ScalingLayout:
-    """Axes of fixed size, and the one that grows with the world: `tp2xdp` has two tp ranks in every world."""
+    """Axes of fixed size, and the one that grows with the world.
+
+    `tp2xdp` has two tp ranks in every world.
+    """
 
     fixed: Mapping[str, int]
     growing: str
@@ -69,18 +73,24 @@ class ScalingLayout:
         growing = [axis for axis, size in sizes.items() if size is None]
         if len(sizes) < len(text.split("x")) or len(growing) != 1:
             raise ConfigError(
-                f"--layout {text} is no layout. Give the axis that grows, tp, pp or dp, and with it any of "
-                "fixed size: tp2xdp."
+                f"Invalid layout: --layout {text}. Specify the axis that grows (tp, pp or dp), "
+                "and optionally axes of fixed size, as in tp2xdp."
             )
         return ScalingLayout(
             {axis: int(size) for axis, size in sizes.items() if size is not None}, growing[0]
         )
 
     def sizes(self, world: int) -> dict[str, int]:
-        """The size of every axis. Raises ConfigError if the fixed ones do not divide the world."""
+        """Return the size of every axis.
+
+        Raises:
+            ConfigError: the world is not divisible by the fixed sizes.
+        """
         rest = prod(self.fixed.values())
         if world % rest:
-            raise ConfigError(f"--worlds {world} is no multiple of {rest}, which --layout {self} needs.")
+            raise ConfigError(
+                f"--worlds {world} must be a multiple of {rest}, as required by --layout {self}."
+            )
         return {axis: self.fixed.get(axis, world // rest if axis == self.growing else 1) for axis in AXES}
 
     def __str__(self) -> str:
@@ -89,11 +99,11 @@ class ScalingLayout:
 
 @dataclass(frozen=True)
 class ScalingPlan:
-    """The training, and the worlds it runs on.
+    """The training, and the worlds on which it runs.
 
     Attributes:
         batch: rows per step in strong scaling, and of the largest world in weak scaling.
-        threads: per rank.
+        threads: number of threads per rank.
     """
 
     layout: ScalingLayout
@@ -106,14 +116,17 @@ class ScalingPlan:
     device: str
 
     def rows(self, world: int) -> dict[str, int]:
-        """Rows per step, for each kind of scaling."""
+        """Return the rows per step for each kind of scaling."""
         return {"strong": self.batch, "weak": self.batch * world // max(self.worlds)}
 
     def write_tokens(self, scratch: Path) -> str:
         return report.write_random_tokens(scratch, self.model["vocab_size"], 4 * self.batch * self.length)
 
     def configs(self, world: int, prefix: str) -> list[dict[str, Any]]:
-        """A world's configuration for each kind of scaling. Raises ConfigError if one is invalid."""
+        """Return the configuration of a world for each kind of scaling.
+
+        Raises ConfigError if one is invalid.
+        """
         train = {
             "steps": 1000,
             "micro_batch_size": self.micro_batch,
@@ -135,7 +148,7 @@ class ScalingPlan:
         return configurations
 
     def shape(self) -> dict[str, Any]:
-        """The conditions that figures must share to be compared."""
+        """Return the conditions that must be equal to compare figures."""
         batch = {
             "global_batch_size": self.batch,
             "largest_world": max(self.worlds),
@@ -161,20 +174,17 @@ def plan(
     threads: int | None,
     smoke: bool,
 ) -> ScalingPlan:
-    """A plan with all its configurations checked. Raises ConfigError."""
+    """Return a plan, after checking all its configurations. Raises ConfigError."""
     largest = max(worlds)
     model: dict[str, Any] = SMOKE_MODEL if smoke else MODEL if name is None else preset(name)
     batch = batch or ROWS * micro * largest
     if batch % largest:
         raise ConfigError(
-            f"--global_batch_size {batch} does not divide by the largest of --worlds, {largest}, as weak "
-            "scaling needs it to."
+            f"--global_batch_size {batch} must be divisible by the largest of --worlds "
+            f"({largest}) for weak scaling."
         )
     if started() not in (None, *worlds):
-        raise ConfigError(
-            f"--worlds has no {started()}, which is the number of ranks that were started. Give all that are "
-            "to be compared."
-        )
+        raise ConfigError(f"--worlds must include the number of ranks that were started, {started()}.")
     scaling = ScalingPlan(
         layout=ScalingLayout.of(layout),
         worlds=sorted(set(worlds)),
@@ -193,7 +203,7 @@ def plan(
 
 
 def started() -> int | None:
-    """The number of ranks that torchrun started; None without torchrun."""
+    """Return the number of ranks that torchrun started, or None without torchrun."""
     return int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
 
 
@@ -205,8 +215,10 @@ def compare(
     smoke: bool,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Measure every world, and return the figures with their conditions. Under torchrun those of `earlier`,
-    the file so far, are kept."""
+    """Measure every world, and return the figures with their conditions.
+
+    Under torchrun the figures of `earlier`, the existing file, are kept.
+    """
     protocol = {"rounds": rounds, "warmup_steps": 1 if smoke else 2, "steps": 2 if smoke else 6}
     here = started()
     worlds = planned.worlds if here is None else [here]
@@ -239,7 +251,7 @@ def compare(
 
 
 def measure_ranks(spec: dict[str, Any], ranks: int) -> list[list[float]]:
-    """Seconds of the steps of each configuration, on newly started ranks."""
+    """Return the seconds of the steps of each configuration on newly started ranks."""
     seconds: list[list[float]] = report.launch(
         "benchmarks.scaling_run", spec, ranks=ranks, threads=spec["threads"]
     )["seconds"]
@@ -247,14 +259,14 @@ def measure_ranks(spec: dict[str, Any], ranks: int) -> list[list[float]]:
 
 
 def measure_here(spec: dict[str, Any]) -> list[list[float]]:
-    """The same on the ranks that torchrun started; this process is one of them."""
+    """Return the seconds of the steps on the ranks that torchrun started, including this process."""
     from benchmarks.scaling_run import measure, prepare
 
     return measure(spec, prepare(spec))
 
 
 def _row(planned: ScalingPlan, mode: str, world: int, seconds: list[float]) -> dict[str, Any]:
-    """Figures of a world; `_compared` adds those that compare it with others."""
+    """Return the figures of a world. `_compared` adds those that compare it with others."""
     rows, local = planned.rows(world)[mode], int(os.environ.get("LOCAL_WORLD_SIZE", world))
     return {
         "mode": mode,
@@ -274,7 +286,7 @@ def _row(planned: ScalingPlan, mode: str, world: int, seconds: list[float]) -> d
 
 
 def _compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with speed-up and efficiency against the smallest world of their kind, in order."""
+    """Return the rows in order, with speedup and efficiency relative to the smallest world of their kind."""
     compared = []
     for row in sorted(rows, key=lambda each: (each["mode"], each["ranks"])):
         base = min((each for each in rows if each["mode"] == row["mode"]), key=lambda each: each["ranks"])
@@ -288,7 +300,7 @@ def _compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def draw(content: dict[str, Any], path: Path) -> None:
-    """Plot speed-up over ranks, measured and ideal; markers are hollow where ranks share cores."""
+    """Plot the measured and ideal speedup over ranks. Markers are hollow if ranks share cores."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -21,12 +21,12 @@ def main() -> None:
 
 
 def prepare(spec: dict[str, Any]) -> torch.device:
-    """Join the other ranks, once per process; returns the rank's device."""
+    """Join the other ranks, once per process. Return the device of this rank."""
     device = choose_device() if spec["device"] == "cuda" else torch.device("cpu")
     if device.type != spec["device"]:
         raise RuntimeError(
-            f"this machine has {torch.cuda.device_count()} GPUs, and a rank needs one of its own: give "
-            "smaller --worlds"
+            f"this machine has {torch.cuda.device_count()} GPUs, but every rank requires its own: "
+            "use smaller --worlds"
         )
     torch.set_num_threads(spec["threads"])
     configure_process(device)
@@ -36,8 +36,10 @@ def prepare(spec: dict[str, Any]) -> torch.device:
 
 
 def measure(spec: dict[str, Any], device: torch.device) -> list[list[float]]:
-    """Seconds of the steps of each configuration, as this rank sees them. Equal configurations are trained
-    once."""
+    """Return the seconds of the steps of each configuration on this rank.
+
+    Equal configurations are trained once.
+    """
     seconds: list[list[float]] = []
     for number, tree in enumerate(spec["configs"]):
         if tree in spec["configs"][:number]:

@@ -1,9 +1,8 @@
-"""One measured run of transformers' Llama under torch's data parallelism.
+"""One measured run of transformers' Llama with torch's data parallelism.
 
-`python -m benchmarks.sharded_peer SPEC.json`, under torchrun.
-
-`ddp` is DistributedDataParallel with ZeroRedundancyOptimizer, which shards what ZeRO-1 shards; `fsdp2`
-applies fully_shard to each layer and to the root.
+Run `python -m benchmarks.sharded_peer SPEC.json` under torchrun. `ddp` is DistributedDataParallel with
+ZeroRedundancyOptimizer, which shards the same as ZeRO-1; `fsdp2` applies fully_shard to each layer and to the
+root.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from megalite.huggingface.config_json import to_hf_config
 
 
 class Peer:
-    """A run of another project's model on gloo ranks: what it is asked, and how it is measured."""
+    """Run of another project's model on gloo ranks, with its specification and measurement."""
 
     def __init__(self) -> None:
         self.spec = read_spec()

@@ -1,9 +1,8 @@
-"""A training step of a 25M Llama against transformers' LlamaForCausalLM with torch's fused AdamW, side by
-side.
+"""A training step of a 25M Llama, compared with transformers' LlamaForCausalLM with torch's fused AdamW.
 
-Every measured run is its own process, and the runs alternate, so that a machine that slows down slows all of
-them. transformers runs with its defaults and with the matrix-multiply setting that megalite's CPU backend
-chooses, which alone is a large factor on some processors.
+Every measured run is a separate process, and the runs alternate, so that a machine that slows down affects
+all of them. transformers runs with its defaults and with the matrix-multiply setting that megalite's CPU
+backend selects, which alone makes a large difference on some processors.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ COLUMNS = {
 
 
 def medians(parts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The median of each part of a step over several runs."""
+    """Return the median of each part of a step over several runs."""
     return {name: median(times[name] for times in parts) for name in parts[0]}
 
 
@@ -82,7 +81,7 @@ class StepRun:
 
     @property
     def matmul(self) -> str:
-        """The matrix-multiply setting that was active."""
+        """Matrix-multiply setting that was active."""
         return str(self.results[0]["matmul"])
 
 
@@ -95,7 +94,7 @@ def compare(
     smoke: bool,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Run everything and return the figures with the conditions they depend on."""
+    """Run all measurements, and return the figures with their conditions."""
     runs = [
         run
         for each in precisions
@@ -171,8 +170,10 @@ def _measure(run: StepRun, config: dict[str, Any], protocol: dict[str, Any], thr
 
 
 def summarise(runs: list[StepRun], config: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row of figures per run: medians over all steps of all rounds. The peak is the best of all processes
-    under a setting."""
+    """Return a row of figures per run: medians over all steps of all rounds.
+
+    The peak is the best of all processes with a setting.
+    """
     parsed = from_dict(config)
     length, tokens = parsed.data.sequence_length, parsed.train.global_batch_size * parsed.data.sequence_length
     flops = tokens * model_flops_per_token(parsed.model, length)
@@ -210,7 +211,7 @@ def summarise(runs: list[StepRun], config: dict[str, Any]) -> list[dict[str, Any
 
 
 def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The targets of eager fp32, and whether they are met."""
+    """Return the targets of eager fp32, and whether they are met."""
     eager = [row for row in rows if row["precision"] == "fp32" and not row["compiled"]]
     own = next((row for row in eager if not row["peer"]), None)
     if own is None:

@@ -1,11 +1,10 @@
-"""One measured run in the way of torchtitan (PyTorch): `python -m benchmarks.torchtitan_peer SPEC.json`,
-under torchrun.
+"""One measured run as in torchtitan (PyTorch): `python -m benchmarks.torchtitan_peer SPEC.json`.
 
-torchtitan's trainer needs an accelerator, so its training loop is written down here for gloo: its Llama 3, in
-which rotary embedding multiplies complex numbers and keys and values are repeated for their heads, under
-FSDP2 with its units (embedding, each block, norm with head, the root), clipping by the norm of the sharded
-gradients, fused AdamW. Reading of data and metrics are left out, and recomputation, mixed precision and
-compilation are off, as they are in the run it is compared with.
+Run it under torchrun. torchtitan's trainer requires an accelerator, so its training loop is reimplemented
+here for gloo: its Llama 3, in which rotary embedding multiplies complex numbers and keys and values are
+repeated for their heads, under FSDP2 with its units (embedding, each block, norm with head, the root),
+clipping by the norm of the sharded gradients, and fused AdamW. Data loading and metrics are omitted, and
+recomputation, mixed precision and compilation are off, as in the run it is compared with.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class TitanAttention(nn.Module):
 
 
 def rotated(x: Tensor, turns: Tensor) -> Tensor:
-    """Rotary embedding; x [batch, seq, heads, head], turns [seq, head/2]."""
+    """Apply rotary embedding to x [batch, seq, heads, head], with turns [seq, head/2]."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * turns[:, None]).flatten(-2).type_as(x)
 
@@ -100,7 +99,7 @@ class Llama(nn.Module):
 
 
 def sharded(model: Llama) -> Llama:
-    """The last unit is used again at once by backward, so it stays whole."""
+    """Apply FSDP2. The last unit is not resharded, because the backward uses it immediately."""
     fully_shard(model.tokens)
     for block in model.blocks:
         fully_shard(block)

@@ -1,9 +1,9 @@
 """One measured run of megalite's trainer: `python -m benchmarks.trainer_run SPEC.json`.
 
-Several ranks are started by torchrun. On a CPU it then measures, with the same ranks and threads, the time of
-the step's matmuls alone: each rank computes the matmuls of its forward and backward for the same number of
-microbatches, without communication, norms, softmax, loss or optimizer. With `profile` in its specification it
-lists the kernels of a step.
+Several ranks are started by torchrun. On a CPU the same ranks and threads then measure the time of the step's
+matmuls alone: each rank computes the matmuls of its forward and backward for the same number of microbatches,
+without communication, norms, softmax, loss or optimizer. With `profile` in the specification the kernels of a
+step are listed.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def step_matmuls(config: Config, mesh: Mesh) -> Callable[[], None]:
-    """A function that computes this rank's matmuls of one step, between barriers of all ranks."""
+    """Return a function that computes this rank's matmuls of one step, between barriers of all ranks."""
     dtype = build.DTYPES[config.train.precision]
     shapes = matmul_choice.step_products(config, mesh)
     prepared = [(shape.times, random_factors(shape, dtype)) for shape in shapes]
@@ -85,7 +85,7 @@ def step_matmuls(config: Config, mesh: Mesh) -> Callable[[], None]:
 
 
 def random_factors(shape: MatmulShape, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two matrices of a matmul, with random elements."""
+    """Return two matrices with random elements for a matmul."""
     leading = [shape.batch] if shape.batch else []
 
     def factor(rows: int, columns: int, transposed: bool) -> torch.Tensor:
@@ -103,7 +103,7 @@ def _barrier(mesh: Mesh) -> None:
 
 
 def describe(spec: dict[str, Any]) -> str:
-    """A short description of the run for progress lines."""
+    """Return a short description of the run for progress lines."""
     parallel, train = spec["config"]["parallel"], spec["config"]["train"]
     layout = (
         " ".join(f"{axis}{parallel[axis]}" for axis in ("tp", "pp", "dp") if parallel[axis] > 1)

@@ -1,10 +1,8 @@
 """One measured run of transformers' LlamaForCausalLM: `python -m benchmarks.transformers_peer SPEC.json`.
 
-A plain loop with torch's fused AdamW.
-
-bf16 is autocast over fp32 weights, the mixed precision of transformers' own trainer; like megalite, it
-updates fp32 master weights. With "weights": "bf16", weights, gradients and optimizer state are bf16: no casts
-and half the memory, but small updates are lost.
+It is a plain loop with torch's fused AdamW. bf16 is autocast over fp32 weights, the mixed precision of
+transformers' own trainer; like megalite, it updates fp32 master weights. With "weights": "bf16", weights,
+gradients and optimizer state are bf16: no casts and half the memory, but small updates are lost.
 """
 
 from __future__ import annotations

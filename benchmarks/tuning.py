@@ -1,9 +1,9 @@
-"""The offline tuner of the kernels' static tables: `tools/benchmark.py kernels --tune`.
+"""Offline tuner of the kernels' static tables: `tools/benchmark.py kernels --tune`.
 
 A module looks up its launch settings with `_variant`, which is replaced here to return the table's variant
-with other settings. Every setting is compiled and timed on this device, and the best is printed next to the
-table's. The tables are edited by hand; the compile tests then check registers and shared memory on every
-architecture.
+with other settings. Every setting is compiled and timed on this device, and the best one is printed next to
+that of the table. The tables are edited by hand; the compile tests then check registers and shared memory on
+every architecture.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.kernel_cases import Function, KernelCase
 
 @dataclass(frozen=True)
 class Setting:
-    """Replacements of a variant's settings; None keeps the variant's own."""
+    """Replacements of a variant's settings. None keeps the value of the variant."""
 
     constants: dict[str, Any] = field(default_factory=dict)
     warps: int | None = None
@@ -45,7 +45,7 @@ class Setting:
 
 
 def _elementwise(columns: Iterable[int], tile: Iterable[int], warps: Iterable[int]) -> list[Setting]:
-    """Tiles of `tile` elements, `columns` wide."""
+    """Return settings for tiles of `tile` elements, `columns` wide."""
     return [
         Setting({"ROWS": max(size // wide, 1), "COLUMNS": wide}, w)
         for size in tile
@@ -55,7 +55,7 @@ def _elementwise(columns: Iterable[int], tile: Iterable[int], warps: Iterable[in
 
 
 def _attention(tiles: Iterable[tuple[int, int, int]], stages: Iterable[int]) -> list[Setting]:
-    """Tiles of (queries, keys), with their number of warps."""
+    """Return settings for tiles of (queries, keys), with their number of warps."""
     return [Setting({"QUERIES": queries, "KEYS": keys}, w, s) for queries, keys, w in tiles for s in stages]
 
 
@@ -118,7 +118,7 @@ SETTINGS |= {
 def tune(
     cases: Iterable[KernelCase], measure: Callable[[Function], float], smoke: bool, until: float
 ) -> Iterator[dict[str, Any]]:
-    """A row for every tuned kernel of every case."""
+    """Yield a row for every tuned kernel of every case."""
     for case in cases:
         for kernel in case.tuned:
             settings = SETTINGS[case.module, kernel][: 1 if smoke else None]
@@ -136,7 +136,7 @@ def tune(
                 ours = case.make().ours
                 for setting in (Setting(), *settings):
                     if time.monotonic() > until:
-                        failed["the rest"] = "no time was left"
+                        failed["the rest"] = "out of time"
                         break
                     try:
                         with applied(case.module, kernel, setting):
@@ -153,7 +153,7 @@ def tune(
 
 
 def applied(module_name: str, kernel: str, setting: Setting) -> ExitStack:
-    """A context in which a module launches a kernel with these settings."""
+    """Context manager in which a module launches a kernel with these settings."""
     module = importlib.import_module(f"megalite_kernels.{module_name}")
     lookup, variants = module._variant, {}
 

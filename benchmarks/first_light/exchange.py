@@ -1,7 +1,7 @@
-"""Part 5: bandwidth and latency of the links: host and device, and collectives and messages by size, beside
-what the planner assumes.
+"""Part 5: bandwidth and latency of the links, compared with the assumptions of the planner.
 
-Two ranks that share a GPU are never measured: nothing connects them that training would use.
+It measures copies between host and device, and collectives and messages by size. Two ranks that share a GPU
+are not measured, because they are not connected by anything that training would use.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ def rows(scene: Scene) -> Iterator[Row]:
     if scene.gpus:
         yield from _host(device)
     else:
-        yield absent("host and device", "there is no GPU")
+        yield absent("host and device", "no GPU found")
     if len(scene.gpus) == 1:
-        yield absent("collectives", "there is one GPU")
+        yield absent("collectives", "only one GPU found")
         return
     yield from _collectives(scene, device)
 
 
 def _host(device: Device | None) -> Iterator[Row]:
-    """Copies between pinned or pageable memory and the device, alone and both ways at once, and on the
-    device."""
+    """Measure copies between pinned or pageable memory and the device, and on the device."""
     from benchmarks import host_copies
 
     assumed = f", assumed {device.host.bandwidth / 1e9:,.1f}" if device else ""
@@ -63,7 +62,7 @@ def _collectives(scene: Scene, device: Device | None) -> Iterator[Row]:
 
 
 def _by_size(name: str, measured: list[dict[str, float]], ranks: int, device: Device | None) -> Row:
-    """The bandwidth of the bus, as nccl-tests counts it, and the times that the planner assumes."""
+    """Return the bus bandwidth, computed as in nccl-tests, and the times that the planner assumes."""
     for each in measured:
         each["assumed_us"] = 1e6 * assumed(name, each["bytes"], ranks, device) if device else None  # type: ignore[assignment]
     largest, smallest = measured[-1], measured[0]
@@ -75,8 +74,10 @@ def _by_size(name: str, measured: list[dict[str, float]], ranks: int, device: De
 
 
 def assumed(name: str, size: float, ranks: int, device: Device) -> float:
-    """The planner's seconds. It has no all-to-all, in which each rank sends as much as in half an
-    all-reduce."""
+    """Return the seconds that the planner assumes.
+
+    It has no all-to-all, in which each rank sends as much as in half an all-reduce.
+    """
     fabric, members = Fabric(device), group(device, ranks, 1)
     if name == "message":
         return fabric.send(size, ranks)

@@ -1,7 +1,7 @@
-"""One rank of the part links, under torchrun: collectives and messages by size, timed by all ranks at once.
+"""One rank of the part links, under torchrun: collectives and messages by size, timed on all ranks together.
 
-Bytes are those of the whole tensor, as in `megalite.planner.hardware.links`; the bandwidth is that of the
-bus, as nccl-tests counts it.
+Bytes are those of the whole tensor, as in `megalite.planner.hardware.links`. The bandwidth is that of the
+bus, computed as in nccl-tests.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OPERATIONS: dict[str, Exchange] = {
 
 
 def bus_share(name: str, ranks: int) -> float:
-    """How many times the bytes pass over each link."""
+    """Return how many times the bytes pass over each link."""
     return {"all-reduce": 2 * (ranks - 1) / ranks, "message": 1.0}.get(name, (ranks - 1) / ranks)
 
 
@@ -53,7 +53,10 @@ def main() -> None:
 
 
 def by_size(name: str, sizes: list[int], measured: Measured, rank: int, ranks: int) -> dict[str, Any]:
-    """The times of one operation; an error, which all ranks have alike, where the backend has none."""
+    """Return the times of one operation, or an error if the backend does not support it.
+
+    The error is the same on all ranks.
+    """
     rows = []
     for size in sizes:
         whole = torch.zeros(size // 4 // ranks * ranks, device=measured.device)

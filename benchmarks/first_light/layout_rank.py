@@ -1,9 +1,9 @@
-"""One rank of the part layouts: `python -m megalite.launch.rank benchmarks.first_light.layout_rank
-DIRECTORY`, started by `layouts.py`.
+"""One rank of the part layouts, started by `layouts.py`.
 
-DIRECTORY/spec.json says what to do: `probe` (one sum and one message), `layouts` (train each, rank 0 writes
-NUMBER.json and NUMBER.npz), or `fit` (a whole run, which a fault ends). Two ranks that share a GPU pretend to
-be two nodes, because NCCL refuses them on one.
+Run as `python -m megalite.launch.rank benchmarks.first_light.layout_rank DIRECTORY`. DIRECTORY/spec.json
+selects the work: `probe` (one sum and one message), `layouts` (train each, rank 0 writes NUMBER.json and
+NUMBER.npz), or `fit` (a whole run, which a fault ends). Two ranks that share a GPU pretend to be two nodes,
+because NCCL rejects them on one node.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 
 def share_the_gpu() -> None:
-    """Let this rank be the only one of its node, and let the nodes talk over loopback. Call before torch is
-    imported."""
+    """Make this rank the only one of its node, with loopback between nodes. Call before importing torch."""
     os.environ |= {
         "NCCL_HOSTID": f"first-light-{os.environ['RANK']}",
         "NCCL_SOCKET_IFNAME": "lo",
@@ -49,7 +48,11 @@ def main() -> None:
 
 
 def probe(spec: dict[str, Any], directory: Path, device: torch.device) -> None:
-    """A sum over all ranks and a message in each direction. Raises RuntimeError if a number is wrong."""
+    """Sum over all ranks, and exchange a message in each direction.
+
+    Raises:
+        RuntimeError: a result is wrong.
+    """
     import torch
     import torch.distributed as dist
 
@@ -66,7 +69,7 @@ def probe(spec: dict[str, Any], directory: Path, device: torch.device) -> None:
         work.wait()
     received = values[0].item(), values[-1].item(), arrived[0].item()
     if received != (total := size * (size + 1) / 2, total, source):
-        raise RuntimeError(f"the sum and the message are {received}, not {(total, total, source)}")
+        raise RuntimeError(f"expected the sum and message {(total, total, source)}, but got {received}")
     if rank == 0:
         (directory / "probe.json").write_text(
             json.dumps({"ranks": size, "backend": dist.get_backend()}), encoding="utf-8"
@@ -74,7 +77,10 @@ def probe(spec: dict[str, Any], directory: Path, device: torch.device) -> None:
 
 
 def train_each(spec: dict[str, Any], directory: Path, device: torch.device) -> None:
-    """Train on each layout. One that fails on this rank ends the process: the other ranks may wait for it."""
+    """Train on each layout.
+
+    A failure on this rank ends the process, because the other ranks may be waiting for it.
+    """
     from megalite.config.load import from_dict
 
     for number, config in spec["configs"]:
@@ -82,8 +88,10 @@ def train_each(spec: dict[str, Any], directory: Path, device: torch.device) -> N
 
 
 def train(number: int, config: Config, steps: int, directory: Path, device: torch.device) -> None:
-    """Some steps; losses, norms, times and the weights at the end. With background saves, a save half-way and
-    steps resumed from it."""
+    """Train some steps, and write losses, norms, times and the final weights.
+
+    With background saves, a checkpoint is saved halfway, and steps are resumed from it.
+    """
     import numpy as np
     from megalite_kernels import backend
 
@@ -121,7 +129,7 @@ def train(number: int, config: Config, steps: int, directory: Path, device: torc
 
 
 def fit_until_the_end(spec: dict[str, Any], directory: Path, device: torch.device) -> None:
-    """A run as `megalite train` does it, in which a rank is killed: the others must end and name it."""
+    """Train like `megalite train`, with a rank that is killed. The others must exit and identify it."""
     from megalite.assembly import parts as build
     from megalite.config.load import from_dict
     from megalite.launch.process import exit_after_failure

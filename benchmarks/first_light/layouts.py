@@ -1,9 +1,9 @@
-"""Part 4: a small model on every layout of this machine's GPUs against one process: losses, gradient norms
-and weights.
+"""Part 4: a small model on all layouts of this machine's GPUs, compared with one process.
 
-With one GPU two NCCL ranks share it, if they can: a probe tells. All layouts run one after the other in the
-same processes; if one fails or hangs, the processes start again with the next. In the end a rank is killed,
-and the others must name it. A rehearsal uses two gloo ranks.
+Losses, gradient norms and weights are compared. With a single GPU two NCCL ranks share it, if a probe shows
+that they can. All layouts run one after the other in the same processes; if one fails or hangs, the processes
+are started again with the next one. At the end a rank is killed, and the others must identify it. A rehearsal
+uses two gloo ranks.
 """
 
 from __future__ import annotations
@@ -39,17 +39,22 @@ PROBE_S = 60.0
 KILL_S = 60.0
 RESERVE_S = 5.0  # before the part's limit
 EXACT, BF16 = (1e-5, 2e-5), (2e-2, 2e-2)
-"""Relative tolerance of loss and norm, absolute tolerance of weights. A reduction in bf16 rounds every
-gradient: the wide ones.
+"""Relative tolerance of loss and norm, and absolute tolerance of weights.
 
-AdamW divides a gradient by its own size, so with eps = 1e-8 rounding alone moves the weights with the
-smallest gradients by nearly the tolerance (1.7e-5 in fp32). eps = 1e-6 is above the rounding of these
-gradients (3e-7), and far below most of them."""
+The second pair is for reductions in bf16, which round every gradient. AdamW divides a gradient by its own
+magnitude, so that with eps = 1e-8 rounding alone changes the weights with the smallest gradients by nearly
+the tolerance (1.7e-5 in fp32). eps = 1e-6 is above the rounding of these gradients (3e-7), and far below most
+of them.
+"""
 
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """A row of the table. options: changes of further sections."""
+    """A row of the table.
+
+    Attributes:
+        options: changes of other sections.
+    """
 
     name: str
     parallel: dict[str, Any]
@@ -59,7 +64,10 @@ class LayoutCase:
 
 
 def layouts(world: int, on_gpu: bool) -> list[LayoutCase]:
-    """Every layout of two ranks, or all divisions of more of them, and what data parallelism has besides."""
+    """Return all layouts of two ranks, or all divisions of more ranks.
+
+    Further options of data parallelism are included.
+    """
     dp = {"dp": world}
     cases = [
         *_divisions(world),
@@ -94,7 +102,7 @@ def layouts(world: int, on_gpu: bool) -> list[LayoutCase]:
 
 
 def _divisions(world: int) -> Iterator[LayoutCase]:
-    """tp × pp × dp = world, with each ZeRO stage for dp alone."""
+    """Yield tp × pp × dp = world, with each ZeRO stage if only dp is used."""
     for tp in (size for size in range(1, world + 1) if world % size == 0):
         for pp in (size for size in range(1, world // tp + 1) if (world // tp) % size == 0):
             dp = world // tp // pp
@@ -122,7 +130,7 @@ def rows(scene: Scene) -> Iterator[Row]:
             if probed["verdict"] != "measured":
                 yield absent(
                     "layouts on NCCL",
-                    "two NCCL ranks do not run on one GPU" if place.shared else "NCCL's probe failed",
+                    "NCCL does not support two ranks on one GPU" if place.shared else "the NCCL probe failed",
                 )
                 return
         yield from place.compare(layouts(world, bool(scene.gpus)))
@@ -131,7 +139,7 @@ def rows(scene: Scene) -> Iterator[Row]:
 
 @dataclass
 class RankMachine:
-    """The ranks of this machine, and a directory for their data and results."""
+    """Ranks on this machine, with a directory for their data and results."""
 
     scene: Scene
     world: int
@@ -144,8 +152,11 @@ class RankMachine:
     def start(
         self, name: str, ranks: int, spec: dict[str, Any], seconds: float, patience: float = 0.0
     ) -> tuple[Path, str]:
-        """Run ranks in the directory `name`. Returns it with what went wrong, and what they printed; empty if
-        nothing did."""
+        """Run ranks in the directory `name`.
+
+        Returns:
+            the directory, and the error with the output, which is empty on success.
+        """
         directory = self.scratch / name
         directory.mkdir()
         spec = {"shared": self.shared and ranks > 1, "timeout": f"{KILL_S:.0f}s", **spec}
@@ -158,7 +169,7 @@ class RankMachine:
                 done, ends = now, time.monotonic() + seconds
             if time.monotonic() > min(ends, self.scene.ends - RESERVE_S):
                 raise TimeoutError(
-                    f"no progress for {seconds:.0f} s" if time.monotonic() > ends else "no time was left"
+                    f"no progress for {seconds:.0f} s" if time.monotonic() > ends else "out of time"
                 )
 
         with open(directory / "output", "w+b") as output:
@@ -194,7 +205,7 @@ class RankMachine:
     # ---- against one process
 
     def config(self, layout: LayoutCase) -> dict[str, Any]:
-        """The configuration of a layout."""
+        """Return the configuration of a layout."""
         length = self.scene.sized(128, 32)
         model = {
             "vocab_size": 512,
@@ -223,7 +234,7 @@ class RankMachine:
         } | layout.options
 
     def compare(self, table: Sequence[LayoutCase]) -> Iterator[Row]:
-        """A row for each layout."""
+        """Yield a row for each layout."""
         legal: list[tuple[int, LayoutCase]] = []
         for number, layout in enumerate(table):
             if layout.options.get("checkpoint") and find_spec("google_crc32c") is None:
@@ -256,8 +267,8 @@ class RankMachine:
                     layout.name, "proof", partial(compared, layout, directory / str(number), against)
                 )
                 legal.remove((number, layout))
-            if legal and "no time was left" in problem:
-                yield from (row(layout.name, "missing", "no time was left") for _, layout in legal)
+            if legal and "out of time" in problem:
+                yield from (row(layout.name, "missing", "out of time") for _, layout in legal)
                 return
             if legal:
                 _, layout = legal.pop(0)
@@ -271,7 +282,7 @@ class RankMachine:
     # ---- a lost rank
 
     def kill_one(self) -> Row:
-        """The others end by themselves, and name the rank that was killed."""
+        """Check that the other ranks exit on their own and identify the rank that was killed."""
         layout = LayoutCase(
             "", {"dp": self.world, "zero": 2}, {"faults": {"inject": f"kill:rank={self.world - 1},step=3"}}
         )
@@ -290,23 +301,28 @@ class RankMachine:
         if named is None:
             late = self.scene.left <= RESERVE_S  # rank 0 had less time than it may take
             reason = (
-                "no time was left" if late else f"rank 0 did not name it, {seconds:.0f} s after the start"
+                "out of time"
+                if late
+                else f"rank 0 did not report the lost rank within {seconds:.0f} s of the start"
             )
             return row("a killed rank", "missing" if late else "failed", reason, output=problem)
         return row(
-            "a killed rank", "passed", f"rank 0 ended by itself: {named[1]}", output=problem, seconds=seconds
+            "a killed rank",
+            "passed",
+            f"rank 0 exited on its own: {named[1]}",
+            output=problem,
+            seconds=seconds,
         )
 
 
 def _last(problem: str) -> str:
-    """What went wrong, and the last line that was printed."""
+    """Return the error and the last line that was printed."""
     first, *said = problem.strip().splitlines()
     return f"{first}: {said[-1].strip()[:200]}" if said else first
 
 
 def compared(layout: LayoutCase, directory: Path, reference: Path) -> Row:
-    """Compare what rank 0 wrote with what one process wrote: each step's loss and norm, and the weights at
-    the end."""
+    """Compare the results of rank 0 with those of one process: losses, norms and the final weights."""
     got, expected = (
         json.loads(path.with_suffix(".json").read_text(encoding="utf-8")) for path in (directory, reference)
     )
@@ -320,7 +336,7 @@ def compared(layout: LayoutCase, directory: Path, reference: Path) -> Row:
                 return row(
                     layout.name,
                     "failed",
-                    f"step {step}: {name} is {own[name]:.8g}, with one process {alone[name]:.8g}",
+                    f"step {step}: {name} is {own[name]:.8g}, but {alone[name]:.8g} on one process",
                     **got,
                 )
     weights, others = (np.load(path.with_suffix(".npz")) for path in (directory, reference))

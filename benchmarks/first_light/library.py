@@ -1,11 +1,12 @@
-"""What the libraries under torch do where their documentation leaves it open: measured, not proved. The code
-avoids what is open.
+"""Behavior of the libraries below torch that is not documented. It is measured, but not tested.
 
-- Matmuls of bf16: whether sums of parts are rounded to bf16 (`allow_bf16_reduced_precision_reduction`, on by
-  default in torch), with the error against float64 of long sums with and without it, and of a matmul that
-  writes fp32.
+megalite does not depend on this behavior.
+
+- Matmuls in bf16: whether partial sums are rounded to bf16 (`allow_bf16_reduced_precision_reduction`, on by
+  default in torch), with the error of long sums against float64 with and without it, and of a matmul with
+  fp32 output.
 - The grouped matmul of experts: groups without rows, no rows at all, rows after the last group.
-- cuDNN's attention: layouts of q, k, v and of the output's gradient, and a length that is no multiple of 128.
+- cuDNN attention: layouts of q, k, v and of the output gradient, and a length that is not a multiple of 128.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def rows(scene: Scene) -> Iterator[Row]:
         if scene.gpus:
             yield guarded(f"cuDNN, {name}", "measurement", partial(_cudnn, f"cuDNN, {name}", layout, scene))
         else:
-            yield absent(f"cuDNN, {name}", "there is no GPU")
+            yield absent(f"cuDNN, {name}", "no GPU found")
 
 
 def _error(result: Tensor, exact: Tensor) -> float:
@@ -45,7 +46,7 @@ def _error(result: Tensor, exact: Tensor) -> float:
 
 
 def _reduction(scene: Scene) -> Row:
-    """Long sums of few elements, which a library divides into parts."""
+    """Measure long sums with few outputs, which a library splits into parts."""
     left, right = (
         torch.randn(scene.sized(size, 32), scene.sized(1 << 16, 256), device=scene.device).bfloat16()
         for size in (256, 512)
@@ -66,7 +67,7 @@ def _reduction(scene: Scene) -> Row:
     return row(
         "bf16 products, sums of parts",
         "measured",
-        f"relative error where they may be rounded to bf16: {said}",
+        f"relative error with reduced-precision reduction: {said}",
         errors=errors,
     )
 
@@ -80,7 +81,7 @@ GROUPS = (
 
 
 def _grouped(name: str, sizes: tuple[int, ...], count: int, scene: Scene) -> Row:
-    """As the loop over groups, in the rows of a group."""
+    """Compare with a loop over groups, in the rows of the groups."""
     inputs = torch.randn(count, 256, device=scene.device).bfloat16()
     matrices = torch.randn(len(sizes), 128, 256, device=scene.device).bfloat16().transpose(1, 2)
     groups = Groups(torch.tensor(sizes, device=scene.device))
@@ -91,7 +92,7 @@ def _grouped(name: str, sizes: tuple[int, ...], count: int, scene: Scene) -> Row
     return row(
         name,
         "measured",
-        f"taken, shape {tuple(result.shape)}; differs from a product for each group by {error:.1e}",
+        f"accepted, shape {tuple(result.shape)}; differs from per-group matmuls by {error:.1e}",
         error=error,
     )
 
@@ -102,7 +103,7 @@ Made = Callable[[Scene], tuple[Tensor, Tensor, Tensor, Tensor]]
 def _layout(
     length: int, arrange: Callable[[Tensor], Tensor], of_gradient: Callable[[Tensor], Tensor]
 ) -> Made:
-    """q, k, v and dout [length, 2, 8, 128], arranged in memory."""
+    """Return q, k, v and dout [length, 2, 8, 128] with a given memory layout."""
 
     def made(scene: Scene) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         q, k, v, dout = (torch.randn(length, 2, 8, 128, device=scene.device).bfloat16() for _ in range(4))
@@ -112,7 +113,7 @@ def _layout(
 
 
 def _packed(x: Tensor) -> Tensor:
-    """A third of the heads of a packed projection."""
+    """Return a third of the heads of a packed projection."""
     return torch.cat((x, x, x), dim=2)[:, :, : x.shape[2]]
 
 
@@ -137,7 +138,7 @@ LAYOUTS: dict[str, Made] = {
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: tuple[Tensor, ...], options: Options
 ) -> list[Tensor]:
-    """The backward of `CUDNN`, without making dout contiguous.
+    """Compute the backward of `CUDNN` without making dout contiguous.
 
     torch caches cuDNN's plan by the strides of q, k and v only, so `CUDNN` makes dout contiguous.
     """
@@ -152,8 +153,7 @@ def _backward(
 
 
 def _cudnn(name: str, inputs: Made, scene: Scene) -> Row:
-    """The largest of the errors of out, dq, dk and dv against float64, next to that of the definition in
-    bf16."""
+    """Compare the largest error of out, dq, dk and dv against float64 with that of the bf16 reference."""
     given = inputs(scene)
     q, k, v, dout = given
     options = Options(q.shape[-1] ** -0.5)
@@ -163,6 +163,6 @@ def _cudnn(name: str, inputs: Made, scene: Scene) -> Row:
     ours, theirs = (max(_error(x, y) for x, y in zip(result, exact, strict=True)) for result in (got, near))
     finite = all(bool(x.isfinite().all()) for x in got)
     detail = (
-        f"relative error {ours:.1e}, of the definition {theirs:.1e}" if finite else "NaN or infinite values"
+        f"relative error {ours:.1e}, of the reference {theirs:.1e}" if finite else "NaN or infinite values"
     )
     return row(name, "measured", detail, error=ours, definition=theirs, finite=finite)

@@ -1,5 +1,4 @@
-"""Part 1: versions and missing packages, GPUs, links between them, clocks, and what is known to be wrong with
-this combination."""
+"""Part 1: versions and missing packages, GPUs, their links and clocks, and known issues."""
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ def rows(scene: Scene) -> Iterator[Row]:
             f"{finding.value}. {finding.advice}".rstrip(". "),
         )
     if not scene.gpus:
-        yield absent("GPUs, their links and clocks", "there is no GPU")
+        yield absent("GPUs, their links and clocks", "no GPU found")
     else:
         yield from (gpu(torch, index) for index in range(len(scene.gpus)))
         yield guarded("links", "measurement", lambda: topology(torch, len(scene.gpus)))
@@ -65,7 +64,7 @@ def rows(scene: Scene) -> Iterator[Row]:
 
 
 def versions(torch: Any) -> dict[str, str | None]:
-    """Versions of everything that figures and troubles depend on."""
+    """Return the versions of all packages that figures and issues depend on."""
     gpu = torch.cuda.is_available()
     cudnn = torch.backends.cudnn.version() if gpu else None
     return {
@@ -79,7 +78,7 @@ def versions(torch: Any) -> dict[str, str | None]:
 
 
 def cudnn_version(number: int) -> str:
-    """cuDNN's version as text: 91501 is 9.15.1."""
+    """Return cuDNN's version as text: 91501 is 9.15.1."""
     major, rest = divmod(number, 10_000)
     return f"{major}.{rest // 100}.{rest % 100}"
 
@@ -87,7 +86,7 @@ def cudnn_version(number: int) -> str:
 def packages() -> Row:
     missing = {name: purpose for module, (name, purpose) in WANTED.items() if find_spec(module) is None}
     if not missing:
-        return row("packages", "measured", "all that first-light uses are installed")
+        return row("packages", "measured", "all packages that first-light uses are installed")
     lacks = "; ".join(f"without {name}: {purpose}" for name, purpose in missing.items())
     return row(
         "packages", "note", f"pip install {' '.join(missing)} ({lacks} not possible)", missing=list(missing)
@@ -110,7 +109,7 @@ def gpu(torch: Any, index: int) -> Row:
 
 
 def topology(torch: Any, count: int) -> Row:
-    """What connects the GPUs with each other and with the processors."""
+    """Report the links of the GPUs to each other and to the processors."""
     direct = {
         f"{a}-{b}": torch.cuda.can_device_access_peer(a, b)
         for a in range(count)
@@ -121,8 +120,8 @@ def topology(torch: Any, count: int) -> Row:
     matrix = query(["topo", "-m"])
     links = sorted(set(re.findall(r"\b(NV\d+|SYS|NODE|PHB|PXB|PIX)\b", matrix.split("Legend")[0])))
     detail = (
-        f"{', '.join(links) or 'one GPU'}; {sum(direct.values())} of {len(direct)} pairs reach each other's "
-        f"memory; {nodes} NUMA nodes"
+        f"{', '.join(links) or 'one GPU'}; {sum(direct.values())} of {len(direct)} pairs support "
+        f"peer-to-peer access; {nodes} NUMA nodes"
     )
     return row("links", "measured", detail, matrix=matrix, peer_access=direct, numa_nodes=nodes)
 
@@ -142,7 +141,7 @@ def clocks() -> Row:
 
 
 def query(arguments: list[str]) -> str:
-    """What nvidia-smi prints. Raises OSError or subprocess.SubprocessError."""
+    """Return the output of nvidia-smi. Raises OSError or subprocess.SubprocessError."""
     return subprocess.run(
         ["nvidia-smi", *arguments],
         capture_output=True,
@@ -155,7 +154,7 @@ def query(arguments: list[str]) -> str:
 
 
 def troubles(packages: dict[str, str | None], capabilities: list[str], gpus: int) -> list[dict[str, Any]]:
-    """The rows of known.yaml whose conditions hold."""
+    """Return the rows of known.yaml with all conditions met."""
     import yaml
 
     def holds(trouble: dict[str, Any]) -> bool:

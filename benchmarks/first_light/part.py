@@ -1,5 +1,7 @@
-"""The process of one part of first-light: `python -m benchmarks.first_light.part SPEC.json`. Prints each row
-as soon as there is one."""
+"""Process of one part of first-light: `python -m benchmarks.first_light.part SPEC.json`.
+
+Each row is printed as soon as it is available.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of first-light in order. A part may use the time that the parts before it have left."""
+"""Parts of first-light in order. A part may use the time that earlier parts have left."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ LONG = 3.0  # times the short limits, without --short
 
 @dataclass(frozen=True)
 class FirstLightPart:
-    """One part, which runs in a process of its own.
+    """A part that runs in its own process.
 
     Attributes:
-        module: of benchmarks.first_light, with a function `rows` of a Scene. short_s: its share of the eight
-        minutes of --short; rehearsal_s: its limit in a rehearsal, far above what it takes. proves: whether it
-        must end: one that hangs has failed. Other parts then lack measurements.
+        module: module of benchmarks.first_light with a function `rows` of a Scene.
+        short_s: its share of the eight minutes of --short.
+        rehearsal_s: its limit in a rehearsal, far above the time it takes.
+        proves: whether a part that reaches its limit has failed. Otherwise measurements are missing.
     """
 
     name: str
@@ -38,5 +39,5 @@ NAMES = tuple(part.name for part in PARTS)
 
 
 def limit(part: FirstLightPart, *, rehearse: bool, short: bool) -> float:
-    """Seconds."""
+    """Return the time limit in seconds."""
     return part.rehearsal_s if rehearse else part.short_s * (1.0 if short else LONG)

@@ -1,8 +1,8 @@
-"""Part 7: the planner's predictions beside what was measured: every step of part 3, from the table's device
-and from a calibration.
+"""Part 7: predictions of the planner for all steps of part 3, compared with the measurements.
 
-The calibration measures matmuls, bandwidth, attention, loss, links and the cost of a call, none of which is
-a training step; with --calibrate it is written as a device file for `megalite plan --gpu`.
+They are based on the device in the table and on a calibration. The calibration measures matmuls, bandwidth,
+attention, loss, links and the cost of a call, but no training step. With --calibrate it is written as a
+device file for `megalite plan --gpu`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def rows(scene: Scene) -> Iterator[Row]:
     yield guarded("calibration", "measurement", partial(_calibrated, scene, measurements))
     steps = [step for step in scene.earlier.get("step", ()) if "config" in step]
     if not steps:
-        yield absent("predicted steps", "the part step has measured none")
+        yield absent("predicted steps", "the step measurements are missing")
     device = read_device("calibrated", measurements) if measurements else None
     for step in steps:
         yield guarded(f"{step['name']}: time", "measurement", partial(_step, step, device))
@@ -53,17 +53,20 @@ def _calibrated(scene: Scene, measurements: dict[str, Any]) -> Row:
     ]
     if scene.calibrate:
         plan.write_device(Path(scene.calibrate), measurements)
-        said.append("the device file is written")
+        said.append("wrote the device file")
     return row("calibration", "measured", ", ".join(said), device=measurements)
 
 
 def configuration(step: Row) -> Config:
-    """The configuration of a measured step, without its data."""
+    """Return the configuration of a measured step, without its data."""
     return from_dict({**step["config"], "data": {"sequence_length": step["sequence_length"]}})
 
 
 def _step(step: Row, device: Device | None) -> Row:
-    """Measured and predicted seconds. Documents are not modelled: attention counts as if rows were whole."""
+    """Compare measured and predicted seconds.
+
+    Documents are not included in the prediction: attention is counted for whole rows.
+    """
     measured = step["seconds"]
     predictions = {
         "calibration": prediction.step_seconds(configuration(step), device) if device else None,
@@ -76,9 +79,9 @@ def _step(step: Row, device: Device | None) -> Row:
     ]
     detail = (
         f"measured {1e3 * measured:,.1f} ms, predicted "
-        f"{', '.join(said) or 'by nothing: the device is unknown'}"
+        f"{', '.join(said) or 'nothing, because the device is unknown'}"
     )
-    whole = "; documents are not modelled" if step["documents"] else ""
+    whole = "; documents are not included in the prediction" if step["documents"] else ""
     return row(
         f"{step['name']}: time",
         "measured",

@@ -1,9 +1,8 @@
-"""The routes of attention, of the weight gradient's matmul and of a router's: against float64, then timed,
-the fastest written to a file.
+"""Routes of attention, of the weight gradient's matmul and of the router's matmul.
 
-`kernels: auto` reads the table (`megalite_kernels.device_routes`). A route that is not accurate is never
-written. Routes with another order of additions in every run stay in the table: a deterministic run refuses
-them itself.
+They are checked against float64, then timed, and the fastest ones are written to a file. `kernels: auto`
+reads the table (`megalite_kernels.device_routes`). Inaccurate routes are never written. Routes whose order of
+additions varies between runs stay in the table, because a deterministic run rejects them itself.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ LAST = ("fa3", "fa3_varlen")  # they replace FlashAttention-2 in the process
 
 
 def path_of(scene: Scene) -> Path:
-    """The device's table; that of a rehearsal is read by nothing."""
+    """Return the path of the device's table. The table of a rehearsal is not used."""
     return (
         device_routes.path_of(scene.gpus[0])
         if scene.gpus
@@ -42,13 +41,13 @@ def path_of(scene: Scene) -> Path:
 
 
 def table_of(scene: Scene) -> dict[str, Any]:
-    """The device's table as it is; empty if there is none."""
+    """Return the current table of the device, or an empty dict."""
     path = path_of(scene)
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def rows(scene: Scene) -> Iterator[Row]:
-    """What may break the device's context, a route that nobody has seen run, comes last."""
+    """Yield the rows. Untested routes, which may break the context of the device, come last."""
     torch.manual_seed(0)
     backend.select("triton" if scene.gpus else "torch")
     times: dict[str, dict[str, float]] = {}
@@ -60,7 +59,7 @@ def rows(scene: Scene) -> Iterator[Row]:
     for job in jobs:
         yield from job()
         if scene.gpus and (lost := _context_lost()):
-            yield row("the routes that follow", "missing", f"the device's context is lost: {lost}")
+            yield row("the routes that follow", "missing", f"the device context was lost: {lost}")
             break
     backend.select("torch")
     yield guarded("the table of routes", "measurement", partial(_write, times, scene))
@@ -68,7 +67,7 @@ def rows(scene: Scene) -> Iterator[Row]:
 
 
 def _context_lost() -> str | None:
-    """The reason for which nothing more can be computed in this process."""
+    """Return the reason why nothing more can be computed in this process, or None."""
     try:
         torch.cuda.synchronize()
     except RuntimeError as error:
@@ -77,12 +76,12 @@ def _context_lost() -> str | None:
 
 
 def _write(ms: dict[str, dict[str, float]], scene: Scene) -> Row:
-    """Write the fastest of each kind. What could not be measured keeps the default order."""
+    """Write the fastest route of each kind. Kinds that could not be measured keep the default order."""
     best = {kind: min(times, key=times.__getitem__) for kind, times in ms.items() if times}
     table = {"attention": {kind: best[kind] for kind in KINDS if kind in best}}
     table |= {kind: best[kind] for kind in ("weight_grad", "router") if kind in best}  # type: ignore[misc]
     if not best:
-        raise RuntimeError("no route could be measured")
+        raise RuntimeError("could not measure any route")
     path = path_of(scene)
     path.parent.mkdir(parents=True, exist_ok=True)
     measured = {"ms": ms, "versions": report.versions(), "device": scene.gpus[0] if scene.gpus else None}
@@ -95,7 +94,7 @@ def _write(ms: dict[str, dict[str, float]], scene: Scene) -> Row:
 
 
 def _inputs(length: int, batch: int, heads: tuple[int, int], dim: int, scene: Scene) -> tuple[Tensor, ...]:
-    """q, k and v as views of one packed projection, as in the model, and the gradient of the result."""
+    """Return q, k and v as views of one packed projection, as in the model, and the output gradient."""
     dtype = torch.float32 if scene.rehearse else torch.bfloat16
     q, kv = heads
     packed = torch.randn(length, batch, q + 2 * kv, dim, device=scene.device, dtype=torch.float32).to(dtype)
@@ -105,7 +104,7 @@ def _inputs(length: int, batch: int, heads: tuple[int, int], dim: int, scene: Sc
 
 
 def _documents(length: int, batch: int, document: int, device: str) -> tuple[Tensor, tuple[Tensor, int]]:
-    """[length, batch]: where each token's document starts, and the boundaries over all rows."""
+    """Return the start of each token's document, [length, batch], and the boundaries over all rows."""
     starts = (
         (torch.arange(length, device=device) // document * document)
         .unsqueeze(1)
@@ -123,7 +122,7 @@ def _documents(length: int, batch: int, document: int, device: str) -> tuple[Ten
 def _attention(route: Route, kind: str, scene: Scene, times: dict[str, dict[str, float]]) -> Iterator[Row]:
     name = f"attention {kind}, {route.name}"
     if scene.rehearse and route.name != "reference":
-        yield absent(name, "it needs a GPU")
+        yield absent(name, "requires a GPU")
         return
     if scene.gpus and route.name == "reference":
         return  # far slower, and with memory for the scores
@@ -170,7 +169,7 @@ def _refusal(route: Route, kind: str, sizes: Sizes, scene: Scene) -> str | None:
 def _call(
     route: Route, given: tuple[Tensor, ...], starts: Tensor | None, boundaries: tuple[Tensor, int] | None
 ) -> tuple[Both, Both]:
-    """The forward, and forward with backward, of a route."""
+    """Return functions for forward, and for forward with backward, of a route."""
     q, k, v, dout = given
     scale = q.shape[-1] ** -0.5
     if route.calls is not None:
@@ -214,8 +213,10 @@ def _made(route: Route, kind: str, sizes: Sizes, scene: Scene) -> tuple[Both, Bo
 
 
 def _accurate(route: Route, kind: str, sizes: Sizes, scene: Scene, name: str) -> Row:
-    """As near to float64 as the definition in the same precision; whether two runs give the same bits is
-    noted."""
+    """Check that the error against float64 is close to that of the reference in the same precision.
+
+    Whether two runs are bitwise equal is also reported.
+    """
     _, both, host = _made(route, kind, sizes, scene)
     exact = values._attention_by_definition(*(x.double() if x.is_floating_point() else x for x in host))
     theirs = values._attention_by_definition(*host)
@@ -224,7 +225,7 @@ def _accurate(route: Route, kind: str, sizes: Sizes, scene: Scene, name: str) ->
         assert_as_accurate(one, true, near)
     alike = all(torch.equal(a, b) for _ in range(3) for a, b in zip(got, both(), strict=True))
     return row(
-        name, "passed", "equal bits in four runs" if alike else "other bits in every run", equal_bits=alike
+        name, "passed", "bitwise equal in four runs" if alike else "differs between runs", equal_bits=alike
     )
 
 
@@ -245,7 +246,7 @@ def _timed(
 
 
 def _ms(act: Callable[[], object], scene: Scene) -> float:
-    """Median milliseconds of a call."""
+    """Return the median milliseconds of a call."""
     if scene.gpus:
         import triton
 
@@ -259,7 +260,7 @@ def _ms(act: Callable[[], object], scene: Scene) -> float:
 def _weight_gradient(route: str, scene: Scene, times: dict[str, dict[str, float]]) -> Iterator[Row]:
     name = f"weight gradient, {route}"
     if scene.rehearse:
-        yield absent(name, "products of 16 bits into fp32 need a GPU")
+        yield absent(name, "16-bit matmuls with fp32 output require a GPU")
         return
     yield (
         proof := guarded(
@@ -271,8 +272,10 @@ def _weight_gradient(route: str, scene: Scene, times: dict[str, dict[str, float]
 
 
 def _matmul_is_exact(route: str, scene: Scene, name: str) -> Row:
-    """Two additions to an accumulator with undefined content, as near to float64 as fp32 matmuls but for the
-    truncated sums of tensor cores."""
+    """Check two additions to an accumulator with undefined content against fp32 matmuls.
+
+    The sums may be truncated, as tensor cores do.
+    """
     tokens = 777
     left, inputs = (torch.randn(tokens, width, device=scene.device).bfloat16() for width in (512, 384))
     grad = torch.full((512, 384), torch.nan, device=scene.device)
@@ -302,7 +305,7 @@ def _matmul_timed(route: str, scene: Scene, times: dict[str, dict[str, float]], 
 def _router(route: str, scene: Scene, times: dict[str, dict[str, float]]) -> Iterator[Row]:
     name = f"router, {route}"
     if scene.rehearse and route == "out_dtype":
-        yield absent(name, "products of 16 bits into fp32 need a GPU")
+        yield absent(name, "16-bit matmuls with fp32 output require a GPU")
         return
     yield (
         proof := guarded(
@@ -314,7 +317,7 @@ def _router(route: str, scene: Scene, times: dict[str, dict[str, float]]) -> Ite
 
 
 def _logits_are_exact(route: str, scene: Scene, name: str) -> Row:
-    """As near to float64 as fp32 matmuls of the same numbers, but for the truncated sums of tensor cores."""
+    """Check that the error against float64 is close to that of fp32 matmuls, or of truncated sums."""
     width = 2048
     rows, weight = (torch.randn(count, width, device=scene.device).bfloat16() for count in (777, 96))
     logits = router_logits.ROUTES[route](rows, weight)
@@ -324,7 +327,7 @@ def _logits_are_exact(route: str, scene: Scene, name: str) -> Row:
 
 
 def _logits_timed(route: str, scene: Scene, times: dict[str, dict[str, float]], name: str) -> Row:
-    """Those of DeepSeek-V3."""
+    """Time the logits of DeepSeek-V3."""
     tokens, experts, width = scene.sized(8192, 64), scene.sized(256, 8), scene.sized(7168, 64)
     rows, weight = (
         torch.randn(count, width, device=scene.device, dtype=torch.bfloat16) for count in (tokens, experts)

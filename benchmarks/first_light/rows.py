@@ -1,4 +1,4 @@
-"""What a part of first-light reports: rows, which are plain data, each with a name and a verdict."""
+"""Rows that a part of first-light reports: plain data, each with a name and a verdict."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ from typing import Any, Literal
 from benchmarks.report import ROOT
 
 Verdict = Literal["passed", "failed", "measured", "note", "missing", "absent"]
-"""passed, failed: a proof. measured: figures. note: worth knowing. missing: an error or no time. absent: not
-possible on this machine."""
+"""Verdicts of a row.
+
+passed, failed: a proof. measured: figures. note: information. missing: an error or out of time. absent: not
+available on this machine.
+"""
 Kind = Literal["proof", "measurement"]
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What a part knows of the machine and of what has been done.
+    """Information for a part about the machine and earlier parts.
 
     Attributes:
-        gpus: the names of the visible GPUs; empty in a rehearsal.
-        ends: when the part's time is over, on the clock of time.monotonic.
-        earlier: the rows of earlier parts, by part.
-        calibrate: the device file to write.
+        gpus: names of the visible GPUs; empty in a rehearsal.
+        ends: end of the part's time, on the clock of time.monotonic.
+        earlier: rows of earlier parts, by part.
+        calibrate: path of the device file to write.
     """
 
     gpus: tuple[str, ...]
@@ -41,7 +44,7 @@ class Scene:
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """Return the remaining seconds."""
         return self.ends - time.monotonic()
 
     def sized(self, real: int, rehearsed: int) -> int:
@@ -49,17 +52,17 @@ class Scene:
 
 
 def row(name: str, verdict: Verdict, detail: str = "", **figures: Any) -> Row:
-    """detail: the row in words, for the table."""
+    """Return a row. `detail` describes it in the table."""
     return {"name": name, "verdict": verdict, "detail": detail, **figures}
 
 
 def absent(name: str, reason: str) -> Row:
-    """A row for what only another machine can show."""
-    return row(name, "absent", f"not on this machine: {reason}")
+    """Return a row for something that is not available on this machine."""
+    return row(name, "absent", f"not available on this machine: {reason}")
 
 
 def guarded(name: str, kind: Kind, act: Callable[[], Row]) -> Row:
-    """The row that `act` returns; if it raises, a row with the traceback: a proof that ends so has failed."""
+    """Return the row of `act` or, if it raises, a row with the traceback, which is a failure for a proof."""
     try:
         return act()
     except Exception as error:  # the next row may succeed
@@ -67,7 +70,7 @@ def guarded(name: str, kind: Kind, act: Callable[[], Row]) -> Row:
 
 
 def failure(name: str, kind: Kind, error: BaseException) -> Row:
-    """The row of an error, with the end of its traceback, in which no path of this machine remains."""
+    """Return the row of an error with the end of its traceback, without paths of this machine."""
     trace = "".join(traceback.format_exception(error)).replace(f"{ROOT}/", "")
     lines = str(error).strip().splitlines()
     detail = f"{type(error).__name__}: {lines[0][:200] if lines else ''}".rstrip(": ")

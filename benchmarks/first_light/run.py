@@ -1,7 +1,7 @@
-"""Runs the parts of first-light one after the other, each in a process with a time limit, and writes the
-results after every row.
+"""Execution of the parts of first-light, each in a process with a time limit.
 
-What a part has printed before an error, a crash or its limit is kept, and the next part runs.
+The results are written after every row. Rows that a part has printed before an error, a crash or its limit
+are kept, and the next part runs.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ MARGIN_S = 5.0  # after its limit, for a part to end by itself
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be done.
+    """Options of an invocation.
 
     Attributes:
-        parts: names, see parts.py; those of an earlier file that are not among them are kept.
-        gpus: the names of the visible GPUs, without which it is a rehearsal.
+        parts: names, see parts.py; other parts in an existing file are kept.
+        gpus: names of the visible GPUs; without any it is a rehearsal.
     """
 
     parts: Sequence[str]
@@ -43,7 +43,7 @@ class Order:
 
 
 def default_output(gpus: Sequence[str]) -> Path:
-    """Where results are written: those of a rehearsal are no results of this machine."""
+    """Return the path of the results. Those of a rehearsal are not results of this machine."""
     return (
         report.RESULTS / f"first-light-{report.slug(gpus[0])}.json"
         if gpus
@@ -52,7 +52,7 @@ def default_output(gpus: Sequence[str]) -> Path:
 
 
 def run(order: Order, progress: Callable[[str], None]) -> dict[str, Any]:
-    """Run the parts; returns what is in the file at the end."""
+    """Run the parts, and return the final content of the file."""
     content = _beginning(order)
     ends = time.monotonic()
     for part in PARTS:
@@ -65,7 +65,7 @@ def run(order: Order, progress: Callable[[str], None]) -> dict[str, Any]:
 
 
 def _beginning(order: Order) -> dict[str, Any]:
-    """The file's content before the first part."""
+    """Return the content of the file before the first part."""
     kept: dict[str, Any] = {}
     if order.output.exists():
         content = json.loads(order.output.read_text(encoding="utf-8"))
@@ -127,14 +127,16 @@ def _run_part(
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Write the file as a whole: a run that is cut short leaves what was there before or what is known
-    now."""
+    """Write the whole file atomically.
+
+    An interrupted run leaves the previous or the current content.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 def verdict(content: dict[str, Any]) -> dict[str, Any]:
-    """What the rows of all parts say together."""
+    """Return the combined verdict of the rows of all parts."""
     rows = [{**row, "part": name} for name, part in content["parts"].items() for row in part["rows"]]
     counts = Counter(row["verdict"] for row in rows)
 

@@ -1,4 +1,4 @@
-"""The table of first-light for a terminal. Without rich it is plain text."""
+"""Table of first-light for a terminal, in plain text without rich."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _table(heading: str, rows: list[Row]) -> Any:
 
 
 def sentence(verdict: dict[str, Any]) -> str:
-    """The verdict in words."""
+    """Return the verdict as a sentence."""
     counts = verdict["counts"]
     passed, measured = counts.get("passed", 0), counts.get("measured", 0)
     lines = [

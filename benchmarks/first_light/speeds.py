@@ -1,8 +1,8 @@
-"""Part 6: every kernel of `megalite benchmark kernels`: time, share of the device's limit, beside torch,
-Liger and others, and registers.
+"""Part 6: all kernels of `megalite benchmark kernels`: time, fraction of the device's limit, and registers.
 
-With --short two processes measure all groups, without the others that torch.compile has to compile first;
-otherwise each group has its own. What a group does not use of its share of the time is left to the next ones.
+They are compared with torch, Liger and others. With --short two processes measure all groups, without the
+peers that torch.compile has to compile first; otherwise each group has its own process. Time that a group
+does not use is available to the following ones.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def rows(scene: Scene) -> Iterator[Row]:
             yield _device(device)
         yield from map(_kernel, measurements)
     if scene.rehearse:
-        yield absent("registers and spills", "kernels are interpreted")
+        yield absent("registers and spills", "kernels run in the interpreter")
 
 
 def _jobs(scene: Scene) -> list[tuple[str, ...]]:
-    """The groups of each process. The first one measures the device."""
+    """Return the groups of each process. The first one measures the device."""
     if scene.rehearse:
         return [("device", *REHEARSED)]
     others = [group for group in kernels.GROUPS if group != "attention"]
@@ -55,7 +55,7 @@ def _jobs(scene: Scene) -> list[tuple[str, ...]]:
 
 def _device(device: dict[str, Any]) -> Row:
     detail = (
-        f"a copy moves {device['bytes_per_second'] / 1e12:.2f} TB/s, a large bf16 product "
+        f"a copy reaches {device['bytes_per_second'] / 1e12:.2f} TB/s, a large bf16 matmul "
         f"{device['flops'] / 1e12:,.0f} TFLOP/s"
     )
     return row(

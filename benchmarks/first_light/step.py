@@ -1,9 +1,9 @@
-"""Part 3: a training step of some layers of Llama 3 8B, with and without documents, and with several GPUs on
-simple layouts.
+"""Part 3: a training step of some layers of Llama 3 8B.
 
-Each is a process of its own: MFU, peak memory beside the planner's, the most expensive kernels, the device's
-idle time. The routes of attention and of the weight gradient's matmul follow (`routes.py`). If they change
-the route of documents, that step is measured again.
+It is measured with and without documents, and with several GPUs on simple layouts. Each case is a separate
+process and reports MFU, peak memory compared with the planner, the most expensive kernels, and the idle time
+of the device. The routes of attention and of the weight gradient's matmul follow (`routes.py`). If they
+change the route of documents, that step is measured again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,12 @@ DOCUMENT = 2048
 
 @dataclass(frozen=True)
 class StepCase:
-    """A step. parallel: sizes of the layout; document: tokens of each document."""
+    """A step.
+
+    Attributes:
+        parallel: sizes of the layout.
+        document: tokens of each document.
+    """
 
     name: str
     parallel: dict[str, int]
@@ -67,7 +72,7 @@ def _of_several(gpus: int) -> list[StepCase]:
 
 
 def measured(case: StepCase, scene: Scene, scratch: Path) -> Iterator[Row]:
-    """The step's row, and one for its kernels."""
+    """Yield the row of the step, and one for its kernels."""
     results: dict[str, Any] = {}
     yield guarded(case.name, "measurement", partial(_measured, case, scene, scratch, results))
     if profile := results.get("profile"):
@@ -77,7 +82,7 @@ def measured(case: StepCase, scene: Scene, scratch: Path) -> Iterator[Row]:
 def _measured(case: StepCase, scene: Scene, scratch: Path, results: dict[str, Any]) -> Row:
     limit = min(LONGEST_S, scene.left - ROUTES_S)
     if limit < 15.0:
-        raise TimeoutError("no time was left")
+        raise TimeoutError("out of time")
     config = configuration(case, scene, scratch)
     spec = {"config": config, "device": scene.device, "matmul": None, "profile": True, "product_steps": 0}
     spec |= {
@@ -114,7 +119,7 @@ def configuration(case: StepCase, scene: Scene, scratch: Path) -> dict[str, Any]
 
 
 def _memory(config: dict[str, Any], results: dict[str, Any], scene: Scene) -> dict[str, float | None]:
-    """Peak of allocated memory, and the planner's for the fullest rank, in GiB."""
+    """Return the peak of allocated memory, and the planned peak of the rank that needs the most, in GiB."""
     parsed = from_dict(config)
     world = parsed.parallel.tp * (parsed.parallel.dp or 1)
     predicted = max(rank.total for rank in estimate.estimate(parsed, world, scene.device))
@@ -153,7 +158,7 @@ def _in_words(figures: dict[str, Any], results: dict[str, Any]) -> str:
 def _kernels(case: StepCase, profile: dict[str, Any]) -> Row:
     name = f"kernels of {case.name}"
     if not profile["kernels"]:
-        return absent(name, "the profiler saw no kernel, which needs permission to use CUPTI")
+        return absent(name, "the profiler recorded no kernels, which requires permission to use CUPTI")
     top = "; ".join(
         f"{each['name'][:60]} {each['us'] / 1e3:,.2f} ms ({each['share']:.0%})"
         for each in profile["kernels"][:5]

@@ -1,8 +1,8 @@
-"""Part 2: every kernel against float64, from the same inputs, and the tests marked gpu.
+"""Part 2: all kernels against float64, with the same inputs, and the tests marked gpu.
 
-A kernel must be about as near to float64 as the plain torch reference of the same precision
-(`tests/kernels/accuracy.py`). In a rehearsal Triton's interpreter runs the kernels, in fp32 or fp16: its bf16
-is not a GPU's.
+The error of a kernel must be close to that of the plain torch reference in the same precision
+(`tests/kernels/accuracy.py`). In a rehearsal Triton's interpreter runs the kernels in fp32 or fp16, because
+its bf16 differs from that of a GPU.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ Compute = Callable[..., Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Check:
-    """One operation.
+    """An operation to check.
 
     Attributes:
         inputs: float64 on the CPU, and integers.
         compute: the operation through the function that the model calls.
-        peer: torch's own computation of the same, where the reference rounds less often than any kernel can.
+        peer: torch's own computation of the same, if the reference rounds less often than any kernel can.
         rehearsed: the precision in a rehearsal.
         depth: of a matmul of 16-bit operands whose result is fp32.
     """
@@ -87,8 +87,11 @@ def rows(scene: Scene) -> Iterator[Row]:
 
 
 def compared(check: Check, name: str, dtype: torch.dtype, scene: Scene) -> Row:
-    """Run an operation by its kernel, by its reference, and in float64. Raises AssertionError if the kernel
-    is less accurate."""
+    """Run an operation with its kernel, with its reference, and in float64.
+
+    Raises:
+        AssertionError: the kernel is less accurate.
+    """
     torch.manual_seed(crc32(check.name.encode()))
     host = [x.to(dtype) if x.is_floating_point() else x for x in check.inputs(scene)]
 
@@ -122,7 +125,7 @@ def _randn(*shape: int) -> Tensor:
 
 
 def _wide(scene: Scene) -> tuple[int, int]:
-    """Rows and columns."""
+    """Return the number of rows and columns."""
     return scene.sized(1000, 6), scene.sized(4096, 96)
 
 
@@ -170,7 +173,7 @@ def _adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> Sequence[Tensor]:
 
 
 def _squares(x: Tensor) -> Sequence[Tensor]:
-    """In fp32: the reference's error in float64 may be 0 by chance."""
+    """Compute in fp32, because the reference's error in float64 may be 0 by chance."""
     return (grad_norm.squared_sum([x]).to(torch.promote_types(x.dtype, torch.float32)),)
 
 
@@ -183,7 +186,7 @@ def _ordered_sum(parts: Tensor) -> Sequence[Tensor]:
 
 
 def _weight_gradient(left: Tensor, inputs: Tensor) -> Sequence[Tensor]:
-    """Two microbatches into an accumulator whose content is undefined before."""
+    """Accumulate two microbatches in an accumulator with undefined content."""
     spec = ParamSpec("head.weight", 1, (Segment("head.weight", (left.shape[1], inputs.shape[1])),))
     wide = torch.promote_types(left.dtype, torch.float32)
     tensor = torch.zeros(left.shape[1], inputs.shape[1], dtype=left.dtype, device=left.device)
@@ -218,7 +221,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *starts: Tensor) -
 def _attention_by_definition(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *starts: Tensor
 ) -> Sequence[Tensor]:
-    """Scores, softmax and sums in the inputs' precision."""
+    """Compute scores, softmax and sums in the precision of the inputs."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     by_head = [x.permute(1, 2, 0, 3) for x in leaves]
     group, position = q.shape[2] // k.shape[2], torch.arange(q.shape[0], device=q.device)
@@ -295,7 +298,7 @@ CHECKS = (
 
 
 def suite(scene: Scene) -> Iterator[Row]:
-    """`pytest -m gpu`: a row for the number that passed, and one for each failure."""
+    """Run `pytest -m gpu`, and yield a row for the passed tests and one for each failure."""
     if find_spec("pytest") is None or find_spec("hypothesis") is None:
         yield absent("pytest -m gpu", "pytest or hypothesis is not installed")
         return
@@ -326,7 +329,7 @@ def suite(scene: Scene) -> Iterator[Row]:
 
 
 def outcomes(text: str, late: bool, limit: float) -> Iterator[Row]:
-    """What pytest's verbose output says, also where it was ended at the limit."""
+    """Yield the outcomes in pytest's verbose output, even if it was ended at the limit."""
     verdicts: dict[str, str] = {}
     for line in text.splitlines():
         if (match := OUTCOME.fullmatch(line.strip())) and (outcome := match[1] or match[3]):
@@ -338,7 +341,7 @@ def outcomes(text: str, late: bool, limit: float) -> Iterator[Row]:
     }
     summary = ", ".join(f"{number} {outcome.lower()}" for outcome, number in count.items() if number)
     if not verdicts:
-        yield row("pytest -m gpu", "failed", "it printed no test", output=text[-3000:])
+        yield row("pytest -m gpu", "failed", "pytest reported no tests", output=text[-3000:])
         return
     if not count["PASSED"] and not count["FAILED"] and not count["ERROR"]:
         yield absent("pytest -m gpu", f"{summary or 'no test ran'}: no GPU")
@@ -346,8 +349,8 @@ def outcomes(text: str, late: bool, limit: float) -> Iterator[Row]:
     bad = {name for name, outcome in verdicts.items() if outcome in ("FAILED", "ERROR")}
     yield row("pytest -m gpu", "failed" if bad else "passed", summary, counts=count)
     yield from (
-        row(name.removeprefix("tests/"), "failed", reasons.get(name, "see its traceback")[:300])
+        row(name.removeprefix("tests/"), "failed", reasons.get(name, "see the traceback")[:300])
         for name in sorted(bad)
     )
     if late:
-        yield row("the rest of pytest -m gpu", "missing", f"it did not end within {limit:.0f} s")
+        yield row("the rest of pytest -m gpu", "missing", f"did not finish within {limit:.0f} s")

@@ -1,8 +1,7 @@
-"""Console output of a run: one line per step, and on a terminal a progress bar with the remaining time. Only
-rank 0 prints.
+"""Console output of a run: one line per step, and a progress bar on a terminal. Only rank 0 prints.
 
-A loss that is not finite, or that jumps, gets a marker word at the end of its line, which is red on a
-terminal, and is printed whatever the interval.
+A line about a loss that is not finite, or that spikes, ends with a marker, is printed regardless of the
+interval, and is red on a terminal.
 """
 
 from __future__ import annotations
@@ -22,23 +21,28 @@ from megalite.system.messages import say
 from megalite.system.progress import duration
 
 PACE_STEPS = 100
-"""Number of last steps whose pace gives the time left."""
+"""Number of recent steps from which the remaining time is estimated."""
 SPIKE_WINDOW, SPIKE_MINIMUM = 50, 20
-"""Number of last losses that a loss is compared with, and the smallest number at which it is."""
+"""Number of recent losses that a loss is compared with, and the minimum required for a comparison."""
 SPIKE_SPREADS, SPIKE_RISE = 5.0, 0.1
-"""A spike exceeds the median of these by more than 5 times their spread (from the median to the 90th
-percentile) and by more than 10 %."""
+"""Thresholds of a spike.
+
+A spike exceeds the median of the recent losses by more than 5 times their spread (from the median to the 90th
+percentile) and by more than 10 %.
+"""
 
 
 class Console(ExitStack):
-    """Prints lines, and below them a progress bar if the stream is a terminal. Lines are flushed at once.
+    """Console that prints lines, with a progress bar below them if the stream is a terminal.
+
+    Lines are flushed immediately.
 
     Args:
         total_steps: number of steps of the whole run.
-        interval: print every `interval` steps; the first and the last step and skipped ones are always
-        printed. start_step: number of steps completed before this process started. enabled: False on every
-        rank but 0.
-        clock: seconds, from which the time left is estimated.
+        interval: print every `interval` steps; the first, the last and skipped steps are always printed.
+        start_step: number of steps completed before this process started.
+        enabled: False on all ranks except 0.
+        clock: time in seconds, from which the remaining time is estimated.
     """
 
     def __init__(
@@ -71,8 +75,12 @@ class Console(ExitStack):
     def step(
         self, metrics: StepMetrics, fault: str | None = None, numbers: Mapping[str, Any] | None = None
     ) -> None:
-        """Print a step's line. `fault` says why a step was skipped; `numbers` are further measurements of the
-        step."""
+        """Print the line of a step.
+
+        Args:
+            fault: the reason why the step was skipped.
+            numbers: further measurements of the step.
+        """
         self._times.append(self._clock())
         marker = self._watch.marker(metrics)
         begins, self._marked = marker != "" and not self._marked, marker != ""
@@ -91,7 +99,7 @@ class Console(ExitStack):
         self._show("loss", metrics.loss, metrics.step)
 
     def validation(self, step: int, loss: float, by_set: Mapping[str, float] | None = None) -> None:
-        """Print a validation's line, with those of its sets and the last training loss next to it."""
+        """Print the line of a validation, with the losses by set and the last training loss."""
         sets = (f"{name} {value:.4f}" for name, value in (by_set or {}).items())
         beside = f"training loss {self._losses['loss']:.4f}" if "loss" in self._losses else ""
         marker = "" if isfinite(loss) else "VALIDATION LOSS NaN"
@@ -102,14 +110,14 @@ class Console(ExitStack):
         self._show("validation", loss, step)
 
     def _show(self, name: str, loss: float, step: int) -> None:
-        """Show a loss in the bar, next to the others."""
+        """Show a loss in the progress bar, next to the others."""
         self._losses[name] = loss
         if self._bar is not None:
             losses = "  ".join(f"{name} {value:.4f}" for name, value in self._losses.items())
             self._bar.update(self._task, completed=step, description=losses)
 
     def message(self, text: str, alarm: bool = False) -> None:
-        """Print a line; `alarm`: in red on a terminal."""
+        """Print a line, in red on a terminal if `alarm` is set."""
         if not self.enabled:
             return
         if self._bar is not None:
@@ -148,8 +156,10 @@ class Console(ExitStack):
         ]
 
     def _left(self, metrics: StepMetrics) -> list[str]:
-        """The time left at the pace of the last steps, with the validations and saves between them; before
-        there are two, at the step's."""
+        """Estimate the remaining time from the recent steps, including validations and saves.
+
+        Before there are two steps, the time of the first one is used.
+        """
         steps = self.total_steps - metrics.step
         pace = (
             (self._times[-1] - self._times[0]) / (len(self._times) - 1)
@@ -160,15 +170,19 @@ class Console(ExitStack):
 
 
 class LossWatch:
-    """Recognises a loss that is not finite, or that jumps: by the median of the last ones, which noise and
-    single outliers do not move."""
+    """Detector of losses that are not finite or that spike.
+
+    Losses are compared with the median of the recent ones, which is robust to noise and single outliers.
+    """
 
     def __init__(self) -> None:
         self._losses: deque[float] = deque(maxlen=SPIKE_WINDOW)
 
     def marker(self, metrics: StepMetrics) -> str:
-        """The marker of a step; empty for an ordinary one. Gradients that overflow while fp16 looks for its
-        loss scale are ordinary."""
+        """Return the marker of a step, or an empty string if it is ordinary.
+
+        Overflowing gradients are ordinary while the fp16 loss scale is being adjusted.
+        """
         if not isfinite(metrics.loss):
             return "LOSS NaN"
         if not isfinite(metrics.grad_norm) and metrics.loss_scale == 1:
@@ -182,11 +196,11 @@ class LossWatch:
         spread = last[9 * len(last) // 10] - middle
         if metrics.loss - middle <= max(SPIKE_SPREADS * spread, SPIKE_RISE * abs(middle)):
             return ""
-        return f"LOSS SPIKE, the median of the last {len(last)} steps is {middle:.4f}"
+        return f"LOSS SPIKE (median of the last {len(last)} steps: {middle:.4f})"
 
 
 def _read(numbers: Mapping[str, Any]) -> list[str]:
-    """How much of its data a run has read: tokens, and epochs of a blend's member that is read most often."""
+    """Describe the data read so far: tokens, and epochs of the most repeated member of a blend."""
     if "tokens_seen" not in numbers:
         return []
     members = {name: epoch for name, epoch in numbers.items() if name.startswith(MEMBER)}

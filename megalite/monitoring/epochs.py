@@ -1,4 +1,4 @@
-"""How much of its data a run has read: tokens so far, and how many times each member of the data."""
+"""Amount of data that a run has read: tokens, and epochs of each member of the data."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
 
 class Epochs(Observer):
-    """Adds to a step `tokens_seen`, `epoch` (of the member that is read most often) and, for a blend, the
-    epoch of each member.
+    """Observer that adds the tokens and epochs read so far to each step.
 
-    They count what the run has read since its first step: skipped steps too, and positions without loss.
+    Its keys are `tokens_seen`, `epoch` (of the most repeated member) and, for a blend, the epoch of each
+    member. Everything read since the first step of the run is counted, including skipped steps and positions
+    without loss.
     """
 
     def __init__(self, trainer: Trainer):
@@ -37,8 +38,10 @@ class Epochs(Observer):
         )
 
     def lines(self, metrics: StepMetrics) -> list[str]:
-        """Members that have been read to their end: after 1, 2, …, 9, 10, 20, … epochs, so that a small one
-        does not fill the log."""
+        """Report members that have completed an epoch, after 1, 2, …, 9, 10, 20, … epochs.
+
+        The increasing intervals keep a small member from filling the log.
+        """
         config = self.trainer.config
         before, after, all_samples = (
             self._samples(metrics.step - 1),
@@ -55,13 +58,13 @@ class Epochs(Observer):
             ):
                 whole = in_words(all_samples * share / size)
                 lines.append(
-                    f"{name} has been read to its end after step {metrics.step}, and begins again: epoch "
-                    f"{ended} of {whole} is done"
+                    f"{name}: finished epoch {ended} of {whole} after step {metrics.step}, "
+                    "starting again from the beginning"
                 )
         return lines
 
     def _samples(self, step: int) -> int:
-        """Samples read until the end of a step; the trainer may be a step ahead."""
+        """Return the number of samples read by the end of a step. The trainer may be one step ahead."""
         trainer = self.trainer
         return (
             trainer.samples
@@ -71,13 +74,13 @@ class Epochs(Observer):
 
 
 def repeated(trainer: Trainer) -> list[str]:
-    """A line for each member of the data that is read more than once."""
+    """Return a line for each member of the data that is read more than once."""
     return repeats(
         trainer.train_data.members, planned_samples(trainer), trainer.config.train.global_batch_size
     )
 
 
 def planned_samples(trainer: Trainer) -> int:
-    """Samples that the run has read when its last step is done."""
+    """Return the number of samples that the run will have read after its last step."""
     train = trainer.config.train
     return trainer.samples + samples_after(train, train.steps) - samples_after(train, trainer.step_done)

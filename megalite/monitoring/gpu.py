@@ -1,7 +1,6 @@
-"""Metrics of rank 0's GPU: its memory, from torch's allocator, and its sensors, from the driver if
-nvidia-ml-py is installed.
+"""Metrics of the GPU of rank 0: memory from torch's allocator, and sensors from the driver.
 
-The throughput per rank is reported with them, on a CPU too.
+The sensors require nvidia-ml-py. The throughput per rank is reported together with them, also on a CPU.
 """
 
 from __future__ import annotations
@@ -24,18 +23,23 @@ SENSORS: dict[str, Callable[[torch.device], float]] = {
     "gpu_temperature_c": torch.cuda.temperature,
     "gpu_clock_mhz": torch.cuda.clock_rate,
 }
-"""Name in metrics.jsonl → function that reads it through torch from NVIDIA's management library."""
+"""Name in metrics.jsonl → function of torch that reads NVIDIA's management library."""
 MEMORY = {
     "memory_allocated_bytes": "allocated_bytes.all.current",
     "memory_reserved_bytes": "reserved_bytes.all.current",
     "allocation_retries": "num_alloc_retries",
 }
-"""Name in metrics.jsonl → name in torch's statistics. A retry frees cached memory and allocates again, which
-synchronizes the device."""
+"""Name in metrics.jsonl → name in torch's statistics.
+
+An allocation retry frees cached memory and allocates again, which synchronizes the device.
+"""
 
 
 class GpuSensors(Observer):
-    """Reports memory and sensors at `logging.interval`; on a CPU only the throughput per rank."""
+    """Observer that reports memory and sensors at `logging.interval`.
+
+    On a CPU it only reports the throughput per rank.
+    """
 
     def __init__(self, trainer: Trainer):
         self.device, self.interval, self.world = (
@@ -53,8 +57,7 @@ class GpuSensors(Observer):
         return numbers | {name: statistics.get(key, 0) for name, key in MEMORY.items()} | self._sense()
 
     def _sense(self) -> dict[str, float]:
-        """The reading of each sensor. A sensor that this GPU does not have, or that may not be read, is
-        dropped."""
+        """Read all sensors. Sensors that this GPU does not have, or that must not be read, are removed."""
         readings = {}
         for name, read in list(self.sensors.items()):
             try:

@@ -1,8 +1,8 @@
-"""Measures the bandwidth of the links between ranks: `network.test`.
+"""Measurement of the bandwidth of the links between ranks (`network.test`).
 
-In each round every rank sends to the rank `stride` places further, for strides 1, 2, 4, …, so neighbours on
-one machine as well as ranks on other machines are tested. All ranks start a round together, and the best
-round of each link counts, so a slow link does not make others look slow.
+In each round every rank sends to the rank `stride` places further, for strides 1, 2, 4, …, so that links
+within a machine and between machines are tested. All ranks start a round at the same time, and the best round
+of each link is used, so that a slow link does not affect the results of others.
 """
 
 from __future__ import annotations
@@ -28,18 +28,21 @@ class LinkTraffic(NamedTuple):
 
 
 def describe(links: Sequence[LinkTraffic]) -> str:
-    """One line with the slowest link and the median."""
+    """Describe the slowest link and the median in one line."""
     slowest = min(links, key=lambda link: link.bytes_per_second)
     usual = median(link.bytes_per_second for link in links)
     return (
-        f"network test: rank {slowest.source} to rank {slowest.target} is the slowest of {len(links)} links,"
-        f" {slowest.bytes_per_second / 1e9:.3g} GB/s; the median is {usual / 1e9:.3g} GB/s"
+        f"network test: the slowest of {len(links)} links is from rank {slowest.source} to rank "
+        f"{slowest.target} with {slowest.bytes_per_second / 1e9:.3g} GB/s; the median is "
+        f"{usual / 1e9:.3g} GB/s"
     )
 
 
 def measure(mesh: Mesh, device: torch.device, seconds: float = 3.0) -> list[LinkTraffic]:
-    """Bandwidths between ranks, the same list on every rank. Collective; takes about `seconds`, with all
-    links busy at once."""
+    """Measure the bandwidths between ranks. Collective.
+
+    Takes about `seconds`, with all links in use at the same time. The result is the same on every rank.
+    """
     strides = [2**power for power in range((mesh.world.size - 1).bit_length())]
     best: dict[int, float] = {}
     deadline = perf_counter() + seconds
@@ -66,8 +69,11 @@ def _flat(lists: Iterable[Iterable[LinkTraffic]]) -> Iterable[LinkTraffic]:
 
 
 def _send_on(mesh: Mesh, device: torch.device, stride: int) -> float:
-    """Send to the rank `stride` places further; returns the seconds until the message of the rank `stride`
-    places before has arrived."""
+    """Send to the rank `stride` places further.
+
+    Returns:
+        the time until the message from the rank `stride` places before has arrived, in seconds.
+    """
     world, group = mesh.world, mesh.world.group
     target, source = (
         world.ranks[(world.rank + stride) % world.size],

@@ -1,8 +1,8 @@
-"""The training loss of each member of a blend (`logging.loss_by_source`): the mean over the tokens of its
-samples in the global batch.
+"""Training loss of each member of a blend (`logging.loss_by_source`).
 
-The rank with the head adds up the token losses of each row while it computes the loss, and the table of the
-blend says which member a row is from. Communication: one all-reduce of two numbers a member after each step.
+It is the mean over the tokens of the member's samples in the global batch. The rank with the head adds up the
+token losses of each row while it computes the loss, and looks up the member of each row in the table of the
+blend. Communication: one all-reduce of two numbers per member after each step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ AHEAD = 1  # steps that the trainer may be ahead of the result that is written
 
 
 class LossBySource(Observer):
-    """Adds to a step `loss/PREFIX` of each member of a blend that has tokens in it."""
+    """Observer that adds `loss/PREFIX` to a step for each member of a blend that has tokens in it."""
 
     def __init__(self, trainer: Trainer):
         assert isinstance(trainer.train_data, Blend), "a rule asks for a blend"
@@ -44,7 +44,7 @@ class LossBySource(Observer):
                 stage.head.loss = replace(stage.head.loss, observe=self._add)
 
     def _begin(self, stage: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """The stage is about to compute the loss of a microbatch."""
+        """Prepare for the loss of a microbatch. Called before the stage computes it."""
         _, microbatch, state, _ = inputs
         self._now = microbatch if state.training else None
         if self._now is not None:
@@ -52,15 +52,14 @@ class LossBySource(Observer):
             self._sums[id(microbatch)] = torch.stack([self._zero[0], self._by_member(tokens)])
 
     def _add(self, losses: Tensor) -> None:
-        """Token losses of a microbatch, or of a chunk of its positions: [positions · batch], rows next to
-        each other."""
+        """Add the token losses of a microbatch or of a chunk, [positions · batch] in position-major order."""
         if self._now is not None:
             self._sums[id(self._now)][0] += self._by_member(
                 losses.detach().view(-1, len(self._now.samples)).sum(0, dtype=torch.float64)
             )
 
     def _by_member(self, rows: Tensor) -> Tensor:
-        """The sums over the rows of each member: [batch] to [members]."""
+        """Sum the rows of each member: [batch] -> [members]."""
         assert self._now is not None
         return self._zero[0].index_add(0, self._source[self._now.samples % len(self._source)], rows.double())
 

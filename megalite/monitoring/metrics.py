@@ -1,5 +1,7 @@
-"""Writes a run's metrics: to metrics.jsonl always, to TensorBoard and Weights & Biases by option. Only rank 0
-writes."""
+"""Metrics of a run in metrics.jsonl, and optionally in TensorBoard and Weights & Biases.
+
+Only rank 0 writes.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,14 @@ if TYPE_CHECKING:
 
 FILE = "metrics.jsonl"
 MEMBER = "epoch/"
-"""The keys for the epochs of a blend's members start with this."""
+"""Prefix of the keys for the epochs of the members of a blend."""
 SOURCE, VALIDATED = "loss/", "val_loss/"
-"""So do those for the training losses of a blend's members, and for the losses of validation sets."""
+"""Prefixes of the keys for training losses by member of a blend, and for validation losses by set."""
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One optimizer step: a line of metrics.jsonl."""
+    """Metrics of one optimizer step, a line of metrics.jsonl."""
 
     step: int  # 1-based
     loss: float  # mean over every valid token of the global batch
@@ -57,8 +59,14 @@ class StepMetrics:
 def throughput(
     config: Config, seconds: float, ranks: int, device_name: str, batch: int | None = None
 ) -> dict[str, Any]:
-    """The throughput of a step of `seconds`, under its keys in metrics.jsonl. Masked tokens count too,
-    because they are computed. batch: its samples; default: train.global_batch_size."""
+    """Compute the throughput of a step, under its keys in metrics.jsonl.
+
+    Masked tokens are included, because they are computed.
+
+    Args:
+        seconds: duration of the step.
+        batch: number of samples; default: train.global_batch_size.
+    """
     tokens_per_second = (batch or config.train.global_batch_size) * config.data.sequence_length / seconds
     per_rank = (
         tokens_per_second
@@ -74,28 +82,32 @@ def throughput(
 
 
 def check_packages(options: LoggingConfig) -> None:
-    """Raise ConfigError if an option needs a package that is not installed. Every rank can check this before
-    the run starts."""
+    """Raise ConfigError if an option requires a package that is not installed.
+
+    Every rank can check this before the run starts.
+    """
     for name, value, package in (
         ("tensorboard", options.tensorboard, "tensorboard"),
         ("wandb", options.wandb, "wandb"),
     ):
         if value and find_spec(package) is None:
             raise ConfigError(
-                f"logging.{name} = {show(value)} needs the package {package}: pip install {package}, or "
-                "leave the option out."
+                f"logging.{name}={show(value)} requires the package {package}. Install it with "
+                f"`pip install {package}`, or leave the option unset."
             )
 
 
 class MetricsWriter(ExitStack):
-    """Writes one JSON object per line, with floats in full precision. Each line is written unbuffered.
+    """Writer of one JSON object per line, with floats in full precision. Lines are written unbuffered.
 
-    A full disk does not end a run: lines that could not be written are kept, and written before the next one.
+    A full disk does not end the run: lines that could not be written are kept, and written before the next
+    one.
 
     Args:
-        run_dir: the run's directory; created if it does not exist.
-        resume_step: lines of later steps, left by a run that got further than its checkpoint, are removed.
-        config: names the optional recipients, and is sent to Weights & Biases as a whole.
+        run_dir: the run directory, which is created if it does not exist.
+        resume_step: lines of later steps are removed. They are left by a run that got further than its
+            checkpoint.
+        config: selects the optional recipients, and is sent to Weights & Biases as a whole.
     """
 
     def __init__(self, run_dir: Path, resume_step: int = 0, config: Config | None = None):
@@ -114,8 +126,10 @@ class MetricsWriter(ExitStack):
         self._start_file(resume_step)
 
     def rewind(self, step: int) -> None:
-        """Continue after a step: lines of later steps are removed from metrics.jsonl, and TensorBoard no
-        longer shows them."""
+        """Continue after a step.
+
+        Lines of later steps are removed from metrics.jsonl, and TensorBoard no longer shows them.
+        """
         self._start_file(step)
         for recipient in self._recipients:
             recipient.rewind(step)
@@ -126,18 +140,26 @@ class MetricsWriter(ExitStack):
         self._unwritten, self._refused = b"", False
 
     def step(self, metrics: StepMetrics, numbers: Mapping[str, Any] | None = None) -> None:
-        """Write a step's line. `numbers`: further keys of the line."""
+        """Write the line of a step.
+
+        Args:
+            numbers: further keys of the line.
+        """
         self._write(asdict(metrics) | dict(numbers or {}))
 
     def validation(self, step: int, loss: float, by_set: Mapping[str, float] | None = None) -> None:
-        """Write a validation's line. by_set: the losses of validation sets by name."""
+        """Write the line of a validation.
+
+        Args:
+            by_set: the losses of validation sets by name.
+        """
         self._write(
             {"step": step, "val_loss": loss}
             | {f"{VALIDATED}{name}": value for name, value in (by_set or {}).items()}
         )
 
     def _write(self, record: dict[str, Any]) -> None:
-        """Non-finite numbers are written as null, because JSON has none."""
+        """Write a record. Numbers that are not finite become null, because JSON does not support them."""
         finite = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in record.items()
@@ -161,11 +183,16 @@ class MetricsWriter(ExitStack):
         except OSError as error:
             if not self._refused:
                 self._refused = True
-                say(f"{self._path} cannot be written: {error.strerror}; its lines are kept until it can")
+                say(
+                    f"could not write to {self._path}: {error.strerror}. Its lines are kept in memory "
+                    "until the file is writable again"
+                )
 
     def _restore_directory(self) -> None:
-        """Create the run's directory again if it has been removed or moved: a write to a removed file is lost
-        without an error."""
+        """Create the run directory again if it was removed or moved.
+
+        Otherwise writes to the removed file would be lost without an error.
+        """
         with suppress(FileNotFoundError):
             if os.stat(self._path).st_ino == os.fstat(self._file.fileno()).st_ino:
                 return
@@ -173,12 +200,14 @@ class MetricsWriter(ExitStack):
         self._file = self.enter_context(open(self._path, "ab", buffering=0))  # noqa: SIM115 (the stack closes it)
         if self._config is not None:
             write_config(self._config, self._path.parent)
-        say(f"{self._path} has vanished: it was created again, without the lines of earlier steps")
+        say(f"{self._path} was deleted or moved; created it again, without the lines of earlier steps")
 
 
 def cut_after(file: Path, step: int) -> None:
-    """Remove the lines of later steps, and an incomplete last line of a killed run. The file is replaced
-    atomically."""
+    """Remove the lines of later steps, and the incomplete last line of a killed run.
+
+    The file is replaced atomically.
+    """
     if not file.exists():
         return
     with replacing(file) as fresh:
@@ -186,8 +215,7 @@ def cut_after(file: Path, step: int) -> None:
 
 
 def lines_up_to(file: Path, step: int) -> list[str]:
-    """The complete lines of a file of JSON objects whose `step` is at most this one; none if there is no such
-    file."""
+    """Return the complete lines with a `step` of at most this one. A missing file has none."""
     if not file.exists():
         return []
     return [
@@ -205,10 +233,11 @@ def _step_of(line: str) -> int | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak memory of this rank: allocated tensors on a GPU; on a CPU the resident set, mapped files included.
+    """Return the peak memory of this rank in bytes.
 
-    VmHWM on Linux counts this program only; getrusage, used elsewhere, may still hold the peak of the process
-    that started it.
+    On a GPU this is the memory of allocated tensors, on a CPU the resident set including mapped files. On
+    Linux VmHWM only covers this program; getrusage, used on other systems, may include the peak of its parent
+    process.
     """
     if device.type == "cuda":
         import torch

@@ -1,8 +1,7 @@
-"""Observers: the instruments of a run, which the training loop calls before and after each step on every
-rank.
+"""Observers, the instruments that the training loop calls before and after each step on every rank.
 
-The list is in `observers`. Not observers: links.py tests the network before the first step, out_of_memory.py
-suggests changes when memory runs out.
+They are listed in `observers`. Two modules are not observers: links.py tests the network before the first
+step, and out_of_memory.py suggests changes after an out-of-memory error.
 """
 
 from __future__ import annotations
@@ -18,12 +17,14 @@ if TYPE_CHECKING:
     from megalite.training.trainer import Trainer
 
 STEPS_KEPT = 4
-"""Steps whose measurements an observer keeps until `numbers` is called: results are a step late under some
-schedules, and only rank 0 reads them."""
+"""Number of steps whose measurements an observer keeps until `numbers` is called.
+
+Under some schedules results are available one step later, and only rank 0 reads them.
+"""
 
 
 class Observer:
-    """Base class of observers, whose methods do nothing.
+    """Base class of observers, with methods that do nothing.
 
     Every rank has the same observers and calls the same methods, except `numbers` and `lines`.
     """
@@ -35,30 +36,30 @@ class Observer:
         """Called after a step has ended on this rank."""
 
     def numbers(self, metrics: StepMetrics) -> dict[str, Any]:
-        """Returns further keys of a step's line in metrics.jsonl.
+        """Return further keys for the line of a step in metrics.jsonl.
 
-        Called on rank 0 only, when the step's result is known.
+        Called on rank 0 only, when the result of the step is available.
         """
         return {}
 
     def lines(self, metrics: StepMetrics) -> list[str]:
-        """Returns lines to print below a step's own. Called on rank 0 only, after `numbers`."""
+        """Return lines to print below the line of a step. Called on rank 0 only, after `numbers`."""
         return []
 
     def finish(self) -> list[str]:
-        """Called at the end of the run. Returns lines that rank 0 prints."""
+        """Return lines that rank 0 prints at the end of the run."""
         return []
 
 
 def observers(
     trainer: Trainer, own: RankEnvironment, device: Device | None = None, kernels: Sequence[str] = ()
 ) -> Sequence[Observer]:
-    """Returns all observers of a run, the same on every rank.
+    """Return all observers of a run, the same on every rank.
 
     Args:
         own: this rank's environment.
-        device: the planner's description of its device.
-        kernels: the chosen implementations, in words.
+        device: the planner's description of the device.
+        kernels: descriptions of the selected implementations.
     """
     # here: each of these modules imports this one
     from megalite.monitoring.epochs import Epochs

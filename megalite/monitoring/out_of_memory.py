@@ -1,9 +1,8 @@
-"""Suggestions when memory runs out: the changes that this run allows, with the memory that each saves by the
-planner's estimate.
+"""Suggested changes after an out-of-memory error, with the estimated memory that each of them saves.
 
-The ladder is ordered from changes that cost little time to those that cost much: smaller microbatches,
-recomputation, sequence parallelism, a higher ZeRO stage, more tensor or pipeline parallelism at the cost of
-data parallelism, offloading.
+They are ordered from changes with a small cost in time to those with a large one: smaller microbatches,
+recomputation, sequence parallelism, a higher ZeRO stage, more tensor or pipeline parallelism instead of data
+parallelism, and offloading.
 """
 
 from __future__ import annotations
@@ -26,25 +25,25 @@ from megalite.system.text import aligned
 Changes = dict[str, Any]
 """Option → new value."""
 Peak = Callable[[Config], int]
-"""Configuration → peak bytes of the rank that needs the most."""
+"""Function of a configuration that returns the peak memory of the rank that needs the most, in bytes."""
 
 
 @dataclass(frozen=True)
 class MemorySaving:
-    """One change that the rules accept and that saves memory."""
+    """A valid change that saves memory."""
 
     changes: Changes
     saved: int  # bytes on the fullest rank
 
     def row(self) -> tuple[str, str]:
-        """The options and what they save, as text."""
+        """Return the options and the saved memory as text."""
         options = " ".join(f"--{option} {str(value).lower()}" for option, value in self.changes.items())
         saved = f"{self.saved / 2**30:,.1f} GiB" if self.saved >= 2**30 else f"{self.saved / 2**20:,.1f} MiB"
         return options, f"saves {saved}"
 
 
 def changed(config: Config, changes: Changes) -> Config:
-    """A copy with other values."""
+    """Return a copy of the configuration with other values."""
     for option, value in changes.items():
         section, key = option.split(".")
         config = replace(config, **{section: replace(getattr(config, section), **{key: value})})
@@ -52,7 +51,7 @@ def changed(config: Config, changes: Changes) -> Config:
 
 
 def candidates(config: Config) -> Iterator[Changes]:
-    """Candidate changes in the ladder's order; the rules may still reject one."""
+    """Yield candidate changes in order. Some of them may not be valid."""
     train, parallel = config.train, config.parallel
     smaller = [size for size in range(1, train.micro_batch_size) if train.micro_batch_size % size == 0]
     for size in reversed(smaller):
@@ -73,7 +72,7 @@ def candidates(config: Config) -> Iterator[Changes]:
 
 
 def ladder(config: Config, world_size: int, local_devices: int, peak: Peak) -> list[MemorySaving]:
-    """The changes that this run can make, each evaluated on its own."""
+    """Return the valid changes, each evaluated on its own."""
     savings, now = [], peak(config)
     for changes in candidates(config):
         other = changed(config, changes)
@@ -88,20 +87,27 @@ def ladder(config: Config, world_size: int, local_devices: int, peak: Peak) -> l
 
 
 def describe(place: str, error: BaseException, savings: list[MemorySaving]) -> str:
-    """Returns the message for the user. place: which rank, and what it was doing."""
+    """Return the message for the user.
+
+    Args:
+        place: the rank and its current action.
+    """
     lines = [f"{place}: out of memory: {str(error).strip().splitlines()[0]}"]
     if not savings:
         return (
-            f"{lines[0]}\nNo change of this run's options needs less memory: use more GPUs or a smaller "
-            "model."
+            f"{lines[0]}\nNo change of the options of this run would reduce its memory. Use more "
+            "GPUs or a smaller model."
         )
-    lines.append("Each of these by itself lowers the memory of the fullest rank, by the planner's estimate:")
+    lines.append(
+        "Each of these changes alone would reduce the memory of the rank that uses the most, as "
+        "estimated by the planner:"
+    )
     table = aligned([saving.row() for saving in savings], left=2)
     return "\n".join([*lines, *(f"  {line}" for line in table)])
 
 
 def out_of_memory(error: torch.OutOfMemoryError, config: Config, device: torch.device, mesh: Mesh) -> str:
-    """The message for the user. On a GPU a memory snapshot is written first, and named in the message."""
+    """Return the message for the user. On a GPU, a memory snapshot is written first."""
     from megalite.planner.memory.estimate import estimate
 
     world_size, gpu = mesh.world.size, device.type == "cuda"
@@ -112,8 +118,8 @@ def out_of_memory(error: torch.OutOfMemoryError, config: Config, device: torch.d
     place = f"rank {mesh.rank} in step {mesh.activity.step}, {mesh.activity.action}"
     message = describe(place, error, ladder(config, world_size, int(gpu), peak))
     if not gpu:
-        return f"{message}\nA memory snapshot is available on a GPU only."
+        return f"{message}\nMemory snapshots are only available on a GPU."
     return (
-        f"{message}\nWhat fills the memory: "
+        f"{message}\nMemory snapshot: "
         f"{write_snapshot(Path(config.run.dir, config.run.name), mesh.rank, 'out_of_memory')}"
     )

@@ -1,12 +1,12 @@
-"""The time of each step by phase.
+"""Time of each step by phase.
 
-A rank notifies its listeners whenever it begins another activity: an action of its pipeline, reading its
-batch, waiting for a message. A clock marks each of these moments, and the time from one mark to the next
-belongs to the activity that began at the first. The phases of a step therefore add up to the step.
+A rank notifies its listeners when it begins another activity: an action of its pipeline, reading its batch,
+waiting for a message. A clock marks each of these moments, and the time between two marks belongs to the
+activity that began at the first one. The phases of a step therefore add up to its duration.
 
-On a CPU a mark is a reading of the host's clock. On a GPU it is an event in the stream, read once the stream
-has passed it: the events of a step's update are passed only after the next step has begun, and count there.
-Reading never synchronizes the device.
+On a CPU a mark is a reading of the host's clock. On a GPU it is an event in the stream, which is read after
+the stream has passed it. The events of an update are only passed after the next step has begun, and are
+counted there. Reading them never synchronizes the device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 PHASES = ("data", "forward", "backward", "pipeline", "communication", "optimizer")
 WORKING = ("data", "forward", "backward", "optimizer")
-"""The phases in which a rank does not wait for another."""
+"""Phases in which a rank does not wait for another."""
 _OF_KIND = {ActionKind.FORWARD: "forward", ActionKind.BACKWARD: "backward", ActionKind.WEIGHT: "backward"}
 _OF_WORDS = {
     READING: "data",
@@ -37,14 +37,14 @@ _OF_WORDS = {
 }
 
 Lap = tuple[Any, Any]
-"""The activity that a rank began, and the clock's mark of that moment."""
+"""An activity, and the mark of the clock when it began."""
 
 
 def phase_of(place: Any) -> str | None:
-    """The phase of a rank's activity; None if it is not part of a step.
+    """Return the phase of an activity, or None if it is not part of a step.
 
-    `pipeline` is waiting for another stage, which is the bubble as one rank sees it; `communication` is every
-    other wait, the work of sending, and the data-parallel reduction of gradients.
+    `pipeline` is the time spent waiting for another stage, that is, the bubble on this rank. `communication`
+    covers all other waits, sends, and the data-parallel reduction of gradients.
     """
     if isinstance(place, Action):
         return _OF_KIND.get(place.kind, "communication")
@@ -54,7 +54,7 @@ def phase_of(place: Any) -> str | None:
 
 
 def add_up(laps: Sequence[Lap], clock: HostClock) -> dict[str, float]:
-    """Seconds per phase. The last lap only ends the one before it."""
+    """Return the seconds per phase. The last lap only ends the previous one."""
     seconds = dict.fromkeys(PHASES, 0.0)
     for (place, start), (_, end) in pairwise(laps):
         phase = phase_of(place)
@@ -64,8 +64,11 @@ def add_up(laps: Sequence[Lap], clock: HostClock) -> dict[str, float]:
 
 
 class PhaseTimes(Observer):
-    """Times this rank's steps: every step on a CPU; on a GPU, where an event costs microseconds, those of
-    `logging.interval`."""
+    """Observer that measures the phases of this rank's steps.
+
+    On a CPU it measures every step, on a GPU, where an event takes microseconds, only those of
+    `logging.interval`.
+    """
 
     def __init__(self, trainer: Trainer, clock: HostClock | None = None):
         gpu = trainer.device.type == "cuda"
@@ -96,7 +99,7 @@ class PhaseTimes(Observer):
         self.of_step.pop(step - STEPS_KEPT * self.interval, None)
 
     def working(self, step: int) -> float:
-        """Seconds of a step in which this rank did not wait for another."""
+        """Return the seconds of a step in which this rank did not wait for another."""
         seconds = self.of_step[step]
         return sum(seconds[phase] for phase in WORKING)
 

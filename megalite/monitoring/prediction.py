@@ -1,4 +1,4 @@
-"""The predicted and the measured step time and bubble of a run: the last line that it prints."""
+"""Predicted and measured step time and bubble of a run, which are printed in its last line."""
 
 from __future__ import annotations
 
@@ -28,16 +28,20 @@ if TYPE_CHECKING:
 
 
 def stage_costs(config: Config) -> list[float]:
-    """The work of each stage relative to the mean over ranks: measured (parallel.layer_costs) or else
-    estimated. Sums to pp."""
+    """Return the work of each stage relative to the mean over ranks, which sums to pp.
+
+    It is measured (parallel.layer_costs) or otherwise estimated.
+    """
     costs = stage_sums(config, config.parallel.layer_costs or estimated_costs(config))
     mean = sum(costs) / config.parallel.pp
     return [cost / mean for cost in costs]
 
 
 def predicted_bubble(config: Config) -> float | None:
-    """The simulated bubble of the run's own schedule, in the measure that the run uses; None without a
-    pipeline."""
+    """Return the simulated bubble of the schedule, or None without a pipeline.
+
+    The measure is the one that the run uses.
+    """
     if config.parallel.pp == 1:
         return None
     costs, plan = stage_costs(config), build.schedule(config, build.layout(config).microbatches)
@@ -55,8 +59,13 @@ def describe(
     predicted_bubble: float | None,
     device: Device | None = None,
 ) -> list[str]:
-    """The line, or an empty list if nothing was predicted. The first step, a warm-up, is left out if there
-    are others. device: that the time is predicted for."""
+    """Compare predicted and measured values in one line, or return no line without a prediction.
+
+    The first step is a warm-up and excluded if there are others.
+
+    Args:
+        device: the device for which the time was predicted.
+    """
     parts = []
     if times and predicted_time is not None:
         sure = ""
@@ -77,10 +86,10 @@ def describe(
 
 
 def predictions(config: Config, device: Device | None) -> dict[str, Any]:
-    """The step time in seconds, its interval and the bubble of a configuration; None where nothing is
-    predicted.
+    """Predict step time (in seconds), its interval and the bubble. Values that cannot be predicted are None.
 
-    device: the planner's description of the run's device; None if unknown.
+    Args:
+        device: the planner's description of the device; None if unknown.
     """
     seconds = None if device is None else step_seconds(config, device)
     sure = list(interval(seconds)) if seconds is not None and device is not None and device.compared else None
@@ -88,12 +97,15 @@ def predictions(config: Config, device: Device | None) -> dict[str, Any]:
 
 
 class Outcome(Observer):
-    """Records the start of a run, and at its end compares rank 0's measurements with the simulator's bubble
-    and the planner's step time.
+    """Observer that records the start of a run, and compares predictions with measurements at its end.
 
-    Writes environment.json and a line of starts.jsonl at the start, prediction.json at the end. `own` is this
-    rank's environment, `device` the planner's description of its device, None if unknown; `kernels` names the
-    implementations that were chosen.
+    The measurements of rank 0 are compared with the bubble of the simulator and the step time of the planner.
+    environment.json and a line of starts.jsonl are written at the start, prediction.json at the end.
+
+    Args:
+        own: this rank's environment.
+        device: the planner's description of the device; None if unknown.
+        kernels: descriptions of the selected implementations.
     """
 
     def __init__(

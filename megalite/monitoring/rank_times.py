@@ -1,9 +1,8 @@
-"""Comparison of the ranks: which one is the slowest, and how unequal context parallelism makes them.
+"""Comparison of the ranks: the slowest one, and the imbalance of context parallelism.
 
-Ranks wait for each other, so all have the same step time; they differ in how much of it they work.
-
-At `logging.interval` the ranks all-gather the seconds in which each worked. The all-gather overlaps with the
-next step, and its result is read after that step.
+Ranks wait for each other, so that all have the same step time, but they spend different parts of it working.
+At `logging.interval` the ranks all-gather their working times. The all-gather overlaps with the next step,
+and its result is read after that step.
 """
 
 from __future__ import annotations
@@ -24,8 +23,11 @@ if TYPE_CHECKING:
 
 
 def compare(step: int, working: Sequence[float]) -> dict[str, Any]:
-    """The slowest and the fastest rank of a step, under their keys in metrics.jsonl. working: seconds in
-    which each rank worked."""
+    """Return the slowest and the fastest rank of a step, under their keys in metrics.jsonl.
+
+    Args:
+        working: working time of each rank, in seconds.
+    """
     order = sorted(range(len(working)), key=working.__getitem__)
     fastest, slowest = order[0], order[-1]
     return {
@@ -36,8 +38,10 @@ def compare(step: int, working: Sequence[float]) -> dict[str, Any]:
 
 
 def context_imbalance(working: Sequence[float], ranks: Sequence[int]) -> dict[str, Any]:
-    """The working time of the slowest of some context-parallel ranks over their mean, under its key in
-    metrics.jsonl."""
+    """Return the working time of the slowest context-parallel rank relative to their mean.
+
+    The result is stored under its key in metrics.jsonl.
+    """
     if len(ranks) == 1:
         return {}
     own = [working[rank] for rank in ranks]
@@ -45,8 +49,11 @@ def context_imbalance(working: Sequence[float], ranks: Sequence[int]) -> dict[st
 
 
 class RankTimes(Observer):
-    """Compares the ranks. Nothing is in flight while torch's profiler runs: torch crashes if a message
-    outlives the profiler."""
+    """Observer that compares the ranks.
+
+    Nothing is in flight while torch's profiler is active, because torch crashes if a message outlives the
+    profiler.
+    """
 
     def __init__(self, trainer: Trainer, phases: PhaseTimes):
         self.world, self.cp, self.device, self.phases = (
@@ -72,8 +79,7 @@ class RankTimes(Observer):
             self.sent = step, all_gather(own, self.world)
 
     def _receive(self) -> None:
-        """Receive the all-gather started a step ago; on a GPU start an asynchronous copy of it to the
-        host."""
+        """Receive the all-gather of the previous step; on a GPU, start an asynchronous copy to the host."""
         if self.sent is None:
             return
         (step, pending), self.sent = self.sent, None
@@ -109,10 +115,10 @@ class RankTimes(Observer):
 
 
 class ContextImbalance(Observer):
-    """Predicts how unevenly the documents of a step load the context-parallel ranks of rank 0's replica.
+    """Observer that predicts how unevenly documents load the context-parallel ranks of rank 0's replica.
 
-    The prediction counts the tiles of attention of each rank; `context_imbalance` measures it. Only rank 0
-    reads it.
+    The prediction counts the tiles of attention on each rank; `context_imbalance` is the measurement. Only
+    rank 0 reads it.
     """
 
     def __init__(self, trainer: Trainer):

@@ -1,8 +1,8 @@
-"""starts.jsonl in a run's directory: a line for each start, with what a resume may change: options, hardware,
-kernels, predictions.
+"""The starts of a run in starts.jsonl, one per line.
 
-Everything else in the directory that names them (config.yaml, environment.json, prediction.json) describes
-the newest start alone, and metrics.jsonl has the steps of all.
+A line contains what a resume may change: options, hardware, kernels and predictions. The other files in the
+directory that contain them (config.yaml, environment.json, prediction.json) only describe the newest start,
+and metrics.jsonl contains the steps of all starts.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ FILE = "starts.jsonl"
 
 
 def now() -> str:
-    """The time of day, UTC."""
+    """Return the current time in UTC."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 @dataclass(frozen=True)
 class Start:
-    """One start of a run: a line of starts.jsonl.
+    """One start of a run, a line of starts.jsonl.
 
     Attributes:
-        step: the last step that was done before it; 0 at the first start.
+        step: the last step that was done before it; 0 for the first start.
         options: the resolved configuration by section.
-        environment: what environment.json has: ranks, device, versions.
-        kernels: which implementations were chosen, in words.
-        prediction: `step_time_s` (seconds), `step_time_interval_s` and `bubble_fraction`; None where nothing
-        is predicted. started: UTC.
+        environment: the content of environment.json: ranks, device, versions.
+        kernels: descriptions of the selected implementations.
+        prediction: `step_time_s` (seconds), `step_time_interval_s` and `bubble_fraction`, each None if not
+            predicted.
+        started: time in UTC.
     """
 
     step: int
@@ -49,14 +50,17 @@ class Start:
 
 
 def add(directory: Path, start: Start) -> None:
-    """Append a start. Starts after later steps are removed: those steps are done again. A file that cannot be
-    written is one line."""
+    """Append a start.
+
+    Starts after later steps are removed, because those steps are repeated. If the file cannot be written, a
+    line is printed.
+    """
     lines = [*lines_up_to(directory / FILE, start.step), json.dumps(asdict(start))]
     write_or_say(directory / FILE, lambda path: write_synced(path, "".join(f"{line}\n" for line in lines)))
 
 
 def read(directory: Path) -> list[Start]:
-    """The starts of a run, the earliest first; none for a run of a version that wrote no such file."""
+    """Return the starts of a run, the earliest first. Runs of versions without the file have none."""
     starts = []
     with suppress(OSError):
         for line in (directory / FILE).read_text(encoding="utf-8").splitlines():
@@ -71,5 +75,5 @@ def read(directory: Path) -> list[Start]:
 
 
 def start_of(starts: Sequence[Start], step: int) -> Start | None:
-    """The start that did a step; None if it is not recorded."""
+    """Return the start that did a step, or None if it is not recorded."""
     return next((start for start in reversed(starts) if start.step < step), None)

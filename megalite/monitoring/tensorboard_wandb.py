@@ -1,4 +1,4 @@
-"""Optional recipients of metrics, TensorBoard and Weights & Biases: neither can end a run."""
+"""Optional recipients of metrics, TensorBoard and Weights & Biases. Their errors do not end a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RETRY_S = 60.0
 
 
 class Client(Protocol):
-    """A library's connection to what stores or displays metrics."""
+    """Connection of a library to the service or files that store metrics."""
 
     def log(self, scalars: Mapping[str, float], step: int) -> None: ...
 
@@ -30,11 +30,12 @@ class Client(Protocol):
 
 
 class Recipient:
-    """Passes metrics to a client. If it fails, one line says so, its numbers are dropped, and it is opened
-    again later.
+    """Recipient that passes metrics to a client.
+
+    If the client fails, a line is printed, its metrics are dropped, and it is opened again later.
 
     Args:
-        name: for messages.
+        name: name in messages.
         open_client: opens the client to continue after a step.
         rewinds: whether a client can be opened again at an earlier step.
     """
@@ -47,7 +48,7 @@ class Recipient:
         self._guard(lambda: self._reopen(step))
 
     def rewind(self, step: int) -> None:
-        """Continue after an earlier step, if the client can."""
+        """Continue after an earlier step, if the client supports it."""
         if self._rewinds:
             self.close()
             self._guard(lambda: self._reopen(step))
@@ -73,12 +74,12 @@ class Recipient:
             Exception
         ) as error:  # of any type: it is another library's, and a run is worth more than its curves
             reason = str(error).split("\n")[0] or type(error).__name__
-            say(f"{self._name} gets no numbers for the next {self._pause:.0f} s: {reason}")
+            say(f"{self._name} is disabled for the next {self._pause:.0f} s: {reason}")
             self._client, self._retry_at, self._pause = None, monotonic() + self._pause, 2 * self._pause
 
 
 class TensorBoard:
-    """Writes a directory of event files, and hides steps after the one that it continues from."""
+    """Client that writes a directory of event files, and hides steps after the one it continues from."""
 
     def __init__(self, directory: Path, step: int):
         from torch.utils.tensorboard import SummaryWriter
@@ -95,8 +96,10 @@ class TensorBoard:
 
 
 def _silence_threads_of(package: str) -> None:
-    """Let no thread of a package print a traceback: its next call raises the same error, which `Recipient`
-    reports in a line."""
+    """Suppress tracebacks printed by threads of a package.
+
+    Its next call raises the same error, which `Recipient` reports in one line.
+    """
     usual = threading.excepthook
 
     def report(failed: threading.ExceptHookArgs) -> None:
@@ -107,8 +110,7 @@ def _silence_threads_of(package: str) -> None:
 
 
 class WeightsAndBiases:
-    """A run on Weights & Biases: a resumed run keeps the identity that it was started with, in
-    RUN_DIR/wandb_id."""
+    """Client of a run on Weights & Biases. A resumed run keeps its identifier, stored in RUN_DIR/wandb_id."""
 
     def __init__(self, run_dir: Path, step: int, config: Config, identity: str):
         import wandb
@@ -140,7 +142,7 @@ class WeightsAndBiases:
 
 
 def open_recipients(config: Config, run_dir: Path, step: int) -> list[Recipient]:
-    """The recipients that the options name, to continue after a step."""
+    """Return the recipients selected by the options, to continue after a step."""
     recipients = []
     if config.logging.tensorboard:
         requested = config.logging.tensorboard
@@ -154,7 +156,10 @@ def open_recipients(config: Config, run_dir: Path, step: int) -> list[Recipient]
 
 
 def _open_wandb(run_dir: Path, resume_step: int, config: Config) -> Callable[[int], WeightsAndBiases]:
-    """Opens the run on Weights & Biases; a run that starts at step 0 is a new one there, once."""
+    """Return a function that opens the run on Weights & Biases.
+
+    A run that starts at step 0 is created there once.
+    """
     fresh = uuid.uuid4().hex
 
     def open_at(step: int) -> WeightsAndBiases:

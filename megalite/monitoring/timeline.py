@@ -1,12 +1,11 @@
-"""Compares the timeline that a run recorded of a few steps (profiling.timeline), on one clock, with the
-simulator's.
+"""Comparison of the recorded timeline of a few steps (profiling.timeline) with the simulator.
 
-Reads traces/records.json of a run's directory and writes traces/timeline.json: the durations by stage, the
-measured bubble and the one predicted from these durations, and a trace for ui.perfetto.dev or
-chrome://tracing, in which the prediction is below the measurement.
+Reads traces/records.json in the run directory and writes traces/timeline.json: the durations by stage, the
+measured bubble, the bubble predicted from these durations, and a trace for ui.perfetto.dev or
+chrome://tracing in which the prediction is shown below the measurement.
 
-Processes of one host share its monotonic clock. Clocks of other hosts are aligned by their readings right
-after a few barriers.
+Processes on one host share its monotonic clock. The clocks of different hosts are aligned by their readings
+right after a few barriers.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ MICROSECONDS = 1e6
 
 @dataclass
 class Record:
-    """The record of one rank.
+    """Record of one rank.
 
     Attributes:
         host: equal for ranks that share a clock.
-        clock: its readings after each of the barriers, in seconds.
+        clock: readings of the clock after each of the barriers, in seconds.
         steps: step → its timed actions.
         transfers: step → the data-parallel transfers that ended in it.
     """
@@ -61,9 +60,10 @@ class Record:
 def compare(run_dir: Path) -> dict[str, Any]:
     """Write the timeline of a run's records, and return its content.
 
-    The run may have been resumed with another layout since then: the one that recorded the steps counts.
+    If the run was resumed with another layout in the meantime, the layout that recorded the steps is used.
 
-    Raises ConfigError if the directory has no records, or if they are not of its steps.
+    Raises:
+        ConfigError: the directory has no records, or they do not belong to its steps.
     """
     try:
         options = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
@@ -73,16 +73,17 @@ def compare(run_dir: Path) -> dict[str, Any]:
         ]
     except OSError as error:
         raise ConfigError(
-            f"{error.filename}: {error.strerror}. A run writes it if profiling.timeline is set."
+            f"Could not read {error.filename}: {error.strerror}. To record it, run with "
+            "profiling.timeline=true."
         ) from None
     recorded_by = start_of(starts.read(run_dir), min(records[0].steps))
     config = from_dict(options if recorded_by is None else recorded_by.options)
     layout = Layout.of(config)
     if layout.world != len(records):
         raise ConfigError(
-            f"{run_dir / RECORDS} has records of {len(records)} ranks, and its steps were done again on "
-            f"{layout.world}. "
-            f"Record them again with profiling.timeline = true."
+            f"{run_dir / RECORDS} was recorded on {len(records)} ranks, which does not match the "
+            f"{layout.world} ranks that repeated these steps. Record them again with "
+            "profiling.timeline=true."
         )
     schedule = schedule_of(config, layout.microbatches)
     comparison, path = timeline(schedule, layout, records), run_dir / TIMELINE
@@ -92,12 +93,12 @@ def compare(run_dir: Path) -> dict[str, Any]:
 
 
 def written(run_dir: Path) -> str:
-    """The line about the file that `compare` has written."""
-    return f"  {run_dir / TIMELINE} (ui.perfetto.dev opens it)"
+    """Return the line about the file that `compare` has written."""
+    return f"{run_dir / TIMELINE} (open it at ui.perfetto.dev)"
 
 
 def read_record(content: Mapping[str, Any]) -> Record:
-    """One rank's record from its JSON form."""
+    """Return the record of one rank from its JSON form."""
     steps = {
         int(step): [
             ActionTiming(Action(ActionKind(kind), *place), *times) for (kind, *place), *times in actions
@@ -112,7 +113,7 @@ def read_record(content: Mapping[str, Any]) -> Record:
 
 
 def offsets(records: Sequence[Record]) -> list[float]:
-    """Seconds by which each rank's clock is ahead of rank 0's."""
+    """Return the seconds by which the clock of each rank is ahead of that of rank 0."""
     lead = records[0]
     readings: defaultdict[str, list[float]] = defaultdict(list)
     for record in records:
@@ -122,8 +123,10 @@ def offsets(records: Sequence[Record]) -> list[float]:
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """One step of one pipeline: the ranks that differ only in pp, each with its timed actions and transfers,
-    on one clock."""
+    """One step of one pipeline, whose ranks differ only in pp.
+
+    The actions and transfers of each rank are timed on one clock.
+    """
 
     name: str
     step: int
@@ -133,12 +136,12 @@ class PipelineStep:
 
     @property
     def start(self) -> float:
-        """The start of the first action of any rank."""
+        """Return the start of the first action of any rank."""
         return min(actions[0].start for actions in self.ran)
 
     @property
     def measured(self) -> Timeline:
-        """The measured step as a simulator's Timeline, so that both use the same formulas."""
+        """Return the measured step as a Timeline of the simulator, so that both use the same formulas."""
         start = self.start
         return Timeline(
             tuple(
@@ -149,7 +152,7 @@ class PipelineStep:
 
 
 def pipelines(layout: Layout, records: Sequence[Record]) -> list[PipelineStep]:
-    """Every step of every pipeline, in the order of their first ranks."""
+    """Return every step of every pipeline, in the order of their first ranks."""
     ahead, measured = offsets(records), []
     for lead in range(layout.world // layout.pp):  # pp is the outermost axis: these are the ranks with pp = 0
         ranks = layout.peers(lead, ("pp",))
@@ -178,7 +181,7 @@ def pipelines(layout: Layout, records: Sequence[Record]) -> list[PipelineStep]:
 
 
 def timeline(schedule: Schedule, layout: Layout, records: Sequence[Record]) -> dict[str, Any]:
-    """The whole content of timeline.json.
+    """Return the content of timeline.json.
 
     Args:
         schedule: the schedule that the ranks executed.
@@ -206,8 +209,10 @@ def timeline(schedule: Schedule, layout: Layout, records: Sequence[Record]) -> d
 
 
 def stage_durations(schedule: Schedule, steps: Iterable[PipelineStep]) -> dict[str, list[float] | None]:
-    """For each pass, the median seconds of one microbatch on each stage; None for a pass that the schedule
-    does not have."""
+    """Return the median seconds of each pass of one microbatch on each stage.
+
+    Passes that the schedule does not have are None.
+    """
     seconds: defaultdict[tuple[ActionKind, int], list[float]] = defaultdict(list)
     for actions in (actions for step in steps for actions in step.ran):
         for action, _, start, end in actions:
@@ -221,8 +226,11 @@ def stage_durations(schedule: Schedule, steps: Iterable[PipelineStep]) -> dict[s
 
 
 def data_parallel(steps: Sequence[PipelineStep]) -> dict[str, float]:
-    """Means over ranks and steps: number of transfers, seconds with at least one in flight, and seconds of
-    waiting for one."""
+    """Return means over ranks and steps for data-parallel transfers.
+
+    They are the number of transfers, the seconds with at least one in flight, and the seconds spent waiting
+    for one.
+    """
     ranks = [transfers for step in steps for transfers in step.transfers]
     under_way = waited = 0.0
     for transfers in ranks:
@@ -239,10 +247,10 @@ def data_parallel(steps: Sequence[PipelineStep]) -> dict[str, float]:
 
 
 def message_seconds(schedule: Schedule, steps: Iterable[PipelineStep]) -> float:
-    """The median latency of the messages for which a rank was already waiting; 0 if there were none.
+    """Return the median latency of the messages for which a rank was already waiting, or 0 without any.
 
-    The latency is from the end of the action that produces the message to the start of the action that needs
-    it.
+    The latency is measured from the end of the action that produces the message to the start of the action
+    that needs it.
     """
     latencies = []
     for step in steps:
@@ -254,7 +262,7 @@ def message_seconds(schedule: Schedule, steps: Iterable[PipelineStep]) -> float:
 
 
 def received(action: Action, schedule: Schedule) -> list[Action]:
-    """The actions on other ranks whose results an action needs."""
+    """Return the actions on other ranks whose results an action needs."""
     placement = schedule.placement
     return [
         source
@@ -266,8 +274,10 @@ def received(action: Action, schedule: Schedule) -> list[Action]:
 def trace_events(
     schedule: Schedule, steps: Sequence[PipelineStep], predicted: Timeline
 ) -> list[dict[str, Any]]:
-    """Chrome's trace events: a process for each pipeline, a thread for each of its ranks; the last process is
-    the prediction."""
+    """Return Chrome trace events, with a process per pipeline and a thread per rank.
+
+    The last process is the prediction.
+    """
     origin = min(actions[0].free for step in steps for actions in step.ran)
     names = list(dict.fromkeys(step.name for step in steps))
     events = [
@@ -302,8 +312,10 @@ def _names(pid: int, name: str, ranks: int) -> list[dict[str, Any]]:
 
 
 def _transfer_events(step: PipelineStep, pid: int, origin: float) -> Iterable[dict[str, Any]]:
-    """Data-parallel transfers, on tracks of their own because several may overlap, and the rank's waits for
-    them."""
+    """Yield data-parallel transfers and the rank's waits for them.
+
+    Transfers have separate tracks because several may overlap.
+    """
     for tid, transfers in enumerate(step.transfers):
         for place, (name, start, awaited, end) in enumerate(transfers):
             track = {
@@ -330,7 +342,7 @@ def _slice(name: str, category: str, pid: int, tid: int, start: float, end: floa
 
 
 def describe(comparison: Mapping[str, Any]) -> list[str]:
-    """Lines for the user: measured and predicted, and the durations behind the prediction."""
+    """Return lines for the user with measured and predicted values, and the underlying durations."""
     measured, predicted, steps = comparison["measured"], comparison["predicted"], comparison["steps"]
     compared = "; ".join(
         f"{name} {measured[name]:.1%} measured, {predicted[name]:.1%} predicted" for name in MEASURES
@@ -339,15 +351,16 @@ def describe(comparison: Mapping[str, Any]) -> list[str]:
     head = f"{comparison['schedule']}, steps {steps[0]} to {steps[-1]}: {compared}"
     lines = [
         head,
-        f"  predicted from the median {', '.join(spans)} a stage, and "
-        f"{comparison['comm'] * 1000:.2f} ms a message",
+        f"predicted from medians: {', '.join(spans)} per stage, {comparison['comm'] * 1000:.2f} "
+        "ms per message",
     ]
     count, under_way, waited = comparison["data_parallel"].values()
     if count:
         measures = (
-            f"{under_way * 1000:.2f} ms with a transfer in flight, {waited * 1000:.2f} ms of waiting for one"
+            f"{under_way * 1000:.2f} ms with a transfer in flight, {waited * 1000:.2f} ms waiting "
+            "for transfers"
         )
-        lines.append(f"  over data parallelism, per rank and step: {count:.4g} transfers, {measures}")
+        lines.append(f"data parallelism, per rank and step: {count:.4g} transfers, {measures}")
     return lines
 
 

@@ -1,9 +1,8 @@
-"""Records the measured timeline: the times of every compute action and data-parallel transfer of a few steps,
-on every rank.
+"""Recorder of the measured timeline: the times of all compute actions and data-parallel transfers.
 
 The runtime times its actions in every step. Those of `profiling.steps` are kept here, gathered after the last
-of these steps, and written by rank 0, as measured, to traces/records.json. `timeline.py` aligns them to one
-clock and compares them with the simulator.
+of these steps, and written by rank 0 to traces/records.json. `timeline.py` aligns them to one clock and
+compares them with the simulator.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ BARRIERS = 5  # readings of each clock: hosts are aligned by the median of their
 
 
 class TimelineRecorder(Observer):
-    """Records `profiling.steps` on this rank if `profiling.timeline` is set, and compares them at the end.
+    """Observer that records `profiling.steps` if `profiling.timeline` is set, and compares them at the end.
 
     Every rank must make the same calls.
     """
@@ -50,7 +49,7 @@ class TimelineRecorder(Observer):
             self.log.clock = self.runtime.clock = self.measuring
 
     def after(self, step: int) -> None:
-        """Keep the step's timings; collect after the last step."""
+        """Keep the timings of the step, and collect them after the last one."""
         if step not in self.wanted:
             return
         self.record.steps[step] = self.runtime.ran
@@ -67,42 +66,43 @@ class TimelineRecorder(Observer):
         if records is not None:
             steps = sorted(self.record.steps)
             if write_or_say(path := self.trainer.run_dir / RECORDS, partial(write, records)):
-                self.summary = [f"steps {steps[0]} to {steps[-1]} are recorded: {path}"]
+                self.summary = [f"recorded steps {steps[0]} to {steps[-1]}: {path}"]
         self.record = Record(self.record.host)
 
     def finish(self) -> list[str]:
         """Write the steps recorded so far if the run ended early, and compare them with the simulator.
-        Collective.
 
-        Rank 0 writes and compares.
+        Collective. Rank 0 writes and compares.
         """
         self.collect()
         if self.wanted and not self.summary and self.trainer.mesh.rank == 0:
             return [
-                "no timeline: the run has done none of profiling.steps = "
-                f"{self.trainer.config.profiling.steps}"
+                "no timeline was recorded: the run executed none of "
+                f"profiling.steps={self.trainer.config.profiling.steps}"
             ]
         return [*self.summary, *self._comparison()] if self.summary else []
 
     def _comparison(self) -> list[str]:
-        """The simulator's prediction for the recorded steps, in lines."""
+        """Describe the simulator's prediction for the recorded steps."""
         directory = self.trainer.run_dir
         try:
             return [*describe(compare(directory)), written(directory)]
         except (ConfigError, OSError) as error:  # a full disk, or no directory: the run itself is done
-            return [f"no comparison with the simulator: {error}"]
+            return [f"could not compare with the simulator: {error}"]
 
 
 def host_name() -> str:
-    """An identity shared by processes with one monotonic clock: the kernel's boot id, or else the host
-    name."""
+    """Return an identifier shared by processes with one monotonic clock.
+
+    This is the boot id of the kernel, or otherwise the host name.
+    """
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return socket.gethostname()
 
 
 def gather(record: Record, world: int) -> list[Record] | None:
-    """The records of all ranks, on rank 0; None elsewhere. Collective."""
+    """Gather the records of all ranks on rank 0; the result is None elsewhere. Collective."""
     if world == 1:
         return [record]
     for _ in range(BARRIERS):

@@ -1,5 +1,7 @@
-"""torch's profiler on chosen steps and ranks, with the pipeline's actions by name, and snapshots of GPU
-memory."""
+"""Traces of selected steps and ranks by torch's profiler, and snapshots of GPU memory.
+
+The actions of the pipeline are named ranges in the traces.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,10 @@ MOST_ENTRIES = 100_000  # newest allocations and frees that a memory snapshot co
 
 
 class Tracer(Observer):
-    """Traces `profiling.steps` on `profiling.ranks`, into traces/profile_rank_00000.json of the run's
-    directory."""
+    """Observer that traces `profiling.steps` on `profiling.ranks`.
+
+    The traces are written to traces/profile_rank_00000.json in the run directory.
+    """
 
     def __init__(self, trainer: Trainer):
         options, self.trainer, self.activity = trainer.config.profiling, trainer, trainer.mesh.activity
@@ -72,8 +76,10 @@ class Tracer(Observer):
         self.activity.listeners += (self,)
 
     def _stop(self) -> None:
-        """End the trace and write it. Collective: everything in flight ends first, as torch crashes if a
-        message outlives its profiler."""
+        """End the trace and write it. Collective.
+
+        Everything in flight ends first, because torch crashes if a message outlives its profiler.
+        """
         self.running = False
         self.activity.listeners = tuple(
             listener for listener in self.activity.listeners if listener is not self
@@ -90,8 +96,10 @@ class Tracer(Observer):
 
 
 class MemorySnapshot(Observer):
-    """Writes a snapshot of GPU memory after the step `profiling.memory_snapshot`; pytorch.org/memory_viz
-    displays it."""
+    """Observer that writes a snapshot of GPU memory after the step `profiling.memory_snapshot`.
+
+    It can be viewed at pytorch.org/memory_viz.
+    """
 
     def __init__(self, trainer: Trainer):
         options, self.trainer = trainer.config.profiling, trainer
@@ -106,8 +114,7 @@ class MemorySnapshot(Observer):
 
 
 def write_snapshot(run_dir: Path, rank: int, moment: str) -> Path:
-    """Write a snapshot of this process's GPU memory, with stack traces of allocations as far as they were
-    recorded."""
+    """Write a snapshot of this process's GPU memory, with the recorded stack traces of allocations."""
     path = run_dir / "traces" / f"memory_rank_{rank:05d}_{moment}.pickle"
     write_or_say(path, lambda path: torch.cuda.memory._dump_snapshot(str(path)))
     return path

@@ -1,6 +1,5 @@
-"""How one model is distributed over ranks: parameter specs (spec.py), weights, collectives, and one package
-for each kind of parallelism.
+"""Distribution of one model over ranks: parameter specs, weights, collectives, and the kinds of parallelism.
 
-Start with spec.py. May import megalite.mesh, rng and what is below; pipeline/ and sharding/ do not import
-each other.
+Start with spec.py. Each kind of parallelism has its own package. This package may import megalite.mesh, rng
+and the packages below; pipeline/ and sharding/ do not import each other.
 """

@@ -1,7 +1,7 @@
 """All-to-all over a mesh axis: every rank sends a part of its tensor to every rank.
 
-On NCCL it is torch.distributed's. On gloo, which lacks it, each rank exchanges directly with every rank to or
-from which anything goes. `axis.traffic` counts the calls.
+NCCL uses torch.distributed's implementation. On gloo, which does not support it, each rank exchanges its
+non-empty parts directly with the other ranks. `axis.traffic` counts the calls.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from megalite.parallel.collectives import Pending, exchange, group_work
 def all_to_all(
     x: Tensor, axis: MeshAxis, send: list[int] | None = None, receive: list[int] | None = None
 ) -> Pending:
-    """Returns the parts that the ranks send to this one, concatenated along dim 0 in rank order.
+    """Return the parts that the ranks send to this one, concatenated along dim 0 in rank order.
 
-    Every rank of the axis calls this, also one that sends and receives nothing.
+    Every rank of the axis calls this, even if it sends and receives nothing.
 
     Args:
         x: the parts for the ranks, concatenated along dim 0 in rank order.

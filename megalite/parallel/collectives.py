@@ -1,15 +1,14 @@
-"""Asynchronous collectives over a mesh axis: start and wait are separate calls, so that communication
-overlaps with computation.
+"""Asynchronous collectives over a mesh axis.
 
-Every operation returns a `Pending`, whose `wait()` returns the result. On an axis of size 1 nothing is
-communicated. The autograd functions of `parallel.tensor` use these operations in forward and in backward, and
-state which.
+Starting and waiting are separate calls, so that communication overlaps with computation. Every operation
+returns a `Pending`, and its `wait()` returns the result. On an axis of size 1 nothing is communicated. The
+autograd functions of `parallel.tensor` document which operations they use in forward and in backward.
 
 On NCCL these are torch.distributed's collectives. gloo's own collectives pass each call to a worker thread,
-and their order of additions depends on an element's offset in the buffer. On gloo, therefore, each rank
-exchanges directly with every other rank and adds in rank order. That is 2–3 times faster on one host, and the
-sum of an element depends only on the values: all-reduce, reduce-scatter and any bucket layout agree bit for
-bit.
+and their order of additions depends on the offset of an element in the buffer. On gloo, therefore, each rank
+exchanges directly with every other rank and adds in rank order. This is 2–3 times faster on one host, and the
+sum of an element depends only on the values: all-reduce, reduce-scatter and any bucket layout are bitwise
+equal.
 """
 
 from __future__ import annotations
@@ -41,7 +40,10 @@ all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 
 
 class CommunicationError(RuntimeError):
-    """Another rank has ended, or did not answer within the time limit. The message names the operation.
+    """Raised if another rank has exited or did not respond within the time limit.
+
+    The message contains the operation.
+
 
     Attributes:
         peer: the rank, if it is known: NCCL does not say which rank of a collective is gone.
@@ -55,9 +57,14 @@ class CommunicationError(RuntimeError):
 
 @contextmanager
 def after_meeting(what: str, mesh: Mesh, over: MeshAxis) -> Iterator[None]:
-    """Run the block, one of torch's object collectives over `mesh.world` or `mesh.saving`, once all ranks are
-    there: before it, each may have worked on its host for as long as it takes. Converts a failure, a plain
-    RuntimeError, to a CommunicationError. what: the operation.
+    """Context manager that runs its block once all ranks have reached it.
+
+    The block is one of torch's object collectives over `mesh.world` or `mesh.saving`. Before it, each rank
+    may have worked on its host for any length of time. A failure, which is a plain RuntimeError, is converted
+    to a CommunicationError.
+
+    Args:
+        what: name of the operation.
     """
     # else this may be the thread of background saves, whose waits are not the rank's
     own = over is mesh.world
@@ -69,8 +76,8 @@ def after_meeting(what: str, mesh: Mesh, over: MeshAxis) -> Iterator[None]:
     except RuntimeError as error:
         why = str(error).strip().splitlines()[0]
         message = (
-            f"rank {mesh.rank}: {what} over world failed, a rank of its group is gone or does not answer: "
-            f"{why}"
+            f"rank {mesh.rank}: {what} over world failed, because a rank of the group has exited "
+            f"or is not responding: {why}"
         )
         raise CommunicationError(message, None, over.ranks) from error
     if own:
@@ -78,17 +85,20 @@ def after_meeting(what: str, mesh: Mesh, over: MeshAxis) -> Iterator[None]:
 
 
 def meet(mesh: Mesh) -> None:
-    """Wait until all ranks are here, however long work of their hosts takes. Collective. Raises
-    CommunicationError."""
+    """Wait until all ranks have reached this call, without a time limit for work of their hosts. Collective.
+
+    Raises:
+        CommunicationError: a rank is lost.
+    """
     with after_meeting("a meeting", mesh, mesh.world):
         pass
 
 
 class Work:
-    """An operation with one rank, or with all of a group (`peer` None, `group`). The constructor starts it.
+    """A communication with one rank (`peer`) or with all ranks of a group, started by the constructor.
 
-    A failure, at the start or in `wait`, raises CommunicationError with the operation's name (`what`).
-    `activity` records the wait.
+    A failure, at the start or in `wait`, raises CommunicationError with the name of the operation (`what`).
+    The wait is recorded in `activity`.
     """
 
     def __init__(
@@ -121,7 +131,8 @@ class Work:
         who = "a rank of its group" if self._peer is None else f"rank {self._peer}"
         reason = str(error).strip().splitlines()[0]
         return CommunicationError(
-            f"rank {dist.get_rank()}: {self._what} failed, {who} is gone or does not answer: {reason}",
+            f"rank {dist.get_rank()}: {self._what} failed, because {who} has exited or is not "
+            f"responding: {reason}",
             self._peer,
             self._group,
         )
@@ -152,10 +163,12 @@ def _is_gloo(axis: MeshAxis) -> bool:
 def _shared_memory_collective(
     x: Tensor, axis: MeshAxis, what: str, use: Callable[[list[Tensor]], Tensor]
 ) -> Pending | None:
-    """A collective through shared memory: publish x, then apply `use` to the tensors of every rank, in rank
-    order.
+    """Start a collective through shared memory.
 
-    Returns None if sockets must be used: the ranks share no memory, or x is larger than a slot.
+    It publishes x, then applies `use` to the tensors of all ranks, in rank order.
+
+    Returns:
+        None if sockets must be used, because the ranks share no memory or x is larger than a slot.
     """
     shared = axis.shared
     if shared is None or x.nbytes > SLOT_BYTES:
@@ -171,27 +184,30 @@ def _shared_memory_collective(
 
 
 def _raise_on_peer_loss(act: Callable[[], _T], axis: MeshAxis, what: str) -> _T:
-    """Returns act(). Raises CommunicationError if a rank is lost."""
+    """Return act(). Raises CommunicationError if a rank is lost."""
     axis.activity.wait_for(f"{what} over {axis.name}", None)
     try:
         result = act()
     except PeerLost as error:
         peer = axis.ranks[error.peer]
         raise CommunicationError(
-            f"rank {dist.get_rank()}: {what} over {axis.name} failed, rank {peer} is lost: {error}", peer
+            f"rank {dist.get_rank()}: {what} over {axis.name} failed, because rank {peer} was lost: {error}",
+            peer,
         ) from error
     axis.activity.arrived()
     return result
 
 
 def reduces_in_place(axis: MeshAxis) -> bool:
-    """Whether a reduction over the axis needs no memory besides its buffer."""
+    """Return whether a reduction over the axis requires no memory in addition to its buffer."""
     return axis.size == 1 or not _is_gloo(axis)
 
 
 def exchange(outgoing: list[Tensor], incoming: list[Tensor], axis: MeshAxis, what: str) -> list[Work]:
-    """Send outgoing[i] to, and receive incoming[i] from, the i-th rank of the axis, for all ranks but this
-    one. Empty tensors are not sent."""
+    """Exchange tensors with all other ranks of the axis.
+
+    outgoing[i] is sent to, and incoming[i] received from, the i-th rank. Empty tensors are not sent.
+    """
     works, what = [], f"{what} over {axis.name}"
     # each rank starts with its own neighbour, so that no rank is the first target of all
     for step in range(1, axis.size):
@@ -206,14 +222,19 @@ def exchange(outgoing: list[Tensor], incoming: list[Tensor], axis: MeshAxis, wha
 
 
 def _received(axis: MeshAxis) -> int:
-    """Index of one of the first two parts that is a receive buffer, and may be overwritten: this rank's own
-    part is the caller's."""
+    """Return the index of one of the first two parts that is a receive buffer and may be overwritten.
+
+    This rank's own part belongs to the caller.
+    """
     return 0 if axis.rank == 1 else 1
 
 
 def _ordered_sum(parts: Sequence[Tensor], dtype: torch.dtype, reuse: int | None = None) -> Tensor:
-    """Sum in list order, floating-point numbers in at least fp32; the result has `dtype`. Part `reuse`, 0 or
-    1, may be overwritten."""
+    """Sum in list order, floating-point numbers in at least fp32. The result has `dtype`.
+
+    Args:
+        reuse: index of a part that may be overwritten, 0 or 1.
+    """
     accumulate_dtype = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
     first, second = parts[0].to(accumulate_dtype), parts[1].to(accumulate_dtype)
     total = first + second if reuse is None else torch.add(first, second, out=(first, second)[reuse])
@@ -227,8 +248,8 @@ def message(
 ) -> Work:
     """Start dist.isend or dist.irecv with a rank.
 
-    On NCCL as a batch of one: that uses the group's communicator, where a plain isend would lazily create one
-    for the pair of ranks.
+    On NCCL it is a batch of one operation, which uses the communicator of the group. A plain isend would
+    lazily create a communicator for the pair of ranks.
     """
     if dist.get_backend(group) == "gloo":
         return Work(lambda: operation(x, peer, group=group), what, activity, peer)
@@ -238,9 +259,10 @@ def message(
 
 
 def all_reduce(x: Tensor, axis: MeshAxis, into: Tensor | None = None, disposable: bool = False) -> Pending:
-    """The sum of x over the axis, in a new tensor of x's shape, or in `into` (which may be x itself).
+    """Sum x over the axis into a new tensor, or into `into` (which may be x itself).
 
-    disposable: the caller does not use x again, so NCCL reduces it in place.
+    Args:
+        disposable: whether the caller does not use x again, so that NCCL may reduce it in place.
     """
     if axis.size == 1:
         return Pending([], lambda: x)
@@ -271,8 +293,11 @@ def all_reduce(x: Tensor, axis: MeshAxis, into: Tensor | None = None, disposable
 
 
 def all_reduce_together(tensors: Sequence[Tensor], axis: MeshAxis) -> Callable[[], list[Tensor]]:
-    """Start summing tensors of one dtype over the axis, in one collective. Returns a function that waits for
-    the sums (new tensors)."""
+    """Start summing tensors of one dtype over the axis, in one collective.
+
+    Returns:
+        a function that waits for the sums and returns them as new tensors.
+    """
     sizes = [tensor.numel() for tensor in tensors]
     # a multiple of the axis's size can be reduce-scattered
     padding = tensors[0].new_zeros(-sum(sizes) % axis.size)
@@ -290,7 +315,7 @@ def _deliver(value: Tensor, into: Tensor | None) -> Tensor:
 
 
 def _scatter_sum(x: Tensor, axis: MeshAxis, dtype: torch.dtype) -> Pending:
-    """This rank's part (along dim 0) of the sum, added locally in rank order; the result has `dtype`."""
+    """Compute this rank's part (along dim 0) of the sum, added locally in rank order, in `dtype`."""
     outgoing = list(x.chunk(axis.size))
 
     def added(whole: list[Tensor]) -> Tensor:
@@ -310,7 +335,7 @@ def _scatter_sum(x: Tensor, axis: MeshAxis, dtype: torch.dtype) -> Pending:
 
 
 def _gather(x: Tensor, axis: MeshAxis, into: Tensor | None = None) -> Pending:
-    """all_gather on gloo: the ranks' tensors, concatenated along dim 0."""
+    """Concatenate the tensors of all ranks along dim 0: all_gather on gloo."""
     out = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if into is None else into
     parts = list(out.chunk(axis.size))
     if into is None and (
@@ -326,11 +351,14 @@ def _gather(x: Tensor, axis: MeshAxis, into: Tensor | None = None) -> Pending:
 def reduce_scatter(
     x: Tensor, axis: MeshAxis, into: Tensor | None = None, comm_dtype: torch.dtype | None = None
 ) -> Pending:
-    """This rank's part of the sum over the axis: [n, …] -> [n / size, …]; the axis's size must divide n.
+    """Compute this rank's part of the sum over the axis: [n, …] -> [n / size, …].
 
-    comm_dtype: values are cast to this before they are sent, this rank's own, too, so that a sum does not
-    depend on the rank that computes it. They are added in rank order in at least fp32 on every backend:
-    NCCL's own reduce-scatter would round the sum at each rank on its ring.
+    n must be divisible by the size of the axis.
+
+    Args:
+        comm_dtype: values are cast to this before they are sent, including those that this rank keeps, so
+            that a sum does not depend on the rank that computes it. They are added in rank order in at least
+            fp32 on every backend: NCCL's own reduce-scatter would round the sum at each rank of its ring.
     """
     if axis.size == 1:
         return Pending([], lambda: x)
@@ -347,8 +375,11 @@ def reduce_scatter(
 
 
 def all_gather(x: Tensor, axis: MeshAxis, into: Tensor | None = None) -> Pending:
-    """The ranks' tensors concatenated along dim 0: [n, …] -> [n · size, …]. `into` may be a buffer whose part
-    of this rank is x itself."""
+    """Concatenate the tensors of all ranks along dim 0: [n, …] -> [n · size, …].
+
+    Args:
+        into: buffer for the result. x may be a view of this rank's part of it.
+    """
     if axis.size == 1:
         return Pending([], lambda: x)
     axis.traffic["all_gather", axis.name] += 1

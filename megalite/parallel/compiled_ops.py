@@ -1,9 +1,9 @@
-"""The pure functions between linears, eager or compiled (`train.compile`).
+"""Pure functions between linear layers, eager or compiled (`train.compile`).
 
-Compilation is regional: a region contains no collective, no weight-gradient queue and no gather, so compiling
-it changes neither the communication nor its order. Linears, attention and the loss stay eager: they are
-matrix products with communication around them. A region that cannot be compiled stays eager, and prints one
-line. Compiled code fuses additions: results agree within 1e-4, not bitwise.
+Compilation is regional: a region contains no collective, no weight-gradient queue and no gather, so that
+compiling it changes neither the communication nor its order. Linear layers, attention and the loss are not
+compiled, because they are matmuls with communication around them. A region that cannot be compiled runs
+eagerly, and a line is printed. Compiled code fuses additions: results agree within 1e-4, but not bitwise.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megalite_kernels import activation, norm, rotary
 
 
 class _Compiled:
-    """A function that is compiled at its first call, and runs eagerly if that fails."""
+    """Function that is compiled at its first call, and runs eagerly if that fails."""
 
     def __init__(self, function: Callable[..., Any]):
         self._eager = function
@@ -31,7 +31,10 @@ class _Compiled:
             result = compiled(*args, **options)
         except Exception as error:  # a missing compiler, an unsupported operation: slower, not wrong
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            print(f"train.compile: {self._eager.__name__} stays eager: {reason}", flush=True)
+            print(
+                f"train.compile: {self._eager.__name__} could not be compiled and runs eagerly: {reason}",
+                flush=True,
+            )
             self._chosen = self._eager
             return self._eager(*args, **options)
         self._chosen = compiled
@@ -39,8 +42,7 @@ class _Compiled:
 
 
 class CompiledOps:
-    """The regions of a model by name, as the layers call them: compiled or eager functions with the same
-    arguments."""
+    """Regions of a model by name, as compiled or eager functions with the same arguments."""
 
     def __init__(self, compiled: bool = False):
         def region(function: Callable[..., Any]) -> Callable[..., Any]:

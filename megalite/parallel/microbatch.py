@@ -1,4 +1,4 @@
-"""One microbatch: the input of a forward pass on one data-parallel rank, and the output of a stage for it."""
+"""Microbatch: the input of a forward pass on one data-parallel rank, and the output of a stage for it."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ IGNORE_INDEX = -100  # a target without loss (torch's and Hugging Face's convent
 
 
 def positions_of(segments: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
-    """Returns the positions of segments, (start, length) each: [seq, 1] int64."""
+    """Return the positions of segments (start, length): [seq, 1] int64."""
     return torch.cat(
         [torch.arange(start, start + length, device=device) for start, length in segments]
     ).unsqueeze(1)
 
 
 class Boundaries(NamedTuple):
-    """The boundaries of the documents of a microbatch, in the form that varlen attention kernels read.
+    """Boundaries of the documents of a microbatch, in the format of varlen attention kernels.
 
     Attributes:
         offsets: [documents + 1] int32 ("cu_seqlens"): the start of each document in the tokens of all rows,
-            row after row; last, the number of tokens.
-        longest: the length of the longest document ("max_seqlen"), on the host, which
-            launches the kernels with it.
+            row after row, followed by the number of tokens.
+        longest: length of the longest document ("max_seqlen"), on the host, which launches the kernels with
+            it.
     """
 
     offsets: Tensor
@@ -93,9 +93,10 @@ class Microbatch:
         segments: Sequence[PositionSegment] = (),
         **others: Any,
     ) -> Microbatch:
-        """Creates a microbatch whose rows have the positions of `segments`; default: 0 to the end of the row.
+        """Create a microbatch whose rows have the positions of `segments`; default: 0 to the end of the row.
 
-        others: the other fields.
+        Args:
+            others: values of the other fields.
         """
         segments = tuple(segments) or (PositionSegment(0, len(tokens)),)
         return Microbatch(
@@ -109,7 +110,7 @@ class Microbatch:
         )
 
     def to(self, device: torch.device) -> Microbatch:
-        """Copies the microbatch to a device, asynchronously from pinned memory: the host does not wait."""
+        """Copy the microbatch to a device, asynchronously from pinned memory: the host does not wait."""
         if device == self.tokens.device:
             return self
 
@@ -123,11 +124,11 @@ class Microbatch:
 
 
 class StageOutput(NamedTuple):
-    """The output of a stage for one microbatch.
+    """Output of a stage for one microbatch.
 
     Attributes:
-        value: activations for the next stage, [seq (/tp), batch, hidden]; from the last stage the
-            loss, a scalar.
+        value: activations for the next stage, [seq (/tp), batch, hidden], or the loss of the last stage, a
+            scalar.
         statistics: scalars by name, which are summed over microbatches, stages and ranks.
     """
 

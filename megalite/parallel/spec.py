@@ -1,10 +1,9 @@
-"""Parameter specs: the global tensors that a stored parameter consists of, and the part of them that each
-rank holds.
+"""Parameter specs: the global tensors of a stored parameter, and the part of them on each rank.
 
 A stored tensor is an ordered list of *segments* along dim 0: the fused query-key-value projection is one
-tensor for the matmul, but three segments for initialization, gradient norm, checkpoints, conversion
-and counting, which never use the fused form. Everything here is plain data computed from sizes, so a planner
-can evaluate it for 16,384 ranks without starting one.
+tensor for the matmul, but three segments for initialization, gradient norm, checkpoints, conversion and
+counting, which never use the fused form. Everything here is plain data computed from sizes, so a planner can
+evaluate it for 16,384 ranks without starting one.
 """
 
 from __future__ import annotations
@@ -20,13 +19,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WEIGHT, EMA = "weight", "ema"
-"""Kinds of tensors in a checkpoint, which names a tensor KIND/NAME: weights, and their moving averages
-(`train.ema_decay`). Optimizers add theirs (`optimizer.registry`)."""
+"""Kinds of tensors in a checkpoint, which names a tensor KIND/NAME.
+
+They are weights and their moving averages (`train.ema_decay`). Optimizers add theirs (`optimizer.registry`).
+"""
 
 
 @dataclass(frozen=True)
 class LocalPart:
-    """The part of a segment that one rank holds."""
+    """Part of a segment on one rank."""
 
     offsets: tuple[int, ...]  # global index of its first element
     sizes: tuple[int, ...]  # without padding
@@ -34,7 +35,7 @@ class LocalPart:
 
     @property
     def numel(self) -> int:
-        """Elements in memory, padding included."""
+        """Return the number of elements in memory, including padding."""
         return prod(self.shape)
 
 
@@ -82,11 +83,11 @@ class Segment:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the global tensor, without padding."""
+        """Return the number of elements of the global tensor, without padding."""
         return prod(self.shape)
 
     def local(self, at: Coordinates) -> LocalPart:
-        """The part that the rank at these coordinates holds.
+        """Return the part on the rank at these coordinates.
 
         Raises:
             ValueError: the split dimension is not divisible by the number of parts.
@@ -98,7 +99,8 @@ class Segment:
         parts = size // self.replicas
         if length % parts:
             raise ValueError(
-                f"{self.name}: dimension {self.split} of {length} does not split into {parts} equal parts"
+                f"{self.name}: dimension {self.split} of size {length} is not divisible into "
+                f"{parts} equal parts"
             )
         per_rank = length // parts
         # The last ranks may hold fewer elements than per_rank, or none: the rest is padding.
@@ -112,8 +114,10 @@ class Segment:
         return LocalPart(replaced(zeros, start), replaced(self.shape, count), replaced(self.shape, per_rank))
 
     def is_owner(self, at: Coordinates) -> bool:
-        """Whether the rank at these coordinates counts its part in norms and stores it in checkpoints: each
-        element has one owner."""
+        """Return whether the rank at these coordinates counts its part in norms and stores it in checkpoints.
+
+        Each element has one owner.
+        """
         if self.copy:
             return False
         rank = at[self.axis].rank
@@ -127,11 +131,10 @@ class ParamSpec:
     Attributes:
         unit: the unit of the model that it belongs to: 0 embedding, 1 … L layers, L+1 head.
         segments: its global tensors, concatenated along dim 0.
-        tied: whether the first and the last stage use the same values: the embedding, if it is the head too
-        or the last stage looks up
-            further tokens.
+        tied: whether the first and the last stage use the same values, because the embedding is also the head
+            or the last stage embeds further tokens.
         both_ends: whether they share the tensor on this rank.
-        contributions: gradient contributions per microbatch: one for each use.
+        contributions: gradient contributions per microbatch, one for each use.
         domain: name of the ranks that shard and reduce it (`Mesh.domain`).
     """
 
@@ -144,7 +147,7 @@ class ParamSpec:
     domain: str = "dense"
 
     def local_shape(self, at: Coordinates) -> tuple[int, ...]:
-        """The shape in memory on the rank at these coordinates."""
+        """Return the shape in memory on the rank at these coordinates."""
         shapes = [segment.local(at).shape for segment in self.segments]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
@@ -158,14 +161,16 @@ class ParamSpec:
 
 
 def parameter_count(specs: Sequence[ParamSpec]) -> int:
-    """Number of parameters of the specs' model: each global element once, without padding and tied copies."""
+    """Return the number of parameters, counting each global element once, without padding and tied copies."""
     return sum(segment.numel for spec in specs for segment in spec.segments if not segment.copy)
 
 
 @dataclass(frozen=True)
 class FlatRectangle:
-    """A rectangle of a segment that is contiguous in memory: elements [start, stop) of the stored tensor, at
-    global offsets and sizes."""
+    """A rectangle of a segment that is contiguous in memory.
+
+    It consists of elements [start, stop) of the stored tensor, at global offsets and sizes.
+    """
 
     segment: Segment
     start: int
@@ -176,7 +181,7 @@ class FlatRectangle:
 
 @dataclass
 class Rectangle:
-    """A rectangle of a global tensor with its local memory: the unit of checkpoints and of resharding."""
+    """A rectangle of a global tensor with its local memory, the unit of checkpoints and of resharding."""
 
     name: str
     global_shape: tuple[int, ...]
@@ -184,7 +189,7 @@ class Rectangle:
     tensor: Tensor  # contiguous, its shape is the rectangle's size
 
     def split(self, most: int) -> Iterator[Rectangle]:
-        """Rectangles of whole rows, of at most `most` bytes each, or of one row."""
+        """Split into rectangles of whole rows with at most `most` bytes each, or with a single row."""
         rows = max(most * self.tensor.shape[0] // max(self.tensor.nbytes, 1), 1)
         first, *others = self.offsets
         for index, part in enumerate(self.tensor.split(rows)):
@@ -192,11 +197,10 @@ class Rectangle:
 
 
 def rectangles(spec: ParamSpec, at: Coordinates, start: int, stop: int) -> Iterator[FlatRectangle]:
-    """The rectangles of the global tensors that cover elements [start, stop) of the flattened stored tensor,
-    without padding.
+    """Yield the rectangles of global tensors that cover elements [start, stop) of the flattened tensor.
 
-    A range of a row-major matrix is at most three rectangles of each segment: the end of a row, whole rows,
-    the start of a row.
+    Padding is not included. A range of a row-major matrix consists of at most three rectangles per segment:
+    the end of a row, whole rows, the start of a row.
     """
     base = 0
     for segment in spec.segments:
@@ -230,8 +234,10 @@ class HeldPart(NamedTuple):
 
 
 def holders(spec: ParamSpec, layout: Layout, pp_rank: int) -> list[HeldPart]:
-    """The ranks that hold each part of a stored tensor of a pipeline rank, before ZeRO, which divides the
-    parts further."""
+    """Return the ranks that hold each part of a stored tensor of a pipeline rank.
+
+    ZeRO, which divides the parts further, is not included.
+    """
     holders: dict[tuple[Segment, LocalPart], list[int]] = {}
     for rank in range(layout.world):
         if layout.position(rank)["pp"] == pp_rank:

@@ -1,5 +1,4 @@
-"""A reduce-scatter on NCCL whose sum is added in rank order in fp32, on a stream beside that of the
-computation.
+"""Reduce-scatter on NCCL that adds in rank order in fp32, on a separate stream.
 
 Communication: an all-to-all in the dtype of the values that are sent.
 """
@@ -19,16 +18,16 @@ from megalite.parallel.collectives import Pending, group_work
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of a device's sums: they follow each other, as their collectives do."""
+    """Return the stream of a device's sums, which are executed in order, as are their collectives."""
     return torch.cuda.Stream(device)
 
 
 def summed_parts(x: Tensor, axis: MeshAxis, dtype: torch.dtype) -> Pending:
-    """This rank's part (along dim 0) of the sum of x over the axis, in `dtype`.
+    """Compute this rank's part (along dim 0) of the sum of x over the axis, in `dtype`.
 
-    On a GPU a stream waits for the collective and adds, while the computation goes on; it waits for the sum
-    only in `wait`. All memory is allocated on the stream of the computation and held until then, so it cannot
-    be reused too early.
+    On a GPU a separate stream waits for the collective and adds, while the computation continues; it only
+    waits for the sum in `wait`. All memory is allocated on the stream of the computation and held until then,
+    so that it cannot be reused too early.
     """
     received = torch.empty_like(x)
     total = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]), dtype=dtype)

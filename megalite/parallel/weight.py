@@ -1,13 +1,14 @@
-"""A stored parameter with its memory, and where its gradient accumulates.
+"""A stored parameter with its memory and its gradient.
 
 Weight gradients bypass autograd. The backward of each operation passes its contribution to the `Weight`,
 which adds it to the gradient's slice of a flat bucket, in at least fp32. This saves a copy and an addition
 per tensor, keeps microbatches in ascending order, starts the reduction of a bucket as soon as it is complete,
 and allows a schedule to defer weight gradients to its W passes.
 
-The life of a gradient: a contribution is added (`accumulate`, `accumulate_rows`, or `accumulate_matmul`
+The life cycle of a gradient: a contribution is added (`accumulate`, `accumulate_rows`, or `accumulate_matmul`
 through the `WeightGradQueue`); the last one of a reduction completes the weight in its bucket
-(`GradientBucket.complete`); the bucket's last weight starts the reduction. This module does no communication.
+(`GradientBucket.complete`); the last weight of the bucket starts the reduction. This module does no
+communication.
 """
 
 from __future__ import annotations
@@ -30,28 +31,27 @@ if TYPE_CHECKING:
 
 
 class GradientSink(Protocol):
-    """The interface of a weight to the bucket that its gradient accumulates in
-    (`parallel.sharding.gradient_bucket`)."""
+    """Interface of the bucket in which a gradient accumulates (`parallel.sharding.gradient_bucket`)."""
 
     def open(self) -> None:
-        """Allocate the buffer that gradients accumulate in, and set `grad` of every weight in the bucket."""
+        """Allocate the buffer in which gradients accumulate, and set `grad` of every weight in the bucket."""
 
     def complete(self, weight: Weight, reduction: int) -> None:
         """Count a weight that has all contributions of the step's reduction number `reduction` (from 0)."""
 
 
 class Weight:
-    """A stored tensor: what it is (`spec`), its value (`tensor`), and where its gradient accumulates
-    (`grad`).
+    """A stored tensor with its description (`spec`), its value (`tensor`), and its gradient (`grad`).
 
-    Contributions are counted per weight and reduction. The first contribution to a buffer overwrites it, the
-    others are added: zeroing the buffer first would round differently and cost one more pass over the memory.
+    Contributions are counted per weight and reduction. The first contribution to a buffer overwrites it, and
+    the others are added: zeroing the buffer first would round differently and require one more pass over the
+    memory.
 
     Attributes:
         tensor: a leaf in compute precision, a view of a flat bucket, of the spec's local shape.
         grad: a view of a flat gradient bucket, of the same shape; None while the bucket has no buffer.
         grad_dtype: accumulate dtype of the gradient; None if the weight is not trained.
-        bucket: reduces completed gradients; None: they are not reduced.
+        bucket: reduces completed gradients; None if they are not reduced.
         adapter: the LoRA adapter of its matmuls.
         expert_adapter: the LoRA adapters of the experts that are stacked in it.
     """
@@ -85,12 +85,14 @@ class Weight:
 
     @property
     def deferred(self) -> bool:
-        """Whether weight-gradient matmuls are deferred to the schedule's W passes."""
+        """Whether weight-gradient matmuls are deferred to the W passes of the schedule."""
         return self._queue.deferred
 
     def begin_step(self, microbatches: int, reductions: int) -> None:
-        """Expect the contributions of a step: microbatches · spec.contributions, in `reductions` equal
-        groups."""
+        """Expect the contributions of a step.
+
+        These are microbatches · spec.contributions, in `reductions` equal groups.
+        """
         self._expected, self._arrived = microbatches * self.spec.contributions, 0
         self._per_reduction = self._expected // reductions
         self._uninitialized = True
@@ -98,38 +100,43 @@ class Weight:
             self._separate_embedding_grad.zero_()
 
     def release_grad(self) -> None:
-        """Drop `grad`, zeroed if it has no contribution: its buffer is being reduced. The next contribution
-        opens a new one."""
+        """Drop `grad`, zeroed if it has no contribution, because its buffer is being reduced.
+
+        The next contribution allocates a new one.
+        """
         if self._uninitialized and self.grad is not None:
             self.grad.zero_()
         self.grad, self._uninitialized = None, True
 
     def separate_embedding_grad(self, buffer: Tensor) -> None:
-        """Accumulate the embedding's gradient of a tied tensor in a buffer that is reduced separately and
-        added at the end of the step.
+        """Accumulate the embedding's gradient of a tied tensor in a separate buffer.
 
-        The order of the sum is then that of two pipeline stages, head + embedding: bitwise equal under every
-        pp.
+        The buffer is reduced separately and added at the end of the step. The order of the sum is then that
+        of two pipeline stages, head + embedding: bitwise equal under every pp.
         """
         self._separate_embedding_grad = buffer
 
     def accumulate(self, value: Tensor) -> None:
-        """Add a gradient of the tensor's shape; it is cast to the accumulate dtype."""
+        """Add a gradient with the shape of the tensor; it is cast to the accumulate dtype."""
         if not self.trainable:
             return
         self._add(value)
         self._count()
 
     def accumulate_matmul(self, grad_output: Tensor, inputs: Tensor, groups: Groups | None = None) -> None:
-        """Add grad_outputᵀ · inputs ([tokens, out], [tokens, in]), now or in the schedule's W pass. `groups`:
-        the tokens of each expert."""
+        """Add grad_outputᵀ · inputs ([tokens, out], [tokens, in]), now or in the W pass of the schedule.
+
+        Args:
+            groups: number of tokens of each expert.
+        """
         if self.trainable:
             self._queue.put(WeightMatmul(self, grad_output, inputs, groups))
 
     def accumulate_rows(self, rows: Tensor, values: Tensor, separately: bool = True) -> None:
-        """Add values[i] to row rows[i] ([n], [n, width]): the gradient of a lookup. Equal rows are summed.
+        """Add values[i] to row rows[i] ([n], [n, width]), the gradient of a lookup. Equal rows are summed.
 
-        separately: where the tensor has a separate buffer, into that one.
+        Args:
+            separately: use the separate buffer of the tensor, if it has one.
         """
         if not self.trainable:
             return
@@ -144,7 +151,7 @@ class Weight:
 
     @contextmanager
     def accumulate_as_one(self) -> Iterator[None]:
-        """Count everything that is added inside the block as one contribution, complete at its end."""
+        """Count all contributions inside the block as one, which is complete at its end."""
         self._one_contribution = True
         yield
         self._one_contribution = False
@@ -177,16 +184,17 @@ class Weight:
         self._count()
 
     def finish_step(self) -> None:
-        """Complete a weight that the step did not use, with a zero gradient: its bucket would otherwise never
-        be reduced.
+        """Complete a weight that the step did not use, with a zero gradient.
+
+        Otherwise its bucket would never be reduced.
 
         Raises:
-            RuntimeError: only some of the contributions have arrived, so the gradient is wrong.
+            RuntimeError: only some of the contributions have arrived, so that the gradient is wrong.
         """
         if 0 < self._arrived < self._expected:
             raise RuntimeError(
-                f"{self.spec.name}: {self._arrived} of {self._expected} gradient contributions arrived in "
-                "this step"
+                f"{self.spec.name}: received only {self._arrived} of {self._expected} gradient "
+                "contributions in this step"
             )
         while self._arrived < self._expected:
             self._arrived += self._per_reduction
@@ -214,7 +222,7 @@ class Weight:
         self._arrived += 1
         if self._arrived > self._expected:
             raise RuntimeError(
-                f"{self.spec.name}: more than {self._expected} gradient contributions in one step"
+                f"{self.spec.name}: received more than {self._expected} gradient contributions in one step"
             )
         if self._arrived % self._per_reduction == 0:
             self._complete()

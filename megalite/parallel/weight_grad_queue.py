@@ -1,7 +1,7 @@
-"""The queue of weight-gradient matmuls, which allows a schedule to defer them to its W passes.
+"""Queue of weight-gradient matmuls, which allows a schedule to defer them to its W passes.
 
-One queue per rank: `ParameterStore` gives it to its weights, which put matmuls in; the pipeline runtime runs
-it in a W action. This module does no communication.
+There is one queue per rank: `ParameterStore` passes it to its weights, which add matmuls; the pipeline
+runtime runs it in a W action. This module does no communication.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class WeightMatmul(NamedTuple):
-    """A linear layer's weight gradient, not yet computed: grad_outputᵀ · inputs."""
+    """Weight gradient of a linear layer that has not been computed: grad_outputᵀ · inputs."""
 
     weight: Weight
     grad_output: Tensor  # [tokens, out]
@@ -26,14 +26,14 @@ class WeightMatmul(NamedTuple):
 
 
 class WeightGradQueue:
-    """Weight-gradient matmuls: computed at once, or kept until the schedule's W pass of their (stage,
-    microbatch).
+    """Queue of weight-gradient matmuls, computed immediately or in the W pass of their backward.
 
-    Keyed by both, since a schedule may run other backwards between a backward and its W pass.
+    Matmuls are keyed by stage and microbatch, because a schedule may run other backwards between a backward
+    and its W pass.
 
     Attributes:
         deferred: whether the current run of a schedule keeps matmuls for W passes.
-        backward: (stage, microbatch) that matmuls belong to.
+        backward: the current (stage, microbatch).
     """
 
     def __init__(self) -> None:
@@ -42,12 +42,12 @@ class WeightGradQueue:
         self.backward = (0, 0)
 
     def begin_run(self, deferred: bool) -> None:
-        """Call before a schedule is executed. Drops what an aborted run has left."""
+        """Prepare for executing a schedule, and drop what an aborted run has left."""
         self.deferred = deferred
         self._matmuls.clear()
 
     def begin_backward(self, stage: int, microbatch: int) -> None:
-        """Assign the matmuls that follow to this backward."""
+        """Assign the following matmuls to this backward."""
         self.backward = (stage, microbatch)
 
     def put(self, matmul: WeightMatmul) -> None:
@@ -58,7 +58,9 @@ class WeightGradQueue:
             matmul.weight.add_matmul(*matmul[1:])
 
     def run(self, stage: int, microbatch: int) -> None:
-        """Compute the matmuls of one backward, in the order in which they were put: that of a backward that
-        is not split."""
+        """Compute the matmuls of one backward, in the order in which they were added.
+
+        This is the same order as in a backward that is not split.
+        """
         for matmul in self._matmuls.pop((stage, microbatch), ()):
             matmul.weight.add_matmul(*matmul[1:])

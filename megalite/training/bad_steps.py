@@ -1,8 +1,8 @@
-"""Bad steps: which updates are skipped, and when a run ends or rolls back.
+"""Policy for bad steps: which updates are skipped, and when a run ends or rolls back.
 
-All ranks have the same loss and gradient norm of a step, bit for bit. Each rank therefore decides locally,
-without communication, and all decide alike. A bad step leaves weights and optimizer state unchanged. The
-window of accepted losses is stored in checkpoints: a resumed run decides as an uninterrupted one.
+The loss and the gradient norm of a step are bitwise equal on all ranks, so every rank makes the same decision
+without communication. A bad step does not change weights or optimizer state. The window of accepted losses is
+stored in checkpoints, so a resumed run makes the same decisions as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ MAX_ROLLBACKS = 3  # in one process: if a fourth is needed, the data is not the 
 
 
 class FaultLimit(RuntimeError):
-    """Too many consecutive steps were bad, and the run cannot roll back.
+    """Raised after too many consecutive bad steps if the run cannot roll back.
 
-    The message names the fault and possible remedies.
+    The message contains the fault and possible remedies.
     """
 
 
 @dataclass
 class BadStepPolicy:
-    """Decides which updates are skipped, and whether the run rolls back or ends.
+    """Policy that decides which updates are skipped, and whether the run rolls back or ends.
 
     Attributes:
         streak: consecutive steps skipped since the last accepted one.
@@ -43,10 +43,11 @@ class BadStepPolicy:
         self.losses = deque(maxlen=self.options.spike_window)
 
     def judge(self, loss: float, norm: float, scale_adapts: bool = False) -> str | None:
-        """Returns the reason why a step must be skipped; None: it is accepted.
+        """Return the reason why a step must be skipped, or None if it is accepted.
 
-        scale_adapts: the loss scale may still be too large, so gradients that are not finite do not count in
-        `streak`.
+        Args:
+            scale_adapts: whether the loss scale may still be too large. If so, gradients that are not finite
+                do not increase `streak`.
         """
         fault = self._fault(loss, norm)
         if fault is None:
@@ -60,26 +61,26 @@ class BadStepPolicy:
         if not isfinite(loss):
             return "the loss is not finite"
         if not isfinite(norm):
-            return "gradients are not finite"
+            return "the gradients are not finite"
         if loss <= self.highest:
             return None
         mean, deviation = self._usual()
         sigma, count = self.options.spike_sigma, len(self.losses)
         return (
-            f"loss {loss:.4g} exceeds {mean:.4g} + {sigma:g} * {deviation:.2g}, mean and deviation of "
-            f"{count} steps"
+            f"loss {loss:.4g} exceeds {mean:.4g} + {sigma:g} * {deviation:.2g} (mean and standard "
+            f"deviation of the last {count} steps)"
         )
 
     @property
     def highest(self) -> float:
-        """The largest loss that the next step may have."""
+        """Return the largest loss that is accepted in the next step."""
         if self.options.spike_sigma is None or len(self.losses) < self.options.spike_window:
             return inf
         mean, deviation = self._usual()
         return mean + self.options.spike_sigma * deviation
 
     def _usual(self) -> tuple[float, float]:
-        """Mean and deviation of the accepted losses."""
+        """Return the mean and standard deviation of the accepted losses."""
         mean = fsum(self.losses) / len(self.losses)
         return mean, sqrt(fsum((loss - mean) ** 2 for loss in self.losses) / len(self.losses))
 
@@ -87,34 +88,34 @@ class BadStepPolicy:
         """Count a rollback to a checkpoint.
 
         Raises:
-            FaultLimit: the run must end: there is no checkpoint, rollbacks are not allowed, or there were too
-                many.
+            FaultLimit: the run must end, because there is no checkpoint, rollbacks are not allowed, or too
+                many of them failed.
         """
         if not self.options.rollback:
             way_out = (
-                "lower optimizer.lr, or set faults.rollback = true to return to the last checkpoint and skip "
-                "these samples"
+                "lower optimizer.lr, or set faults.rollback=true to return to the last "
+                "checkpoint and skip these samples"
             )
         elif not checkpoint:
             way_out = (
-                "there is no checkpoint to return to: lower optimizer.lr, or save one earlier with "
-                "checkpoint.interval"
+                "there is no checkpoint to roll back to. Lower optimizer.lr, or save earlier by "
+                "setting checkpoint.interval"
             )
         elif self.rollbacks == MAX_ROLLBACKS:
             way_out = (
-                f"{MAX_ROLLBACKS} rollbacks have not helped: lower optimizer.lr, or resume from an older "
-                "checkpoint"
+                f"the run has already been rolled back {MAX_ROLLBACKS} times. Lower optimizer.lr, "
+                "or resume from an older checkpoint"
             )
         else:
             self.rollbacks += 1
             return
-        raise FaultLimit(f"{reason}. faults.skip_limit = {self.options.skip_limit} is reached: {way_out}.")
+        raise FaultLimit(f"{reason}. Reached faults.skip_limit={self.options.skip_limit}: {way_out}.")
 
     def state(self) -> dict[str, Any]:
-        """The state as stored in a checkpoint."""
+        """Return the state to store in a checkpoint."""
         return {"losses": list(self.losses), "streak": self.streak}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint's state."""
+        """Restore the state of a checkpoint."""
         self.streak = state["streak"]
         self.losses = deque(state["losses"], maxlen=self.options.spike_window)

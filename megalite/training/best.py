@@ -1,9 +1,8 @@
-"""The best validation loss of a run: the checkpoint that is kept for it, and the end of a run whose loss no
-longer falls.
+"""Best validation loss of a run, used to keep the best checkpoint and for early stopping.
 
-What is known is part of the checkpoints (`Trainer.loop_state`): a resumed run counts on, and a rollback
-forgets what came after. A run that resumes with another validation starts anew: its losses cannot be
-compared with the earlier ones. All ranks have the same losses, so each decides alike without communication.
+The state is stored in checkpoints (`Trainer.loop_state`): a resumed run continues it, and a rollback discards
+later results. If a run resumes with a different validation, the state is reset, because the losses cannot be
+compared. All ranks have the same losses, so they make the same decision without communication.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ BEFORE = "before"
 
 
 def note(trainer: Trainer, losses: Losses) -> bool:
-    """Take in the losses of a validation after the last step. Returns whether it is the best so far."""
+    """Record the losses of a validation after the last step. Return whether it is the best so far."""
     forget_failed(trainer)
     train, loss = trainer.config.train, losses.of(trainer.config.validation.monitor)
     state = {"loss": None, "step": 0, "improved": None, "waited": 0, **trainer.loop_state.get(KEY, {})}
@@ -46,8 +45,10 @@ def note(trainer: Trainer, losses: Losses) -> bool:
 
 
 def forget_failed(trainer: Trainer) -> None:
-    """If the best checkpoint could not be saved, let the loss before it be the best again. Waits for its
-    save, so that all ranks know the same."""
+    """Restore the previous best loss if the best checkpoint could not be saved.
+
+    Waits for that save, so that all ranks have the same result.
+    """
     if not trainer.config.checkpoint.keep_best:
         return
     if trainer.saver.saving_best:
@@ -63,7 +64,10 @@ def _number(value: float | None) -> float:
 
 
 def state_to_save(trainer: Trainer) -> dict[str, Any]:
-    """What a checkpoint keeps of the loop's state. Without a validation, what it is of stays as it was."""
+    """Return the loop state for a checkpoint.
+
+    A run without validation keeps the description of the previous validation.
+    """
     forget_failed(trainer)
     state, followed = dict(trainer.loop_state), _followed(trainer)
     if KEY in state:
@@ -72,20 +76,21 @@ def state_to_save(trainer: Trainer) -> dict[str, Any]:
 
 
 def resume_state(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Take over a checkpoint's state of the loop, without losses that those of this run cannot be compared
-    with."""
+    """Load the loop state of a checkpoint, without losses that cannot be compared with those of this run."""
     now = _followed(trainer)
     trainer.loop_state, trainer.saver.best_failed = dict(state), False
     if KEY in state and now is not None and state.get(FOLLOWED, now) != now:
         trainer.loop_state = {}
         trainer.notes.append(
-            "the validation has changed since the checkpoint: its best loss does not count any longer"
+            "the validation settings have changed since the checkpoint: discarding its best loss"
         )
 
 
 def _followed(trainer: Trainer) -> dict[str, Any] | None:
-    """What the loss that is followed is of, as plain data; None: there is no validation. Names and places of
-    files do not count."""
+    """Return a description of the loss that is tracked as plain data, or None without validation.
+
+    Names and paths of files are not included.
+    """
     data, config = trainer.validation_data, trainer.config
     if data is None:
         return None
@@ -102,22 +107,21 @@ def _followed(trainer: Trainer) -> dict[str, Any] | None:
 
 
 def stopped_early(config: Config, loop_state: dict[str, Any]) -> str | None:
-    """Why the run ends before its last step; None: it goes on."""
+    """Return the reason to end the run early, or None if it continues."""
     patience, state = config.train.early_stopping_patience, loop_state.get(KEY, {})
     if patience is None or state.get("waited", 0) < patience:
         return None
     best = (
-        "none was finite"
+        "no validation loss was finite"
         if state["loss"] is None
-        else f"the best is {state['loss']:.4f}, after step {state['step']}"
+        else f"the best loss is {state['loss']:.4f}, from step {state['step']}"
     )
     times = f"{state['waited']} validation{'s' if state['waited'] > 1 else ''}"
-    return f"no improvement in {times} (train.early_stopping_patience = {patience}): {best}"
+    return f"no improvement in {times} (train.early_stopping_patience={patience}); {best}"
 
 
 def mark_again(trainer: Trainer) -> None:
-    """After a resume or a rollback, on rank 0: let `checkpoints/best` name the best of what the run now
-    knows, or nothing."""
+    """Update the link `checkpoints/best` on rank 0 after a resume or a rollback, or remove it."""
     checkpoints = trainer.run_dir / "checkpoints"
     wanted, marked = (
         checkpoints / step_name(trainer.loop_state.get(KEY, {}).get("step", 0)),

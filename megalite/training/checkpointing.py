@@ -1,7 +1,7 @@
-"""Starting weights, saving, resuming and rolling back.
+"""Initialization of weights, and saving, resuming and rolling back of a run.
 
-Functions of a trainer, all collective: every rank calls them together, and an error on one rank is raised on
-all.
+The functions take a trainer and are collective: every rank calls them together, and an error on one rank is
+raised on all ranks.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ LONG_S = 5.0  # a save or a load that takes as long tells its rate
 
 
 def rate(size: int, seconds: float) -> str:
-    """The size and the rate of a save or a load that took long; empty if it did not."""
+    """Return the size and throughput of a save or load that took long, or an empty string."""
     return f", {size / 1e6:,.1f} MB at {size / 1e6 / seconds:,.2f} MB/s" if seconds >= LONG_S else ""
 
 
 def start_weights(trainer: Trainer, restarted: bool) -> None:
-    """Resume, warm-start or initialize the weights, as `checkpoint.load` and `model.init_from` say."""
+    """Resume, warm-start or initialize the weights according to `checkpoint.load` and `model.init_from`."""
     option = trainer.config.checkpoint.load
     # a restarted job continues from its own checkpoint, not again from the one it first started at
     if restarted and _has_saved(trainer):
@@ -66,14 +66,15 @@ def start_weights(trainer: Trainer, restarted: bool) -> None:
 
 
 def _threads() -> int:
-    """The cores that this rank may use. Launchers set OMP_NUM_THREADS = 1, which would leave most of a GPU
-    machine's idle."""
+    """Return the number of cores that this rank may use.
+
+    Launchers set OMP_NUM_THREADS=1, which would leave most cores of a GPU machine idle.
+    """
     return max(torch.get_num_threads(), usable_cores() // local_world_size())
 
 
 def _has_saved(trainer: Trainer) -> bool:
-    """Whether the run's newest readable checkpoint was saved with the same options, the layout excepted.
-    Collective."""
+    """Return whether the newest readable checkpoint has the same options except the layout. Collective."""
     from megalite.training import resume_checks  # which a fresh start does not need
 
     checkpoints, _ = checkpoint.history(trainer.run_dir / "checkpoints", trainer.mesh)
@@ -90,11 +91,13 @@ def _has_saved(trainer: Trainer) -> bool:
 
 
 def _resume_newest(trainer: Trainer) -> bool:
-    """Resume the newest undamaged checkpoint of the run; the damaged ones are listed in `trainer.notes`.
-    Returns False if it has none.
+    """Resume the newest undamaged checkpoint of the run, and list damaged ones in `trainer.notes`.
+
+    Returns:
+        whether the run has a checkpoint.
 
     Raises:
-        DamagedError: there are checkpoints, but none can be used: starting from step 0 would overwrite them.
+        DamagedError: all checkpoints are damaged. Starting from step 0 would overwrite them.
     """
     checkpoints = trainer.run_dir / "checkpoints"
     directories, warning = checkpoint.history(checkpoints, trainer.mesh)
@@ -110,16 +113,18 @@ def _resume_newest(trainer: Trainer) -> bool:
     if problems:
         listed = "\n  ".join(problems)
         way_out = (
-            "Restore one of them, or start from step 0 with another run.name, or with checkpoint.load = none "
-            "and run.overwrite = true."
+            "Restore one of them, or start from step 0 by setting another run.name, or by "
+            "setting checkpoint.load=none and run.overwrite=true."
         )
-        raise DamagedError(f"no checkpoint in {checkpoints} can be used:\n  {listed}\n{way_out}")
+        raise DamagedError(f"could not find a usable checkpoint in {checkpoints}:\n  {listed}\n{way_out}")
     return False
 
 
 def _checked(trainer: Trainer, directory: Path) -> checkpoint.Manifest:
-    """Read a checkpoint's manifest; with `checkpoint.verify = full` every byte is checked, divided over the
-    ranks. Collective."""
+    """Read the manifest of a checkpoint. Collective.
+
+    With `checkpoint.verify = full` every byte is checked, and the ranks share the work.
+    """
     with raise_on_all_ranks(trainer.mesh, CheckpointError):
         manifest = checkpoint.manifest_of(directory)
         if trainer.config.checkpoint.verify == "full":
@@ -128,10 +133,10 @@ def _checked(trainer: Trainer, directory: Path) -> checkpoint.Manifest:
 
 
 def load_weights(trainer: Trainer, source: str) -> None:
-    """Load only the weights, of any dtype, from a checkpoint, hf:DIR or an adapter; adapters without a source
-    are initialized.
+    """Load only the weights, of any dtype, from a checkpoint, hf:DIR or an adapter.
 
-    What routers add to their scores counts as a weight, where the source has it.
+    Adapters that are not in the source are initialized. The biases of routers are loaded like weights, if the
+    source has them.
     """
     # which a run without given weights does not need
     from megalite.checkpoint.finite import nonfinite, reject
@@ -165,13 +170,16 @@ def load_weights(trainer: Trainer, source: str) -> None:
         if not source.startswith("hf:"):
             reject(source, {part.name: nonfinite(part.tensor) for part in rectangles})
     if (seconds := perf_counter() - started) >= LONG_S:
-        trainer.notes.append(f"the weights of {source} were read in {seconds:.1f} s")
+        trainer.notes.append(f"read the weights of {source} in {seconds:.1f} s")
     trainer.store.publish()  # the load fills master weights: copy them to the weights and gather
 
 
 def resume(trainer: Trainer, directory: Path) -> None:
-    """Continue from a checkpoint, saved under any topology. Raises DamagedError on every rank if any rank
-    finds damage."""
+    """Resume from a checkpoint saved under any topology.
+
+    Raises:
+        DamagedError: on every rank, if any rank finds damage.
+    """
     from megalite.training import resume_checks  # which a fresh start does not need
 
     started = perf_counter()
@@ -192,7 +200,7 @@ def resume(trainer: Trainer, directory: Path) -> None:
             trainer.store.reducer.powersgd.restore(shapes, partial(checkpoint.load, manifest))
     if (seconds := perf_counter() - started) >= LONG_S:
         trainer.notes.append(
-            f"{directory} was read in {seconds:.1f} s{rate(sum(manifest.files.values()), seconds)}"
+            f"read {directory} in {seconds:.1f} s{rate(sum(manifest.files.values()), seconds)}"
         )
     trainer.notes += [
         *resume_checks.changes(trainer.config, state, software()),
@@ -211,9 +219,14 @@ def resume(trainer: Trainer, directory: Path) -> None:
 
 
 def begin_save(trainer: Trainer, best: bool = False, timed: bool = False) -> Save:
-    """Like `Trainer.save`, but with `checkpoint.async_save` writing continues in the background; errors come
-    from `saver.take_ended`. best: no checkpoint has had a lower validation loss; timed: `checkpoint.minutes`
-    is the only reason to save."""
+    """Start a save, which continues in the background with `checkpoint.async_save`.
+
+    Args:
+        best: whether this checkpoint has the lowest validation loss so far.
+        timed: whether `checkpoint.minutes` is the only reason to save.
+
+    Errors are returned by `saver.take_ended`.
+    """
     trainer.drain()  # an unconfirmed step must not be saved
     trainer.mesh.activity.enter(SAVING)
     directory = trainer.run_dir / "checkpoints" / checkpoint.step_name(trainer.step_done)
@@ -242,8 +255,11 @@ def begin_save(trainer: Trainer, best: bool = False, timed: bool = False) -> Sav
 
 
 def to_save(trainer: Trainer) -> list[Rectangle]:
-    """This rank's part of a checkpoint: weights, optimizer state, PowerSGD's state and that of routers, which
-    all ranks have alike."""
+    """Return this rank's part of a checkpoint.
+
+    It contains weights and optimizer state, and the state of PowerSGD and of the routers, which is the same
+    on all ranks.
+    """
     powersgd, routers = trainer.store.reducer.powersgd, trainer.parts.routers
     return [
         *trainer.optimizer.state.to_save(),
@@ -259,12 +275,12 @@ def roll_back(trainer: Trainer, bad: StepResult) -> None:
         bad: the last of the skipped steps.
 
     Raises:
-        FaultLimit: on every rank, if there is no checkpoint or no rollback is allowed: the run must end.
+        FaultLimit: on every rank, if there is no checkpoint or no further rollback is allowed.
     """
     trainer.saver.wait()  # a save in flight may be the newest checkpoint
     directory = trainer.saver.newest
     trainer.bad_steps.go_back(
-        f"{bad.streak} steps in a row were skipped, the last one step {bad.step}: {bad.fault}",
+        f"{bad.streak} consecutive steps were skipped, most recently step {bad.step}: {bad.fault}",
         directory is not None,
     )
     assert directory is not None
@@ -276,25 +292,28 @@ def roll_back(trainer: Trainer, bad: StepResult) -> None:
 
 
 def describe_saves(config: Config) -> str:
-    """When the run saves, what it keeps, and how much that is, in a line."""
+    """Describe in one line when the run saves, what it keeps, and the size of a checkpoint."""
     from megalite.planner.memory import states  # which only the command's report needs
     from megalite.system.progress import amount
 
     options, size = config.checkpoint, states.checkpoint_bytes(config)
     text = amount(size, "B")
-    retention = f"the newest {options.keep} are kept" if options.keep is not None else "all are kept"
+    retention = f"keeping the newest {options.keep}" if options.keep is not None else "keeping all"
     if options.interval is not None:
         when = f"every {options.interval:,} steps"
     elif options.minutes is not None:
         when = f"every {options.minutes:g} minutes (checkpoint.minutes)"
-        retention = retention if options.keep is not None else f"the newest {TIMED_KEPT} of these are kept"
+        retention = retention if options.keep is not None else f"keeping the newest {TIMED_KEPT} of these"
     else:
-        return "no checkpoint before the end or a signal: checkpoint.interval and checkpoint.minutes are null"
+        return (
+            "no checkpoint before the end of the run or a signal, because checkpoint.interval and "
+            "checkpoint.minutes are null"
+        )
     return f"a checkpoint {when}, about {text} each; {retention}{_little_room(config, size)}"
 
 
 def _little_room(config: Config, size: float) -> str:
-    """A warning, if the disk has less room than the checkpoints that are kept together with the next one."""
+    """Return a warning if the disk cannot hold the kept checkpoints together with the next one."""
     from megalite.system.progress import amount
 
     options = config.checkpoint
@@ -303,5 +322,8 @@ def _little_room(config: Config, size: float) -> str:
         free = shutil.disk_usage(config.run.directory).free
         if free < (most + 1) * size:
             has, need = amount(free, "B"), amount((most + 1) * size, "B")
-            return f". {config.run.directory} has {has} free, and {most + 1} of them need {need}"
+            return (
+                f". Low disk space: {config.run.directory} has {has} free, but {most + 1} checkpoints "
+                f"need {need}"
+            )
     return ""

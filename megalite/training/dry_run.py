@@ -1,7 +1,8 @@
 """Memory, traffic, FLOPs and bubble of a run on any number of ranks, without starting it.
 
-Every distinct rank is built on the meta device, and its model states must have the bytes that the planner
-computes from specs; all other numbers are the planner's. Reads no data, needs no GPU, and writes nothing.
+One rank of each kind is built on the meta device to check that its model states have the number of bytes that
+the planner computes from specs; all other numbers are computed by the planner. A dry run reads no data, needs
+no GPU, and writes nothing.
 """
 
 from __future__ import annotations
@@ -47,15 +48,17 @@ ABOUT_FILES = {
     ),
     *("init_from exists", "init_from hf exists", "fine-tuning starts from weights", "kernels can run"),
 }
-"""Rules that check for files, vocabulary and kernels, which a dry run does not need."""
+"""Rules that check files, vocabulary and kernels, and are skipped in a dry run."""
 UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
 COLUMNS = ("parameters", "gradients", "optimizer", "activations", "logits", "communication", "total")
 AXES = ("tp", "cp", "dp", "pp")
 
 
 def read(argv: list[str], world_size: int | None, device: Device = "cuda") -> Config:
-    """The configuration, validated except for files; operations are in place of a budget of memory. Raises
-    ConfigError."""
+    """Return the validated configuration, without the checks that need files.
+
+    A memory budget for recomputation is replaced by a list of operations. Raises ConfigError.
+    """
     arguments = read_arguments(argv, (*DRY_RUN, "dry_run", "json"))
     config = resolve(arguments, world_size or 1, weights=False, device=device)
     if world_size is None:
@@ -63,7 +66,7 @@ def read(argv: list[str], world_size: int | None, device: Device = "cuda") -> Co
         world_size, config.parallel.dp = dims.world, dims.dp
     if config.model.vocab_size is None:
         raise ConfigError(
-            "model.vocab_size = null is unknown: no PREFIX.json next to data.train gives it. Set "
+            "Could not determine model.vocab_size: found no PREFIX.json next to data.train. Set "
             "--model.vocab_size N."
         )
     check(config, world_size, leave_out=ABOUT_FILES)
@@ -71,21 +74,25 @@ def read(argv: list[str], world_size: int | None, device: Device = "cuda") -> Co
 
 
 def distinct(config: Config, ranks: list[int] | None) -> list[int]:
-    """The ranks to build: by default the first and the last of each pipeline rank, where differences in
-    padding and shards would show."""
+    """Return the ranks to build.
+
+    By default these are the first and the last rank of each pipeline stage, where padding and shards may
+    differ.
+    """
     dims = ParallelDims.of(config)
     count, world_size = dims.stage_ranks, dims.world
     if ranks is None:
         return sorted({rank for first in range(0, world_size, count) for rank in (first, first + count - 1)})
     if wrong := [rank for rank in ranks if rank >= world_size]:
         raise ConfigError(
-            f"--ranks {wrong[0]} is not one of {world_size} ranks. Give ranks from 0 to {world_size - 1}."
+            f"--ranks must be between 0 and {world_size - 1} for a world of {world_size} ranks, "
+            f"got {wrong[0]}."
         )
     return ranks
 
 
 def calculate(config: Config, ranks: list[int], device: Device) -> dict[str, Any]:
-    """All printed numbers, by name. Raises Disagreement if the built ranks differ from the planned ones."""
+    """Compute all printed numbers, by name. Raises Disagreement if a built rank differs from its plan."""
     from megalite.training.meta_device import check_states
 
     dims = ParallelDims.of(config)
@@ -116,7 +123,10 @@ def calculate(config: Config, ranks: list[int], device: Device) -> dict[str, Any
 
 
 def length(config: Config) -> dict[str, int]:
-    """Steps and tokens of the whole run; none for a number of epochs of data that is not here."""
+    """Return the steps and tokens of the whole run.
+
+    The result is empty if they depend on data that is missing.
+    """
     steps, samples = config.train.steps, samples_after(config.train, config.train.steps)
     return (
         {"steps": steps, "tokens": samples * config.data.sequence_length}
@@ -126,7 +136,7 @@ def length(config: Config) -> dict[str, int]:
 
 
 def flops(config: Config) -> dict[str, Any]:
-    """FLOPs per token by both conventions: of the model, and of the hardware, recomputation included."""
+    """Return the FLOPs per token of the model, and of the hardware including recomputation."""
     model, length, recompute = config.model, config.data.sequence_length, config.train.recompute
     return {
         name: per_token(model, length, name, recompute, lora=config.lora).to_dict()
@@ -135,37 +145,34 @@ def flops(config: Config) -> dict[str, Any]:
 
 
 def bubble(config: Config, schedule: Schedule) -> float:
-    """Share of the step in which ranks wait, if every stage takes the time of its matrix products and
-    messages take none."""
+    """Return the fraction of the step that ranks are idle.
+
+    The time of a stage is that of its matmuls, and messages take no time.
+    """
     stages = stage_sums(config, estimated_costs(config))
     return simulate(schedule, stages, stages, stages).bubble_fraction
 
 
 def experts(config: Config, rows: list[dict[str, Any]]) -> list[str]:
-    """A line about the experts, if they are split over ranks."""
+    """Return a line about the experts if they are split over ranks."""
     if config.parallel.ep == 1:
         return []
     most = max(row["bytes_sent"]["ep"] for row in rows)
     return [
-        f"experts: at most {most / UNITS['GiB']:.2f} GiB sent over ep {config.parallel.ep} per step and "
-        "rank; "
-        f"{all_on_one_rank(config)}, and keeps {worst_bytes(config) / UNITS['GiB']:.3f} GiB more per layer "
-        "and microbatch"
+        f"experts: at most {most / UNITS['GiB']:.2f} GiB sent over ep {config.parallel.ep} per "
+        f"step and rank; {all_on_one_rank(config)}, and keeps "
+        f"{worst_bytes(config) / UNITS['GiB']:.3f} GiB more per layer and microbatch"
     ]
 
 
 def describe(config: Config, content: dict[str, Any]) -> list[str]:
-    """The same numbers as lines of text."""
+    """Format the numbers as lines of text."""
     parallel, rows = config.parallel, content["ranks"]
-    active = (
-        f" ({content['active_parameters']:,} of them for each token)"
-        if "active_parameters" in content
-        else ""
-    )
+    active = f" ({content['active_parameters']:,} active per token)" if "active_parameters" in content else ""
     split = f", ep {parallel.ep}" if parallel.ep > 1 else ""
     sizes = f"pp {parallel.pp} × dp {parallel.dp} × cp {parallel.cp} × tp {parallel.tp}{split}"
     planned = (
-        "planned for cuda (--device cpu plans for CPUs)"
+        "planned for cuda (use --device cpu to plan for CPUs)"
         if content["device"] == "cuda"
         else f"planned for {content['device']}"
     )
@@ -191,29 +198,29 @@ def describe(config: Config, content: dict[str, Any]) -> list[str]:
     palm, causal = (content["flops_per_token"][name] for name in ("palm", "causal"))
     lines += [
         "",
-        f"FLOPs per token: model {palm['model']:.4g} (every position attended: PaLM), {causal['model']:.4g} "
-        "(causal); "
-        f"hardware {palm['hardware']:.4g}, {causal['hardware']:.4g} with train.recompute "
-        f"{shown(config.train.recompute)}",
-        f"bubble: {content['bubble_fraction']:.1%} of the step under {content['schedule']} with "
-        f"{content['microbatches']} microbatches, "
-        "each stage as long as its matrix products",
+        f"FLOPs per token: model {palm['model']:.4g} (all positions attended, as in PaLM), "
+        f"{causal['model']:.4g} (causal); hardware {palm['hardware']:.4g}, "
+        f"{causal['hardware']:.4g} with train.recompute {shown(config.train.recompute)}",
+        (
+            f"bubble: {content['bubble_fraction']:.1%} of the step under {content['schedule']} with "
+            f"{content['microbatches']} microbatches, if the time of a stage is that of its matmuls"
+        ),
         describe_saves(config),
         *(
-            [f"the run: {content['steps']:,} steps, {content['tokens']:,} tokens"]
+            [f"length of the run: {content['steps']:,} steps, {content['tokens']:,} tokens"]
             if "steps" in content
             else []
         ),
         *experts(config, rows),
         *remarks(config),
-        f"built on the meta device, with the planned number of bytes: {len(content['built'])} "
+        f"built on the meta device with the planned number of bytes: {len(content['built'])} "
         f"rank{'s' * (len(content['built']) > 1)}",
     ]
     return lines
 
 
 def table(rows: list[dict[str, Any]], unit: int) -> list[str]:
-    """One line for each run of consecutive pipeline ranks with equal numbers."""
+    """Return one table row per group of consecutive pipeline ranks with equal numbers."""
     groups: list[list[dict[str, Any]]] = []
     for row in rows:
         same = [*(row[name] for name in COLUMNS), row["bytes_sent"]]

@@ -1,4 +1,4 @@
-"""Fault injection (`--faults`), to test how a run reacts before a real fault: docs/faults.md."""
+"""Fault injection (`--faults`), to test how a run handles faults; see docs/faults.md."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
 def _run_out(fault: Fault) -> None:
-    raise torch.OutOfMemoryError("injected: no memory is left")
+    raise torch.OutOfMemoryError("injected: out of memory")
 
 
 BETWEEN_STEPS: dict[str, Callable[[Fault], object]] = {
@@ -37,15 +37,14 @@ BETWEEN_STEPS: dict[str, Callable[[Fault], object]] = {
 
 
 def restarts() -> int:
-    """How often this process has been restarted."""
+    """Return how often this process has been restarted."""
     return sum(int(os.environ.get(name, 0)) for name in RESTARTS)
 
 
 class FaultInjection:
-    """The faults to inject on this rank, each once per step: a step repeated after a rollback has none.
+    """Injector of this rank's faults, each once per step: a step repeated after a rollback has none.
 
-    A spike, which multiplies the loss, is injected on all ranks of the named rank's replica: it is a property
-    of a batch.
+    A spike multiplies the loss on all ranks of the given rank's replica, because it is a property of a batch.
     """
 
     def __init__(self, inject: str | list[str] | None, mesh: Mesh):
@@ -80,11 +79,15 @@ class FaultInjection:
             BETWEEN_STEPS[fault.kind](fault)
 
     def loss_factor(self, step: int) -> float:
-        """Factor on this rank's loss, and so on the gradients computed from it."""
+        """Return the factor to apply to this rank's loss, and therefore to its gradients."""
         return prod(fault.amount for fault in self._due(step, ("spike",)))
 
     def spoil(self, step: int, gradients: Sequence[Tensor]) -> None:
-        """Set reduced gradients to NaN. `gradients`: those that this rank counts in the norm."""
+        """Set reduced gradients to NaN.
+
+        Args:
+            gradients: the gradients that this rank includes in the norm.
+        """
         for _ in self._due(step, ("nan",)):
             for gradient in gradients:
                 gradient.fill_(nan)

@@ -1,4 +1,4 @@
-"""The training loop: step, report, validate, save, stop. It reads from top to bottom."""
+"""The training loop: step, report, validate, save, stop. The file reads from top to bottom."""
 
 from __future__ import annotations
 
@@ -31,14 +31,17 @@ if TYPE_CHECKING:
 def fit(
     trainer: Trainer, observers: Sequence[Observer] = (), clock: Callable[[], float] = monotonic
 ) -> ExitStatus:
-    """Train until `train.steps`, a signal, the time limit or early stopping; save at the end and at every
-    `checkpoint.interval`, or every `checkpoint.minutes`. Called by every rank, in a run of several inside a
-    `Watchdog`.
+    """Train until `train.steps`, a signal, the time limit or early stopping.
 
-    clock: seconds, for `checkpoint.minutes`.
+    Saves at the end and at every `checkpoint.interval`, or every `checkpoint.minutes`. Every rank calls it,
+    inside a `Watchdog` if there are several.
 
-    Returns DONE, STOPPED (SIGTERM, SIGUSR1, SIGHUP or the time limit) or INTERRUPTED (SIGINT): the same on
-    every rank.
+    Args:
+        clock: time in seconds, for `checkpoint.minutes`.
+
+    Returns:
+        DONE, STOPPED (SIGTERM, SIGUSR1, SIGHUP or the time limit) or INTERRUPTED (SIGINT), the same on every
+        rank.
     """
     config, lead = trainer.config, trainer.mesh.rank == 0
     limit = duration_seconds(config.train.stop_after) if config.train.stop_after else None
@@ -65,7 +68,7 @@ def fit(
             if ended is not None:
                 console.message(
                     f"stopping after step {trainer.step_done}: "
-                    f"{request.reason or 'another rank asked for it'}"
+                    f"{request.reason or 'requested by another rank'}"
                 )
                 break
             if due.validation and (early := stopped_early(trainer)) is not None:
@@ -84,7 +87,7 @@ def fit(
 
 
 class Due(NamedTuple):
-    """What follows a step."""
+    """Actions that are due after a step."""
 
     validation: bool
     save: bool
@@ -102,7 +105,7 @@ class Due(NamedTuple):
 
 
 def announce(trainer: Trainer, console: Console) -> None:
-    """Say how the run was resumed."""
+    """Print how the run was resumed."""
     if trainer.step_done:
         console.message(f"resumed after step {trainer.step_done}, at sample {trainer.samples}")
     for note in trainer.notes:
@@ -112,7 +115,7 @@ def announce(trainer: Trainer, console: Console) -> None:
 def run_step(
     trainer: Trainer, observers: Sequence[Observer], request: StopRequest, timer: SaveTimer, wait: bool
 ) -> list[StepResult]:
-    """One step between its observers. Returns the results that are now known."""
+    """Run one step with its observers. Return the results that have become available."""
     step, activity = trainer.step_done + 1, trainer.mesh.activity
     activity.step = step
     activity.enter(BETWEEN)
@@ -134,7 +137,7 @@ def report_results(
     console: Console,
     writer: MetricsWriter | None,
 ) -> None:
-    """Print and write each result. Rank 0 alone has a writer."""
+    """Print and record each result. Only rank 0 has a writer."""
     for result in results if writer is not None else ():
         metrics = measured(trainer, result)
         numbers = {
@@ -151,12 +154,15 @@ def report_results(
 def go_back(
     trainer: Trainer, bad: StepResult, timer: SaveTimer, console: Console, writer: MetricsWriter | None
 ) -> None:
-    """Return to the newest checkpoint from before the bad steps. Raises FaultLimit on every rank where the
-    run must end instead."""
+    """Return to the newest checkpoint from before the bad steps.
+
+    Raises:
+        FaultLimit: on every rank, if the run must end instead.
+    """
     trainer.roll_back(bad)
     timer.rolled_back(trainer.step_done)
     mark_best(trainer)
-    console.message(f"back after step {trainer.step_done}, on with sample {trainer.samples}")
+    console.message(f"rolled back to step {trainer.step_done}, continuing with sample {trainer.samples}")
     if writer is not None:
         writer.rewind(trainer.step_done)
 
@@ -164,10 +170,10 @@ def go_back(
 def validate_and_save(
     trainer: Trainer, due: Due, stop: bool, timer: SaveTimer, console: Console, writer: MetricsWriter | None
 ) -> None:
-    """What is due after a step. A run that has to stop saves first: the sender of a signal may not wait for a
-    validation.
+    """Validate and save as due after a step.
 
-    What a validation tells of the best loss is saved, too: with the next checkpoint, or now if the run ends.
+    A run that has to stop saves first, because the sender of a signal may not wait for a validation. The best
+    loss that a validation finds is saved with the next checkpoint, or immediately if the run ends.
     """
     lowest = due.validation and not stop and validate(trainer, console, writer)
     early = due.validation and stopped_early(trainer) is not None
@@ -182,16 +188,20 @@ def validate_and_save(
 
 
 def save(trainer: Trainer, timer: SaveTimer, console: Console, lowest: bool, timed: bool = False) -> None:
-    """Begin a save. lowest: the run has had no lower validation loss; timed: nothing but the time asks for
-    it."""
+    """Start a save.
+
+    Args:
+        lowest: whether the validation loss is the lowest so far.
+        timed: whether the save is only due by time.
+    """
     begun = trainer.begin_save(lowest and trainer.config.checkpoint.keep_best, timed)
     timer.saved(trainer.step_done, begun.held)
     if trainer.config.checkpoint.async_save:
-        console.message(f"saving {begun.directory}, held {begun.held:.2f} s")
+        console.message(f"saving {begun.directory} (training paused for {begun.held:.2f} s)")
 
 
 def validate(trainer: Trainer, console: Console, writer: MetricsWriter | None) -> bool:
-    """Validate and report. Returns whether the run, if it follows that, has had no lower loss."""
+    """Validate and report. Return whether the loss is the lowest so far, if the run tracks it."""
     from megalite.training import best  # which a run without validation does not need, either
     from megalite.training.validation import losses
 
@@ -203,12 +213,12 @@ def validate(trainer: Trainer, console: Console, writer: MetricsWriter | None) -
 
 
 def follows_loss(config: Config) -> bool:
-    """Whether a run keeps its best checkpoint, or may end early."""
+    """Return whether the run keeps its best checkpoint or may stop early."""
     return config.checkpoint.keep_best or config.train.early_stopping_patience is not None
 
 
 def stopped_early(trainer: Trainer) -> str | None:
-    """Why the run ends before its last step; None: it goes on."""
+    """Return the reason to end the run early, or None if it continues."""
     if not follows_loss(trainer.config):
         return None
     from megalite.training import best
@@ -217,7 +227,7 @@ def stopped_early(trainer: Trainer) -> str | None:
 
 
 def mark_best(trainer: Trainer) -> None:
-    """After a start or a rollback: let `checkpoints/best` name the best of what the run now knows."""
+    """Update the link `checkpoints/best` after a start or a rollback."""
     if trainer.config.checkpoint.keep_best and trainer.mesh.rank == 0:
         from megalite.training import best
 
@@ -225,8 +235,10 @@ def mark_best(trainer: Trainer) -> None:
 
 
 def report_saves(saver: Saver, console: Console, last: bool) -> None:
-    """Tell which saves have ended. A failed one is an error only where it is the last: otherwise the next one
-    makes up for it."""
+    """Report completed saves.
+
+    A failed save only raises its error if it is the last one; otherwise the next save replaces it.
+    """
     if last:
         saver.wait()
     ended = saver.take_ended()
@@ -234,7 +246,8 @@ def report_saves(saver: Saver, console: Console, last: bool) -> None:
         durable = f", on disk after {save.durable:.2f} s" if saver.options.async_save else ""
         if save.durable:
             console.message(
-                f"saved {save.directory}, held {save.held:.2f} s{durable}{rate(save.bytes, save.durable)}"
+                f"saved {save.directory} (training paused for {save.held:.2f} s{durable})"
+                f"{rate(save.bytes, save.durable)}"
             )
         if save.error is not None:
             if not isinstance(save.error, CheckpointError) or (
@@ -242,7 +255,8 @@ def report_saves(saver: Saver, console: Console, last: bool) -> None:
             ):
                 raise save.error
             console.message(
-                f"{save.error}\ntraining goes on" + ("" if save.durable else "; the next save tries again")
+                f"{save.error}\ncontinuing training"
+                + ("" if save.durable else "; the next save will try again")
             )
 
 
@@ -251,7 +265,7 @@ def _is_due(interval: int | None, step: int, at_end: bool) -> bool:
 
 
 def measured(trainer: Trainer, result: StepResult) -> StepMetrics:
-    """A step's result with its speed: what rank 0 writes."""
+    """Return the result of a step with its speed, as rank 0 records it."""
     device = trainer.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     same = {

@@ -1,18 +1,19 @@
-"""Explains a hang from what every rank has left in RUN_DIR/stalls/: which rank did not do its part, and who
-waits for it.
+"""Explanation of a hang from the records that the ranks left in RUN_DIR/stalls/.
 
-A rank's record says where it is in the plan of the step, which communication it waits for, and how many
-collectives it has started over each axis. Records are compared by these positions:
+It identifies the rank that is responsible, and the ranks that wait for it.
 
-- A receive is matched with the send in the list of the other rank, and a send with the receive: that rank is
-  before it, beyond it, or has none.
-- A collective is matched by its number over the axis. A rank that has started fewer is behind; if it is at a
-  later place all the same, it has skipped one.
-- Where the host waits for the device, as with NCCL, torch's flight record tells the same of the collectives
-  of each process group.
+The record of a rank contains its position in the plan of the step, the communication it waits for, and the
+number of collectives it has started over each axis. Records are compared by these positions:
 
-Every wait that is not matched points to the ranks that it lacks. The rank at the end of these is the one to
-look at.
+- A receive is matched with the send in the plan of the other rank, and a send with the receive. The other
+  rank has not reached it, has passed it, or does not have it in its plan.
+- A collective is matched by its number over the axis. A rank that has started fewer is behind; if it is
+  nevertheless at a later position, it skipped one.
+- If the host waits for the device, as with NCCL, torch's flight record provides the same information for the
+  collectives of each process group.
+
+Every unmatched wait points to the ranks that it waits for. The rank at the end of this chain is the one to
+examine.
 """
 
 from __future__ import annotations
@@ -40,8 +41,11 @@ from megalite.system.activity import (
 DIRECTORY = "stalls"
 ALIVE = "answers"
 ORDER = {STARTING: 0, LOADING: 0, BETWEEN: 0, REDUCING: 0, UPDATING: 1, REPORTING: 1, SAVING: 2, READING: 3}
-"""Order of the phases between two runs of a plan, which are counted. A run that has to stop saves before it
-validates, so a rank that saves is before one that reads or runs the first batch of the validation."""
+"""Order of the phases between two executions of a plan, which are counted.
+
+A run that has to stop saves before it validates, so a rank that saves is before one that reads or runs the
+first batch of the validation.
+"""
 IN_PLAN, AFTER = 4, 5
 MESSAGE = re.compile(
     r"pipeline message (?P<kind>[SR][FB])(?P<stage>\d+)\.(?P<microbatch>\d+)[<>](?P<peer>\d+)"
@@ -52,16 +56,16 @@ OWN_FRAMES = 3  # of a stack, in a line
 
 @dataclass(frozen=True)
 class Rank:
-    """What is known of one rank, from its own record or from others'.
+    """Known state of a rank, from its own record or from those of other ranks.
 
     Attributes:
         place: as `launch.peers.Place`.
-        state: whether its process answered, in words.
-        plan: the actions of its list; empty if it has left no record.
-        axes: the ranks of its axes.
-        started: how many collectives it has started, by operation and axis ("all_reduce tp"). flights: of
-        torch's flight record, for each process group the number of the last collective, and whether it is
-        complete.
+        state: description of whether its process responded.
+        plan: the actions of its plan; empty without a record.
+        axes: the ranks along its axes.
+        started: number of collectives it has started, by operation and axis ("all_reduce tp").
+        flights: for each process group in torch's flight record, the number of the last collective, and
+            whether it has completed.
     """
 
     rank: int
@@ -76,18 +80,21 @@ class Rank:
 
     @property
     def gone(self) -> bool:
-        """Whether it cannot do anything."""
+        """Return whether the rank can no longer make progress."""
         return self.state != ALIVE or bool(self.place.get("failed"))
 
     @property
     def position(self) -> tuple[int, int, int, int]:
-        """Where it is in the run. Its last part compares only ranks with the same plan."""
+        """Position of the rank in the run.
+
+        The last element is only comparable between ranks with the same plan.
+        """
         place, number = self.place, self.place.get("number")
         phase = IN_PLAN if number is not None else ORDER.get(place.get("action", ""), AFTER)
         return place.get("step", 0), place.get("runs", 0), phase, number or 0
 
     def collectives(self, axis: str) -> int:
-        """The number of collectives that it has started over an axis."""
+        """Return the number of collectives that the rank has started over an axis."""
         return sum(count for name, count in self.started.items() if name.rpartition(" ")[2] == axis)
 
     def __str__(self) -> str:
@@ -98,7 +105,12 @@ class Rank:
 
 @dataclass(frozen=True)
 class Wait:
-    """A rank waits, and another one has not done its part. part: what that is; why: how this is known."""
+    """A wait of one rank for another that has not done its part.
+
+    Attributes:
+        part: the operation that is missing.
+        why: how this was determined.
+    """
 
     rank: int
     on: int
@@ -109,14 +121,14 @@ class Wait:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a hang comes down to.
+    """Cause of a hang.
 
     Attributes:
-        unmatched: the first action that another rank waits for in vain; None: every wait is matched. culprit:
-        the rank that did not do its part; None: the ranks wait for each other in a cycle, or nothing hangs.
-        instead: what it did instead.
-        chain: who waits for whom, down to that rank.
-        waits: all that are not matched.
+        unmatched: the first action that another rank waits for in vain, or None if every wait is matched.
+        culprit: the responsible rank, or None if the ranks wait for each other in a cycle, or nothing hangs.
+        instead: what that rank did instead.
+        chain: the waits that lead to that rank.
+        waits: all unmatched waits.
     """
 
     unmatched: str | None
@@ -127,7 +139,10 @@ class Explanation:
 
 
 def load(run_dir: Path) -> dict[int, Rank]:
-    """The records of the latest start of a run; those of ranks that went on since then only if all did."""
+    """Load the records of the latest start of a run.
+
+    Records of ranks that have continued are only used if all ranks have.
+    """
     records = {}
     for path in sorted((run_dir / DIRECTORY).glob("rank_*.json")):
         with suppress(OSError, ValueError, TypeError, KeyError):
@@ -153,8 +168,7 @@ def load(run_dir: Path) -> dict[int, Rank]:
 
 
 def _outdated(known: Rank | None, seen: Mapping[str, Any]) -> Rank | None:
-    """What is known of a rank, unless others have seen it in a later step or run of a plan than it was in
-    when it left its record."""
+    """Return the known state of a rank, or None if others have seen it at a later position."""
     if known is None or not seen:
         return known
     place = known.place
@@ -167,8 +181,7 @@ def _of_record(record: Mapping[str, Any], flights: Mapping[str, tuple[int, bool]
 
 
 def _flights(path: Path) -> dict[str, tuple[int, bool]]:
-    """Of a flight record: for each process group, the number of its last collective, and whether that is
-    complete."""
+    """Return the number of the last collective of each process group, and whether it has completed."""
     collectives: dict[str, tuple[int, bool]] = {}
     with suppress(OSError, ValueError, KeyError, TypeError):
         for entry in json.loads(path.read_text(encoding="utf-8"))["entries"]:
@@ -179,7 +192,7 @@ def _flights(path: Path) -> dict[str, tuple[int, bool]]:
 
 
 def explain(ranks: Mapping[int, Rank]) -> Explanation:
-    """Match what the ranks wait for, and follow the waits that are not matched."""
+    """Match the waits of all ranks, and follow those that are not matched."""
     if difference := _different_plans(ranks):
         rank, part, why = difference
         return Explanation(part, rank, why, [], [])
@@ -204,7 +217,7 @@ def explain(ranks: Mapping[int, Rank]) -> Explanation:
 
 
 def _waits(rank: Rank, ranks: Mapping[int, Rank]) -> list[Wait]:
-    """The waits of a rank that are not matched."""
+    """Return the unmatched waits of a rank."""
     what, peer = rank.place.get("waits"), rank.place.get("peer")
     if rank.gone:
         return []
@@ -218,8 +231,11 @@ def _waits(rank: Rank, ranks: Mapping[int, Rank]) -> list[Wait]:
 
 
 def _counterpart(match: re.Match[str], own: int) -> str:
-    """The action of the other rank that a send or receive is matched with, as printed; own: the pipeline rank
-    of this one."""
+    """Return the action of the other rank that matches a send or receive, as printed.
+
+    Args:
+        own: the pipeline rank of this rank.
+    """
     kind, stage, microbatch = match["kind"], int(match["stage"]), match["microbatch"]
     step = 1 if kind in ("SF", "RB") else -1
     sends = kind[0] == "S"
@@ -233,10 +249,10 @@ def _unmatched_message(rank: Rank, peer: Rank | None, number: int, match: re.Mat
     wanted = _counterpart(match, list(rank.axes["pp"]).index(rank.rank))
     place = list(peer.plan).index(wanted) if wanted in peer.plan else None
     if place is None or peer.gone:
-        return [Wait(rank.rank, number, part, f"its part is {wanted}")]
+        return [Wait(rank.rank, number, part, f"it should execute {wanted}")]
     there = (*rank.position[:2], IN_PLAN, place)
     if peer.position <= there:
-        return [Wait(rank.rank, number, part, f"its part is {wanted}, action {place + 1} of its plan")]
+        return [Wait(rank.rank, number, part, f"it should execute {wanted}, action {place + 1} of its plan")]
     if wanted[0] == "R" or peer.position[:2] == there[:2]:  # it has started its part
         return []
     return [
@@ -244,7 +260,7 @@ def _unmatched_message(rank: Rank, peer: Rank | None, number: int, match: re.Mat
             rank.rank,
             number,
             part,
-            f"its part is {wanted}, and it is beyond that run of its plan",
+            f"it should have executed {wanted}, but has already passed it in its plan",
             skipped=True,
         )
     ]
@@ -253,7 +269,10 @@ def _unmatched_message(rank: Rank, peer: Rank | None, number: int, match: re.Mat
 def _unmatched_collective(
     rank: Rank, ranks: Mapping[int, Rank], operation: str, axis: str, peer: int | None
 ) -> list[Wait]:
-    """A collective that is not counted, such as a save's, is matched by ranks that wait for the same."""
+    """Return the waits for ranks that have not started the same collective.
+
+    Collectives that are not counted, such as those of a save, are matched by the ranks that wait for them.
+    """
     others = (
         [peer] if peer is not None else [number for number in rank.axes.get(axis, ()) if number != rank.rank]
     )
@@ -274,25 +293,34 @@ def _unmatched_collective(
             started == count and beyond and _waits_over(other, axis)
         ):
             waits.append(
-                Wait(rank.rank, number, part, f"it has started {started}, rank {rank.rank} {count}", beyond)
+                Wait(
+                    rank.rank,
+                    number,
+                    part,
+                    f"it has started {started}, rank {rank.rank} has started {count}",
+                    beyond,
+                )
             )
     return waits
 
 
 def _waits_over(rank: Rank, axis: str) -> bool:
-    """Whether a rank waits for a collective over an axis."""
+    """Return whether a rank waits for a collective over an axis."""
     match = GROUP.match(str(rank.place.get("waits")))
     return match is not None and match["axis"] == axis
 
 
 def _beyond(rank: Rank, other: Rank) -> bool:
-    """Whether a rank is at a later place than another: within a plan only if they have the same."""
+    """Return whether a rank is at a later position than another.
+
+    Positions within a plan are only compared if both ranks have the same plan.
+    """
     same = rank.plan == other.plan
     return rank.position > other.position if same else rank.position[:2] > other.position[:2]
 
 
 def _device_waits(rank: Rank, ranks: Mapping[int, Rank]) -> list[Wait]:
-    """The collectives that the device of a rank has not completed, by torch's flight record."""
+    """Return the collectives that a rank's device has not completed, according to torch's flight record."""
     waits = []
     for group, (number, done) in rank.flights.items():
         for other in ranks.values() if not done else ():
@@ -315,8 +343,11 @@ def _device_waits(rank: Rank, ranks: Mapping[int, Rank]) -> list[Wait]:
 
 
 def _different_plans(ranks: Mapping[int, Rank]) -> tuple[int, str, str] | None:
-    """The first send or receive of a rank that the other one, in the same run of a plan, does not have: rank,
-    action, description."""
+    """Find the first send or receive without a counterpart in the same execution of the other rank's plan.
+
+    Returns:
+        the other rank, the action, and a description.
+    """
     for rank in ranks.values():
         line = list(rank.axes.get("pp", ()))
         # else it may be the plan of an earlier run
@@ -329,16 +360,18 @@ def _different_plans(ranks: Mapping[int, Rank]) -> tuple[int, str, str] | None:
             if other is None or not other.plan or wanted in other.plan or not _in_the_same_run(rank, other):
                 continue
             why = (
-                f"its plan has no {wanted}, which action {number + 1} of rank {rank.rank}, {action}, needs: "
-                "the ranks have different plans"
+                f"its plan does not contain {wanted}, which matches {action}, action {number + 1} "
+                f"of rank {rank.rank}: the ranks have different plans"
             )
             return other.rank, action, why
     return None
 
 
 def _in_the_same_run(rank: Rank, other: Rank) -> bool:
-    """Whether another rank is in the run of a plan in which this one is, or has just ended it: then its plan
-    is that of the same run."""
+    """Return whether another rank executes the same plan as this one, or has just finished it.
+
+    Its recorded plan is then that of the same execution.
+    """
     ended = (
         other.position[:2] == (rank.position[0], rank.position[1] + 1) and other.place.get("number") is None
     )
@@ -346,8 +379,11 @@ def _in_the_same_run(rank: Rank, other: Rank) -> bool:
 
 
 def _culprit(ranks: Mapping[int, Rank], waits: Sequence[Wait]) -> int | None:
-    """The rank that did not do its part: lost, or beyond what others wait for, or else at the end of the
-    waits."""
+    """Return the rank that is responsible.
+
+    This is a rank that was lost, one that has passed the position others wait for, or the one at the end of
+    the waits.
+    """
     awaited = {wait.on for wait in waits}
     gone = [rank.rank for rank in ranks.values() if rank.gone and "lost" not in rank.place]
     for lost in (set(gone) & awaited, gone):
@@ -363,7 +399,7 @@ def _culprit(ranks: Mapping[int, Rank], waits: Sequence[Wait]) -> int | None:
 
 
 def _chain(waits: Sequence[Wait], culprit: int) -> list[Wait]:
-    """The waits that lead to a rank, the farthest first; each rank once."""
+    """Return the waits that lead to a rank, the farthest first, with each rank at most once."""
     chain: list[Wait] = []
     level = {culprit}
     while level:
@@ -383,14 +419,14 @@ def _line(wait: Wait, ranks: Mapping[int, Rank]) -> str:
 
 
 def _instead(rank: Rank | None, missed: Wait | None) -> str:
-    """Describes what a rank did when others waited for it; None: nothing is known of it."""
+    """Describe what a rank did while others waited for it."""
     if rank is None:
-        return "it has left no record"
+        return "it left no record"
     if rank.place.get("failed"):
         return f"it failed: {rank.place['failed']}; it was in {rank}"
     if rank.state != ALIVE:
         return f"{rank.state}; last known in {rank}"
-    skipped = "it has skipped that: " if missed is not None and missed.skipped else ""
+    skipped = "it skipped this operation: " if missed is not None and missed.skipped else ""
     waits = f", awaiting {rank.place['waits']}" if rank.place.get("waits") else ""
     stack = f" ({' < '.join(reversed(rank.frames[-OWN_FRAMES:]))})" if rank.frames else ""
     return f"{skipped}it was in {rank}{waits}{stack}"

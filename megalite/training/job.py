@@ -1,7 +1,7 @@
-"""A job in its run's directory: claimed before any process group starts, and described by summary.json until
-it ends.
+"""A job in the directory of its run, from claiming the directory to recording how it ended.
 
-Rank 0 holds the lock and writes; every rank learns whether the job may go on.
+The directory is claimed before any process group starts, and summary.json describes the job until it ends.
+Rank 0 holds the lock and writes; every rank receives the decision whether to continue.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
 
 class JobEnd(Exception):
-    """The job ends before it has begun, with a status and a message for the user: refused, or nothing to
-    do."""
+    """Raised to end a job before it begins, with an exit status and a message for the user.
+
+    The job was refused, or has nothing left to do.
+    """
 
     def __init__(self, status: ExitStatus, message: str):
         super().__init__(message)
@@ -33,13 +35,14 @@ class JobEnd(Exception):
 
 
 class Job:
-    """One rank's view of the job. Only rank 0 has a lock.
+    """A job, as seen by one rank. Only rank 0 has a lock.
 
     Attributes:
-        restarted: torchrun or SLURM has started the job again.
-        name: identifies this start of the job, on all ranks alike: the clocks of hosts differ.
-        since: when it began, in seconds since the epoch.
-        kills: tells whether the kernel has killed a process for lack of memory since then.
+        restarted: whether torchrun or SLURM has started the job again.
+        name: identifier of this start of the job. It is the same on all ranks, because the clocks of hosts
+            differ.
+        since: start time, in seconds since the epoch.
+        kills: returns whether the kernel has killed a process since then because memory ran out.
     """
 
     def __init__(self, config: Config, lock: RunLock | None, restarted: bool = False, name: str = ""):
@@ -48,7 +51,7 @@ class Job:
         self.since, self.kills = time.time(), MemoryKills()
 
     def running(self) -> None:
-        """Record that the job trains. Until then it has changed nothing."""
+        """Record that the job is training. Before this call nothing is changed."""
         if self._lock is not None:
             from megalite.data.tokenizer.run_copy import keep
             from megalite.launch import crash
@@ -58,7 +61,7 @@ class Job:
             self._summary = SummaryWriter(self._config, self.name)
 
     def end(self, status: ExitStatus, reason: str | None = None) -> None:
-        """Record how the job ended, if it has trained or failed, and let others use the directory."""
+        """Record how the job ended, if it has trained or failed, and release the directory."""
         if self._lock is None:
             return
         if self._summary is None and status == ExitStatus.FAILED:
@@ -71,15 +74,17 @@ class Job:
 def begin(
     config: Config, *, restarted: bool, rank: int = 0, store: Store | None = None
 ) -> tuple[Job, list[str]]:
-    """Claim the run's directory on rank 0. Returns the job, and lines for the user. With several ranks all
-    call it.
+    """Claim the directory of the run on rank 0. Called by all ranks.
 
     Args:
-        restarted: the job was started again and may find a run that it began itself.
-        store: the rendezvous store, through which the other ranks learn what rank 0 found; None: one process.
+        restarted: whether the job was started again, so that it may find a run that it began itself.
+        store: the rendezvous store that sends the result of rank 0 to the other ranks; None for one process.
+
+    Returns:
+        the job, and lines for the user.
 
     Raises:
-        JobEnd: on every rank, if the job must not go on, or need not.
+        JobEnd: on every rank, if the job must not or need not continue.
     """
     lock, verdict = _claimed(config, restarted) if rank == 0 else (None, {})
     verdict["job"] = uuid.uuid4().hex
@@ -94,7 +99,7 @@ def begin(
 
 
 def _claimed(config: Config, restarted: bool) -> tuple[RunLock | None, dict[str, Any]]:
-    """The lock, and as plain data what all ranks must know: a message ends the job with a status."""
+    """Return the lock, and the result for all ranks as plain data. A message ends the job with its status."""
     try:
         claimed = claim(config, restarted)
     except ConfigError as error:

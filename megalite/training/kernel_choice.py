@@ -1,5 +1,4 @@
-"""Which implementations a run computes with, where there is a choice: printed and recorded at its start. See
-`megalite_kernels`."""
+"""Implementations that a run selects at its start, as printed and recorded; see `megalite_kernels`."""
 
 from __future__ import annotations
 
@@ -19,13 +18,13 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 
 
 def kernels(trainer: Trainer) -> list[str]:
-    """The implementations of attention on a GPU, and of fp32 products on a CPU, a line each."""
+    """Describe the implementations of attention on a GPU, and of fp32 matmuls on a CPU, one per line."""
     on_cpu = trainer.device.type == "cpu" and trainer.config.train.precision == "fp32"
-    return [*attention(trainer), *([f"fp32 products by {matmul_library.in_use()}"] if on_cpu else [])]
+    return [*attention(trainer), *([f"fp32 matmuls use {matmul_library.in_use()}"] if on_cpu else [])]
 
 
 def attention(trainer: Trainer) -> list[str]:
-    """The route that the run's attention takes, as a line; none where there is no choice."""
+    """Describe the attention route of the run, or return no line if there is no choice."""
     data = trainer.train_data
     return attention_route(
         trainer.config,
@@ -35,8 +34,11 @@ def attention(trainer: Trainer) -> list[str]:
 
 
 def attention_route(config: Config, device: torch.device, documents: bool) -> list[str]:
-    """The line; none where there is no choice: on a CPU, and for parts of rows. documents: whether rows have
-    several."""
+    """Describe the attention route, or return no line on a CPU and for parts of rows.
+
+    Args:
+        documents: whether rows contain several documents.
+    """
     parallel = config.parallel
     if device.type == "cpu" or (parallel.cp > 1 and parallel.context != "ulysses"):
         return []

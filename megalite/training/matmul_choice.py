@@ -1,10 +1,9 @@
-"""The choice of the library for fp32 matmuls on a CPU, once per run: `train.fp32_matmul`.
+"""Selection of the library for fp32 matmuls on a CPU, once per run (`train.fp32_matmul`).
 
-At the first start every rank measures the matmuls of its own step, all at once as in training, and the
-library with the smaller sum over the ranks is chosen, so all ranks choose alike. fp32_matmul.json in the
-run's directory records the choice, and later starts keep it: MKL and oneDNN add in different orders, and a
-resumed run must continue with the same bits. A run that continues another run's checkpoint takes that run's
-choice.
+At the first start every rank measures the matmuls of its own step, all ranks at the same time as in training.
+All ranks select the library with the smaller sum over the ranks. The choice is recorded in fp32_matmul.json
+in the directory of the run and kept by later starts, because MKL and oneDNN add in different orders and a
+resumed run must be bitwise reproducible. A run that continues the checkpoint of another run uses its choice.
 """
 
 from __future__ import annotations
@@ -40,8 +39,12 @@ MARGIN = 1.1
 
 @dataclass(frozen=True)
 class MatmulChoice:
-    """The library, and why: `option` is `train.fp32_matmul`, `seconds` of one step's products by library,
-    summed over the ranks."""
+    """The selected library, and the reason.
+
+    Attributes:
+        option: the value of `train.fp32_matmul`.
+        seconds: time of the matmuls of one step by library, summed over the ranks.
+    """
 
     path: matmul_library.Path
     reason: str
@@ -50,10 +53,11 @@ class MatmulChoice:
 
 
 def choose(config: Config, mesh: Mesh, device: torch.device) -> list[str]:
-    """Select the library for this process. Returns lines for the user. Collective.
+    """Select the library for this process, and return lines for the user. Collective.
 
     Raises:
-        ConfigError: on every rank, if the option asks for fp32 products of oneDNN where it rounds to bf16.
+        ConfigError: on every rank, if the option selects fp32 matmuls of oneDNN, but oneDNN rounds them to
+            bf16.
     """
     if device.type != "cpu" or config.train.precision != "fp32":
         return []
@@ -61,13 +65,13 @@ def choose(config: Config, mesh: Mesh, device: torch.device) -> list[str]:
     rounded = all_reduce(torch.tensor(float(matmul_library.rounds())), mesh.world).wait().item() > 0
     if option == "onednn" and rounded:
         raise ConfigError(
-            "train.fp32_matmul = onednn: on this processor oneDNN rounds the factors of fp32 products to "
-            "bf16. Set mkl, or set bf16 to "
-            "allow it."
+            "train.fp32_matmul=onednn is not supported on this processor, because oneDNN rounds "
+            "the factors of fp32 matmuls to bf16. Set train.fp32_matmul=mkl, or set "
+            "train.fp32_matmul=bf16 to allow the rounding."
         )
     allowed, recorded = matmul_library.candidates(option, rounded), on_rank_0(mesh, lambda: _recorded(config))
     if recorded is not None and recorded["option"] == option and recorded["path"] in allowed:
-        choice = MatmulChoice(recorded["path"], "as when the run began", option, {})
+        choice = MatmulChoice(recorded["path"], "unchanged since the run started", option, {})
     elif config.run.deterministic or len(allowed) == 1:
         choice = MatmulChoice(
             allowed[0],
@@ -80,7 +84,7 @@ def choose(config: Config, mesh: Mesh, device: torch.device) -> list[str]:
     matmul_library.use(choice.path)
     if mesh.rank == 0 and recorded is None:
         _record(config.run.directory, choice)
-    return [f"fp32 products by {NAMES[choice.path]}: {choice.reason}"]
+    return [f"fp32 matmuls use {NAMES[choice.path]}: {choice.reason}"]
 
 
 def _measured(config: Config, mesh: Mesh, allowed: tuple[matmul_library.Path, ...]) -> MatmulChoice:
@@ -94,13 +98,14 @@ def _measured(config: Config, mesh: Mesh, allowed: tuple[matmul_library.Path, ..
     preferred, other = allowed
     path = other if MARGIN * total[other] < total[preferred] else preferred
     rest = preferred if path == other else other
-    reason = f"{NAMES[rest]} takes {total[rest] / total[path]:.2f} times its time for this model's products"
+    reason = (
+        f"{NAMES[rest]} takes {total[rest] / total[path]:.2f} times as long for the matmuls of this model"
+    )
     return MatmulChoice(path, reason, config.train.fp32_matmul, total)
 
 
 def step_products(config: Config, mesh: Mesh) -> list[MatmulShape]:
-    """This rank's matrix products of one step: those of its linear layers and of attention, forward and
-    backward."""
+    """Return this rank's matmuls of one step, in linear layers and attention, forward and backward."""
     train, length, layout = config.train, part_length(config), Layout.of(config)
     keys = length * layout.cp  # of whole rows; ulysses has all queries of fewer heads, which is as much
     microbatches, rows = layout.microbatches, train.micro_batch_size * length
@@ -127,7 +132,7 @@ def step_products(config: Config, mesh: Mesh) -> list[MatmulShape]:
 
 
 def _linear(rows: int, shape: tuple[int, ...], count: int) -> Iterator[MatmulShape]:
-    """The output, the input gradient and the weight gradient of a weight [out, in]."""
+    """Yield the matmuls for the output, input gradient and weight gradient of a weight [out, in]."""
     out, inner = shape
     yield MatmulShape(rows, inner, out, (False, True), times=count)
     yield MatmulShape(rows, out, inner, times=count)
@@ -135,7 +140,7 @@ def _linear(rows: int, shape: tuple[int, ...], count: int) -> Iterator[MatmulSha
 
 
 def linear_shapes(config: Config, mesh: Mesh) -> list[tuple[int, ...]]:
-    """[out, in] of every weight that this rank multiplies with: all matrices except lookup tables."""
+    """Return the [out, in] shape of every weight matrix on this rank, excluding embeddings."""
     specs = specs_of(config, mesh.pp.rank)
     tied = config.model.tie_word_embeddings  # an embedding that is also the head counts
     multiplied = [
@@ -148,8 +153,10 @@ def linear_shapes(config: Config, mesh: Mesh) -> list[tuple[int, ...]]:
 
 
 def _recorded(config: Config) -> dict[str, Any] | None:
-    """The recorded choice of the run, or of the run whose checkpoint it starts from, by this or an earlier
-    version."""
+    """Return the recorded choice of the run, or of the run whose checkpoint it starts from.
+
+    Records of earlier versions are supported.
+    """
     directories = [config.run.directory]
     if (load := config.checkpoint.load) not in ("auto", "none"):
         with suppress(CheckpointError):  # the trainer will say so

@@ -1,9 +1,9 @@
-"""Memory of the model states on each rank: measured, and as planned by `megalite.planner.memory.states`.
+"""Memory of the model states on each rank, measured and as planned by `megalite.planner.memory.states`.
 
-Measured between steps: weights, accumulated gradients, optimizer state (separate master weights, two
-moments), and PowerSGD's errors and factors. What a step adds (activations, gathered buckets, PowerSGD's new
-errors) is only planned (`megalite.planner.memory.estimate`). State that is offloaded to disk is in memory
-only for the windows that a step works on.
+It is measured between steps: weights, accumulated gradients, optimizer state (separate master weights, two
+moments), and the errors and factors of PowerSGD. The additional memory during a step (activations, gathered
+buckets, new errors of PowerSGD) is only planned (`megalite.planner.memory.estimate`). State that is offloaded
+to disk only uses memory for the windows that a step is working on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megalite.training.trainer import Trainer
 
 
 class ModelStates(NamedTuple):
-    """Bytes on one rank."""
+    """Bytes of the model states on one rank."""
 
     weights: float
     gradients: float
@@ -44,12 +44,14 @@ class ModelStates(NamedTuple):
             for name, value in zip(self._fields, self, strict=True)
             if value or name != "powersgd"
         )
-        return f"{', '.join(parts)}, together {sum(self) / 1e6:,.1f} MB"
+        return f"{', '.join(parts)}, total {sum(self) / 1e6:,.1f} MB"
 
 
 def _storages(state: OptimizerState) -> Iterator[tuple[str, str, int]]:
-    """(kind, place, bytes) of the memory of live tensors, each counted once, under the first kind that it
-    has."""
+    """Yield (kind, place, bytes) of live storages.
+
+    Each is counted once, under the first kind to which it belongs.
+    """
     store, buckets = state.store, state.store.buckets
     gradients = [bucket.gradients for bucket in buckets if bucket.gradients is not None]
     kinds: dict[str, Iterable[Tensor | None]] = {
@@ -70,7 +72,7 @@ def _storages(state: OptimizerState) -> Iterator[tuple[str, str, int]]:
 
 
 def states_of(state: OptimizerState) -> ModelStates:
-    """Bytes of the model states that this state and its store keep between steps."""
+    """Return the bytes of the model states that this optimizer state and its store keep between steps."""
     storages = list(_storages(state))
     return ModelStates(
         *(sum(size for kind, _, size in storages if kind == name) for name in ModelStates._fields)
@@ -78,12 +80,12 @@ def states_of(state: OptimizerState) -> ModelStates:
 
 
 def measured(trainer: Trainer) -> ModelStates:
-    """Bytes of this rank's model states, as allocated."""
+    """Return the allocated bytes of this rank's model states."""
     return states_of(trainer.optimizer.state)
 
 
 def places(trainer: Trainer) -> dict[str, int]:
-    """The same bytes by the place they are stored in: cuda, cpu, disk."""
+    """Return the allocated bytes by the place where they are stored: cuda, cpu or disk."""
     sizes: dict[str, int] = {}
     for _, place, size in _storages(trainer.optimizer.state):
         sizes[place] = sizes.get(place, 0) + size
@@ -91,7 +93,7 @@ def places(trainer: Trainer) -> dict[str, int]:
 
 
 def formula(trainer: Trainer) -> ModelStates:
-    """Bytes of this rank's model states as the planner computes them from the configuration."""
+    """Return the bytes of this rank's model states that the planner computes from the configuration."""
     return planned(trainer.config, trainer.mesh.pp.rank, _device(trainer), trainer.mesh.shard.rank)
 
 
@@ -100,13 +102,13 @@ def _device(trainer: Trainer) -> Device:
 
 
 def planned_peak(trainer: Trainer) -> int:
-    """The planner's peak of bytes on this rank's device during a step."""
+    """Return the planned peak memory of this rank's device during a step, in bytes."""
     world, rank = trainer.mesh.world.size, trainer.mesh.pp.rank
     return estimate(trainer.config, world, _device(trainer), trainer.schedule, [rank])[0].total
 
 
 def planned(config: Config, pp_rank: int, device: Device, shard: int) -> ModelStates:
-    """The planner's bytes of a pipeline rank, with this index on the shard axis, between steps."""
+    """Return the planned bytes of a pipeline rank between steps, for this index on the shard axis."""
     states = model_states(config, plan.buckets_of(config, pp_rank), pp_rank, device, shard)
     return ModelStates(states.weights, states.gradients, states.master + states.moments, states.powersgd)
 
@@ -116,8 +118,12 @@ def _compressed(store: ParameterStore) -> Sequence[CompressedMatrix]:
 
 
 def gathering(trainer: Trainer, reshard: Literal["action", "step"]) -> tuple[float, float]:
-    """Costs of ZeRO-3 for this rank's pipeline position per step: how often all of its weights are gathered
-    (by size), and the largest share of its buckets that is whole at once."""
+    """Return the costs of ZeRO-3 per step for this rank's pipeline position.
+
+    Returns:
+        how often all of its weights are gathered (weighted by size), and the largest fraction of its buckets
+        that is gathered at once.
+    """
     config, rank = trainer.config, trainer.mesh.pp.rank
     config = replace(config, parallel=replace(config.parallel, zero3_reshard=reshard))
     schedule = build.schedule(config, build.layout(config).microbatches)
@@ -131,50 +137,53 @@ def gathering(trainer: Trainer, reshard: Literal["action", "step"]) -> tuple[flo
 
 
 def _describe_frozen(trainer: Trainer) -> list[str]:
-    """Which share of the model is trained, if not all, and a warning where the frozen rest is random."""
+    """Describe the fraction of trainable parameters, and warn if the frozen ones are random."""
     config = trainer.config
     specs = with_adapters(model_specs(config.model), config.lora)
     trained = parameter_count([spec for spec in specs if spec.trainable])
     if trained == trainer.parameters:
         return []
     lines = [
-        f"{trained:,} parameters are trained, {trained / trainer.parameters:.2%} of all; the others are "
-        "frozen"
+        f"trainable parameters: {trained:,} ({trained / trainer.parameters:.2%} of all); the "
+        "others are frozen"
     ]
     if config.model.initial_weights is None and trainer.step_done == 0:
         lines.append(
-            "and random: model.init_from must name the weights that the adapters are for, for example hf:DIR"
+            "the frozen parameters are randomly initialized: set model.init_from to the weights "
+            "that the adapters are trained on, for example hf:DIR"
         )
     return lines
 
 
 def _describe_copies(trainer: Trainer) -> list[str]:
-    """The additional memory of optimistic steps, see `training.weight_update`."""
+    """Describe the additional memory of optimistic steps, see `training.weight_update`."""
     if not build.optimistic_step(trainer.config):
         return []
     size = sum(tensor.nbytes for tensor in trainer.optimizer.state.changing()) / 1e6
     return [
-        f"optimistic steps hold a copy of the optimizer state until they are confirmed: {size:,.1f} MB on "
-        f"rank {trainer.mesh.rank}"
+        "optimistic steps keep a copy of the optimizer state until they are confirmed: "
+        f"{size:,.1f} MB on rank {trainer.mesh.rank}"
     ]
 
 
 def _describe_gathering(trainer: Trainer) -> list[str]:
-    """Costs of both values of `parallel.zero3_reshard`, for comparison."""
+    """Describe the costs of both values of `parallel.zero3_reshard`."""
     if trainer.store.zero < 3:
         return []
     ways: tuple[Literal["action", "step"], ...] = ("action", "step")
     costs = {way: gathering(trainer, way) for way in ways}
     listed = "; ".join(
-        f"{way}: {times:.4g} times a step, at most {whole:.0%} of the buckets whole"
+        f"{way}: {times:.4g} times a step, at most {whole:.0%} of the buckets gathered"
         for way, (times, whole) in costs.items()
     )
-    return [f"weights of rank {trainer.mesh.rank} are gathered, by parallel.zero3_reshard: {listed}"]
+    return [f"gathering of the weights of rank {trainer.mesh.rank} by parallel.zero3_reshard: {listed}"]
 
 
 def report(trainer: Trainer) -> list[str]:
-    """One line for each group of ranks with equal numbers, the same on every rank, and remarks for this rank.
-    Collective."""
+    """Return one line per group of ranks with equal numbers, and remarks for this rank. Collective.
+
+    The lines about the groups are the same on every rank.
+    """
     lies = places(trainer)
     where = ", ".join(f"{size / 1e6:,.1f} MB on {place}" for place, size in lies.items() if size)
     own = (
@@ -194,7 +203,6 @@ def report(trainer: Trainer) -> list[str]:
         ranks.setdefault(states, []).append(rank)
     return [
         f"rank{'s' if len(group) > 1 else ''} {', '.join(map(str, group))}: {actual} (planned "
-        f"{sum(expected) / 1e6:,.1f} MB; "
-        f"{peak / 1e6:,.1f} MB at a step's peak){where}"
+        f"{sum(expected) / 1e6:,.1f} MB; {peak / 1e6:,.1f} MB at a step's peak){where}"
         for (actual, expected, peak, where), group in ranks.items()
     ] + [*_describe_frozen(trainer), *_describe_gathering(trainer), *_describe_copies(trainer)]

@@ -1,5 +1,7 @@
-"""Builds single ranks of any run on the meta device, with torch's fake process group: all of its parts,
-without their memory."""
+"""Construction of single ranks of any run on the meta device, with torch's fake process group.
+
+All parts of the run are built, without their memory.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,15 @@ from megalite.training.memory_report import ModelStates, planned, states_of
 
 
 class Disagreement(RuntimeError):
-    """The built states have another number of bytes than the planned ones."""
+    """Raised if the size of the built states differs from the plan."""
 
 
 class _Nowhere(StateMemory):
-    """Optimizer state without memory. `device` equals the weights' where the state would be stored next to
-    them: the store then decides whether weights are their own master weights."""
+    """Optimizer state without memory.
+
+    `device` is the device of the weights if the state would be stored next to them. The store then decides
+    whether weights are their own master weights.
+    """
 
     def __init__(self, config: Config, device: Device):
         offloaded = config.parallel.offload != "none"
@@ -40,7 +45,7 @@ class _Nowhere(StateMemory):
 
 @contextmanager
 def fake_process(rank: int, world_size: int) -> Iterator[None]:
-    """A context in which this process is one rank of a run whose communication sends nothing."""
+    """Context manager in which this process is one rank of a run whose communication sends nothing."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -52,10 +57,10 @@ def fake_process(rank: int, world_size: int) -> Iterator[None]:
 
 
 def build_on_meta(config: Config, ranks: Sequence[int], device: Device) -> list[ModelStates]:
-    """Bytes of these ranks' model states, as the store allocates them.
+    """Return the bytes of the model states of these ranks, as the store allocates them.
 
     Args:
-        device: the kind of device that the ranks would compute on.
+        device: the type of device that the ranks would use.
     """
     layout, states = build.layout(config), []
     # their process group would be a real one
@@ -72,8 +77,11 @@ def build_on_meta(config: Config, ranks: Sequence[int], device: Device) -> list[
 
 
 def check_states(config: Config, ranks: Sequence[int], device: Device) -> None:
-    """Build these ranks and compare each part's bytes with the planner's. Raises Disagreement with the first
-    part that differs."""
+    """Build these ranks and compare the bytes of each part with the plan.
+
+    Raises:
+        Disagreement: names the first part that differs.
+    """
     layout = build.layout(config)
     for rank, state in zip(ranks, build_on_meta(config, ranks, device), strict=True):
         place = layout.position(rank)
@@ -83,5 +91,6 @@ def check_states(config: Config, ranks: Sequence[int], device: Device) -> None:
         for part, own, theirs in zip(ModelStates._fields, state, expected, strict=True):
             if own != theirs:
                 raise Disagreement(
-                    f"rank {rank}: {part} take {own:,} bytes as built, but {theirs:,} as planned."
+                    f"rank {rank}: {part} takes {own:,} bytes as built, which does not match the "
+                    f"planned {theirs:,} bytes."
                 )

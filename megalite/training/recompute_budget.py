@@ -1,5 +1,7 @@
-"""What a run with train.recompute: budget recomputes: decided on rank 0, the same on every rank, and printed
-when training begins."""
+"""Operations that a run with train.recompute: budget recomputes.
+
+Rank 0 decides, all ranks use the result, and it is printed when training begins.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,10 @@ from megalite.planner.memory.states import Device
 
 
 def agreed(config: Config, mesh: Mesh, device: torch.device) -> Config:
-    """The configuration with operations in place of the budget, the same on every rank. Collective. Raises
-    ConfigError on every rank."""
+    """Return the configuration with a list of operations instead of the budget. Collective.
+
+    The result is the same on every rank. Raises ConfigError on every rank.
+    """
     memory = _smallest(mesh, device)
     with raise_on_all_ranks(mesh):
         own = resolved(config, _kind(device), memory)
@@ -30,14 +34,16 @@ def agreed(config: Config, mesh: Mesh, device: torch.device) -> Config:
 
 
 def check(config: Config, device: torch.device) -> None:
-    """Raise ConfigError if the budget is too small, by this rank's device alone: before any process group
-    starts."""
+    """Raise ConfigError if the budget is too small for the device of this rank.
+
+    Called before any process group is created.
+    """
     if config.train.recompute == BUDGET:
         resolved(config, _kind(device), _memory(device))
 
 
 def describe(config: Config, mesh: Mesh, device: torch.device) -> list[str]:
-    """The decision of a run with a budget as lines of text. Collective."""
+    """Describe the operations selected for a budget as lines of text. Collective."""
     if config.train.memory_budget is None:
         return []
     memory = _smallest(mesh, device)
@@ -49,14 +55,14 @@ def _kind(device: torch.device) -> Device:
 
 
 def _memory(device: torch.device) -> int:
-    """Bytes of this rank's device; of a CPU's memory, this rank's part."""
+    """Return the memory of this rank's device in bytes; on a CPU, this rank's share of it."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_world_size()
 
 
 def _smallest(mesh: Mesh, device: torch.device) -> int:
-    """The smallest device of all ranks."""
+    """Return the smallest device memory of all ranks."""
     every = torch.zeros(mesh.world.size, dtype=torch.float64, device=device)
     every[mesh.rank] = _memory(device)
     return int(all_reduce(every, mesh.world).wait().min().item())

@@ -1,5 +1,7 @@
-"""Checks which checkpoint a run may continue from, one of the same model, data and horizon, and lists every
-other change."""
+"""Checks whether a run may continue from a checkpoint.
+
+Model, data and horizon must match; all other changes are listed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from megalite.config.run_length import resume_steps, with_batches
 from megalite.config.schema import Config, ConfigError
 
 FREE = ("preset", "from_hf", "init_from", "resize_embeddings", "dropout")
-"""Options of model and lora that do not affect what a checkpoint holds."""
+"""Options of model and lora that do not affect the content of a checkpoint."""
 
 DATA = ("data.train", "data.validation")
 SAMPLES = ("run.seed", "data.sequence_length", "data.shuffle", "data.packing", *DATA)
@@ -26,13 +28,15 @@ UNLISTED = (
     *("run.dir", "run.overwrite", "checkpoint.load", "checkpoint.allow", "data.allow_tokenizer_change"),
     *("train.stop_after", "faults.inject", "network.variables"),  # values of the last may be secret
 )
-"""Options of one start of a run, which have no effect on what it computes."""
+"""Options that belong to a single start of a run and do not affect its results."""
 LENGTH = ("train.steps", "train.epochs", "train.tokens")
 
 
 def check_resume(config: Config, fingerprint: str, state: dict[str, Any], directory: Path) -> None:
-    """Raise ConfigError if model, optimizer, data or horizon differ from a checkpoint's, unless
-    `checkpoint.allow` lists the change."""
+    """Raise ConfigError if the run does not match the model, optimizer, data or horizon of a checkpoint.
+
+    Changes listed in `checkpoint.allow` are accepted.
+    """
     # which a fresh start does not need
     from megalite.training.tokenizer_checks import check_resumed_tokenizer
 
@@ -54,46 +58,46 @@ def check_resume(config: Config, fingerprint: str, state: dict[str, Any], direct
     ]
     if changed:
         raise ConfigError(
-            f"checkpoint.load = {directory} was made by another model: {'; '.join(changed)}. Give the run "
-            "another run.name."
+            f"The model does not match checkpoint.load={directory}: {'; '.join(changed)}. To "
+            "train this model, set another run.name."
         )
     if saved.optimizer.name != config.optimizer.name:
         raise ConfigError(
-            f"optimizer.name = {config.optimizer.name}, but checkpoint.load = {directory} has the state of "
-            f"{saved.optimizer.name}. "
-            f"Set it to {saved.optimizer.name}, or start another run from the weights alone: model.init_from "
-            f"= {directory}."
+            f"optimizer.name={config.optimizer.name} does not match checkpoint.load={directory}, "
+            f"which contains the state of {saved.optimizer.name}. Set "
+            f"optimizer.name={saved.optimizer.name}, or start another run from the weights with "
+            f"model.init_from={directory}."
         )
     check_resumed_tokenizer(config, fingerprint, state, directory)
     if state["fingerprint"] != fingerprint and "data" not in allow:
         what = other_samples(config, saved)
         raise ConfigError(
-            f"checkpoint.load = {directory} was made with other {what}. Accept it with checkpoint.allow = "
-            "[data]."
+            f"checkpoint.load={directory} does not match the data of this run, because it was "
+            f"trained with other {what}. To resume anyway, set checkpoint.allow=[data]."
         )
     # A length in samples is the same one if it makes as many steps of the checkpoint's batches.
     planned = config.train.steps if samples is None else steps_for(saved.train, samples)
     if saved.train.steps != planned and "horizon" not in allow and config.optimizer.decay != "constant":
         raise ConfigError(
-            f"train.steps = {config.train.steps}, but {directory} was made for {saved.train.steps}: the "
-            "learning rate would change. "
-            "Accept it with checkpoint.allow = [horizon]."
+            f"train.steps={config.train.steps} does not match {directory} "
+            f"(train.steps={saved.train.steps}). Resuming would change the learning rates; to do "
+            "so anyway, set checkpoint.allow=[horizon]."
         )
     if (ramp := saved.train.rampup_batch_size) != config.train.rampup_batch_size and "horizon" not in allow:
         raise ConfigError(
-            f"train.rampup_batch_size = {show(config.train.rampup_batch_size)}, but {directory} was made "
-            f"with {show(ramp)}: batches and "
-            "learning rates would change. Accept it with checkpoint.allow = [horizon]."
+            f"train.rampup_batch_size={show(config.train.rampup_batch_size)} does not match "
+            f"{directory} ({show(ramp)}). Resuming would change the batch sizes and learning "
+            "rates; to do so anyway, set checkpoint.allow=[horizon]."
         )
 
 
 def continue_steps(config: Config, state: dict[str, Any]) -> None:
-    """Count the steps of a run again that a checkpoint's state continues (`amounts.resume_steps`)."""
+    """Recompute the number of steps of a run that continues a checkpoint (`amounts.resume_steps`)."""
     resume_steps(config, with_batches(from_dict(state["config"]), state), state["step"])
 
 
 def other_samples(config: Config, saved: Config) -> str:
-    """What changes the samples: the options that cut and order them by name, else the data."""
+    """Describe what changes the samples: the options that select and order them, or the data itself."""
     before, now = options_of(saved), options_of(config)
     changed = {
         name: f"{name} was {show(before[name])}, is {show(now[name])}"
@@ -105,13 +109,13 @@ def other_samples(config: Config, saved: Config) -> str:
 
 
 def options_of(config: Config) -> dict[str, Any]:
-    """section.key → value, as stored, in one order where none counts."""
+    """Return section.key → value, as stored. Lists whose order has no effect are sorted."""
     tree = json.loads(json.dumps(_tree(config)))
     return {f"{section}.{name}": value for section, values in tree.items() for name, value in values.items()}
 
 
 def _tree(config: Config) -> dict[str, dict[str, Any]]:
-    """The options as they are compared: `to_dict`, in one order where none counts."""
+    """Return `to_dict` for comparison. Lists whose order has no effect are sorted."""
     tree = to_dict(config)
     return tree | {
         "lora": {
@@ -122,18 +126,19 @@ def _tree(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def changes(config: Config, state: dict[str, Any], software: dict[str, str]) -> list[str]:
-    """A table of every option, and of software, that differs from those of a checkpoint; no lines if none
-    does.
+    """Return a table of all options and software versions that differ from a checkpoint, or no lines.
 
     Args:
-        software: name → version of what runs now.
+        software: current version of each package, by name.
     """
     return _table(_changed(config, state, software))
 
 
 def changed_experiment(config: Config, state: dict[str, Any]) -> list[str]:
-    """The table of `changes` without the layout and the length of the run, which may change from one start of
-    a run to the next."""
+    """Return the table of `changes` without the layout and the length of the run.
+
+    These may change between the starts of a run.
+    """
     rows = _changed(config, state, {})
     return _table([row for row in rows if row[0] not in LENGTH and not row[0].startswith("parallel.")])
 
@@ -158,8 +163,10 @@ def _table(changed: list[tuple[str, str, str]]) -> list[str]:
 
 
 def is_same_run(config: Config, saved: dict[str, Any]) -> bool:
-    """Whether a stored configuration has the same options, the layout excepted. An option that is missing in
-    it has its default; with one that is unknown it is another run's."""
+    """Return whether a stored configuration has the same options, except for the layout.
+
+    A missing option has its default. A configuration with unknown options belongs to another run.
+    """
     try:
         before = from_dict({**saved, "parallel": {}})
     except ConfigError:
@@ -170,22 +177,29 @@ def is_same_run(config: Config, saved: dict[str, Any]) -> bool:
 
 
 def without_adapters(manifest: Manifest) -> Manifest:
-    """Return the manifest of a checkpoint to start from. Raises CheckpointError if it holds adapters, which
-    would not be loaded."""
+    """Return the manifest of a checkpoint to start from.
+
+    Raises:
+        CheckpointError: the checkpoint contains adapters, which would not be loaded.
+    """
     if from_dict(manifest.state.get("config", {})).lora.rank:
         way_out = (
-            "Merge them with megalite convert export and start from hf:DIR, or export them alone, for "
-            "lora.init_from"
+            "Merge them with megalite convert export and start from hf:DIR, or export only the "
+            "adapters and set lora.init_from"
         )
         raise CheckpointError(
-            f"model.init_from = {manifest.directory} holds adapters next to its weights. {way_out}."
+            f"model.init_from={manifest.directory} contains adapters in addition to its weights, "
+            f"which would be ignored. {way_out}."
         )
     return manifest
 
 
 def changed_compression(config: Config, state: dict[str, Any]) -> list[str]:
-    """A note for the user if PowerSGD starts, ends or continues on other ranks: the run then differs from an
-    uninterrupted one."""
+    """Return a note if the state of PowerSGD is not restored exactly.
+
+    This is the case if PowerSGD is enabled or disabled, or continues on other ranks. The run then differs
+    from an uninterrupted one.
+    """
     saved = from_dict(state["config"])
     before, now = saved.parallel, config.parallel
     dims = [ParallelDims.of(options) for options in (saved, config)]
@@ -205,15 +219,15 @@ def changed_compression(config: Config, state: dict[str, Any]) -> list[str]:
     if not changed or not (on_before or on_now):
         return []
     if not (on_before and on_now):
-        fate = "starts at zero" if on_now else "is dropped"
+        fate = "is initialized to zero" if on_now else "is discarded"
     elif {"dp", "cp", "ep"} & set(changed):
-        fate = "is divided equally among the present ranks"
+        fate = "is divided equally among the current ranks"
     else:
-        fate = "is kept where the same matrices are compressed, with new factors"
+        fate = "is kept for matrices that are still compressed, with new factors"
     if on_before and on_now and dims[0].expert_data > 1 == dims[1].expert_data and experts:
-        fate += ", that of experts, which one rank holds now, is dropped"
+        fate += ", except for experts, where it is discarded because each expert is now on one rank"
     what = ", ".join(
-        f"parallel.{name} was {show(getattr(before, name))}, is {show(getattr(now, name))}"
+        f"parallel.{name} changed from {show(getattr(before, name))} to {show(getattr(now, name))}"
         for name in changed
     )
-    return [f"{what}: PowerSGD's error feedback {fate}; this resume is not bitwise"]
+    return [f"{what}: PowerSGD's error feedback {fate}; the resumed run will not be bitwise identical"]

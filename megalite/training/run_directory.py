@@ -1,7 +1,7 @@
-"""What a run may do with its directory: nothing that is there is lost without being asked for.
+"""Access to the directory of a run. Nothing in it is overwritten unless requested.
 
-Rank 0 decides before any process group starts: it locks the directory (`launch.run_lock`), refuses to start a
-new run over an old one, and ends at once where nothing is left to do.
+Rank 0 decides before any process group starts. It locks the directory (`launch.run_lock`), refuses to start a
+new run over an old one, and ends immediately if nothing is left to do.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from megalite.training.resume_checks import changed_experiment, continue_steps, 
 
 @dataclass
 class Claim:
-    """A run's directory, locked for this job.
+    """A run directory that is locked for this job.
 
     Attributes:
-        notes: lines for the user: a stale lock that was taken over, an old run that was moved aside.
-        complete: why there is nothing to do, and the way to continue; None: there are steps to do.
+        notes: lines for the user, for example about a stale lock that was taken over or an old run that was
+            renamed.
+        complete: the reason why nothing is left to do, and how to continue; None if there are steps left.
     """
 
     lock: RunLock
@@ -38,15 +39,16 @@ class Claim:
 
 
 def claim(config: Config, restarted: bool = False, lock: Callable[[Path], RunLock] = RunLock) -> Claim:
-    """Lock the run's directory for this job.
+    """Lock the directory of the run for this job.
 
     Args:
-        restarted: the job was started again and may find a run that it began itself, with the same options.
+        restarted: whether the job was started again, so that it may find a run that it began itself, with the
+            same options.
 
     Raises:
         InUseError: another job uses the directory.
-        ConfigError: an earlier run in it would be overwritten or is complete and had other options, or it
-        cannot be written.
+        ConfigError: the directory is not writable, or contains an earlier run that would be overwritten, or
+            that is complete and had other options.
     """
     directory = config.run.directory
     held = lock(directory)
@@ -54,8 +56,8 @@ def claim(config: Config, restarted: bool = False, lock: Callable[[Path], RunLoc
         note = held.acquire()
     except OSError as error:
         raise ConfigError(
-            f"run.dir = {config.run.dir}: {directory} cannot be written ({error.strerror}). Choose another "
-            "run.dir."
+            f"Could not write to run.dir={config.run.dir}: {directory}: {error.strerror}. Choose "
+            "another run.dir."
         ) from None
     claimed = Claim(held, [note] if note else [])
     try:
@@ -69,7 +71,7 @@ def claim(config: Config, restarted: bool = False, lock: Callable[[Path], RunLoc
 
 
 def _is_own(config: Config) -> bool:
-    """Whether the run in the directory was begun with the same options, the layout excepted."""
+    """Return whether the run in the directory has the same options, except for the layout."""
     try:
         return is_same_run(
             config, yaml.safe_load((config.run.directory / "config.yaml").read_text(encoding="utf-8"))
@@ -79,7 +81,7 @@ def _is_own(config: Config) -> bool:
 
 
 def has_run(directory: Path) -> bool:
-    """Whether a run has left steps or checkpoints in a directory."""
+    """Return whether a directory contains steps or checkpoints of a run."""
     metrics = directory / METRICS
     return any((directory / "checkpoints").glob("step_*")) or (
         metrics.is_file() and metrics.stat().st_size > 0
@@ -87,7 +89,7 @@ def has_run(directory: Path) -> bool:
 
 
 def starts_anew(config: Config) -> bool:
-    """Whether the run does not continue what its own directory holds."""
+    """Return whether the run does not continue from its own directory."""
     load = config.checkpoint.load
     if load in ("auto", "none"):
         return load == "none"
@@ -96,50 +98,52 @@ def starts_anew(config: Config) -> bool:
 
 
 def _move_aside(config: Config, directory: Path, lock: RunLock) -> str:
-    """Rename the directory of an earlier run if run.overwrite allows it, or raise ConfigError. Returns a line
-    for the user."""
+    """Rename the directory of an earlier run. Return a line for the user.
+
+    Raises:
+        ConfigError: run.overwrite is not set, or the directory cannot be renamed.
+    """
     if not config.run.overwrite:
         raise ConfigError(
-            f"checkpoint.load = {config.checkpoint.load} starts a new run, and {directory} holds one already "
-            f"({_described(directory)}). "
-            f"Give this one another name, for example run.name = {_free_name(config)}, or set run.overwrite "
-            "= true, which keeps the old "
-            f"one as {_free(directory).name}. To continue the old one, leave checkpoint.load out."
+            f"checkpoint.load={config.checkpoint.load} starts a new run, but {directory} already "
+            f"contains one ({_described(directory)}). Choose another name, for example "
+            f"run.name={_free_name(config)}, or set run.overwrite=true to rename the old run to "
+            f"{_free(directory).name}. To continue the old run, leave checkpoint.load unset."
         )
     target = _free(directory)
     try:
         lock.move_directory(target)
     except OSError as error:
         raise ConfigError(
-            f"run.overwrite = true: {directory} cannot be renamed to {target.name} ({error.strerror})."
+            f"run.overwrite=true: could not rename {directory} to {target.name} ({error.strerror})."
         ) from None
-    return f"the run that was in {directory} is now {target}"
+    return f"renamed the previous run in {directory} to {target}"
 
 
 def _free_name(config: Config) -> str:
-    """A name for another run next to this one."""
+    """Return an unused name for another run in the same parent directory."""
     names = (f"{config.run.name}-{number}" for number in count(2))
     return next(name for name in names if not has_run(config.run.directory.with_name(name)))
 
 
 def _free(directory: Path) -> Path:
-    """The name that an old run gets."""
+    """Return the path to which an old run is renamed."""
     places = (directory.with_name(f"{directory.name}.old-{number}") for number in count(1))
     return next(place for place in places if not place.exists())
 
 
 def _described(directory: Path) -> str:
     newest = checkpoint.latest(directory / "checkpoints")
-    return f"its newest checkpoint is {newest.name}" if newest else "it has no checkpoint"
+    return f"newest checkpoint: {newest.name}" if newest else "no checkpoint"
 
 
 def _nothing_to_do(config: Config) -> str | None:
-    """Why there is nothing to do, and the way to continue; None where steps are left, or where that is not
-    known.
+    """Return the reason why nothing is left to do and how to continue, or None if steps are left.
+
+    The result is also None if this cannot be determined.
 
     Raises:
-        ConfigError: the run that is complete had other options, so that this one is probably meant to be
-        another.
+        ConfigError: the run is complete, but had other options, so that this one is probably another run.
     """
     load, directory = config.checkpoint.load, config.run.directory
     if load == "none":
@@ -162,19 +166,21 @@ def _nothing_to_do(config: Config) -> str | None:
     allow = (
         ""
         if config.optimizer.decay == "constant"
-        else " and accept the new learning rates with checkpoint.allow = [horizon]"
+        else " and set checkpoint.allow=[horizon], because the learning rates change"
     )
     done = f"all {planned} steps are done" if step >= planned else f"{step} of {planned} steps are done"
-    wanted = "" if config.train.steps == planned else f", train.steps = {config.train.steps} asks for no more"
+    wanted = "" if config.train.steps == planned else f", and train.steps={config.train.steps} is not larger"
     more = f"set train.steps to more than {step}{allow}"
     if step < config.train.steps:
-        wanted, more = f": {early}", "raise train.early_stopping_patience, or leave it out"
+        wanted, more = f": {early}", "increase train.early_stopping_patience or leave it unset"
     if not starts_anew(config) and (table := changed_experiment(config, state)):
         raise ConfigError(
-            f"run.name = {config.run.name} is a run that has ended ({done}, {place}), with other options:\n"
+            f"run.name={config.run.name} has already finished ({done}, {place}), with "
+            "different options:\n"
             + "\n".join(table)
-            + "\nNothing was trained. For a new run, give it another name, for example --run.name "
-            f"{_free_name(config)}. "
-            f"To continue the old one, {more}."
+            + (
+                "\nNothing was trained. To start a new run, choose another name, for example "
+                f"--run.name {_free_name(config)}. To continue the old run, {more}."
+            )
         )
     return f"nothing to do: {done} ({place}){wanted}. To continue, {more}."

@@ -1,12 +1,12 @@
-"""Requests of a training run to stop, by a signal to any rank or the time limit, and to save, by time.
+"""Requests to stop a training run, by a signal to any rank or the time limit, and to save by time.
 
-The ranks sum their requests with the next step's gradient norm, so that all act on them after the same step.
-This needs no collective of its own and has the process group's timeout: if a peer has died, the collective
-fails, and no checkpoint is published.
+The ranks sum their requests together with the gradient norm of the next step, so that all ranks act on them
+after the same step. This requires no additional collective and has the timeout of the process group: if a
+peer has died, the collective fails, and no checkpoint is published.
 
-A preempted job gets SIGTERM (torchrun forwards it) or SIGUSR1 (SLURM's --signal, sent to the workers); Ctrl-C
-is SIGINT, a closed terminal SIGHUP. A second SIGINT ends the process at once, even if a collective or a save
-hangs: `launch.signals`, which handles signals outside of the steps, too.
+A preempted job receives SIGTERM (forwarded by torchrun) or SIGUSR1 (SLURM's --signal, sent to the workers).
+Ctrl-C sends SIGINT, and a closed terminal SIGHUP. A second SIGINT ends the process immediately, even if a
+collective or a save hangs: see `launch.signals`, which also handles signals outside of the steps.
 """
 
 from __future__ import annotations
@@ -30,31 +30,33 @@ if TYPE_CHECKING:
     from megalite.training.trainer import StepResult
 
 SAVE, STOP, INTERRUPT = 0.5, 1.0, 2.0**24
-"""A rank's request. The sum over all ranks tells them apart: only rank 0 requests a save, fewer than 2**24
-ranks request a stop, and fp64 adds exactly."""
+"""Values of a rank's request, which can be recovered from the sum over all ranks.
+
+Only rank 0 requests a save, fewer than 2**24 ranks request a stop, and fp64 sums are exact.
+"""
 SHARE = 0.05  # largest share of time for saves: one that takes 1 s is followed by at least 19 s without one
 
 
 def requested_end(requests: float) -> ExitStatus | None:
-    """How the run has to end, by the sum of all ranks' requests; None: it goes on."""
+    """Return the exit status that the summed requests ask for, or None if the run continues."""
     if requests < STOP:
         return None
     return ExitStatus.INTERRUPTED if requests >= INTERRUPT else ExitStatus.STOPPED
 
 
 def save_requested(requests: float) -> bool:
-    """Whether rank 0 has requested a save (`SaveTimer`), by the same sum."""
+    """Return whether rank 0 has requested a save (`SaveTimer`), from the same sum."""
     return requests % STOP > 0
 
 
 class StopRequest:
-    """This rank's request that the run saves and ends, as a context manager.
+    """Context manager with this rank's request to save and end the run.
 
-    Its exit restores the previous signal handlers, except after an error: the launcher may send SIGTERM
-    because another rank has failed, and this one still has to report why it ends.
+    Exiting it restores the previous signal handlers, except after an error: the launcher may send SIGTERM
+    because another rank has failed, and this rank must still be able to report its own error.
 
     Args:
-        seconds: time limit from now; None: no limit.
+        seconds: time limit from now; None for no limit.
         activity: this rank's activity, which crash.md shows for each signal.
     """
 
@@ -69,7 +71,7 @@ class StopRequest:
         self._signals.append(number)
 
     def _react(self, number: int) -> None:
-        """On another thread, while the main thread may be anywhere."""
+        """Handle a signal. Called on another thread, while the main thread may be anywhere."""
         from megalite.launch.output import RECENT  # a command has imported it
 
         RECENT.add(f"[received {signal.Signals(number).name} in {self._activity}]\n".encode())
@@ -78,13 +80,13 @@ class StopRequest:
         if number != signal.SIGINT and not from_torchrun:
             return
         if self._repeated.arrived():
-            end_at_once("interrupted again: ended at once, without saving", signal_status(signal.SIGINT))
+            end_at_once("interrupted again: exiting immediately without saving", signal_status(signal.SIGINT))
         if sys.stderr.isatty() and int(os.environ.get("LOCAL_RANK", 0)) == 0:
             os.write(2, b" saving after this step; Ctrl-C again ends at once\n")
 
     @property
     def reason(self) -> str | None:
-        """The reason to stop; None: no request."""
+        """Reason to stop, or None without a request."""
         if self._signals:
             return f"received {signal.Signals(self._signals[0]).name}"
         if self._deadline is not None and monotonic() >= self._deadline:
@@ -93,7 +95,7 @@ class StopRequest:
 
     @property
     def value(self) -> float:
-        """This rank's part of the sum that `requested_end` takes."""
+        """This rank's contribution to the sum that `requested_end` reads."""
         return INTERRUPT if signal.SIGINT in self._signals else STOP if self.reason else 0.0
 
     def __enter__(self) -> StopRequest:
@@ -112,14 +114,14 @@ class StopRequest:
 
 
 class SaveTimer:
-    """Requests the saves of a run without `checkpoint.interval`.
+    """Timer that requests saves in a run without `checkpoint.interval`.
 
-    It does so every `checkpoint.minutes`, and less often if saves take long. The clocks of ranks differ, so
-    only rank 0's counts: it requests a save as any rank requests a stop.
+    Saves are requested every `checkpoint.minutes`, and less often if they take long. Only the clock of rank 0
+    is used, because the clocks of ranks differ; it requests a save in the same way as a rank requests a stop.
 
     Args:
         lead: whether this is rank 0.
-        clock: seconds from any start.
+        clock: time in seconds, with an arbitrary origin.
     """
 
     def __init__(self, options: CheckpointConfig, lead: bool, clock: Callable[[], float]):
@@ -130,18 +132,18 @@ class SaveTimer:
 
     @property
     def value(self) -> float:
-        """This rank's part of the sum that `save_requested` takes."""
+        """This rank's contribution to the sum that `save_requested` reads."""
         return SAVE if self._every is not None and self._clock() - self._last >= self._pause else 0.0
 
     def due(self, results: Sequence[StepResult]) -> bool:
-        """Whether to save now, by the results that have become known: the same on every rank.
+        """Return whether to save now, given the new results. The same on every rank.
 
-        A request in a step that the last save includes is done.
+        A request from a step that the last save already includes is ignored.
         """
         return any(save_requested(result.stop) and result.step > self._saved for result in results)
 
     def saved(self, step: int, seconds: float) -> None:
-        """Record a save after a step, for whatever reason, which held training for `seconds`."""
+        """Record a save after a step, which paused training for `seconds`."""
         self._saved, self._last = step, self._clock()
         self._pause = max(self._every or 0.0, seconds * (1 / SHARE - 1))
 

@@ -1,5 +1,4 @@
-"""summary.json in a run's directory: how the run stands or ended, for schedulers and scripts. Written by rank
-0."""
+"""The status of a run in summary.json, for schedulers and scripts. Written by rank 0."""
 
 from __future__ import annotations
 
@@ -33,17 +32,19 @@ STATES = {
 
 @dataclass
 class RunSummary:
-    """The content of summary.json.
+    """Content of summary.json.
 
     Attributes:
-        state: running, done, stopped or interrupted (saved, resumable), failed. A run that was killed stays
-        "running". exit_status: see docs/runs.md; None while it runs.
-        reason: of a failure, its first line.
-        step, steps: steps done, over all starts of the run, and train.steps. loss, val_loss: the last ones in
-        metrics.jsonl; so are `tokens_seen`, `epoch` and, for a blend, the `epochs` of its members.
+        state: running, done, stopped, interrupted (both saved and resumable) or failed. A run that was killed
+            stays "running".
+        exit_status: see docs/runs.md; None while the run is active.
+        reason: first line of the error, if the run failed.
+        step, steps: number of steps done in all starts of the run, and train.steps.
+        loss, val_loss: last values in metrics.jsonl, as are `tokens_seen`, `epoch` and, for a blend, the
+            `epochs` of its members.
         checkpoint: name of the newest checkpoint.
-        started, ended: UTC; of this start of the run, which took `seconds`.
-        job: identifies this start.
+        started, ended: start and end of this start of the run, in UTC; it took `seconds`.
+        job: identifier of this start.
     """
 
     run: str
@@ -69,8 +70,10 @@ class RunSummary:
 
 
 class SummaryWriter:
-    """Writes summary.json at the start of training and at its end. A file that cannot be written is one line
-    on stderr."""
+    """Writer of summary.json at the start and the end of training.
+
+    If the file cannot be written, a line is printed on stderr.
+    """
 
     def __init__(self, config: Config, job: str = ""):
         self._directory, self._since = config.run.directory, time.monotonic()
@@ -80,7 +83,7 @@ class SummaryWriter:
         self._write()
 
     def end(self, status: ExitStatus, reason: str | None = None) -> None:
-        """Write how the run ended."""
+        """Record how the run ended."""
         summary = self.summary
         summary.state, summary.exit_status = STATES.get(status, "failed"), int(status)
         summary.reason = reason.strip().split("\n")[0] if reason else None
@@ -95,7 +98,7 @@ class SummaryWriter:
         write_or_say(self._directory / FILE, write)
 
     def _measure(self, summary: RunSummary) -> None:
-        """Read from the run's files how far it is."""
+        """Read the progress of the run from its files."""
         # also lines that a resume has cut since the last time
         for record in last_records(self._directory / METRICS):
             summary.step = record.get("step", summary.step)
@@ -109,12 +112,13 @@ class SummaryWriter:
 
 
 def launcher_failed(config: Config, status: int, reason: str, since: float, job: str = "") -> None:
-    """Record how the run ended whose ranks could not, or knew less. A file of an earlier start, or none,
-    means that it has not trained: nothing is changed.
+    """Record how a run ended if its ranks could not, or had less information.
 
-    since: seconds since the epoch. Earlier files are of an earlier start, where nothing tells of which job
-    they are: rank 0, whose host may
-        have another time, writes the file.
+    If the file is missing or belongs to an earlier start, the run has not trained, and nothing is changed.
+
+    Args:
+        since: start time in seconds since the epoch. Files without a job identifier that are older belong to
+            an earlier start. The host of rank 0, which writes the file, may have a different time.
     """
     path = config.run.directory / FILE
     try:
@@ -133,7 +137,7 @@ def launcher_failed(config: Config, status: int, reason: str, since: float, job:
 
 
 def last_records(metrics: Path) -> Iterator[dict[str, Any]]:
-    """The last lines of metrics.jsonl, at most TAIL bytes of them; incomplete ones are left out."""
+    """Yield the last complete lines of metrics.jsonl, at most TAIL bytes."""
     if not metrics.is_file():
         return
     with metrics.open("rb") as file:

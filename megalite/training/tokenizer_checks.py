@@ -1,5 +1,7 @@
-"""Whether the data of a run was made with the tokenizer of what it starts from. Reads files only, so that it
-needs no process group."""
+"""Checks that the data of a run has the tokenizer of the weights from which it starts.
+
+The checks only read files, so that they do not need a process group.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,16 @@ HF = "hf:"
 
 
 def check_tokenizers(config: Config, fingerprint: str) -> list[str]:
-    """Raise ConfigError if data, validation data and what the run starts from, checkpoint or weights, were
-    made with different tokenizers.
+    """Raise ConfigError if the data and the starting point of a run have different tokenizers.
+
+    The training data, the validation data, and the checkpoint or weights are compared.
 
     Args:
-        fingerprint: that of the training data, which tells whether a checkpoint was made with the same.
+        fingerprint: fingerprint of the training data, which identifies a checkpoint that was trained on the
+            same data.
 
     Returns:
-        lines for the user: changes that are accepted, and tokenizers that are not known.
+        lines for the user about accepted changes and unknown tokenizers.
     """
     notes = one_tokenizer(config.data)
     manifest = _resumed(config)
@@ -43,8 +47,10 @@ def check_tokenizers(config: Config, fingerprint: str) -> list[str]:
 
 
 def _rows(config: Config) -> list[str]:
-    """Raise ConfigError if the weights that a run starts from have another vocabulary, which
-    `model.resize_embeddings` does not bridge."""
+    """Raise ConfigError if the starting weights have another vocabulary.
+
+    `model.resize_embeddings` may allow the difference.
+    """
     start = config.model.initial_weights
     if start is None:
         return []
@@ -64,16 +70,17 @@ def _rows(config: Config) -> list[str]:
     return (
         []
         if how is None
-        else [
-            f"model.resize_embeddings = {how}: {start} has {rows:,} tokens, and the model gets {new:,} more"
-        ]
+        else [f"model.resize_embeddings={how}: adding {new:,} tokens to the {rows:,} of {start}"]
     )
 
 
 def check_resumed_tokenizer(
     config: Config, fingerprint: str, state: dict[str, Any], directory: Path
 ) -> list[str]:
-    """`check_tokenizers` for a checkpoint that the run continues from; the same data is the same tokens."""
+    """Apply `check_tokenizers` to the checkpoint that the run continues.
+
+    Equal fingerprints mean the same tokens.
+    """
     if state.get("fingerprint") == fingerprint:
         return []
     from megalite.data.tokenizer.run_copy import located
@@ -89,15 +96,14 @@ def _against_data(config: Config, start: Tokenized) -> list[str]:
     from megalite.data.tokenizer.run_copy import is_there
 
     way_out = (
-        "Give data prepared with "
-        f"{start.tokenizer.name}{'' if is_there(start.tokenizer) else ' as it was then'}"
+        "Use data prepared with "
+        f"{start.tokenizer.name}{'' if is_there(start.tokenizer) else ', in its earlier version'}"
     )
     return compare(data, start, allow=config.data.allow_tokenizer_change, way_out=way_out, may_add=True)
 
 
 def _resumed(config: Config) -> Manifest | None:
-    """The manifest of the checkpoint that the run will resume; None if there is none, or none that can be
-    read."""
+    """Return the manifest of the checkpoint that the run will resume, or None if none is readable."""
     load, own = config.checkpoint.load, config.run.directory / "checkpoints"
     place = checkpoint.latest(own) if load == "auto" or restarts() else None
     if place is None and load not in ("auto", "none"):
@@ -108,7 +114,7 @@ def _resumed(config: Config) -> Manifest | None:
 
 
 def _starts(config: Config) -> Iterator[Tokenized]:
-    """What gives the weights at step 0, or the shape of the model, and the tokenizer of each."""
+    """Yield the sources of the initial weights or of the model's shape, with their tokenizers."""
     start = config.model.init_from
     if start is None:
         shape = config.model.from_hf

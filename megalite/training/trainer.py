@@ -1,7 +1,7 @@
-"""The trainer: `Trainer.train_step` is one optimizer step from top to bottom.
+"""The trainer: `Trainer.train_step` runs one optimizer step from top to bottom.
 
-The trainer knows nothing about transformers: stages compute, the schedule orders their actions, the store
-holds weights and reduces gradients, the optimizer updates.
+The trainer is independent of the architecture of the model. Stages compute, the schedule orders their
+actions, the store holds weights and reduces gradients, and the optimizer updates.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ GARBAGE_INTERVAL = 100
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one optimizer step: the same on every rank, except `seconds`, which this rank
-    measured."""
+    """Result of one optimizer step. It is the same on every rank, except for `seconds`."""
 
     step: int  # 1-based
     loss: float  # mean over every valid token of the global batch
@@ -74,14 +73,14 @@ class StepResult:
 
 
 class Trainer:
-    """One rank of a run.
+    """Trainer of one rank of a run.
 
     Args:
-        config: resolved and validated (`megalite.config.load`).
+        config: resolved and validated configuration (`megalite.config.load`).
         mesh: from `build.make_mesh(config)`.
         device: where weights, gradients and activations are stored.
-        restarted: the job was started again: it continues from its own checkpoint, whatever checkpoint.load
-        says.
+        restarted: whether the job was started again. It then continues from its own checkpoint, regardless of
+            checkpoint.load.
     """
 
     def __init__(
@@ -122,8 +121,10 @@ class Trainer:
         self._check_plan()  # before the first pipeline message: a mismatch would hang
 
     def _make_weight_updater(self) -> WeightUpdater:
-        """Choose how the norm is summed (from the schedule) and whether a step waits for it (from the
-        options)."""
+        """Choose how the norm is summed, and whether a step waits for it.
+
+        The schedule determines the former, the options the latter.
+        """
         config, store = self.config, self.store
         reduction = ChainedNorm if build.staggered_end(config) else AllReduceNorm
         norm = reduction(store, self.mesh)
@@ -148,19 +149,25 @@ class Trainer:
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model, adapters included."""
+        """Number of parameters of the whole model, including adapters."""
         return total_parameters(self.config.model, self.config.lora)
 
     # ---- state
 
     def resume(self, directory: Path) -> None:
-        """Continue from a checkpoint, saved under any topology. Raises DamagedError on every rank if any rank
-        finds damage."""
+        """Resume from a checkpoint saved under any topology.
+
+        Raises:
+            DamagedError: on every rank, if any rank finds damage.
+        """
         checkpointing.resume(self, directory)
 
     def save(self) -> Path:
-        """Write a checkpoint of the last step; it is published when this returns. Collective. Raises
-        CheckpointError."""
+        """Write a checkpoint of the last step, and return once it is published. Collective.
+
+        Raises:
+            CheckpointError: the checkpoint could not be saved.
+        """
         save = self.begin_save()
         self.saver.wait()
         if save.error is not None:
@@ -168,32 +175,42 @@ class Trainer:
         return save.directory
 
     def begin_save(self, best: bool = False, timed: bool = False) -> Save:
-        """Like `save`, but with `checkpoint.async_save` writing continues in the background; errors come from
-        `saver.take_ended`. best: no checkpoint has had a lower validation loss; timed: `checkpoint.minutes`
-        is the only reason to save."""
+        """Start a save, which continues in the background with `checkpoint.async_save`.
+
+        Args:
+            best: whether this checkpoint has the lowest validation loss so far.
+            timed: whether `checkpoint.minutes` is the only reason to save.
+
+        Errors are returned by `saver.take_ended`.
+        """
         return checkpointing.begin_save(self, best, timed)
 
     def roll_back(self, bad: StepResult) -> None:
-        """Resume the newest checkpoint from before the bad steps, continuing with the next samples. Raises
-        FaultLimit on every rank."""
+        """Resume the newest checkpoint from before the bad steps, and continue with the next samples.
+
+        Raises:
+            FaultLimit: on every rank, if the run cannot roll back.
+        """
         checkpointing.roll_back(self, bad)
 
     def _check_plan(self) -> None:
-        """Check that all ranks built the same schedule: compare 32 bits of its hash, which fp64 sums exactly.
-        Collective."""
+        """Check that all ranks have built the same schedule. Collective.
+
+        The ranks compare 32 bits of its hash, which fp64 sums exactly.
+        """
         meet(self.mesh)  # reading and preparing may have taken some ranks longer
         self.mesh.activity.enter(REDUCING)
         value = torch.tensor([int(self.schedule.hash[:8], 16)], dtype=torch.float64, device=self.device)
         total = all_reduce(value, self.mesh.world).wait()
         if total.item() != value.item() * self.mesh.world.size:
             raise RuntimeError(
-                f"rank {self.mesh.rank} built a different pipeline schedule than other ranks: do all have "
-                "the same options?"
+                f"The pipeline schedule of rank {self.mesh.rank} does not match those of the "
+                "other ranks. Check that all ranks are started with the same options."
             )
         self.mesh.activity.enter(STARTING)
 
     def _plan(self, microbatches: int) -> Schedule:
-        """The schedule of a step; those of a ramp-up have fewer microbatches than the others."""
+        """Return the schedule of a step. During a ramp-up, steps have fewer microbatches."""
         if microbatches not in self._plans:
             self._plans[microbatches] = build.schedule(self.config, microbatches)
         return self._plans[microbatches]
@@ -201,15 +218,18 @@ class Trainer:
     # ---- one step
 
     def step(self, stop: float = 0.0) -> StepResult:
-        """Run one optimizer step and wait for its result. `stop`: what this rank requests; all ranks learn
-        the sum from the result."""
+        """Run one optimizer step and wait for its result.
+
+        Args:
+            stop: this rank's request. The result contains the sum over all ranks.
+        """
         return self.train_step(stop, wait=True)[-1]
 
     def train_step(self, stop: float = 0.0, wait: bool = False) -> list[StepResult]:
-        """Run one optimizer step. Returns the results that are known now, in order: ordinarily one.
+        """Run one optimizer step. Return the results that are available, in order; usually one.
 
-        Under optimistic steps (`OptimisticWeightUpdater`) the result of a step is known during the next one,
-        unless `wait` is set: before a validation, a checkpoint or the end of the run.
+        With optimistic steps (`OptimisticWeightUpdater`) the result of a step becomes available during the
+        next step, unless `wait` is set, as before a validation, a checkpoint or the end of the run.
         """
         number, activity, store = self.step_done + 1, self.mesh.activity, self.store
         lr, started = learning_rate(self.config, number), perf_counter()
@@ -276,11 +296,10 @@ class Trainer:
         )
 
     def _valid_tokens(self, microbatches: list[Microbatch]) -> int:
-        """Tokens of the global batch whose loss counts. If no target can be ignored, this is a constant and
-        needs no all-reduce.
+        """Return the number of tokens in the global batch that have a target.
 
-        Microbatches are still in CPU memory here, and the sum goes through it as well: nothing waits for the
-        device.
+        If no target can be ignored, this is a constant and requires no all-reduce. Microbatches are still in
+        CPU memory here, and the sum is computed there as well, so that the host does not wait for the device.
         """
         config = self.config
         if config.model.mtp_layers:
@@ -297,14 +316,16 @@ class Trainer:
     # ---- evaluation
 
     def evaluate(self) -> float:
-        """Mean loss over all valid tokens of the validation batches, of all sets. Collective."""
+        """Return the mean loss over all valid tokens of all validation sets. Collective."""
         from megalite.training.validation import losses  # which a run without validation does not need
 
         return losses(self).mean
 
     def drain(self) -> None:
-        """Wait for the pending step, the gathers in flight and the device: what follows is work of the host
-        alone. Collective."""
+        """Wait for the pending step, the gathers in flight and the device. Collective.
+
+        Afterwards only the host is working.
+        """
         self.mesh.activity.enter(UPDATING)
         self.weight_updater.drain()
         self.store.gatherer.finish()
@@ -312,8 +333,10 @@ class Trainer:
             torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """Wait for everything in flight: a message that is not awaited would be matched with the next one on
-        its communicator."""
+        """Wait for all operations in flight.
+
+        A message that is not awaited would be matched with the next one on its communicator.
+        """
         self.saver.wait()
         self.weight_updater.drain()
         self.store.gatherer.finish()

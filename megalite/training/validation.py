@@ -1,5 +1,7 @@
-"""Validation: the mean loss over the tokens of each validation set, summed over all ranks and divided
-once."""
+"""Validation: the mean loss over the tokens of each validation set.
+
+Losses are summed over all ranks and divided once.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +23,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Losses:
-    """Mean losses in nats a token, the same on every rank: `mean` over the tokens of all sets, `by_set` of
-    each set that has a name."""
+    """Mean losses in nats per token, the same on every rank.
+
+    Attributes:
+        mean: over the tokens of all sets.
+        by_set: for each set that has a name.
+    """
 
     mean: float
     by_set: dict[str, float] = field(default_factory=dict)
 
     def of(self, name: str | None) -> float:
-        """The loss of a set; None: the mean."""
+        """Return the loss of a set, or the mean over all sets for None."""
         return self.mean if name is None else self.by_set[name]
 
 
 def losses(trainer: Trainer) -> Losses:
-    """Validate with the weights or, with `validation.ema`, with their average. Collective."""
+    """Validate with the weights, or with their average if `validation.ema` is set. Collective."""
     assert trainer.validation_data is not None, "data.validation is not set"
     activity = trainer.mesh.activity
     trainer.drain()  # the weights of an unconfirmed step may be wrong
@@ -52,7 +58,10 @@ def losses(trainer: Trainer) -> Losses:
 
 
 def _sums(trainer: Trainer, data: Dataset) -> Tensor:
-    """The summed loss of a set, and its tokens, on this rank: [2] fp64. Each token counts on one rank."""
+    """Return the summed loss and the token count of a set on this rank, [2] fp64.
+
+    Each token is counted on one rank.
+    """
     plan = trainer.forward_schedule
     loader = trainer.loader_of(data, data.samples_per_epoch)
     has_loss = trainer.mesh.pp.rank == plan.placement[-1] and trainer.mesh.tp.rank == 0

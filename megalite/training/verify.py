@@ -1,9 +1,8 @@
-"""Compares a configuration on a layout with the same configuration on one process, step by step and tensor by
-tensor.
+"""Comparison of a configuration on a layout with the same configuration on a single process.
 
-Both runs are separate process trees: `run_ranks` starts this module on each rank. A run writes loss, gradient
-norm and whole global weights of every step, and which rank stores which rectangle. The comparison names the
-first step, tensor and rank that differ.
+Both runs are separate process trees, in which `run_ranks` starts this module on each rank. A run writes the
+loss, the gradient norm and the full weights of every step, and the rectangles that each rank stores. The
+comparison reports the first step, tensor and rank that differ.
 """
 
 from __future__ import annotations
@@ -30,8 +29,12 @@ from megalite.training.trainer import Trainer
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """The first difference: `tensor` is loss, grad_norm or a weight; `rank` stores the element that differs
-    most (None for scalars)."""
+    """First difference between two runs.
+
+    Attributes:
+        tensor: loss, grad_norm or the name of a weight.
+        rank: the rank that stores the element with the largest difference; None for scalars.
+    """
 
     step: int
     tensor: str
@@ -48,7 +51,7 @@ class FirstDifference:
 
 
 def single_process(config: Config) -> Config:
-    """The configuration on one process: same model, data and global batch, no parallelism."""
+    """Return the configuration for one process, with the same model, data and global batch."""
     alone = from_dict(to_dict(config))
     alone.parallel = ParallelConfig(dp=1, zero=0)
     alone.train = replace(
@@ -59,7 +62,7 @@ def single_process(config: Config) -> Config:
 
 
 def record(config: Config, steps: int, directory: Path) -> None:
-    """Train `steps` steps and write the results to `directory`. Called by every rank."""
+    """Train for `steps` steps and write the results to `directory`. Called by every rank."""
     from safetensors.torch import save_file
 
     device = choose_device()
@@ -81,8 +84,10 @@ def record(config: Config, steps: int, directory: Path) -> None:
 
 
 def global_tensors(trainer: Trainer, kinds: tuple[str, ...] = ("weight",)) -> dict[str, Tensor]:
-    """Whole global tensors by name, on every rank: for small models, since each rank holds all of them in
-    memory. Collective."""
+    """Return full tensors by name on every rank. Collective.
+
+    Only suitable for small models, because each rank holds all of them in memory.
+    """
     import torch.distributed as dist
 
     # As arrays of bytes, which pickle ten times faster than tensors do. NumPy has no bf16.
@@ -108,7 +113,7 @@ def _to_bytes(tensor: Tensor) -> tuple[torch.dtype, torch.Size, Any]:
 
 
 def _placement(trainer: Trainer) -> list[list[tuple[str, tuple[int, ...], tuple[int, ...]]]]:
-    """The rectangles of weights that each rank stores: (name, offsets, sizes). Collective."""
+    """Return the rectangles of weights that each rank stores: (name, offsets, sizes). Collective."""
     own = [
         (part.name, part.offsets, tuple(part.tensor.shape))
         for part in trainer.optimizer.state.to_save(("weight",))
@@ -125,8 +130,11 @@ def _placement(trainer: Trainer) -> list[list[tuple[str, tuple[int, ...], tuple[
 def run_ranks(
     config: Config, steps: int, directory: Path, on_cpu: bool = False, progress: Report = silent
 ) -> None:
-    """Start the configuration's ranks, each of which calls `record`. Raises ConfigError with their output if
-    they fail."""
+    """Start the ranks of the configuration, each of which calls `record`.
+
+    Raises:
+        ConfigError: the ranks failed. The message contains their output.
+    """
 
     def look() -> None:
         done = sum(1 for _ in directory.glob("step_*.safetensors"))
@@ -146,8 +154,12 @@ def run_ranks(
 
 
 def compare(directory: Path, reference: Path, relative: float, absolute: float) -> FirstDifference | None:
-    """The first difference between two recorded runs beyond the tolerances (relative for scalars, absolute
-    for weights)."""
+    """Return the first difference between two recorded runs that exceeds the tolerances.
+
+    Args:
+        relative: tolerance for scalars.
+        absolute: tolerance for weights.
+    """
     from safetensors.torch import load_file
 
     placement = json.loads((directory / "placement.json").read_text(encoding="utf-8"))
@@ -174,7 +186,7 @@ def compare(directory: Path, reference: Path, relative: float, absolute: float) 
 
 
 def _rank_of(name: str, delta: Tensor, placement: list[list[Any]]) -> int | None:
-    """The rank that stores the element of a tensor that differs most."""
+    """Return the rank that stores the element of a tensor with the largest difference."""
     worst = [int(index) for index in torch.unravel_index(delta.argmax(), delta.shape)]
     for rank, rectangles in enumerate(placement):
         for stored, offsets, sizes in rectangles:
@@ -186,7 +198,10 @@ def _rank_of(name: str, delta: Tensor, placement: list[list[Any]]) -> int | None
 
 
 def main() -> None:
-    """One rank of a recorded run. Arguments: the directory with its config.json, and the number of steps."""
+    """Run one rank of a recorded run.
+
+    The command-line arguments are the directory with its config.json, and the number of steps.
+    """
     directory = Path(sys.argv[1])
     config = from_dict(json.loads((directory / "config.json").read_text(encoding="utf-8")))
     record(config, int(sys.argv[2]), directory)

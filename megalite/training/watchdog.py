@@ -1,9 +1,8 @@
-"""The watchdog: says where a rank is when it makes no progress, names a rank that is lost, and ends the
-others when it does not return.
+"""Watchdog that reports stalled ranks, identifies lost ranks, and ends a run that does not recover.
 
-Its thread only reads what the training thread has stored (`Activity`). Whether other ranks are alive it
-learns from `launch.peers`, which does not need their communication: on a GPU, a collective with a lost rank
-blocks the host forever and raises nothing.
+Its thread only reads what the training thread has stored (`Activity`). Whether other ranks are alive is
+determined by `launch.peers`, independently of their communication: on a GPU, a collective with a lost rank
+blocks the host forever without raising an error.
 """
 
 from __future__ import annotations
@@ -42,29 +41,30 @@ NCCL_SHARE = 0.8  # of run.timeout: torch's watchdog then aborts the process wit
 ABORT_S = 5.0  # for the communicators to abort
 FRAMES = 12  # of the training thread's stack in a record
 COMPILERS = ("triton.compiler.", "torch._dynamo.convert_frame", "torch._inductor.compile_fx")
-"""Modules that have a frame in the stack while a kernel or a region of the model is compiled: at its first
-call, in any action."""
+"""Modules with a frame on the stack while a kernel or a region of the model is compiled.
+
+This happens at its first call, in any action.
+"""
 
 
 OnLoss = Callable[[str, "Lost"], None]
-"""Called with the message of a rank that ends, and with what it has lost."""
+"""Callback that receives the message of a rank that ends, and the loss that caused it."""
 
 
 def ignore(message: str, lost: Lost) -> None:
-    """The `OnLoss` of a run that leaves no report."""
+    """`OnLoss` callback of a run without a report."""
 
 
 class Watchdog:
-    """A context manager with a thread that checks a rank's activity, and with several ranks that of the
-    others.
+    """Context manager with a thread that monitors this rank's activity and the other ranks.
 
     A rank that makes no progress for `train.watchdog` (null: never) is reported once on stderr.
-    RUN_DIR/stalls/ gets the stacks of all threads (rank_NNNNN.txt), the rank's record, which `megalite
-    explain` reads (rank_NNNNN.json), and torch's flight record (collectives_NNNNN.json).
+    RUN_DIR/stalls/ then contains the stacks of all threads (rank_NNNNN.txt), the record of the rank for
+    `megalite explain` (rank_NNNNN.json), and torch's flight record (collectives_NNNNN.json).
 
-    A rank whose process has ended ends the others within seconds. One that is stopped or cannot be reached,
-    or for which this rank waits, does so after `run.timeout` (on NCCL `NCCL_SHARE` of it). `on_loss` is
-    called with the message before, and with what was lost.
+    If the process of a rank has exited, the other ranks end within seconds. If a rank is stopped or
+    unreachable, or this rank is waiting for it, they end after `run.timeout` (on NCCL after `NCCL_SHARE` of
+    it). Before that, `on_loss` is called with the message and the lost rank.
     """
 
     def __init__(self, config: Config, mesh: Mesh, run_dir: Path, on_loss: OnLoss = ignore):
@@ -102,7 +102,10 @@ class Watchdog:
             self._leave(self.peers, error)
 
     def _leave(self, peers: Peers, error: BaseException | None) -> None:
-        """End the watch, and tell the others why. What a lost rank has caused gets the name of that rank."""
+        """Stop watching, and tell the other ranks why.
+
+        An error caused by a lost rank is attributed to that rank.
+        """
         if error is not None:
             self.mesh.meet.end()
         if error is None or raised_on_all_ranks(error, self.activity):
@@ -143,8 +146,10 @@ class Watchdog:
                 self._look(self.peers, min(stood, monotonic() - compiled))
 
     def _look(self, peers: Peers, stood: float) -> None:
-        """Look at the other ranks; end this one if one of them is lost, or has been silent or waited for too
-        long."""
+        """Check the other ranks.
+
+        Ends this rank if another one is lost, or has been silent or waited for too long.
+        """
         from megalite.launch.peers import described
 
         verdict = peers.look()
@@ -163,7 +168,8 @@ class Watchdog:
             self._lost_since[verdict.rank] = monotonic()
             if not decided:
                 say(
-                    f"rank {self.rank}: {verdict.described()}; run.timeout ends the run if it does not return"
+                    f"rank {self.rank}: {verdict.described()}; the run ends after run.timeout if "
+                    "it does not recover"
                 )
         if decided and self._decided_since is None:
             self._decided_since = monotonic()
@@ -176,11 +182,11 @@ class Watchdog:
             self._end(peers.agree(verdict), f"ends, in {described(self._place())}")
 
     def _awaits(self) -> bool:
-        """Whether this rank waits for another one, in a way that `run.timeout` limits.
+        """Return whether this rank is waiting for another one, with the limit `run.timeout`.
 
-        It says so where its host does. Where that works on a GPU's actions it may wait for the device
-        anywhere, and the device for another rank; but not where it works on its own: `HostWork`,
-        `Activity.working`, compilers.
+        The host records its own waits. While it executes actions on a GPU, it may wait for the device at any
+        point, and the device for another rank. This excludes work of the host alone: `HostWork`,
+        `Activity.working`, and compilers.
         """
         activity = self.activity
         if activity.waiting:
@@ -189,8 +195,7 @@ class Watchdog:
         return torch.cuda.is_initialized() and not own
 
     def _end(self, verdict: LostRank | None, what: str) -> None:
-        """End this process: the training thread waits for something that does not come, and nothing can be
-        raised in it."""
+        """End this process, because the training thread is blocked and cannot raise an error."""
         from megalite.launch.causes import Lost
         from megalite.launch.process import exit_after_failure
 
@@ -220,7 +225,7 @@ class Watchdog:
         self._record(None)
 
     def _moves_again(self) -> None:
-        """Mark this rank's record as past: it would explain a later hang wrongly."""
+        """Mark the record of this rank as past, so that it is not used to explain a later hang."""
         self._said, path = False, self.directory / f"rank_{self.rank:05d}.json"
         with suppress(OSError, ValueError):
             _replace(
@@ -228,23 +233,23 @@ class Watchdog:
             )
 
     def _waits(self) -> str:
-        """The rank's last action, the communication it awaits, and when that times out."""
+        """Describe the last action of this rank, the communication it awaits, and when that times out."""
         what, peer, since = self.activity.communication or ("nothing", None, time())
         last = what if peer is None else f"{what}, rank {peer}"
         if not self.activity.waiting:
             return (
-                f"last action {self.activity.action}; no communication is awaited here (last {last}, at "
-                f"{_clock(since)})"
+                f"last action {self.activity.action}; not waiting for communication (last {last}, "
+                f"at {_clock(since)})"
             )
         end = (
-            f"run.timeout ends that at {_clock(since + self.timeout)}"
+            f"run.timeout ends the run at {_clock(since + self.timeout)}"
             if self.activity.limited
-            else "without a limit: others still work"
+            else "no timeout applies, because other ranks are still working"
         )
         return f"last action {self.activity.action}, awaiting {last} since {_clock(since)}; {end}"
 
     def _place(self) -> dict[str, Any]:
-        """Where this rank is, as plain data: `launch.peers.Place`."""
+        """Return the position of this rank as plain data, see `launch.peers.Place`."""
         # each once: the rank may go on meanwhile
         activity, plan, action = self.activity, self.activity.plan, self.activity.action
         what, peer, since = activity.communication or (None, None, time())
@@ -259,8 +264,10 @@ class Watchdog:
         return {**place, "since": since, **({"waits": what, "peer": peer} if activity.waiting else {})}
 
     def _record(self, verdict: LostRank | None) -> None:
-        """Write what `megalite explain` reads: this rank's place, what it has started, and what it knows of
-        the others."""
+        """Write the record for `megalite explain`.
+
+        It contains the position of this rank, what it has started, and what it knows about the other ranks.
+        """
         seen = {}
         if self.peers is not None:
             seen = self.peers.followed(self._place().get("peer"), verdict)
@@ -288,13 +295,12 @@ class Watchdog:
 
 
 def limits(timeout: float, nccl: bool) -> tuple[float, float]:
-    """Seconds until this process ends because another one is silent, and because it makes no progress
-    itself."""
+    """Return the time limits for a silent peer and for no progress of this process, in seconds."""
     return (NCCL_SHARE * timeout, NCCL_SHARE * timeout) if nccl else (timeout, timeout + MARGIN_S)
 
 
 def _meet(mesh: Mesh, place: Callable[[], dict[str, Any]]) -> tuple[Peers, bool]:
-    """Meet the other ranks. Returns them, and whether they communicate over NCCL."""
+    """Connect to the other ranks. Return them, and whether they communicate over NCCL."""
     import torch.distributed as dist
 
     from megalite.launch.peers import Peers
@@ -306,8 +312,10 @@ def _meet(mesh: Mesh, place: Callable[[], dict[str, Any]]) -> tuple[Peers, bool]
 
 
 def _abort() -> None:
-    """Abort the communicators: NCCL's kernels wait for a lost rank forever, and the process does not end
-    while they run."""
+    """Abort the communicators.
+
+    The kernels of NCCL wait for a lost rank forever, and the process cannot exit while they run.
+    """
     import torch.distributed as dist
 
     if not dist.is_initialized() or dist.get_backend() != "nccl":
@@ -318,7 +326,7 @@ def _abort() -> None:
 
 
 def _frames() -> list[str]:
-    """The training thread's stack, the innermost frame last."""
+    """Return the stack of the training thread, with the innermost frame last."""
     frame = sys._current_frames().get(main_thread().ident or 0)
     return [
         f"{Path(entry.filename).name}:{entry.lineno} in {entry.name}"
@@ -327,7 +335,10 @@ def _frames() -> list[str]:
 
 
 def _compiles() -> bool:
-    """Whether the training thread is in a compiler. Only there: the others are often the compilers' own."""
+    """Return whether the training thread is compiling.
+
+    Other threads are ignored, because they may belong to the compilers themselves.
+    """
     frame = sys._current_frames().get(main_thread().ident or 0)
     return any(
         str(caller.f_globals.get("__name__")).startswith(COMPILERS)
@@ -337,10 +348,10 @@ def _compiles() -> bool:
 
 
 def raised_on_all_ranks(error: BaseException, activity: Activity) -> bool:
-    """Whether every rank raises this error, so that each ends by itself and none waits for another.
+    """Return whether every rank raises this error, so that each ends by itself and none waits for another.
 
-    A DataError is raised on all ranks before the first step, where they check the data together; later it
-    belongs to the rank that reads a sample.
+    A DataError is raised on all ranks before the first step, where they check the data together. Later it is
+    raised only on the rank that reads the sample.
     """
     from megalite.checkpoint import CheckpointError
     from megalite.config.samples import DataError
@@ -361,8 +372,7 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def _write_flight_record(path: Path) -> None:
-    """Write the record of torch's flight recorder as JSON: NCCL's where this build of torch has it, else
-    gloo's."""
+    """Write the record of torch's flight recorder as JSON, of NCCL if available, otherwise of gloo."""
     recorders = torch._C._distributed_c10d
     dump = getattr(recorders, "_dump_nccl_trace_json", None) or getattr(
         recorders, "_dump_fr_trace_json", None

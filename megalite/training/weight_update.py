@@ -1,9 +1,10 @@
-"""The end of a step: gradient norm, clipping and optimizer update, waiting for the whole pipeline or not.
+"""The end of a step: gradient norm, clipping and optimizer update.
 
-Two choices are independent: how the norm is summed (one all-reduce, or a chain along the pipeline:
-`optimizer.norm`), and whether the step waits for it. Under most schedules all ranks finish together and wait.
-Under zb-h2 and zb-v they finish one after another. If no rank waits for the last one, the next step's
-forwards fill the time that would be a bubble (Qi et al. 2023, section 4).
+It may wait for the whole pipeline or not. Two choices are independent: how the norm is summed (one
+all-reduce, or a chain along the pipeline: `optimizer.norm`), and whether the step waits for it. Under most
+schedules all ranks finish together and wait. Under zb-h2 and zb-v they finish one after another. If no rank
+waits for the last one, the forwards of the next step fill the time that would otherwise be a bubble (Qi et
+al. 2023, section 4).
 
 A rank that does not wait (`OptimisticWeightUpdater`) copies its shard of the optimizer state and updates
 without clipping. The total norm arrives during the first forwards of the next step. If the step should have
@@ -35,9 +36,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepStatistics:
-    """The numbers that a step sums over all ranks, with the squares of its gradients: one rank's or totals.
+    """Statistics that a step sums over all ranks, together with the squares of its gradients.
 
-    The order of the fields is their order in the sum.
+    An instance contains either the values of one rank or the totals. They are summed in the order of the
+    fields.
     """
 
     # sum of token losses · loss scale / valid tokens of the global batch; 0 where another rank counts it
@@ -49,19 +51,19 @@ class StepStatistics:
     router: Tensor | None = None  # the routers' statistics of all MoE layers (`parallel.expert.balance`)
 
     def values(self) -> list[Tensor | float]:
-        """Returns the fields in order."""
+        """Return the fields in order."""
         return [self.loss, self.busy, self.wall, self.stops, *([] if self.router is None else [self.router])]
 
     @staticmethod
     def of(totals: Tensor) -> StepStatistics:
-        """Returns the statistics whose `values` are these totals."""
+        """Return the statistics whose `values` are these totals."""
         loss, busy, wall, stops = totals[:4].tolist()
         return StepStatistics(loss, busy, wall, stops, totals[4:])
 
 
 @dataclass
 class OptimizerStep:
-    """One optimizer step: its inputs and, once the totals over all ranks are known, its outcome."""
+    """Inputs of one optimizer step and, once the totals over all ranks are available, its outcome."""
 
     number: int  # 1-based
     lr: float
@@ -79,17 +81,17 @@ class OptimizerStep:
 
 
 class WeightUpdater:
-    """Updates the weights at the end of each step, after waiting for the gradient norm.
+    """Updater that changes the weights at the end of each step, after waiting for the gradient norm.
 
     Args:
-        average: moving average of the weights; None: the run has none.
+        average: moving average of the weights, or None.
         norm: sums the norm and the statistics over the ranks.
-        grad_clip: largest gradient norm; 0: no clipping.
-        bad_steps: accepts or rejects each step once its totals are known.
+        grad_clip: largest gradient norm; 0 for no clipping.
+        bad_steps: accepts or rejects each step once its totals are available.
 
     Attributes:
         skipped: number of steps without an update.
-        pending: the step that has updated the weights, but whose totals are not known yet.
+        pending: the step that has updated the weights, but whose totals are not available yet.
     """
 
     def __init__(
@@ -110,11 +112,11 @@ class WeightUpdater:
         self._known: list[OptimizerStep] = []
 
     def finish(self, step: OptimizerStep, own: StepStatistics, wait: bool = True) -> None:
-        """Sum the norm and all ranks' statistics, clip and update. Collective.
+        """Sum the norm and the statistics of all ranks, clip and update. Collective.
 
-        With `wait` the totals are known on return. The device decides whether it clips or skips, by the rules
-        of `_learn`. The host has queued the update before it reads the totals: on a GPU it waits for the norm
-        only, and prepares the next step while the optimizer runs.
+        With `wait` the totals are available on return. The device decides whether it clips or skips, by the
+        rules of `_learn`. The host has queued the update before it reads the totals: on a GPU it only waits
+        for the norm, and prepares the next step while the optimizer runs.
         """
         self.norm.start(own.values())
         self._update_by_total(step)
@@ -136,7 +138,7 @@ class WeightUpdater:
 
     @property
     def _offloaded(self) -> bool:
-        """Whether the optimizer's state is offloaded from a GPU, so that the update runs on the host."""
+        """Whether the optimizer state is offloaded from a GPU, so that the update runs on the host."""
         return self.store.state.device.type != self.store.device.type
 
     def confirm(self) -> bool:
@@ -144,7 +146,9 @@ class WeightUpdater:
 
         If its update was wrong, corrects the weights and returns False.
         """
-        raise RuntimeError("no step is pending: every step waits for its norm")
+        raise RuntimeError(
+            "no step is pending: without optimistic steps, every update waits for the gradient norm"
+        )
 
     def drain(self) -> None:
         """Confirm the pending step and wait until all messages are delivered. Collective."""
@@ -153,14 +157,15 @@ class WeightUpdater:
         self.norm.finish()
 
     def take_known(self) -> list[OptimizerStep]:
-        """Returns the steps whose totals became known since the last call, in order."""
+        """Return the steps whose totals have become available since the last call, in order."""
         known, self._known = self._known, []
         return known
 
     def _learn(self, step: OptimizerStep, totals: Tensor) -> None:
-        """Record a step's totals, and decide whether it is applied.
+        """Record the totals of a step, and decide whether it is applied.
 
-        totals: its norm and statistics, [1 + 4] fp64 on the CPU, the same on all ranks.
+        Args:
+            totals: its norm and statistics, [1 + 4] fp64 on the CPU, the same on all ranks.
         """
         step.norm, step.totals = totals[0] / step.loss_scale, StepStatistics.of(totals[1:])
         step.loss = float(step.totals.loss) / step.loss_scale
@@ -173,12 +178,12 @@ class WeightUpdater:
         self.store.reducer.confirm(step.fault is None)
 
     def _is_unclipped(self, step: OptimizerStep) -> bool:
-        """Whether an update without clipping or skipping is correct."""
+        """Return whether an update without clipping or skipping is correct."""
         divisor = clip_divisor(step.norm, self.grad_clip)
         return step.fault is None and (divisor is None or divisor.item() == 1.0)
 
     def _apply(self, step: OptimizerStep) -> None:
-        """Update the weights with a known norm, unless the step is skipped."""
+        """Update the weights with the total norm, unless the step is skipped."""
         if step.fault is not None:
             self.skipped += 1
             return
@@ -200,9 +205,9 @@ class WeightUpdater:
 
 
 class OptimisticWeightUpdater(WeightUpdater):
-    """Updates the weights before the norm is known.
+    """Updater that changes the weights before the norm is available.
 
-    It does so only if the previous step was neither clipped nor skipped and no rank requests a stop.
+    This is done only if the previous step was neither clipped nor skipped and no rank requests a stop.
     """
 
     _copies: Sequence[Tensor] = ()  # of the weights and state before the pending update
@@ -241,7 +246,7 @@ class OptimisticWeightUpdater(WeightUpdater):
         return correct
 
     def _read_total(self) -> Tensor:
-        """Read the total norm, on a GPU without waiting for the forwards that are queued."""
+        """Read the total norm, on a GPU without waiting for the queued forwards."""
         if self.store.device == torch.device("cpu"):
             return self.norm.total()
         return read_aside(self.norm.total, self.store.device)()

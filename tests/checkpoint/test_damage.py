@@ -133,10 +133,10 @@ def test_where_none_is_left_all_are_named_with_the_way_out(
     assert messages[0] == messages[1]
     size = (saved / NEWER / "rank_00000.bin").stat().st_size
     for part in (
-        f"no checkpoint in {copy} can be used",
+        f"could not find a usable checkpoint in {copy}",
         f"{copy / OLDER}/rank_00001.bin is damaged: expected checksum ",
         f"{copy / NEWER}/rank_00000.bin is damaged: expected {size:,} bytes, found {size // 2:,}",
-        "start from step 0 with another run.name, or with checkpoint.load = none",
+        "start from step 0 by setting another run.name, or by setting checkpoint.load=none",
     ):
         assert part in messages[0][1]
 

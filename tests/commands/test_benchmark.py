@@ -312,7 +312,7 @@ def test_scaling_says_what_is_left_of_the_ideal_speed(
         assert row["tokens_per_second"] == pytest.approx(row["global_batch_size"] * 16 / row["ms_per_step"] * 1e3)
         assert row["speed_up"] == pytest.approx(row["tokens_per_second"] / rows[mode, 1]["tokens_per_second"])
         assert row["efficiency"] == (1.0 if world == 1 else None)
-    assert content["convention"].startswith("Where ranks share cores")
+    assert content["convention"].startswith("Efficiency is not reported where ranks share cores")
 
 
 def test_scaling_under_torchrun_joins_what_other_worlds_gave(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,21 +388,21 @@ def test_products_are_those_that_model_flops_count(model: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["step", "--rounds", "0"], "--rounds 0: there must be at least one"),
-        (["overhead", "--threads", "0"], "--threads 0: there must be at least one"),
-        (["step", "--machine", "a/b"], "--machine a/b becomes a part of a file name"),
+        (["step", "--rounds", "0"], "--rounds must be at least 1, got 0"),
+        (["overhead", "--threads", "0"], "--threads must be at least 1, got 0"),
+        (["step", "--machine", "a/b"], "--machine a/b is not a valid part of a file name"),
         (["step", "--precision", "fp64"], "invalid choice: 'fp64'"),
         (["kernel"], "kernel is not a command of"),
-        (["scaling", "--layout", "tp2"], "--layout tp2 is no layout. Give the axis that grows"),
-        (["scaling", "--layout", "tp2xdp"], "--worlds 1 is no multiple of 2, which --layout tp2xdp needs"),
+        (["scaling", "--layout", "tp2"], "Invalid layout: --layout tp2. Specify the axis that grows"),
+        (["scaling", "--layout", "tp2xdp"], "--worlds 1 must be a multiple of 2, as required by --layout tp2xdp"),
         (["scaling", "--layout", "tp", "--worlds", "1,3", "--smoke"], "parallel.tp = 3 does not divide"),
         (["scaling", "--worlds", "1,two"], "argument --worlds: 'two' is not a positive integer"),
         (
             ["scaling", "--global_batch_size", "3"],
-            "--global_batch_size 3 does not divide by the largest of --worlds, 2",
+            "--global_batch_size 3 must be divisible by the largest of --worlds (2)",
         ),
-        (["kernels"], "kernels measures on an NVIDIA GPU, and the driver reports none"),
-        (["kernels", "norms"], "kernels norms is no group of kernels. Legal values: cross_entropy, norm,"),
+        (["kernels"], "The kernel benchmarks require an NVIDIA GPU, but none was found"),
+        (["kernels", "norms"], "Unknown kernel group: norms. Choose from: cross_entropy, norm,"),
     ],
 )
 def test_wrong_options_end_with_one_message(

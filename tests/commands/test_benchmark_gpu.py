@@ -100,7 +100,7 @@ def test_what_fails_says_so_and_ends_nothing() -> None:
         patch.setattr(kernel_run, "time", SimpleNamespace(monotonic=lambda: next(clock)))
         bad, good, late = kernel_run.rows(cases, DEVICE, until=1.0)
     assert (bad["error"], bad["us"]) == ("RuntimeError: out of resource: shared memory", None)
-    assert (late["error"], late["us"]) == ("TimeoutError: no time was left", None)
+    assert (late["error"], late["us"]) == ("TimeoutError: out of time", None)
     assert good["error"] is None and good["us"] >= 1000 and good["peers"]["broken"]["error"] == bad["error"]
     assert good["peers"]["slower"]["us"] >= 3000
     assert good["peers"]["slower"]["ratio"] == pytest.approx(good["peers"]["slower"]["us"] / good["us"])
@@ -157,9 +157,9 @@ def test_a_broken_process_costs_its_group_and_other_groups_stay(
 def test_a_process_that_does_not_end_is_ended() -> None:
     heard: list[dict[str, Any]] = []
     failure = report.stream("tests.commands.sleeper", {"seconds": 3600}, heard.append, environment={}, limit_s=1.0)
-    assert failure == "did not end within 1 s"
+    assert failure == "did not finish within 1 s"
     failure = report.stream("tests.commands.sleeper", {"fails": "so"}, heard.append, environment={}, limit_s=120.0)
-    assert failure == "ended with status 1: so"
+    assert failure == "exited with status 1: so"
     assert heard[-1] == {"said": "so"}
 
 

@@ -184,7 +184,7 @@ def test_gathering_of_shared_weights_is_costed_and_drawn(tool, tmp_path):
         ("--pp 4 --microbatches 8 --schedule zigzag", "choose from 'gpipe', '1f1b'"),
         (
             "--pp 4 --microbatches 8 --schedule zb-v --virtual_stages 3",
-            "--virtual_stages = 3: zb-v has 2: leave it out",
+            "--virtual_stages=3: zb-v requires 2. Leave it unset",
         ),
         ("--pp 4 --microbatches 8 --schedule 1f1b --comm -1", "--comm: '-1' is not a number from 0 to 1e+100"),
         ("--pp 4 --microbatches 8 --schedule 1f1b --forward inf", "--forward: 'inf' is not a number from 0 to 1e+100"),

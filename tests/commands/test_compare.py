@@ -29,7 +29,7 @@ def test_the_table_has_the_final_figures_and_only_the_options_that_differ(runs, 
     table = columns(capsys.readouterr().out)
     assert table[""] == ["slow", "fast"]
     assert table["Last loss"] == ["3.0000", "3.5000"] and table["Last validation loss"] == ["4.1250", "4.1250"]
-    assert table["Tokens seen"] == ["4,000", "3,000"] and table["Time of all steps"] == ["14 min", "8 min"]
+    assert table["Tokens seen"] == ["4,000", "3,000"] and table["Training time"] == ["14 min", "8 min"]
     assert table["optimizer.lr"] == ["0.0003", "0.0006"]
     assert [name for name in table if "." in name] == ["optimizer.lr"]
 

@@ -70,7 +70,7 @@ def test_a_part_that_ends_badly_costs_itself_and_the_file_has_what_it_said(
     seen: list[dict[str, Any]] = []
     answers = {
         "values": ([row("kernel", "passed")], None),
-        "step": ([row("a step", "measured", seconds=1.0)], "did not end within 9 s"),
+        "step": ([row("a step", "measured", seconds=1.0)], "did not finish within 9 s"),
         "layouts": ([], "ended with status -9: no message"),
     }
     monkeypatch.setattr(report, "stream", streaming(answers, seen))
@@ -135,7 +135,7 @@ def test_the_first_part_of_a_rehearsal_runs_in_its_process(tmp_path: Path, capsy
     content = json.loads(capsys.readouterr().out)
     results = {each["name"]: each for each in content["parts"]["machine"]["rows"]}
     assert results["versions"]["versions"]["torch"] == torch.__version__
-    assert results["GPUs, their links and clocks"]["detail"] == "not on this machine: there is no GPU"
+    assert results["GPUs, their links and clocks"]["detail"] == "not available on this machine: no GPU found"
     assert content["rehearsal"] and content["verdict"]["not_run"] == list(NAMES[1:])
 
 
@@ -306,7 +306,7 @@ def write_result(path: Path, loss: float = 1.0, weight: float = 0.5) -> None:
     ("change", "said"),
     [
         ({}, None),
-        ({"loss": 1.0001}, "step 1: loss is 1.0001, with one process 1"),
+        ({"loss": 1.0001}, "step 1: loss is 1.0001, but 1 on one process"),
         ({"weight": 0.6}, "w differs by 0.1"),
     ],
 )
@@ -334,7 +334,7 @@ def test_a_layout_that_hangs_costs_itself(tmp_path: Path, monkeypatch: pytest.Mo
         starts.append(numbers)
         for number in numbers[: numbers.index(1)] if 1 in numbers else numbers[:1]:
             write_result(directory / str(number))
-        return directory, "no progress for 60 s" if 1 in numbers else "no time was left"
+        return directory, "no progress for 60 s" if 1 in numbers else "out of time"
 
     monkeypatch.setattr(layouts.RankMachine, "start", start)
     table = [layouts.LayoutCase(f"{number}", {"dp": 2}) for number in range(4)]
@@ -411,7 +411,7 @@ def test_kernels_are_rows_with_registers(monkeypatch: pytest.MonkeyPatch) -> Non
     assert created == [{"name": "_forward", "warps": 4, "registers": 64, "spills": 2, "shared": 1024}]
     device = {"name": H200, "bytes_per_second": 4e12, "flops": 7e14}
     good = {"kernel": "norm", "shape": "4", "us": 5.0, "gbps": 9.0, "peers": {}, "compiled": created, "error": None}
-    late = {"group": "attention", "kernel": "attention", "error": "did not end within 9 s"}
+    late = {"group": "attention", "kernel": "attention", "error": "did not finish within 9 s"}
     answers = {"device": [device, good], "attention": [late]}
     monkeypatch.setattr(kernels, "measure_groups", lambda job, *_: answers[job[0]])
     first, norm, missing = speeds.rows(scene(gpus=(H200,), rehearse=False))
@@ -470,4 +470,4 @@ def test_a_step_stands_beside_its_predictions(tmp_path: Path) -> None:
     from megalite.planner.time.prediction import step_seconds
 
     assert time_row["predicted"] == {"calibration": step_seconds(from_dict(config), device), "table": 1.0}
-    assert time_row["ratios"]["table"] == 0.5 and "documents are not modelled" in time_row["detail"]
+    assert time_row["ratios"]["table"] == 0.5 and "documents are not included in the prediction" in time_row["detail"]

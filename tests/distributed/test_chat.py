@@ -162,7 +162,8 @@ def test_a_resumed_run_reads_the_same_rows(ranks, tmp_path):
     assert got["losses"] == pytest.approx(straight["losses"][2:], rel=1e-5)
     other = {**run, "checkpoint": {"load": straight["directory"]}, "data": {**run["data"], "packing": False}}
     assert (
-        "was made with other samples: data.packing was true, is false" in ranks.run(1, jobs_training.refusal, other)[0]
+        "was trained with other samples: data.packing was true, is false"
+        in ranks.run(1, jobs_training.refusal, other)[0]
     )
 
 

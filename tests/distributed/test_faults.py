@@ -188,9 +188,9 @@ def test_a_run_that_stays_bad_ends_on_all_ranks_and_publishes_nothing(layout, li
         limit + 4 + (limit == 1)
     }
     batch, bad = config["train"]["global_batch_size"], limit + 4
-    said = f"{limit} steps in a row were skipped, the last one step {bad}: gradients are not finite"
+    said = f"{limit} consecutive steps were skipped, most recently step {bad}: the gradients are not finite"
     assert results[0]["error"].startswith(
-        f"{said} (samples {(bad - 1) * batch} to {bad * batch - 1}). faults.skip_limit = {limit}"
+        f"{said} (samples {(bad - 1) * batch} to {bad * batch - 1}). Reached faults.skip_limit={limit}"
     )
     assert not (tmp_path / "run" / "checkpoints").exists()
 
@@ -234,11 +234,9 @@ def test_a_stall_is_said_once_by_every_rank_with_the_rank_that_it_waits_for(rank
         ), text
     for rank in (0, 1):
         where = rf"last action B0\.0, awaiting pipeline message RB0\.0<1, rank {rank + 2} since"
-        assert re.search(where + r" [\d:]{8}; run.timeout ends that at [\d:]{8}; stacks: ", said[rank]), said[rank]
+        assert re.search(where + r" [\d:]{8}; run.timeout ends the run at [\d:]{8}; stacks: ", said[rank]), said[rank]
     assert re.search(r"awaiting all_reduce over data, rank 3 since", said[2]), said[2]
-    assert "last action between steps; no communication is awaited here" in said[3] and "between_steps" in said[3], (
-        said[3]
-    )
+    assert "last action between steps; not waiting for communication" in said[3] and "between_steps" in said[3], said[3]
     assert all("collectives.py" in text for text in said[:3])
     record = json.loads((tmp_path / "run" / "stalls" / "collectives_00000.json").read_text())
     assert record["entries"], "torch's own record of what was under way"

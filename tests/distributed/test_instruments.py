@@ -229,7 +229,7 @@ def test_a_rank_without_memory_says_what_may_help_and_the_other_one_why_it_ends(
         for process in processes:
             process.kill()
     first, second = (output.read_text() for output in outputs)
-    assert "\nrank 0 in step 3, between steps: out of memory: injected: no memory is left\n" in first
+    assert "\nrank 0 in step 3, between steps: out of memory: injected: out of memory\n" in first
     ladder = [line.split() for line in first.splitlines() if line.startswith("  --")]
     assert ladder and all(line[-3] == "saves" and line[-1] == "MiB" for line in ladder), first
     options = [line[0].removeprefix("--") for line in ladder]

@@ -197,4 +197,4 @@ def test_a_checkpoint_holds_one_moment_of_a_matrix_and_resumes_on_another_layout
         assert (value - saved["tensors"][name]).abs().max() <= 1e-9, name
     other["optimizer"]["name"] = "adamw"
     message = ranks.run(4, jobs_training.refusal, other)[0]
-    assert message.startswith("optimizer.name = adamw, but checkpoint.load = ") and "has the state of muon" in message
+    assert message.startswith("optimizer.name=adamw does not match checkpoint.load=") and "state of muon" in message

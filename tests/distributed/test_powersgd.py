@@ -242,7 +242,7 @@ def test_its_memory_is_reported(ranks, prefix):
     # 101 tokens, padded
     shapes = [(104, 32), *[(32, 32), (16, 32), (16, 32), (32, 32), (48, 32), (48, 32), (32, 48)] * 4, (104, 32)]
     assert expected.powersgd == 4 * sum(n * m + 2 * m for n, m in shapes)
-    assert measured == expected and "powersgd 0.2, together" in lines[0]
+    assert measured == expected and "powersgd 0.2, total" in lines[0]
     assert re.search(r"\(planned [\d.]+ MB; [\d.]+ MB at a step's peak\)", lines[0])
     assert "powersgd" not in ranks.run(2, memory_of, configuration(prefix, {"dp": 2, "zero": 1}, None))[0][2][0]
 
@@ -327,9 +327,9 @@ def test_other_ranks_share_what_is_owed(layout, other, ranks, prefix, saved):
     )
     sizes = [SAVED[each]["dp"] for each in (layout, other)]
     assert got[0]["notes"] == [
-        f"parallel.dp was {sizes[0]}, is {sizes[1]}: PowerSGD's error feedback is divided equally among the present "
-        "ranks; "
-        "this resume is not bitwise"
+        f"parallel.dp changed from {sizes[0]} to {sizes[1]}: PowerSGD's error feedback is divided equally among the "
+        "current ranks; "
+        "the resumed run will not be bitwise identical"
     ]
     for name in before[0]["errors"]:
         owed = sum(rank["errors"][name] for rank in before)
@@ -344,12 +344,30 @@ CHANGES: dict[str, tuple[str, int | None, Case, int | None, str]] = {
         None,
         {"dp": 2},
         4,
-        "parallel.powersgd_rank was null, is 4: PowerSGD's error feedback starts at zero",
+        "parallel.powersgd_rank changed from null to 4: PowerSGD's error feedback is initialized to zero",
     ),
-    "ends": ("dp 2", 4, {"dp": 2}, None, "parallel.powersgd_rank was 4, is null: PowerSGD's error feedback is dropped"),
-    "one process": ("dp 2", 4, {}, 4, "parallel.dp was 2, is 1: PowerSGD's error feedback is dropped"),
-    "another rank": ("dp 2", 4, {"dp": 2}, 2, "parallel.powersgd_rank was 4, is 2: PowerSGD's error feedback is kept"),
-    "another tp": ("dp 2", 4, {"dp": 2, "tp": 2}, 4, "parallel.tp was 1, is 2: PowerSGD's error feedback is kept"),
+    "ends": (
+        "dp 2",
+        4,
+        {"dp": 2},
+        None,
+        "parallel.powersgd_rank changed from 4 to null: PowerSGD's error feedback is discarded",
+    ),
+    "one process": ("dp 2", 4, {}, 4, "parallel.dp changed from 2 to 1: PowerSGD's error feedback is discarded"),
+    "another rank": (
+        "dp 2",
+        4,
+        {"dp": 2},
+        2,
+        "parallel.powersgd_rank changed from 4 to 2: PowerSGD's error feedback is kept",
+    ),
+    "another tp": (
+        "dp 2",
+        4,
+        {"dp": 2, "tp": 2},
+        4,
+        "parallel.tp changed from 1 to 2: PowerSGD's error feedback is kept",
+    ),
 }
 
 
@@ -361,7 +379,9 @@ def test_other_changes_are_announced(change, ranks, prefix, saved):
         world(case), jobs_reduction.resume, configuration(prefix, case, new_rank, load=before[0]["directory"]), 1
     )
     assert (
-        len(got[0]["notes"]) == 1 and got[0]["notes"][0].startswith(note) and got[0]["notes"][0].endswith("not bitwise")
+        len(got[0]["notes"]) == 1
+        and got[0]["notes"][0].startswith(note)
+        and got[0]["notes"][0].endswith("not be bitwise identical")
     )
     for name, value in got[0]["errors"].items():
         if change == "begins":

@@ -114,8 +114,8 @@ def test_a_resume_keeps_what_experts_are_owed(ranks, prefix, tmp_path):
     other["checkpoint"] = {"load": before[0]["directory"]}
     got = ranks.run(4, jobs_reduction.resume, other, 1)
     note = (
-        "parallel.ep was 2, is 1: PowerSGD's error feedback is divided equally among the present ranks; this resume is "
-        "not bitwise"
+        "parallel.ep changed from 2 to 1: PowerSGD's error feedback is divided equally among the current ranks; the "
+        "resumed run will not be bitwise identical"
     )
     assert got[0]["notes"] == [note]
     name = "layers.0.mlp.experts.in.weight"

@@ -89,7 +89,7 @@ def message_of(axis: MeshAxis, x: Tensor) -> str:
 def test_a_rank_that_does_not_answer_is_named(ranks):
     messages = ranks.run(3, silent)
     assert [messages[rank] for rank in (0, 2)] == [
-        f"rank {rank}: all_reduce over tp failed, rank 1 is lost: no message within 3 s" for rank in (0, 2)
+        f"rank {rank}: all_reduce over tp failed, because rank 1 was lost: no message within 3 s" for rank in (0, 2)
     ]
 
 

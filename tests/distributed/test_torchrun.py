@@ -90,7 +90,7 @@ def test_a_signal_to_one_worker_saves_and_ends_all_and_the_run_resumes_until_its
     assert status == 0, output
     stopped = checkpoint_step(run)
     assert steps_of(run) == list(range(1, stopped + 1))
-    assert f"stopping after step {stopped}: another rank asked for it" in output
+    assert f"stopping after step {stopped}: requested by another rank" in output
 
     status, output = finish(start(command(run, prefix, "--checkpoint.load", "auto", "--train.stop_after", "1s")))
     assert status == 0, output
@@ -134,7 +134,7 @@ def test_a_rank_that_is_gone_is_named_by_all_others(tmp_path, layout, end):
     status, output = finish(process)
     assert status != 0
     for rank in (0, *range(2, int(size))):
-        named = rf"^rank {rank}: \w+ over \w+ failed, rank \d .*\(rank 1 was lost first: its process \w+ .*\)$"
+        named = rf"^rank {rank}: \w+ over \w+ failed, because rank \d .*\(rank 1 was lost first: its process \w+ .*\)$"
         assert re.search(named, output, re.MULTILINE), output
     assert str(ROOT / "megalite") not in output, "no frame of ours is shown"
 

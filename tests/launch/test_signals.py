@@ -154,7 +154,7 @@ def test_a_second_one_ends_a_run_at_once_also_if_a_collective_hangs(launcher):
         time.sleep(SAME_PRESS_S)
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)  # what torchrun sends at the second Ctrl-C
-    assert finish(process) == (130, "interrupted again: ended at once, without saving\n")
+    assert finish(process) == (130, "interrupted again: exiting immediately without saving\n")
 
 
 POOL = """

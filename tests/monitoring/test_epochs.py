@@ -58,20 +58,24 @@ def test_a_run_that_went_back_counts_the_samples_that_it_left_out() -> None:
 def test_the_end_of_an_epoch_is_a_line() -> None:
     """400 samples of 100: epochs end in steps 13 (104), 25 (200), 38 (304); the run ends with the last one."""
     whole, blend = run(trainer(WHOLE, 50))[1], run(trainer(BLEND, 12))[1]
-    assert [line.partition("data/a has been read to its end after step ")[2].split(",")[0] for line in whole] == [
+    assert [line.partition(" after step ")[2].split(",")[0] for line in whole] == [
         "13",
         "25",
         "38",
     ]
     assert blend == [
-        "data/b has been read to its end after step 5, and begins again: epoch 1 of 2.4 is done",
-        "data/b has been read to its end after step 10, and begins again: epoch 2 of 2.4 is done",
+        "data/b: finished epoch 1 of 2.4 after step 5, starting again from the beginning",
+        "data/b: finished epoch 2 of 2.4 after step 10, starting again from the beginning",
     ]
 
 
 def test_many_epochs_are_few_lines() -> None:
     lines = run(trainer([Member("data/a", 8)], 1000))[1]
-    assert [int(line.split()[-5]) for line in lines] == [*range(1, 10), *range(10, 100, 10), *range(100, 1000, 100)]
+    assert [int(line.split("epoch ")[1].split()[0]) for line in lines] == [
+        *range(1, 10),
+        *range(10, 100, 10),
+        *range(100, 1000, 100),
+    ]
 
 
 def test_data_that_is_read_more_than_once_says_so_at_the_start() -> None:

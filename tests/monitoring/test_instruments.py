@@ -188,7 +188,7 @@ def test_values_that_may_be_secret_are_not_printed() -> None:
 
 def test_the_slowest_link_is_named() -> None:
     said = links.describe([links.LinkTraffic(0, 1, 4e9), links.LinkTraffic(1, 2, 5e8), links.LinkTraffic(2, 0, 3e9)])
-    assert said == "network test: rank 1 to rank 2 is the slowest of 3 links, 0.5 GB/s; the median is 3 GB/s"
+    assert said == "network test: the slowest of 3 links is from rank 1 to rank 2 with 0.5 GB/s; the median is 3 GB/s"
 
 
 # ---- out of memory
@@ -245,7 +245,7 @@ def test_the_message_names_place_reason_and_rungs() -> None:
     ).splitlines()
     assert said[0] == "rank 3 in step 7, F0.1: out of memory: CUDA out of memory. Tried to allocate 2.00 GiB."
     assert said[-1].split() == ["--parallel.tp", "4", "--parallel.dp", "2", "saves", "1.5", "GiB"]
-    assert "use more GPUs" in memory.describe("rank 0", error, [])
+    assert "Use more GPUs" in memory.describe("rank 0", error, [])
 
 
 # ---- prediction

@@ -135,13 +135,13 @@ def test_the_page_is_whole_and_needs_nothing_beside_it(tmp_path: Path):
 def test_it_tells_what_the_run_wrote(tmp_path: Path):
     page = page_of(write_run(tmp_path / "alone", pp=2))
     cells = dict(re.findall(r'<th scope="row">([^<]*)</th><td>([^<]*)</td>', page))
-    assert cells["Steps done, of"] == "40 of 50" and cells["Tokens seen"] == "4,000" and cells["Steps skipped"] == "1"
+    assert cells["Steps"] == "40 of 50" and cells["Tokens seen"] == "4,000" and cells["Steps skipped"] == "1"
     assert cells["Last loss"] == "3.0000" and cells["Best validation loss"] == "4.1250"
-    assert cells["Time of a step, s"] == "31", "the median of the second half: steps 21 to 40"
+    assert cells["Step time, s"] == "31", "the median of the second half: steps 21 to 40"
     assert cells["Layout"] == "tp 1 × pp 2 × dp 1, ZeRO-1, 1f1b" and cells["MFU"] == "–"
     assert "1f1b: 2 ranks, 4 microbatches" in page, "the schedule that the configuration plans is drawn"
     assert "<td>20.0%</td><td>25.3%</td>" in page, "its bubble, (p − 1) / (m + p − 1), beside what was measured"
-    for title in ("Loss", "Gradient norm", "Throughput", "Phases of a step: alone"):
+    for title in ("Loss", "Gradient norm", "Throughput", "Step phases: alone"):
         assert f"<h3>{title}</h3>" in page
     assert "<h3>Loss scale</h3>" not in page, "it never changed"
 
@@ -152,7 +152,7 @@ def test_the_load_of_experts_is_a_heat_map_with_a_row_for_each_mixture(tmp_path:
     parser = Balanced()
     parser.feed(page)
     assert parser.open == [] and parser.loaded == []
-    chart = charts_of(page)["Load of the fullest expert, over the mean: alone"]
+    chart = charts_of(page)["Maximum expert load, relative to the mean: alone"]
     assert chart["kind"] == "heat" and [line["name"] for line in chart["lines"]] == ["layer 0", "layer 2", "layer 3"], (
         "layer 1 is dense"
     )
@@ -170,13 +170,13 @@ def test_it_shows_losses_that_have_names(tmp_path: Path):
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = page_of(directory)
     cells = dict(re.findall(r'<th scope="row">([^<]*)</th><td>([^<]*)</td>', page))
-    assert (cells["Last validation loss of &lt;prose&gt;"], cells["Last validation loss of code"]) == (
+    assert (cells["Last validation loss (&lt;prose&gt;)"], cells["Last validation loss (code)"]) == (
         "4.5000",
         "3.7500",
     )
     curves = charts_of(page)
-    assert [line["name"] for line in curves["Validation loss of each set: named"]["lines"]] == ["<prose>", "code"]
-    assert [line["name"] for line in curves["Training loss of each member of the data: named"]["lines"]] == ["data/a"]
+    assert [line["name"] for line in curves["Validation loss of each dataset: named"]["lines"]] == ["<prose>", "code"]
+    assert [line["name"] for line in curves["Training loss of each data source: named"]["lines"]] == ["data/a"]
     assert "<prose>" not in page
     parser = Balanced()
     parser.feed(page)
@@ -187,7 +187,7 @@ def test_several_runs_are_compared(tmp_path: Path):
     runs = write_run(tmp_path / "slow"), write_run(tmp_path / "fast", lr=6e-4)
     report.main([*map(str, runs), "--output", str(tmp_path / "both.html")])
     page = (tmp_path / "both.html").read_text()
-    differences = page.partition("What differs")[2].partition("<h2>")[0]
+    differences = page.partition("Configuration differences")[2].partition("<h2>")[0]
     assert re.findall(r'<th scope="row">([^<]*)</th><td>([^<]*)</td><td>([^<]*)</td>', differences) == [
         ("optimizer.lr", "0.0003", "0.0006")
     ]
@@ -230,11 +230,11 @@ def test_a_run_that_was_resumed_with_another_layout_has_figures_of_each(tmp_path
     page = page_of(resumed(tmp_path / "run"))
     summary = cells_of(page.partition("<h2>")[0])
     assert summary["Layout"] == [" → ".join(LAYOUTS)] and summary["Ranks"] == ["2 × CPU"]
-    assert summary["Time of a step, s"] == ["23.5 → 2"] and summary["Tokens/s"] == ["1,023 → 5,000"]
-    assert summary["Bubble"] == ["25.2% → –"] and summary["Steps done, of"] == ["40 of 50"]
+    assert summary["Step time, s"] == ["23.5 → 2"] and summary["Tokens/s"] == ["1,023 → 5,000"]
+    assert summary["Bubble"] == ["25.2% → –"] and summary["Steps"] == ["40 of 50"]
     table = cells_of(page.partition("<h2>Segments</h2>")[2].partition("<h2>")[0])
     assert table["Steps"] == ["steps 1 to 30", "steps 31 to 40"] and table["Layout"] == list(LAYOUTS)
-    assert table["Time of a step, s"] == ["23.5", "2"] and table["parallel.pp"] == ["2", "1"]
+    assert table["Step time, s"] == ["23.5", "2"] and table["parallel.pp"] == ["2", "1"]
     predictions = page.partition("<h2>Predicted and measured</h2>")[2].partition("<h2>")[0]
     headings = re.findall(r'<th scope="col">(run[^<]*)</th>', predictions)
     assert headings == [
@@ -365,5 +365,5 @@ def test_a_run_that_validates_on_its_training_data_says_so(tmp_path: Path):
     assert (
         "Validated on training data" in page
         and "prose: data/../data/b" in page
-        and "code: data/c" not in page.split("Time of a step")[0]
+        and "code: data/c" not in page.split("Step time")[0]
     )

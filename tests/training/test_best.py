@@ -148,7 +148,7 @@ def test_a_run_that_ended_early_says_so_and_goes_on_with_more_patience(prefix, t
     claimed.lock.release()
     assert claimed.complete is not None and "nothing to do: 6 of 9 steps" in claimed.complete
     assert (
-        "the best is 3.0000, after step 4. To continue, raise train.early_stopping_patience, or leave it out"
+        "the best loss is 3.0000, from step 4. To continue, increase train.early_stopping_patience or leave it unset"
         in claimed.complete
     )
     assert run(options(prefix, tmp_path, train={"early_stopping_patience": 9}), FALLING, monkeypatch).step_done == 9

@@ -139,6 +139,6 @@ def test_another_ramp_on_resume_is_refused(prefix, tmp_path):
     started.save()
     started.close()
     with pytest.raises(
-        ConfigError, match=r"train\.rampup_batch_size = null, but .* was made with \[4, 4, 16\].*allow = \[horizon\]"
+        ConfigError, match=r"train\.rampup_batch_size=null does not match .* \(\[4, 4, 16\]\).*allow=\[horizon\]"
     ):
         trainer(options(prefix, tmp_path, train={"rampup_batch_size": None}))

@@ -123,7 +123,7 @@ def test_after_a_rollback_the_time_counts_from_there(tmp_path, capsys) -> None:
         gc.enable()
         trainer.close()
     printed = capsys.readouterr().out
-    assert re.findall(r"(?:saved|back after) \S*?(?:step |step_0000000)(\d)", printed) == ["3", "6", "3", "6", "8"]
+    assert re.findall(r"(?:saved|rolled back to) \S*?(?:step |step_0000000)(\d)", printed) == ["3", "6", "3", "6", "8"]
 
 
 @pytest.mark.parametrize(
@@ -137,12 +137,13 @@ def test_a_save_and_an_end_are_told_apart_in_one_sum(others: float, end: ExitSta
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({}, "a checkpoint every 15 minutes (checkpoint.minutes), about 12 MB each; the newest 2 of these are kept"),
-        ({"keep": 3}, "a checkpoint every 15 minutes (checkpoint.minutes), about 12 MB each; the newest 3 are kept"),
-        ({"interval": 500}, "a checkpoint every 500 steps, about 12 MB each; all are kept"),
+        ({}, "a checkpoint every 15 minutes (checkpoint.minutes), about 12 MB each; keeping the newest 2 of these"),
+        ({"keep": 3}, "a checkpoint every 15 minutes (checkpoint.minutes), about 12 MB each; keeping the newest 3"),
+        ({"interval": 500}, "a checkpoint every 500 steps, about 12 MB each; keeping all"),
         (
             {"minutes": None},
-            "no checkpoint before the end or a signal: checkpoint.interval and checkpoint.minutes are null",
+            "no checkpoint before the end of the run or a signal, because checkpoint.interval and "
+            "checkpoint.minutes are null",
         ),
     ],
 )
@@ -161,5 +162,5 @@ def test_a_disk_without_room_for_them_is_told_before_the_first(
     monkeypatch.setattr(states, "checkpoint_bytes", lambda config: 12_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free))
     said = describe_saves(from_dict({}))
-    assert said.endswith("runs/run has 35 MB free, and 3 of them need 36 MB" if warned else "are kept")
+    assert said.endswith("runs/run has 35 MB free, but 3 checkpoints need 36 MB" if warned else "newest 2 of these")
     assert checkpoint.directories.TIMED_KEPT + 1 == 3, "two are kept while the next one is written"

@@ -136,7 +136,7 @@ def test_what_another_tokenizer_made_is_refused_by_name(name, world, names, tmp_
     said = str(caught.value)
     a, b = (load(world.tokenizers[0]).encode(letter)[0] for letter in "ab")
     assert said.startswith(f"data.train = {world.data[1]} was made with another tokenizer than {option} (")
-    assert f'id {a} is "a" there and "b" here; id {b} is "b" there and "a" here. Give data prepared with ' in said
+    assert f'id {a} is "a" there and "b" here; id {b} is "b" there and "a" here. Use data prepared with ' in said
     assert said.endswith(", or accept the change with data.allow_tokenizer_change = true.")
     config.data.allow_tokenizer_change = True
     (note,) = checked(config)

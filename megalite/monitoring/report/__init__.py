@@ -1,1 +1,1 @@
-"""The HTML page about one run or several: run.py reads a run's directory, page.py writes the page."""
+"""HTML page about one or several runs: run.py reads a run directory, page.py writes the page."""

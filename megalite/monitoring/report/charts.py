@@ -1,6 +1,6 @@
 """Curves over steps, tokens or time as plain data, which charts.js draws with uPlot.
 
-They are thinned: a run of a million steps is no larger than one of a thousand.
+Curves are downsampled, so that the page of a run with a million steps is no larger than with a thousand.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ LONGEST_NAME = 40  # characters
 
 @dataclass(frozen=True)
 class Chart:
-    """One figure: the curves of some keys of metrics.jsonl. `scale` multiplies the values; `over`: a key of
-    AXES."""
+    """One chart with the curves of some keys of metrics.jsonl.
+
+    Attributes:
+        scale: factor on the values.
+        over: horizontal axis, a key of AXES.
+    """
 
     title: str
     unit: str
@@ -41,47 +45,46 @@ AXES = {
     "tokens": ("million tokens", 1e-6),
     "step_time_s": ("minutes of training", 1 / 60),
 }
-"""What a curve is drawn over: key of metrics.jsonl, summed up to a step → name, and what multiplies it."""
-LOSS, LOSS_UNIT = ("loss", "val_loss"), "nats a token"
+"""Horizontal axes: key of metrics.jsonl, summed up to a step → name and factor."""
+LOSS, LOSS_UNIT = ("loss", "val_loss"), "nats per token"
 COMPARED = (
     Chart("Loss over tokens", LOSS_UNIT, LOSS, over="tokens"),
     Chart("Loss over time", LOSS_UNIT, LOSS, over="step_time_s"),
 )
-"""Only in a comparison: of one run they have the shape of the loss over steps."""
+"""Charts that are only shown in a comparison. For a single run they have the shape of the loss over steps."""
 CHARTS = (
     Chart("Loss", LOSS_UNIT, LOSS),
     Chart("Gradient norm", "before clipping", ("grad_norm",), logarithmic=True),
     Chart("Learning rate", "", ("lr",), from_zero=True),
     Chart("Throughput", "thousand tokens/s, all ranks", ("tokens_per_second",), 1e-3, from_zero=True),
-    Chart("Model FLOPs utilization", "% of the peak", ("mfu",), 100, from_zero=True),
-    Chart("Time of a step", "s", ("step_time_s",), from_zero=True),
-    Chart("Bubble", "% of the pipeline's time", ("bubble_fraction",), 100, from_zero=True),
-    Chart("Peak memory of rank 0", "GiB", ("peak_memory_bytes",), 2.0**-30, from_zero=True),
+    Chart("Model FLOPs utilization", "% of peak", ("mfu",), 100, from_zero=True),
+    Chart("Step time", "s", ("step_time_s",), from_zero=True),
+    Chart("Bubble", "% of pipeline time", ("bubble_fraction",), 100, from_zero=True),
+    Chart("Peak memory (rank 0)", "GiB", ("peak_memory_bytes",), 2.0**-30, from_zero=True),
     Chart(
-        "Load of the fullest expert", "over the mean; of all layers", ("expert_load_peak",), from_zero=True
+        "Maximum expert load", "relative to the mean, over all layers", ("expert_load_peak",), from_zero=True
     ),
     Chart("Global batch size", "sequences", ("global_batch_size",), from_zero=True, whole=True),
     Chart("Loss scale", "", ("loss_scale",), logarithmic=True),
 )
 
-BY_NAME = {VALIDATED: "Validation loss of each set", SOURCE: "Training loss of each member of the data"}
-"""What keys of metrics.jsonl that have names in them start with → title of the chart that a run has of them.
-"""
+BY_NAME = {VALIDATED: "Validation loss of each dataset", SOURCE: "Training loss of each data source"}
+"""Prefix of keys in metrics.jsonl that contain names → title of their chart."""
 LOADS = "expert_load_peaks"  # of each mixture
 ONLY_IF_IT_CHANGES = ("loss_scale", "global_batch_size")
 
 
 def charts(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
-    """Every chart that has something to show. Each is
+    """Return all charts with data. Each is a dict with these keys:
 
-    title, unit, over     its name, and those of its axes
-    log, zero, whole      the axis of values is logarithmic, starts at zero, has whole numbers alone
-    whole_over            the other axis has whole numbers alone
-    kind                  lines; stack, in which each line is drawn on top of the one before; heat, a row for
-    each line
-    lines                 name, color (an index), at, values, and of a thinned line low and high; dots:
-    markers, and a dashed line
-    marks                 (place, segment, color) of the beginning of each segment but the first
+    title, unit, over     title, and names of the axes
+    log, zero, whole      whether the vertical axis is logarithmic, starts at zero, shows only whole numbers
+    whole_over            whether the horizontal axis shows only whole numbers
+    kind                  lines; stack, where each line is drawn on top of the previous one; or heat, with a
+                          row per line
+    lines                 name, color (an index), at, values, and low and high if downsampled; dots: markers
+                          on a dashed line
+    marks                 (place, segment, color) of the start of each segment except the first
     """
     wanted = (CHARTS[0], *COMPARED, *CHARTS[1:]) if len(runs) > 1 else CHARTS
     drawn = [_curves(chart, runs) for chart in wanted if any(_shows(run, chart) for run in runs)]
@@ -93,7 +96,7 @@ def charts(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
 
 
 def _shows(run: RecordedRun, chart: Chart) -> bool:
-    """Whether a chart has a curve to show: more than a constant loss scale."""
+    """Return whether a chart has a curve to show. A constant loss scale is not shown."""
     values = [value for key in chart.keys for value in run.curve(key)[1] if isfinite(value)]
     return (
         _applies(run, chart)
@@ -103,18 +106,23 @@ def _shows(run: RecordedRun, chart: Chart) -> bool:
 
 
 def _applies(run: RecordedRun, chart: Chart) -> bool:
-    """Whether a run has what a chart is about: a pipeline of one stage has no bubble, but the noise of its
-    measurement."""
+    """Return whether a chart applies to a run.
+
+    A pipeline with one stage has no bubble, only the noise of its measurement.
+    """
     return chart.keys[0] != "bubble_fraction" or any(segment.has_pipeline for segment in run.segments)
 
 
 def thinned(
     steps: Sequence[float], values: Sequence[float], begins: Sequence[float] = ()
 ) -> tuple[np.ndarray[Any, Any], ...]:
-    """About POINTS points at most: arrays of the mean step, and the mean, the smallest and the largest value
-    of neighbouring steps.
+    """Downsample a curve to about POINTS points.
 
-    begins: places where a segment begins; no point has steps of two segments.
+    Args:
+        begins: starts of segments. No point contains steps of two segments.
+
+    Returns:
+        arrays of the mean step, and of the mean, minimum and maximum of neighboring steps.
     """
     places = np.searchsorted(np.asarray(steps, dtype=float), begins)
     pieces = [np.split(np.asarray(numbers, dtype=float), places) for numbers in (steps, values)]
@@ -126,13 +134,13 @@ def thinned(
 
 
 def _divided(piece: np.ndarray[Any, Any], whole: int) -> list[np.ndarray[Any, Any]]:
-    """A segment's share of the points of a curve; of a segment without values none."""
+    """Return a segment's share of the points of a curve. A segment without values has none."""
     parts = min(len(piece), -(-POINTS * len(piece) // max(whole, 1)))
     return np.array_split(piece, parts) if parts else []
 
 
 def _begins(run: RecordedRun, over: str = "step") -> list[float]:
-    """Where the segments of a run begin on an axis, the first one excepted."""
+    """Return the positions where the segments of a run start on an axis, except for the first."""
     later = [segment.first for segment in run.segments[1:]]
     if over == "step":
         return [first - 0.5 for first in later]
@@ -157,7 +165,7 @@ def _chart(
 def _line(
     name: str, color: int, at: Sequence[float], values: Sequence[float], begins: Sequence[float] = ()
 ) -> dict[str, Any]:
-    """A curve, thinned: means, and the smallest and largest value where a point stands for several steps."""
+    """Return a downsampled curve, with minimum and maximum where a point represents several steps."""
     places, mean, low, high = thinned(at, values, begins)
     line = {"name": name, "color": color, "at": [rounded(value, PLACE_DIGITS) for value in places]}
     line["values"] = [rounded(value) for value in mean]
@@ -167,7 +175,7 @@ def _line(
 
 
 def rounded(value: float, digits: int = DIGITS) -> float | None:
-    """A number with so many digits; None for one that JSON does not have."""
+    """Round a number to significant digits. Numbers that JSON does not support become None."""
     return float(f"{value:.{digits}g}") if isfinite(value) else None
 
 
@@ -190,7 +198,7 @@ def _curves(chart: Chart, runs: Sequence[RecordedRun]) -> dict[str, Any]:
 
 
 def _label(run: RecordedRun, key: str, runs: int) -> str:
-    """A curve's name in the legend: the run's, where there are several."""
+    """Return the name of a curve in the legend, with the name of the run if there are several."""
     what = {"val_loss": "validation", "loss": "training"}.get(key, "")
     if runs == 1:
         return what or "value"
@@ -198,12 +206,12 @@ def _label(run: RecordedRun, key: str, runs: int) -> str:
 
 
 def _short(name: str) -> str:
-    """A name that fits into a chart."""
+    """Shorten a name to fit into a chart."""
     return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
 
 
 def _places(run: RecordedRun, over: str, steps: Sequence[int]) -> list[float]:
-    """Where these steps are on an axis. A validation is at the step before it."""
+    """Return the positions of steps on an axis. A validation is at the step before it."""
     if over == "step":
         return list(steps)
     sums, scale = run.sums(over), AXES[over][1]
@@ -211,8 +219,7 @@ def _places(run: RecordedRun, over: str, steps: Sequence[int]) -> list[float]:
 
 
 def _loads(run: RecordedRun) -> dict[str, Any]:
-    """The load of the fullest expert of each layer over the steps as a heat map: 1 where all experts are
-    equally loaded."""
+    """Return a heat map of the maximum expert load of each layer. At 1 all experts are equally loaded."""
     recorded = [line for line in run.steps if line.get(LOADS)]
     steps, columns = (
         [line["step"] for line in recorded],
@@ -224,7 +231,7 @@ def _loads(run: RecordedRun) -> dict[str, Any]:
         for layer, column in zip(layers, columns, strict=False)
     ]
     return _chart(
-        f"Load of the fullest expert, over the mean: {_short(run.name)}",
+        f"Maximum expert load, relative to the mean: {_short(run.name)}",
         "layer",
         "heat",
         lines,
@@ -234,18 +241,18 @@ def _loads(run: RecordedRun) -> dict[str, Any]:
 
 
 def _by_name(run: RecordedRun, prefix: str, title: str) -> dict[str, Any]:
-    """A curve for each name."""
+    """Return a chart with a curve for each name."""
     lines = [
         _line(_short(name), index, *run.curve(prefix + name), _begins(run))
         for index, name in enumerate(run.names(prefix))
     ]
     if prefix == VALIDATED:
         lines = [line | {"dots": True} for line in lines]
-    return _chart(f"{title}: {_short(run.name)}", "nats a token", "lines", lines, [run])
+    return _chart(f"{title}: {_short(run.name)}", "nats per token", "lines", lines, [run])
 
 
 def _phases(run: RecordedRun) -> dict[str, Any]:
-    """The phases of a step, stacked."""
+    """Return a stacked chart of the phases of a step."""
     steps = [line["step"] for line in run.steps]
     lines = []
     for index, key in enumerate(run.phases):
@@ -254,4 +261,4 @@ def _phases(run: RecordedRun) -> dict[str, Any]:
             name, index, steps, [float(record.get(key) or 0.0) for record in run.steps], _begins(run)
         )
         lines.append({part: value for part, value in line.items() if part not in ("low", "high")})
-    return _chart(f"Phases of a step: {_short(run.name)}", "s", "stack", lines, [run], zero=True)
+    return _chart(f"Step phases: {_short(run.name)}", "s", "stack", lines, [run], zero=True)

@@ -1,5 +1,4 @@
-"""The figures of one run or several side by side: rows of text for the page and the terminal, and plain
-data."""
+"""Figures of one or several runs, as rows of text for the page and the terminal, and as plain data."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ MOST_NAMED = 3  # values of a run's segments in one cell
 
 
 def number(value: float | None, form: str, scale: float = 1.0) -> str:
-    """A number as text; "–" for None."""
+    """Format a number, or return "–" for None."""
     return "–" if value is None else format(value * scale, form)
 
 
@@ -29,24 +28,26 @@ OF_A_SEGMENT: dict[str, Callable[[RunSegment], str]] = {
     "Precision, recomputation": lambda each: each.precision,
     "Global batch": lambda each: each.batch,
     "Kernels": lambda each: each.kernels,
-    "Time of a step, s": lambda each: number(each.typical("step_time_s"), ".4g"),
+    "Step time, s": lambda each: number(each.typical("step_time_s"), ".4g"),
     "Tokens/s": lambda each: number(each.typical("tokens_per_second"), ",.0f"),
-    "TFLOP/s a rank": lambda each: number(each.typical("tflops_per_gpu"), ".3g"),
+    "TFLOP/s per rank": lambda each: number(each.typical("tflops_per_gpu"), ".3g"),
     "MFU": lambda each: number(each.typical("mfu"), ".1%"),
     "Bubble": lambda each: number(each.typical("bubble_fraction") if each.has_pipeline else None, ".1%"),
-    "Peak memory of rank 0, GiB": lambda each: number(each.highest("peak_memory_bytes"), ".2f", 2.0**-30),
+    "Peak memory (rank 0), GiB": lambda each: number(each.highest("peak_memory_bytes"), ".2f", 2.0**-30),
 }
-"""What a resume may change → its value in a segment, as text."""
+"""Name of a figure that a resume may change → function that formats it for a segment."""
 
 
 def summary(runs: Sequence[RecordedRun]) -> list[list[str]]:
-    """The summary table, with a column for each run. A value that differs between segments is given for each:
-    "a → b"."""
+    """Return the summary table, with a column for each run.
+
+    A value that differs between segments is listed for each, as in "a → b".
+    """
     figures, lefts = [as_json(run) for run in runs], [time_left(run) for run in runs]
     names = dict.fromkeys(name for run in runs for name in run.names(VALIDATED))
     last = {name: [next(reversed(run.curve(VALIDATED + name)[1]), None) for run in runs] for name in names}
     sets = [
-        [f"Last validation loss of {name}", *(number(value, ".4f") for value in values)]
+        [f"Last validation loss ({name})", *(number(value, ".4f") for value in values)]
         for name, values in last.items()
     ]
     trained = [", ".join(seen_in_training(run.config.data)) for run in runs]
@@ -63,9 +64,9 @@ def summary(runs: Sequence[RecordedRun]) -> list[list[str]]:
         ["State", *(state(run) for run in runs)],
         ["Parameters", *(f"{run.parameters:,}" for run in runs)],
         *settings,
-        ["Steps done, of", *(f"{entry['step']:,} of {entry['steps']:,}" for entry in figures)],
+        ["Steps", *(f"{entry['step']:,} of {entry['steps']:,}" for entry in figures)],
         ["Tokens seen", *(f"{entry['tokens']:,}" for entry in figures)],
-        ["Time of all steps", *(duration(entry["seconds"]) for entry in figures)],
+        ["Training time", *(duration(entry["seconds"]) for entry in figures)],
         *(
             [["Time left", *("–" if left is None else duration(left) for left in lefts)]]
             if any(left is not None for left in lefts)
@@ -82,13 +83,13 @@ def summary(runs: Sequence[RecordedRun]) -> list[list[str]]:
 
 
 def _joined(values: Sequence[str]) -> str:
-    """The values of a run's segments in one cell, equal neighbours once."""
+    """Join the values of a run's segments in one cell, without repeating equal neighbors."""
     distinct = [value for index, value in enumerate(values) if index == 0 or value != values[index - 1]]
     return " → ".join(distinct if len(distinct) <= MOST_NAMED else [distinct[0], "…", distinct[-1]])
 
 
 def segment_rows(run: RecordedRun) -> list[list[str]]:
-    """A run's segments side by side: what OF_A_SEGMENT lists, and the options that were changed."""
+    """Return a table of the segments of a run, with OF_A_SEGMENT and the options that were changed."""
     rows = [[name, *(map(of, run.segments))] for name, of in OF_A_SEGMENT.items()]
     options = changed_options([segment.start for segment in run.segments])
     changed = [
@@ -99,8 +100,7 @@ def segment_rows(run: RecordedRun) -> list[list[str]]:
 
 
 def time_left(run: RecordedRun) -> float | None:
-    """Seconds that a running run still needs for its steps, each as long as the last RECENT ones; None if it
-    does not run or has none."""
+    """Estimate the remaining seconds of an active run from its RECENT last steps, or return None."""
     seconds = run.segments[-1].values("step_time_s")[-RECENT:]
     if run.summary.get("state") != "running" or not seconds:
         return None
@@ -108,14 +108,16 @@ def time_left(run: RecordedRun) -> float | None:
 
 
 def state(run: RecordedRun) -> str:
-    """running, done, stopped, interrupted, or failed with its reason."""
+    """Return running, done, stopped, interrupted, or failed with the reason."""
     reason = run.summary.get("reason")
     return f"{run.summary.get('state', '–')}" + (f": {reason}" if reason else "")
 
 
 def as_json(run: RecordedRun) -> dict[str, Any]:
-    """The final figures as plain data. Speeds are medians of the second half of the steps of the last
-    segment."""
+    """Return the final figures as plain data.
+
+    Speeds are medians over the second half of the steps of the last segment.
+    """
     last, validations, newest = run.steps[-1] if run.steps else {}, run.curve("val_loss")[1], run.segments[-1]
     return {
         "run": run.name,
@@ -135,7 +137,7 @@ def as_json(run: RecordedRun) -> dict[str, Any]:
 
 
 def _segment_json(run: RecordedRun, segment: RunSegment) -> dict[str, Any]:
-    """What a resume may change, as plain data."""
+    """Return the figures that a resume may change, as plain data."""
     config = segment.config
     return {
         "first_step": segment.first,
@@ -160,8 +162,11 @@ def _segment_json(run: RecordedRun, segment: RunSegment) -> dict[str, Any]:
 
 
 def differences(runs: Sequence[RecordedRun]) -> dict[str, list[Any]]:
-    """The options in which the newest starts of the runs differ, their names aside: option → value of each
-    run, None where a run has no such option."""
+    """Return the options that differ between the newest starts of the runs, except for their names.
+
+    Returns:
+        option → value in each run, None if a run does not have the option.
+    """
     flat = [dict(flattened(run.options)) for run in runs]
     names = dict.fromkeys(name for options in flat for name in options)
     by_name = {name: [options.get(name) for options in flat] for name in names if name != "run.name"}
@@ -169,7 +174,7 @@ def differences(runs: Sequence[RecordedRun]) -> dict[str, list[Any]]:
 
 
 def difference_rows(runs: Sequence[RecordedRun]) -> list[list[str]]:
-    """The differing options as text."""
+    """Return the differing options as text."""
     return [
         [name, *("–" if value is None else str(value) for value in values)]
         for name, values in differences(runs).items()

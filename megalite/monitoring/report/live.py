@@ -1,13 +1,12 @@
-"""Serves the page of one run to this machine's browsers, while the run trains, before its first step, and
-after its end.
+"""Server of the page of one run for browsers on this machine, before, during and after training.
 
-    GET /           the page, with a script that asks for /content every few seconds
-    GET /content    the part below its title; 304 if the browser has it
+    GET /           the page, with a script that requests /content every few seconds
+    GET /content    the part below the title; 304 if the browser already has it
     anything else   404
 
-Only 127.0.0.1 is listened on. A request must name this machine as its host: otherwise a page from elsewhere,
-whose name its owner lets resolve to 127.0.0.1 (DNS rebinding), could read the run. Everything from the run is
-escaped, and the page may run only its own script.
+The server only listens on 127.0.0.1. A request must contain the name of this machine as its host. Otherwise a
+page from elsewhere, whose name resolves to 127.0.0.1 (DNS rebinding), could read the run. All data from the
+run is escaped, and the page can only execute its own script.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ async function refresh() {
     }
     note.textContent = "";
   } catch (error) {
-    note.textContent = "The server of this page has ended, or cannot be reached.";
+    note.textContent = "The server of this page has stopped or cannot be reached.";
   }
 }
 setInterval(refresh, REFRESH_MS);
@@ -66,7 +65,7 @@ setInterval(refresh, REFRESH_MS);
 
 
 def whole_script() -> str:
-    """All that the page may run."""
+    """Return the only script that the page can execute."""
     return f"{script()}\n{SCRIPT}"
 
 
@@ -83,8 +82,10 @@ HEADERS = {
 
 
 class LivePage:
-    """The page of a run as it stands. It is drawn again when a file of the run has changed, and then at most
-    a tenth of the time."""
+    """Current page of a run.
+
+    It is rendered again when a file of the run has changed, at most a tenth of the time.
+    """
 
     def __init__(self, directory: Path, clock: Callable[[], float] = monotonic):
         self.directory, self._clock = directory, clock
@@ -97,7 +98,7 @@ class LivePage:
         return self.directory.resolve().name
 
     def content(self) -> tuple[str, str]:
-        """What is below the title, as HTML, and a tag that changes with it."""
+        """Return the HTML below the title, and a tag that changes with it."""
         with self._lock:
             began, now = self._clock(), self._state()
             if now != self._seen and began >= self._due:
@@ -108,7 +109,7 @@ class LivePage:
             return self._content, self._tag
 
     def whole(self) -> str:
-        """The whole page."""
+        """Return the whole page."""
         body, tag = self.content()
         parts = (
             f"<main data-tag='{tag}'>\n{body}\n</main>\n<p id=\"note\" "
@@ -117,7 +118,7 @@ class LivePage:
         return document(self.title, parts, ICON)
 
     def _state(self) -> list[Any]:
-        """Tells whether a file has changed since, or a run has been silent for another minute."""
+        """Return a value that changes with the files of the run, and with each minute without a new step."""
         state: list[Any] = [int(self._silent() // SILENT_S)]
         for name in FILES:
             try:
@@ -139,26 +140,29 @@ class LivePage:
         return f'<p class="state">{escape("; ".join(lines))}</p>\n{body}'
 
     def _silent(self) -> float:
-        """Seconds since the last line of metrics; 0 without any."""
+        """Return the seconds since the last line of metrics, or 0 without any."""
         try:
             return max(time() - (self.directory / METRICS).stat().st_mtime, 0.0)
         except OSError:
             return 0.0
 
     def _silence(self, run: RecordedRun) -> list[str]:
-        """A line if a run that is said to run has not written a step for long."""
+        """Return a line if an active run has not written a step for a long time."""
         if run.summary.get("state") != "running" or not run.steps:
             return []
         silent = self._silent()
         if silent < max(SILENT_S, SILENT_STEPS * (run.steps[-1].get("step_time_s") or 0.0)):
             return []
-        what = "it may hang (megalite explain), be saving or validating, or have been killed"
-        return [f"no step has been written for {duration(silent)}: {what}"]
+        what = "it may be hanging (run megalite explain), saving or validating, or it may have been killed"
+        return [f"no steps written for {duration(silent)}: {what}"]
 
 
 class LiveServer(ThreadingHTTPServer):
-    """Serves a page on 127.0.0.1 until it is closed. `port` 0: a free one. Raises OSError if the port is
-    taken."""
+    """Server of a page on 127.0.0.1. `port` 0 selects a free one.
+
+    Raises:
+        OSError: the port is in use.
+    """
 
     daemon_threads = True
 
@@ -171,7 +175,7 @@ class LiveServer(ThreadingHTTPServer):
         return f"http://{HOSTS[0]}:{self.server_port}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away in the middle of an answer is no error."""
+        """Ignore browsers that disconnect in the middle of a response."""
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
@@ -183,7 +187,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if not self._is_for_us():
-            self.send_error(HTTPStatus.FORBIDDEN, explain="The request names another host than this machine.")
+            self.send_error(
+                HTTPStatus.FORBIDDEN,
+                explain="The request is addressed to a host name other than that of this machine.",
+            )
         elif self.path == "/":
             self._send(self.server.page.whole())
         elif self.path == "/content":
@@ -196,7 +203,10 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _is_for_us(self) -> bool:
-        """Any port: the browser may be at the other end of a tunnel (ssh -L)."""
+        """Return whether the host of a request is this machine.
+
+        Any port is accepted, because the browser may be at the other end of a tunnel (ssh -L).
+        """
         hosts = self.headers.get_all("Host") or []
         name, _, port = hosts[0].partition(":") if len(hosts) == 1 else ("", "", "")
         return name in HOSTS and (not port or port.isdecimal())

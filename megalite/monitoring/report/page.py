@@ -1,5 +1,7 @@
-"""The report: one self-contained HTML page, with the library that draws its charts (uPlot, MIT, in uplot/) in
-it."""
+"""The report as one self-contained HTML page.
+
+It includes uPlot (MIT, in uplot/), the library that draws its charts.
+"""
 
 from __future__ import annotations
 
@@ -54,38 +56,43 @@ PAGE = """<!doctype html>
 
 
 def page(runs: Sequence[RecordedRun]) -> str:
-    """The whole report of one run, or of several side by side."""
+    """Return the report of one run, or a comparison of several."""
     return document(" · ".join(run.name for run in runs), f"{content(runs)}\n<script>{script()}</script>")
 
 
 def document(title: str, body: str, head: str = "") -> str:
-    """A page. title: text; body and head: HTML."""
+    """Return a page.
+
+    Args:
+        title: text.
+        body, head: HTML.
+    """
     return PAGE.format(title=escape(title), body=body, head=head, library=_text("uplot/uPlot.min.css"))
 
 
 def script() -> str:
-    """What draws the charts of a page, after them."""
+    """Return the script that draws the charts of a page. It must follow them."""
     return f"{_text('uplot/uPlot.iife.min.js')}\n{_text('charts.js')}"
 
 
 @cache
 def _text(name: str) -> str:
-    """A file beside this one."""
+    """Read a file in the directory of this module."""
     return (Path(__file__).parent / name).read_text(encoding="utf-8")
 
 
 def content(runs: Sequence[RecordedRun]) -> str:
-    """What the page has below its title."""
+    """Return the HTML below the title."""
     sections = [
         ("", _table(["", *(run.name for run in runs)], figures.summary(runs))),
         ("Segments", "".join(_segments(run) for run in runs if len(run.segments) > 1)),
         ("Curves", f'<div class="charts">{"".join(map(_chart, charts(runs)))}</div>'),
-        ("The pipeline", "".join(_pipeline(run, segment) for run in runs for segment in run.segments)),
+        ("Pipeline", "".join(_pipeline(run, segment) for run in runs for segment in run.segments)),
         (
             "Predicted and measured",
             "".join(_predictions(run, segment) for run in runs for segment in run.segments),
         ),
-        ("What differs between the configurations", _differences(runs)),
+        ("Configuration differences", _differences(runs)),
         ("Configuration", "".join(_details(run.name, run.options) for run in runs)),
         ("Environment", "".join(_details(run.name, run.environment) for run in runs if run.environment)),
     ]
@@ -95,7 +102,7 @@ def content(runs: Sequence[RecordedRun]) -> str:
 
 
 def _chart(chart: dict[str, Any]) -> str:
-    """A chart, which charts.js draws, and some of its values as a table."""
+    """Return a chart that charts.js draws, with some of its values as a table."""
     data, title = escape(json.dumps(chart, separators=(",", ":")), quote=True), escape(chart["title"])
     toggle = (
         '<button type="button" aria-pressed="false">log</button>'
@@ -114,12 +121,12 @@ def _chart(chart: dict[str, Any]) -> str:
 
 
 def _is_positive(chart: dict[str, Any]) -> bool:
-    """Whether its values have logarithms."""
+    """Return whether all values are positive, so that the axis can be logarithmic."""
     return all(value > 0 for line in chart["lines"] for value in line["values"] if value is not None)
 
 
 def _values(chart: dict[str, Any]) -> str:
-    """Values of its curves at a few places, the first and the last included."""
+    """Return the values of the curves at a few positions, including the first and the last."""
     lines = [dict(zip(line["at"], line["values"], strict=True)) for line in chart["lines"]]
     places = sorted({place for line in lines for place in line})
     chosen = (
@@ -146,17 +153,16 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _segments(run: RecordedRun) -> str:
-    """A run that was resumed with another layout, on other hardware or with other options: a column for
-    each."""
+    """Return a table with a column per segment, for a run whose layout, hardware or options changed."""
     head = [run.name, *(f"{segment.number}" for segment in run.segments)]
     return (
-        "<p>Each column is a part of the run; dashed lines in its curves begin "
-        f"one.</p>{_table(head, figures.segment_rows(run))}"
+        "<p>Each column is a segment of the run. Dashed lines in the curves mark where a segment "
+        f"starts.</p>{_table(head, figures.segment_rows(run))}"
     )
 
 
 def _named(run: RecordedRun, segment: RunSegment) -> str:
-    """The run, and which part of it if there are several."""
+    """Return the name of the run, with the segment if there are several."""
     return (
         run.name
         if len(run.segments) == 1
@@ -170,9 +176,9 @@ def _pipeline(run: RecordedRun, segment: RunSegment) -> str:
     if plan is None:
         return ""
     timed = (
-        "the durations that the run recorded"
+        "recorded durations"
         if recorded
-        else "the durations that it was planned for: profiling.timeline records"
+        else "planned durations (set profiling.timeline to record actual ones)"
     )
     try:
         drawn = drawing.svg(drawing.picture([plan]))
@@ -185,7 +191,7 @@ def _pipeline(run: RecordedRun, segment: RunSegment) -> str:
 
 
 def _predictions(run: RecordedRun, segment: RunSegment) -> str:
-    """Predicted and measured values of a segment, where both are known."""
+    """Return a table of predicted and measured values of a segment."""
     predictions = segment.predicted(run.recorded_in(segment))
     rows = [
         [name, *(f"{value:.4g}" if name == "step_time_s" else f"{value:.1%}" for value in values)]

@@ -1,8 +1,7 @@
-"""Reads a run's directory: configuration, metrics of every step, validation, and the segments with their
-predictions.
+"""Content of a run directory: configuration, metrics, validation, and segments with their predictions.
 
-Everything except config.yaml may be missing, half-written or still growing: a report can be made while a run
-trains.
+All files except config.yaml may be missing, incomplete or still growing, because a report can be created
+during training.
 """
 
 from __future__ import annotations
@@ -33,22 +32,22 @@ METRICS, ENVIRONMENT, PREDICTION, SUMMARY = (
     "summary.json",
 )
 FILES = ("config.yaml", METRICS, starts.FILE, ENVIRONMENT, PREDICTION, SUMMARY, measured.TIMELINE)
-"""What a report is made of."""
+"""Files from which a report is created."""
 PHASES = "time_"  # metrics.jsonl's keys of a step's phases start with this
 
 
 class ReportError(Exception):
-    """A directory without anything to report; the message says why."""
+    """Raised if a directory does not contain a run that can be reported."""
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """The content of one run's directory.
+    """Content of a run directory.
 
     Attributes:
         config, options, environment: of the newest start.
-        steps, validations: the lines of metrics.jsonl, oldest first.
-        starts: of the run, the earliest first, with all options of this version; at least one.
+        steps, validations: lines of metrics.jsonl, oldest first.
+        starts: starts of the run, oldest first, with all options of this version; at least one.
         recorded: the timeline of some steps, if the run has recorded one.
         summary: summary.json, empty before the first start.
     """
@@ -65,17 +64,17 @@ class RecordedRun:
 
     @cached_property
     def segments(self) -> list[RunSegment]:
-        """Its parts with different layouts, hardware or options, the earliest first; at least one."""
+        """Parts of the run with different layouts, hardware or options, oldest first; at least one."""
         return segments(self.starts, self.steps)
 
     def recorded_in(self, segment: RunSegment) -> measured.MeasuredRun | None:
-        """The recorded timeline, if it is of a segment's steps."""
+        """Return the recorded timeline if it belongs to the steps of a segment."""
         return self.recorded if self.recorded is not None and segment.is_recorded_by(self.recorded) else None
 
     def sums(self, key: str) -> dict[int, float]:
-        """The sum of a key over all steps up to each: the tokens seen, or the seconds trained.
+        """Return the cumulative sum of a key by step, such as the tokens seen or the seconds trained.
 
-        What `KEY_seen` counts is taken from there: it has the steps that a rollback has removed, too.
+        If `KEY_seen` exists, its values are used, because they include the steps that a rollback has removed.
         """
         if self.steps and all(f"{key}_seen" in line for line in self.steps):
             return {line["step"]: line[f"{key}_seen"] for line in self.steps}
@@ -88,7 +87,7 @@ class RecordedRun:
         )
 
     def curve(self, key: str) -> tuple[list[int], list[float]]:
-        """The steps that have a number under this key, and these numbers."""
+        """Return the steps that have a number under this key, and the numbers."""
         points = [
             (line["step"], line[key])
             for line in (*self.steps, *self.validations)
@@ -97,8 +96,7 @@ class RecordedRun:
         return [step for step, _ in points], [float(value) for _, value in points]
 
     def names(self, prefix: str) -> list[str]:
-        """The names under which the run has numbers: what follows the prefix in keys, in the order in which
-        they first appear."""
+        """Return the names that follow a prefix in the keys of the run, in order of first appearance."""
         lines = (*self.steps, *self.validations)
         keys = dict.fromkeys(
             key
@@ -110,7 +108,7 @@ class RecordedRun:
 
     @property
     def phases(self) -> list[str]:
-        """The keys of a step's phases, in the order in which they are first written."""
+        """Keys of the phases of a step, in order of first appearance."""
         return list(dict.fromkeys(key for line in self.steps for key in line if key.startswith(PHASES)))
 
     @property
@@ -119,8 +117,11 @@ class RecordedRun:
 
 
 def read_all(directories: Sequence[Path]) -> list[RecordedRun]:
-    """Read several runs. Runs of the same name are called by their directories. Raises ReportError if one is
-    not a run."""
+    """Read several runs. Runs with the same name are identified by their directories.
+
+    Raises:
+        ReportError: one of the directories is not a run.
+    """
     runs = [read(directory) for directory in directories]
     names = [run.name for run in runs]
     return [
@@ -130,14 +131,14 @@ def read_all(directories: Sequence[Path]) -> list[RecordedRun]:
 
 
 def read(directory: Path) -> RecordedRun:
-    """Read a run's directory. Raises ReportError if it is not one."""
+    """Read a run directory. Raises ReportError if it is not one."""
     try:
         options = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8")) or {}
         options = nest(flatten(options, "in the configuration"))
         config = from_dict(options)
     except OSError as error:
         raise ReportError(
-            f"{directory}: config.yaml cannot be read: {error.strerror}. Give the directory of a run."
+            f"Could not read {directory}/config.yaml: {error.strerror}. Pass a run directory."
         ) from None
     except (ConfigError, yaml.YAMLError) as error:
         raise ReportError(f"{directory / 'config.yaml'}: {error}") from None
@@ -163,8 +164,10 @@ def read(directory: Path) -> RecordedRun:
 
 
 def _whole(options: dict[str, Any]) -> dict[str, Any]:
-    """Options with the defaults of those that an earlier version did not have; as they are if this version
-    cannot read them."""
+    """Add defaults for options that an earlier version did not have.
+
+    The options are returned unchanged if this version cannot read them.
+    """
     try:
         return to_dict(from_dict(options))
     except ConfigError:
@@ -172,7 +175,7 @@ def _whole(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of metrics.jsonl; a line that is being written is left out."""
+    """Return the complete lines of metrics.jsonl, without a line that is being written."""
     if not path.exists():
         return []
     records = []
@@ -182,12 +185,12 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
         if not isinstance(records[-1], dict) or not isinstance(records[-1].get("step"), int):
-            raise ReportError(f"{path}, line {number}: not a line of a run's metrics, since it has no step.")
+            raise ReportError(f"{path}, line {number} is not a metrics record: missing key 'step'.")
     return records
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """The content of a JSON file; empty if there is none, or while it is being written."""
+    """Return the content of a JSON file, or an empty dict if it is missing or being written."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

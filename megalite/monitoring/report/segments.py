@@ -1,8 +1,7 @@
-"""The segments of a run: steps in a row that were done with the same layout, hardware, precision, kernels and
-options.
+"""Segments of a run: consecutive steps with the same layout, hardware, precision, kernels and options.
 
-A resume may change all of these. What depends on them (speeds, bubble, peak memory, predictions) is a figure
-of a segment, not of the run.
+All of these may change when a run is resumed. The figures that depend on them (speeds, bubble, peak memory,
+predictions) belong to a segment, not to the run.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from megalite.parallel.pipeline.schedule import Costs
 from megalite.planner.report.drawing.measured import MeasuredRun
 
 ELSEWHERE = ("run", "checkpoint", "faults", "validation", "logging", "profiling", "network")
-"""Sections that change neither what a step computes nor where."""
+"""Sections that do not affect what a step computes, or where."""
 HORIZON = frozenset(
     (
         "model.init_from",
@@ -36,18 +35,18 @@ HORIZON = frozenset(
     )
     + ("train.early_stopping_patience", "train.early_stopping_threshold")
 )
-"""Options of other sections that only say where a run begins and ends."""
+"""Options of other sections that only determine where a run starts and ends."""
 
 
 @dataclass(frozen=True)
 class RunSegment:
-    """Some steps in a row of a run.
+    """Consecutive steps of a run.
 
     Attributes:
         number: 1 for the first segment.
         start: the start that did them, the last one of several alike; None if it is not recorded.
         first: the first step.
-        lines: the lines of these steps in metrics.jsonl, the earliest first.
+        lines: the lines of these steps in metrics.jsonl, oldest first.
     """
 
     number: int
@@ -57,19 +56,19 @@ class RunSegment:
 
     @property
     def last(self) -> int | None:
-        """The last step that is done; None if none is."""
+        """The last completed step, or None."""
         return self.lines[-1]["step"] if self.lines else None
 
     @property
     def steps(self) -> str:
-        """Its steps in words."""
+        """Description of the steps."""
         return (
             f"steps {self.first:,} to {self.last:,}" if self.last is not None else f"from step {self.first:,}"
         )
 
     @cached_property
     def config(self) -> Config | None:
-        """None if it is not recorded, or not readable by this version."""
+        """The configuration, or None if it is not recorded or not readable by this version."""
         try:
             return from_dict(self.start.options) if self.start and self.start.options else None
         except ConfigError:
@@ -77,15 +76,15 @@ class RunSegment:
 
     @property
     def has_pipeline(self) -> bool:
-        """Whether it has several stages, and so a bubble; also where that is not known."""
+        """Whether there are several stages, and therefore a bubble. True if this is unknown."""
         return self.config is None or self.config.parallel.pp > 1
 
     def values(self, key: str) -> list[float]:
-        """The numbers under a key of metrics.jsonl."""
+        """Return the numbers under a key of metrics.jsonl."""
         return [float(line[key]) for line in self.lines if isinstance(line.get(key), int | float)]
 
     def typical(self, key: str) -> float | None:
-        """The median over the second half of the steps, to exclude start-up."""
+        """Return the median over the second half of the steps, to exclude start-up."""
         values = self.values(key)
         return median(values[len(values) // 2 :]) if values else None
 
@@ -145,12 +144,14 @@ class RunSegment:
 
     @property
     def prediction(self) -> dict[str, Any]:
-        """What was predicted at its start: `step_time_s`, `bubble_fraction`."""
+        """Predictions at the start: `step_time_s`, `bubble_fraction`."""
         return {} if self.start is None else self.start.prediction
 
     def is_recorded_by(self, recorded: MeasuredRun) -> bool:
-        """Whether a recorded timeline is of its steps, with its layout. Steps that were done again may have
-        been recorded before."""
+        """Return whether a recorded timeline belongs to the steps and layout of this segment.
+
+        Repeated steps may have been recorded before.
+        """
         if (
             self.config is None
             or not recorded.steps
@@ -166,7 +167,7 @@ class RunSegment:
         )
 
     def sizes(self) -> dict[str, int | None]:
-        """The ranks along each axis."""
+        """Return the number of ranks along each axis."""
         return (
             {}
             if self.config is None
@@ -174,8 +175,7 @@ class RunSegment:
         )
 
     def schedule(self) -> BubblePlan | None:
-        """The pipeline of a step with the durations that its schedule was planned for; None without a
-        pipeline."""
+        """Return the pipeline of a step with the planned durations, or None without a pipeline."""
         if self.config is None or self.config.parallel.pp == 1 or self.config.parallel.dp is None:
             return None
         parallel = self.config.parallel
@@ -183,7 +183,11 @@ class RunSegment:
         return planned(parallel.schedule, *sizes, Costs(*parallel.schedule_costs))
 
     def predicted(self, recorded: MeasuredRun | None = None) -> list[tuple[str, float, float]]:
-        """Name, predicted and measured value, where both are known. recorded: a timeline of these steps."""
+        """Return name, predicted value and measured value, if both are available.
+
+        Args:
+            recorded: a timeline of these steps.
+        """
         predictions: list[tuple[str, float, float]] = []
         if recorded is not None:
             predictions += [
@@ -202,9 +206,11 @@ class RunSegment:
 
 
 def segments(starts: Sequence[Start], lines: Sequence[dict[str, Any]]) -> list[RunSegment]:
-    """The segments of a run, the earliest first; at least one.
+    """Return the segments of a run, oldest first; at least one.
 
-    starts: in their order, the last one with the present configuration; lines: of all steps.
+    Args:
+        starts: in order, the last one with the current configuration.
+        lines: the lines of all steps.
     """
     parts: list[RunSegment] = []
     edges = [start.step for start in starts]
@@ -222,7 +228,7 @@ def segments(starts: Sequence[Start], lines: Sequence[dict[str, Any]]) -> list[R
 
 
 def alike(start: Start, other: Start) -> bool:
-    """Whether two starts belong to one segment."""
+    """Return whether two starts belong to one segment."""
     return (
         not differences([start, other])
         and start.environment == other.environment
@@ -231,8 +237,11 @@ def alike(start: Start, other: Start) -> bool:
 
 
 def differences(starts: Sequence[Start | None]) -> dict[str, list[Any]]:
-    """The options with a part in what a step computes, and where, in which starts differ: option → value of
-    each."""
+    """Return the options that differ between starts and affect what a step computes, or where.
+
+    Returns:
+        option → value in each start.
+    """
     flat = [dict(flattened(start.options)) if start is not None else {} for start in starts]
     names = dict.fromkeys(name for options in flat for name in options)
     counted = [name for name in names if name not in HORIZON and name.partition(".")[0] not in ELSEWHERE]
@@ -245,7 +254,7 @@ def differences(starts: Sequence[Start | None]) -> dict[str, list[Any]]:
 
 
 def flattened(options: dict[str, Any]) -> Iterable[tuple[str, Any]]:
-    """Every option as `section.name` and its value."""
+    """Yield each option as `section.name` with its value."""
     return (
         (f"{section}.{key}", value)
         for section, values in options.items()

@@ -1,6 +1,7 @@
-"""Context parallelism: each cp rank holds a part of every sequence, and attention exchanges what it needs of
-the others.
+"""Context parallelism: each cp rank holds a part of every sequence.
 
-Start with parts.py, which says who holds what; attend.py chooses between the methods. May import
-megalite.parallel's collectives, the kernels and what is below.
+Attention exchanges data between the ranks.
+
+Start with parts.py, which defines the parts; attend.py selects the method. This package may import
+megalite.parallel's collectives, the kernels and the packages below.
 """

@@ -1,5 +1,4 @@
-"""The one interface of context parallelism that the model calls: attention of a rank's part of every row to
-whole rows."""
+"""Interface of context parallelism for the model: attention of a rank's part of every row to whole rows."""
 
 from __future__ import annotations
 
@@ -21,12 +20,16 @@ METHODS = {"ulysses": Ulysses, "gather": Gathered, "ring": Ring}
 
 
 def attention_over(cp: MeshAxis, method: str, levels: tuple[MeshAxis, MeshAxis] | None = None) -> Attend:
-    """attend(q, k, v, options): q [seq/cp, batch, heads, dim], k and v [seq/cp, batch, kv_heads, dim] -> the
-    shape of q.
+    """Return attend(q, k, v, options) for a method of context parallelism.
 
-    options: those of `megalite_kernels.attention`, and `part`, which says what the cp ranks hold; `sinks`, if
-    heads have them. All cp ranks call it in the same order.
-    levels: the inner and the outer axis of a ring of groups (`two_level`).
+    q is [seq/cp, batch, heads, dim], k and v are [seq/cp, batch, kv_heads, dim]. The result has the shape of
+    q. All cp ranks call it in the same order.
+
+    Its options are those of `megalite_kernels.attention`, `part` with the parts of all cp ranks, and `sinks`
+    if heads have them.
+
+    Args:
+        levels: the inner and the outer axis of a ring of groups (`two_level`).
     """
     if levels is not None:
         from megalite.parallel.context.two_level import two_level

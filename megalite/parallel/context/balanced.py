@@ -1,12 +1,13 @@
-"""Parts of rows by their documents, so that every rank has about the same attention to compute. Pure
-functions; no torch.
+"""Parts of rows by document, so that attention takes about the same time on every rank.
 
-A token attends to its own document only, so that where documents end inside a row, a late part may see few
-keys. What a part costs is the number of tiles of queries by keys that the kernels visit
-(`megalite_kernels.attention_part_triton`), not the number of visible pairs: a tile that holds one visible
-pair costs as much as a full one. Rows are cut into blocks of whole tiles; every rank takes the same number of
-blocks, with about equal sums of tiles. Every rank computes the same parts from the same rows: nothing is
-communicated.
+The functions are pure and do not use torch.
+
+A token only attends to its own document, so that if documents end inside a row, a late part may see few keys.
+The cost of a part is the number of tiles of queries by keys that the kernels visit
+(`megalite_kernels.attention_part_triton`), not the number of visible pairs: a tile with one visible pair
+costs as much as a full one. Rows are cut into blocks of whole tiles; every rank gets the same number of
+blocks, with about equal sums of tiles. Every rank computes the same parts from the same rows, so that nothing
+is communicated.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megalite.parallel.context.parts import PositionSegment, PositionSegments, j
 
 Counts = NDArray[np.int64]
 Windows = Sequence[tuple[int | None, int]]
-"""Sliding windows of attention (None: all keys), each with the number of layers that have it."""
+"""Sliding windows of attention (None: all keys), each with the number of layers that use it."""
 EVERY_KEY: Windows = ((None, 1),)
 KEYS = TILE // 2
 """Keys of a tile of `TILE` queries."""
@@ -35,12 +36,14 @@ MOST_TRIALS, MOST_FAILURES, MOST_PAIRS = 256, 8, 1 << 14
 def balanced(
     starts: Counts, ranks: int, windows: Windows = EVERY_KEY, method: str = "gather"
 ) -> list[PositionSegments]:
-    """Returns the segments of each rank, for rows with documents that start at `starts` [seq, batch].
+    """Return the segments of each rank for rows with documents.
 
-    The ranks get the same number of positions, and about the same number of tiles.
+    The ranks get the same number of positions, and about the same number of tiles. For a ring, the tiles at
+    each hop are about equal too. Rows of one microbatch share their parts, so that tiles are summed over
+    them.
 
-    For a ring, the tiles at each hop are about equal too. Rows of one microbatch share their parts: tiles are
-    summed over them.
+    Args:
+        starts: [seq, batch], the first position of each position's document.
     """
     length = len(starts)
     block = block_length(length // ranks)
@@ -62,12 +65,15 @@ def visited(
     queries: int = TILE,
     keys: int = KEYS,
 ) -> Counts:
-    """Counts the tiles that attention of each segment of queries to each segment of keys visits.
+    """Count the tiles that attention of each segment of queries to each segment of keys visits.
 
-    Returns [segments, segments], summed over rows and layers.
+    Tiles begin at the start of their segment and contain queries · keys pairs.
 
-    starts: [seq, batch], the first position of each position's document. Tiles begin with their segment, and
-    have queries · keys pairs.
+    Args:
+        starts: [seq, batch], the first position of each position's document.
+
+    Returns:
+        [segments, segments], summed over rows and layers.
     """
     # of each tile of queries
     first = np.array(
@@ -88,7 +94,7 @@ def visited(
 
 
 def between_ranks(parts: Sequence[PositionSegments], starts: Counts, windows: Windows = EVERY_KEY) -> Counts:
-    """Tiles that attention of each rank's queries to each rank's keys visits, [ranks, ranks]."""
+    """Count the tiles that attention of each rank's queries to each rank's keys visits: [ranks, ranks]."""
     tiles = visited([segment for segments in parts for segment in segments], starts, windows)
     first = list(accumulate(map(len, parts[:-1]), initial=0))
     counts: Counts = np.add.reduceat(np.add.reduceat(tiles, first, axis=0), first, axis=1)
@@ -96,11 +102,13 @@ def between_ranks(parts: Sequence[PositionSegments], starts: Counts, windows: Wi
 
 
 def imbalance(microbatches: Sequence[Counts], method: str) -> float:
-    """The time of attention over that of equal shares, at least 1, given the tiles `between_ranks` of each
-    microbatch.
+    """Return the time of attention relative to that with equal shares, at least 1.
 
-    gather: that of the slowest rank. ring: ranks wait for each other at each hop, so it is the sum over hops
-    of that hop's slowest rank.
+    gather: the time of the slowest rank. ring: ranks wait for each other at each hop, so that it is the sum
+    of the slowest rank's time over all hops.
+
+    Args:
+        microbatches: the tiles of each microbatch, from `between_ranks`.
     """
     ranks = len(microbatches[0])
     slowest = sum(int(_hops(tiles) if method == "ring" else tiles.sum(1).max()) for tiles in microbatches)
@@ -108,15 +116,14 @@ def imbalance(microbatches: Sequence[Counts], method: str) -> float:
 
 
 def _hops(tiles: Counts) -> Counts:
-    """The sum over hops of the tiles of that hop's slowest rank; tiles: [..., ranks, ranks]."""
+    """Sum the tiles of the slowest rank over all hops of a ring: [..., ranks, ranks] -> [...]."""
     rank = np.array(range(tiles.shape[-1]))
     hops: Counts = tiles[..., rank, (rank - rank[:, None]) % len(rank)].max(-1).sum(-1)  # [..., hop, rank]
     return hops
 
 
 def _dealt(costs: Counts, ranks: int) -> Counts:
-    """The rank of each block: the longest first, each to the rank with the least so far of those that have
-    room."""
+    """Assign blocks to ranks, the longest first, each to the least loaded rank that has room."""
     owners = np.empty(len(costs), np.int64)
     # what each has, and how many more it takes
     heap = [(0, rank, len(costs) // ranks) for rank in range(ranks)]
@@ -130,7 +137,7 @@ def _dealt(costs: Counts, ranks: int) -> Counts:
 
 
 def _swap(costs: Counts, owners: Counts, ranks: int) -> None:
-    """Exchange blocks, in place, between the rank with the most and another one, while that helps."""
+    """Exchange blocks in place between the most loaded rank and another one, while that helps."""
     loads = np.bincount(owners, costs, ranks).astype(np.int64)
     for _ in range(MOST_SWAPS * ranks):
         *others, most = np.argsort(loads, kind="stable")
@@ -152,10 +159,10 @@ def _swap(costs: Counts, owners: Counts, ranks: int) -> None:
 
 
 def _swap_for_ring(tiles: Counts, owners: Counts, ranks: int) -> None:
-    """Exchange blocks, in place, as long as that makes the slowest ranks of the hops faster: of random pairs
-    always the best.
+    """Exchange blocks in place to speed up the slowest ranks of the hops of a ring.
 
-    The numbers are drawn from a fixed seed, so that all ranks try the same pairs.
+    Of a set of random pairs, the best one is exchanged each time. The numbers are drawn from a fixed seed, so
+    that all ranks try the same pairs.
     """
     random, one_hot = np.random.default_rng(0), np.eye(ranks, dtype=np.int64)
     held = one_hot[owners]  # [blocks, ranks]

@@ -1,10 +1,11 @@
-"""Gathered attention (Llama 3, Grattafiori et al. 2024): every rank attends with its own queries to the keys
-and values of whole rows.
+"""Gathered attention (Llama 3, Grattafiori et al. 2024).
+
+Every rank attends with its own queries to the keys and values of whole rows.
 
     forward    all-gather of k and v along the sequence
     backward   the same again, so that they are not kept, then reduce-scatter of dk and dv in at least fp32
 
-Parts are zigzag, so that the ranks have the same amount to compute; attention is given their positions.
+Parts are zigzag, so that the ranks have the same amount of work; attention receives their positions.
 """
 
 from __future__ import annotations
@@ -23,20 +24,23 @@ from megalite.parallel.context.sinks import Sinks, accumulate_gradient, with_sin
 
 
 def in_order(x: Tensor, parts: Sequence[PositionSegments]) -> Tensor:
-    """[seq, …] with the parts of rank 0, 1, … one after the other -> in the order of positions."""
+    """Reorder [seq, …] from rank order to the order of positions."""
     lengths = [length for segments in parts for _, length in segments]
     pieces = zip((start for segments in parts for start, _ in segments), x.split(lengths), strict=True)
     return torch.cat([piece for _, piece in sorted(pieces, key=lambda piece: piece[0])])
 
 
 def by_rank(x: Tensor, parts: Sequence[PositionSegments]) -> Tensor:
-    """The inverse of `in_order`."""
+    """Reorder [seq, …] from the order of positions to rank order, the inverse of `in_order`."""
     return torch.cat([x[start : start + length] for segments in parts for start, length in segments])
 
 
 class Gathered(torch.autograd.Function):
-    """Attention of parts of rows: q [seq/cp, batch, heads, dim], k and v with this tp rank's key-value heads
-    -> the shape of q."""
+    """Attention of parts of rows.
+
+    q is [seq/cp, batch, heads, dim], k and v contain this tp rank's key-value heads, and the result has the
+    shape of q.
+    """
 
     @staticmethod
     def forward(
@@ -76,11 +80,11 @@ class Gathered(torch.autograd.Function):
 
 
 def whole(x: Tensor, cp: MeshAxis, part: SequencePart) -> Tensor:
-    """Every rank's part [seq/cp, …] -> whole rows [seq, …], in the order of positions. All-gather over cp."""
+    """Gather whole rows in the order of positions, over cp: [seq/cp, …] -> [seq, …]."""
     return in_order(all_gather(x, cp).wait(), part.segments)
 
 
 def _whole(k: Tensor, v: Tensor, cp: MeshAxis, part: SequencePart) -> tuple[Tensor, Tensor]:
-    """Keys and values of whole rows, [seq, batch, kv_heads, dim] each, in the order of positions."""
+    """Gather keys and values of whole rows, [seq, batch, kv_heads, dim] each, in the order of positions."""
     keys, values = whole(torch.cat((k, v), dim=-1), cp, part).split((k.shape[-1], v.shape[-1]), dim=-1)
     return keys, values

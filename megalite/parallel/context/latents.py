@@ -1,22 +1,21 @@
-"""Latent attention over parts of rows: the latents of tokens travel, and each rank computes keys and values
-of its heads from them.
+"""Latent attention over parts of rows, which exchanges latents instead of keys and values.
 
-    forward    all-gather of latents and shared keys, over cp; with sequence parallelism each tp rank has
-    those of a part of its positions,
-               and they are then gathered over tp too
-    backward   the same again, so that neither they nor keys and values are kept, and the keys and values are
-    computed again; then the sum
-               of their gradients: reduce-scatter over tp in the compute dtype (sequence parallelism),
-               reduce-scatter over cp in at least fp32; without sequence parallelism that over cp comes first,
-               then an all-reduce over tp of this rank's part
+Each rank computes the keys and values of its heads from the latents of all tokens.
 
-Each rank computes the gradients of the keys and values of whole rows from its own queries and heads. So the
-gradient of a latent is a sum over cp and tp, and the gradient of the weights that expand it one over cp,
-which is that of all weights over data = dp · cp.
+    forward    all-gather of latents and shared keys over cp. With sequence parallelism each tp rank has a
+               part of the positions, and they are then also gathered over tp.
+    backward   the same again, so that neither latents nor keys and values are kept, and keys and values are
+               recomputed; then the gradients are summed. With sequence parallelism: reduce-scatter over tp in
+               the compute dtype, then reduce-scatter over cp in at least fp32. Without: reduce-scatter over
+               cp first, then all-reduce of this rank's part over tp.
 
-gather computes keys and values of whole rows at once; ring those of one rank's part at a time, whose results
-are merged as in `ring`: the latents need no hops, as those of whole rows take less memory than keys and
-values of one part.
+Each rank computes the gradients of the keys and values of whole rows from its own queries and heads. The
+gradient of a latent is therefore a sum over cp and tp. The gradient of the weights that expand latents is a
+sum over cp, which is part of the sum of all weight gradients over data = dp · cp.
+
+gather computes keys and values of whole rows at once. ring computes them for one rank's part at a time and
+merges the results as in `ring`. It needs no hops, because the latents of whole rows take less memory than the
+keys and values of one part.
 """
 
 from __future__ import annotations
@@ -38,19 +37,21 @@ from megalite.parallel.context.parts import PositionSegment, PositionSegments, S
 from megalite.parallel.weight import Weight
 
 Expand = Callable[[Tensor, Tensor, PositionSegments], tuple[Tensor, Tensor]]
-"""(latents [seq, batch, rank], shared keys [seq, batch, dim], their positions) -> keys and values of this tp
-rank's heads."""
+"""(latents, shared keys, their positions) -> keys and values of this tp rank's heads.
+
+Latents are [seq, batch, rank], shared keys [seq, batch, dim].
+"""
 
 
 @dataclass(frozen=True)
 class Latents:
-    """How latents and shared keys travel. Every cp rank holds as many positions.
+    """Communication of latents and shared keys. All cp ranks have the same number of positions.
 
     Attributes:
-        split: with sequence parallelism, tp ranks hold consecutive pieces of their cp rank's positions.
-        by_part: keys and values are computed for one rank's part at a time, if their weight's gradient
-            allows.
-        weight: what expands latents.
+        split: whether tp ranks hold consecutive pieces of their cp rank's positions (sequence parallelism).
+        by_part: whether keys and values are computed for one rank's part at a time, if the gradient of their
+            weight allows it.
+        weight: the weight that expands latents.
     """
 
     cp: MeshAxis
@@ -60,8 +61,7 @@ class Latents:
     weight: Weight
 
     def spread(self, own: Tensor) -> Tensor:
-        """[seq/cp (/tp), batch, width] of this rank -> [seq, batch, width], the parts of cp rank 0, 1, … one
-        after the other."""
+        """Gather the parts in the order of cp ranks: [seq/cp (/tp), batch, width] -> [seq, batch, width]."""
         parts = all_gather(own, self.cp).wait()
         if not self.split:
             return parts
@@ -69,7 +69,7 @@ class Latents:
         return pieces.transpose(0, 1).flatten(0, 2)
 
     def collect(self, grad: Tensor) -> Tensor:
-        """The inverse, for a gradient: its sum over both axes."""
+        """Sum a gradient over both axes and return this rank's part, the inverse of `spread`."""
         accumulate_dtype = torch.promote_types(grad.dtype, torch.float32)
         if not self.split:
             summed = reduce_scatter(grad.to(accumulate_dtype), self.cp).wait().to(grad.dtype)
@@ -83,20 +83,20 @@ class Latents:
 
     @property
     def at_once(self) -> bool:
-        """Whether keys and values of whole rows are computed in one matmul, which gives its weights one
-        contribution to their gradients.
+        """Return whether keys and values of whole rows are computed in a single matmul.
 
-        A W pass needs the operands of the matmuls of all parts in any case.
+        Their weights then receive one gradient contribution. A W pass requires the operands of the matmuls of
+        all parts in any case.
         """
         return not self.by_part or self.weight.deferred or self.weight.adapter is not None
 
     def as_one(self) -> AbstractContextManager[None]:
-        """What is added to the weight's gradient for several parts counts once."""
+        """Context manager that counts the weight gradients of several parts as one contribution."""
         return nullcontext() if self.at_once else self.weight.accumulate_as_one()
 
 
 class _LatentPiece(NamedTuple):
-    """Some positions, whose keys and values exist at one time: those of one cp rank, or of whole rows."""
+    """Positions whose keys and values exist at the same time, of one cp rank or of whole rows."""
 
     rank: int | None
     segments: PositionSegments
@@ -111,8 +111,10 @@ class _Rows:
         self.spread = way.spread(torch.cat((latent, key), dim=-1))
 
     def pieces(self) -> Iterator[_LatentPiece]:
-        """This rank's own part first, of which each query sees some; parts that none of its queries sees are
-        left out."""
+        """Yield the pieces that are visible to the queries of this rank, its own part first.
+
+        Each query sees some positions of the rank's own part.
+        """
         parts = self.part.segments
         if self.way.at_once:
             yield _LatentPiece(None, (PositionSegment(0, len(self.spread)),), in_order(self.spread, parts))
@@ -127,7 +129,7 @@ class _Rows:
         return latent, key
 
     def collected(self, gradients: list[tuple[_LatentPiece, Tensor]]) -> tuple[Tensor, Tensor]:
-        """The gradients of this rank's latents and shared keys, from those of the pieces."""
+        """Compute the gradients of this rank's latents and shared keys from those of the pieces."""
         total = torch.zeros_like(self.spread)
         for piece, grad in gradients:
             if piece.rank is None:
@@ -139,8 +141,11 @@ class _Rows:
 
 
 class Expanded(torch.autograd.Function):
-    """Attention of q [seq/cp, batch, heads, dim] to whole rows, given latents and rotated shared keys [seq/cp
-    (/tp), batch, width] of this rank's positions -> [seq/cp, batch, heads, value dim]."""
+    """Attention to whole rows, given latents and rotated shared keys of this rank's positions.
+
+    q is [seq/cp, batch, heads, dim], latents and shared keys are [seq/cp (/tp), batch, width], and the result
+    is [seq/cp, batch, heads, value dim].
+    """
 
     @staticmethod
     def forward(
@@ -190,10 +195,9 @@ class Expanded(torch.autograd.Function):
 
 
 def expanding(way: Latents) -> Callable[[Tensor, Tensor, Tensor, dict[str, Any]], Tensor]:
-    """attend(q, latent, key, options), as `attend.attention_over` describes it, with latents and shared keys
-    instead of keys and values.
+    """Return attend(q, latent, key, options), with latents and shared keys instead of keys and values.
 
-    options: also `expand`.
+    It is otherwise as described in `attend.attention_over`. The options also contain `expand`.
     """
 
     def attend(q: Tensor, latent: Tensor, key: Tensor, options: dict[str, Any]) -> Tensor:

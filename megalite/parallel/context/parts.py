@@ -1,7 +1,7 @@
-"""Which positions of a row each context-parallel rank holds. Pure functions; no torch.
+"""Positions of a row that each context-parallel rank holds.
 
-A part is a tuple of segments of consecutive positions, in ascending order. Every rank holds the same number
-of positions.
+The functions are pure and do not use torch. A part is a tuple of segments of consecutive positions, in
+ascending order. Every rank holds the same number of positions.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ PositionSegments = tuple[PositionSegment, ...]
 
 
 class SequencePart(NamedTuple):
-    """The positions that each context-parallel rank holds of the rows of a microbatch.
+    """Positions that each context-parallel rank holds of the rows of a microbatch.
 
     Attributes:
         segments: the segments of every cp rank, which together cover each position of a padded row once.
         rank: this rank's index among them.
         length: positions of a row, without the padding at its end.
-        document_start: [padded row, batch], of the whole rows; None: each is one document.
+        document_start: [padded row, batch], of the whole rows; None if each row is one document.
         tiles: [ranks, ranks], the attention tiles of each rank's queries and each rank's keys
-            (`balanced.between_ranks`); None: not counted.
+            (`balanced.between_ranks`); None if they are not counted.
     """
 
     segments: Sequence[PositionSegments]
@@ -50,13 +50,13 @@ class SequencePart(NamedTuple):
 
 
 def contiguous(length: int, ranks: int) -> list[PositionSegments]:
-    """Rank r holds the r-th of `ranks` equal parts."""
+    """Assign the r-th of `ranks` equal parts to rank r."""
     each = _equal(length, ranks)
     return [(PositionSegment(rank * each, each),) for rank in range(ranks)]
 
 
 def zigzag(length: int, ranks: int) -> list[PositionSegments]:
-    """Rank r holds parts r and 2·ranks − 1 − r of 2·ranks equal parts.
+    """Assign parts r and 2·ranks − 1 − r of 2·ranks equal parts to rank r.
 
     In one long document every rank has the same number of visible pairs.
     """
@@ -68,11 +68,11 @@ def zigzag(length: int, ranks: int) -> list[PositionSegments]:
 
 
 PARTS = {"ulysses": contiguous, "gather": zigzag, "ring": zigzag}
-"""The parts of each method. Ulysses attends over whole rows, and is balanced with any."""
+"""Parts of each method. Ulysses attends over whole rows, and is balanced with any parts."""
 
 
 def split(parts: Sequence[PositionSegments], ranks: int) -> list[PositionSegments]:
-    """Splits each part among `ranks` ranks, which hold equal consecutive pieces of it."""
+    """Split each part into equal consecutive pieces for `ranks` ranks."""
     return [_slice(segments, rank, ranks) for segments in parts for rank in range(ranks)]
 
 
@@ -90,7 +90,7 @@ def _slice(segments: PositionSegments, rank: int, ranks: int) -> PositionSegment
 
 @lru_cache(maxsize=64)
 def grouped(parts: tuple[PositionSegments, ...], ranks: int) -> list[PositionSegments]:
-    """Returns the segments that each group of `ranks` neighbours holds together: the inverse of `split`."""
+    """Return the segments that each group of `ranks` neighbors holds together, the inverse of `split`."""
     return [
         joined(segment for segments in parts[first : first + ranks] for segment in segments)
         for first in range(0, len(parts), ranks)
@@ -98,7 +98,7 @@ def grouped(parts: tuple[PositionSegments, ...], ranks: int) -> list[PositionSeg
 
 
 def joined(segments: Iterable[PositionSegment]) -> PositionSegments:
-    """Merges adjacent segments; the segments must ascend."""
+    """Merge adjacent segments, which must be in ascending order."""
     merged: list[PositionSegment] = []
     for segment in segments:
         if merged and merged[-1].stop == segment.start:
@@ -110,18 +110,20 @@ def joined(segments: Iterable[PositionSegment]) -> PositionSegments:
 
 def _equal(length: int, parts: int) -> int:
     if length % parts:
-        raise ValueError(f"a row of {length} positions has no {parts} equal parts: it must be padded first")
+        raise ValueError(f"Expected a row length divisible by {parts}, but got {length}. Pad the row first.")
     return length // parts
 
 
 def ring_order(rank: int, ranks: int) -> Iterator[int]:
-    """Yields the ranks whose parts reach `rank` around a ring, hop by hop, starting with its own."""
+    """Yield the ranks whose parts reach `rank` around a ring, hop by hop, starting with its own."""
     return ((rank - hop) % ranks for hop in range(ranks))
 
 
 def sees(queries: Sequence[tuple[int, int]], keys: Sequence[tuple[int, int]], window: int | None) -> bool:
-    """Whether any of the queries sees any of the keys, documents aside: key j is visible from query i if j ≤
-    i and i − j < window."""
+    """Return whether any of the queries sees any of the keys, ignoring documents.
+
+    Key j is visible from query i if j ≤ i and i − j < window.
+    """
     pairs = ((PositionSegment(*query), PositionSegment(*key)) for query in queries for key in keys)
     return any(
         key.start < query.stop and (window is None or query.start - (key.stop - 1) < window)

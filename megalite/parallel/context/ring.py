@@ -1,14 +1,16 @@
-"""Ring attention (Liu et al. 2023): keys and values travel from rank to rank; each rank attends with its own
-queries to the part it has.
+"""Ring attention (Liu et al. 2023).
+
+Keys and values are passed from rank to rank, and each rank attends with its own queries to the part it
+currently has.
 
     forward    cp − 1 hops of k and v
     backward   the same again, and cp − 1 hops of dk and dv in at least fp32
 
-A hop runs while the part that is there is computed. Partial results are merged by their log-sum-exp, and
-gradients are added, in at least fp32. Parts are zigzag, so that the ranks have the same amount to compute at
-each hop; a part that no query of a rank sees is passed on.
+A hop runs while the current part is computed. Partial results are merged by their log-sum-exp, and gradients
+are added, in at least fp32. Parts are zigzag, so that the ranks have the same amount of work at each hop; a
+part that no query of a rank sees is passed on.
 
-dk and dv of a part travel one hop behind it: the part's owner keeps its own contribution, the next rank
+dk and dv of a part follow it one hop later: the owner of the part keeps its own contribution, the next rank
 starts a sum, each further rank adds to it, and the last one, whose next rank is the owner, returns it.
 """
 
@@ -30,7 +32,7 @@ from megalite.parallel.context.sinks import Sinks, accumulate_gradient, with_sin
 
 
 def pass_on(x: Tensor, axis: MeshAxis) -> Pending:
-    """One hop: sends x to the next rank of the ring, and receives as much from the previous one."""
+    """Send x to the next rank of the ring, and receive a tensor of the same size from the previous one."""
     axis.traffic["hop", axis.name] += 1
     x, received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     target, source = axis.ranks[(axis.rank + 1) % axis.size], axis.ranks[axis.rank - 1]
@@ -56,8 +58,10 @@ def pass_on(x: Tensor, axis: MeshAxis) -> Pending:
 def _visits(
     k: Tensor, v: Tensor, cp: MeshAxis, part: SequencePart
 ) -> Iterator[tuple[PositionSegments, Tensor, Tensor]]:
-    """The positions, keys and values of each part that comes by, this rank's own first. The next one arrives
-    while one is used."""
+    """Yield the positions, keys and values of each part that arrives, starting with this rank's own.
+
+    The next part arrives while the current one is used.
+    """
     here = torch.cat((k, v), dim=-1)  # [seq/cp, batch, kv_heads, both dims]
     for hop, owner in enumerate(ring_order(cp.rank, cp.size)):
         pending = pass_on(here, cp) if hop < cp.size - 1 else None
@@ -68,8 +72,11 @@ def _visits(
 
 
 class Ring(torch.autograd.Function):
-    """Attention of parts of rows: q [seq/cp, batch, heads, dim], k and v with this tp rank's key-value heads
-    -> the shape of q."""
+    """Attention of parts of rows.
+
+    q is [seq/cp, batch, heads, dim], k and v contain this tp rank's key-value heads, and the result has the
+    shape of q.
+    """
 
     @staticmethod
     def forward(

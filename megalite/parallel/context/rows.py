@@ -1,7 +1,8 @@
-"""Whole rows to one context-parallel rank's part of them.
+"""Cutting of whole rows to the part of one context-parallel rank.
 
-The loader reads rows, shifts targets, marks documents and masks; only then are they cut. So the token after a
-part's last one is its target, and what a rank knows of documents is the same as on one process.
+The loader reads rows, shifts targets, and marks documents and masks before they are cut. The token after the
+last one of a part is therefore its target, and a rank has the same information about documents as a single
+process.
 """
 
 from __future__ import annotations
@@ -24,19 +25,20 @@ from megalite.parallel.microbatch import IGNORE_INDEX, Boundaries, Microbatch, M
 
 @dataclass(frozen=True)
 class Cut:
-    """Makes the microbatch of a rank, called as `Microbatch.of`.
+    """Callable that creates the microbatch of a rank, with the signature of `Microbatch.of`.
 
-    Rows whose length has no equal parts are padded at their ends. Padding has no target, and no token before
-    it sees it.
+    Rows that cannot be divided into equal parts are padded at their ends. Padding has no target, and no token
+    before it sees it.
 
     Attributes:
         parts: the segments of every group of `inner` cp ranks, which together cover each position of a padded
             row once.
         rank: this rank's index among the cp ranks.
-        uneven: parallel.context, if documents make its ranks unequal: their tiles are counted. None: not.
-        by_documents: rows with documents have parts of their own (`balanced`).
-        windows: those of the model's layers.
-        inner: ranks that hold a part piece by piece.
+        uneven: parallel.context, if documents cause unequal work on its ranks, so that their tiles are
+            counted; otherwise None.
+        by_documents: whether rows with documents have their own parts (`balanced`).
+        windows: sliding windows of the model's layers.
+        inner: number of ranks that share a part in consecutive pieces.
     """
 
     parts: Sequence[PositionSegments]
@@ -63,8 +65,13 @@ class Cut:
         boundaries: Boundaries | None = None,
         mtp_targets: MtpTargets | None = None,
     ) -> Microbatch:
-        """tokens, targets, document_start: [seq, batch] of whole rows. `boundaries` would be others where
-        rows are padded."""
+        """Return this rank's part of the rows.
+
+        If rows are padded, `boundaries` is not used, because it would change.
+
+        Args:
+            tokens, targets, document_start: [seq, batch] of whole rows.
+        """
         length, padded = len(tokens), sum(segment.length for segments in self.parts for segment in segments)
         missing = (0, 0, 0, padded - length)
         if document_start is not None:  # padding continues the last document
@@ -93,7 +100,7 @@ class Cut:
         return microbatch
 
     def _part(self, length: int, document_start: Tensor | None) -> SequencePart:
-        """document_start: [padded row, batch]."""
+        """Return the parts of all cp ranks, given document_start [padded row, batch]."""
         if document_start is None or self.uneven is None:
             return SequencePart(split(self.parts, self.inner), self.rank, length, document_start)
         starts = document_start.numpy()
@@ -110,5 +117,5 @@ class Cut:
 
 
 def _each(values: Tensor, missing: tuple[int, ...], padding: int, own: Callable[[Tensor], Tensor]) -> Tensor:
-    """This rank's part of each of some values, [modules, seq, batch]."""
+    """Return this rank's part of values [modules, seq, batch]."""
     return torch.stack([own(pad(each, missing, value=padding)) for each in values])

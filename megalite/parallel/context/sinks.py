@@ -1,8 +1,8 @@
-"""The sinks of the heads that a rank attends with, where they are some of those of its tp rank. No
-communication.
+"""Attention sinks of the heads that a context-parallel rank processes.
 
-Every cp rank has the gradient of its own queries or heads, zero for other heads; the sum over cp is that of
-all weights.
+These may be a subset of the heads of its tp rank. Every cp rank computes the gradient for its own queries or
+heads, which is zero for other heads; the sum over cp is part of the sum of all weight gradients. This module
+does no communication.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megalite.parallel.weight import Weight
 
 
 class Sinks(Protocol):
-    """One number for each head: a `Weight`, or a part of one."""
+    """One number per head: a `Weight`, or a part of one."""
 
     @property
     def tensor(self) -> Tensor: ...
@@ -26,19 +26,23 @@ class Sinks(Protocol):
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Sinks | None) -> tuple[Tensor, Tensor]:
-    """The output and log-sum-exp of attention after its sinks, if it has any, have joined the softmax."""
+    """Add the sinks, if any, to the softmax, and return the new output and log-sum-exp."""
     return (out, lse) if sinks is None else join(out, lse, sinks.tensor)
 
 
 def accumulate_gradient(sinks: Sinks | None, lse: Tensor, inner: Tensor) -> None:
-    """Add the gradient of sinks, from the log-sum-exp with them and the inner products of the output and its
-    gradient."""
+    """Accumulate the gradient of sinks.
+
+    Args:
+        lse: log-sum-exp including the sinks.
+        inner: inner products of the output and its gradient.
+    """
     if sinks is not None:
         sinks.accumulate(sinks_gradient(sinks.tensor, lse, inner))
 
 
 class SomeSinks:
-    """Those of the heads that a rank of an axis has after `ulysses.to_heads`."""
+    """Sinks of the heads that a rank of an axis has after `ulysses.to_heads`."""
 
     def __init__(self, sinks: Weight, axis: MeshAxis):
         width = len(sinks.tensor) // axis.size

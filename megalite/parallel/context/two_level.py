@@ -1,12 +1,13 @@
-"""Two levels of context parallelism (as USP, Fang & Zhao 2024): Ulysses among the ranks of a node, a ring
-between nodes.
+"""Two levels of context parallelism (as in USP, Fang & Zhao 2024).
 
-    inner    all-to-all: parts of all heads for the positions of the whole inner group, with some of the
-    heads; back after attention
-    outer    a ring over the ranks with the same heads, whose parts are those of the inner groups
+Ulysses is used among the ranks of a node, and a ring between nodes.
 
-The inner group's positions are in ascending order where rank after rank of it holds consecutive pieces of
-them (`parts.split`). Hops between nodes carry the keys and values of some of the heads only.
+    inner    all-to-all from parts of all heads to the positions of the whole inner group with some of the
+             heads, and back after attention
+    outer    a ring over the ranks with the same heads, with the parts of the inner groups
+
+The positions of an inner group are in ascending order if its ranks hold consecutive pieces of them
+(`parts.split`). Hops between nodes only carry the keys and values of some of the heads.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from megalite.parallel.context.ulysses import summed, to_heads, to_positions
 
 
 class _ToHeads(torch.autograd.Function):
-    """q, k, v [seq/cp, batch, heads, dim] -> [seq/outer, batch, heads/inner, dim]. Backward: the inverse,
-    copies of a head summed."""
+    """q, k, v [seq/cp, batch, heads, dim] -> [seq/outer, batch, heads/inner, dim].
+
+    Backward: the inverse, with the copies of a head summed.
+    """
 
     @staticmethod
     def forward(ctx: Any, inner: MeshAxis, q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -42,8 +45,10 @@ class _ToHeads(torch.autograd.Function):
 
 
 class _ToPositions(torch.autograd.Function):
-    """The output [seq/outer, batch, heads/inner, dim] -> [seq/cp, batch, heads, dim]. Backward: the
-    inverse."""
+    """The output [seq/outer, batch, heads/inner, dim] -> [seq/cp, batch, heads, dim].
+
+    Backward: the inverse.
+    """
 
     @staticmethod
     def forward(ctx: Any, inner: MeshAxis, out: Tensor) -> Tensor:
@@ -56,7 +61,7 @@ class _ToPositions(torch.autograd.Function):
 
 
 def two_level(inner: MeshAxis, outer: MeshAxis) -> Callable[[Tensor, Tensor, Tensor, dict[str, Any]], Tensor]:
-    """`attend`, as `attend.attention_over` describes it."""
+    """Return `attend` as described in `attend.attention_over`."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         part: SequencePart = options["part"]

@@ -1,13 +1,14 @@
-"""Ulysses (DeepSpeed-Ulysses, Jacobs et al. 2023): exchange parts of all heads for whole rows of some, and
-attend as one process does.
+"""Ulysses (DeepSpeed-Ulysses, Jacobs et al. 2023).
 
-    forward    all-to-all of q, k and v     [seq/cp, batch, heads] -> [seq, batch, heads/cp];  of the output,
-    back
-    backward   all-to-all of dout, there;  of dq, dk and dv, back
+Ranks exchange parts of all heads for whole rows of some heads, and attend in the same way as a single
+process.
 
-Documents, windows, soft-cap and dropout work as in the attention that runs unchanged, and so do its kernels.
-Where there are fewer key-value heads than cp ranks, each goes to several ranks, and their gradients are
-summed on the way back.
+    forward    all-to-all of q, k and v [seq/cp, batch, heads] -> [seq, batch, heads/cp]; of the output, back
+    backward   all-to-all of dout; of dq, dk and dv, back
+
+Documents, windows, soft-cap and dropout work without changes, and so do the attention kernels. If there are
+fewer key-value heads than cp ranks, each head is sent to several ranks, and their gradients are summed on the
+way back.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from megalite.parallel.context.sinks import Sinks
 
 
 def to_heads(tensors: Sequence[Tensor], cp: MeshAxis) -> list[Tensor]:
-    """[seq/cp, batch, heads, dim] each -> [seq, batch, heads/cp, dim], in one all-to-all. cp must divide the
-    heads of each."""
+    """Exchange parts for heads in one all-to-all: [seq/cp, batch, heads, dim] -> [seq, batch, heads/cp, dim].
+
+    The number of heads of each tensor must be divisible by cp.
+    """
     length, batch = tensors[0].shape[:2]
     widths = [x.shape[2] // cp.size * x.shape[3] for x in tensors]
     packed = tensors[0].new_empty(cp.size, length, batch, sum(widths))  # first the rank that they go to
@@ -42,7 +45,7 @@ def to_heads(tensors: Sequence[Tensor], cp: MeshAxis) -> list[Tensor]:
 
 
 def to_positions(tensors: Sequence[Tensor], cp: MeshAxis) -> list[Tensor]:
-    """The inverse of `to_heads`."""
+    """Exchange heads for parts, the inverse of `to_heads`."""
     # [cp, seq/cp, batch, heads/cp · dim]
     packed = torch.cat([x.flatten(2) for x in tensors], dim=2).unflatten(0, (cp.size, -1))
     # first the rank that they come from, which had the heads before those of the next
@@ -55,8 +58,11 @@ def to_positions(tensors: Sequence[Tensor], cp: MeshAxis) -> list[Tensor]:
 
 
 class Ulysses(torch.autograd.Function):
-    """Attention of parts of rows: q [seq/cp, batch, heads, dim], k and v with this tp rank's key-value heads
-    -> the shape of q."""
+    """Attention of parts of rows.
+
+    q is [seq/cp, batch, heads, dim], k and v contain this tp rank's key-value heads, and the result has the
+    shape of q.
+    """
 
     @staticmethod
     def forward(
@@ -101,7 +107,7 @@ class Ulysses(torch.autograd.Function):
 
 
 def summed(grad: Tensor, kv_heads: int) -> Tensor:
-    """The gradient of each key-value head, summed over the ranks that it went to in at least fp32."""
+    """Sum the gradient of each key-value head over the ranks that received it, in at least fp32."""
     if grad.shape[2] == kv_heads:
         return grad
     return (

@@ -1,20 +1,19 @@
-"""Keeps the experts of a layer equally loaded, in ways that no layout of ranks changes.
+"""Load balancing of the experts of a layer, independent of the layout of ranks.
 
-    global    auxiliary loss  E · Σ_e f_e P_e, with f the share of the previous step's tokens (all ranks')
-    that chose expert e
-    sequence  the same with f the share of the token's own sequence (DeepSeek-V2)
-    bias      a bias is added to the probabilities when experts are chosen, not when they are weighted; after
-    each applied step it moves by
-              `router_bias_rate` against the load (Wang et al. 2024). A loss, if it has a coefficient, is that
-              of `sequence` with f the share that the k most probable experts of each token would give,
-              without bias and groups (DeepSeek-V3)
+    global    auxiliary loss  E · Σ_e f_e P_e, where f is the fraction of the tokens of the previous step (on
+              all ranks) that chose expert e
+    sequence  the same, where f is the fraction within the token's own sequence (DeepSeek-V2)
+    bias      a bias is added to the probabilities when experts are chosen, but not to their weights; after
+              each applied step it moves by `router_bias_rate` against the load (Wang et al. 2024). If the
+              loss has a coefficient, it is that of `sequence`, where f is the fraction that the k most
+              probable experts of each token would receive without bias and groups (DeepSeek-V3)
 
-P is the mean router probability; of sigmoid scores, that of a token's scores over their sum. With f fixed the
-loss is a sum over tokens, so it adds over microbatches and ranks like the loss of the model: it is divided by
-the number of valid tokens of the global batch, and tokens whose loss does not count do not count here either.
-A balance by microbatch, which is usual, depends on the micro-batch size and on the layout.
+P is the mean router probability; for sigmoid scores, the scores of a token divided by their sum. With
+constant f the loss is a sum over tokens, so that it adds over microbatches and ranks like the loss of the
+model: it is divided by the number of valid tokens of the global batch, and tokens without loss are not
+counted. The usual balancing by microbatch depends on the micro-batch size and on the layout.
 
-Communication: a loss by sequence sums counts over the ranks that share one, in forward.
+Communication: a loss by sequence sums counts over the ranks that share a sequence, in forward.
 """
 
 from __future__ import annotations
@@ -35,12 +34,13 @@ AUXILIARY, Z, DROPPED = -3, -2, -1  # columns of the statistics, after one for e
 
 
 class RouterState(NamedTuple):
-    """What a layer's router has learned from earlier steps; not a function of the weights. Both [experts],
-    fp64, on the device; or of several layers, [layers, experts].
+    """State of a layer's router from earlier steps, which is not a function of the weights.
+
+    Both tensors are [experts] in fp64 on the device, or [layers, experts] for several layers.
 
     Attributes:
-        load: share of the previous step's tokens that chose each expert; the sum is k. At the start equal,
-            without a gradient.
+        load: fraction of the previous step's tokens that chose each expert; the sum is k. Equal at the start,
+            and without a gradient.
         bias: added to the probabilities when experts are chosen.
     """
 
@@ -56,7 +56,11 @@ class RouterState(NamedTuple):
         return RouterState(equal, torch.zeros_like(equal))
 
     def learned(self, counts: Tensor, model: ModelConfig) -> RouterState:
-        """The state after an applied step: counts of all ranks' valid tokens, of the shape of the state."""
+        """Return the state after an applied step.
+
+        Args:
+            counts: numbers of valid tokens on all ranks, with the shape of the state.
+        """
         bias = self.bias
         if model.router_balance == "bias":
             bias = bias + model.router_bias_rate * (counts.mean(-1, keepdim=True) - counts).sign()
@@ -66,8 +70,10 @@ class RouterState(NamedTuple):
 
 
 class _AddLoss(torch.autograd.Function):
-    """x, unchanged.  Backward: the loss gets the gradient 1, as if it had been added to the model's loss. No
-    communication."""
+    """Return x unchanged, and add a loss in backward.
+
+    The loss receives the gradient 1, as if it had been added to the loss of the model. No communication.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
@@ -80,7 +86,7 @@ class _AddLoss(torch.autograd.Function):
 
 
 class Balance:
-    """The auxiliary losses and the statistics of one layer.
+    """Auxiliary losses and statistics of one layer.
 
     Args:
         sequence: the axis of the ranks that share a sequence.
@@ -103,8 +109,7 @@ class Balance:
         targets: Tensor,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
-        """Weights [tokens, k] whose backward adds the auxiliary losses, and the layer's statistics [experts +
-        3].
+        """Return weights [tokens, k] whose backward adds the auxiliary losses, and statistics [experts + 3].
 
         Args:
             logits, probabilities: [tokens, experts] of this rank's tokens, [seq, batch] flattened.
@@ -130,7 +135,7 @@ class Balance:
         return _AddLoss.apply(weights, loss), statistics
 
     def _shares(self, choice: ExpertChoice, probabilities: Tensor, valid: Tensor) -> Tensor:
-        """f: [1, experts] of the previous step, or [batch, experts] of each sequence."""
+        """Return f: [1, experts] of the previous step, or [batch, experts] of each sequence."""
         if not self.by_sequence:
             return self.state.load.unsqueeze(0)
         if "shares" not in choice.kept:

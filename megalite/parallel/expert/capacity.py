@@ -1,10 +1,10 @@
-"""Limits the rows that a sequence sends to an expert: C = ⌈factor · S · k / E⌉ of them are kept, the others
-are dropped.
+"""Limit on the rows that a sequence sends to an expert.
 
-Rows are kept in the order of (slot, position): the first choices of all tokens, from the first position on,
-then their second choices, and so on. Tokens whose loss does not count come after all others, so that padding
-takes no place from them. What is dropped is a function of the sequence alone: it depends neither on the other
-sequences of the microbatch nor on the ranks that share the sequence.
+C = ⌈factor · S · k / E⌉ rows are kept, and the others are dropped. Rows are kept in the order of (slot,
+position): the first choices of all tokens, from the first position on, then their second choices, and so on.
+Tokens without loss come after all others, so that padding does not take capacity from them. Which rows are
+dropped depends only on the sequence, not on the other sequences of the microbatch or on the ranks that share
+the sequence.
 
 Communication: counts of rows are gathered over the ranks that share a sequence, in forward.
 """
@@ -27,7 +27,7 @@ from megalite.parallel.microbatch import positions_of
 
 
 def pieces_of(segments: Sequence[Sequence[tuple[int, int]]], tp: int) -> list[list[PositionSegment]]:
-    """Returns the segments of each rank that shares a sequence: tp equal parts of each cp rank's."""
+    """Return the segments of each rank that shares a sequence: tp equal parts of each cp rank's segments."""
     ranks = []
     for own in segments:
         each = sum(length for _, length in own) // tp
@@ -44,12 +44,12 @@ def pieces_of(segments: Sequence[Sequence[tuple[int, int]]], tp: int) -> list[li
 
 @dataclass(frozen=True)
 class Capacity:
-    """The limit of one layer.
+    """Limit of one layer.
 
     Attributes:
-        factor: that of the option `model.expert_capacity_factor`.
-        sequence: the axis of the ranks that share a sequence: cp ranks, and in each its tp ranks.
-        tp: number of the latter.
+        factor: the option `model.expert_capacity_factor`.
+        sequence: the axis of the ranks that share a sequence: cp ranks, each with its tp ranks.
+        tp: number of tp ranks.
     """
 
     factor: float
@@ -57,11 +57,11 @@ class Capacity:
     tp: int
 
     def limit(self, choice: ExpertChoice, valid: Tensor, part: SequencePart | None) -> ExpertChoice:
-        """The choice without the rows that are dropped.
+        """Return the choice without the rows that are dropped.
 
         Args:
-            valid: [seq, batch], the tokens of this rank whose loss counts.
-            part: what the cp ranks have of the sequences; None: all of them.
+            valid: [seq, batch], this rank's tokens with a loss.
+            part: the parts of the cp ranks; None if the sequences are not split.
         """
         (length, batch), experts, rows = valid.shape, len(choice.counts), len(choice.inverse)
         whole = length * self.tp if part is None else part.length
@@ -103,8 +103,10 @@ class Capacity:
         groups: int,
         most: int,
     ) -> Tensor:
-        """The group of each row, [seq, batch, k], numbered piece by piece; one more for padding past the end
-        of a sequence."""
+        """Return the group of each row, [seq, batch, k], numbered piece by piece.
+
+        The last group is for padding past the end of a sequence.
+        """
         groups_of_rows = choice_groups(choice.experts.view(*valid.shape, -1), valid, len(choice.counts))
         for number, part in enumerate(groups_of_rows.split([segment.length for segment in own])):
             part += number * groups
@@ -116,8 +118,10 @@ class Capacity:
         return groups_of_rows
 
     def _before(self, gathered: Tensor, pieces: Sequence[Sequence[PositionSegment]]) -> list[Tensor]:
-        """Number of rows of the sequence that come before those of each of this rank's groups, piece by
-        piece, flat."""
+        """Count the rows of the sequence that precede those of each group of this rank.
+
+        The result is flat, piece by piece.
+        """
         places = sorted(
             (segment.start, rank, index)
             for rank, segments in enumerate(pieces)

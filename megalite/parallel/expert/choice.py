@@ -1,8 +1,8 @@
-"""Which experts process each token, and the order in which the tokens' rows are sent to them.
+"""Choice of the experts for each token, and the order in which the rows of tokens are sent to them.
 
-Rows are sorted by expert, then by token: the rows for one rank are consecutive. Back from the experts, a
-token's k rows are gathered and summed in the order of its choices, without atomic additions, so that a run
-repeats bit for bit. No communication.
+Rows are sorted by expert, then by token, so that the rows for one rank are consecutive. On return from the
+experts, the k rows of a token are gathered and summed in the order of its choices, without atomic additions,
+so that runs are bitwise reproducible. No communication.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from torch import Tensor
 
 @dataclass
 class ExpertChoice:
-    """The experts of a microbatch's tokens on this rank. Recomputation uses the choice of the first forward.
+    """Experts of the tokens of a microbatch on this rank. Recomputation uses the choice of the first forward.
 
     Attributes:
-        experts: [tokens, k] int64, each token's experts, the most probable first.
-        order: [rows] int64, which (token, k) of the flattened experts each sent row is: all of them, or fewer
-            if some are not sent. Rows that are not sent may follow: then their number is a function of shapes
-            alone, and the host need not wait for it.
+        experts: [tokens, k] int64, the experts of each token, most probable first.
+        order: [rows] int64, the index into the flattened experts of each sent row. These may be all of them
+            or fewer, and may be followed by rows that are not sent. The number of rows is then a function of
+            shapes alone, and the host need not wait for it.
         inverse: [tokens · k] int64, the sent row of each (token, k); at least the number of rows if it is not
             sent.
         counts: [experts] int64, rows for each expert.
-        partial: whether some of all rows may not be sent.
-        kept: what `balance` and `dispatch` have computed once for this choice, among it what was read from
-            the device or communicated.
+        partial: whether some rows may not be sent.
+        kept: results that `balance` and `dispatch` have computed for this choice, including those that were
+            read from the device or communicated.
     """
 
     experts: Tensor
@@ -51,29 +51,31 @@ class ExpertChoice:
         return self.experts.shape[1]
 
     def first(self, rows: int) -> ExpertChoice:
-        """The same with the first rows only, if those that follow are not sent."""
+        """Return the choice with the first rows only, if the following ones are not sent."""
         return self if rows == len(self.order) else replace(self, order=self.order[:rows], kept={})
 
     @property
     def tokens(self) -> Tensor:
-        """[rows]: the token of each sent row."""
+        """The token of each sent row, [rows]."""
         return self.order // self.k
 
     @property
     def rows(self) -> Tensor:
-        """[tokens, k]: the sent row of each token and choice, as `inverse`."""
+        """The sent row of each token and choice, [tokens, k], as in `inverse`."""
         return self.inverse.view_as(self.experts)
 
 
 def best(scores: Tensor, k: int) -> Tensor:
-    """[tokens, k]: the experts with the largest scores [tokens, experts] of each token; of equal ones those
-    with the lower index."""
+    """Return the experts with the k largest scores of each token, [tokens, experts] -> [tokens, k].
+
+    Among equal scores the expert with the lower index comes first.
+    """
     # topk breaks ties in any order
     return scores.detach().sort(dim=-1, descending=True, stable=True).indices[:, :k].contiguous()
 
 
 def choose(scores: Tensor, k: int) -> ExpertChoice:
-    """The choice of the k best experts."""
+    """Choose the k best experts."""
     experts = best(scores, k)
     flat = experts.flatten()
     order = flat.argsort(stable=True)
@@ -81,10 +83,10 @@ def choose(scores: Tensor, k: int) -> ExpertChoice:
 
 
 def in_best_groups(scores: Tensor, groups: int, kept: int, counted: int) -> Tensor:
-    """The scores [tokens, experts], −inf outside each token's `kept` best of `groups` equal groups; of equal
-    ones the first are better.
+    """Set scores [tokens, experts] outside the `kept` best of `groups` equal groups of each token to −inf.
 
-    A group's score is the sum of its `counted` largest ones.
+    The score of a group is the sum of its `counted` largest scores. Among equal groups the first ones are
+    better.
     """
     grouped = scores.detach().unflatten(-1, (groups, -1))  # [tokens, groups, experts / groups]
     best = (
@@ -98,8 +100,10 @@ def in_best_groups(scores: Tensor, groups: int, kept: int, counted: int) -> Tens
 
 
 class _Spread(torch.autograd.Function):
-    """[tokens, hidden] -> [rows, hidden]: each token's row once for each of its experts, sorted.  Backward:
-    their sum, in order."""
+    """Copy the row of each token for each of its experts, sorted: [tokens, hidden] -> [rows, hidden].
+
+    Backward: sums the gradients of the copies, in order.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, choice: ExpertChoice) -> Tensor:
@@ -113,7 +117,9 @@ class _Spread(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     """Σ_k weight · row of each token: [rows, hidden] sorted by expert, [tokens, k] -> [tokens, hidden].
-    Backward: both gradients."""
+
+    Backward: computes both gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, choice: ExpertChoice) -> Tensor:
@@ -130,11 +136,13 @@ class _Combine(torch.autograd.Function):
 
 
 def spread(rows: Tensor, choice: ExpertChoice) -> Tensor:
-    """The rows to send: [tokens, hidden] -> [rows, hidden], sorted by expert."""
+    """Return the rows to send, sorted by expert: [tokens, hidden] -> [rows, hidden]."""
     return _Spread.apply(rows, choice)
 
 
 def combine(rows: Tensor, weights: Tensor, choice: ExpertChoice) -> Tensor:
-    """The weighted sum of the rows that came back: [rows, hidden], [tokens, k] at least fp32 -> [tokens,
-    hidden]."""
+    """Return the weighted sums of the rows of each token: [rows, hidden], [tokens, k] -> [tokens, hidden].
+
+    Weights are in at least fp32.
+    """
     return _Combine.apply(rows, weights, choice)

@@ -1,17 +1,17 @@
-"""Dispatch of the tokens' rows to their experts, and combine of the results.
+"""Dispatch of the rows of tokens to their experts, and combine of the results.
 
                  forward                                             backward
     local        none                                                none
-    all_to_all   all-gather of counts, read by the host; rows to     two all-to-all, of the same sizes
-                 their experts' ranks and back: two all-to-all
+    all_to_all   all-gather of counts, read by the host; rows to     two all-to-all of the same sizes
+                 the ranks of their experts and back: two
+                 all-to-all
     all_gather   all-gather of all rows, choices and weights;        all-gather; reduce-scatter of both
-    gradients
-                 reduce-scatter of the sums
-    same_rows    all-reduce of the sums                              none: in inference only
+                 reduce-scatter of the sums                          gradients
+    same_rows    all-reduce of the sums                              none, used in inference only
 
-Each is started (`begin`) before other work is queued, and the device does that work while the host waits for
-the counts. The result of `begin` is kept in the choice, so that recomputation (activation checkpointing) and
-backward neither communicate nor read it again.
+A dispatch is started (`begin`) before other work is queued, which the device executes while the host waits
+for the counts. The result of `begin` is kept in the choice, so that recomputation (activation checkpointing)
+and backward neither communicate nor read it again.
 """
 
 from __future__ import annotations
@@ -30,25 +30,24 @@ from megalite.parallel.expert.row_exchange import exchange, gather, reorder, sca
 from megalite.system.pinned_memory import read_aside
 
 Experts = Callable[[Tensor, Groups], Tensor]
-"""This rank's experts: (rows [n, hidden] sorted by expert, rows of each) -> [n, hidden]."""
+"""This rank's experts: (rows [n, hidden] sorted by expert, number of rows of each expert) -> [n, hidden]."""
 
 
 class Dispatch(Protocol):
-    """Sends rows to their experts."""
+    """Interface of a dispatch, which sends rows to their experts."""
 
     def begin(self, choice: ExpertChoice) -> None:
-        """Start what a choice needs before its rows can be sent."""
+        """Start the operations that a choice requires before its rows can be sent."""
 
     def run(self, rows: Tensor, weights: Tensor, choice: ExpertChoice, experts: Experts) -> Tensor:
-        """Σ_k weight · expert(row) of each of this rank's tokens: [tokens, hidden], [tokens, k] -> [tokens,
-        hidden]."""
+        """Compute Σ_k weight · expert(row): [tokens, hidden], [tokens, k] -> [tokens, hidden]."""
 
 
 class LocalDispatch:
-    """All experts are on this rank."""
+    """Dispatch with all experts on this rank."""
 
     def begin(self, choice: ExpertChoice) -> None:
-        """Nothing is sent."""
+        """Do nothing, because nothing is sent."""
 
     def run(self, rows: Tensor, weights: Tensor, choice: ExpertChoice, experts: Experts) -> Tensor:
         if "groups" not in choice.kept:
@@ -57,10 +56,10 @@ class LocalDispatch:
 
 
 class PendingCounts:
-    """The result of a collective in flight, and numbers counted in it for the host.
+    """Result of a collective in flight, and numbers computed from it for the host.
 
-    The host waits for the collective and for the copy, but not for work that the device is given meanwhile:
-    on a GPU both are on a stream of their own.
+    The host waits for the collective and for the copy, but not for work that is queued on the device in the
+    meantime: on a GPU both run on a separate stream.
 
     Args:
         pending: the collective.
@@ -77,7 +76,10 @@ class PendingCounts:
         return self._count(self._value)
 
     def wait(self) -> tuple[Tensor, list[int]]:
-        """The tensor, and the numbers, flat. Both have arrived: no stream has to wait for another."""
+        """Return the tensor and the flat numbers.
+
+        Both have arrived, so that no stream has to wait for another.
+        """
         numbers = self._counted() if self._read is None else self._read()
         return self._value, numbers.flatten().tolist()
 
@@ -86,10 +88,10 @@ class _Route(NamedTuple):
     """Sizes and order of one all-to-all.
 
     Attributes:
-        send, receive: rows to and from each rank.
-        groups: those of this rank's experts.
-        order: the received rows, which come sorted by rank and then by expert, sorted by expert and then by
-        rank; and its inverse.
+        send, receive: number of rows to and from each rank.
+        groups: number of rows of each of this rank's experts.
+        order: permutation of the received rows, sorted by rank and then by expert, to the order by expert and
+            then by rank; and its inverse.
     """
 
     send: list[int]
@@ -100,7 +102,7 @@ class _Route(NamedTuple):
 
 
 class AllToAllDispatch:
-    """Each rank sends its rows to the ranks of their experts."""
+    """Dispatch in which each rank sends its rows to the ranks of their experts."""
 
     def __init__(self, axis: MeshAxis):
         self.axis = axis
@@ -120,7 +122,12 @@ class AllToAllDispatch:
         return combine(exchange(reorder(done, inverse, order), receive, send, self.axis), weights, sent)
 
     def _route(self, counts: Tensor, flat: list[int]) -> _Route:
-        """counts: [ep, experts], the rows that each rank sends to each expert; flat: the same on the host."""
+        """Return the sizes and order of the all-to-all.
+
+        Args:
+            counts: [ep, experts], number of rows that each rank sends to each expert.
+            flat: the same numbers on the host.
+        """
         ep, number = counts.shape
         own = number // ep
         host = [flat[rank * number : (rank + 1) * number] for rank in range(ep)]
@@ -134,8 +141,11 @@ class AllToAllDispatch:
 
 
 class AllGatherDispatch:
-    """Every rank gets all rows, computes those of its experts, and the sums are scattered: fewer, larger
-    messages for a small group."""
+    """Dispatch in which every rank receives all rows, and the sums are scattered.
+
+    Each rank computes the rows of its experts. This requires fewer, larger messages, which suits small
+    groups.
+    """
 
     def __init__(self, axis: MeshAxis):
         self.axis = axis
@@ -160,14 +170,16 @@ class AllGatherDispatch:
 
 
 class SameRowsDispatch:
-    """All ranks have the same rows, as tensor parallelism without a split sequence gives them. Each computes
-    those of its experts, and the sums are all-reduced."""
+    """Dispatch if all ranks have the same rows, as with tensor parallelism without a split sequence.
+
+    Each rank computes the rows of its experts, and the sums are all-reduced.
+    """
 
     def __init__(self, axis: MeshAxis):
         self.axis = axis
 
     def begin(self, choice: ExpertChoice) -> None:
-        """Nothing is sent."""
+        """Do nothing, because nothing is sent."""
 
     def run(self, rows: Tensor, weights: Tensor, choice: ExpertChoice, experts: Experts) -> Tensor:
         own = _own_rows(choice.experts, len(choice.counts), choice.counts.tolist(), self.axis)
@@ -177,10 +189,11 @@ class SameRowsDispatch:
 
 
 def _own_rows(chosen: Tensor, number: int, sizes: list[int], axis: MeshAxis) -> ExpertChoice:
-    """The choice of several ranks' tokens, [tokens, k], of which only the rows for this rank's experts are
-    sent.
+    """Return the choice for the tokens of several ranks, [tokens, k], restricted to this rank's experts.
 
-    number: of experts; sizes: the rows of each, and perhaps of those that are not sent.
+    Args:
+        number: number of experts.
+        sizes: number of rows of each expert, optionally followed by those that are not sent.
     """
     flat, own = chosen.flatten(), number // axis.size
     first = axis.rank * own
@@ -192,8 +205,11 @@ def _own_rows(chosen: Tensor, number: int, sizes: list[int], axis: MeshAxis) -> 
 
 
 def make_dispatch(name: str, axis: MeshAxis) -> Dispatch:
-    """Returns the dispatch over an expert axis: `parallel.expert_dispatch`, or same_rows if all its ranks
-    have the same rows."""
+    """Return the dispatch over an expert axis.
+
+    Args:
+        name: `parallel.expert_dispatch`, or same_rows if all its ranks have the same rows.
+    """
     if axis.size == 1:
         return LocalDispatch()
     kinds: dict[str, Callable[[MeshAxis], Dispatch]]

@@ -1,8 +1,8 @@
-"""Grouped matmul: rows sorted by expert times each expert's matrix. No communication.
+"""Grouped matmul of rows sorted by expert with the matrix of each expert. No communication.
 
-The loop over experts is the reference, and what runs on a CPU. On a GPU one grouped kernel computes a whole
-product of bf16 matrices, without the host knowing how many rows an expert has; in other precisions the loop
-waits for these numbers.
+The loop over experts is the reference, and is used on a CPU. On a GPU one grouped kernel computes all matmuls
+in bf16, without the host knowing the number of rows of each expert. In other precisions the loop waits for
+these numbers.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ _ALIGNED = 16  # bytes: torch's grouped kernel reads rows of this alignment
 
 
 def matmul_loop(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
-    """The rows of each group times its matrix: [n, in], [groups, in, out] -> [n, out]; undefined for rows of
-    no group."""
+    """Multiply the rows of each group by its matrix: [n, in], [groups, in, out] -> [n, out].
+
+    Rows that belong to no group are undefined.
+    """
     out = rows.new_empty(rows.shape[0], matrices.shape[2])
     for own, matrix, into in zip(groups.split(rows), matrices, groups.split(out), strict=True):
         torch.mm(own, matrix, out=into)
@@ -31,7 +33,7 @@ def matmul_loop(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
 
 
 def grouped_matmul(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
-    """As `matmul_loop`, in one grouped kernel on a GPU in bf16."""
+    """Compute `matmul_loop`, with one grouped kernel on a GPU in bf16."""
     aligned = all(size * rows.itemsize % _ALIGNED == 0 for size in matrices.shape[1:])
     # a kernel might not take an empty tensor
     if rows.is_cpu or rows.dtype != torch.bfloat16 or not aligned or not len(rows):
@@ -40,8 +42,10 @@ def grouped_matmul(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
 
 
 def _sums(rows: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
-    """The sum of each group's rows, one after the other, flat. On a GPU as matmuls with ones, which add in
-    one order."""
+    """Sum the rows of each group, one group after the other, flat.
+
+    On a GPU these are matmuls with ones, which add in a fixed order.
+    """
     if rows.is_cpu:
         return torch.cat([own.sum(0, dtype=dtype) for own in groups.split(rows)])
     total = torch.empty(len(groups), rows.shape[1], 1, dtype=dtype, device=rows.device)
@@ -50,17 +54,17 @@ def _sums(rows: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
 
 
 class ExpertAdapter:
-    """The LoRA adapters of this rank's experts in one stored tensor.
+    """LoRA adapters of this rank's experts in one stored tensor.
 
     y_e += scale · B_e A_e x for the rows of each expert e.
 
-    All experts of a stored tensor have one rank. Gate and up of an expert share one A, as in PEFT's
+    All experts of a stored tensor have the same LoRA rank. Gate and up of an expert share one A, as in PEFT's
     adapters of fused parameters. No communication.
 
     Args:
-        a: their A's, [experts · rank, in].
-        b: their B's, [experts · out, rank].
-        scale: the factor on B A.
+        a: matrices A, [experts · rank, in].
+        b: matrices B, [experts · out, rank].
+        scale: factor on B A.
     """
 
     def __init__(self, a: Weight, b: Weight, scale: float):
@@ -68,21 +72,27 @@ class ExpertAdapter:
         self.number = a.tensor.shape[0] // b.tensor.shape[1]
 
     def add(self, rows: Tensor, out: Tensor, groups: Groups) -> Tensor:
-        """Add scale · B A rows to `out` ([n, in], [n, out], sorted by expert). Returns scale · A rows, [n,
-        rank]."""
+        """Add scale · B A rows to `out` ([n, in], [n, out], sorted by expert).
+
+        Returns:
+            scale · A rows, [n, rank].
+        """
         low = grouped_matmul(rows, self._each(self.a).transpose(1, 2), groups).mul_(self.scale)
         out.add_(grouped_matmul(low, self._each(self.b).transpose(1, 2), groups))
         return low
 
     def add_gradient(self, grad: Tensor, drows: Tensor, groups: Groups) -> Tensor:
-        """Add the gradient of the rows through B A to `drows`, given that of the output. Returns that of A
-        rows, [n, rank]."""
+        """Add the gradient of the rows through B A to `drows`, given that of the output.
+
+        Returns:
+            the gradient of A rows, [n, rank].
+        """
         dlow = grouped_matmul(grad, self._each(self.b), groups).mul_(self.scale)
         drows.add_(grouped_matmul(dlow, self._each(self.a), groups))
         return dlow
 
     def accumulate(self, grad: Tensor, rows: Tensor, low: Tensor, dlow: Tensor, groups: Groups) -> None:
-        """Accumulate both weight gradients, from what the two other methods were given and have returned."""
+        """Accumulate both weight gradients, given the arguments and results of the other two methods."""
         self.a.accumulate_matmul(dlow, rows, groups)
         self.b.accumulate_matmul(grad, low, groups)
 
@@ -91,8 +101,10 @@ class ExpertAdapter:
 
 
 class _Experts(torch.autograd.Function):
-    """down(act(in(x))) of rows sorted by expert. Backward: the input's gradient; weight gradients go to the
-    queue."""
+    """down(act(in(x))) of rows sorted by expert.
+
+    Backward: returns the input gradient; weight gradients are put in the queue.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, into: Tensor, down: Tensor, layer: Experts, groups: Groups) -> Tensor:
@@ -135,13 +147,12 @@ class _Experts(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """This rank's experts, each a feed-forward: rows [n, hidden] sorted by expert -> [n, hidden].
+    """Feed-forward blocks of this rank's experts: rows [n, hidden] sorted by expert -> [n, hidden].
 
     Args:
-        into, down: their matrices, expert after expert: [experts · (2 ·) width, hidden] and [experts ·
-            hidden, width].
-        biases: theirs, [experts · (2 ·) width] and [experts · hidden].
-        number: experts on this rank.
+        into, down: stacked matrices, [experts · (2 ·) width, hidden] and [experts · hidden, width].
+        biases: stacked biases, [experts · (2 ·) width] and [experts · hidden].
+        number: number of experts on this rank.
     """
 
     def __init__(
@@ -163,25 +174,31 @@ class Experts(nn.Module):
 
     @property
     def adapters(self) -> tuple[ExpertAdapter | None, ExpertAdapter | None]:
-        """Those of both matrices."""
+        """Adapters of both matrices."""
         return self.into.expert_adapter, self.down.expert_adapter
 
     def each(self, matrices: Tensor) -> Tensor:
-        """A view of stacked matrices: [experts · out, in] -> [experts, out, in]."""
+        """Return a view of stacked matrices: [experts · out, in] -> [experts, out, in]."""
         return matrices.view(self.number, -1, matrices.shape[1])
 
     def add_bias(self, out: Tensor, which: int, groups: Groups) -> None:
-        """Add each expert's bias of the first or second matmul to its rows of `out`."""
+        """Add the bias of each expert in the first or second matmul to its rows of `out`."""
         if (bias := self.biases[which]) is not None:
             out.add_(bias.tensor.view(self.number, -1).index_select(0, groups.of_rows(len(out))))
 
     def accumulate_biases(self, grads: Sequence[Tensor], groups: Groups) -> None:
-        """Accumulate the gradients of both biases, given those of the matmuls; zero for an expert without
-        rows."""
+        """Accumulate the gradients of both biases, given those of the matmul outputs.
+
+        They are zero for an expert without rows.
+        """
         for bias, grad in zip(self.biases, grads, strict=True):
             if bias is not None and bias.grad_dtype is not None:
                 bias.accumulate(_sums(grad, groups, bias.grad_dtype))
 
     def forward(self, rows: Tensor, groups: Groups) -> Tensor:
-        """`groups`: the rows of each expert."""
+        """Compute the outputs of the experts.
+
+        Args:
+            groups: number of rows of each expert.
+        """
         return _Experts.apply(rows, self.into.tensor, self.down.tensor, self, groups)

@@ -1,8 +1,7 @@
-"""The router's logits: a matmul of this rank's own tokens with a small replicated matrix, in at least fp32.
-No communication.
+"""Logits of the router: a matmul of this rank's tokens with a small replicated matrix, in at least fp32.
 
-Under sequence parallelism each tp rank has its part of the sequence: the weight gradient is partial, and
-summed over tp at the end of the step as a norm's is.
+No communication. Under sequence parallelism each tp rank has a part of the sequence: the weight gradient is
+partial, and summed over tp at the end of the step like that of a norm.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from megalite.parallel.weight import Weight
 
 
 class _Logits(torch.autograd.Function):
-    """x Wᵀ in the wider of fp32 and x's dtype. The weight gradient goes to its bucket."""
+    """x Wᵀ in the wider of fp32 and x's dtype. The weight gradient is accumulated in its bucket."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, layer: Router) -> Tensor:
@@ -36,7 +35,11 @@ class _Logits(torch.autograd.Function):
 
 
 class Router(nn.Module):
-    """Logits of this rank's tokens: [tokens, hidden] -> [tokens, outputs], at least fp32. bias: [outputs]."""
+    """Router that computes logits: [tokens, hidden] -> [tokens, outputs], in at least fp32.
+
+    Args:
+        bias: [outputs].
+    """
 
     def __init__(self, weight: Weight, bias: Weight | None = None):
         super().__init__()

@@ -1,6 +1,6 @@
 """Autograd functions that move rows between the ranks of an expert group, or reorder them.
 
-`axis.traffic` counts the calls, and as all_to_all_bytes the bytes that a rank sends to others.
+`axis.traffic` counts the calls, and under all_to_all_bytes the bytes that a rank sends to others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megalite.parallel.collectives import Pending, all_gather, reduce_scatter
 
 
 def _all_to_all(x: Tensor, send: list[int], receive: list[int], axis: MeshAxis) -> Pending:
-    """Starts an all-to-all of rows, and counts the bytes that this rank sends to others."""
+    """Start an all-to-all of rows, and count the bytes that this rank sends to others."""
     if axis.size > 1:
         row_bytes = x[:1].numel() * x.itemsize
         axis.traffic["all_to_all_bytes", axis.name] += (len(x) - send[axis.rank]) * row_bytes
@@ -25,7 +25,7 @@ def _all_to_all(x: Tensor, send: list[int], receive: list[int], axis: MeshAxis) 
 
 
 class _Exchange(torch.autograd.Function):
-    """Forward: all-to-all.  Backward: all-to-all with the sizes swapped."""
+    """Forward: all-to-all. Backward: all-to-all with the sizes swapped."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], axis: MeshAxis) -> Tensor:
@@ -38,7 +38,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Forward: all-gather along dim 0.  Backward: reduce-scatter, since each rank has used the whole."""
+    """Forward: all-gather along dim 0. Backward: reduce-scatter, as each rank has used the whole tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: MeshAxis) -> Tensor:
@@ -51,7 +51,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _ScatterSum(torch.autograd.Function):
-    """Forward: reduce-scatter along dim 0.  Backward: all-gather."""
+    """Forward: reduce-scatter along dim 0. Backward: all-gather."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: MeshAxis) -> Tensor:
@@ -64,7 +64,7 @@ class _ScatterSum(torch.autograd.Function):
 
 
 class _Reorder(torch.autograd.Function):
-    """x[order], a permutation.  Backward: the inverse one. No communication."""
+    """x[order] for a permutation. Backward: the inverse permutation. No communication."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
-"""The cost of a schedule: its bubble by all three definitions in use, its memory and its messages; for one
-plan, every schedule or a sweep.
+"""Cost of a schedule: its bubble by all three common definitions, its memory and its messages.
 
-The schedule is the one that `generator.build` returns for the runtime, and times are simulated: no closed
-formulas are used.
+The cost is computed for one plan, for all schedules, or for a sweep. The schedule is the one that
+`generator.build` returns for the runtime, and times are simulated without closed formulas.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class GatheredWeights(NamedTuple):
     """Weights that are sharded over data-parallel ranks and gathered for use (ZeRO-3).
 
     Attributes:
-        gather: time to gather a rank's whole weights once.
+        gather: time to gather all weights of a rank once.
         buckets: number of buckets on each rank; at least one for each of its stages.
         reshard: free a bucket after each use (action), or at the end of the step (step).
     """
@@ -44,7 +43,7 @@ class GatheredWeights(NamedTuple):
     reshard: Literal["action", "step"] = "action"
 
     def gathered(self, schedule: Schedule) -> Schedule:
-        """The schedule with gathers and reshards; each bucket is one unit of the model."""
+        """Return the schedule with gathers and reshards, where each bucket is one unit of the model."""
         chunks = schedule.stages // schedule.ranks
         buckets = max(self.buckets, chunks)
         units: list[tuple[Unit, ...]] = []
@@ -60,11 +59,11 @@ class BubblePlan:
     """A schedule and its simulated times.
 
     Attributes:
-        durations: forward, input_backward and weight_backward of one microbatch: a number for a rank's whole
-        share of the model, or a list
-            with one for each stage; comm is the latency of a message.
+        durations: forward, input_backward and weight_backward of one microbatch, each either one number for a
+            rank's whole share of the model or a list with one number per stage; comm is the latency of a
+            message.
         unit: unit of the durations; "" if they have none.
-        weights: how weights are gathered for use; None if they stay whole.
+        weights: how weights are gathered for use; None if they are not sharded.
     """
 
     schedule: Schedule
@@ -75,7 +74,7 @@ class BubblePlan:
 
     @property
     def chunks(self) -> int:
-        """Stages on each rank."""
+        """Number of stages on each rank."""
         return self.schedule.stages // self.schedule.ranks
 
     @property
@@ -84,7 +83,7 @@ class BubblePlan:
         return ActionKind.WEIGHT in self.schedule.passes
 
     def size(self, axis: str) -> str | int:
-        """The schedule's name, pp or microbatches."""
+        """Return the schedule's name, pp or the number of microbatches."""
         sizes: dict[str, str | int] = {
             "schedule": self.schedule.name,
             "pp": self.schedule.ranks,
@@ -93,12 +92,14 @@ class BubblePlan:
         return sizes[axis]
 
     def peaks(self, until: ActionKind = ActionKind.BACKWARD) -> list[float]:
-        """For each rank, its peak in whole-stage activations of one microbatch, held from the forward to the
-        end of the `until` pass."""
+        """Return the peak memory of each rank, in whole-stage activations of one microbatch.
+
+        An activation is kept from the forward to the end of the `until` pass.
+        """
         return [peak / self.chunks for peak in peak_activations(self.schedule, until)]
 
     def messages(self) -> list[int]:
-        """For each rank, the number of messages that it sends in a step."""
+        """Return the number of messages that each rank sends in a step."""
         schedule, sent = self.schedule, [0] * self.schedule.ranks
         for stage, rank in enumerate(schedule.placement):
             sent[rank] += schedule.microbatches * sum(
@@ -107,13 +108,15 @@ class BubblePlan:
         return sent
 
     def with_messages(self) -> Schedule:
-        """The schedule with its messages and gathers, as it is executed."""
+        """Return the schedule with its messages and gathers, as it is executed."""
         schedule = with_communication(self.schedule)
         return schedule if self.weights is None else self.weights.gathered(schedule)
 
     def gathering(self) -> dict[str, Any]:
-        """The gathering of weights: its parameters, and for each rank how many times a step gathers the whole
-        weights, the largest fraction of them that is whole at once, and the time that compute waits for them.
+        """Return the parameters and costs of gathering weights.
+
+        The costs are, for each rank, how many times a step gathers all weights, the largest fraction of them
+        that is gathered at once, and the time that compute waits for them.
         """
         if self.weights is None:
             return {}
@@ -130,8 +133,10 @@ class BubblePlan:
         }
 
     def measures(self) -> dict[str, Any]:
-        """Every figure by its name, as `megalite bubble --json` prints it. Peaks are in whole-stage
-        activations of one microbatch."""
+        """Return all figures by name, as printed by `megalite bubble --json`.
+
+        Peaks are in whole-stage activations of one microbatch.
+        """
         timeline, schedule = self.timeline, self.schedule
         return {
             "schedule": schedule.name,
@@ -166,7 +171,7 @@ def plan(
     costs = costs or Costs()
     if not costs.forward + costs.input_backward + costs.weight_backward > 0:
         raise ScheduleError(
-            "forward, input_backward and weight_backward are all 0: a step must take some time."
+            "forward, input_backward and weight_backward are all 0. At least one must be positive."
         )
     schedule = build(name, ranks, microbatches, virtual_stages, costs)
     if weights is not None:
@@ -186,8 +191,11 @@ def compare(
     costs: Costs | None = None,
     weights: GatheredWeights | None = None,
 ) -> list[BubblePlan]:
-    """Every schedule at one size. `virtual_stages` applies to those whose number of stages per rank can be
-    chosen."""
+    """Return a plan for each schedule at one size.
+
+    Args:
+        virtual_stages: applies to schedules with a variable number of stages per rank.
+    """
     return [
         plan(name, ranks, microbatches, None if RECIPES[name].chunks else virtual_stages, costs, weights)
         for name in SCHEDULES
@@ -204,12 +212,15 @@ def sweep(
     costs: Costs | None = None,
     weights: GatheredWeights | None = None,
 ) -> list[BubblePlan]:
-    """One schedule, or every one if `name` is None, at each of `values` of `axis`: pp (ranks) or
-    microbatches."""
+    """Return plans of one schedule, or of all if `name` is None, for all `values` of `axis`.
+
+    Args:
+        axis: pp (ranks) or microbatches.
+    """
     plans = []
     for value in values:
         sizes = (value, microbatches) if axis == "pp" else (ranks, value)
-        assert sizes[0] is not None and sizes[1] is not None, "the size that does not vary must be given"
+        assert sizes[0] is not None and sizes[1] is not None, "expected the size that does not vary"
         if name is None:
             plans += compare(sizes[0], sizes[1], virtual_stages, costs, weights)
         else:

@@ -1,13 +1,13 @@
-"""Decides when weights are gathered and resharded: adds these actions to a schedule (ZeRO-3; Rajbhandari et
-al. 2020).
+"""Insertion of gathers and reshards of weights into a schedule (ZeRO-3; Rajbhandari et al. 2020).
 
-`sharding.weight_gatherer` executes them. Imports no torch.
+`sharding.weight_gatherer` executes them. This module does not import torch.
 
 A rank keeps a shard of each bucket of weights. The buckets of a unit of the model are all-gathered over data
 parallelism before the unit computes, and freed afterwards. The list of actions determines the next unit, so
-its buckets are gathered while the current one computes, and a bucket that the next unit also needs stays
-whole: at most the buckets of two units are whole at a time. With `keep` nothing is freed before the end of
-the step: each bucket is gathered once per step instead of once per use, and all weights stay in memory.
+that its buckets are gathered while the current one computes, and a bucket that the next unit also needs is
+not freed. At most the buckets of two units are gathered at a time. With `keep` nothing is freed before the
+end of the step: each bucket is gathered once per step instead of once per use, and all weights stay in
+memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megalite.parallel.pipeline.schedule import Action, ActionKind, Schedule, Sc
 
 
 def uses(action: Action, schedule: Schedule) -> Sequence[Unit]:
-    """The units whose gathered weights a compute action needs, in the order of its computation."""
+    """Return the units whose gathered weights a compute action needs, in order of computation."""
     # a weight gradient needs only inputs and output gradients
     if not schedule.units or action.kind is ActionKind.WEIGHT:
         return ()
@@ -31,12 +31,12 @@ def uses(action: Action, schedule: Schedule) -> Sequence[Unit]:
 
 
 def with_gathering(schedule: Schedule, units: tuple[tuple[Unit, ...], ...], keep: bool = False) -> Schedule:
-    """The schedule with gathers and reshards; each precedes the compute action during which it happens.
+    """Insert gathers and reshards, each before the compute action during which it is executed.
 
     Args:
         units: for each stage, its units, first to last.
         keep: insert no reshards; the gatherer frees all weights when the shards change or the next run
-        begins.
+            begins.
     """
     known = replace(schedule, units=units)
     return replace(known, actions=tuple(_rank_actions(known, rank, keep) for rank in range(schedule.ranks)))
@@ -71,12 +71,14 @@ def _rank_actions(schedule: Schedule, rank: int, keep: bool) -> tuple[Action, ..
 
 
 def check_gathering(schedule: Schedule, rank: int) -> int:
-    """Replay a rank's gathers and reshards as the runtime executes them. Returns the maximum number of
-    buckets that are whole at once.
+    """Replay a rank's gathers and reshards as the runtime executes them.
+
+    Returns:
+        the maximum number of buckets that are gathered at once.
 
     Raises:
-        ScheduleError: a unit computes with a bucket that is not whole, or a bucket is gathered or freed
-        twice.
+        ScheduleError: a unit computes with a bucket that is not gathered, or a bucket is gathered or freed
+            twice.
     """
     whole: set[int] = set()
     announced: defaultdict[tuple[ActionKind, int | None], list[Action]] = defaultdict(list)
@@ -86,7 +88,7 @@ def check_gathering(schedule: Schedule, rank: int) -> int:
         for move in announced.pop((kind, unit), ()):
             assert move.bucket is not None
             if (move.bucket in whole) == (kind is ActionKind.GATHER):
-                state = "is whole" if move.bucket in whole else "is not whole"
+                state = "is already gathered" if move.bucket in whole else "is not gathered"
                 raise ScheduleError(f"rank {rank}: {move} is executed while bucket {move.bucket} {state}.")
             whole.symmetric_difference_update({move.bucket})
 
@@ -97,15 +99,15 @@ def check_gathering(schedule: Schedule, rank: int) -> int:
         for unit in uses(action, schedule) if action.is_compute else ():
             if lacking := sorted(set(unit.buckets) - whole):
                 raise ScheduleError(
-                    f"rank {rank}: {action} reaches unit {unit.number}, whose bucket {lacking[0]} is not "
-                    "gathered."
+                    f"rank {rank}: {action} uses unit {unit.number}, but its bucket {lacking[0]} "
+                    "is not gathered."
                 )
             carry_out(ActionKind.GATHER, unit.number)
             most = max(most, len(whole))
             carry_out(ActionKind.RESHARD, unit.number)
         if action.is_compute and announced:
             raise ScheduleError(
-                f"rank {rank}: {next(iter(announced.values()))[0]} never happens: {action} does not use its "
-                "unit."
+                f"rank {rank}: {next(iter(announced.values()))[0]} is never executed, because "
+                f"{action} does not use its unit."
             )
     return most

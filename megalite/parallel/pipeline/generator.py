@@ -1,5 +1,7 @@
-"""Builds a schedule from its name and sizes: the order of each rank, with weight passes in its gaps. Imports
-no torch."""
+"""Construction of a schedule from its name and sizes.
+
+It combines the order of each rank with weight passes in its gaps. This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +16,27 @@ SCHEDULES = tuple(RECIPES)
 
 
 def chunks_of(name: str, virtual_stages: int | None = None) -> int:
-    """Number of stages on each rank: `virtual_stages`, or by default the schedule's own number, or 2 if it
-    has none.
+    """Return the number of stages on each rank.
+
+    This is `virtual_stages`, or by default the number that the schedule requires, or 2 if it requires none.
 
     Raises:
-        ScheduleError: the schedule is unknown, or has a fixed number that differs from virtual_stages.
+        ScheduleError: the schedule is unknown, or requires a number that differs from virtual_stages.
     """
     if name not in RECIPES:
         raise ScheduleError(
-            f"parallel.schedule = {name!r} is not a schedule. Choose one of: {', '.join(SCHEDULES)}."
+            f"Unknown schedule: parallel.schedule={name!r}. Choose one of: {', '.join(SCHEDULES)}."
         )
     own = RECIPES[name].chunks
     if virtual_stages is not None and (virtual_stages < 1 or own not in (None, virtual_stages)):
-        legal = f"{name} has {own}: leave it out" if own else "give 1 or more"
-        raise ScheduleError(f"parallel.virtual_stages = {virtual_stages}: {legal}.")
+        legal = f"{name} requires {own}. Leave it unset" if own else "it must be at least 1"
+        raise ScheduleError(f"Invalid value parallel.virtual_stages={virtual_stages}: {legal}.")
     return virtual_stages or own or 2
 
 
 @lru_cache(maxsize=256)
 def placement(name: str, ranks: int, virtual_stages: int | None = None) -> tuple[int, ...]:
-    """The rank of each stage. Raises ScheduleError as `build` does."""
+    """Return the rank of each stage. Raises ScheduleError like `build`."""
     return RECIPES[name].placement(ScheduleShape(ranks, 1, chunks_of(name, virtual_stages)))
 
 
@@ -45,21 +48,21 @@ def build(
     costs: Costs | None = None,
     forward_only: bool = False,
 ) -> Schedule:
-    """The schedule of compute actions; `with_communication` adds the sends and receives.
+    """Build the schedule of compute actions, to which `with_communication` adds sends and receives.
 
     Args:
         virtual_stages: stages on each rank, for `interleaved` (default 2); the other schedules have a fixed
             number.
-        costs: durations by which the weight passes of a split backward are placed (default: all passes equal,
-            messages take no time).
+        costs: durations that determine where weight passes of a split backward are placed (default: all
+            passes equal, messages take no time).
         forward_only: keep only the forwards, in the same order, for evaluation.
 
     Raises:
-        ScheduleError: the name is unknown, or a size is below 1 or does not belong to the schedule.
+        ScheduleError: the name is unknown, or a size is below 1 or not supported by the schedule.
     """
-    for what, size in (("parallel.pp", ranks), ("the number of microbatches of a step", microbatches)):
+    for what, size in (("parallel.pp", ranks), ("the number of microbatches per step", microbatches)):
         if size < 1:
-            raise ScheduleError(f"{what} = {size}: a pipeline needs at least 1.")
+            raise ScheduleError(f"{what} must be at least 1, got {size}.")
     shape = ScheduleShape(ranks, microbatches, chunks_of(name, virtual_stages))
     recipe = RECIPES[name]
     actions = tuple(tuple(recipe.order(rank, shape)) for rank in range(ranks))
@@ -73,7 +76,10 @@ def build(
 
 
 def _forward_only(schedule: Schedule) -> Schedule:
-    """Keep only the forwards. The order stays valid, since a forward depends only on forwards."""
+    """Remove all actions except forwards.
+
+    The order stays valid, because a forward depends only on forwards.
+    """
     actions = tuple(
         tuple(action for action in actions if action.kind is ActionKind.FORWARD)
         for actions in schedule.actions

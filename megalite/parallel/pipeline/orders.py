@@ -1,12 +1,12 @@
-"""The order of each rank's forwards and backwards, for every schedule.
+"""Order of the forwards and backwards on each rank, for every schedule.
 
-Each order is a closed form of a few lines. If a schedule splits the backward, its weight passes are not in
-the order: `weight_actions.py` puts them into the gaps, which depend on the durations. The zero-bubble
+Each order is a closed form of a few lines. If a schedule splits the backward, its weight passes are not
+included: `weight_actions.py` inserts them into the gaps, which depend on the durations. The zero-bubble
 schedules therefore need no generator of their own: zb-h1 is 1f1b, zb-h2 is 1f1b with more forwards at the
-start, zb-v is 1f1b on a model folded in two.
+start, and zb-v is 1f1b on a model folded in two.
 
-Forwards and backwards of a stage run in ascending microbatch order under every schedule, so gradients are
-added in the same order, bitwise.
+Forwards and backwards of a stage run in ascending microbatch order under every schedule, so that gradients
+are added in the same order, bitwise.
 """
 
 from __future__ import annotations
@@ -21,8 +21,13 @@ F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 
 
 class ScheduleShape(NamedTuple):
-    """Sizes of a schedule: ranks of the pipeline axis, microbatches of a step, chunks (stages on each
-    rank)."""
+    """Sizes of a schedule.
+
+    Attributes:
+        ranks: size of the pipeline axis.
+        microbatches: number of microbatches per step.
+        chunks: number of stages on each rank.
+    """
 
     ranks: int
     microbatches: int
@@ -30,37 +35,46 @@ class ScheduleShape(NamedTuple):
 
 
 def looped(shape: ScheduleShape) -> tuple[int, ...]:
-    """Rank of each stage, in rounds over the ranks: the last rank sends to the first."""
+    """Return the rank of each stage in rounds over the ranks, where the last rank sends to the first."""
     return tuple(range(shape.ranks)) * shape.chunks
 
 
 def folded(shape: ScheduleShape) -> tuple[int, ...]:
-    """Rank of each stage, in a V: up the ranks and back, so rank 0 holds the first and the last stage."""
+    """Return the rank of each stage in a V: up the ranks and back.
+
+    Rank 0 has the first and the last stage.
+    """
     there = tuple(range(shape.ranks))
     return there + there[::-1]
 
 
 def gpipe(rank: int, shape: ScheduleShape) -> list[Action]:
-    """GPipe (Huang et al. 2019): every forward, then every backward, in ascending order, not mirrored as in
-    the paper."""
+    """GPipe (Huang et al. 2019): all forwards, then all backwards.
+
+    The backwards are in ascending order, not mirrored as in the paper.
+    """
     return [Action(kind, rank, i) for kind in (F, B) for i in range(shape.microbatches)]
 
 
 def alternating(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
-    """`warmup` forwards, then forwards and backwards alternately, then the remaining backwards."""
+    """Return `warmup` forwards, then alternating forwards and backwards, then the remaining backwards."""
     steady = chain.from_iterable(zip(forwards[warmup:], backwards, strict=False))
     return [*forwards[:warmup], *steady, *backwards[max(0, len(forwards) - warmup) :]]
 
 
 def one_f_one_b(rank: int, shape: ScheduleShape) -> list[Action]:
-    """1F1B (Narayanan et al. 2019): warm up, alternate, drain. Stage s of p holds at most p - s
-    activations."""
+    """1F1B (Narayanan et al. 2019): warm up, alternate, drain.
+
+    Stage s of p keeps at most p - s activations.
+    """
     return _ahead(rank, shape, shape.ranks - rank - 1)
 
 
 def zb_h2(rank: int, shape: ScheduleShape) -> list[Action]:
-    """ZB-H2 (Qi et al. 2023): 2(p - s) - 1 forwards in flight, enough to compute until the first microbatch's
-    gradient returns."""
+    """ZB-H2 (Qi et al. 2023): 2(p - s) - 1 forwards in flight.
+
+    These are enough to compute until the gradient of the first microbatch returns.
+    """
     return _ahead(rank, shape, 2 * (shape.ranks - rank - 1))
 
 
@@ -70,10 +84,10 @@ def _ahead(rank: int, shape: ScheduleShape, warmup: int) -> list[Action]:
 
 
 def groups(shape: ScheduleShape) -> list[range]:
-    """The microbatches in groups that pass through one chunk after the other.
+    """Return groups of microbatches that pass through one chunk after the other.
 
     A group of fewer than p leaves ranks idle at every change of chunk. There are therefore floor(m / p)
-    groups, at least one, of sizes as equal as possible, the larger ones first.
+    groups, at least one, with sizes as equal as possible, larger ones first.
     """
     count = max(1, shape.microbatches // shape.ranks)
     size, rest = divmod(shape.microbatches, count)
@@ -82,9 +96,10 @@ def groups(shape: ScheduleShape) -> list[range]:
 
 
 def interleaved_warmup(rank: int, shape: ScheduleShape) -> int:
-    """Number of forwards before the first backward (Narayanan et al. 2021): a group's forwards of every chunk
-    but the last, and two for each rank that follows, for the way down and back up the ranks. With one chunk
-    the way down suffices: that is 1F1B.
+    """Return the number of forwards before the first backward (Narayanan et al. 2021).
+
+    These are the forwards of a group in all chunks except the last, and two for each following rank, for the
+    way down and back up the ranks. With one chunk the way down is sufficient, as in 1F1B.
     """
     ways, largest = 2 if shape.chunks > 1 else 1, len(groups(shape)[0])
     return min(
@@ -93,8 +108,10 @@ def interleaved_warmup(rank: int, shape: ScheduleShape) -> int:
 
 
 def interleaved(rank: int, shape: ScheduleShape) -> list[Action]:
-    """Interleaved 1F1B (Narayanan et al. 2021): group by group, in a group chunk by chunk, ascending in
-    forward, descending in backward."""
+    """Interleaved 1F1B (Narayanan et al. 2021): group by group, and within a group chunk by chunk.
+
+    Chunks are in ascending order in forward and in descending order in backward.
+    """
     chunks = range(shape.chunks)
     forwards = [
         Action(F, chunk * shape.ranks + rank, i) for group in groups(shape) for chunk in chunks for i in group
@@ -109,8 +126,10 @@ def interleaved(rank: int, shape: ScheduleShape) -> list[Action]:
 
 
 class _Folded:
-    """Builds a rank's order on the V, which has a downward and an upward stage: each pass once for every
-    microbatch."""
+    """Builder of a rank's order on the V, with a downward and an upward stage.
+
+    Each pass is executed once for every microbatch.
+    """
 
     def __init__(self, rank: int, shape: ScheduleShape):
         self.down, self.up = rank, 2 * shape.ranks - 1 - rank
@@ -119,8 +138,10 @@ class _Folded:
         self._microbatches = shape.microbatches
 
     def put(self, *wanted: tuple[ActionKind, int]) -> None:
-        """Append each (kind, stage) for its next microbatch, if one is left and, for a backward, its forward
-        is done."""
+        """Append each (kind, stage) for its next microbatch.
+
+        A pass is skipped if no microbatch is left or, for a backward, its forward has not been executed.
+        """
         for kind, stage in wanted:
             microbatch = self._next[kind, stage]
             limit = self._microbatches if kind is F else self._next[F, stage]
@@ -130,8 +151,10 @@ class _Folded:
 
 
 def zb_v(rank: int, shape: ScheduleShape) -> list[Action]:
-    """ZB-V (Qi et al. 2023): downward forwards until the first microbatch is back, then both halves
-    alternately."""
+    """ZB-V (Qi et al. 2023).
+
+    Downward forwards until the first microbatch is back, then both halves alternately.
+    """
     order = _Folded(rank, shape)
     order.put(*[(F, order.down)] * (2 * (shape.ranks - rank) - 1))
     order.put(*[(F, order.up), (F, order.down)] * rank)
@@ -142,13 +165,13 @@ def zb_v(rank: int, shape: ScheduleShape) -> list[Action]:
 
 
 def v_half(rank: int, shape: ScheduleShape) -> list[Action]:
-    """V-Half (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory"): one microbatch's pattern,
-    repeated every six passes.
+    """V-Half (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory").
 
-    From rank to rank, downward forwards and upward backwards start two passes later, the other two one pass
-    later. Modulo three, the first two then never coincide with the other two on any rank; within each pair
-    the start times differ by three modulo six. A microbatch's activations are held for about 3p passes of a
-    stage in total: half as long as under 1F1B.
+    The pattern of one microbatch is repeated every six passes. From rank to rank, downward forwards and
+    upward backwards start two passes later, the other two one pass later. Modulo three, the first two then
+    never coincide with the other two on any rank; within each pair the start times differ by three modulo
+    six. The activations of a microbatch are kept for about 3p passes of a stage in total, half as long as
+    under 1F1B.
     """
     p, period = shape.ranks, 6
 
@@ -174,16 +197,16 @@ def v_half(rank: int, shape: ScheduleShape) -> list[Action]:
 
 
 class Recipe(NamedTuple):
-    """The parts that define a schedule.
+    """Parts that define a schedule.
 
     Attributes:
         order: a rank's forwards and backwards, in order.
-        activations: maximum number of (stage, microbatch) activations that a rank holds at once.
+        activations: maximum number of (stage, microbatch) activations that a rank keeps at once.
         placement: the rank of each stage.
         chunks: number of stages on each rank; None if it can be chosen.
         splits: whether the backward is split into an input and a weight pass.
-        staggered: whether ranks finish one after the other, so that a rank that waits for none begins the
-            next step meanwhile.
+        staggered: whether ranks finish one after the other, so that a rank that does not wait for others can
+            begin the next step earlier.
     """
 
     order: Callable[[int, ScheduleShape], list[Action]]
@@ -203,4 +226,4 @@ RECIPES = {
     "zb-v": Recipe(zb_v, lambda rank, shape: 2 * shape.ranks, folded, chunks=2, splits=True, staggered=True),
     "v-half": Recipe(v_half, lambda rank, shape: shape.ranks + 2, folded, chunks=2, splits=True),
 }
-"""Every schedule by its name. `generator.build` caps the activation limits at microbatches × chunks."""
+"""All schedules by name. `generator.build` caps the activation limits at microbatches × chunks."""

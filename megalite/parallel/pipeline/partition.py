@@ -1,10 +1,9 @@
-"""Partition of layers into pipeline stages: the contiguous split that minimises the cost of the slowest
-stage.
+"""Partition of layers into pipeline stages.
 
-The embedding belongs to the first stage and the head to the last, so their costs are counted there: with a
-large vocabulary the head alone costs as much as several layers, and an even split would leave every other
-stage waiting for the last. `balanced` takes plain costs; `assembly.plan.partition` chooses between
-configured, measured and estimated ones.
+It is the contiguous split that minimizes the cost of the slowest stage. The embedding belongs to the first
+stage and the head to the last, and their costs are included: with a large vocabulary the head alone costs as
+much as several layers, and with an even split all other stages would wait for the last one. `balanced` takes
+plain costs; `assembly.plan.partition` selects configured, measured or estimated costs.
 """
 
 from __future__ import annotations
@@ -14,10 +13,11 @@ from itertools import accumulate
 
 
 def balanced(costs: Sequence[float], stages: int, first_extra: float = 0, last_extra: float = 0) -> list[int]:
-    """Number of layers of each stage, first to last, at least one each.
+    """Return the number of layers of each stage, first to last, at least one each.
 
-    Exact: the minimum of the largest stage cost; among those splits the most even one (least sum of squared
-    costs); among those, fewer layers on earlier stages, which hold more activations.
+    The split is optimal: it minimizes the largest stage cost. Among such splits it is the most even one
+    (least sum of squared costs), and among those the one with fewer layers on earlier stages, which keep more
+    activations.
 
     Args:
         costs: cost of each layer.
@@ -28,8 +28,8 @@ def balanced(costs: Sequence[float], stages: int, first_extra: float = 0, last_e
     """
     if len(costs) < stages:
         raise ValueError(
-            f"parallel.pp = {stages} for model.num_hidden_layers = {len(costs)}: a stage needs a layer. Use "
-            f"parallel.pp <= {len(costs)}."
+            f"parallel.pp={stages} is larger than model.num_hidden_layers={len(costs)}, but every "
+            f"stage needs at least one layer. Use parallel.pp <= {len(costs)}."
         )
     before = list(accumulate(costs, initial=0.0))
 
@@ -52,7 +52,7 @@ def balanced(costs: Sequence[float], stages: int, first_extra: float = 0, last_e
 def _best_split(
     layers: int, stages: int, cost: Callable[[int, int, int], float], combine: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
-    """Dynamic programming over (stages used, layers used). Returns the least combined cost and its split."""
+    """Return the least combined cost and its split, by dynamic programming over stages and layers."""
     # Layers used → least cost of the stages so far, and their sizes.
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
     for stage in range(stages):

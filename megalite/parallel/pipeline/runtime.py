@@ -1,14 +1,14 @@
-"""The runtime: an interpreter of one rank's list of actions. It makes no decisions; the schedule does.
+"""Runtime that interprets one rank's list of actions. All decisions are made by the schedule.
 
 Communication: point-to-point over the pp axis. Forward sends activations to the next stage, backward sends
-their gradients to the previous one, both [seq (/tp), batch, hidden]. A receive is posted where the list has
-it and awaited only by the computation that needs it. A send starts right after the computation that produces
-its tensor, which is kept until the send completes (gloo reads it only when the receiver is ready). The host
-never waits for the device. A clock marks the start and end of each computation: these marks give the measured
-bubble.
+their gradients to the previous one, both [seq (/tp), batch, hidden]. A receive is posted at its place in the
+list and awaited only by the computation that needs it. A send starts right after the computation that
+produces its tensor, which is kept until the send completes (gloo reads it only when the receiver is ready).
+The host never waits for the device. A clock marks the start and end of each computation, from which the
+bubble is measured.
 
-`_Handoff` detaches a stage's output from its autograd graph: the graph keeps a scalar token instead of the
-activations, so their memory is freed as soon as they are sent.
+`_Handoff` detaches the output of a stage from its autograd graph: the graph keeps a scalar token instead of
+the activations, so that their memory is freed as soon as they are sent.
 """
 
 from __future__ import annotations
@@ -34,31 +34,33 @@ INPUTS = {
     ActionKind.FORWARD: (ActionKind.RECEIVE_FORWARD, -1),
     ActionKind.BACKWARD: (ActionKind.RECEIVE_BACKWARD, 1),
 }
-"""The receive that a computation's input arrives by, and the offset of the stage that produces it."""
+"""The receive of a computation's input, and the offset of the stage that produces it."""
 
 
 class Gatherer(Protocol):
-    """Executes a schedule's gathers and reshards (ZeRO-3): weights are stored as shards and are whole only
-    while they are used."""
+    """Interface for executing gathers and reshards of a schedule (ZeRO-3).
+
+    Weights are stored as shards, and full weights only exist while they are used.
+    """
 
     def begin_run(self, planned: bool) -> None:
-        """Call before a schedule is executed. `planned`: its list has gathers and reshards."""
+        """Prepare for executing a schedule. `planned`: its list contains gathers and reshards."""
 
     def gather(self, bucket: int, unit: int | None) -> None:
-        """Gather a bucket when the next computation reaches a unit of the model; None: now."""
+        """Gather a bucket when the next computation reaches a unit of the model, or immediately for None."""
 
     def reshard(self, bucket: int, unit: int | None) -> None:
         """Free a bucket when the next computation leaves a unit."""
 
 
 class _Gradient:
-    """Holds the gradient of a handed-over output between its receive and `_Handoff.backward`."""
+    """Gradient of a detached output between its receive and `_Handoff.backward`."""
 
     value: Tensor | None = None
 
 
 class _Handoff(torch.autograd.Function):
-    """Forward: drop the output, return a scalar token.  Backward: the gradient that the next stage sent."""
+    """Forward: drop the output, return a scalar token. Backward: the gradient that the next stage sent."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, gradient: _Gradient) -> Tensor:
@@ -73,8 +75,10 @@ class _Handoff(torch.autograd.Function):
 
 @dataclass
 class _Run:
-    """The state of one execution of a schedule. Activations and their gradients are [seq (/tp), batch,
-    hidden]."""
+    """State of one execution of a schedule.
+
+    Activations and their gradients are [seq (/tp), batch, hidden].
+    """
 
     schedule: Schedule
     microbatches: Sequence[Microbatch]
@@ -97,17 +101,17 @@ class _Run:
 
 
 class Runtime:
-    """Executes schedules on this rank's stages.
+    """Runtime that executes schedules on this rank's stages.
 
     Args:
         stages: the stages on this rank by number (`megalite.model.stage.Stage`).
         activation_shape: [seq (/tp), batch, hidden], the shape of every message between stages; their dtype
             is `dtype`.
-        weight_grads: the stages' queue of weight-gradient products, which W actions compute.
-        gatherer: gathers and frees the stages' weights (ZeRO-3) as the list of actions says.
+        weight_grads: the stages' queue of weight-gradient matmuls, which W actions compute.
+        gatherer: gathers and frees the stages' weights (ZeRO-3) according to the list of actions.
 
     Attributes:
-        clock: measures the computations. On a GPU the default measures nothing, since reading its events
+        clock: measures the computations. On a GPU the default measures nothing, because reading its events
             waits for the device.
         ran: start and end of this rank's computations in the last execution.
     """
@@ -146,10 +150,10 @@ class Runtime:
         """Execute this rank's actions.
 
         Args:
-            loss_scale: factor on the loss of every microbatch, and so on all gradients.
-            confirm: called after the forwards that the rank's list starts with (`Schedule.forward_prefix`).
-                It returns False, on every rank, if the weights have changed since the run began: the prefix
-                is then discarded and executed again.
+            loss_scale: factor on the loss of every microbatch, and therefore on all gradients.
+            confirm: called after the forwards at the start of the rank's list (`Schedule.forward_prefix`). It
+                returns False, on every rank, if the weights have changed since the run began: the prefix is
+                then discarded and executed again.
 
         Returns:
             The statistics of this rank's stages by name, summed over microbatches (0-d, fp64; `loss` is
@@ -205,7 +209,7 @@ class Runtime:
                 (self._send if action.is_send else self._receive)(run, action)
             else:
                 assert self.gatherer is not None and action.bucket is not None, (
-                    f"{action} in a schedule for weights that are whole"
+                    f"{action} is not expected in a schedule without weight gathering"
                 )
                 (self.gatherer.gather if action.kind is ActionKind.GATHER else self.gatherer.reshard)(
                     action.bucket, action.unit
@@ -213,9 +217,11 @@ class Runtime:
 
     @classmethod
     def _await_input(cls, run: _Run, action: Action) -> None:
-        """Wait for an action's input if another rank produces it; it then goes where a stage of this rank
-        would have put it. The wait for what it makes superfluous is here as well, so that the time of a pass
-        has none."""
+        """Wait for an action's input if another rank produces it.
+
+        The input is stored like the output of a local stage. This also waits for operations whose tensors are
+        no longer needed afterwards, so that these waits are not part of the time of a pass.
+        """
         receive, step = INPUTS.get(action.kind, (action.kind, 0))
         if arrived := run.arriving.pop((receive, action[1:3]), None):
             work, buffer = arrived
@@ -225,11 +231,11 @@ class Runtime:
             cls._release_output(run, action[1:3])
 
     def _throw_away(self, run: _Run) -> None:
-        """Complete every message of the prefixes: a message left over would be received in place of its
-        successor from the second try.
+        """Complete all messages of the prefixes.
 
-        A peer's prefix may contain sends whose receives come after this rank's prefix; these are received
-        here, too.
+        A remaining message would be received in place of its successor from the second attempt. The prefix of
+        a peer may contain sends whose receives come after this rank's prefix; these are received here as
+        well.
         """
         rank, plans, lengths = self.mesh.pp.rank, run.schedule.actions, run.schedule.forward_prefix
         for action in plans[rank][lengths[rank] :]:
@@ -304,8 +310,10 @@ class Runtime:
 
     @staticmethod
     def _release_output(run: _Run, key: Key) -> None:
-        """Free a sent output. Its gradient has arrived, so the receiver has it; the wait returns at once, and
-        gloo needs it."""
+        """Free an output that was sent.
+
+        Its gradient has arrived, so the receiver has it; the wait returns immediately, and gloo requires it.
+        """
         work, _ = run.sends.pop((ActionKind.SEND_FORWARD, key), (None, None))
         if work is not None:
             work.wait()

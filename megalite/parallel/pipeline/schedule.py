@@ -1,10 +1,10 @@
-"""A pipeline schedule as data: which rank computes which stage for which microbatch, in which order. Imports
-no torch.
+"""Pipeline schedule as data: which rank computes which stage for which microbatch, in which order.
 
-A schedule is a pure function of (name, ranks, microbatches, virtual stages, costs), see `generator.build`: a
-placement (stage → rank) and one list of actions for each rank. The same object is printed, validated,
-simulated, drawn and executed, so what the tools predict is what runs. Code that reads a schedule must not
-assume that a stage's number is its rank, or that the loss is on the last rank: use `placement`.
+This module does not import torch. A schedule is a pure function of (name, ranks, microbatches, virtual
+stages, costs), see `generator.build`: a placement (stage → rank) and one list of actions for each rank. The
+same object is printed, validated, simulated, drawn and executed, so that the tools predict what actually
+runs. Code that reads a schedule must not assume that the number of a stage is its rank, or that the loss is
+on the last rank: use `placement`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from typing import NamedTuple
 
 
 class ScheduleError(ValueError):
-    """A schedule cannot be built, or would not compute the right result; the message names rank, action and
-    reason."""
+    """Raised if a schedule cannot be built, or would not compute the right result.
+
+    The message contains the rank, the action and the reason.
+    """
 
 
 class ActionKind(StrEnum):
-    """The kinds of actions: three compute, four send or receive between two pipeline ranks, two gather and
-    free weights."""
+    """Kinds of actions: compute passes, sends and receives, and gathers and reshards of weights."""
 
     FORWARD = "F"
     BACKWARD = "B"  # gradient of the input; of the weights too, unless the schedule has a WEIGHT pass
@@ -38,13 +39,14 @@ class ActionKind(StrEnum):
 
 
 class Action(NamedTuple):
-    """One action of one rank. `stage` is on this rank: the consuming stage of a receive, the producing stage
-    of a send.
+    """One action of one rank.
+
+    `stage` is on this rank: the consuming stage of a receive, the producing stage of a send.
 
     Printed form: F0.3 is stage 0's forward of microbatch 3, SF0.3>1 sends its output to rank 1, RF1.3<0
     receives it from rank 0. A gather or reshard belongs to the computation that follows it in the list: G2@5
     starts gathering the rank's bucket 2 when that computation reaches unit 5 of the model, R2@5 frees it when
-    the computation leaves unit 5; G2 starts at once.
+    the computation leaves unit 5; G2 starts immediately.
     """
 
     kind: ActionKind
@@ -74,10 +76,10 @@ class Action(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """Durations of one microbatch on a rank's whole share of the model (a virtual stage takes its part of
-    it), in any unit.
+    """Durations of one microbatch on a rank's whole share of the model, in any unit.
 
-    Schedules are built for these durations, never for measured ones, which would differ between ranks.
+    A virtual stage takes its part of it. Schedules are built for these durations, never for measured ones,
+    which would differ between ranks.
     """
 
     forward: float = 1.0
@@ -87,8 +89,7 @@ class Costs(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """A unit of the model (embedding, layer, head), and the numbers of its rank's buckets that hold shards of
-    its weights."""
+    """A unit of the model (embedding, layer, head), with the buckets of shards of its weights."""
 
     number: int
     buckets: tuple[int, ...]
@@ -96,22 +97,22 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The plan of one step.
+    """Plan of one step.
 
     Attributes:
         name: name of the generator.
         ranks: size of the pipeline axis.
-        stages: number of parts of the model, a multiple of ranks; larger than ranks if ranks hold several
+        stages: number of parts of the model, a multiple of ranks; larger than ranks if ranks have several
             (virtual) stages.
         microbatches: microbatches of one step.
         placement: the rank of each stage.
         actions: for each rank, its actions in order.
-        activation_limit: for each rank, the maximum number of (stage, microbatch) activations that it holds
+        activation_limit: for each rank, the maximum number of (stage, microbatch) activations that it keeps
             at once, each from its forward to the end of its last pass.
         passes: the compute kinds that every microbatch passes through on every stage; only FORWARD in
             evaluation.
-        units: for each stage, its units, if their weights are sharded and gathered for use (ZeRO-3); else
-            empty.
+        units: for each stage, its units, if their weights are sharded and gathered for use (ZeRO-3);
+            otherwise empty.
     """
 
     name: str
@@ -125,14 +126,18 @@ class Schedule:
     units: tuple[tuple[Unit, ...], ...] = ()
 
     def __hash__(self) -> int:
-        """Of the sizes alone: schedules are the keys of caches, and the actions of a large one are a hundred
-        thousand."""
+        """Hash the sizes only.
+
+        Schedules are keys of caches, and a large one has a hundred thousand actions.
+        """
         return hash((self.name, self.ranks, self.stages, self.microbatches, self.passes))
 
     @cached_property
     def hash(self) -> str:
-        """A digest of the plan, independent of rank, machine and Python version: ranks compare it at
-        start-up."""
+        """Return a digest of the plan, independent of rank, machine and Python version.
+
+        The ranks compare it at startup.
+        """
         passes = "".join(kind.value for kind in self.passes)
         shape = (
             self.name,
@@ -148,11 +153,11 @@ class Schedule:
 
     @cached_property
     def forward_prefix(self) -> tuple[int, ...]:
-        """For each rank, the number of actions at the start of its list that can be run twice: forwards with
-        their messages and gathers, before any backward.
+        """Return the number of actions at the start of each rank's list that can be executed twice.
 
-        Closed under messages: every receive in a prefix has its send in a prefix. All ranks can therefore
-        discard the results of their prefixes and their messages, and start again.
+        These are forwards with their messages and gathers, before any backward. They are closed under
+        messages: every receive in a prefix has its send in a prefix. All ranks can therefore discard the
+        results and messages of their prefixes, and start again.
         """
         forward = (
             ActionKind.FORWARD,
@@ -173,7 +178,7 @@ class Schedule:
         }
 
         def cut(rank: int) -> int:
-            """The length of a rank's prefix up to the first receive whose send is in no prefix."""
+            """Return the length of a rank's prefix up to the first receive whose send is in no prefix."""
             for i, action in enumerate(self.actions[rank][: lengths[rank]]):
                 if action.kind is ActionKind.RECEIVE_FORWARD:
                     assert action.peer is not None
@@ -187,11 +192,11 @@ class Schedule:
         return tuple(lengths)
 
     def compute(self, rank: int) -> list[Action]:
-        """The rank's compute actions, without messages, gathers and reshards."""
+        """Return the rank's compute actions, without messages, gathers and reshards."""
         return [action for action in self.actions[rank] if action.is_compute]
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages that a rank holds, in ascending order."""
+        """Return the stages of a rank, in ascending order."""
         return [stage for stage, owner in enumerate(self.placement) if owner == rank]
 
     def __str__(self) -> str:
@@ -211,7 +216,7 @@ class Schedule:
 
 
 def dependencies(action: Action, stages: int) -> list[Action]:
-    """The compute actions whose results a compute action needs, on any rank."""
+    """Return the compute actions, on any rank, whose results a compute action needs."""
     kind, stage, microbatch = action[:3]
     if kind is ActionKind.FORWARD:
         return [Action(kind, stage - 1, microbatch)] if stage > 0 else []
@@ -224,13 +229,14 @@ def dependencies(action: Action, stages: int) -> list[Action]:
 def peak_activations(
     schedule: Schedule, until: ActionKind = ActionKind.BACKWARD, sizes: Sequence[float] | None = None
 ) -> list[float]:
-    """For each rank, the maximum of (stage, microbatch) activations held at once, each from its forward to
-    the end of its `until` pass.
+    """Return the maximum number of (stage, microbatch) activations that each rank keeps at once.
+
+    An activation is kept from its forward to the end of its `until` pass.
 
     Args:
-        until: WEIGHT also counts what a split backward keeps for the weight gradient. Without that pass in
-        the schedule, activations are
-            held to the end of its last pass: the backward, or the forward in evaluation.
+        until: WEIGHT also includes what a split backward keeps for the weight gradient. If the schedule does
+            not have this pass, activations are kept to the end of its last pass: the backward, or the forward
+            in evaluation.
         sizes: memory of one activation on each stage; default: 1 each.
     """
     last = until if until in schedule.passes else schedule.passes[-1]

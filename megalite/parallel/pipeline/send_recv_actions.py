@@ -1,10 +1,10 @@
-"""The pass that adds sends and receives to a schedule, such that no execution of it can deadlock.
+"""Pass that adds sends and receives to a schedule such that no execution of it can deadlock.
 
-The rules by which the runtime executes the result, and the validator models it:
+The runtime executes the result, and the validator models it, by these rules:
 
 - *Channels.* All ranks of the pipeline axis share one communicator for each tensor kind (forward, backward)
-  and direction along the rank order (up, down). On one communicator, a rank's operations complete in the
-  order in which the rank issued them, as NCCL's do.
+  and direction along the rank order (up, down). On one communicator, the operations of a rank complete in the
+  order in which it issued them, as with NCCL.
 - *Rendezvous.* A send and its receive complete together, and only once each is the oldest unfinished
   operation of its rank on the channel.
 - *Blocking.* Issuing a send or a receive never blocks. A compute action blocks until its receive has
@@ -16,7 +16,7 @@ place each message right after the action that produced it. In this global order
 dependencies. Compute actions on every rank, and operations on every channel of a rank, are issued in this
 order, and no receive is issued later than its place in the order. Therefore the first unfinished item of the
 global order can always finish: if it is a compute action, its inputs have arrived; if it is a message, both
-ends have been issued and are the oldest on their channel. The proof does not need asynchronous sends: it
+ends have been issued and are the oldest on their channel. The proof does not require asynchronous sends: it
 holds if each send blocks until it is received.
 """
 
@@ -38,8 +38,10 @@ OUTSTANDING_SENDS = 4  # sends that a rank may leave incomplete: bounds the memo
 
 
 class Channel(NamedTuple):
-    """One communicator over the pipeline axis: for activations (forward) or gradients (backward), to higher
-    (up) or lower (down) ranks."""
+    """One communicator over the pipeline axis.
+
+    It is for activations (forward) or gradients (backward), to higher (up) or lower (down) ranks.
+    """
 
     kind: Literal["forward", "backward"]
     direction: Literal["up", "down"]
@@ -50,7 +52,7 @@ class Channel(NamedTuple):
 
 
 Edge = tuple[int, int]
-"""The pipeline ranks (source, target) between which messages are sent."""
+"""Pipeline ranks (source, target) between which messages are sent."""
 CHANNELS = (
     Channel("forward", "up"),
     Channel("forward", "down"),
@@ -60,16 +62,18 @@ CHANNELS = (
 
 
 def channel_of(action: Action, rank: int) -> Channel:
-    """The channel of a rank's send or receive."""
-    assert action.peer is not None, f"{action} does not communicate"
+    """Return the channel of a rank's send or receive."""
+    assert action.peer is not None, f"{action} is not a send or receive"
     forward = action.kind in (ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD)
     up = (action.peer > rank) == action.is_send
     return Channel("forward" if forward else "backward", "up" if up else "down")
 
 
 def edges(schedule: Schedule) -> dict[str, tuple[Edge, ...]]:
-    """The channels that a schedule uses by name, in the order in which every rank creates them, each with the
-    edges that it uses."""
+    """Return the channels that a schedule uses by name, each with its edges.
+
+    Every rank creates the channels in this order.
+    """
     used: dict[Channel, set[Edge]] = {channel: set() for channel in CHANNELS}
     for rank, actions in enumerate(schedule.actions):
         for action in actions:
@@ -79,19 +83,23 @@ def edges(schedule: Schedule) -> dict[str, tuple[Edge, ...]]:
 
 
 def chain(ranks: int, down: bool = False) -> tuple[Edge, ...]:
-    """The edges from each rank to the next, or down to the previous one."""
+    """Return the edges from each rank to the next, or to the previous one with `down`."""
     return tuple((rank + 1, rank) if down else (rank, rank + 1) for rank in range(ranks - 1))
 
 
 def connection_bytes(used: Sequence[Edge], rank: int) -> int:
-    """Memory of a rank's connections on a channel under NCCL: each edge that it has is an end with its own
-    buffers."""
+    """Return the memory of a rank's connections on a channel with NCCL.
+
+    Each edge has buffers at both of its ends.
+    """
     return sum(rank in edge for edge in used) * CONNECTION_BYTES
 
 
 def send_after(action: Action, schedule: Schedule) -> Action | None:
-    """The send of a compute action's result; None within a rank, at the ends of the model, and for weight
-    passes."""
+    """Return the send of a compute action's result.
+
+    The result is None within a rank, at the ends of the model, and for weight passes.
+    """
     step = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1}.get(action.kind)
     if step is None or not 0 <= action.stage + step < schedule.stages:
         return None
@@ -101,8 +109,10 @@ def send_after(action: Action, schedule: Schedule) -> Action | None:
 
 
 def receive_before(action: Action, schedule: Schedule) -> Action | None:
-    """The receive of a compute action's input, which matches `send_after` of the action that produces it;
-    None if there is none."""
+    """Return the receive of a compute action's input, or None.
+
+    It matches `send_after` of the action that produces the input.
+    """
     step = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1}.get(action.kind)
     if step is None or not 0 <= action.stage - step < schedule.stages:
         return None
@@ -112,15 +122,14 @@ def receive_before(action: Action, schedule: Schedule) -> Action | None:
 
 
 def received_from(receive: Action) -> Action:
-    """The compute action on the peer whose result a receive receives."""
+    """Return the compute action on the peer whose result a receive receives."""
     if receive.kind is ActionKind.RECEIVE_FORWARD:
         return Action(ActionKind.FORWARD, receive.stage - 1, receive.microbatch)
     return Action(ActionKind.BACKWARD, receive.stage + 1, receive.microbatch)
 
 
 def with_communication(schedule: Schedule) -> Schedule:
-    """The schedule's compute actions with their sends and receives; gathers and reshards are added
-    afterwards.
+    """Add sends and receives to the compute actions of a schedule; gathers and reshards are added later.
 
     A send comes right after the action that produces its tensor. A receive comes one compute action before
     the one that needs it, so that the transfer overlaps with compute, or earlier if its tensor is expected
@@ -138,10 +147,10 @@ def with_communication(schedule: Schedule) -> Schedule:
 
 
 def _global_order(schedule: Schedule) -> dict[Action, int]:
-    """The index of every compute action when all are sorted by their simulated ends.
+    """Return the index of each compute action when all are sorted by their simulated end.
 
-    Any positive durations give a correct order. Equal durations of all passes, long compared with a message,
-    give an order that is close to execution. Integers make the order the same on every machine.
+    Any positive durations give a correct order. If all passes take equally long, and much longer than a
+    message, the order is close to execution. Integers make the order the same on every machine.
     """
     durations = {
         ActionKind.FORWARD: PASS,
@@ -153,7 +162,7 @@ def _global_order(schedule: Schedule) -> dict[Action, int]:
     free, known = [0.0] * schedule.ranks, -1
 
     def end_of(action: Action, rank: int) -> float:
-        """The time at which the next action of a rank ends; infinity if it is not known yet."""
+        """Return the time at which the next action of a rank ends, or infinity if it is not known yet."""
         needed = dependencies(action, schedule.stages)
         arrivals = (
             ends.get(other, inf) + (MESSAGE if schedule.placement[other.stage] != rank else 0)
@@ -169,13 +178,16 @@ def _global_order(schedule: Schedule) -> dict[Action, int]:
     for rank, actions in enumerate(todo):
         if actions:
             missing = next(other for other in dependencies(actions[0], schedule.stages) if other not in ends)
-            raise ScheduleError(f"rank {rank}: {actions[0]} waits for {missing}, which never ends.")
+            raise ScheduleError(f"rank {rank}: {actions[0]} waits for {missing}, which never completes.")
     placed = sorted((end, schedule.placement[action.stage], action) for action, end in ends.items())
     return {action: place for place, (_, _, action) in enumerate(placed)}
 
 
 def _rank_actions(schedule: Schedule, rank: int, order: dict[Action, int]) -> tuple[Action, ...]:
-    """One rank's list. A message's place in `order` is that of the compute action that produced it."""
+    """Return the list of one rank.
+
+    The place of a message in `order` is that of the compute action that produced it.
+    """
     compute = schedule.compute(rank)
     queues = _queues(schedule, compute, rank, order)
     actions: list[Action] = []
@@ -198,7 +210,7 @@ def _rank_actions(schedule: Schedule, rank: int, order: dict[Action, int]) -> tu
 def _queues(
     schedule: Schedule, compute: list[Action], rank: int, order: dict[Action, int]
 ) -> dict[Channel, deque[tuple[int, Action]]]:
-    """For each channel, the rank's operations with their places in the global order, sorted by these."""
+    """Return the rank's operations on each channel with their places in the global order, sorted by them."""
     operations = []
     for action in compute:
         if receive := receive_before(action, schedule):

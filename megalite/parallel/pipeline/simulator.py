@@ -1,11 +1,10 @@
-"""Computes the start and end of each action of a schedule from given durations, exactly, from the
-dependencies.
+"""Simulation of a schedule: the exact start and end of each action for given durations.
 
 A rank computes one action at a time, in the order of its list. An action starts when its rank is free and its
-inputs have arrived: at once from the same rank, one message latency after the end of their computation from
-another. Messages overlap with compute. If weights are gathered for use (ZeRO-3), a rank gathers one bucket at
-a time, overlapping with its compute, in the order of its list, and a unit of the model waits for its buckets;
-the units of a stage take equal time.
+inputs have arrived: immediately from the same rank, one message latency after the end of their computation
+from another. Messages overlap with compute. If weights are gathered for use (ZeRO-3), a rank gathers one
+bucket at a time, overlapping with its compute, in the order of its list, and a unit of the model waits for
+its buckets; the units of a stage take equal time.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The times of every rank's compute actions, in the unit of the given durations.
+    """Times of the compute actions of all ranks, in the unit of the given durations.
 
     Attributes:
         spans: for each rank, its compute actions.
-        gathers: for each rank, its gathers; empty if weights stay whole.
+        gathers: for each rank, its gathers; empty if weights are not sharded.
         stalls: for each rank, (start, end) of each time that its actions wait for weights.
     """
 
@@ -44,12 +43,12 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """From the first action's start to the last one's end, over all ranks."""
+        """Time from the start of the first action to the end of the last one, over all ranks."""
         return max(spans[-1].end for spans in self.spans)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """The time that each rank computes, without stalls."""
+        """Compute time of each rank, without stalls."""
         waits = self.stalled or (0.0,) * len(self.spans)
         return tuple(
             sum(end - start for _, start, end in spans) - wait
@@ -58,37 +57,36 @@ class Timeline:
 
     @property
     def stalled(self) -> tuple[float, ...]:
-        """The time that each rank's actions wait for weights."""
+        """Time that the actions of each rank wait for weights."""
         return tuple(sum(end - start for start, end in waits) for waits in self.stalls)
 
     @property
     def ideal(self) -> float:
-        """The duration of the step without any waiting: the mean compute time of the ranks."""
+        """Duration of the step without any waiting: the mean compute time of the ranks."""
         return sum(self.busy) / len(self.spans)
 
     @property
     def longest_span(self) -> float:
-        """The longest time that any one rank spends from its first action to its last.
+        """Longest time of any rank from its first to its last action.
 
         This is the time per step if steps follow each other without a barrier: a rank then begins the next
-        one while others end this one.
+        step while others finish this one.
         """
         return max(spans[-1].end - spans[0].start for spans in self.spans)
 
     @property
     def bubble_fraction(self) -> float:
-        """Fraction of the ranks' time in which they wait: idle / makespan."""
+        """Fraction of the ranks' time that is idle: idle / makespan."""
         return 1 - self.ideal / self.makespan
 
     @property
     def bubble_over_ideal(self) -> float:
-        """Idle time relative to the ideal: the quantity usually given as (p - 1) / m (Narayanan et al.
-        2021)."""
+        """Idle time relative to the ideal, usually given as (p - 1) / m (Narayanan et al. 2021)."""
         return self.makespan / self.ideal - 1
 
     @property
     def bubble_rate(self) -> float:
-        """(longest span - ideal) / longest span: the measure of the zero-bubble papers (Qi et al. 2023)."""
+        """(longest span - ideal) / longest span, the measure of the zero-bubble papers (Qi et al. 2023)."""
         return 1 - self.ideal / self.longest_span
 
 
@@ -100,7 +98,7 @@ def simulate(
     comm: float = 0,
     gather: float = 0,
 ) -> Timeline:
-    """Time a schedule.
+    """Simulate a schedule.
 
     Args:
         forward, input_backward, weight_backward: duration of one microbatch on a rank's whole share of the
@@ -108,7 +106,7 @@ def simulate(
             WEIGHT pass computes both gradients in its backward.
         comm: latency of one message between two ranks; any number of messages can be in flight, and none is
             needed within a rank.
-        gather: time to gather a rank's whole weights once; each of its buckets takes an equal part.
+        gather: time to gather all weights of a rank once; each of its buckets takes an equal part.
 
     Raises:
         ScheduleError: actions wait for each other in a cycle, or for one that is in no list.
@@ -145,7 +143,7 @@ def simulate(
                 runnable += waiting.pop(action)
     for missing_action, ranks in waiting.items():
         raise ScheduleError(
-            f"rank {ranks[0]}: {todo[ranks[0]][0]} waits for {missing_action}, which never ends."
+            f"rank {ranks[0]}: {todo[ranks[0]][0]} waits for {missing_action}, which never completes."
         )
     return Timeline(
         tuple(map(tuple, spans)),
@@ -155,12 +153,15 @@ def simulate(
 
 
 Ends = dict[tuple[ActionKind, int], dict[int, float]]
-"""The end of each microbatch's pass on a stage: (pass, stage) → microbatch → time."""
+"""End of the pass of each microbatch on a stage: (pass, stage) → microbatch → time."""
 
 
 class _Input(NamedTuple):
-    """An input of a pass: when its computation ends for each microbatch, the latency of its message, and its
-    source (pass, stage)."""
+    """An input of a pass.
+
+    It consists of the end of its computation for each microbatch, the latency of its message, and its source
+    (pass, stage).
+    """
 
     ends: dict[int, float]
     latency: float
@@ -168,7 +169,7 @@ class _Input(NamedTuple):
 
 
 class _Link:
-    """Simulates a rank's gathers, one bucket after the other."""
+    """Simulation of a rank's gathers, one bucket after the other."""
 
     def __init__(self, schedule: Schedule, rank: int, gather: float):
         self.schedule = schedule
@@ -194,7 +195,12 @@ class _Link:
         self.stalls: list[tuple[float, float]] = []
 
     def run(self, action: Action, free: float, start: float, duration: float) -> float:
-        """The end of an action whose rank is free at `free` and whose inputs are available at `start`."""
+        """Return the end of an action.
+
+        Args:
+            free: time at which its rank is free.
+            start: time at which its inputs are available.
+        """
         self._gather(action, None, free)
         units, now = uses(action, self.schedule), start
         for unit in units:
@@ -214,7 +220,7 @@ class _Link:
 
 
 def _inputs(schedule: Schedule, kind: ActionKind, stage: int, comm: float, ended: Ends) -> list[_Input]:
-    """The inputs of a pass on a stage."""
+    """Return the inputs of a pass on a stage."""
     rank = schedule.placement[stage]
     sources = [(other.kind, other.stage) for other in dependencies(Action(kind, stage, 0), schedule.stages)]
     return [
@@ -224,8 +230,10 @@ def _inputs(schedule: Schedule, kind: ActionKind, stage: int, comm: float, ended
 
 
 def _earliest(now: float, inputs: list[_Input], microbatch: int) -> float | None:
-    """The time at which a pass can start on a rank that is free at `now`; None if an input has not ended
-    yet."""
+    """Return the earliest time at which a pass can start on a rank that is free at `now`.
+
+    The result is None if the end of an input is not known yet.
+    """
     for ends, latency, _ in inputs:
         end = ends.get(microbatch)
         if end is None:
@@ -236,7 +244,7 @@ def _earliest(now: float, inputs: list[_Input], microbatch: int) -> float | None
 
 
 def _durations(schedule: Schedule, *whole: float | Sequence[float]) -> dict[ActionKind, list[float]]:
-    """Duration of each compute kind on each stage."""
+    """Return the duration of each compute kind on each stage."""
     share = schedule.ranks / schedule.stages
 
     def per_stage(value: float | Sequence[float]) -> list[float]:

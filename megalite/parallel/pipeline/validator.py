@@ -1,17 +1,17 @@
-"""Checks before any process starts that a schedule is correct, terminates and respects its memory limit.
+"""Checks that a schedule is correct, terminates and respects its memory limit, before any process starts.
 
 The checks:
 
-1. *Complete*: each rank's list has exactly its stages' compute actions and exactly the sends and receives
-   that they need.
-2. *Ordered*: in its rank's list, an action follows its dependencies; a receive precedes and a send follows
-   its compute action; backward and weight passes of a stage run in ascending microbatch order, so that
-   gradients are added in one order under every schedule.
+1. *Complete*: the list of each rank has exactly the compute actions of its stages and exactly the sends and
+   receives that they need.
+2. *Ordered*: in the list of its rank, an action follows its dependencies; a receive precedes and a send
+   follows its compute action; backward and weight passes of a stage run in ascending microbatch order, so
+   that gradients are added in one order under every schedule.
 3. *Progress*: the lists, executed by the rules in `send_recv_actions.py`, run to their end, and each receive
    matches the send of its own message. (All messages of a step have the same shape: with a crossed order,
    wrong data would be received without an error.)
-4. *Memory*: no rank holds more activations than its limit.
-5. *Weights*: if they are gathered for use, the buckets of each unit are whole when it computes.
+4. *Memory*: no rank keeps more activations than its limit.
+5. *Weights*: if they are gathered for use, the buckets of each unit are gathered when it computes.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def validate(schedule: Schedule, outstanding_sends: int | None = None) -> None:
     """Check a schedule that includes its communication.
 
     Args:
-        outstanding_sends: number of sends that a rank may leave incomplete before its next action; 0: sends
-        block; None: no bound.
+        outstanding_sends: number of sends that a rank may leave incomplete before its next action; 0 if sends
+            block, None for no limit.
 
     Raises:
-        ScheduleError: a check fails; the message names the rank, the action and the reason.
+        ScheduleError: a check fails. The message contains the rank, the action and the reason.
     """
     _check_placement(schedule)
     for rank in range(schedule.ranks):
@@ -56,21 +56,22 @@ def validate(schedule: Schedule, outstanding_sends: int | None = None) -> None:
     for rank, (peak, limit) in enumerate(zip(peaks, schedule.activation_limit, strict=True)):
         if peak > limit:
             raise ScheduleError(
-                f"rank {rank}: holds {peak} activations at once, but {schedule.name} promises at most "
-                f"{limit}."
+                f"rank {rank} keeps up to {peak} activations in memory, more than the {limit} "
+                f"that schedule {schedule.name} allows."
             )
 
 
 def _check_placement(schedule: Schedule) -> None:
     if len(schedule.placement) != schedule.stages or set(schedule.placement) != set(range(schedule.ranks)):
         raise ScheduleError(
-            f"placement {schedule.placement} must give each of {schedule.stages} stages a rank, and each of "
-            f"{schedule.ranks} ranks a stage."
+            f"Expected a placement that assigns a rank to each of {schedule.stages} stages and a "
+            f"stage to each of {schedule.ranks} ranks, but got {schedule.placement}."
         )
     for what in ("actions", "activation_limit"):
         if len(getattr(schedule, what)) != schedule.ranks:
             raise ScheduleError(
-                f"{what} has {len(getattr(schedule, what))} entries for {schedule.ranks} ranks."
+                f"Expected {schedule.ranks} entries in {what}, one per rank, but got "
+                f"{len(getattr(schedule, what))}."
             )
 
 
@@ -91,37 +92,40 @@ def _check_complete(schedule: Schedule, rank: int) -> None:
     for action, count in counts.items():
         if action not in expected:
             raise ScheduleError(
-                f"rank {rank}: {action} does not belong here: rank {rank} holds stages "
-                f"{schedule.stages_of(rank)}."
+                f"rank {rank}: unexpected action {action}. Rank {rank} has stages {schedule.stages_of(rank)}."
             )
         if count > 1:
-            raise ScheduleError(f"rank {rank}: {action} is in the list {count} times.")
+            raise ScheduleError(f"rank {rank}: {action} appears {count} times.")
     for action in sorted(expected - counts.keys()):
         raise ScheduleError(f"rank {rank}: {action} is missing.")
 
 
 def _check_order(schedule: Schedule, rank: int) -> None:
-    """Check that each action follows those of the same rank that it needs, and that gradients accumulate in
-    ascending microbatch order."""
+    """Check that each action follows its dependencies on the same rank.
+
+    Gradients must also be accumulated in ascending microbatch order.
+    """
     seen: set[Action] = set()
     # number of microbatches whose gradient pass is done, by (pass, stage)
     accumulated: Counter[tuple[ActionKind, int]] = Counter()
     for action in schedule.actions[rank]:
         for needed in _needed_here(action, schedule, rank):
             if needed not in seen:
-                raise ScheduleError(f"rank {rank}: {action} comes before {needed}, which it needs.")
+                raise ScheduleError(
+                    f"rank {rank}: {action} is scheduled before {needed}, on which it depends."
+                )
         if action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT):
             if action.microbatch != accumulated[action.kind, action.stage]:
                 raise ScheduleError(
-                    f"rank {rank}: {action} is out of turn: gradients accumulate in ascending microbatch "
-                    "order."
+                    f"rank {rank}: {action} is out of order, because gradients must be "
+                    "accumulated in ascending order of microbatches."
                 )
             accumulated[action.kind, action.stage] += 1
         seen.add(action)
 
 
 def _needed_here(action: Action, schedule: Schedule, rank: int) -> list[Action]:
-    """The actions that must precede an action in its rank's own list."""
+    """Return the actions that must precede an action in the list of its own rank."""
     if action.is_compute:
         receive = receive_before(action, schedule)
         local = [
@@ -142,8 +146,10 @@ def _needed_here(action: Action, schedule: Schedule, rank: int) -> list[Action]:
 
 
 class _Execution:
-    """Executes the lists of all ranks in one process, with a queue for each (rank, channel) instead of
-    communicators."""
+    """Execution of the lists of all ranks in one process.
+
+    A queue for each (rank, channel) replaces the communicators.
+    """
 
     def __init__(self, schedule: Schedule, outstanding_sends: int | None):
         self.schedule, self.outstanding_sends = schedule, outstanding_sends
@@ -171,23 +177,25 @@ class _Execution:
         # send has completed
         if stuck:
             reasons = (
-                f"rank {rank} cannot start {self.schedule.actions[rank][self.position[rank]]}: "
-                f"{self._obstacle(rank)}"
+                f"rank {rank} cannot start {self.schedule.actions[rank][self.position[rank]]} "
+                f"({self._obstacle(rank)})"
                 for rank in stuck
             )
             raise ScheduleError(f"deadlock: {'; '.join(reasons)}.")
 
     def _obstacle(self, rank: int) -> str | None:
-        """The reason why the rank cannot execute its next action; None if it can."""
+        """Return the reason why the rank cannot execute its next action, or None if it can."""
         action = self.schedule.actions[rank][self.position[rank]]
         if self.outstanding_sends is not None and self.sending[rank] > self.outstanding_sends:
-            return f"{self.sending[rank]} sends are not received"
+            return f"{self.sending[rank]} sends have not been received"
         receive = receive_before(action, self.schedule) if action.is_compute else None
         return f"{receive} has not completed" if receive and (rank, receive) not in self.received else None
 
     def _complete(self, rank: int, channel: Channel) -> None:
-        """Complete every matching send and receive at the heads of their queues, starting with this rank's:
-        each may expose another."""
+        """Complete all matching sends and receives at the heads of their queues, starting with this rank.
+
+        Each of them may expose another.
+        """
         touched = [rank]
         while touched:
             here = touched.pop()
@@ -203,8 +211,8 @@ class _Execution:
             produced = received_from(receive)
             if (send.stage, send.microbatch) != (produced.stage, produced.microbatch):
                 raise ScheduleError(
-                    f"rank {receiver}: {receive} would take the data of rank {sender}'s {send}: their orders "
-                    "differ."
+                    f"rank {receiver}: {receive} would receive the data of {send} on rank "
+                    f"{sender}, because their orders do not match."
                 )
             self.received.add((receiver, receive))
             self.sending[sender] -= 1

@@ -1,15 +1,15 @@
-"""Places the weight passes of a split backward in the gaps of an order of forwards and backwards.
+"""Insertion of the weight passes of a split backward into the gaps of an order of forwards and backwards.
 
-No other rank waits for a weight gradient, so it can be computed whenever its rank would idle (Qi et al.
+No other rank waits for a weight gradient, so it can be computed whenever its rank would be idle (Qi et al.
 2023). The order is executed in simulated time, in which a rank runs its oldest remaining weight pass
 
-- when its activations have reached the limit and a forward is next: the pass frees one;
+- when its activations have reached the limit and a forward is next, because the pass frees one;
 - when its next forward or backward cannot start yet, and the gap is long enough;
 - when nothing else is left.
 
 The best minimum length of a gap depends on the durations: a pass that does not fit delays what follows, and a
-gap that is left empty is lost. The whole order is therefore tried with several thresholds, and the result
-with the shortest longest span is taken.
+gap that is left empty is wasted. The whole order is therefore tried with several thresholds, and the result
+with the smallest longest span is used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LATE = 1e-9  # relative tolerance: equal sums of durations differ by rounding
 
 
 def with_weight_passes(schedule: Schedule, costs: Costs) -> Schedule:
-    """The schedule with a weight pass for each backward, within its activation limits.
+    """Add a weight pass for each backward, within the activation limits of the schedule.
 
     Raises:
         ScheduleError: the order cannot run within the limits, or its actions wait for each other.
@@ -41,12 +41,12 @@ def with_weight_passes(schedule: Schedule, costs: Costs) -> Schedule:
 
 
 class _Filling:
-    """One simulation of the order with one threshold.
+    """Simulation of the order with one threshold.
 
     Attributes:
         actions: for each rank, its order with weight passes.
         makespan: time from the start to the end of the last action.
-        longest_span: longest time that any rank spends from its first action to its last.
+        longest_span: longest time of any rank from its first to its last action.
     """
 
     def __init__(self, schedule: Schedule, costs: Costs, threshold: float):
@@ -78,8 +78,10 @@ class _Filling:
         self.longest_span = max(end - start for start, end in zip(self._started, self._free, strict=True))
 
     def _decide(self, now: float, rank: int) -> None:
-        """Run the next action of the rank's order, or a weight pass if that cannot start before the gap has
-        passed."""
+        """Run the next action of the rank's order, or a weight pass.
+
+        A weight pass runs if the action cannot start before the gap has passed.
+        """
         order, left = self._orders[rank], self._left[rank]
         ready = self._ready(order[0], rank) if order else inf
         if ready <= now * (1 + LATE):
@@ -89,8 +91,10 @@ class _Filling:
             self._run(Action(ActionKind.WEIGHT, backward.stage, backward.microbatch), now, rank)
 
     def _ready(self, action: Action, rank: int) -> float:
-        """The time at which an action can start; infinity if it is not known, or if the rank must free an
-        activation first."""
+        """Return the time at which an action can start.
+
+        The result is infinity if it is not known, or if the rank must free an activation first.
+        """
         kind, stage, microbatch = action[:3]
         if kind is ActionKind.FORWARD and self._held[rank] >= self.schedule.activation_limit[rank]:
             return inf
@@ -125,4 +129,6 @@ class _Filling:
         for rank, order in enumerate(self._orders):
             if order:
                 limit = self.schedule.activation_limit[rank]
-                raise ScheduleError(f"rank {rank}: {order[0]} never starts within {limit} activations.")
+                raise ScheduleError(
+                    f"rank {rank}: {order[0]} never starts with at most {limit} activations in memory."
+                )

@@ -1,5 +1,7 @@
-"""A bucket's buffers on one rank: weights, master weights and, with ZeRO-3, this rank's shard of the weights.
-No communication."""
+"""Buffers of a bucket on one rank: weights, master weights and, with ZeRO-3, its shard of the weights.
+
+This module does no communication.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ from megalite.parallel.spec import FlatRectangle, Rectangle, rectangles
 
 @dataclass(eq=False)
 class BucketBuffers:
-    """The buffers of a bucket. `master` covers [start, stop), the range whose optimizer state this rank
-    keeps.
+    """Buffers of a bucket.
 
-    In fp32 and fp64 the master weights are the weights themselves, unless optimizer state is offloaded; in
-    bf16 and fp16 they are a separate fp32 copy. Frozen weights are their own masters in any precision, and
-    every rank keeps all of them, except under ZeRO-3.
+    `master` covers [start, stop), the range whose optimizer state this rank keeps. In fp32 and fp64 the
+    master weights are the weights themselves, unless optimizer state is offloaded; in bf16 and fp16 they are
+    a separate fp32 copy. Frozen weights are their own masters in any precision, and every rank keeps all of
+    them, except under ZeRO-3.
     """
 
     layout: BucketLayout
@@ -48,12 +50,12 @@ class BucketBuffers:
 
     @property
     def has_own_master(self) -> bool:
-        """Whether the master weights are a copy, not the weights themselves."""
+        """Whether the master weights are a copy of the weights."""
         return self.owned_weights.data_ptr() != self.master.data_ptr()
 
     @property
     def resident(self) -> bool:
-        """Whether the full weights have memory."""
+        """Whether memory for the full weights is allocated."""
         return self.weights.untyped_storage().nbytes() > 0
 
     def await_weights(self) -> None:
@@ -63,8 +65,10 @@ class BucketBuffers:
             self.gathering = None
 
     def allocate(self) -> None:
-        """Allocate the memory of the full weights. Resizing the storage keeps every weight's view of it
-        valid, as does `free`."""
+        """Allocate the memory of the full weights.
+
+        Resizing the storage, here and in `free`, keeps each weight's view of it valid.
+        """
         self.weights.untyped_storage().resize_(self.layout.size * self.weights.itemsize)
 
     def free(self) -> None:
@@ -72,7 +76,7 @@ class BucketBuffers:
         self.weights.untyped_storage().resize_(0)
 
     def write(self, start: int, values: Tensor) -> None:
-        """Set a flat range of the bucket, as far as this rank keeps it: its masters and its weights."""
+        """Write to the masters and weights of a flat range of the bucket, as far as this rank keeps it."""
         low, high = max(start, self.start), min(start + values.numel(), self.stop)
         own = slice(low - self.start, high - self.start)
         with torch.no_grad():
@@ -81,7 +85,7 @@ class BucketBuffers:
                 self.owned_weights[own] = self.master[own]  # on their device, not by a second upload
 
     def rectangle(self, kind: str, values: Tensor, flat: FlatRectangle, offset: int) -> Rectangle:
-        """The part of `values` ([stop - start], one per owned element) that `flat` describes.
+        """Return the part of `values` ([stop - start], one per owned element) that `flat` describes.
 
         Args:
             kind: prefix of the rectangle's name in a checkpoint.
@@ -93,8 +97,10 @@ class BucketBuffers:
         )
 
     def rectangles_in(self, start: int, stop: int, at: Coordinates) -> Iterator[tuple[FlatRectangle, int]]:
-        """The rectangles of global tensors in [start, stop), each with the start of its stored tensor in the
-        bucket."""
+        """Yield the rectangles of global tensors in [start, stop).
+
+        Each comes with the start of its stored tensor in the bucket.
+        """
         for slot in self.layout.slots:
             low, high = max(start, slot.start) - slot.start, min(stop, slot.stop) - slot.start
             if low < high:

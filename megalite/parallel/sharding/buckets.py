@@ -1,10 +1,10 @@
-"""Bucket layout: the offset of each stored tensor in a few flat buffers. A pure function of the specs, the
-same for every ZeRO stage.
+"""Bucket layout: the offset of each stored tensor in a few flat buffers.
 
-Whole units (embedding, a layer, the head) share a bucket up to the bucket size, so that the gradients of a
-bucket complete together and the weights of a layer are gathered together. Inside a bucket, tensors with
-weight decay come first: the optimizer then updates two ranges. Tied tensors have a bucket of their own, so
-that both copies are sharded alike, and frozen tensors have theirs, which need no gradients.
+It is a pure function of the specs, and the same for every ZeRO stage. Whole units (embedding, a layer, the
+head) share a bucket up to the bucket size, so that the gradients of a bucket complete together and the
+weights of a layer are gathered together. Inside a bucket, tensors with weight decay come first, so that the
+optimizer updates two ranges. Tied tensors have a bucket of their own, so that both copies are sharded alike,
+and so do frozen tensors, which need no gradients.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHARD_ALIGN = 64  # elements: shard boundaries that do not change rounding in ve
 
 @dataclass(frozen=True)
 class Slot:
-    """A stored tensor's place in its bucket: elements [start, stop), of this local shape."""
+    """Position of a stored tensor in its bucket: elements [start, stop), with this local shape."""
 
     spec: ParamSpec
     shape: tuple[int, ...]
@@ -36,13 +36,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """The layout of a flat buffer. All its tensors belong to one domain.
+    """Layout of a flat buffer. All its tensors belong to one domain.
 
     Attributes:
         slots: the tensors, in order.
-        size: elements, a multiple of owners × 64.
-        owners: number of equal parts, one of which each rank of the domain counts in norms and stores in
-        checkpoints.
+        size: number of elements, a multiple of owners × 64.
+        owners: number of equal parts. Each rank of the domain counts one of them in norms and stores it in
+            checkpoints.
     """
 
     slots: tuple[Slot, ...]
@@ -51,7 +51,7 @@ class BucketLayout:
 
     @property
     def units(self) -> frozenset[int]:
-        """The units of the model whose weights are in this bucket."""
+        """Units of the model whose weights are in this bucket."""
         return frozenset(slot.spec.unit for slot in self.slots)
 
     @property
@@ -64,7 +64,7 @@ class BucketLayout:
 
     @property
     def gaps(self) -> list[tuple[int, int]]:
-        """Ranges of padding, between tensors and at the end."""
+        """Return ranges of padding, between tensors and at the end."""
         starts, stops = (
             [*(slot.start for slot in self.slots), self.size],
             [0, *(slot.stop for slot in self.slots)],
@@ -72,18 +72,20 @@ class BucketLayout:
         return [(stop, start) for stop, start in zip(stops, starts, strict=True) if stop < start]
 
     def owned(self, index: int) -> tuple[int, int]:
-        """Start and end of the part that owner `index` counts in norms and stores in checkpoints."""
+        """Return start and end of the part that owner `index` counts in norms and stores in checkpoints."""
         return self.part(index, self.owners)
 
     def part(self, index: int, parts: int) -> tuple[int, int]:
-        """Start and end of one of `parts` equal parts; `parts` must divide `owners`."""
+        """Return start and end of one of `parts` equal parts. `owners` must be divisible by `parts`."""
         length = self.size // parts
         return index * length, (index + 1) * length
 
 
 def buckets_of_units(layouts: Sequence[BucketLayout]) -> dict[int, tuple[int, ...]]:
-    """The numbers of the buckets that each unit computes with. The last also needs the embedding's if they
-    share a tensor on this rank."""
+    """Return the indices of the buckets that each unit computes with.
+
+    The last unit also needs the bucket of the embedding if they share a tensor on this rank.
+    """
     last = max(chain.from_iterable(layout.units for layout in layouts))
     numbers: dict[int, tuple[int, ...]] = {}
     for number, layout in enumerate(layouts):
@@ -110,14 +112,13 @@ def _bucket(specs: Sequence[ParamSpec], at: Coordinates, owners: int) -> BucketL
 def bucket_layout(
     specs: Sequence[ParamSpec], at: Coordinates, owners: Mapping[str, int], bucket_bytes: float
 ) -> list[BucketLayout]:
-    """The buckets of one pipeline rank, in the model's order.
+    """Return the buckets of one pipeline rank, in the order of the model.
 
     Args:
-        specs: the stored tensors of this rank, in the model's order.
+        specs: the stored tensors of this rank, in the order of the model.
         at: the rank's coordinates on the axes that split tensors.
         owners: for each domain, the number of ranks among which each element of a bucket has one owner.
-        bucket_bytes: maximum size of a bucket, in bytes of fp32 gradients; a larger unit gets a bucket of its
-        own.
+        bucket_bytes: maximum size of a bucket, in bytes of fp32 gradients; a larger unit has its own bucket.
     """
     alone = [[spec] for spec in specs if spec.tied]
     groups: list[list[ParamSpec]] = []

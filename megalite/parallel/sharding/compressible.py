@@ -1,4 +1,4 @@
-"""Which gradients PowerSGD compresses, and as which matrices."""
+"""Selection of the gradients that PowerSGD compresses, and their division into matrices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megalite.parallel.spec import LocalPart, Segment
 
 
 class Matrices(NamedTuple):
-    """The matrices that a rank's part of a segment consists of: `number` of n × m, one below the other."""
+    """Matrices of a rank's part of a segment: `number` matrices of n × m, stacked."""
 
     number: int
     n: int
@@ -16,12 +16,12 @@ class Matrices(NamedTuple):
 
 
 def compressible(segment: Segment, part: LocalPart, rank: int) -> Matrices | None:
-    """The matrices of a rank's part of a segment; None if it is sent as it is: a vector, or a matrix whose
-    factors are not smaller.
+    """Return the matrices of a rank's part of a segment, or None if it is not compressed.
 
-    Experts are compressed one by one, their gate and up apart: an expert's factors follow its own tokens. A
-    segment whose gradient is summed over tp ranks afterwards is not compressed: each of these ranks would
-    have a different error for the same part of a global tensor, of which a checkpoint stores one.
+    Vectors, and matrices whose factors are not smaller, are not compressed. Experts are compressed one by
+    one, with gate and up separately, because the factors of an expert follow its own tokens. A segment whose
+    gradient is later summed over tp ranks is not compressed: each of these ranks would have a different error
+    for the same part of a global tensor, but a checkpoint stores only one.
     """
     if len(part.shape) != 2 or segment.grad_partial_axis is not None or segment.replicas != 1:
         return None

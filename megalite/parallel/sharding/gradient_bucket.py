@@ -1,15 +1,14 @@
-"""The gradients of one bucket on one rank: the buffers that they accumulate in, and which weights are
-complete.
+"""Gradients of one bucket on one rank: the buffers in which they accumulate, and which weights are complete.
 
     ZeRO-0, 1   one full buffer for the whole step; after the last microbatch one all-reduce (ZeRO-0) or
-    reduce-scatter (ZeRO-1)
-    ZeRO-2, 3   a full buffer only while a microbatch's gradients arrive; then a reduce-scatter, whose result
-    is added to the shard
+                reduce-scatter (ZeRO-1)
+    ZeRO-2, 3   a full buffer only while the gradients of a microbatch arrive; then a reduce-scatter, whose
+                result is added to the shard
 
-Keeping only shards saves memory and costs traffic: with m microbatches a bucket is reduced m times. A bucket
-is reduced when every weight in it has all contributions of a microbatch. A weight may already hold
-contributions of later microbatches (under a split backward a norm's gradient comes with B, a matrix's with
-W): they are reduced with the rest, since the result is a sum.
+Keeping only shards saves memory and increases traffic: with m microbatches a bucket is reduced m times. A
+bucket is reduced when every weight in it has all contributions of a microbatch. A weight may already have
+contributions of later microbatches (with a split backward the gradient of a norm comes with B, that of a
+matrix with W): they are reduced with the rest, because the result is a sum.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class GradientBucket:
-    """The gradients of one bucket.
+    """Gradients of one bucket.
 
     Attributes:
-        start, stop: the range of the bucket that this rank keeps optimizer state for.
+        start, stop: range of the bucket for which this rank keeps optimizer state.
         owned: [stop - start], the gradients of that range; valid after `GradientReducer.finish`.
-        full: [size], the buffer that gradients accumulate in. With `shards_only`, None between a reduction
+        full: [size], the buffer in which gradients accumulate. With `shards_only`, None between a reduction
             and the next contribution.
-        shards_only: whether only `owned` outlives a microbatch (ZeRO-2 and 3).
-        separate_embedding_grad: [size], a tied tensor's second accumulator, see
+        shards_only: whether only `owned` is kept after a microbatch (ZeRO-2 and 3).
+        separate_embedding_grad: [size], second accumulator of a tied tensor, see
             Weight.separate_embedding_grad.
-        compression: PowerSGD's reduction of `full`; None: `full` is reduced as it is.
-        missing: for each reduction of the step, how many weights are not complete. A single counter would be
-            wrong: under a split backward the contributions of several microbatches arrive interleaved.
+        compression: PowerSGD's reduction of `full`; None if `full` is reduced uncompressed.
+        missing: for each reduction of the step, the number of incomplete weights. A single counter would be
+            wrong: with a split backward the contributions of several microbatches arrive interleaved.
     """
 
     layout: BucketLayout
@@ -86,8 +85,10 @@ class GradientBucket:
             weight.grad = self._view(self.full, len(self.weights) - 1)
 
     def separate_embedding(self) -> None:
-        """Give a tensor that embedding and head share a second buffer, reduced like the first and added at
-        the end of the step."""
+        """Add a second buffer for a tensor that embedding and head share.
+
+        It is reduced like the first one, and added at the end of the step.
+        """
         assert self.full is not None
         self.separate_embedding_grad = torch.zeros_like(self.full)
         for index, weight in enumerate(self.weights):
@@ -103,7 +104,7 @@ class GradientBucket:
             weight.begin_step(microbatches, reductions)
 
     def open(self) -> None:
-        """Allocate the buffer that gradients accumulate in, and set `grad` of every weight."""
+        """Allocate the buffer in which gradients accumulate, and set `grad` of every weight."""
         # bounds memory: each reduction in flight still holds a full buffer
         self.reducer.make_room(in_flight=1)
         # Not zeroed: a weight's first contribution overwrites its part, and `release_full` zeroes what has
@@ -121,7 +122,7 @@ class GradientBucket:
             self.reducer.start(self)
 
     def release_full(self) -> Tensor:
-        """Hand the full buffer ([size]) over to the caller; the next contribution opens a new one."""
+        """Return the full buffer ([size]) and release it; the next contribution allocates a new one."""
         assert self.full is not None
         buffer, self.full = self.full, None
         for weight in self.weights:
@@ -129,7 +130,7 @@ class GradientBucket:
         return buffer
 
     def add_to_shard(self, part: Tensor) -> None:
-        """Add a microbatch's reduced part ([stop - start]); the first one of a step overwrites."""
+        """Add the reduced part of a microbatch ([stop - start]); the first one of a step overwrites."""
         if self.uninitialized:
             self.owned.copy_(part)
         else:

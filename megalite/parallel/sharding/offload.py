@@ -1,14 +1,14 @@
 """Memory of the optimizer state: on the device of the weights, in CPU memory, or in a memory-mapped file.
 
 Optimizer state is what the optimizer keeps for this rank's owned ranges: the moments, and the master weights
-if they are not the weights themselves. In every case it consists of ordinary tensors, so initialization and
-checkpoints are the same for all. An optimizer step processes offloaded state in windows:
+if they are not the weights themselves. It always consists of ordinary tensors, so that initialization and
+checkpoints do not depend on its location. An optimizer step processes offloaded state in windows:
 
     copy      the next window's gradients to pinned memory; the disk reads the window's pages ahead
     update    this window's master weights and moments, on the CPU
     copy      the window's new weights back in compute precision; the disk's pages are evicted from memory
 
-With two staging buffers in each direction the copies of neighbouring windows overlap with an update (Ren et
+With two staging buffers in each direction the copies of neighboring windows overlap with an update (Ren et
 al. 2021, ZeRO-Offload; Rajbhandari et al. 2021, ZeRO-Infinity). If the weights are on the CPU, nothing is
 copied. No communication, except in `Uploads`, which all-gathers ZeRO-3's weights.
 """
@@ -39,13 +39,15 @@ MADV_POPULATE_WRITE = 23  # Linux 5.14; missing in Python's mmap
 
 
 class OffloadError(RuntimeError):
-    """Offloaded optimizer state can no longer be read or written; the message names the directory and the
-    reason."""
+    """Raised if offloaded optimizer state can no longer be read or written.
+
+    The message contains the directory and the reason.
+    """
 
 
 @dataclass(frozen=True)
 class StateRange:
-    """A range of a bucket that one optimizer call updates: flat tensors of equal length."""
+    """A range of a bucket that one optimizer call updates, as flat tensors of equal length."""
 
     decays: bool
     weights: Tensor  # compute precision, as the model reads them
@@ -55,11 +57,11 @@ class StateRange:
 
     @property
     def separate(self) -> bool:
-        """Whether the master weights are a copy, not the weights themselves."""
+        """Whether the master weights are a copy of the weights."""
         return self.weights.data_ptr() != self.master.data_ptr()
 
     def cut(self, size: int) -> Iterator[StateRange]:
-        """Split into pieces of at most `size` elements."""
+        """Split the range into pieces of at most `size` elements."""
         tensors = (self.weights, self.grads, self.master, *self.state)
         for weights, grads, master, *state in zip(*(tensor.split(size) for tensor in tensors), strict=True):
             yield StateRange(self.decays, weights, grads, master, state)
@@ -76,12 +78,12 @@ class StateMemory:
         return torch.zeros(count, dtype=dtype, device=self.device)
 
     def windows(self, ranges: Sequence[StateRange]) -> Iterator[list[StateRange]]:
-        """Yield parts of the ranges, each part once. The caller updates a part, masters and weights, before
-        it requests the next.
+        """Yield parts of the ranges, each part once.
 
-        Here there are two parts, with and without weight decay. If the weights are on another device than
-        their masters (ZeRO-3 with `offload_parameters`), parts are windows of UPLOAD elements: one call
-        updates tensors of one device, so the new weights are written to a temporary and copied.
+        The caller updates the masters and weights of a part before it requests the next one. By default there
+        are two parts, with and without weight decay. If the weights are on another device than their masters
+        (ZeRO-3 with `offload_parameters`), parts are windows of UPLOAD elements: one call updates tensors of
+        one device, so that the new weights are written to a temporary and copied.
         """
         for decays in (True, False):
             group = [each for each in ranges if each.decays is decays]
@@ -100,12 +102,11 @@ class StateMemory:
                 window.weights.copy_(weights, non_blocking=True)
 
     def place_of(self, tensor: Tensor) -> str:
-        """Where a tensor is stored: cuda, cpu or disk."""
+        """Return where a tensor is stored: cuda, cpu or disk."""
         return tensor.device.type
 
     def release(self, tensor: Tensor | None = None) -> None:
-        """Evict the pages of a tensor of state, or of all of them, after an access other than through
-        windows."""
+        """Evict the pages of a state tensor, or of all of them, after an access not made through windows."""
 
     def sync(self) -> None:
         """Wait until written state can be read back. Raises OffloadError if it cannot."""
@@ -119,8 +120,11 @@ class CPUState(StateMemory):
         self._staging: _Staging | None = None
 
     def windows(self, ranges: Sequence[StateRange]) -> Iterator[list[StateRange]]:
-        """Yield one window at a time. During its update the gradients and pages of the next and the weights
-        of the last are copied."""
+        """Yield one window at a time.
+
+        During its update the gradients and pages of the next window and the weights of the last one are
+        copied.
+        """
         cut = [window for each in ranges for window in each.cut(WINDOW)]
         if self._staging is None and cut and cut[0].grads.is_cuda:
             self._staging = _Staging(cut[0].grads, cut[0].weights)
@@ -142,22 +146,24 @@ class CPUState(StateMemory):
             self._staging.fetch(index, window.grads)
 
     def _load(self, index: int, window: StateRange) -> StateRange:
-        """The window with all its tensors in CPU memory."""
+        """Return the window with all its tensors in CPU memory."""
         if self._staging is None:
             return window
         weights = self._staging.room(index, window.weights) if window.weights.is_cuda else window.weights
         return replace(window, grads=self._staging.fetched(index, window.grads), weights=weights)
 
     def _unload(self, index: int, window: StateRange) -> None:
-        """Copy the updated weights to the model's. The window's CPU memory can then be reused."""
+        """Copy the updated weights to those of the model. The window's CPU memory can then be reused."""
         if window.weights.is_cuda:
             assert self._staging is not None
             self._staging.send(index, window.weights)
 
 
 class _Staging:
-    """Pinned memory between a GPU and the optimizer on the CPU: two buffers in each direction, so that copies
-    overlap with updates."""
+    """Pinned memory between a GPU and the optimizer on the CPU.
+
+    It has two buffers in each direction, so that copies overlap with updates.
+    """
 
     def __init__(self, grads: Tensor, weights: Tensor):
         self._grads, self._weights = (
@@ -169,14 +175,18 @@ class _Staging:
         self._arrived, self._left = ([torch.cuda.Event(), torch.cuda.Event()] for _ in range(2))
 
     def begin(self) -> None:
-        """Make the copies wait for the GPU's queued work: after it gradients are complete, and the old
-        weights are no longer read."""
+        """Make the copies wait for the queued work of the GPU.
+
+        After it gradients are complete, and the old weights are no longer read.
+        """
         for stream in (self._incoming, self._outgoing):
             stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def fetch(self, index: int, grads: Tensor) -> None:
-        """Start copying a window's gradients. The window two before it, which used the same buffer, must have
-        been updated."""
+        """Start copying the gradients of a window.
+
+        The window two before it, which used the same buffer, must have been updated.
+        """
         with torch.cuda.stream(self._incoming):
             self._grads[index % 2][: grads.numel()].copy_(grads, non_blocking=True)
             self._arrived[index % 2].record()
@@ -187,27 +197,27 @@ class _Staging:
         return self._grads[index % 2][: grads.numel()]
 
     def room(self, index: int, weights: Tensor) -> Tensor:
-        """The buffer for a window's new weights. Waits until its previous content has been sent."""
+        """Return the buffer for a window's new weights, once its previous content has been sent."""
         self._left[index % 2].synchronize()
         return self._weights[index % 2][: weights.numel()]
 
     def send(self, index: int, weights: Tensor) -> None:
-        """Start copying a window's new weights to the model's."""
+        """Start copying the new weights of a window to those of the model."""
         with torch.cuda.stream(self._outgoing):
             weights.copy_(self._weights[index % 2][: weights.numel()], non_blocking=True)
             self._left[index % 2].record()
 
     def end(self) -> None:
-        """Make the GPU's later work wait for the new weights."""
+        """Make later work of the GPU wait for the new weights."""
         torch.cuda.current_stream(self._device).wait_stream(self._outgoing)
 
 
 class DiskState(CPUState):
-    """Optimizer state in a memory-mapped file of this process, of which only windows are in memory.
+    """Optimizer state in a memory-mapped file of this process, with only the current windows in memory.
 
-    The file has no name, so it is removed however the process ends. Its space is reserved when a tensor is
-    created: a full disk raises an error then, not a bus error later. Evicted pages stay in the page cache
-    while it has room; the kernel decides when to write them.
+    The file has no name, so that it is removed in any case when the process ends. Its space is reserved when
+    a tensor is created: a full disk then raises an error, instead of causing a bus error later. Evicted pages
+    stay in the page cache while it has room; the kernel decides when to write them.
 
     Raises:
         ConfigError: the directory cannot hold the file.
@@ -245,8 +255,10 @@ class DiskState(CPUState):
             mapping.madvise(mmap.MADV_DONTNEED)
 
     def sync(self) -> None:
-        """Raises OffloadError also for pages that the kernel has failed to write since the file was created:
-        their content is lost."""
+        """Also raise OffloadError for pages that the kernel failed to write since the file was created.
+
+        Their content is lost.
+        """
         try:
             os.fsync(self.file.fileno())
         except OSError as error:
@@ -269,8 +281,10 @@ class DiskState(CPUState):
             self._advise(tensor, advice)
 
     def _advise(self, tensor: Tensor, advice: int) -> None:
-        """Give the kernel advice on the pages of a tensor, if they belong to this file. DONTNEED on a shared
-        mapping loses no data."""
+        """Advise the kernel on the pages of a tensor, if they belong to this file.
+
+        DONTNEED on a shared mapping loses no data.
+        """
         mapping = self._mappings.get(tensor.untyped_storage().data_ptr())
         if mapping is None:
             return
@@ -287,28 +301,30 @@ class DiskState(CPUState):
 
     def _lost(self, error: OSError) -> OffloadError:
         reason = (
-            "its pages cannot be read from, or reserved on, the disk"
+            "its pages could not be read from, or allocated on, the disk"
             if error.errno == errno.EFAULT
             else error.strerror
         )
         return OffloadError(
-            f"parallel.offload_dir = {self.directory}: the file with the optimizer state is damaged: "
-            f"{reason}. "
-            "Nothing of that was saved. Start again with another directory, or parallel.offload cpu, from "
-            "the newest checkpoint."
+            f"The file with the optimizer state in parallel.offload_dir={self.directory} is "
+            f"corrupted: {reason}. No checkpoint was written from it. Restart from the newest "
+            "checkpoint with another directory, or with parallel.offload=cpu."
         )
 
 
 def state_memory(offload: str, device: torch.device, directory: Path) -> StateMemory:
-    """The memory for a value of `parallel.offload`; `directory` is used by disk."""
+    """Return the memory for a value of `parallel.offload`. `directory` is used for disk."""
     if offload == "none":
         return StateMemory(device)
     return CPUState() if offload == "cpu" else DiskState(directory)
 
 
 def check_directory(directory: Path, wanted: int) -> None:
-    """Create a directory. Raises ConfigError if it cannot be written or has less than `wanted` bytes of
-    space."""
+    """Create a directory.
+
+    Raises:
+        ConfigError: it is not writable or has less than `wanted` bytes of space.
+    """
     _open(directory).close()
     _check_room(directory, wanted)
 
@@ -320,8 +336,8 @@ def _open(directory: Path) -> IO[bytes]:
         return TemporaryFile(dir=directory)
     except OSError as error:
         raise ConfigError(
-            f"parallel.offload_dir = {directory} cannot be written: {error.strerror}. "
-            "Give a directory on a local disk that can, or set parallel.offload to cpu."
+            f"Could not write to parallel.offload_dir={directory}: {error.strerror}. Choose a "
+            "writable directory on a local disk, or set parallel.offload=cpu."
         ) from None
 
 
@@ -333,24 +349,24 @@ def _check_room(directory: Path, wanted: int) -> None:
 def _no_room(directory: Path, wanted: int, reason: str | None) -> ConfigError:
     free = shutil.disk_usage(directory).free
     return ConfigError(
-        f"parallel.offload_dir = {directory} has no room for the optimizer state: {wanted:,} bytes are "
-        f"wanted, {free:,} are free "
-        f"({reason}). Free as much, give a directory on a larger disk, or set parallel.offload to cpu."
+        f"Not enough space for the optimizer state in parallel.offload_dir={directory}: it "
+        f"requires {wanted:,} bytes, but {free:,} are free ({reason}). Free some space, choose a "
+        "directory on a larger disk, or set parallel.offload=cpu."
     )
 
 
 class Uploads:
-    """All-gathers weights whose shards are in CPU memory: copies this rank's shard to its place in the full
-    weights, then gathers in place.
+    """Collective that all-gathers weights whose shards are in CPU memory.
 
-    On a GPU both run on a separate stream and overlap with compute.
+    It copies this rank's shard to its place in the full weights, then gathers in place. On a GPU both run on
+    a separate stream and overlap with compute.
     """
 
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, shard: Tensor, axis: MeshAxis, weights: Tensor) -> Pending:
-        """As `all_gather`: shard [size/shard], full weights [size]."""
+        """Gather the full weights [size] from shards [size/shard], like `all_gather`."""
         own = weights.chunk(axis.size)[axis.rank]
         if self._stream is None:
             return all_gather(own.copy_(shard), axis, weights)
@@ -368,8 +384,10 @@ class Uploads:
 
 
 def pinned_zeros(counts: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Zeros in CPU memory, pinned for CUDA devices so that copies from it are asynchronous: one tensor for
-    each count of elements."""
+    """Return zeros in CPU memory, one tensor for each count of elements.
+
+    For CUDA devices they are pinned, so that copies from them are asynchronous.
+    """
     from megalite.system import pinned_memory
 
     sizes = [count * dtype.itemsize for count in counts]

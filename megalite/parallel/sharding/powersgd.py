@@ -1,20 +1,18 @@
-"""PowerSGD (Vogels et al. 2019): gradient matrices are reduced as two thin factors; the compression error is
-added to the next gradient.
+"""PowerSGD (Vogels et al. 2019), which reduces gradient matrices as two low-rank factors with error feedback.
 
-With G_i the gradient of data rank i, E_i the rank's error, and Q the right factor of the previous step:
+With G_i the gradient of data rank i, E_i the error of the rank, and Q the right factor of the previous step:
 
-    M_i = G_i + E_i         P = Σ M_i Q, orthonormalised         Q = Σ M_iᵀ P         Σ M_i ≈ P Qᵀ, the
-    gradient of this step
-
+    M_i = G_i + E_i         P = Σ M_i Q, orthonormalized         Q = Σ M_iᵀ P
+    Σ M_i ≈ P Qᵀ            the gradient of this step
     E_i = M_i − P Qᵀ / n    so that the sum of E_i is the error of this step's gradient: nothing is lost, it
-    is applied later
+                            is applied later
 
-Gradients here are sums over n ranks, not means.
-Communication in backward: an all-reduce of P when the bucket is complete, together with the uncompressed rest
-of the bucket, then an all-reduce of Q, both over the data axis; those of experts, which are compressed one by
-one, over the ranks that hold the same ones. Every rank computes P Qᵀ from the same bits. Forward: none.
+Gradients here are sums over n ranks, not means. Communication in backward: an all-reduce of P when the bucket
+is complete, together with the uncompressed rest of the bucket, then an all-reduce of Q, both over the data
+axis; for experts, which are compressed one by one, over the ranks that hold the same ones. Every rank
+computes P Qᵀ from the same bits. Forward: none.
 
-P is orthonormalised by Householder reflections, which yield a basis even for zeros: a factor Q of zeros would
+P is orthonormalized by Householder reflections, which yield a basis even for zeros: a factor Q of zeros would
 otherwise stay zero, and its matrix would never be updated again. If Q has lost its directions, the next Q
 comes from that basis.
 
@@ -40,11 +38,11 @@ from megalite.system import rng
 
 @dataclass(eq=False)
 class CompressedMatrix:
-    """A segment whose gradient is compressed: this rank's part of it, with padding, which starts at `start`
-    of its bucket. One matrix, or those of the experts that the rank holds: then all tensors have a first
-    dimension more.
+    """A segment with a compressed gradient.
 
-    The error is stored without the loss scale, which changes from step to step.
+    It is this rank's part of the segment with padding, which begins at `start` of its bucket: one matrix, or
+    those of the experts on this rank, whose tensors then have one more dimension at the front. The error is
+    stored without the loss scale, which changes from step to step.
     """
 
     segment: Segment
@@ -62,14 +60,16 @@ class CompressedMatrix:
 
     @property
     def name(self) -> str:
-        """Name in checkpoints. Each copy of a tied tensor has an error of its own."""
+        """Name in checkpoints. Each copy of a tied tensor has its own error."""
         return f"{self.segment.name}.copy" if self.segment.copy else self.segment.name
 
 
 @dataclass(eq=False)
 class Compression:
-    """The compressed reduction of one bucket: its matrices as factors, the `rest`, ranges (start, stop),
-    uncompressed."""
+    """Compressed reduction of one bucket.
+
+    Its matrices are reduced as factors, and the `rest`, ranges (start, stop), is reduced uncompressed.
+    """
 
     matrices: Sequence[CompressedMatrix]
     rest: Sequence[tuple[int, int]]
@@ -77,8 +77,10 @@ class Compression:
     loss_scale: float = 1.0  # of the current step
 
     def reduce(self, full: Tensor) -> Iterator[None]:
-        """Sum a bucket ([size]) over the axis, in place, on every rank. Each `next` waits for a collective
-        and starts the one after it."""
+        """Sum a bucket ([size]) over the axis, in place, on every rank.
+
+        Each `next` waits for a collective and starts the next one.
+        """
         # Views of the bucket, [n, m] each, of experts [matrices, n, m].
         values = [full[matrix.start : matrix.stop].view_as(matrix.error) for matrix in self.matrices]
         rest = [full[start:stop] for start, stop in self.rest]
@@ -111,7 +113,7 @@ class Compression:
 
 
 class PowerSGD:
-    """The compressed matrices of a rank, with their errors and factors.
+    """Compressed matrices of a rank, with their errors and factors.
 
     Args:
         rank: number of columns of a factor.
@@ -125,8 +127,11 @@ class PowerSGD:
         self.matrices: list[CompressedMatrix] = []
 
     def compress(self, layout: BucketLayout, like: Tensor) -> Compression | None:
-        """The compression of a bucket whose gradients have the dtype and device of `like`; None if it has
-        nothing to compress."""
+        """Return the compression of a bucket, or None if nothing in it is compressed.
+
+        Args:
+            like: a tensor with the dtype and device of the gradients.
+        """
         axis, matrices = self.axes[layout.domain], list[CompressedMatrix]()
         if axis.size == 1:  # experts that no other rank holds
             return None
@@ -147,8 +152,10 @@ class PowerSGD:
         return Compression(matrices, rest, axis)
 
     def _initial_factor(self, segment: Segment, part: LocalPart, stack: Matrices) -> Tensor:
-        """Q of the first step, [m, rank]; of experts [matrices, m, rank], each drawn by its number in the
-        layer, the same for any ep."""
+        """Return Q for the first step, [m, rank], or [matrices, m, rank] for experts.
+
+        The factor of each expert is drawn by its number in the layer, so that it is the same for any ep.
+        """
         shape = stack.m, self.rank
         if segment.axis != "expert":
             return rng.normal(shape, self.seed, segment.name, "powersgd")
@@ -161,7 +168,7 @@ class PowerSGD:
         )
 
     def confirm(self, applied: bool) -> None:
-        """Adopt the errors and factors of the last step if it was applied, else discard them."""
+        """Adopt the errors and factors of the last step if it was applied, otherwise discard them."""
         for matrix in self.matrices:
             if matrix.undecided is not None and applied:
                 matrix.error, matrix.factor = matrix.undecided
@@ -173,7 +180,10 @@ class PowerSGD:
     def _error(
         self, matrix: CompressedMatrix, values: Tensor, row: int, rows: int, name: str | None = None
     ) -> Rectangle:
-        """`values` (as the matrix's error, without the padding) as the error of rank `row` of `rows`."""
+        """Return `values` as the error of rank `row` of `rows`.
+
+        They have the shape of the error without padding.
+        """
         shape, offsets = (rows, *matrix.segment.shape), (row, *matrix.part.offsets)
         held = values.view(matrix.part.shape)[: matrix.part.sizes[0]]
         return Rectangle(f"powersgd_error/{name or matrix.name}", shape, offsets, held.unsqueeze(0))
@@ -190,8 +200,10 @@ class PowerSGD:
         )
 
     def to_save(self) -> list[Rectangle]:
-        """This rank's part of a checkpoint: its errors, and from the axis's rank 0 the factors, which are the
-        same on all of its ranks."""
+        """Return this rank's part of a checkpoint.
+
+        It contains its errors and, on rank 0 of the axis, the factors, which are the same on all ranks.
+        """
         own = [
             matrix
             for matrix in self.matrices
@@ -201,11 +213,12 @@ class PowerSGD:
         return errors + [self._factor(matrix) for matrix in own if matrix.axis.rank == 0]
 
     def restore(self, stored: Mapping[str, tuple[int, ...]], fill: Callable[[list[Rectangle]], None]) -> None:
-        """Restore from a checkpoint: this rank's errors, or their mean if another number of ranks saved them.
+        """Restore the state from a checkpoint.
 
-        The sum over ranks, the part of the gradient that is still to be applied, is the same in both cases. A
-        tied tensor that had two copies and has one now gets the errors of both. Matrices and factors that the
-        checkpoint does not contain start anew.
+        This rank's errors are restored, or their mean if they were saved by a different number of ranks. The
+        sum over ranks, the part of the gradient that is still to be applied, is the same in both cases. A
+        tied tensor that had two copies and now has one gets the errors of both. Matrices and factors that are
+        not in the checkpoint are initialized.
 
         Args:
             stored: global shapes by name.
@@ -234,8 +247,7 @@ class PowerSGD:
         stored: Mapping[str, tuple[int, ...]],
         fill: Callable[[list[Rectangle]], None],
     ) -> None:
-        """Restore the errors of the matrices of an axis, each from the checkpoint's of the name next to
-        it."""
+        """Restore the errors of the matrices of an axis from the given names in the checkpoint."""
         if not known:
             return
         rows = stored[f"powersgd_error/{known[0][1]}"][0]

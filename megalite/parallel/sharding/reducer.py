@@ -1,11 +1,11 @@
 """Reduction of the gradients in a rank's buckets.
 
-Forward: no communication. Backward: a bucket whose last weight is complete (`GradientBucket.complete`
-decides) is reduced over the data-parallel ranks, which overlaps with the rest of the backward: an all-reduce
-if nothing is sharded, else a reduce-scatter over the shard axis. After the backward, `finish` waits for all
-reductions, sums shards over their replicas (HSDP), and all-reduces what several ranks hold partial sums of:
-gradients that are partial over tp, key-value heads that several tp ranks hold, and the two copies of a tied
-embedding.
+Forward: no communication. Backward: a bucket whose last weight is complete (determined by
+`GradientBucket.complete`) is reduced over the data-parallel ranks, which overlaps with the rest of the
+backward: by an all-reduce if nothing is sharded, otherwise by a reduce-scatter over the shard axis. After the
+backward, `finish` waits for all reductions, sums shards over their replicas (HSDP), and all-reduces partial
+sums on several ranks: gradients that are partial over tp, key-value heads that several tp ranks hold, and the
+two copies of a tied embedding.
 
 The loss is divided by the global token count before the backward, so every reduction is a plain sum.
 """
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from megalite.parallel.sharding.powersgd import PowerSGD
 
 Rounds = Iterator[None]
-"""The collectives of a reduction: each `next` waits for the one in flight and starts the one after it."""
+"""Collectives of a reduction: each `next` waits for the one in flight and starts the next one."""
 
 
 class Reduction:
-    """One reduction in flight. Records the times of its collectives if the log has a clock."""
+    """A reduction in flight. The times of its collectives are recorded if the log has a clock."""
 
     def __init__(self, name: str, rounds: Rounds, log: TransferLog):
         self._name, self._rounds, self._log, self._clock = name, rounds, log, log.clock
@@ -69,7 +69,7 @@ class Reduction:
             self.advance()
 
     def _next_round(self) -> bool:
-        """Run to the next `yield`. Returns whether the reduction has ended."""
+        """Run to the next `yield`. Return whether the reduction has finished."""
         try:
             next(self._rounds)
         except StopIteration:
@@ -78,7 +78,7 @@ class Reduction:
 
 
 class GradientReducer:
-    """Executes the reductions of all buckets: `start` when a bucket is complete, `finish` after the backward.
+    """Reducer of all buckets: `start` when a bucket is complete, `finish` after the backward.
 
     Args:
         log: records every reduction.
@@ -144,18 +144,21 @@ class GradientReducer:
             self._start(bucket, self._in_place(bucket, bucket.separate_embedding_grad))
 
     def make_room(self, in_flight: int) -> None:
-        """Wait until at most `in_flight` reductions are in flight, the oldest first: each holds buffers."""
+        """Wait until at most `in_flight` reductions are in flight, oldest first.
+
+        Each of them has its own buffers.
+        """
         while len(self._in_flight) > in_flight:
             self._in_flight.popleft().finish()
 
     def finish(self) -> None:
-        """Wait for every reduction; then sum over replicas of shards, partial tp ranks, key-value replicas
-        and tied copies, in this order.
+        """Wait for all reductions, then sum what several ranks hold.
 
-        `owned` is valid afterwards.
+        The sums are over replicas of shards, partial tp ranks, key-value replicas and tied copies, in this
+        order. `owned` is valid afterwards.
 
         Raises:
-            RuntimeError: a weight lacks contributions.
+            RuntimeError: contributions of a weight are missing.
         """
         for bucket in self.buckets:
             for weight in bucket.weights:
@@ -176,8 +179,10 @@ class GradientReducer:
                     all_reduce(bucket.owned, self.mesh.tied_pair, bucket.owned).wait()
 
     def confirm(self, applied: bool) -> None:
-        """State whether the last reduced gradients were applied: PowerSGD discards the errors of those that
-        were not."""
+        """Set whether the last reduced gradients were applied.
+
+        PowerSGD discards the errors of those that were not.
+        """
         if self.powersgd is not None:
             self.powersgd.confirm(applied)
 
@@ -189,15 +194,17 @@ class GradientReducer:
         self._in_flight.append(reduction)
 
     def _into_shard(self, bucket: GradientBucket) -> Rounds:
-        """Reduce a microbatch's gradients, free their buffer, and add this rank's part to its shard."""
+        """Reduce the gradients of a microbatch, free their buffer, and add this rank's part to its shard."""
         # [size]
         pending = reduce_scatter(bucket.release_full(), bucket.domain.shard, comm_dtype=self.comm_dtype)
         yield
         bucket.add_to_shard(pending.wait())  # [size/shard]
 
     def _in_place(self, bucket: GradientBucket, buffer: Tensor) -> Rounds:
-        """Reduce a full buffer ([size]) in place; with a shard axis only this rank's part is valid afterwards
-        (ZeRO-1)."""
+        """Reduce a full buffer ([size]) in place.
+
+        With a shard axis only this rank's part is valid afterwards (ZeRO-1).
+        """
         if bucket.domain.shard.size == 1:
             yield from self._over_replicas(buffer, bucket.domain.replicate)
             return
@@ -208,12 +215,12 @@ class GradientReducer:
         pending.wait()
 
     def _over_replicas(self, buffer: Tensor, axis: MeshAxis) -> Rounds:
-        """Sum a buffer over the replicas, in place, to the same bits on each.
+        """Sum a buffer over the replicas, in place, with bitwise equal results.
 
         With a comm_dtype, the rank that computes a part of the sum in fp32 must also use it as rounded to
-        comm_dtype, since that is what the other ranks receive. With two ranks the sum need not be rounded:
-        exchanging all contributions costs as much as exchanging halves of the contributions and halves of the
-        sums.
+        comm_dtype, because the other ranks receive it in this form. With two ranks the sum need not be
+        rounded: exchanging all contributions costs as much as exchanging halves of the contributions and
+        halves of the sums.
         """
         comm_dtype = self.comm_dtype
         if axis.size == 1:
@@ -235,8 +242,10 @@ class GradientReducer:
             buffer.copy_(whole.wait())
 
     def _sum_over_replicas(self) -> None:
-        """Sum the shards of every bucket over their replicas, with the collectives of all buckets in flight
-        at once."""
+        """Sum the shards of all buckets over their replicas.
+
+        The collectives of all buckets are in flight at once.
+        """
         reductions = [
             Reduction(
                 f"replicate {number}", self._over_replicas(bucket.owned, bucket.domain.replicate), self.log
@@ -249,8 +258,10 @@ class GradientReducer:
         _finish_all(deque(reductions))
 
     def _owned_parts(self, bucket: GradientBucket, wanted: Callable[[Segment], bool]) -> Iterator[Tensor]:
-        """Views of this rank's owned gradients of the wanted segments, flat: a shard may hold a part of a
-        segment, or none."""
+        """Yield flat views of this rank's owned gradients of the wanted segments.
+
+        A shard may contain a part of a segment, or none.
+        """
         for slot in bucket.layout.slots:
             start = slot.start
             for segment in slot.spec.segments:
@@ -262,8 +273,7 @@ class GradientReducer:
 
 
 def _finish_all(reductions: deque[Reduction]) -> None:
-    """Finish reductions, advancing each by one collective at a time: the collectives of all of them then
-    overlap."""
+    """Finish reductions, advancing each by one collective at a time, so that their collectives overlap."""
     while reductions:
         reduction = reductions.popleft()
         if not reduction.done:
@@ -272,8 +282,10 @@ def _finish_all(reductions: deque[Reduction]) -> None:
 
 
 def _sum_together(parts: list[Tensor], axis: MeshAxis) -> None:
-    """Sum many small tensors over an axis in one collective, in place: a collective each would cost its
-    latency each."""
+    """Sum many small tensors over an axis, in place.
+
+    A single collective is used, so that its latency occurs only once.
+    """
     if not parts or axis.size == 1:
         return
     for part, value in zip(parts, all_reduce_together(parts, axis)(), strict=True):

@@ -1,16 +1,17 @@
-"""The memory of one rank's parameters: flat buckets of weights, gradients and master weights, full or as ZeRO
-shards.
+"""Memory of one rank's parameters: flat buckets of weights, gradients and master weights.
+
+The buckets are full or ZeRO shards.
 
     forward    `gatherer` waits for the weights gathered after the last step, or gathers them for use (ZeRO-3)
-    backward   `weight_grads` computes weight gradients; a complete bucket starts its reduction at once
-    (`reducer`)
+    backward   `weight_grads` computes weight gradients; a complete bucket immediately starts its reduction
+               (`reducer`)
     then       `reducer.finish()` waits for the reductions and sums tensor-partial, replicated key-value and
-    tied gradients
+               tied gradients
     optimizer  updates `owned` ranges: the whole bucket (ZeRO-0) or this rank's shard of it
     after      `gatherer.gather_updated()` starts gathering the updated shards
 
 The store allocates this memory, sets the values of weights, and enumerates the rectangles of global tensors
-that this rank holds. The communication is that of its gatherer and reducer.
+on this rank. Its gatherer and reducer do the communication.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ class _Dtypes:
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """How a rank stores its parameters.
+    """Options for storing the parameters of a rank.
 
     Attributes:
-        zero: ZeRO stage. 0: every dp rank keeps everything of every bucket; 1: optimizer state is sharded; 2:
-            gradients, too; 3: weights, too, except those in use.
+        zero: ZeRO stage. 0: every dp rank keeps all of every bucket; 1: optimizer state is sharded; 2:
+            gradients are also sharded; 3: weights are also sharded, except those in use.
         dtype: compute precision.
         grad_dtype: accumulate dtype of gradients; default: `dtype`, but at least fp32.
         reduce_dtype: communication dtype of data-parallel gradient reductions; default: the accumulate dtype.
@@ -64,7 +65,7 @@ class StoreOptions:
         separate_embedding_grad: see `Weight.separate_embedding_grad`.
         offload_parameters: with zero 3, store shards of weights in CPU memory. A single rank then also frees
             its weights after use.
-        training: False allocates only weights, in `dtype`: no gradient buffers and no master weights.
+        training: False allocates only weights, in `dtype`, without gradient buffers and master weights.
     """
 
     zero: int = 0
@@ -78,17 +79,17 @@ class StoreOptions:
 
 
 class ParameterStore:
-    """Every stored tensor of one pipeline rank.
+    """Stored tensors of one pipeline rank.
 
     Args:
-        specs: the stored tensors of the rank, in the model's order.
+        specs: the stored tensors of the rank, in the order of the model.
         powersgd: compresses the reductions of gradients, with zero 0 and 1.
-        state: memory for master weights and the optimizer's moments; default: the device of the weights.
+        state: memory for master weights and the moments of the optimizer; default: the device of the weights.
 
     Attributes:
-        weights: every stored tensor by name, for the model.
-        weight_grads: the queue of weight-gradient products.
-        gatherer: makes a unit's full weights available before it computes.
+        weights: stored tensors by name, for the model.
+        weight_grads: queue of weight-gradient matmuls.
+        gatherer: makes the full weights of a unit available before it computes.
         reducer: reduces gradients.
 
     Raises:
@@ -108,8 +109,8 @@ class ParameterStore:
         options = options or StoreOptions()
         if options.zero == 0 and mesh.shard.size > 1:
             raise ValueError(
-                f"zero = 0 shards nothing, but the mesh's shard axis has {mesh.shard.size} ranks: create it "
-                "with dp_shard=1"
+                f"zero=0 is incompatible with a mesh whose shard axis has {mesh.shard.size} "
+                "ranks. Create the mesh with dp_shard=1."
             )
         self.mesh, self.at, self.options = mesh, mesh.coordinates, options
         # Without offloading, a single rank shards nothing. At dp = 1 experts may still have several ranks,
@@ -180,7 +181,7 @@ class ParameterStore:
         return bucket
 
     def _shards(self, layouts: Sequence[BucketLayout]) -> Sequence[Tensor | None]:
-        """This rank's shard of each bucket's weights, under ZeRO-3."""
+        """Return this rank's shard of the weights of each bucket, with ZeRO-3."""
         if self.zero < 3:
             return [None] * len(layouts)
         ranks, dtype = [self.mesh.domain(layout.domain).shard.size for layout in layouts], self.options.dtype
@@ -204,9 +205,12 @@ class ParameterStore:
     # ---- the values of weights
 
     def initialize(self, seed: int, threads: int = 1) -> None:
-        """Draw the model's weights, keyed by their global names: the same model under every mesh. Collective.
+        """Draw the weights of the model. Collective.
 
-        threads: how many blocks of a weight are drawn at a time.
+        They are keyed by their global names, so that every mesh has the same model.
+
+        Args:
+            threads: number of blocks of a weight that are drawn at the same time.
         """
         self.draw(seed, threads)
         meet(self.mesh)  # first and last stages draw more than others
@@ -214,8 +218,10 @@ class ParameterStore:
         self.gatherer.finish()
 
     def draw(self, seed: int, threads: int = 1, roles: Collection[str] = ()) -> None:
-        """Draw the weights, or only those of some roles, that this rank keeps the master of; `publish` then
-        gathers them."""
+        """Draw the weights with a master on this rank, or only those with some roles.
+
+        `publish` then gathers them.
+        """
         for (bucket, start), first, values in rng.ahead(self._draws(seed, roles), threads):
             bucket.write(start + first, values)
             self.state.release(bucket.master)  # offloaded masters: evict the pages that were just written
@@ -223,8 +229,10 @@ class ParameterStore:
     def _draws(
         self, seed: int, roles: Collection[str]
     ) -> Iterator[tuple[tuple[BucketBuffers, int], rng.Draw]]:
-        """Yields the draws that initialize this rank's masters, each with its bucket and the start of its
-        segment there."""
+        """Yield the draws that initialize this rank's masters.
+
+        Each comes with its bucket and the start of its segment in it.
+        """
         for bucket in self.buckets:
             for slot in bucket.layout.slots:
                 start = slot.start
@@ -238,7 +246,8 @@ class ParameterStore:
                     start += size
 
     def to_load(self, without: Collection[str] = ()) -> list[Rectangle]:
-        """The master weights that this rank keeps, except those of some roles, for a checkpoint to fill;
+        """Return the master weights on this rank for a checkpoint to fill, except those with some roles.
+
         `publish` then copies them to the weights.
         """
         return [
@@ -249,8 +258,10 @@ class ParameterStore:
         ]
 
     def publish(self) -> None:
-        """Copy the master weights to the weights, after a load or an undone step, and start gathering
-        them."""
+        """Copy the master weights to the weights, and start gathering them.
+
+        Called after a load or an undone step.
+        """
         with torch.no_grad():
             for bucket in self.buckets:
                 if bucket.has_own_master:
@@ -261,12 +272,11 @@ class ParameterStore:
     # ---- which rectangles of global tensors this rank holds
 
     def owned_rectangles(self) -> Iterator[tuple[BucketBuffers, FlatRectangle, int]]:
-        """Rectangles that cover every global element exactly once over the whole mesh, without padding and
-        copies.
+        """Yield rectangles that cover every global element exactly once over the whole mesh.
 
-        Yields (bucket, rectangle, offset): the rectangle's elements are [offset + start, offset + stop) of
-        the bucket. A rank yields its 1/owners of each bucket, under every ZeRO stage, and only segments that
-        it owns on the tp axis.
+        Padding and copies are not included. The elements of (bucket, rectangle, offset) are [offset + start,
+        offset + stop) of the bucket. A rank yields its 1/owners of each bucket, with every ZeRO stage, and
+        only segments that it owns on the tp axis.
         """
         for bucket in self.buckets:
             for flat, offset in self.rectangles_in(bucket, *bucket.layout.owned(bucket.domain.share)):
@@ -276,6 +286,8 @@ class ParameterStore:
     def rectangles_in(
         self, bucket: BucketBuffers, start: int, stop: int
     ) -> Iterator[tuple[FlatRectangle, int]]:
-        """The rectangles of global tensors in [start, stop) of a bucket, each with the start of its stored
-        tensor in the bucket."""
+        """Yield the rectangles of global tensors in [start, stop) of a bucket.
+
+        Each comes with the start of its stored tensor in the bucket.
+        """
         return bucket.rectangles_in(start, stop, self.at)

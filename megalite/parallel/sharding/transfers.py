@@ -11,7 +11,7 @@ from megalite.system.clock import Clock, Transfer
 
 
 class TransferLog:
-    """Records reductions and gathers while it has a clock; free without one."""
+    """Log of reductions and gathers. It records nothing without a clock."""
 
     def __init__(self) -> None:
         self.clock: Clock | None = None
@@ -22,12 +22,12 @@ class TransferLog:
         self._marks.append((name, start, awaited, end))
 
     def take(self) -> list[Transfer]:
-        """The collectives that have ended since the last call, in order of their ends."""
+        """Return the collectives that have ended since the last call, in order of their ends."""
         marks, self._marks = self._marks, []
         return [] if self.clock is None else [Transfer(*each) for each in self.clock.read(marks)]
 
     def gathering(self, name: str, pending: Pending) -> Pending:
-        """Wrap a collective so that it is recorded when it is waited for."""
+        """Return a wrapper of a collective that records it when it is waited for."""
         if self.clock is None:
             return pending
         clock, start = self.clock, self.clock.mark()

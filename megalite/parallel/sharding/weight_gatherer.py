@@ -1,17 +1,17 @@
-"""Executes the gathers of weights: makes a unit's full weights available before its forward and backward.
+"""Gathering of weights, which makes the full weights of a unit available before its forward and backward.
 
 `WeightGatherer` is for ZeRO 0 to 2: full weights stay in memory. The parts that each rank has updated are
-gathered after the step, and the unit's first forward waits for them. `ShardGatherer` is for ZeRO-3: a rank
-keeps its shard of each bucket, and full weights exist only while they are used. The schedule decides when
-(`pipeline.gather_actions`): a gather or reshard precedes, in the list, the computation during which it
-happens. `gather` and `reshard` record it, and the units of the model execute it as they begin and end:
+gathered after the step, and the first forward of the unit waits for them. `ShardGatherer` is for ZeRO-3: a
+rank keeps its shard of each bucket, and full weights only exist while they are used. The schedule decides
+when (`pipeline.gather_actions`): a gather or reshard precedes, in the list, the computation during which it
+is executed. `gather` and `reshard` record it, and the units of the model execute it when they begin and end:
 
     forward   pre_forward:  wait for the unit's weights, start the gathers recorded for the unit
-    post_forward: free what is recorded
-    backward  post_forward: the same
-    pre_forward:  the same
+              post_forward: free the buckets recorded for the unit
+    backward  post_forward: the same as pre_forward in forward
+              pre_forward:  the same as post_forward in forward
 
-Communication: all-gather over the shard axis, once a step in ZeRO-1 and 2, as often as the schedule gathers
+Communication: all-gather over the shard axis, once per step in ZeRO-1 and 2, as often as the schedule gathers
 in ZeRO-3.
 """
 
@@ -31,11 +31,13 @@ from megalite.parallel.sharding.bucket_buffers import BucketBuffers
 from megalite.parallel.sharding.transfers import TransferLog
 
 Gather = Callable[[Tensor, MeshAxis, Tensor], Pending]
-"""(shard [size/shard], axis, full weights [size]): the collective that fills the full weights."""
+"""Collective that fills the full weights: (shard [size/shard], axis, full weights [size])."""
 
 
 class WeightGatherer:
-    """Full weights stay in memory; buckets that are updated in parts are gathered after each step.
+    """Gatherer for full weights that stay in memory.
+
+    Buckets that are updated in parts are gathered after each step.
 
     Args:
         buckets: the buckets of the rank, by number.
@@ -55,17 +57,19 @@ class WeightGatherer:
         self.buckets, self.by_unit, self.sharded_update, self.log = buckets, by_unit, sharded_update, log
 
     def pre_forward(self, unit: int, x: Tensor) -> Tensor:
-        """Make the unit's weights available for its forward on x and for the backward of it. Returns x."""
+        """Make the weights of the unit available for its forward on x and the backward of it. Return x."""
         self.wait_for(unit)
         return x
 
     def post_forward(self, unit: int, x: Tensor) -> Tensor:
-        """Call with the unit's output x. Returns x."""
+        """Process the unit's output x. Return x."""
         return x
 
     def gather_updated(self) -> None:
-        """Start gathering the updated weights. The next step's forwards wait for them unit by unit, so the
-        gathers overlap with it."""
+        """Start gathering the updated weights.
+
+        The forwards of the next step wait for them unit by unit, so that the gathers overlap with it.
+        """
         for number, bucket in enumerate(self.buckets):
             if self.sharded_update and bucket.layout.trainable:
                 bucket.await_weights()  # pending only if no forward has run since the last update: a rollback
@@ -79,26 +83,29 @@ class WeightGatherer:
             bucket.await_weights()
 
     def finish(self) -> None:
-        """Wait for every gather in flight after an update."""
+        """Wait for all gathers in flight after an update."""
         for unit in self.by_unit:
             self.wait_for(unit)
 
     def begin_run(self, planned: bool) -> None:
-        """Call before a schedule is executed. `planned`: its list has gathers and reshards."""
+        """Prepare for executing a schedule. `planned`: its list contains gathers and reshards."""
 
     def gather(self, bucket: int, unit: int | None) -> None:
-        """Record that a bucket is to be gathered when the next computation reaches a unit; None: gather it
-        now."""
-        raise RuntimeError(f"the schedule gathers bucket {bucket}, whose weights are always whole")
+        """Record that a bucket is gathered when the next computation reaches a unit.
+
+        If the unit is None, gather it now.
+        """
+        raise RuntimeError(f"the schedule gathers bucket {bucket}, but its weights are not sharded")
 
     def reshard(self, bucket: int, unit: int | None) -> None:
-        """Record that a bucket is to be freed when the next computation leaves a unit."""
-        raise RuntimeError(f"the schedule frees bucket {bucket}, whose weights are always whole")
+        """Record that a bucket is freed when the next computation leaves a unit."""
+        raise RuntimeError(f"the schedule frees bucket {bucket}, but its weights are not sharded")
 
 
 class ShardGatherer(WeightGatherer):
-    """Gathers and frees the full weights of buckets that are stored as shards (ZeRO-3; Rajbhandari et al.
-    2020).
+    """Gatherer for buckets that are stored as shards (ZeRO-3; Rajbhandari et al. 2020).
+
+    It gathers and frees their full weights.
 
     Args:
         collective: the collective that gathers shards into full weights.
@@ -123,8 +130,10 @@ class ShardGatherer(WeightGatherer):
         self._reshards: defaultdict[int, list[BucketBuffers]] = defaultdict(list)
 
     def begin_run(self, planned: bool) -> None:
-        """Free what the last run kept. Without planned gathers, a unit's weights are gathered when it begins
-        and freed when it ends."""
+        """Free what the last run kept.
+
+        Without planned gathers, the weights of a unit are gathered when it begins and freed when it ends.
+        """
         self._free_all()
         self._planned = planned
         self._gathers.clear()
@@ -137,7 +146,7 @@ class ShardGatherer(WeightGatherer):
             self._gathers[unit].append(self.buckets[bucket])
 
     def reshard(self, bucket: int, unit: int | None) -> None:
-        assert unit is not None, "a bucket is freed when a unit ends"
+        assert unit is not None, "a bucket can only be freed at the end of a unit"
         self._reshards[unit].append(self.buckets[bucket])
 
     def pre_forward(self, unit: int, x: Tensor) -> Tensor:
@@ -150,15 +159,17 @@ class ShardGatherer(WeightGatherer):
         return _UnitBoundary.apply(x, partial(self.release, unit), partial(self.acquire, unit))
 
     def gather_updated(self) -> None:
-        """Free the full weights: the shards have changed, so they are out of date."""
+        """Free the full weights, which are outdated because the shards have changed."""
         self._free_all()
 
     def wait_for(self, unit: int) -> None:
-        """Do nothing: `pre_forward` waits for the weights."""
+        """Do nothing, because `pre_forward` waits for the weights."""
 
     def acquire(self, unit: int) -> None:
-        """Wait for a unit's weights, then start the gathers recorded for it: they prefetch the next unit
-        while this one computes."""
+        """Wait for the weights of a unit, then start the gathers recorded for it.
+
+        They prefetch the next unit while this one computes.
+        """
         for bucket in self.by_unit.get(unit, ()):
             if not self._planned:
                 self._start(bucket)
@@ -187,10 +198,10 @@ class ShardGatherer(WeightGatherer):
 
 
 class _UnitBoundary(torch.autograd.Function):
-    """The start or end of a unit of the model.  Forward: call `forward_action`.  Backward: call
-    `backward_action`.
+    """Start or end of a unit of the model.
 
-    The backward passes a unit's end first and its start last, so the two actions are swapped between the two.
+    Forward: calls `forward_action`. Backward: calls `backward_action`. The backward passes the end of a unit
+    first and its start last, so that the two actions are swapped.
     """
 
     @staticmethod

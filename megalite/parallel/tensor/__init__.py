@@ -1,5 +1,5 @@
-"""Tensor-parallel layers: each computes with its part of a weight and states its communication in forward and
-backward.
+"""Tensor-parallel layers, each of which computes with its part of a weight.
 
-Start with linear.py. May import megalite.parallel's weights and collectives, the kernels and what is below.
+Their docstrings state the communication in forward and backward. Start with linear.py. This package may
+import megalite.parallel's weights and collectives, the kernels and the packages below.
 """

@@ -1,12 +1,12 @@
-"""Cross-entropy over logits that are split by vocabulary: the full logits are never gathered.
+"""Cross-entropy with logits split over the vocabulary, without gathering the full logits.
 
 Forward: one all-gather of three or four numbers per token (largest logit, sum of exponentials, target logit,
 and with label smoothing the sum of logits). Backward: no communication; the gradient overwrites the logits,
-so a second backward through them raises.
+so that a second backward through them raises an error.
 
-`loss_in_chunks` also computes the head that makes the logits, one chunk of tokens at a time, and each chunk's
-gradients with its loss: the logits of only one chunk exist at a time. Its forward does the communication of
-head and loss, forward and backward, once per chunk; its backward does none.
+`loss_in_chunks` also computes the head that produces the logits, one chunk of tokens at a time, and the
+gradients of each chunk together with its loss: the logits of only one chunk exist at a time. Its forward does
+the communication of head and loss, forward and backward, once per chunk; its backward does none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from megalite.parallel.collectives import all_gather
 from megalite.parallel.microbatch import IGNORE_INDEX
 from megalite.parallel.weight import Weight
 
-NO_SECOND_DERIVATIVE = "the loss has no second derivative: call backward without create_graph"
+NO_SECOND_DERIVATIVE = (
+    "the second derivative of the loss is not supported: call backward without create_graph"
+)
 
 ChunkLoss = Callable[[Tensor, Tensor], Tensor]
 """(chunk of the head's input [chunk, batch, hidden], its targets [tokens]) -> the loss, a scalar."""
@@ -34,8 +36,9 @@ ChunkLoss = Callable[[Tensor, Tensor], Tensor]
 class CrossEntropy:
     """Sum of token losses times `scale`, for logits [tokens, vocabulary/tp] and targets [tokens].
 
-    Padded columns (beyond the vocabulary) are left out of the softmax. Targets of IGNORE_INDEX have a loss of
-    0. `label_smoothing` is spread over the global vocabulary (torch's convention); `z_loss` z adds z · lse².
+    Padded columns (beyond the vocabulary) are excluded from the softmax. Targets of IGNORE_INDEX have a loss
+    of 0. `label_smoothing` is spread over the global vocabulary (torch's convention); `z_loss` z adds z ·
+    lse².
     """
 
     tp: MeshAxis
@@ -45,17 +48,17 @@ class CrossEntropy:
     observe: Callable[[Tensor], None] | None = None  # called with the loss of every token, [tokens]
 
     def __call__(self, logits: Tensor, targets: Tensor, scale: float) -> Tensor:
-        """The loss, a scalar in at least fp32. The logits are overwritten in backward."""
+        """Compute the loss, a scalar in at least fp32. The logits are overwritten in backward."""
         return _VocabParallelCrossEntropy.apply(logits, targets, scale, self)
 
     def part(self, logits: Tensor) -> tuple[int, int]:
-        """First vocabulary index of this rank's columns, and how many of them are real."""
+        """Return the first vocabulary index on this rank, and the number of columns without padding."""
         first = self.tp.rank * logits.shape[1]
         return first, max(0, min(logits.shape[1], self.vocab_size - first))
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Forward: all-gather of [k, tokens] statistics over tp.  Backward: no communication."""
+    """Forward: all-gather of [k, tokens] statistics over tp. Backward: no communication."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, scale: float, loss: CrossEntropy) -> Tensor:
@@ -97,12 +100,12 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def loss_in_chunks(loss: ChunkLoss, x: Tensor, targets: Tensor, weight: Weight, length: int) -> Tensor:
-    """The sum of `loss` over chunks of the head's input.
+    """Compute the sum of `loss` over chunks of the head's input.
 
-    If gradients are required, each chunk's are computed with its loss: that of x is kept for backward, that
-    of the weight is accumulated at once, all chunks as one contribution. Backward can therefore run only
-    once, from a gradient of 1: any other factor could not be applied to the weight's gradient any more, and
-    raises.
+    If gradients are required, those of each chunk are computed together with its loss: the gradient of x is
+    kept for backward, that of the weight is accumulated immediately, with all chunks as one contribution.
+    Backward can therefore only run once, with a gradient of 1: any other factor could no longer be applied to
+    the gradient of the weight, and raises an error.
 
     Args:
         x: [seq (/tp), batch, hidden].
@@ -125,8 +128,7 @@ def _parts(x: Tensor, targets: Tensor, length: int) -> Iterator[tuple[Tensor, Te
 
 
 class _GradientWithLoss(torch.autograd.Function):
-    """Forward: every chunk's loss and its backward, with their communication.  Backward: returns the gradient
-    found in forward."""
+    """Forward: loss and backward of every chunk, with communication. Backward: returns the gradient."""
 
     @staticmethod
     def forward(
@@ -150,7 +152,8 @@ class _GradientWithLoss(torch.autograd.Function):
             raise RuntimeError(NO_SECOND_DERIVATIVE)
         torch._assert_async(
             grads[0] == 1,
-            "a loss in chunks has added its weight gradient: scale the loss before, not its gradient",
+            "the gradient of a chunked loss must be 1, because its weight gradients have already "
+            "been accumulated: scale the loss instead",
         )
         (dx,) = ctx.saved_tensors
         # a second backward must raise: it would not add the weight's gradient again

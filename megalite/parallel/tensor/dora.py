@@ -1,9 +1,9 @@
-"""Adapters with trained row lengths (DoRA, Liu et al. 2024): y = g · (W + scale · B A) x.
+"""Adapters with trained row norms (DoRA, Liu et al. 2024): y = g · (W + scale · B A) x.
 
 g = (‖W‖ + δ) / ‖W + scale · B A‖, with the norm of each row. As in PEFT, the norms are constants for the
-gradient, and dropout applies to all that the adapter changes: y = W x + (g · (W + scale · B A) - W)
-dropout(x). PEFT trains the magnitude ‖W‖ + δ; here δ is trained, which starts at zero: the model then
-computes exactly what W alone does, in bf16 too.
+gradient, and dropout applies to everything that the adapter changes: y = W x + (g · (W + scale · B A) - W)
+dropout(x). PEFT trains the magnitude ‖W‖ + δ; here δ is trained and initialized to zero, so that the model
+initially computes exactly the same as W alone, also in bf16.
 
 The squared norms follow from ‖W‖² + 2 scale · W·(B A) + scale² · ‖B A‖² without a matrix of W's size.
 Communication in forward:
@@ -11,8 +11,8 @@ Communication in forward:
     column   none: each rank has whole rows of W
     row      all-reduce of two numbers per output: a rank has a part of each row
 
-The gradient of δ is, as that of B, split like the outputs of a column-parallel layer, and partial in a
-row-parallel one.
+Like the gradient of B, the gradient of δ is split like the outputs of a column-parallel layer, and partial in
+a row-parallel layer.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ from megalite.parallel.tensor.lora import AccumulateAdapter, Adapter, Mask
 
 
 class DoraAdapter(Adapter):
-    """The adapters of one stored matrix. Rows without an adapter, and adapted ones of length 0, have g =
-    1."""
+    """Adapters of one stored matrix. Rows without an adapter, and adapted ones of norm 0, have g = 1."""
 
     def forward(self, x: Tensor, out: Tensor, mask: Mask | None) -> tuple[Tensor, ...]:
-        """Make of the layer's `out` ([seq, batch, out]) the adapted one. Returns what `backward` needs."""
+        """Apply the adapters to the layer's `out` ([seq, batch, out]) in place.
+
+        Returns:
+            the tensors that `backward` needs.
+        """
         factors, norms = self._factors()
         dropped, rows = self.dropped(x, mask), out.flatten(0, -2)
         # With a bias W x is computed again: out - bias would lose what was rounded off beside a large bias.
@@ -51,8 +54,10 @@ class DoraAdapter(Adapter):
     def backward(
         self, grad: Tensor, saved: Sequence[Tensor], mask: Mask | None
     ) -> tuple[Tensor, AccumulateAdapter]:
-        """As `Adapter.backward`; the gradients of the magnitudes are accumulated at once, as those of biases
-        are."""
+        """Compute `Adapter.backward`.
+
+        The gradients of the magnitudes are accumulated immediately, like those of biases.
+        """
         inner, adapted, factors, norms = saved
         rows = grad.flatten(0, -2)
         scaled = (rows * factors).to(rows.dtype)  # [tokens, out], the gradient of `adapted`
@@ -68,8 +73,10 @@ class DoraAdapter(Adapter):
         return dx.add_(self.dropped(added.view_as(dx), mask)), accumulate
 
     def _factors(self) -> tuple[Tensor, Tensor]:
-        """g and ‖W + scale · B A‖ of each of this rank's outputs, in at least fp32; a length of 0 is given as
-        1."""
+        """Return g and ‖W + scale · B A‖ of each of this rank's outputs, in at least fp32.
+
+        A norm of 0 is returned as 1.
+        """
         weight = self.base.tensor
         dtype = torch.promote_types(weight.dtype, torch.float32)
         before = torch.linalg.vector_norm(weight, dim=1, dtype=dtype).square()

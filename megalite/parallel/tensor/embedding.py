@@ -1,4 +1,4 @@
-"""The embedding: its rows are split over tp by vocabulary.
+"""Embedding with rows split over tp by vocabulary.
 
 Forward: each rank looks up the tokens of its vocabulary range and sets the rows of the others to zero; then
 all-reduce, or reduce-scatter along the sequence under sequence parallelism. Backward: each rank accumulates
@@ -19,7 +19,7 @@ from megalite.parallel.weight import Weight
 
 
 class _Embed(torch.autograd.Function):
-    """Communication: see the module."""
+    """Lookup of this rank's vocabulary range. Communication: see the module."""
 
     @staticmethod
     def forward(
@@ -64,18 +64,19 @@ class _Embed(torch.autograd.Function):
 
 
 def _summed_by_position(grad: Tensor, positions: Tensor, rows: int) -> Tensor:
-    """The gradient of the position table, [rows, hidden], in at least fp32.
+    """Compute the gradient of the position table, [rows, hidden], in at least fp32.
 
     Its order of additions is fixed. `index_add_` on a GPU adds with atomics, in any order: without sequence
-    parallelism the tp ranks, which all compute this same gradient and exchange nothing, would drift apart.
+    parallelism the tp ranks, which all compute this same gradient and exchange nothing, would diverge.
     """
     values = grad.to(torch.promote_types(grad.dtype, torch.float32))  # [seq (/tp), batch, hidden]
     return torch.ops.aten.embedding_dense_backward(values, positions.expand(grad.shape[:2]), rows, -1, False)
 
 
 class ParallelEmbedding(nn.Module):
-    """Token (and learned position) embedding: tokens [seq, batch] -> [seq, batch, hidden], or [seq/tp, …]
-    under sequence parallelism.
+    """Token embedding, and optionally learned position embedding.
+
+    tokens [seq, batch] -> [seq, batch, hidden], or [seq/tp, …] under sequence parallelism.
 
     Args:
         positions: the learned position table, or None.
@@ -83,7 +84,7 @@ class ParallelEmbedding(nn.Module):
 
     Attributes:
         first_stage: whether it is the model's first unit, whose gradient may be accumulated separately from
-        the last stage's.
+            that of the last stage.
     """
 
     first_stage = True
@@ -102,10 +103,16 @@ class ParallelEmbedding(nn.Module):
         self.first = tp.rank * weight.tensor.shape[0]
 
     def own_sequence(self, x: Tensor) -> Tensor:
-        """This rank's part of a tensor over the whole sequence: [seq, …] -> [seq/tp, …], split like the
-        activations."""
+        """Return this rank's part of a tensor over the whole sequence: [seq, …] -> [seq/tp, …].
+
+        It is split like the activations.
+        """
         return x.chunk(self.tp.size)[self.tp.rank] if self.sequence_parallel else x
 
     def forward(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """positions: [seq, 1 or batch], required with a position table."""
+        """Embed the tokens.
+
+        Args:
+            positions: [seq, 1 or batch], required with a position table.
+        """
         return _Embed.apply(self.weight.tensor, tokens, positions, self)

@@ -1,18 +1,16 @@
-"""Column- and row-parallel linear layers (Shoeybi et al. 2019; sequence parallelism: Korthikanti et al.
-2022).
+"""Column- and row-parallel linear layers (Shoeybi et al. 2019; Korthikanti et al. 2022).
 
-                 without sequence parallelism                      with it
-    column       forward  none                                     forward  all-gather of the input along the
-    sequence
-                 backward all-reduce of the input gradient         backward all-gather again (only the part is
-                 kept), reduce-scatter
-    row          forward  all-reduce of the output                 forward  reduce-scatter along the sequence
-                 backward none                                     backward all-gather of the output gradient
+            without sequence parallelism                with sequence parallelism
+    column  forward  none                               forward  all-gather of the input along the sequence
+            backward all-reduce of the input gradient   backward all-gather of the input again (only the part
+                                                                 is kept), reduce-scatter
+    row     forward  all-reduce of the output           forward  reduce-scatter along the sequence
+            backward none                               backward all-gather of the output gradient
 
-The column layer's backward starts the communication of its input gradient, computes its weight gradient, and
-only then waits: the two overlap. If neither its weight nor an adapter is trained, its input is neither saved
-nor gathered again. Weight gradients do not pass through autograd, which gets None for them:
-`Weight.accumulate_matmul` adds them to the weight's bucket.
+The backward of the column layer starts the communication of its input gradient, computes its weight gradient,
+and only then waits, so that the two overlap. If neither its weight nor an adapter is trained, its input is
+neither saved nor gathered again. Weight gradients do not pass through autograd, which receives None for them:
+`Weight.accumulate_matmul` adds them to the bucket of the weight.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x · weightᵀ (+ bias) on flattened rows: [seq, batch, in] -> [seq, batch, out]."""
+    """Compute x · weightᵀ (+ bias) on flattened rows: [seq, batch, in] -> [seq, batch, out]."""
     rows = x.reshape(-1, x.shape[-1])
     out = torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
     return out.view(*x.shape[:-1], weight.shape[0])
@@ -42,8 +40,12 @@ def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _input_gradient(
     grad: Tensor, weight: Weight, saved: Sequence[Tensor], mask: Mask | None
 ) -> tuple[Tensor, AccumulateAdapter | None]:
-    """grad · weight: [seq, batch, out] -> [seq, batch, in], with what an adapter adds, and what accumulates
-    the adapter's gradients."""
+    """Compute the input gradient grad · weight: [seq, batch, out] -> [seq, batch, in].
+
+    Returns:
+        the gradient including the contribution of an adapter, and a function that accumulates the gradients
+        of the adapter.
+    """
     if weight.adapter is not None:
         return weight.adapter.backward(grad, saved, mask)
     return torch.mm(grad.reshape(-1, grad.shape[-1]), weight.tensor).view(
@@ -54,8 +56,13 @@ def _input_gradient(
 def _accumulate_linear(
     weight: Weight, bias: Weight | None, grad: Tensor, inputs: Tensor, rest: AccumulateAdapter | None
 ) -> None:
-    """Accumulate bias and weight gradients, from `grad` [seq, batch, out] and `inputs` [seq, batch, in].
-    `rest`: those of the adapter."""
+    """Accumulate bias and weight gradients.
+
+    Args:
+        grad: [seq, batch, out].
+        inputs: [seq, batch, in].
+        rest: accumulates the gradients of the adapter.
+    """
     rows = grad.reshape(-1, grad.shape[-1])  # [tokens, out]
     if bias is not None and bias.trainable:
         bias.accumulate(rows.sum(0, dtype=bias.grad_dtype))
@@ -103,7 +110,7 @@ class _Column(torch.autograd.Function):
 
 
 class ColumnParallelLinear(nn.Module):
-    """Linear layer whose outputs are split over tp: [seq, batch, in] -> [seq, batch, out/tp].
+    """Linear layer with outputs split over tp: [seq, batch, in] -> [seq, batch, out/tp].
 
     With sequence parallelism the input is [seq/tp, batch, in] and is gathered first. `mask` is the dropout of
     an adapter's input.
@@ -119,7 +126,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class Activation:
-    """The feed-forward non-linearity: act(gate) · up on a packed [gate | up] input, or act(up)."""
+    """Activation of a feed-forward block: act(gate) · up on a packed [gate | up] input, or act(up)."""
 
     def __init__(self, name: str, gated: bool, ops: CompiledOps):
         self.name = name
@@ -130,7 +137,7 @@ class Activation:
         return self._forward(x, self.name)
 
     def backward(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradient of x, and act(x), recomputed."""
+        """Return the gradient of x, and the recomputed act(x)."""
         return self._backward(grad, x, self.name)
 
 
@@ -173,7 +180,7 @@ class _Row(torch.autograd.Function):
 
 
 class RowParallelLinear(nn.Module):
-    """Linear layer whose inputs are split over tp: [seq, batch, in/tp] -> [seq, batch, out], summed over tp.
+    """Linear layer with inputs split over tp: [seq, batch, in/tp] -> [seq, batch, out], summed over tp.
 
     With sequence parallelism the output is [seq/tp, batch, out]. The bias is added once, after the sum.
     `activation` is applied to the input first; its output is not saved but recomputed in backward.

@@ -1,13 +1,13 @@
-"""The low-rank adapters of one linear layer (LoRA, Hu et al. 2021): y += scale · B A dropout(x).
+"""Low-rank adapters of one linear layer (LoRA, Hu et al. 2021): y += scale · B A dropout(x).
 
-No communication of their own. The linear layer passes them the whole sequence, with and without sequence
-parallelism, and they add to its output and its input gradient before it communicates these. Partial gradients
-are summed over tp at the end of the step:
+The adapters do no communication of their own. The linear layer passes them the whole sequence, with and
+without sequence parallelism, and they add to its output and its input gradient before it communicates these.
+Partial gradients are summed over tp at the end of the step:
 
     column   A has whole inputs, but gradients of only this rank's outputs: its gradient is partial. B is
-    split like the outputs
-    row      A is split like the inputs. B has the products of this rank's part of A, and whole gradients: its
-    gradient is partial
+             split like the outputs.
+    row      A is split like the inputs. B has the product with this rank's part of A, and whole gradients:
+             its gradient is partial.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ AccumulateAdapter = Callable[[Tensor], None]
 
 
 class SegmentAdapter(NamedTuple):
-    """The adapter of one segment of a stored matrix, its A excepted.
+    """Adapter of one segment of a stored matrix, without A.
 
     Attributes:
         b: B [out, rank].
         columns: the columns of the output that it adds to.
         rank: number of columns of B, and rows of A.
-        scale: the factor on B A.
+        scale: factor on B A.
         magnitude: see `parallel.tensor.dora`.
     """
 
@@ -48,11 +48,11 @@ class SegmentAdapter(NamedTuple):
 
 
 class Adapter:
-    """The adapters of n targeted segments of one stored matrix.
+    """Adapters of the targeted segments of one stored matrix.
 
     Args:
         base: the stored matrix.
-        a: their A's, [Σ rank, in], fused into one matrix.
+        a: matrices A of all segments, [Σ rank, in], fused into one matrix.
         biased: whether the layer has added a bias to its output before the adapter does.
     """
 
@@ -62,14 +62,17 @@ class Adapter:
         self.first_channel = a.spec.segments[0].local(Coordinates.on("tp", tp.rank, tp.size)).offsets[1]
 
     def forward(self, x: Tensor, out: Tensor, mask: Mask | None) -> tuple[Tensor, ...]:
-        """Add scale · B A dropout(x) to `out` ([seq, batch, out]), with x [seq, batch, in]. Returns what
-        `backward` needs."""
+        """Add scale · B A dropout(x) to `out` ([seq, batch, out]), with x [seq, batch, in].
+
+        Returns:
+            the tensors that `backward` needs.
+        """
         inner = self.inner(self.dropped(x, mask))
         self.add(inner, out.flatten(0, -2))
         return (inner,)
 
     def inner(self, x: Tensor) -> Tensor:
-        """scale · A x, [tokens, Σ rank]."""
+        """Compute scale · A x, [tokens, Σ rank]."""
         inner = torch.mm(x.flatten(0, -2), self.a.tensor.t())
         for each, part in zip(inner.split(self.ranks, 1), self.parts, strict=True):
             each.mul_(part.scale)
@@ -83,11 +86,15 @@ class Adapter:
     def backward(
         self, grad: Tensor, saved: Sequence[Tensor], mask: Mask | None
     ) -> tuple[Tensor, AccumulateAdapter]:
-        """The gradient of the input, [seq, batch, in], from the output's `grad` [seq, batch, out] and what
-        the forward has returned.
+        """Compute the gradient of the input, [seq, batch, in].
 
-        Returns also a function of x that accumulates the weight gradients: the column layer calls it once x
-        is gathered, while the input gradient is reduced.
+        Args:
+            grad: gradient of the output, [seq, batch, out].
+            saved: result of the forward.
+
+        Returns:
+            the gradient, and a function of x that accumulates the weight gradients. The column layer calls it
+            once x is gathered, while the input gradient is reduced.
         """
         (inner,) = saved
         rows = grad.flatten(0, -2)
@@ -96,8 +103,14 @@ class Adapter:
         return dx.add_(self.dropped(added.view_as(dx), mask)), accumulate
 
     def gradients(self, rows: Tensor, inner: Tensor, mask: Mask | None) -> tuple[Tensor, AccumulateAdapter]:
-        """The gradient of the dropped input through B A, [tokens, in], from that of its output, `rows`; and
-        `backward`'s function of x."""
+        """Compute the gradient of the dropped input through B A, [tokens, in].
+
+        Args:
+            rows: gradient of the output.
+
+        Returns:
+            the gradient, and the function of x that `backward` returns.
+        """
         # [tokens, Σ rank]
         dinner = torch.cat(
             [torch.mm(rows[:, part.columns], part.b.tensor).mul_(part.scale) for part in self.parts], 1
@@ -115,8 +128,10 @@ class Adapter:
 
 
 def attach_adapters(weights: Mapping[str, Weight], lora: LoraConfig, tp: MeshAxis) -> None:
-    """Attach to each stored matrix its adapters, by name: NAME.lora_a of the matrix, NAME.lora_b of each of
-    its segments."""
+    """Attach adapters to each stored matrix by name.
+
+    They are NAME.lora_a of the matrix and NAME.lora_b of each of its segments.
+    """
     kind: type[Adapter] = Adapter
     if lora.dora:
         from megalite.parallel.tensor.dora import DoraAdapter

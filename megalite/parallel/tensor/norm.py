@@ -1,9 +1,9 @@
-"""Normalisation layers. Their weight gradients are accumulated directly in gradient buckets.
+"""Normalization layers, which accumulate their weight gradients directly in gradient buckets.
 
 A norm over the hidden dimension has whole rows on every tp rank: no communication in forward or backward.
-Under sequence parallelism its weight gradient is partial (each rank has its part of the sequence) and is
-summed over tp at the end of the step. A norm over the width of all heads (OLMo-2's query and key norms) spans
-the tp ranks: all-reduce of one number per token in forward and in backward.
+Under sequence parallelism its weight gradient is partial (each rank has a part of the sequence) and is summed
+over tp at the end of the step. A norm over the width of all heads (query and key norms of OLMo-2) spans the
+tp ranks: all-reduce of one number per token in forward and in backward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megalite.parallel.weight import Weight
 
 
 class _Apply(torch.autograd.Function):
-    """Forward: `norm.compute`.  Backward: `norm.gradient`. The communication is theirs."""
+    """Forward: `norm.compute`. Backward: `norm.gradient`. These define the communication."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
@@ -38,7 +38,7 @@ class _Apply(torch.autograd.Function):
 
 
 class Norm(nn.Module, ABC):
-    """A norm over the last dimension: [seq (/tp), batch, width] -> the same shape."""
+    """Base class of norms over the last dimension: [seq (/tp), batch, width] -> the same shape."""
 
     def __init__(self, weight: Weight, eps: float):
         super().__init__()
@@ -49,11 +49,11 @@ class Norm(nn.Module, ABC):
 
     @abstractmethod
     def compute(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The normalised x, and the statistics that `gradient` needs besides x."""
+        """Return the normalized x, and the statistics that `gradient` needs in addition to x."""
 
     @abstractmethod
     def gradient(self, dy: Tensor, x: Tensor, *statistics: Tensor) -> Tensor:
-        """Returns the gradient of x; accumulates those of the weights."""
+        """Return the gradient of x, and accumulate those of the weights."""
 
 
 class RMSNorm(Norm):
@@ -67,15 +67,17 @@ class RMSNorm(Norm):
         return self.ops.rms_norm(x, self.weight.tensor, self.eps, self.offset)
 
     def gradient(self, dy: Tensor, x: Tensor, *statistics: Tensor, dtotal: Tensor | None = None) -> Tensor:
-        """As Norm.gradient. `dtotal`, the gradient that reaches x on another path, is added in the same
-        pass."""
+        """Compute `Norm.gradient`.
+
+        `dtotal`, the gradient of x from another path, is added in the same pass.
+        """
         dx, dweight = self.ops.rms_norm_backward(dy, x, self.weight.tensor, *statistics, self.offset, dtotal)
         self.weight.accumulate(dweight)
         return dx
 
 
 class _AddRMSNorm(torch.autograd.Function):
-    """Forward: x + branch and its norm, fused.  Backward: one gradient for both inputs. No communication."""
+    """Forward: x + branch and its norm, fused. Backward: one gradient for both inputs. No communication."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, branch: Tensor, weight: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
@@ -92,7 +94,10 @@ class _AddRMSNorm(torch.autograd.Function):
 
 
 def add_and_norm(x: Tensor, branch: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """x + branch and its norm, all [seq (/tp), batch, hidden]; with an RMSNorm in one pass over memory."""
+    """Return x + branch and its norm, all [seq (/tp), batch, hidden].
+
+    With an RMSNorm this takes one pass over memory.
+    """
     if isinstance(norm, RMSNorm):
         return _AddRMSNorm.apply(x, branch, norm.weight.tensor, norm)
     total = x + branch
@@ -100,7 +105,7 @@ def add_and_norm(x: Tensor, branch: Tensor, norm: nn.Module) -> tuple[Tensor, Te
 
 
 class LayerNorm(Norm):
-    """(x − mean) / std · (weight + offset), plus bias if there is one. No communication."""
+    """(x − mean) / std · (weight + offset), plus the bias if present. No communication."""
 
     def __init__(self, weight: Weight, bias: Weight | None, eps: float, offset: float, ops: CompiledOps):
         super().__init__(weight, eps)
@@ -120,8 +125,10 @@ class LayerNorm(Norm):
 
 
 class EachHeadLayerNorm(Norm):
-    """LayerNorm without bias of each head of [seq, batch, heads/tp, head_dim]; each head has its own weights.
-    No communication."""
+    """LayerNorm of each head of [seq, batch, heads/tp, head_dim], without bias.
+
+    Each head has its own weights. No communication.
+    """
 
     def __init__(self, weight: Weight, eps: float, offset: float):
         super().__init__(weight, eps)
@@ -145,9 +152,9 @@ class EachHeadLayerNorm(Norm):
 
 
 class FullWidthRMSNorm(Norm):
-    """RMSNorm over the width of all heads, of which this rank holds [seq, batch, width · replicas / tp].
+    """RMSNorm over the width of all heads, with [seq, batch, width · replicas / tp] on this rank.
 
-    Forward: all-reduce of one number per token over tp, since the mean spans the heads of every rank.
+    Forward: all-reduce of one number per token over tp, because the mean spans the heads of all ranks.
     Backward: the same.
     """
 

@@ -99,12 +99,12 @@ def spoiled(schedule: Schedule, drop: str | None = None, twice: str | None = Non
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"drop": "G0"}, "F0.0 reaches unit 0, whose bucket 0 is not gathered"),
-        ({"drop": "G1@0"}, "F0.0 reaches unit 1, whose bucket 1 is not gathered"),
-        ({"twice": "G1@0"}, "G1@0 is executed while bucket 1 is whole"),
-        ({"twice": "R0@0"}, "R0@0 is executed while bucket 0 is not whole"),
-        ({"late": "G1@0"}, "F0.0 reaches unit 1, whose bucket 1 is not gathered"),
-        ({"late": "R0@0"}, "R0@0 never happens: B0.0 does not use its unit"),
+        ({"drop": "G0"}, "F0.0 uses unit 0, but its bucket 0 is not gathered"),
+        ({"drop": "G1@0"}, "F0.0 uses unit 1, but its bucket 1 is not gathered"),
+        ({"twice": "G1@0"}, "G1@0 is executed while bucket 1 is already gathered"),
+        ({"twice": "R0@0"}, "R0@0 is executed while bucket 0 is not gathered"),
+        ({"late": "G1@0"}, "F0.0 uses unit 1, but its bucket 1 is not gathered"),
+        ({"late": "R0@0"}, "R0@0 is never executed, because B0.0 does not use its unit"),
     ],
 )
 def test_a_spoiled_list_is_refused(change, message):

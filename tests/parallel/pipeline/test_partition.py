@@ -71,7 +71,9 @@ def test_large_models_split_in_reasonable_time():
 
 
 def test_too_many_stages_are_refused():
-    with pytest.raises(ValueError, match=r"parallel\.pp = 3 for model\.num_hidden_layers = 2.*parallel\.pp <= 2"):
+    with pytest.raises(
+        ValueError, match=r"parallel\.pp=3 is larger than model\.num_hidden_layers=2.*parallel\.pp <= 2"
+    ):
         balanced([1, 1], 3)
 
 

@@ -114,16 +114,16 @@ def test_split_backward_and_several_stages_on_a_rank():
 def test_a_missing_action_is_named():
     schedule = build("1f1b", 2, 2)
     broken = replace(schedule, actions=(schedule.actions[0], schedule.actions[1][1:]))
-    with pytest.raises(ScheduleError, match=r"rank 1: B1\.0 waits for F1\.0, which never ends"):
+    with pytest.raises(ScheduleError, match=r"rank 1: B1\.0 waits for F1\.0, which never completes"):
         simulate(broken)
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("1f1", 2, 2), "parallel.schedule = '1f1' is not a schedule. Choose one of: gpipe, 1f1b"),
-        (("1f1b", 0, 2), "parallel.pp = 0"),
-        (("gpipe", 2, 0), "microbatches of a step = 0"),
+        (("1f1", 2, 2), "Unknown schedule: parallel.schedule='1f1'. Choose one of: gpipe, 1f1b"),
+        (("1f1b", 0, 2), "parallel.pp must be at least 1, got 0"),
+        (("gpipe", 2, 0), "microbatches per step must be at least 1, got 0"),
     ],
 )
 def test_bad_input_is_named(arguments, message):
