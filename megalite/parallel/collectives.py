@@ -44,9 +44,8 @@ class CommunicationError(RuntimeError):
 
     The message contains the operation.
 
-
     Attributes:
-        peer: the rank, if it is known: NCCL does not say which rank of a collective is gone.
+        peer: the rank, if it is known: NCCL does not report which rank of a collective has exited.
         group: the ranks of the collective, if `peer` is not known.
     """
 
