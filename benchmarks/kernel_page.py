@@ -1,6 +1,7 @@
-"""Table of benchmarks/results/*-kernels.json in docs/kernels.md: `python -m benchmarks.kernel_page`.
+"""Table of the measured speed of all kernels in docs/appendix/measured-kernels.md.
 
-A test compares them.
+Run `python -m benchmarks.kernel_page`. A test compares them. The files are benchmarks/results/*-kernels.json,
+and first-light-*.json for a device without one.
 """
 
 from __future__ import annotations
@@ -12,10 +13,9 @@ from typing import Any
 from benchmarks import report
 from benchmarks.kernels import shown
 
-DOCUMENT = report.ROOT / "docs" / "kernels.md"
+DOCUMENT = report.ROOT / "docs" / "appendix" / "measured-kernels.md"
 BEGIN, END = "<!-- written by python -m benchmarks.kernel_page -->\n", "<!-- end of what was measured -->"
 COLUMNS = {
-    "shape": "shape",
     "µs": "us:,.0f",
     "GB/s or TFLOP/s": "speed:,.0f",
     "of this device's limit": "of_measured:.0%",
@@ -29,10 +29,24 @@ COLUMNS = {
 
 def section(results: Path = report.RESULTS) -> str:
     """Return the text between the markers."""
-    files = sorted(results.glob("*-kernels.json"))
-    if not files:
+    contents = [
+        json.loads(file.read_text(encoding="utf-8")) for file in sorted(results.glob("*-kernels.json"))
+    ]
+    known = {content["device"]["name"] for content in contents}
+    for file in sorted(results.glob("first-light-*.json")):
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if content["device"]["name"] not in known and "kernels" in content["parts"]:
+            contents.append(_of_first_light(content))
+    if not contents:
         return "Not measured yet: no GPU has run these kernels.\n"
-    return "\n".join(_device(json.loads(file.read_text(encoding="utf-8"))) for file in files)
+    return "\n".join(_device(content) for content in contents)
+
+
+def _of_first_light(content: dict[str, Any]) -> dict[str, Any]:
+    """Convert the part `kernels` of first-light to the format of the kernel benchmark."""
+    device, *rows = content["parts"]["kernels"]["rows"]
+    results = [{**row, "kernel": row["name"]} for row in rows if row["verdict"] != "absent"]
+    return {"device": device | {"name": content["device"]["name"]}, "results": results}
 
 
 def _device(content: dict[str, Any]) -> str:
@@ -47,18 +61,16 @@ def _device(content: dict[str, Any]) -> str:
     lines = [
         f"**{device['name']}**, {versions}. A copy reaches {limits}: the device's limits.",
         "",
-        f"| kernel | {' | '.join(COLUMNS)} |",
+        f"| kernel and shape | {' | '.join(COLUMNS)} |",
         "|---" * (len(COLUMNS) + 1) + "|",
     ]
     for row in rows:
+        name = f"{row['kernel']}, {row.get('shape', '')}".rstrip(", ")
         if row["error"] and not row.get("us"):
-            lines.append(
-                f"| {row['kernel']} | {row.get('shape', '')} | not measured: {_plain(row['error'])} "
-                f"|{' |' * (len(COLUMNS) - 2)}"
-            )
+            lines.append(f"| {name} | not measured: {_plain(row['error'])} |{' |' * (len(COLUMNS) - 1)}")
             continue
         line = shown(row) | {"speed": row["gbps"] or row["tflops"], "judged": _judged(row["targets"])}
-        lines.append(f"| {row['kernel']} | {' | '.join(_cell(line, field) for field in COLUMNS.values())} |")
+        lines.append(f"| {name} | {' | '.join(_cell(line, field) for field in COLUMNS.values())} |")
     return "\n".join(lines) + "\n"
 
 

@@ -154,29 +154,6 @@ def _flash_varlen_backward(
     return _positions(dq, q), _positions(dk, q), _positions(dv, q)
 
 
-def _packed(x: Tensor) -> Tensor:
-    """`_tokens`, contiguous: cuDNN's offsets of documents count elements."""
-    return _tokens(x).contiguous()
-
-
-def _cudnn_varlen(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, tuple[Tensor, ...]]:
-    tensors = map(_packed, (q, k, v))
-    forward = _aten._cudnn_attention_forward
-    results = forward(*tensors, None, *_lengths(options), True, 0.0, True, False, scale=options.scale)
-    out, lse, _, _, _, _, seed, offset, _ = results
-    return _positions(out, q), (lse, seed, offset)
-
-
-def _cudnn_varlen_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: tuple[Tensor, ...], options: Options
-) -> tuple[Tensor, Tensor, Tensor]:
-    lse, *state = saved
-    tensors = *map(_packed, (dout, q, k, v, out)), lse
-    backward = _aten._cudnn_attention_backward
-    dq, dk, dv = backward(*tensors, *state, None, *_lengths(options), 0.0, True, scale=options.scale)
-    return _positions(dq, q), _positions(dk, q), _positions(dv, q)
-
-
 @functools.cache
 def _activate_fa3() -> None:
     """Let torch's flash operations run FlashAttention-3 from now on."""
@@ -186,7 +163,6 @@ def _activate_fa3() -> None:
 
 
 CUDNN = Calls(_cudnn, _cudnn_backward)
-CUDNN_VARLEN = Calls(_cudnn_varlen, _cudnn_varlen_backward)
 FLASH = Calls(_flash, _flash_backward)
 FLASH_VARLEN = Calls(_flash_varlen, _flash_varlen_backward)
 FA3 = replace(FLASH, prepare=_activate_fa3)

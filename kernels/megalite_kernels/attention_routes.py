@@ -1,5 +1,8 @@
 """The implementations of attention on a GPU, what each supports, and which one runs.
 
+torch's call of cuDNN over documents is none of them: its forward pass writes the log-sum-exp where its
+backward pass does not read it (torch 2.11, wrong gradients on an H200), and each call builds a plan.
+
 `ROUTES` is in default order: the first that supports a call runs it. A guarded route runs only where the
 device's file names it (`device_routes`): it was never run, or it was not the fastest. CPU tensors do not use
 these routes (`attention`), and no route supports attention sinks.
@@ -9,8 +12,6 @@ these routes (`attention`), and no route supports attention sinks.
     fa3, fa3_varlen   FlashAttention-3, if the package flash_attn_interface is installed; it then replaces
                       FlashAttention-2 in this process
     flash_varlen      FlashAttention-2 over documents of any length, given by their boundaries
-    cudnn_varlen      cuDNN's kernel for them. By torch's source each call builds a plan; its two passes seem
-                      to place the log-sum-exp differently
     triton            `attention_triton`: supports every option, in a fixed order of additions
     reference         plain torch (`attention`): supports every option, with memory for the scores of a block
                       of queries
@@ -157,14 +158,6 @@ ROUTES = (
         architectures=HOPPER,
         guarded=True,
         rejects=_fa3_missing,
-    ),
-    Route(
-        "cudnn_varlen",
-        library.CUDNN_VARLEN,
-        for_documents=True,
-        widest=128,
-        architectures=HOPPER_AND_BLACKWELL,
-        guarded=True,
     ),
     Route(
         "triton",

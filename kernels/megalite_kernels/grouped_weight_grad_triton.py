@@ -18,11 +18,12 @@ from megalite_kernels.launch import Variant, architecture, operation
 
 TILES = {
     "sm_80": (128, 128, 32, 8, 3),
-    "sm_90": (128, 128, 64, 8, 3),
+    "sm_90": (128, 128, 64, 4, 3),
     "sm_100": (128, 128, 64, 8, 3),
     "gfx942": (128, 128, 32, 8, 2),
 }
-"""Architecture → rows and columns of a gradient's tile, rows of the experts at a time, warps, stages."""
+"""Architecture → rows and columns of a gradient's tile, rows of the experts at a time, warps, stages. That of
+sm_90 was the fastest on an H200."""
 
 
 @triton.jit(do_not_specialize=["overwrite"])

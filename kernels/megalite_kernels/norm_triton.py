@@ -7,7 +7,9 @@ reaches the sum past the norm 4.
 
 Backward runs a fixed number of programs. Each loops over tiles of rows, loading the next tile's values while
 it computes, and keeps its part of the weight's gradient in registers; the parts are then summed in order. So
-there are no atomics, and results are bitwise reproducible on devices of one kind.
+there are no atomics, and results are bitwise reproducible on devices of one kind. A norm has the same bits
+with and without the addition if a row is a multiple of 16 bytes: otherwise the compiler may lay out the two
+kernels' sums differently.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

@@ -22,7 +22,7 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -40,6 +40,7 @@ MOST_BEATS = 1000
 SILENT_S = 5.0  # without a beat: a rank, or the store, is asked
 ANSWER_S = 3.0  # for one answer
 ATTEMPTS = 3  # to get an answer: a loaded host is slow, not lost
+ASKED = 8  # ranks of a group that each of its ranks asks when one of them is gone
 
 Place = dict[str, Any]
 """Where a rank is, as plain data: `step`, `action`, what it waits for and for which rank; `lost`, `failed`
@@ -307,13 +308,17 @@ class Peers:
         self.verdict = self.verdict or self._in_time(self._stored_verdict) or lost
         return self.verdict
 
-    def origin(self, peer: int | None) -> LostRank | None:
+    def origin(self, peer: int | None, group: Sequence[int] = ()) -> LostRank | None:
         """The rank that failed first, or is stuck, from one that this rank waited for: follows those that
         others have lost or wait for.
 
         None: it is not known, since ranks wait for each other in a cycle, or the one at the end is alive and
         moves.
+
+        Args:
+            group: the ranks of a collective that failed, if it does not say which one is gone.
         """
+        peer = self._gone(group) if peer is None else peer
         self.own = {"lost": peer}
         self._wake.set()
         seen, deadline, first = {self.rank}, monotonic() + SILENT_S, dict[int, Place]()
@@ -338,6 +343,21 @@ class Peers:
                 first.setdefault(peer, place)
                 Event().wait(self.beat_s / 4)  # it is alive, and may be about to learn what it has lost
         return self.verdict
+
+    def _gone(self, group: Sequence[int]) -> int | None:
+        """A rank of a group that has ended, failed or lost another one; None: none has within `SILENT_S`, or
+        another rank has stored a verdict. Each rank asks the `ASKED` next ones, so a large group asks each
+        rank as often as a small one."""
+        at = group.index(self.rank) if self.rank in group else 0
+        others = [rank for rank in (*group[at + 1 :], *group[:at]) if rank != self.rank][:ASKED]
+        deadline = monotonic() + SILENT_S + ANSWER_S
+        while others and self.verdict is None and monotonic() < deadline:
+            for rank in others:
+                state, place = self.ask(rank)
+                if state is not PeerState.ANSWERS or place.get("failed") or place.get("lost") is not None:
+                    return rank
+            Event().wait(self.beat_s / 4)
+        return None
 
     def followed(self, peer: int | None, verdict: LostRank | None = None) -> dict[int, dict[str, Any]]:
         """What is known of the ranks that this one waits for, each for the next one, and of a lost one; by

@@ -42,12 +42,16 @@ all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_in
 class CommunicationError(RuntimeError):
     """Raised if another rank has exited or did not respond within the time limit.
 
-    The message contains the operation and the rank (`peer`, if known).
+    The message contains the operation.
+
+    Attributes:
+        peer: the lost rank, or None if it is unknown, because NCCL does not report it for collectives.
+        group: the ranks of the collective, if `peer` is unknown.
     """
 
-    def __init__(self, message: str, peer: int | None):
+    def __init__(self, message: str, peer: int | None, group: Sequence[int] = ()):
         super().__init__(message)
-        self.peer = peer
+        self.peer, self.group = peer, tuple(group)
 
 
 @contextmanager
@@ -74,7 +78,7 @@ def after_meeting(what: str, mesh: Mesh, over: MeshAxis) -> Iterator[None]:
             f"rank {mesh.rank}: {what} over world failed, because a rank of the group has exited "
             f"or is not responding: {why}"
         )
-        raise CommunicationError(message, None) from error
+        raise CommunicationError(message, None, over.ranks) from error
     if own:
         mesh.activity.arrived()
 
@@ -90,14 +94,21 @@ def meet(mesh: Mesh) -> None:
 
 
 class Work:
-    """A communication with one rank, or with all ranks of a group (`peer` None), started by the constructor.
+    """A communication with one rank, or with all of a group (`peer` None), started by the constructor.
 
     A failure, at the start or in `wait`, raises CommunicationError with the name of the operation (`what`).
     The wait is recorded in `activity`.
     """
 
-    def __init__(self, start: Callable[[], Any], what: str, activity: Activity, peer: int | None = None):
-        self._what, self._activity, self._peer = what, activity, peer
+    def __init__(
+        self,
+        start: Callable[[], Any],
+        what: str,
+        activity: Activity,
+        peer: int | None = None,
+        group: Sequence[int] = (),
+    ):
+        self._what, self._activity, self._peer, self._group = what, activity, peer, group
         try:
             self._work = start()
         except RuntimeError as error:
@@ -122,6 +133,7 @@ class Work:
             f"rank {dist.get_rank()}: {self._what} failed, because {who} has exited or is not "
             f"responding: {reason}",
             self._peer,
+            self._group,
         )
 
 
@@ -139,7 +151,8 @@ class Pending:
 
 
 def group_work(start: Callable[[], Any], what: str, axis: MeshAxis) -> Work:
-    return Work(start, f"{what} over {axis.name} (ranks {', '.join(map(str, axis.ranks))})", axis.activity)
+    what = f"{what} over {axis.name} (ranks {', '.join(map(str, axis.ranks))})"
+    return Work(start, what, axis.activity, group=axis.ranks)
 
 
 def _is_gloo(axis: MeshAxis) -> bool:

@@ -111,7 +111,7 @@ class Watchdog:
         if error is None or raised_on_all_ranks(error, self.activity):
             peers.close(left=True)
         elif hasattr(error, "peer"):
-            verdict = peers.origin(error.peer)
+            verdict = peers.origin(error.peer, getattr(error, "group", ()))
             self._record(verdict)
             if verdict is not None:
                 error.lost = verdict.lost()  # type: ignore[attr-defined]

@@ -300,11 +300,7 @@ FAMILIES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         LATENT
         | {"n_group": 4, "topk_group": 2, "rope_scaling": MSCALE, "num_nextn_predict_layers": 0}
         | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-        {
-            "attention_scale": 0.1147213867929261,
-            "shared_expert_intermediate_size": 24,
-            "shared_expert_gate": False,
-        }
+        {"attention_scale": 0.1147213867929261, "shared_expert_intermediate_size": 24, "shared_expert_gate": False}
         | {
             "n_group": 4,
             "topk_group": 2,

