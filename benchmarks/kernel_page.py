@@ -1,7 +1,7 @@
-"""Table of the measured speed of all kernels in docs/appendix/measured-kernels.md.
+"""Table of kernel speeds in docs/appendix/measured-kernels.md: `python -m benchmarks.kernel_page`.
 
-Run `python -m benchmarks.kernel_page`. A test compares them. The files are benchmarks/results/*-kernels.json,
-and first-light-*.json for a device without one.
+It is read from benchmarks/results/*-kernels.json, and from first-light-*.json for a device without such a
+file. A test compares them.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def sequence() -> Picture:
     _title(
         picture,
         "A layer with sequence parallelism on two ranks",
-        "bars are activations; between blocks each rank has half of the sequence",
+        "bars are activations; between blocks each rank holds its half of the sequence",
     )
     parts = (
         "norm",
@@ -122,7 +122,7 @@ def zero() -> Picture:
     picture = Picture(860, 236, 1)
     _title(
         picture,
-        "Memory per parameter on one of four data-parallel ranks",
+        "Bytes per parameter on one of four data-parallel ranks",
         "bytes, in bf16 with fp32 gradients, master weights and moments",
     )
     colours = dict(zip(BYTES, RANKS, strict=False))
@@ -172,17 +172,17 @@ def context_parts() -> Picture:
     _title(
         picture,
         "Parts of a row on four context-parallel ranks",
-        "a cell is a block of queries (down) that sees a block of keys (across)",
+        "each cell is a block of queries (rows) and a block of keys (columns)",
     )
     blocks, side = 8, 22
     for x, name, note, parts in (
         (
             40.0,
             "contiguous: ulysses",
-            "balanced, because it exchanges them for whole rows",
+            "exchanged for whole rows; without it, work would be unequal",
             contiguous(blocks, len(RANKS)),
         ),
-        (450.0, "zigzag: gather and ring", "an early and a late part per rank", zigzag(blocks, len(RANKS))),
+        (450.0, "zigzag: gather and ring", "one early and one late part each", zigzag(blocks, len(RANKS))),
     ):
         owners = _owners(parts)
         picture.labels.append(Label(x, 76, name, 12, bold=True))
@@ -215,8 +215,8 @@ def context_moves() -> Picture:
     picture = Picture(960, 276, 1)
     _title(
         picture,
-        "Communication in the attention of a layer on four context-parallel ranks",
-        "forward; in backward gradients are sent in the opposite direction",
+        "Communication of attention in one layer on four context-parallel ranks",
+        "forward; backward sends gradients the opposite way",
     )
     count, side, y = len(RANKS), 22, 104
     ranks = range(count)
@@ -232,7 +232,7 @@ def context_moves() -> Picture:
         picture.labels.append(Label(start, y + count * side + 16, "positions →   heads ↓", 10, fill=FAINT))
     picture.labels.append(Label(x + 119, y + 50, "⇄", 20, "middle", COMMUNICATION))
     picture.labels.append(
-        Label(x, y + count * side + 40, "all-to-all of q, k, v, then of the output", 11, fill=COMMUNICATION)
+        Label(x, y + count * side + 40, "all-to-all, and back for the output", 11, fill=COMMUNICATION)
     )
 
     x = 390.0
@@ -245,8 +245,8 @@ def context_moves() -> Picture:
     picture.labels.append(Label(x, y + count * side + 40, "all-gather", 11, fill=COMMUNICATION))
 
     x = 650.0
-    picture.labels.append(Label(x, 76, "ring: keys and values by part", 12, bold=True))
-    picture.labels.append(Label(x + 52, y - 8, "source of the keys and values", 11))
+    picture.labels.append(Label(x, 76, "ring: keys and values part by part", 12, bold=True))
+    picture.labels.append(Label(x + 52, y - 8, "owner of the keys and values", 11))
     for rank in ranks:
         picture.labels.append(Label(x, y + 15 + side * rank, f"rank {rank}", 11))
     for hop in ranks:
@@ -257,7 +257,7 @@ def context_moves() -> Picture:
         Label(
             x,
             y + count * side + 40,
-            f"{count - 1} hops, each overlaps with attention",
+            f"{count - 1} hops, overlapped with attention to each part",
             11,
             fill=COMMUNICATION,
         )
@@ -271,8 +271,8 @@ def step() -> Picture:
     drawn = Picture(890, 452, 1)
     _title(
         drawn,
-        "One step of TP2 × PP2 × DP2: placement and communication",
-        "boxes are ranks, numbered as in `python -m megalite.mesh --tp 2 --pp 2 --dp 2`",
+        "One step of TP2 × PP2 × DP2: state and communication of each rank",
+        "each box is a rank, numbered as in `python -m megalite.mesh --tp 2 --pp 2 --dp 2`",
     )
     layout = Layout(tp=2, pp=2, dp=2)
     microbatches = 4
@@ -326,10 +326,10 @@ def step() -> Picture:
     for row, text in enumerate(
         (
             "tp, inside each layer of each microbatch: all-gather and reduce-scatter of activations "
-            "(sequence parallelism), during computation",
+            "(sequence parallelism), as the layer computes",
             "pp, for each microbatch: one send to the next stage in forward, one to the previous stage in "
             "backward",
-            "dp, once per step and bucket: reduce-scatter of gradients as backward completes them, "
+            "dp, once per step, bucket by bucket: reduce-scatter of gradients as backward completes them, "
             "all-gather of updated weights before the next forward",
         )
     ):

@@ -274,7 +274,7 @@ def _weight_gradient(route: str, scene: Scene, times: dict[str, dict[str, float]
 def _matmul_is_exact(route: str, scene: Scene, name: str) -> Row:
     """Check two additions to an accumulator with undefined content against fp32 matmuls.
 
-    The error may be larger by the truncated sums of tensor cores.
+    The sums may be truncated, as tensor cores do.
     """
     tokens = 777
     left, inputs = (torch.randn(tokens, width, device=scene.device).bfloat16() for width in (512, 384))
@@ -317,10 +317,7 @@ def _router(route: str, scene: Scene, times: dict[str, dict[str, float]]) -> Ite
 
 
 def _logits_are_exact(route: str, scene: Scene, name: str) -> Row:
-    """Check that the error against float64 is close to that of fp32 matmuls.
-
-    It may be larger by the truncated sums of tensor cores.
-    """
+    """Check that the error against float64 is close to that of fp32 matmuls, or of truncated sums."""
     width = 2048
     rows, weight = (torch.randn(count, width, device=scene.device).bfloat16() for count in (777, 96))
     logits = router_logits.ROUTES[route](rows, weight)

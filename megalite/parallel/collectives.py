@@ -94,7 +94,7 @@ def meet(mesh: Mesh) -> None:
 
 
 class Work:
-    """A communication with one rank, or with all of a group (`peer` None), started by the constructor.
+    """A communication with one rank (`peer`) or with all ranks of a group, started by the constructor.
 
     A failure, at the start or in `wait`, raises CommunicationError with the name of the operation (`what`).
     The wait is recorded in `activity`.
