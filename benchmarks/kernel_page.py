@@ -43,7 +43,7 @@ def section(results: Path = report.RESULTS) -> str:
 
 
 def _of_first_light(content: dict[str, Any]) -> dict[str, Any]:
-    """The part `kernels` of first-light, as the benchmark of kernels writes it."""
+    """Convert the part `kernels` of first-light to the format of the kernel benchmark."""
     device, *rows = content["parts"]["kernels"]["rows"]
     results = [{**row, "kernel": row["name"]} for row in rows if row["verdict"] != "absent"]
     return {"device": device | {"name": content["device"]["name"]}, "results": results}

@@ -130,7 +130,7 @@ def rows(scene: Scene) -> Iterator[Row]:
             if probed["verdict"] != "measured":
                 yield absent(
                     "layouts on NCCL",
-                    "NCCL does not support two ranks on one GPU" if place.shared else "the NCCL probe failed",
+                    "two NCCL ranks could not share one GPU" if place.shared else "the NCCL probe failed",
                 )
                 return
         yield from place.compare(layouts(world, bool(scene.gpus)))

@@ -123,7 +123,7 @@ class Console(ExitStack):
         if self._bar is not None:
             from rich.text import Text
 
-            # a style of print would colour the bar below it, too
+            # a style of print would also color the bar below it
             line = Text(text, style="bold red" if alarm else "")
             self._bar.console.print(line, soft_wrap=True)
         else:
@@ -145,7 +145,7 @@ class Console(ExitStack):
             parts.append(f"mfu {metrics.mfu:.1%}")
         if metrics.bubble_fraction is not None and metrics.bubble_fraction >= 0.005:
             parts.append(f"bubble {metrics.bubble_fraction:.0%}")
-        for phase in ("data", "communication"):  # shown only if they take a visible share of the step
+        for phase in ("data", "communication"):  # only shown if they take a visible fraction of the step
             share = numbers.get(f"time_{phase}_s", 0.0) / metrics.step_time_s
             parts += [f"{phase} {share:.0%}"] if share >= 0.005 else []
         return [

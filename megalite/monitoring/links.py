@@ -52,7 +52,7 @@ def measure(mesh: Mesh, device: torch.device, seconds: float = 3.0) -> list[Link
             took = _send_on(mesh, device, stride)
             best[stride] = min(took, best.get(stride, took))
         vote: list[Any] = [perf_counter() < deadline]
-        # rank 0's clock decides for all ranks: they must leave the loop together
+        # the clock of rank 0 decides for all ranks, which must leave the loop together
         dist.broadcast_object_list(vote, src=0)
         going_on = vote[0]
     own = [
@@ -84,7 +84,7 @@ def _send_on(mesh: Mesh, device: torch.device, stride: int) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = perf_counter()
-    if device.type == "cuda":  # NCCL pairs messages of one batch only
+    if device.type == "cuda":  # NCCL only matches messages of one batch
         batch = [
             dist.P2POp(dist.isend, outgoing, target, group),
             dist.P2POp(dist.irecv, incoming, source, group),

@@ -22,7 +22,7 @@ from megalite.parallel.microbatch import IGNORE_INDEX, Microbatch
 if TYPE_CHECKING:
     from megalite.training.trainer import Trainer
 
-AHEAD = 1  # steps that the trainer may be ahead of the result that is written
+AHEAD = 1  # number of steps that the trainer may be ahead of the written result
 
 
 class LossBySource(Observer):
@@ -34,7 +34,7 @@ class LossBySource(Observer):
         self._source = torch.from_numpy(trainer.train_data.period).long().to(trainer.device)  # [period]
         # losses, tokens
         self._zero = torch.zeros(2, len(self.names), dtype=torch.float64, device=trainer.device)
-        # by microbatch: one that is computed again, under optimistic steps, counts once
+        # by microbatch, so that a repeated one (optimistic steps) counts once
         self._sums: dict[int, Tensor] = {}
         self._now: Microbatch | None = None
         self._totals: dict[int, Tensor] = {}  # by step

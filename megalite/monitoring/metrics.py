@@ -48,7 +48,7 @@ class StepMetrics:
     step_time_s: float
     tokens_per_second: float  # over all ranks, masked tokens included
     tflops_per_gpu: float  # model FLOPs
-    mfu: float | None  # fraction of the device's peak, if that is known
+    mfu: float | None  # fraction of the device's peak, if known
     # measured: fraction of the pipeline's time in which its ranks do not compute; on a GPU only if requested
     bubble_fraction: float | None
     peak_memory_bytes: int

@@ -61,7 +61,7 @@ def observers(
         device: the planner's description of the device.
         kernels: descriptions of the selected implementations.
     """
-    # here: each of these modules imports this one
+    # not at the top, because each of these modules imports this one
     from megalite.monitoring.epochs import Epochs
     from megalite.monitoring.gpu import GpuSensors
     from megalite.monitoring.phases import PhaseTimes

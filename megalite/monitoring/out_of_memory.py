@@ -33,7 +33,7 @@ class MemorySaving:
     """A valid change that saves memory."""
 
     changes: Changes
-    saved: int  # bytes on the fullest rank
+    saved: int  # bytes on the rank that uses the most
 
     def row(self) -> tuple[str, str]:
         """Return the options and the saved memory as text."""

@@ -70,9 +70,7 @@ class Recipient:
     def _guard(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except (
-            Exception
-        ) as error:  # of any type: it is another library's, and a run is worth more than its curves
+        except Exception as error:  # of any type, because errors of another library must not end a run
             reason = str(error).split("\n")[0] or type(error).__name__
             say(f"{self._name} is disabled for the next {self._pause:.0f} s: {reason}")
             self._client, self._retry_at, self._pause = None, monotonic() + self._pause, 2 * self._pause

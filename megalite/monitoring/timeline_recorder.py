@@ -87,7 +87,8 @@ class TimelineRecorder(Observer):
         directory = self.trainer.run_dir
         try:
             return [*describe(compare(directory)), written(directory)]
-        except (ConfigError, OSError) as error:  # a full disk, or no directory: the run itself is done
+        # a full disk or a missing directory; the run itself is complete
+        except (ConfigError, OSError) as error:
             return [f"could not compare with the simulator: {error}"]
 
 

@@ -17,7 +17,7 @@ from megalite.system.messages import write_or_say
 if TYPE_CHECKING:
     from megalite.training.trainer import Trainer
 
-MOST_ENTRIES = 100_000  # newest allocations and frees that a memory snapshot contains
+MOST_ENTRIES = 100_000  # maximum number of allocations and frees in a memory snapshot
 
 
 class Tracer(Observer):

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-# up to this size one exchange of whole tensors is faster than reduce-scatter and all-gather
+# up to this size, exchanging whole tensors is faster than reduce-scatter and all-gather
 WHOLE_EXCHANGE_BYTES = 1 << 18
 
 # renamed in torch 2.13
@@ -45,8 +45,8 @@ class CommunicationError(RuntimeError):
     The message contains the operation.
 
     Attributes:
-        peer: the rank, if it is known: NCCL does not report which rank of a collective has exited.
-        group: the ranks of the collective, if `peer` is not known.
+        peer: the lost rank, or None if it is unknown, because NCCL does not report it for collectives.
+        group: the ranks of the collective, if `peer` is unknown.
     """
 
     def __init__(self, message: str, peer: int | None, group: Sequence[int] = ()):
@@ -65,7 +65,7 @@ def after_meeting(what: str, mesh: Mesh, over: MeshAxis) -> Iterator[None]:
     Args:
         what: name of the operation.
     """
-    # else this may be the thread of background saves, whose waits are not the rank's
+    # otherwise this may be the thread of background saves, whose waits are not those of the rank
     own = over is mesh.world
     if own:
         mesh.activity.wait_for(f"{what} over world", None, limited=False)
@@ -208,7 +208,7 @@ def exchange(outgoing: list[Tensor], incoming: list[Tensor], axis: MeshAxis, wha
     outgoing[i] is sent to, and incoming[i] received from, the i-th rank. Empty tensors are not sent.
     """
     works, what = [], f"{what} over {axis.name}"
-    # each rank starts with its own neighbour, so that no rank is the first target of all
+    # each rank starts with its neighbor, so that no rank is the first target of all
     for step in range(1, axis.size):
         source, target = (axis.rank - step) % axis.size, (axis.rank + step) % axis.size
         if incoming[source].numel():
@@ -342,7 +342,7 @@ def _gather(x: Tensor, axis: MeshAxis, into: Tensor | None = None) -> Pending:
     ):
         return pending
     works = exchange([x] * axis.size, parts, axis, "all_gather")
-    if parts[axis.rank].data_ptr() != x.data_ptr():  # else x is this rank's part of `into`
+    if parts[axis.rank].data_ptr() != x.data_ptr():  # otherwise x is this rank's part of `into`
         parts[axis.rank].copy_(x)
     return Pending(works, lambda: out, x)
 

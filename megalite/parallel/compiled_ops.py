@@ -29,7 +29,7 @@ class _Compiled:
         compiled = torch.compile(self._eager, dynamic=False)
         try:
             result = compiled(*args, **options)
-        except Exception as error:  # a missing compiler, an unsupported operation: slower, not wrong
+        except Exception as error:  # a missing compiler or an unsupported operation: slower, but correct
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             print(
                 f"train.compile: {self._eager.__name__} could not be compiled and runs eagerly: {reason}",

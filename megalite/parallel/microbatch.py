@@ -14,7 +14,7 @@ from megalite.parallel.context.parts import PositionSegment
 if TYPE_CHECKING:
     from megalite.parallel.context.parts import SequencePart
 
-IGNORE_INDEX = -100  # a target without loss (torch's and Hugging Face's convention)
+IGNORE_INDEX = -100  # target without loss (convention of torch and Hugging Face)
 
 
 def positions_of(segments: Sequence[tuple[int, int]], device: torch.device) -> Tensor:

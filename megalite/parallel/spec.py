@@ -186,7 +186,7 @@ class Rectangle:
     name: str
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
-    tensor: Tensor  # contiguous, its shape is the rectangle's size
+    tensor: Tensor  # contiguous, with the shape of the rectangle
 
     def split(self, most: int) -> Iterator[Rectangle]:
         """Split into rectangles of whole rows with at most `most` bytes each, or with a single row."""

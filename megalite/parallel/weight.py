@@ -140,11 +140,11 @@ class Weight:
         """
         if not self.trainable:
             return
-        target = self._open_grad()  # also for a separate buffer: the bucket is reduced in either case
+        target = self._open_grad()  # also for a separate buffer, because the bucket is reduced in either case
         if separately and self._separate_embedding_grad is not None:
             target = self._separate_embedding_grad
         elif self._uninitialized:
-            target.zero_()  # not overwritten: a lookup writes only some of the rows
+            target.zero_()  # not overwritten, because a lookup only writes some of the rows
             self._uninitialized = False
         target.index_add_(0, rows, values.to(target.dtype))
         self._count()

@@ -22,7 +22,7 @@ class WeightMatmul(NamedTuple):
     weight: Weight
     grad_output: Tensor  # [tokens, out]
     inputs: Tensor  # [tokens, in]
-    groups: Groups | None = None  # the tokens of each expert, where the weight holds the matrices of several
+    groups: Groups | None = None  # number of tokens of each expert, if the weight stacks several matrices
 
 
 class WeightGradQueue:

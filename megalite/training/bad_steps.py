@@ -14,7 +14,7 @@ from typing import Any
 
 from megalite.config.schema import FaultsConfig
 
-MAX_ROLLBACKS = 3  # in one process: if a fourth is needed, the data is not the cause
+MAX_ROLLBACKS = 3  # per process; if more are needed, the data is not the cause
 
 
 class FaultLimit(RuntimeError):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megalite.training.validation import Losses
 
 KEY = "best"
-FOLLOWED = "followed"  # what the losses are of
+FOLLOWED = "followed"  # description of the loss
 # the best before the last best, which counts again if the last one cannot be saved; not part of checkpoints
 BEFORE = "before"
 
@@ -131,5 +131,5 @@ def mark_again(trainer: Trainer) -> None:
         directories.mark_best(wanted)
     elif (
         marked is not None and (step_number(marked.name) or 0) > trainer.step_done
-    ):  # else its save has failed, and `marked` is the next best
+    ):  # otherwise its save has failed, and `marked` is the next best
         (checkpoints / directories.BEST).unlink()

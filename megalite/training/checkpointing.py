@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from megalite.training.trainer import StepResult, Trainer
 
 
-LONG_S = 5.0  # a save or a load that takes as long tells its rate
+LONG_S = 5.0  # saves and loads that take at least this long report their rate
 
 
 def rate(size: int, seconds: float) -> str:
@@ -47,7 +47,7 @@ def rate(size: int, seconds: float) -> str:
 def start_weights(trainer: Trainer, restarted: bool) -> None:
     """Resume, warm-start or initialize the weights according to `checkpoint.load` and `model.init_from`."""
     option = trainer.config.checkpoint.load
-    # a restarted job continues from its own checkpoint, not again from the one it first started at
+    # a restarted job continues from its own checkpoint, not from the one at which it first started
     if restarted and _has_saved(trainer):
         option = "auto"
     if option not in ("auto", "none"):
@@ -75,7 +75,7 @@ def _threads() -> int:
 
 def _has_saved(trainer: Trainer) -> bool:
     """Return whether the newest readable checkpoint has the same options except the layout. Collective."""
-    from megalite.training import resume_checks  # which a fresh start does not need
+    from megalite.training import resume_checks  # not needed for a fresh start
 
     checkpoints, _ = checkpoint.history(trainer.run_dir / "checkpoints", trainer.mesh)
 
@@ -138,7 +138,7 @@ def load_weights(trainer: Trainer, source: str) -> None:
     Adapters that are not in the source are initialized. The biases of routers are loaded like weights, if the
     source has them.
     """
-    # which a run without given weights does not need
+    # not needed without initial weights
     from megalite.checkpoint.finite import nonfinite, reject
 
     trainer.mesh.activity.enter(LOADING)
@@ -166,7 +166,7 @@ def load_weights(trainer: Trainer, source: str) -> None:
     with raise_on_all_ranks(trainer.mesh, CheckpointError):
         rectangles = [*trainer.store.to_load(without=drawn), *biases]
         read(rectangles)
-        # whose tensors are checked where they are read, under their own names
+        # tensors are checked when they are read, under their own names
         if not source.startswith("hf:"):
             reject(source, {part.name: nonfinite(part.tensor) for part in rectangles})
     if (seconds := perf_counter() - started) >= LONG_S:
@@ -180,13 +180,14 @@ def resume(trainer: Trainer, directory: Path) -> None:
     Raises:
         DamagedError: on every rank, if any rank finds damage.
     """
-    from megalite.training import resume_checks  # which a fresh start does not need
+    from megalite.training import resume_checks  # not needed for a fresh start
 
     started = perf_counter()
     trainer.mesh.activity.enter(LOADING)
     manifest = _checked(trainer, directory)
     state = manifest.state
-    with raise_on_all_ranks(trainer.mesh):  # before any weight is overwritten; a node may have other data
+    # before any weight is overwritten, because nodes may have different data
+    with raise_on_all_ranks(trainer.mesh):
         resume_checks.continue_steps(trainer.config, state)
         resume_checks.check_resume(trainer.config, trainer.train_data.fingerprint, state, directory)
     with raise_on_all_ranks(trainer.mesh, CheckpointError):
@@ -244,7 +245,7 @@ def begin_save(trainer: Trainer, best: bool = False, timed: bool = False) -> Sav
         **({"loop": state_to_save(trainer)} if trainer.loop_state else {}),
         **({TIMED: True} if timed else {}),
     }
-    # first: optimizer state that a disk has lost must not replace a good checkpoint
+    # first, because optimizer state lost by a disk must not replace a good checkpoint
     with raise_on_all_ranks(trainer.mesh, OffloadError):
         trainer.store.state.sync()
     save = trainer.saver.begin(
@@ -293,7 +294,7 @@ def roll_back(trainer: Trainer, bad: StepResult) -> None:
 
 def describe_saves(config: Config) -> str:
     """Describe in one line when the run saves, what it keeps, and the size of a checkpoint."""
-    from megalite.planner.memory import states  # which only the command's report needs
+    from megalite.planner.memory import states  # only needed for the report of the command
     from megalite.system.progress import amount
 
     options, size = config.checkpoint, states.checkpoint_bytes(config)

@@ -46,7 +46,7 @@ def fit(
     config, lead = trainer.config, trainer.mesh.rank == 0
     limit = duration_seconds(config.train.stop_after) if config.train.stop_after else None
     gc.collect()
-    gc.freeze()  # objects that live until the end are not traversed again
+    gc.freeze()  # long-lived objects are not traversed again
     gc.disable()
     recording = MetricsWriter(trainer.run_dir, trainer.step_done, config) if lead else nullcontext()
     console = Console(config.train.steps, config.logging.interval, start_step=trainer.step_done, enabled=lead)
@@ -202,7 +202,7 @@ def save(trainer: Trainer, timer: SaveTimer, console: Console, lowest: bool, tim
 
 def validate(trainer: Trainer, console: Console, writer: MetricsWriter | None) -> bool:
     """Validate and report. Return whether the loss is the lowest so far, if the run tracks it."""
-    from megalite.training import best  # which a run without validation does not need, either
+    from megalite.training import best  # not needed without validation
     from megalite.training.validation import losses
 
     results = losses(trainer)

@@ -51,7 +51,7 @@ MESSAGE = re.compile(
     r"pipeline message (?P<kind>[SR][FB])(?P<stage>\d+)\.(?P<microbatch>\d+)[<>](?P<peer>\d+)"
 )
 GROUP = re.compile(r"(?P<operation>.+) over (?P<axis>\w+)")
-OWN_FRAMES = 3  # of a stack, in a line
+OWN_FRAMES = 3  # frames of a stack in one line
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Wait:
     on: int
     part: str
     why: str
-    skipped: bool = False  # the other one is beyond it
+    skipped: bool = False  # the other rank has passed it
 
 
 @dataclass(frozen=True)
@@ -350,7 +350,7 @@ def _different_plans(ranks: Mapping[int, Rank]) -> tuple[int, str, str] | None:
     """
     for rank in ranks.values():
         line = list(rank.axes.get("pp", ()))
-        # else it may be the plan of an earlier run
+        # otherwise it may be the plan of an earlier run
         inside = rank.rank in line and rank.place.get("number") is not None
         for number, action in enumerate(rank.plan if inside else ()):
             if not (match := MESSAGE.match(f"pipeline message {action}")) or int(match["peer"]) >= len(line):

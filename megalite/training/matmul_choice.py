@@ -159,7 +159,7 @@ def _recorded(config: Config) -> dict[str, Any] | None:
     """
     directories = [config.run.directory]
     if (load := config.checkpoint.load) not in ("auto", "none"):
-        with suppress(CheckpointError):  # the trainer will say so
+        with suppress(CheckpointError):  # reported by the trainer
             directories.append(find(Path(load)).resolve().parents[1])
     for directory, name in product(directories, (FILE, migrations.FILES[FILE])):
         with suppress(OSError, ValueError):
@@ -175,6 +175,6 @@ def _record(directory: Path, choice: MatmulChoice) -> None:
         "reason": choice.reason,
         "seconds": choice.seconds,
     }
-    with suppress(OSError):  # a full disk costs no run; a later start measures again
+    with suppress(OSError):  # a full disk must not end the run; a later start measures again
         directory.mkdir(parents=True, exist_ok=True)
         (directory / FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

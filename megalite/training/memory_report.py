@@ -65,7 +65,7 @@ def _storages(state: OptimizerState) -> Iterator[tuple[str, str, int]]:
     seen: set[int] = set()
     for kind, tensors in kinds.items():
         for tensor in tensors:
-            # not data_ptr: 0 for all tensors on the meta device
+            # not data_ptr, which is 0 for all tensors on the meta device
             if tensor is not None and tensor.untyped_storage()._cdata not in seen:
                 seen.add(tensor.untyped_storage()._cdata)
                 yield kind, store.state.place_of(tensor), tensor.untyped_storage().nbytes()

@@ -63,10 +63,10 @@ def build_on_meta(config: Config, ranks: Sequence[int], device: Device) -> list[
         device: the type of device that the ranks would use.
     """
     layout, states = build.layout(config), []
-    # their process group would be a real one
+    # their process group would be real
     options = build.mesh_options(config) | {"background_saves": False}
     config = replace(config, train=replace(config.train, kernels="auto"))  # no kernel runs here
-    # tensors in CPU memory, too
+    # also tensors in CPU memory
     everything = torch.device("meta") if config.parallel.offload_parameters else nullcontext()
     for rank in ranks:
         with fake_process(rank, layout.world) if layout.world > 1 else nullcontext(), everything:

@@ -28,7 +28,7 @@ def agreed(config: Config, mesh: Mesh, device: torch.device) -> Config:
     memory = _smallest(mesh, device)
     with raise_on_all_ranks(mesh):
         own = resolved(config, _kind(device), memory)
-    # ranks of different hosts may not agree on the last digit of a time
+    # times may differ in the last digit between hosts
     operations = on_rank_0(mesh, lambda: own.train.recompute)
     return replace(config, train=replace(config.train, recompute=operations))
 

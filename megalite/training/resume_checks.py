@@ -26,7 +26,7 @@ SAMPLES = ("run.seed", "data.sequence_length", "data.shuffle", "data.packing", *
 SETS = ("targets", "modules_to_save")  # lists of lora whose order and repetitions have no effect
 UNLISTED = (
     *("run.dir", "run.overwrite", "checkpoint.load", "checkpoint.allow", "data.allow_tokenizer_change"),
-    *("train.stop_after", "faults.inject", "network.variables"),  # values of the last may be secret
+    *("train.stop_after", "faults.inject", "network.variables"),  # network.variables may contain secrets
 )
 """Options that belong to a single start of a run and do not affect its results."""
 LENGTH = ("train.steps", "train.epochs", "train.tokens")
@@ -37,7 +37,7 @@ def check_resume(config: Config, fingerprint: str, state: dict[str, Any], direct
 
     Changes listed in `checkpoint.allow` are accepted.
     """
-    # which a fresh start does not need
+    # not needed for a fresh start
     from megalite.training.tokenizer_checks import check_resumed_tokenizer
 
     saved = with_batches(from_dict(state["config"]), state)
@@ -75,7 +75,7 @@ def check_resume(config: Config, fingerprint: str, state: dict[str, Any], direct
             f"checkpoint.load={directory} does not match the data of this run, because it was "
             f"trained with other {what}. To resume anyway, set checkpoint.allow=[data]."
         )
-    # A length in samples is the same one if it makes as many steps of the checkpoint's batches.
+    # A length in samples is unchanged if it corresponds to the same number of steps of the checkpoint.
     planned = config.train.steps if samples is None else steps_for(saved.train, samples)
     if saved.train.steps != planned and "horizon" not in allow and config.optimizer.decay != "constant":
         raise ConfigError(

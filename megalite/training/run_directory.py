@@ -158,7 +158,7 @@ def _nothing_to_do(config: Config) -> str | None:
         CheckpointError,
         KeyError,
         TypeError,
-    ):  # reading the checkpoint to resume will say what is wrong, or there is none
+    ):  # there is none, or resuming it will report the error
         return None
     early = stopped_early(config, state.get("loop", {}))
     if step < config.train.steps and early is None:

@@ -34,7 +34,7 @@ SAVE, STOP, INTERRUPT = 0.5, 1.0, 2.0**24
 
 Only rank 0 requests a save, fewer than 2**24 ranks request a stop, and fp64 sums are exact.
 """
-SHARE = 0.05  # largest share of time for saves: one that takes 1 s is followed by at least 19 s without one
+SHARE = 0.05  # maximum fraction of time for saves: a save of 1 s is followed by at least 19 s without one
 
 
 def requested_end(requests: float) -> ExitStatus | None:
@@ -72,7 +72,7 @@ class StopRequest:
 
     def _react(self, number: int) -> None:
         """Handle a signal. Called on another thread, while the main thread may be anywhere."""
-        from megalite.launch.output import RECENT  # a command has imported it
+        from megalite.launch.output import RECENT  # already imported by the command
 
         RECENT.add(f"[received {signal.Signals(number).name} in {self._activity}]\n".encode())
         # At the second Ctrl-C torchrun sends SIGTERM.
@@ -99,7 +99,7 @@ class StopRequest:
         return INTERRUPT if signal.SIGINT in self._signals else STOP if self.reason else 0.0
 
     def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():  # Python allows signal handlers only there
+        if threading.current_thread() is threading.main_thread():  # Python only allows signal handlers there
             self._listener = SignalListener(self._react, (*SIGNALS, signal.SIGUSR1), self._handle)
         return self
 

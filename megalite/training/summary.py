@@ -99,7 +99,7 @@ class SummaryWriter:
 
     def _measure(self, summary: RunSummary) -> None:
         """Read the progress of the run from its files."""
-        # also lines that a resume has cut since the last time
+        # also lines that a resume has removed since the last time
         for record in last_records(self._directory / METRICS):
             summary.step = record.get("step", summary.step)
             for name in ("loss", "val_loss", "tokens_seen", "epoch"):
@@ -143,5 +143,5 @@ def last_records(metrics: Path) -> Iterator[dict[str, Any]]:
     with metrics.open("rb") as file:
         file.seek(max(0, metrics.stat().st_size - TAIL))
         for line in file:
-            with suppress(ValueError):  # cut off, at the start of the tail or by a kill
+            with suppress(ValueError):  # truncated, at the start of the tail or by a kill
                 yield json.loads(line)

@@ -58,7 +58,7 @@ def _rows(config: Config) -> list[str]:
     if start.startswith(HF):
         rows = hf_shape(start.removeprefix(HF)).get("vocab_size")
     else:
-        with suppress(CheckpointError):  # a damaged one is reported when it is loaded
+        with suppress(CheckpointError):  # damage is reported when it is loaded
             rows = rows_of(checkpoint.manifest_of(find(Path(start))))
     if rows is None:
         return []
@@ -108,7 +108,7 @@ def _resumed(config: Config) -> Manifest | None:
     place = checkpoint.latest(own) if load == "auto" or restarts() else None
     if place is None and load not in ("auto", "none"):
         place = find(Path(load))
-    with suppress(CheckpointError):  # a damaged one is reported when it is loaded
+    with suppress(CheckpointError):  # damage is reported when it is loaded
         return None if place is None else checkpoint.manifest_of(place)
     return None
 

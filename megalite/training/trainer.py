@@ -45,7 +45,7 @@ from megalite.training.weight_update import (
     WeightUpdater,
 )
 
-# steps between garbage collections: all ranks pause at the same step, so that none makes the others wait
+# steps between garbage collections; all ranks pause at the same step, so that none delays the others
 GARBAGE_INTERVAL = 100
 
 
@@ -59,10 +59,10 @@ class StepResult:
     lr: float
     tokens: int  # valid tokens
     seconds: float
-    # idle share of the pipeline's time, over all ranks; None where it is not measured
+    # idle fraction of the pipeline's time, over all ranks; None if not measured
     bubble_fraction: float | None
     loss_scale: float  # 1 unless fp16
-    fault: str | None  # why the update was skipped, and the samples of the step; None: it was applied
+    fault: str | None  # why the update was skipped, and the samples of the step; None if it was applied
     streak: int  # consecutive skipped steps, this one included
     stop: float  # the sum of the ranks' requests to stop or save (`training.stop_requests`)
     routing: Mapping[str, Any]  # metrics of mixtures of experts (`model.router_states`)
@@ -92,7 +92,7 @@ class Trainer:
             config = agreed(config, mesh, torch.device(device))
         self.config, self.mesh, self.device = config, mesh, torch.device(device)
         self.run_dir = config.run.directory
-        with raise_on_all_ranks(mesh):  # a node may have other files
+        with raise_on_all_ranks(mesh):  # nodes may have different files
             self.train_data, self.validation_data = datasets.build(config.data, config.run.seed)
         self.microbatches = build.layout(config).microbatches
         self.schedule = build.schedule(config, self.microbatches)
@@ -317,7 +317,7 @@ class Trainer:
 
     def evaluate(self) -> float:
         """Return the mean loss over all valid tokens of all validation sets. Collective."""
-        from megalite.training.validation import losses  # which a run without validation does not need
+        from megalite.training.validation import losses  # not needed without validation
 
         return losses(self).mean
 

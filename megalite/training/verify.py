@@ -90,7 +90,7 @@ def global_tensors(trainer: Trainer, kinds: tuple[str, ...] = ("weight",)) -> di
     """
     import torch.distributed as dist
 
-    # As arrays of bytes, which pickle ten times faster than tensors do. NumPy has no bf16.
+    # Arrays of bytes are pickled ten times faster than tensors. NumPy does not support bf16.
     own = [
         (part.name, part.global_shape, part.offsets, *_to_bytes(part.tensor))
         for part in trainer.optimizer.state.to_save(kinds)

@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from megalite.launch.peers import LostRank, Peers
 
 LONGEST_LOOK = 10.0  # seconds: the longest interval between two checks of a process alone
-# from a lost rank to the end of this one by the watchdog; communication that fails ends it earlier
+# from a lost rank until the watchdog ends this one; failing communication ends it earlier
 END_S = 5.0
-MARGIN_S = 20.0  # beyond run.timeout: gloo's communication has raised before
-NCCL_SHARE = 0.8  # of run.timeout: torch's watchdog then aborts the process without a name
-ABORT_S = 5.0  # for the communicators to abort
-FRAMES = 12  # of the training thread's stack in a record
+MARGIN_S = 20.0  # added to run.timeout, so that gloo's communication raises first
+NCCL_SHARE = 0.8  # of run.timeout, when torch's watchdog aborts the process without naming a rank
+ABORT_S = 5.0  # time to abort the communicators
+FRAMES = 12  # number of frames of the training thread in a record
 COMPILERS = ("triton.compiler.", "torch._dynamo.convert_frame", "torch._inductor.compile_fx")
 """Modules with a frame on the stack while a kernel or a region of the model is compiled.
 
@@ -80,8 +80,8 @@ class Watchdog:
         self._on_loss = on_loss
         self._limits = limits(self.timeout, nccl=False)
         self._lost_since: dict[int, float] = {}  # when a rank was first found lost or silent
-        self._decided_since: float | None = None  # when a verdict that ends the run was first known here
-        self._said = False  # whether the present stall is reported
+        self._decided_since: float | None = None  # when this rank first knew a verdict that ends the run
+        self._said = False  # whether the current stall has been reported
         self._over = Event()
 
     def __enter__(self) -> Watchdog:
@@ -156,7 +156,7 @@ class Watchdog:
         if verdict is None:
             self._lost_since.clear()
             if self._awaits() and stood >= self._limits[1]:
-                # takes seconds: meanwhile the training thread may have ended the process
+                # takes seconds, during which the training thread may have ended the process
                 origin = peers.origin(self._place().get("peer"))
                 if not self._over.is_set():
                     self._end(
@@ -201,10 +201,10 @@ class Watchdog:
 
         message = f"rank {self.rank}: {what}{'' if verdict is None else f' ({verdict})'}"
         lost = Lost() if verdict is None else verdict.lost()
-        # the first before the last: it reads them
+        # _abort is last, because _record reads the communicators
         reports = (lambda: self._record(verdict), lambda: self._on_loss(message, lost), _abort)
         for report in reports:
-            with suppress(Exception):  # the process ends in any case
+            with suppress(Exception):  # the process ends regardless of errors
                 report()
         exit_after_failure(message, lost=lost)
 
@@ -217,7 +217,7 @@ class Watchdog:
             f"{self._waits()}; stacks: {stacks}"
         )
         say(line)
-        with suppress(OSError):  # a full disk may be the reason for the stall
+        with suppress(OSError):  # a full disk may be the cause of the stall
             self.directory.mkdir(parents=True, exist_ok=True)
             with open(stacks, "a", encoding="utf-8") as file:
                 print(line, file=file, flush=True)
@@ -250,7 +250,7 @@ class Watchdog:
 
     def _place(self) -> dict[str, Any]:
         """Return the position of this rank as plain data, see `launch.peers.Place`."""
-        # each once: the rank may go on meanwhile
+        # read once each, because the rank may continue
         activity, plan, action = self.activity, self.activity.plan, self.activity.action
         what, peer, since = activity.communication or (None, None, time())
         number = plan.index(action) if action in plan else None
@@ -306,7 +306,7 @@ def _meet(mesh: Mesh, place: Callable[[], dict[str, Any]]) -> tuple[Peers, bool]
     from megalite.launch.peers import Peers
 
     store = dist.distributed_c10d._get_default_store()
-    # without an agent, rank 0 holds it
+    # without an agent, rank 0 hosts the store
     held = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
     return Peers(store, mesh.rank, mesh.world.size, place, held), dist.get_backend() == "nccl"
 

@@ -42,7 +42,7 @@ class StepStatistics:
     fields.
     """
 
-    # sum of token losses · loss scale / valid tokens of the global batch; 0 where another rank counts it
+    # sum of token losses · loss scale / valid tokens of the global batch; 0 if another rank counts it
     loss: Tensor | float = 0.0
     busy: float = 0.0  # seconds inside compute actions
     # seconds from the first action to the last, on the ranks of the first stage; 0 on others
@@ -76,7 +76,7 @@ class OptimizerStep:
     norm: Tensor = field(default_factory=lambda: torch.tensor(torch.nan, dtype=torch.float64))
     loss: float = 0.0  # mean over the global batch, without the loss scale
     totals: StepStatistics = field(default_factory=StepStatistics)  # summed over all ranks
-    fault: str | None = None  # the reason why it is skipped; None: it is applied
+    fault: str | None = None  # reason why it is skipped; None if it is applied
     streak: int = 0  # consecutive skipped steps, this one included
 
 
@@ -194,7 +194,7 @@ class WeightUpdater:
         self._update_weights(step, divisor)
 
     def _update_weights(self, step: OptimizerStep, divisor: Tensor | None) -> None:
-        # a disk may need minutes
+        # a disk may take minutes
         with self.store.mesh.activity.working() if self._offloaded else nullcontext():
             # AdamW's bias correction counts applied updates only
             self.optimizer.step(step.number - self.skipped, step.lr, divisor)
@@ -240,7 +240,7 @@ class OptimisticWeightUpdater(WeightUpdater):
             self.optimizer.state.restore(self._copies)
             self._apply(step)  # gradients are still those of the pending step: no backward has run since
             if step.fault is not None:
-                # nothing was applied: the weights must be taken from the restored masters
+                # nothing was applied, so the weights must be restored from the masters
                 self.store.publish()
         self._copies = ()
         return correct

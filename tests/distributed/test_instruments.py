@@ -135,7 +135,7 @@ def test_a_run_writes_where_its_time_goes_and_a_trace_with_its_actions(ranks: An
     )
     assert not any(name.startswith("pipeline message") for name in names), "a wait is part of its action"
     assert not (tmp_path / "run" / "traces" / "profile_rank_00000.json").exists()
-    assert "steps 3 to 4 are recorded" in printed and "1f1b, steps 3 to 4: bubble_fraction" in printed
+    assert "recorded steps 3 to 4" in printed and "1f1b, steps 3 to 4: bubble_fraction" in printed
     last = printed.splitlines()[-2]
     assert last.startswith("step time ") and " measured (median), " in last and "%; bubble " in last, printed
     predicted = json.loads((tmp_path / "run" / "prediction.json").read_text())

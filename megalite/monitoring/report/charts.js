@@ -1,5 +1,5 @@
-// Draws each `.chart` of a page with uPlot, from the data in it (charts.py). Values are shown under the pointer; dragging zooms, a double click
-// shows all again, a click in the legend hides a curve. A live page draws its charts anew: what a reader has chosen is kept by title.
+// Draws each `.chart` of a page with uPlot, from its data attribute (charts.py). Hovering shows values, dragging zooms, a double click resets
+// the zoom, and a click in the legend hides a curve. A live page redraws its charts: the choices of the reader are kept by title.
 
 const COLORS = ["#2a62a8", "#c8691b", "#2f7d4f", "#b03a8c", "#7a4fa3", "#8a7a1f", "#3a8f9c", "#a33a3a"];
 const DARK_COLORS = ["#6fa3e0", "#f0a060", "#6cc092", "#e07cc0", "#b597dc", "#d2c060", "#78ccd8", "#e88080"];
@@ -15,7 +15,7 @@ function shown(value) {
   return value.toLocaleString("en-US", {maximumFractionDigits: size >= 1000 ? 0 : size >= 10 ? 2 : 4});
 }
 
-// The last value of a column at or before a point: curves have points of their own.
+// Returns the last value of a column at or before a point, because each curve has its own points.
 function before(column, index) {
   while (index >= 0 && column[index] == null) index--;
   return index < 0 ? null : column[index];
@@ -42,7 +42,7 @@ function axes(chart, look, rows) {
   return [x, y];
 }
 
-// Dashed lines where the segments of a run begin.
+// Draws dashed lines where the segments of a run start.
 function marks(chart, look) {
   return plot => {
     const {ctx, bbox} = plot;
@@ -83,7 +83,7 @@ function ofLines(chart, look) {
   return {series, bands, data: uPlot.join(tables)};
 }
 
-// Each line on top of the one before: drawn from the highest down to the lowest, each filled down to zero.
+// Stacks the lines: they are drawn from the highest to the lowest, each filled down to zero.
 function ofStack(chart, look) {
   const data = uPlot.join(chart.lines.map(line => [line.at, line.values])), sums = [];
   for (const column of data.slice(1)) {
@@ -104,7 +104,7 @@ function heatColor(share) {
   return `rgb(${HEAT[low].map((each, channel) => Math.round(each + (HEAT[low + 1][channel] - each) * (place - low))).join()})`;
 }
 
-// A row of cells for each line, and beside the legend the value of the one under the pointer.
+// Draws a row of cells for each line, and shows the value under the pointer next to the legend.
 function ofHeat(chart) {
   const data = uPlot.join(chart.lines.map(line => [line.at, line.values])), at = data[0];
   const top = Math.max(2, ...data.slice(1).flat().filter(value => value != null));

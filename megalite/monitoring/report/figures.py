@@ -13,7 +13,7 @@ from megalite.monitoring.report.segments import RunSegment, flattened
 from megalite.monitoring.report.segments import differences as changed_options
 from megalite.system.progress import duration
 
-RECENT = 20  # steps whose time the remaining ones are expected to take
+RECENT = 20  # number of steps from which the remaining time is estimated
 MOST_NAMED = 3  # values of a run's segments in one cell
 
 

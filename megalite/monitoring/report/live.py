@@ -29,9 +29,9 @@ from megalite.system.progress import duration
 
 HOSTS = ("127.0.0.1", "localhost")
 REFRESH_S = 5.0
-# without a step for so long, in seconds and in times of a step, the page says so
+# time without a step that the page reports, in seconds and in step times
 SILENT_S, SILENT_STEPS = 60.0, 10
-SHARE = 0.1  # of a core at most, for drawing: the run may need it
+SHARE = 0.1  # maximum fraction of a core for drawing, because the run may need it
 ICON = '<link rel="icon" href="data:,">'  # otherwise browsers ask for /favicon.ico
 SCRIPT = """
 const main = document.querySelector("main"), note = document.querySelector("#note");
@@ -135,7 +135,7 @@ class LivePage:
             body, lines = content([run]), [*lines, *self._silence(run)]
         except ReportError as error:
             body = f"<p>{escape(str(error))}</p>"
-        except Exception as error:  # of files that are being replaced: the next look is better
+        except Exception as error:  # files may be in the middle of being replaced; the next attempt succeeds
             body = f"<p>{escape(f'{type(error).__name__}: {error}')}</p>"
         return f'<p class="state">{escape("; ".join(lines))}</p>\n{body}'
 

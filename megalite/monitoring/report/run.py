@@ -33,7 +33,7 @@ METRICS, ENVIRONMENT, PREDICTION, SUMMARY = (
 )
 FILES = ("config.yaml", METRICS, starts.FILE, ENVIRONMENT, PREDICTION, SUMMARY, measured.TIMELINE)
 """Files from which a report is created."""
-PHASES = "time_"  # metrics.jsonl's keys of a step's phases start with this
+PHASES = "time_"  # prefix of the keys of a step's phases in metrics.jsonl
 
 
 class ReportError(Exception):
@@ -155,7 +155,7 @@ def read(directory: Path) -> RecordedRun:
         _object(directory / name) for name in (ENVIRONMENT, PREDICTION, SUMMARY)
     )
     begun = [replace(start, options=_whole(start.options)) for start in starts.read(directory)]
-    if not begun:  # a run of an earlier version: its last start is all that is known
+    if not begun:  # a run of an earlier version, of which only the last start is known
         after = steps[0]["step"] - 1 if steps else 0
         begun = [starts.Start(after, to_dict(config), environment, prediction=prediction)]
     return RecordedRun(

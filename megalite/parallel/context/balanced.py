@@ -166,7 +166,7 @@ def _swap_for_ring(tiles: Counts, owners: Counts, ranks: int) -> None:
     """
     random, one_hot = np.random.default_rng(0), np.eye(ranks, dtype=np.int64)
     held = one_hot[owners]  # [blocks, ranks]
-    floats = tiles.astype(np.float64)  # products of integers would be slow; these are exact
+    floats = tiles.astype(np.float64)  # integer matmuls would be slow; these are exact
     # of each block's queries with a rank's keys; vice versa
     queries, keys = ((each @ held).astype(np.int64) for each in (floats, floats.T))
     between, failed = held.T @ queries, 0  # [ranks, ranks]

@@ -70,7 +70,7 @@ class Gathered(torch.autograd.Function):
         inner = delta(dout, out)
         accumulate_gradient(ctx.sinks, lse, inner)
         dq, *dkv = attention_part_backward(dout, q, keys, values, lse, inner, *places, **ctx.options)
-        del keys, values  # their gradients take as much again
+        del keys, values  # their gradients take the same amount
         dk, dv = (
             reduce_scatter(by_rank(torch.cat(dkv, dim=-1), part.segments), cp)
             .wait()

@@ -180,14 +180,14 @@ class Expanded(torch.autograd.Function):
             for piece in rows.pieces():
                 # leaves: the inner backward ends here
                 inputs = [x.detach().requires_grad_() for x in rows.inputs(piece)]
-                with torch.enable_grad():  # off inside a backward
+                with torch.enable_grad():  # disabled inside a backward
                     k, v = ctx.expand(*inputs, piece.segments)
                 places = part.segments[part.rank], piece.segments
                 dq_part, dk, dv = attention_part_backward(
                     dout, q, k.detach(), v.detach(), lse, inner, *places, **ctx.options
                 )
                 dq += dq_part
-                # the weight gets its gradient on the way
+                # this accumulates the gradient of the weight
                 its = torch.autograd.grad((k, v), inputs, (dk.to(k.dtype), dv.to(v.dtype)))
                 gradients.append((piece, torch.cat(its, dim=-1)))
         dlatent, dkey = rows.collected(gradients)

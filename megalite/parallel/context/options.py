@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 _OF_CONTEXT = {"part", "sinks", "expand"}
-# attention of a part never keeps probabilities, and its queries are of no whole document
+# attention of a part never keeps probabilities, and its queries do not form whole documents
 _NOT_OF_PARTS = {"recompute", "boundaries"}
 
 

@@ -45,7 +45,8 @@ def pass_on(x: Tensor, axis: MeshAxis) -> Pending:
             Work(send, "hop over cp", axis.activity, target),
             Work(receive, "hop over cp", axis.activity, source),
         ]
-    else:  # both in one batch: NCCL would finish the send before it starts the receive, on every rank
+    # both in one batch, otherwise NCCL would finish the send before starting the receive, on every rank
+    else:
         operations = [
             dist.P2POp(dist.isend, x, target, axis.group),
             dist.P2POp(dist.irecv, received, source, axis.group),

@@ -96,7 +96,7 @@ class Cut:
                 targets=_each(mtp_targets.targets, missing, IGNORE_INDEX, own),
             ),
         )
-        microbatch.positions.clamp_(max=length - 1)  # a table of learned positions may end there
+        microbatch.positions.clamp_(max=length - 1)  # a table of learned positions may end at this length
         return microbatch
 
     def _part(self, length: int, document_start: Tensor | None) -> SequencePart:

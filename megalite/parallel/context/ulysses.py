@@ -35,10 +35,10 @@ def to_heads(tensors: Sequence[Tensor], cp: MeshAxis) -> list[Tensor]:
     """
     length, batch = tensors[0].shape[:2]
     widths = [x.shape[2] // cp.size * x.shape[3] for x in tensors]
-    packed = tensors[0].new_empty(cp.size, length, batch, sum(widths))  # first the rank that they go to
+    packed = tensors[0].new_empty(cp.size, length, batch, sum(widths))  # the receiving rank first
     for part, x in zip(packed.split(widths, dim=3), tensors, strict=True):
         part.unflatten(3, (-1, x.shape[3])).copy_(x.unflatten(2, (cp.size, -1)).movedim(2, 0))
-    # first the rank that they come from, which holds the positions before those of the next
+    # the sending rank first, in the order of positions
     received = all_to_all(packed, cp).wait()
     parts = zip(received.flatten(0, 1).split(widths, dim=2), tensors, strict=True)
     return [part.unflatten(2, (-1, x.shape[3])) for part, x in parts]
@@ -48,7 +48,7 @@ def to_positions(tensors: Sequence[Tensor], cp: MeshAxis) -> list[Tensor]:
     """Exchange heads for parts, the inverse of `to_heads`."""
     # [cp, seq/cp, batch, heads/cp · dim]
     packed = torch.cat([x.flatten(2) for x in tensors], dim=2).unflatten(0, (cp.size, -1))
-    # first the rank that they come from, which had the heads before those of the next
+    # the sending rank first, in the order of heads
     received = all_to_all(packed, cp).wait()
     parts = received.split([x.shape[2] * x.shape[3] for x in tensors], dim=3)
     return [

@@ -94,7 +94,7 @@ class Balance:
 
     def __init__(self, model: ModelConfig, state: RouterState, sequence: MeshAxis):
         self.model, self.state, self.sequence = model, state, sequence
-        # modules of multi-token prediction do not count
+        # modules of multi-token prediction are not counted
         self.layers = max(sum(map(model.is_mixture, range(model.num_hidden_layers))), 1)
         self.by_sequence = model.router_balance == "sequence" or (
             model.router_balance == "bias" and model.router_aux_loss_coef > 0

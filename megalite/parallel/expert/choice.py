@@ -70,7 +70,7 @@ def best(scores: Tensor, k: int) -> Tensor:
 
     Among equal scores the expert with the lower index comes first.
     """
-    # topk breaks ties in any order
+    # topk breaks ties in arbitrary order
     return scores.detach().sort(dim=-1, descending=True, stable=True).indices[:, :k].contiguous()
 
 

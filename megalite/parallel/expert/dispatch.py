@@ -51,7 +51,7 @@ class LocalDispatch:
 
     def run(self, rows: Tensor, weights: Tensor, choice: ExpertChoice, experts: Experts) -> Tensor:
         if "groups" not in choice.kept:
-            choice.kept["groups"] = Groups(choice.counts)  # the host need not know them: it sends nothing
+            choice.kept["groups"] = Groups(choice.counts)  # not needed on the host, because nothing is sent
         return combine(experts(spread(rows, choice), choice.kept["groups"]), weights, choice)
 
 
@@ -153,7 +153,7 @@ class AllGatherDispatch:
     def begin(self, choice: ExpertChoice) -> None:
         if "whole" not in choice.kept and "chosen" not in choice.kept:
             number = len(choice.counts)
-            # not sent: no expert's
+            # not sent, because they belong to no expert
             own = choice.experts.flatten().masked_fill(choice.inverse >= len(choice.order), number)
             chosen = all_gather(own.view_as(choice.experts), self.axis)  # [tokens, k] -> [ep · tokens, k]
             choice.kept["chosen"] = PendingCounts(

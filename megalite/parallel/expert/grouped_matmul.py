@@ -35,7 +35,7 @@ def matmul_loop(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
 def grouped_matmul(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
     """Compute `matmul_loop`, with one grouped kernel on a GPU in bf16."""
     aligned = all(size * rows.itemsize % _ALIGNED == 0 for size in matrices.shape[1:])
-    # a kernel might not take an empty tensor
+    # kernels might not support empty tensors
     if rows.is_cpu or rows.dtype != torch.bfloat16 or not aligned or not len(rows):
         return matmul_loop(rows, matrices, groups)
     return torch.nn.functional.grouped_mm(rows, matrices, offs=groups.ends)

@@ -26,7 +26,7 @@ from megalite.parallel.pipeline.send_recv_actions import send_after, with_commun
 from megalite.parallel.pipeline.simulator import Timeline, simulate
 
 BUBBLES = ("bubble_fraction", "bubble_over_ideal", "bubble_rate")
-DIGITS = 12  # rounds off the differences between sums of equal durations, so that 0 is printed as 0
+DIGITS = 12  # rounds differences between sums of equal durations, so that 0 is printed as 0
 
 
 class GatheredWeights(NamedTuple):

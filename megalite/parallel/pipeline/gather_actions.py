@@ -21,13 +21,14 @@ from megalite.parallel.pipeline.schedule import Action, ActionKind, Schedule, Sc
 
 def uses(action: Action, schedule: Schedule) -> Sequence[Unit]:
     """Return the units whose gathered weights a compute action needs, in order of computation."""
-    # a weight gradient needs only inputs and output gradients
+    # a weight gradient only requires inputs and output gradients
     if not schedule.units or action.kind is ActionKind.WEIGHT:
         return ()
     units = schedule.units[action.stage]
     if action.kind is ActionKind.FORWARD:
         return units
-    return [unit for unit in reversed(units) if unit.number > 0]  # an embedding's backward needs no weights
+    # the backward of an embedding does not need weights
+    return [unit for unit in reversed(units) if unit.number > 0]
 
 
 def with_gathering(schedule: Schedule, units: tuple[tuple[Unit, ...], ...], keep: bool = False) -> Schedule:

@@ -86,12 +86,12 @@ class _Run:
     loss_scale: float
     training: bool
     statistics: dict[str, Tensor]
-    # leaves of the stages' graphs, whose .grad goes to the previous stage
+    # leaves of the stages' graphs, whose .grad is sent to the previous stage
     inputs: dict[Key, Tensor] = field(default_factory=dict)
-    # scalars that backward starts from: the loss, or a _Handoff's token
+    # scalars from which backward starts: the loss, or the token of a _Handoff
     roots: dict[Key, Tensor] = field(default_factory=dict)
     gradients: dict[Key, _Gradient] = field(default_factory=dict)
-    # outputs and input gradients that another stage has yet to consume
+    # outputs and input gradients that another stage will consume
     products: dict[Key, Tensor] = field(default_factory=dict)
     # receives in flight, with their buffers
     arriving: dict[tuple[ActionKind, Key], tuple[Any, Tensor]] = field(default_factory=dict)
@@ -274,7 +274,7 @@ class Runtime:
         key = (action.stage, action.microbatch)
         if action.stage < run.schedule.stages - 1:
             run.gradients.pop(key).value = run.products.pop((action.stage + 1, action.microbatch))
-        # before backward: products are queued under this key, for the W action
+        # before backward, because matmuls are queued under this key for the W action
         self.weight_grads.begin_backward(*key)
         # From the loss, or from the received gradient (`_Handoff.backward`), down through the backwards of
         # the head, the layers and, in the first stage, the embedding: the autograd functions of
@@ -286,7 +286,7 @@ class Runtime:
             run.products[key] = gradient
 
     def _weight(self, run: _Run, action: Action) -> None:
-        with torch.no_grad():  # as inside autograd's backward, where schedules without W compute the products
+        with torch.no_grad():  # as inside autograd's backward, where schedules without W compute the matmuls
             self.weight_grads.run(action.stage, action.microbatch)
 
     def _receive(self, run: _Run, action: Action) -> None:
@@ -303,7 +303,7 @@ class Runtime:
         for sent in [sent for sent, (work, _) in run.sends.items() if work.is_completed()]:
             run.sends.pop(sent)[0].wait()
         run.sends[action.kind, key] = (self._transfer(dist.isend, tensor, action), tensor)
-        # gloo does not report a send as complete before it is waited for
+        # gloo only reports a send as complete after waiting for it
         while len(run.sends) > OUTSTANDING_SENDS:
             work, _ = run.sends.pop(next(iter(run.sends)))
             work.wait()

@@ -29,7 +29,7 @@ class ActionKind(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"  # gradient of the input; of the weights too, unless the schedule has a WEIGHT pass
-    WEIGHT = "W"  # gradient of the weights alone
+    WEIGHT = "W"  # gradient of the weights only
     SEND_FORWARD = "SF"
     RECEIVE_FORWARD = "RF"
     SEND_BACKWARD = "SB"

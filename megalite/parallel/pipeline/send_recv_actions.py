@@ -30,11 +30,11 @@ from typing import Literal, NamedTuple
 
 from megalite.parallel.pipeline.schedule import Action, ActionKind, Schedule, ScheduleError, dependencies
 
-PASS, MESSAGE = 16, 1  # durations of the simulation that the global order comes from
+PASS, MESSAGE = 16, 1  # durations of the simulation that determines the global order
 # NCCL's buffers at one end of an edge. Estimate: 0.5 GB a peer with 32 thread blocks both ways; channels have
 # 4
 CONNECTION_BYTES = 32 << 20
-OUTSTANDING_SENDS = 4  # sends that a rank may leave incomplete: bounds the memory of messages
+OUTSTANDING_SENDS = 4  # maximum number of incomplete sends of a rank, which limits the memory of messages
 
 
 class Channel(NamedTuple):

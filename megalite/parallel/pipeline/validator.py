@@ -106,7 +106,7 @@ def _check_order(schedule: Schedule, rank: int) -> None:
     Gradients must also be accumulated in ascending microbatch order.
     """
     seen: set[Action] = set()
-    # number of microbatches whose gradient pass is done, by (pass, stage)
+    # number of completed gradient passes, by (pass, stage)
     accumulated: Counter[tuple[ActionKind, int]] = Counter()
     for action in schedule.actions[rank]:
         for needed in _needed_here(action, schedule, rank):

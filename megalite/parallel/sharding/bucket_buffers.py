@@ -82,7 +82,7 @@ class BucketBuffers:
         with torch.no_grad():
             self.master[own] = values[low - start : high - start]
             if self.has_own_master:
-                self.owned_weights[own] = self.master[own]  # on their device, not by a second upload
+                self.owned_weights[own] = self.master[own]  # on their device, instead of a second upload
 
     def rectangle(self, kind: str, values: Tensor, flat: FlatRectangle, offset: int) -> Rectangle:
         """Return the part of `values` ([stop - start], one per owned element) that `flat` describes.

@@ -57,7 +57,7 @@ class GradientBucket:
     separate_embedding_grad: Tensor | None = None
     compression: Compression | None = None
     missing: list[int] = field(default_factory=list)
-    uninitialized: bool = True  # with shards_only: nothing has been added to `owned` in this step
+    uninitialized: bool = True  # with shards_only: whether nothing has been added to `owned` in this step
 
     @staticmethod
     def allocate(
@@ -105,7 +105,7 @@ class GradientBucket:
 
     def open(self) -> None:
         """Allocate the buffer in which gradients accumulate, and set `grad` of every weight."""
-        # bounds memory: each reduction in flight still holds a full buffer
+        # limits memory, because each reduction in flight has a full buffer
         self.reducer.make_room(in_flight=1)
         # Not zeroed: a weight's first contribution overwrites its part, and `release_full` zeroes what has
         # none. Padding must stay finite.

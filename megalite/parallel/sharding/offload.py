@@ -95,7 +95,7 @@ class StateMemory:
                 if each.weights.device != each.master.device
                 for window in each.cut(UPLOAD)
             ):
-                # the present ones: an update may skip itself on the device
+                # the current values, because an update may skip itself on the device
                 weights = window.master.to(window.weights.dtype, copy=True)
                 yield [replace(window, weights=weights)]
                 # into pinned memory, in order with the kernels that read it next
@@ -227,7 +227,8 @@ class DiskState(CPUState):
         super().__init__()
         self.directory = directory
         self.file = _open(directory)
-        self._mappings: dict[int, mmap.mmap] = {}  # by address: advice on other memory would drop its content
+        # by address, because advice on other memory would drop its content
+        self._mappings: dict[int, mmap.mmap] = {}
 
     def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
         size, start = (
@@ -292,9 +293,7 @@ class DiskState(CPUState):
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         try:
             mapping.madvise(advice, first, start + int(tensor.nbytes) - first)
-        except (
-            OSError
-        ) as error:  # populating reports errors that would kill the process on access to the page
+        except OSError as error:  # populating reports errors that would otherwise kill the process on access
             # EINVAL from older kernels: pages are loaded on access
             if error.errno != errno.EINVAL or advice != MADV_POPULATE_WRITE:
                 raise self._lost(error) from error

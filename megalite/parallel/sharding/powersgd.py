@@ -107,7 +107,7 @@ class Compression:
                 beta=1 / self.loss_scale,
                 alpha=-1 / (self.loss_scale * self.axis.size),
             )
-            # own memory: how BLAS rounds depends on a matrix's address
+            # separate memory, because the rounding of BLAS depends on the address of a matrix
             matrix.undecided = error, factor.clone()
             torch.matmul(basis, factor.mT, out=value)
 
@@ -231,7 +231,7 @@ class PowerSGD:
         ]
         known = [(matrix, name) for matrix, name in names if f"powersgd_error/{name}" in stored]
         for matrix in self.matrices:
-            matrix.error.zero_()  # a checkpoint that turned out to be damaged may have filled some
+            matrix.error.zero_()  # a damaged checkpoint may have filled some
         fill(
             [each for each in map(self._factor, self.matrices) if stored.get(each.name) == each.global_shape]
         )
@@ -252,7 +252,7 @@ class PowerSGD:
             return
         rows = stored[f"powersgd_error/{known[0][1]}"][0]
         scratch = [torch.zeros_like(matrix.error) for matrix, _ in known]
-        # one rank's errors at a time, which bounds the memory
+        # one rank's errors at a time, to limit memory
         for row in [axis.rank] if rows == axis.size else range(rows):
             fill(
                 [

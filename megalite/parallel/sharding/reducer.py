@@ -125,7 +125,7 @@ class GradientReducer:
     def start(self, bucket: GradientBucket) -> None:
         """Start the reduction of a bucket whose weights are all complete."""
         if bucket.domain.owners == 1:
-            return  # one rank holds the bucket: nothing to reduce over data parallelism
+            return  # only one rank has the bucket: nothing to reduce over data parallelism
         if bucket.shards_only:
             # no weight of the bucket was used here; other ranks may have used it and take part in the
             # collective

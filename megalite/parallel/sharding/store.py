@@ -195,7 +195,7 @@ class ParameterStore:
         ]
 
     def _allocate_gradients(self, layout: BucketLayout, domain: Domain, dtype: torch.dtype) -> GradientBucket:
-        # both accumulators last a step: adding per microbatch reorders
+        # both accumulators are kept for a step, because adding per microbatch changes the order
         zero = min(self.zero, 1) if self._separates(layout) else self.zero
         return GradientBucket.allocate(layout, domain, zero, dtype, self.device, self.reducer)
 
@@ -213,7 +213,7 @@ class ParameterStore:
             threads: number of blocks of a weight that are drawn at the same time.
         """
         self.draw(seed, threads)
-        meet(self.mesh)  # first and last stages draw more than others
+        meet(self.mesh)  # the first and last stages draw more than others
         self.gatherer.gather_updated()
         self.gatherer.finish()
 

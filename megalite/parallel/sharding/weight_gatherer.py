@@ -72,7 +72,8 @@ class WeightGatherer:
         """
         for number, bucket in enumerate(self.buckets):
             if self.sharded_update and bucket.layout.trainable:
-                bucket.await_weights()  # pending only if no forward has run since the last update: a rollback
+                # only pending if no forward has run since the last update, as in a rollback
+                bucket.await_weights()
                 # [size/shard] -> [size], in place
                 gathering = all_gather(bucket.owned_weights, bucket.domain.shard, bucket.weights)
                 bucket.gathering = self.log.gathering(f"gather {number}", gathering)
@@ -153,7 +154,7 @@ class ShardGatherer(WeightGatherer):
         return _UnitBoundary.apply(x, partial(self.acquire, unit), partial(self.release, unit))
 
     def post_forward(self, unit: int, x: Tensor) -> Tensor:
-        if unit == 0:  # an embedding's backward needs no weights, so they are not gathered again
+        if unit == 0:  # the backward of an embedding does not need weights, so they are not gathered again
             self.release(unit)
             return x
         return _UnitBoundary.apply(x, partial(self.release, unit), partial(self.acquire, unit))

@@ -156,6 +156,6 @@ class _GradientWithLoss(torch.autograd.Function):
             "been accumulated: scale the loss instead",
         )
         (dx,) = ctx.saved_tensors
-        # a second backward must raise: it would not add the weight's gradient again
+        # a second backward must raise, because it would not add the gradient of the weight again
         torch.autograd.graph.increment_version(dx)
         return dx, None, None, None, None, None

@@ -47,7 +47,7 @@ class DoraAdapter(Adapter):
         adapted, inner = plain.clone(), self.inner(dropped)
         self.add(inner, adapted)
         scaled = adapted * factors  # in at least fp32
-        # the difference first: before training it is 0
+        # compute the difference first, because it is 0 before training
         rows.copy_(scaled if plain is rows else scaled.sub_(plain).add_(rows))
         return inner, adapted, factors, norms
 
@@ -87,7 +87,8 @@ class DoraAdapter(Adapter):
             after[rows] += part.scale**2 * (torch.mm(b, torch.mm(a, a.t()).to(dtype)) * b).sum(1)
         if self.base.spec.segments[0].split == 1:
             before, after = all_reduce(torch.stack([before, after]), self.tp).wait()
-        lengths, norms = before.sqrt(), after.clamp_(min=0).sqrt()  # rounding may have made a square negative
+        # a square may be negative because of rounding
+        lengths, norms = before.sqrt(), after.clamp_(min=0).sqrt()
         empty, factors = norms == 0, torch.ones_like(norms)
         norms = norms.masked_fill(empty, 1)
         for part in self.parts:

@@ -31,7 +31,7 @@ class _Embed(torch.autograd.Function):
         rows = local.masked_fill(outside, 0) if layer.tp.size > 1 else tokens
         out = table[rows]  # [seq, batch, hidden]
         if layer.tp.size > 1:
-            # each token then has one non-zero term in the sum over tp
+            # each token then has one nonzero term in the sum over tp
             out.masked_fill_(outside.unsqueeze(-1), 0)
         # [seq (/tp), batch, hidden]
         out = (reduce_scatter if layer.sequence_parallel else all_reduce)(out, layer.tp).wait()
@@ -40,7 +40,7 @@ class _Embed(torch.autograd.Function):
         if layer.positions is not None:
             assert positions is not None
             positions = layer.own_sequence(positions)
-            out += layer.positions.tensor[positions]  # after the sum, which would otherwise add them tp times
+            out += layer.positions.tensor[positions]  # after the sum, otherwise they would be added tp times
         ctx.save_for_backward(rows, outside, positions)
         return out
 
@@ -57,7 +57,7 @@ class _Embed(torch.autograd.Function):
         if layer.scale is not None:
             grad = grad * layer.scale
         if layer.tp.size > 1:
-            # other ranks' tokens add zero to row 0: no shape depends on data
+            # tokens of other ranks add zero to row 0, so that no shape depends on data
             grad = grad.masked_fill(outside.unsqueeze(-1), 0)
         layer.weight.accumulate_rows(rows.reshape(-1), grad.flatten(0, 1), layer.first_stage)
         return None, None, None, None

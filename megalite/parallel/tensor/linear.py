@@ -91,7 +91,7 @@ class _Column(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
         layer, grad = ctx.layer, grads[0]
         x, *saved = ctx.saved_tensors
-        # Started first, so that it overlaps with the input gradient's product.
+        # Started first, so that it overlaps with the matmul of the input gradient.
         gathering = all_gather(x, layer.tp) if layer.sequence_parallel and x is not None else None
         reduction = rest = None
         if ctx.needs_input_grad[0]:
@@ -102,7 +102,7 @@ class _Column(torch.autograd.Function):
                 if layer.sequence_parallel
                 else all_reduce(dx, layer.tp, disposable=True)
             )
-        if x is not None:  # between start and wait of the reduction, which it hides
+        if x is not None:  # between start and wait of the reduction, to overlap with it
             _accumulate_linear(
                 layer.weight, layer.bias, grad, x if gathering is None else gathering.wait(), rest
             )
@@ -149,7 +149,7 @@ class _Row(torch.autograd.Function):
         ctx.layer, ctx.mask, adapter = layer, mask, layer.weight.adapter
         active = x if layer.activation is None else layer.activation.forward(x)  # [seq, batch, in/tp]
         out = _matmul(active, weight)  # [seq, batch, out], a partial sum: this rank has a part of the inputs
-        # The adapter adds to `out`, so before its reduction. `active` is not saved: backward recomputes it
+        # The adapter adds to `out` before its reduction. `active` is not saved: backward recomputes it
         # from x.
         ctx.save_for_backward(x, *(() if adapter is None else adapter.forward(active, out, mask)))
         summed = (
@@ -158,13 +158,13 @@ class _Row(torch.autograd.Function):
             else all_reduce(out, layer.tp, disposable=True)
         )
         out = summed.wait()  # [seq (/tp), batch, out]
-        # after the sum, which would otherwise add it tp times
+        # after the sum, otherwise it would be added tp times
         return out if layer.bias is None else out.add_(layer.bias.tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
         layer, grad = ctx.layer, grads[0]
-        # before the gather: a partial gradient, of this rank's part of the sequence
+        # before the gather: the partial gradient for this rank's part of the sequence
         if layer.bias is not None and layer.bias.trainable:
             layer.bias.accumulate(grad.flatten(0, -2).sum(0, dtype=layer.bias.grad_dtype))
         if layer.sequence_parallel:
