@@ -24,7 +24,7 @@ from megalite.config.amounts import duration_seconds
 from megalite.config.schema import Config
 from megalite.mesh.mesh import Layout, Mesh, MeshAxis
 from megalite.model.adapter_parameters import with_adapters
-from megalite.model.parameters import kv_replicas, model_specs
+from megalite.model.parameters import embedding_pair, kv_replicas, model_specs
 from megalite.model.stage import Stage
 from megalite.optimizer.registry import OPTIMIZERS, kinds_of
 from megalite.parallel.microbatch import Microbatch
@@ -72,10 +72,9 @@ def check_offload(config: Config, device: torch.device, share: float) -> None:
 def mesh_options(config: Config) -> dict[str, Any]:
     """Returns the arguments of a mesh besides the layout."""
     plan = schedule(config, layout(config).microbatches)
-    shares_embedding = config.model.tie_word_embeddings or config.model.mtp_layers > 0
     return {
         "kv_replicas": kv_replicas(config.model, config.parallel.tp),
-        "tied": (plan.placement[0], plan.placement[-1]) if shares_embedding else None,
+        "tied": embedding_pair(config.model, plan.placement),
         "channels": edges(plan),
         "staggered_end": staggered_end(config),
         "stage_axis": OPTIMIZERS[config.optimizer.name].exchange_axis == "stage",

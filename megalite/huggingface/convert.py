@@ -29,6 +29,7 @@ from torch import Tensor
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, Manifest, directories, find
 from megalite.checkpoint.checksummed_chunks import append_chunk, dtype_name
+from megalite.checkpoint.errors import LISTED, listing
 from megalite.checkpoint.finite import nonfinite, reject
 from megalite.checkpoint.manifest import WEIGHT, StoredTensor, encode
 from megalite.checkpoint.resized_embeddings import Read, check_rows, resized
@@ -63,7 +64,6 @@ from megalite.system.progress import Report, silent
 HF = "hf:"
 BLOCK = 64 << 20  # maximum bytes of a chunk, as in checkpoints of training
 SHARD = 5_000_000_000  # maximum bytes of an exported file, unless one tensor is larger
-NAMED = 5  # problems listed in a message
 FREE_TO_CHANGE = (
     *(
         "max_position_embeddings",
@@ -223,11 +223,8 @@ def _bound(
         ):
             problems.append(f"{name} has no place in a {family} model")
     if problems:
-        more = f"\n  … and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
         raise ConversionError(
-            f"{weights.directory} does not hold the model of its config.json:\n  "
-            + "\n  ".join(problems[:NAMED])
-            + more
+            f"{weights.directory} does not hold the model of its config.json:{listing(problems)}"
         )
     if (
         tied
@@ -322,7 +319,7 @@ def _reader(model: ModelConfig, seed: int, directory: Path, beside_adapter: bool
         )
     if different:
         listed = ", ".join(
-            f"model.{name} = {show(ours[name])} and there {show(theirs[name])}" for name in different[:NAMED]
+            f"model.{name} = {show(ours[name])} and there {show(theirs[name])}" for name in different[:LISTED]
         )
         raise ConversionError(
             f"model.init_from = {HF}{directory} is another model: {listed}. "

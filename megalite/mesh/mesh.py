@@ -91,7 +91,7 @@ class Mesh:
             sharded over groups of `dims.shard` neighbours of the data axis; the groups are replicas of each
             other.
         kv_replicas: number of tp ranks that hold the same key-value head (1 if there are at least tp heads).
-        tied: the pipeline ranks that hold the two copies of a tied embedding, or None.
+        tied: the pipeline ranks with the two copies of a tied embedding; None: there is one copy, or none.
         channels: the point-to-point communicators over the pp axis by name, in the order of creation, each
             with the pairs of pipeline ranks (source, target) that use it.
         staggered_end: whether totals are summed along the pipeline, not over the world: adds their channels
@@ -235,7 +235,7 @@ class Mesh:
         return group, axis if size == 1 else self._axis(names[1], axis.ranks[axis.rank % size :: size], own)
 
     def _tied_pair(self, tied: tuple[int, int] | None) -> MeshAxis | None:
-        if tied is None or tied[0] == tied[1]:
+        if tied is None:
             return None
         if self.pp.rank in tied:
             return self._axis("tied_pair", tuple(sorted(self.pp.ranks[stage] for stage in tied)))

@@ -54,6 +54,25 @@ def layers_in(model: ModelConfig, unit: int) -> range:
     return range(unit - 1, unit)
 
 
+def embedding_uses(model: ModelConfig) -> int:
+    """Return how often the last stage uses the embedding in a microbatch.
+
+    Each MTP module looks up tokens; a tied embedding is also the head of every loss.
+    """
+    return model.mtp_layers + (1 + model.mtp_layers if model.tie_word_embeddings else 0)
+
+
+def embedding_pair(model: ModelConfig, placement: Sequence[int]) -> tuple[int, int] | None:
+    """Return the pipeline ranks that store the two copies of the embedding, or None if there is only one.
+
+    Args:
+        placement: the rank of each stage. The first stage looks up tokens in the embedding, and the last one
+            may use it too.
+    """
+    first, last = placement[0], placement[-1]
+    return (first, last) if embedding_uses(model) and first != last else None
+
+
 def stage_units(partition: Sequence[int], stage: int) -> range:
     """Returns the units of a pipeline stage.
 
@@ -170,7 +189,7 @@ class _Specs:
         Args:
             both_ends: whether the rank has the last stage, too, which may use the table.
         """
-        model, table, uses = self.model, self._vocabulary("embedding.weight"), self.embedding_uses
+        model, table, uses = self.model, self._vocabulary("embedding.weight"), embedding_uses(self.model)
         tied = uses > 0
         shared = both_ends and tied
         contributions = 1 + uses if shared else 1
@@ -182,13 +201,6 @@ class _Specs:
             )
             specs += _one_each(0, positions)
         return specs
-
-    @property
-    def embedding_uses(self) -> int:
-        """How often the last stage uses the embedding in a microbatch: each MTP module looks up tokens; if
-        tied, it is the head of all losses."""
-        modules = self.model.mtp_layers
-        return modules + (1 + modules if self.model.tie_word_embeddings else 0)
 
     def _vocabulary(self, name: str, copy: bool = False) -> Segment:
         """Returns a table [vocabulary, hidden], split along dim 0; in memory it is padded to parts of the
@@ -311,8 +323,8 @@ class _Specs:
         if not model.tie_word_embeddings:
             weight = self._vocabulary("head.weight")
             specs.append(ParamSpec(weight.name, unit, (weight,), contributions=1 + model.mtp_layers))
-        if self.embedding_uses and not holds_embedding:
-            weight, uses = self._vocabulary("embedding.weight", copy=True), self.embedding_uses
+        if (uses := embedding_uses(model)) and not holds_embedding:
+            weight = self._vocabulary("embedding.weight", copy=True)
             specs.append(ParamSpec(weight.name, unit, (weight,), tied=True, contributions=uses))
         for index in range(model.num_hidden_layers, layer_count(model)):
             name = f"layers.{index}.mtp"

@@ -119,7 +119,8 @@ def test_all_ranks_make_equally_many_groups_in_one_order(
         }
     )
     dims, options = build.layout(config), build.mesh_options(config)
-    assert (options["tied"] is not None) == tied and options["counts_tokens"] == together
+    two_copies = tied and given.get("pp", 1) > 1 and given["schedule"] != "zb-v"
+    assert (options["tied"] is not None) == two_copies and options["counts_tokens"] == together
     ranks = [made_by(rank, replace(dims), options, monkeypatch) for rank in range(dims.world)]
     assert len({len(groups) for groups in ranks}) == 1, {rank: len(groups) for rank, groups in enumerate(ranks)}
     for number in range(len(ranks[0])):
