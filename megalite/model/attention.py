@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megalite.config.schema import ModelConfig
 from megalite.mesh.mesh import Mesh
 from megalite.model.forward_state import ForwardState, Site
-from megalite.model.layer_options import LayerOptions
+from megalite.model.layer_options import Caller, LayerOptions, call
 from megalite.model.parameters import kv_replicas
 from megalite.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.tensor.norm import EachHeadLayerNorm, FullWidthRMSNorm, RMSNorm
@@ -91,6 +91,7 @@ class Attention(nn.Module):
         name = f"layers.{layer}.attention"
         tp, sequence_parallel = mesh.tp, options.sequence_parallel
         self.layer, self.model_config, self.options = layer, model, options
+        self.call: Caller = call  # of the operations that `model.recomputation` may recompute
         self.heads = model.num_attention_heads // tp.size
         self.first_head = self.heads * tp.rank  # global index: part of the key of attention dropout
         self.uses_rope, self.local_rope = model.uses_rope(layer), model.local_rope(layer)
@@ -122,10 +123,12 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, state: ForwardState) -> Tensor:
         # [seq, batch, heads/tp, head_dim]; k and v with this rank's key-value heads
-        q, k, v = self.project(x, state)
-        out = self.attend(q, k, v, self.operation(state))  # [seq, batch, heads/tp, head_dim]
+        q, k, v = self.call("project", self.project, x, state)
+        # [seq, batch, heads/tp, head_dim]
+        out = self.call("attend", self.attend, q, k, v, self.operation(state))
         # row-parallel: summed over tp
-        return self.out(out.flatten(-2), state.adapter_mask(Site.OUT_ADAPTER, self.layer))
+        mask = state.adapter_mask(Site.OUT_ADAPTER, self.layer)
+        return self.call("out", self.out, out.flatten(-2), mask)
 
     def project(self, x: Tensor, state: ForwardState) -> tuple[Tensor, Tensor, Tensor]:
         """Returns queries, keys and values of this rank's heads, [seq, batch, heads, head_dim] each,

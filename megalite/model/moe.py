@@ -43,7 +43,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         name = f"layers.{layer}.mlp"
         weight_in = weights[f"{name}.experts.in.weight"]
-        self.model, self.layer, self.keeps_choice = model, layer, options.recompute == "full"
+        self.model, self.layer, self.keeps_choice = model, layer, options.recomputes_experts
         # the index of this rank's part of the sequence
         self.part = mesh.tp.rank if options.sequence_parallel else 0
         self.router = Router(weights[f"{name}.router.weight"], weights.get(f"{name}.router.bias"))
