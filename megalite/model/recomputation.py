@@ -266,7 +266,7 @@ class Recorder:
         return Argument(View.of(value, tensor), tensor.requires_grad)
 
     def _pack(self, tensor: Tensor) -> View | Tensor:
-        """Pack a tensor that another operation saves; outputs of recorded operations are dropped there, too."""
+        """Pack a tensor that another operation saves: recorded outputs are dropped there, too."""
         value = self._find(tensor)
         return tensor.detach() if value is None else View.of(value, tensor)
 
