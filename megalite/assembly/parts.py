@@ -20,6 +20,7 @@ from megalite.assembly.plan import optimistic_step as optimistic_step
 from megalite.assembly.plan import partition as partition
 from megalite.assembly.plan import schedule as schedule
 from megalite.assembly.plan import staggered_end as staggered_end
+from megalite.config import run_files
 from megalite.config.amounts import duration_seconds
 from megalite.config.schema import Config
 from megalite.mesh.mesh import Layout, Mesh, MeshAxis
@@ -47,7 +48,7 @@ def layout(config: Config) -> Layout:
 
 
 def offload_directory(config: Config) -> Path:
-    return Path(config.parallel.offload_dir or Path(config.run.dir) / config.run.name / "offload")
+    return Path(config.parallel.offload_dir or Path(config.run.dir) / config.run.name / run_files.OFFLOAD)
 
 
 def check_offload(config: Config, device: torch.device, share: float) -> None:

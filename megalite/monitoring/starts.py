@@ -15,11 +15,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from megalite.config import run_files
 from megalite.monitoring.metrics import lines_up_to
 from megalite.system.files import write_synced
 from megalite.system.messages import write_or_say
-
-FILE = "starts.jsonl"
 
 
 def now() -> str:
@@ -51,15 +50,16 @@ class Start:
 def add(directory: Path, start: Start) -> None:
     """Append a start. Starts after later steps are removed: those steps are done again. A file that cannot be
     written is one line."""
-    lines = [*lines_up_to(directory / FILE, start.step), json.dumps(asdict(start))]
-    write_or_say(directory / FILE, lambda path: write_synced(path, "".join(f"{line}\n" for line in lines)))
+    file = directory / run_files.STARTS
+    lines = [*lines_up_to(file, start.step), json.dumps(asdict(start))]
+    write_or_say(file, lambda path: write_synced(path, "".join(f"{line}\n" for line in lines)))
 
 
 def read(directory: Path) -> list[Start]:
     """The starts of a run, the earliest first; none for a run of a version that wrote no such file."""
     starts = []
     with suppress(OSError):
-        for line in (directory / FILE).read_text(encoding="utf-8").splitlines():
+        for line in (directory / run_files.STARTS).read_text(encoding="utf-8").splitlines():
             with suppress(ValueError, TypeError, KeyError):
                 known = {
                     name: value

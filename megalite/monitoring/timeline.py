@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 
 from megalite.assembly.plan import schedule as schedule_of
+from megalite.config import run_files
 from megalite.config.load import from_dict
 from megalite.config.schema import ConfigError
 from megalite.mesh.layout import Layout
@@ -31,7 +32,6 @@ from megalite.parallel.pipeline.schedule import Action, ActionKind, Schedule, de
 from megalite.parallel.pipeline.simulator import Interval, Timeline, simulate
 from megalite.system.clock import ActionTiming, Transfer
 
-RECORDS, TIMELINE = Path("traces", "records.json"), Path("traces", "timeline.json")
 PASSES = {
     ActionKind.FORWARD: "forward",
     ActionKind.BACKWARD: "input_backward",
@@ -66,10 +66,10 @@ def compare(run_dir: Path) -> dict[str, Any]:
     Raises ConfigError if the directory has no records, or if they are not of its steps.
     """
     try:
-        options = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+        options = yaml.safe_load((run_dir / run_files.CONFIG).read_text(encoding="utf-8"))
         records = [
             read_record(comparison)
-            for comparison in json.loads((run_dir / RECORDS).read_text(encoding="utf-8"))
+            for comparison in json.loads((run_dir / run_files.TIMELINE_RECORDS).read_text(encoding="utf-8"))
         ]
     except OSError as error:
         raise ConfigError(
@@ -80,12 +80,12 @@ def compare(run_dir: Path) -> dict[str, Any]:
     layout = Layout.of(config)
     if layout.world != len(records):
         raise ConfigError(
-            f"{run_dir / RECORDS} has records of {len(records)} ranks, and its steps were done again on "
-            f"{layout.world}. "
+            f"{run_dir / run_files.TIMELINE_RECORDS} has records of {len(records)} ranks, and its steps were "
+            f"done again on {layout.world}. "
             f"Record them again with profiling.timeline = true."
         )
     schedule = schedule_of(config, layout.microbatches)
-    comparison, path = timeline(schedule, layout, records), run_dir / TIMELINE
+    comparison, path = timeline(schedule, layout, records), run_dir / run_files.TIMELINE
     comparison["schedule_costs"] = config.parallel.schedule_costs
     path.write_text(json.dumps(comparison, allow_nan=False), encoding="utf-8")
     return comparison
@@ -93,7 +93,7 @@ def compare(run_dir: Path) -> dict[str, Any]:
 
 def written(run_dir: Path) -> str:
     """The line about the file that `compare` has written."""
-    return f"  {run_dir / TIMELINE} (ui.perfetto.dev opens it)"
+    return f"  {run_dir / run_files.TIMELINE} (ui.perfetto.dev opens it)"
 
 
 def read_record(content: Mapping[str, Any]) -> Record:

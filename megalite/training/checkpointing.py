@@ -21,6 +21,7 @@ from megalite.checkpoint import CheckpointError, DamagedError, find
 from megalite.checkpoint.agreement import on_rank_0, raise_on_all_ranks
 from megalite.checkpoint.directories import TIMED, TIMED_KEPT
 from megalite.checkpoint.saver import Save
+from megalite.config import run_files
 from megalite.config.load import to_dict
 from megalite.config.run_length import batches_done
 from megalite.config.schema import Config
@@ -76,7 +77,7 @@ def _has_saved(trainer: Trainer) -> bool:
     Collective."""
     from megalite.training import resume_checks  # which a fresh start does not need
 
-    checkpoints, _ = checkpoint.history(trainer.run_dir / "checkpoints", trainer.mesh)
+    checkpoints, _ = checkpoint.history(trainer.run_dir / run_files.CHECKPOINTS, trainer.mesh)
 
     def look() -> bool:
         for directory in checkpoints:
@@ -96,7 +97,7 @@ def _resume_newest(trainer: Trainer) -> bool:
     Raises:
         DamagedError: there are checkpoints, but none can be used: starting from step 0 would overwrite them.
     """
-    checkpoints = trainer.run_dir / "checkpoints"
+    checkpoints = trainer.run_dir / run_files.CHECKPOINTS
     directories, warning = checkpoint.history(checkpoints, trainer.mesh)
     problems = [warning] if warning else []
     for directory in directories:
@@ -216,7 +217,7 @@ def begin_save(trainer: Trainer, best: bool = False, timed: bool = False) -> Sav
     is the only reason to save."""
     trainer.drain()  # an unconfirmed step must not be saved
     trainer.mesh.activity.enter(SAVING)
-    directory = trainer.run_dir / "checkpoints" / checkpoint.step_name(trainer.step_done)
+    directory = trainer.run_dir / run_files.CHECKPOINTS / checkpoint.step_name(trainer.step_done)
     state = {
         "step": trainer.step_done,
         "samples": trainer.samples,

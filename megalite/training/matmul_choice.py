@@ -22,7 +22,7 @@ import torch
 from megalite.assembly.plan import specs_of
 from megalite.checkpoint import CheckpointError, find
 from megalite.checkpoint.agreement import on_rank_0
-from megalite.config import migrations
+from megalite.config import migrations, run_files
 from megalite.config.dims import part_length
 from megalite.config.schema import Config, ConfigError
 from megalite.launch import matmul_library
@@ -32,7 +32,6 @@ from megalite.mesh.mesh import Mesh
 from megalite.model.parameters import head_unit
 from megalite.parallel.collectives import all_reduce
 
-FILE = "fp32_matmul.json"
 # how much faster than oneDNN MKL must be: runs of one configuration should not differ because two libraries
 # are about equal
 MARGIN = 1.1
@@ -154,7 +153,8 @@ def _recorded(config: Config) -> dict[str, Any] | None:
     if (load := config.checkpoint.load) not in ("auto", "none"):
         with suppress(CheckpointError):  # the trainer will say so
             directories.append(find(Path(load)).resolve().parents[1])
-    for directory, name in product(directories, (FILE, migrations.FILES[FILE])):
+    names = run_files.FP32_MATMUL, migrations.FILES[run_files.FP32_MATMUL]
+    for directory, name in product(directories, names):
         with suppress(OSError, ValueError):
             record: dict[str, Any] = json.loads((directory / name).read_text(encoding="utf-8"))
             return record if record.keys() >= {"path", "option"} else None
@@ -170,4 +170,4 @@ def _record(directory: Path, choice: MatmulChoice) -> None:
     }
     with suppress(OSError):  # a full disk costs no run; a later start measures again
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        (directory / run_files.FP32_MATMUL).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

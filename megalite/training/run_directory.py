@@ -16,9 +16,9 @@ import yaml
 
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, find
+from megalite.config import run_files
 from megalite.config.schema import Config, ConfigError
 from megalite.launch.run_lock import RunLock
-from megalite.monitoring.metrics import FILE as METRICS
 from megalite.training.best import stopped_early
 from megalite.training.resume_checks import changed_experiment, continue_steps, is_same_run
 
@@ -72,7 +72,7 @@ def _is_own(config: Config) -> bool:
     """Whether the run in the directory was begun with the same options, the layout excepted."""
     try:
         return is_same_run(
-            config, yaml.safe_load((config.run.directory / "config.yaml").read_text(encoding="utf-8"))
+            config, yaml.safe_load((config.run.directory / run_files.CONFIG).read_text(encoding="utf-8"))
         )
     except (OSError, yaml.YAMLError, ConfigError, TypeError):
         return False
@@ -80,8 +80,8 @@ def _is_own(config: Config) -> bool:
 
 def has_run(directory: Path) -> bool:
     """Whether a run has left steps or checkpoints in a directory."""
-    metrics = directory / METRICS
-    return any((directory / "checkpoints").glob("step_*")) or (
+    metrics = directory / run_files.METRICS
+    return any((directory / run_files.CHECKPOINTS).glob("step_*")) or (
         metrics.is_file() and metrics.stat().st_size > 0
     )
 
@@ -129,7 +129,7 @@ def _free(directory: Path) -> Path:
 
 
 def _described(directory: Path) -> str:
-    newest = checkpoint.latest(directory / "checkpoints")
+    newest = checkpoint.latest(directory / run_files.CHECKPOINTS)
     return f"its newest checkpoint is {newest.name}" if newest else "it has no checkpoint"
 
 

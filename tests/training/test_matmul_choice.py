@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from megalite.config import run_files
 from megalite.config.load import from_dict
 from megalite.config.schema import Config, ConfigError
 from megalite.launch import matmul_library
 from megalite.mesh.layout import Layout
 from megalite.mesh.mesh import Mesh
-from megalite.training.matmul_choice import FILE, choose, step_products
+from megalite.training.matmul_choice import choose, step_products
 from tests.support import jobs_parts
 
 CPU = torch.device("cpu")
@@ -65,7 +66,7 @@ MKL, ONEDNN, UNTOUCHED = "highest", "medium", "high"
 def test_the_faster_one_is_used_recorded_and_kept(mkl, setting, measured, tmp_path):
     measured |= {"onednn": 1.0, "mkl": mkl}
     assert chosen(config(tmp_path)) == setting
-    assert json.loads((tmp_path / "a" / FILE).read_text())["seconds"] == measured
+    assert json.loads((tmp_path / "a" / run_files.FP32_MATMUL).read_text())["seconds"] == measured
     measured.clear()  # so that measuring again fails
     assert chosen(config(tmp_path)) == setting
     assert chosen(config(tmp_path, checkpoint={"load": "none"})) == setting
@@ -75,7 +76,7 @@ def test_the_file_of_an_earlier_version_is_kept(measured, tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "products.json").write_text('{"path": "mkl", "option": "auto", "reason": "", "seconds": {}}')
     assert chosen(config(tmp_path)) == MKL
-    assert not (tmp_path / "a" / FILE).exists()
+    assert not (tmp_path / "a" / run_files.FP32_MATMUL).exists()
 
 
 def test_a_run_that_continues_anothers_checkpoint_keeps_its_library(measured, tmp_path):
