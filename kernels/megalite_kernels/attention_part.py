@@ -27,7 +27,7 @@ from megalite_kernels.attention import BLOCK, WIDEST, _heads, _rows
 from megalite_kernels.backend import takes_triton
 from megalite_kernels.dropout import AttentionDropout
 
-Runs = Sequence[tuple[int, int]]
+Segments = Sequence[tuple[int, int]]
 """Segments of consecutive positions: (start, length) each."""
 
 
@@ -42,7 +42,7 @@ class _SegmentBlock(NamedTuple):
 
 
 def _blocks(
-    queries: Runs, keys: Runs, window: int | None, document_start: Tensor | None, device: torch.device
+    queries: Segments, keys: Segments, window: int | None, document_start: Tensor | None, device: torch.device
 ) -> Iterator[_SegmentBlock]:
     row = 0
     for start, length in queries:
@@ -55,7 +55,12 @@ def _blocks(
 
 
 def _visible_keys(
-    queries: range, rows: slice, keys: Runs, window: int | None, starts: Tensor | None, device: torch.device
+    queries: range,
+    rows: slice,
+    keys: Segments,
+    window: int | None,
+    starts: Tensor | None,
+    device: torch.device,
 ) -> Iterator[_SegmentBlock]:
     """Yields the blocks of some queries; starts: [queries, B]."""
     first = max(queries.start - window + 1, 0) if window else 0
@@ -151,8 +156,8 @@ def attention_part(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    queries: Runs,
-    keys: Runs,
+    queries: Segments,
+    keys: Segments,
     *,
     scale: float,
     window: int | None = None,
@@ -201,8 +206,8 @@ def attention_part_backward(
     v: Tensor,
     lse: Tensor,
     delta: Tensor,
-    queries: Runs,
-    keys: Runs,
+    queries: Segments,
+    keys: Segments,
     *,
     scale: float,
     window: int | None = None,

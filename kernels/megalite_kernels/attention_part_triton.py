@@ -45,7 +45,7 @@ from megalite_kernels.dropout import AttentionDropout
 from megalite_kernels.dropout_triton import _A, _C, _keeps, _mix, _row_hash
 from megalite_kernels.launch import Variant, architecture, upload
 
-Runs = tuple[tuple[int, int], ...]
+Segments = tuple[tuple[int, int], ...]
 """Segments of consecutive positions: (start, length) each."""
 
 _LN2 = tl.constexpr(math.log(2))
@@ -112,7 +112,7 @@ def _query_edges(
         high = tl.minimum(high, tl.sum(seeing) * QUERIES)
         unmasked = tl.minimum(unmasked, tl.sum(seeing_all) * QUERIES)
     high = tl.maximum(high, begin)
-    if first >= length:  # all keys are after the run
+    if first >= length:  # all keys are after the segment
         high = begin
     if APART:
         left = tl.minimum(tl.cdiv(tl.maximum(first + KEYS - 1, 0), QUERIES) * QUERIES, high)
@@ -123,7 +123,7 @@ def _query_edges(
 
 @triton.jit(do_not_specialize=["d_s", "d_b", "size", "count", "key", "first_head", "first_position"])
 def _forward(
-    q, k, v, out, lse, starts, samples, tiles, runs,
+    q, k, v, out, lse, starts, samples, tiles, segments,
     q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b,
     size, count, key, first_head, first_position,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
@@ -149,8 +149,8 @@ def _forward(
     largest = tl.full([QUERIES], -1e38, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     result = tl.zeros([QUERIES, VWIDTH], tl.float32)
-    for run in range(count):
-        start, base, length = _row_of(runs, run)
+    for segment in range(count):
+        start, base, length = _row_of(segments, segment)
         edges = _key_edges(first - start, length, first_key - start, WINDOW, DOCUMENTS, APART, QUERIES, KEYS)
         for masked in tl.static_range(0 if APART else 1, 2):
             for step in range(0, _length(edges, masked), KEYS):
@@ -185,7 +185,7 @@ def _forward(
 
 @triton.jit(do_not_specialize=["d_s", "d_b", "size", "count", "key", "first_head", "first_position"])
 def _backward_queries(
-    q, k, v, dout, lse, delta, dq, starts, samples, tiles, runs,
+    q, k, v, dout, lse, delta, dq, starts, samples, tiles, segments,
     q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b,
     size, count, key, first_head, first_position,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
@@ -214,8 +214,8 @@ def _backward_queries(
         head_hash = (first_head + head.to(tl.int32) + 1) * _A
     result = tl.zeros([QUERIES, WIDTH], tl.float32)
     rest = tl.zeros(q_rest.shape, tl.float32)
-    for run in range(count):
-        start, base, length = _row_of(runs, run)
+    for segment in range(count):
+        start, base, length = _row_of(segments, segment)
         edges = _key_edges(first - start, length, first_key - start, WINDOW, DOCUMENTS, APART, QUERIES, KEYS)
         for masked in tl.static_range(0 if APART else 1, 2):
             for step in tl.range(0, _length(edges, masked), KEYS, disable_licm=True):
@@ -249,7 +249,7 @@ def _backward_queries(
 
 @triton.jit(do_not_specialize=["d_s", "d_b", "size", "count", "key", "first_head", "first_position"])
 def _backward_keys(
-    q, k, v, dout, lse, delta, dk, dv, starts, samples, tiles, runs,
+    q, k, v, dout, lse, delta, dk, dv, starts, samples, tiles, segments,
     q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b,
     size, count, key, first_head, first_position,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
@@ -270,8 +270,8 @@ def _backward_keys(
     dv_tile = tl.zeros([KEYS, VWIDTH], tl.float32)
     dk_rest = tl.zeros(k_rest.shape, tl.float32)
     sample = tl.load(samples + row) if P > 0 else 0
-    for run in tl.range(count, disable_licm=True):
-        start, base, length = _row_of(runs, run)
+    for segment in tl.range(count, disable_licm=True):
+        start, base, length = _row_of(segments, segment)
         run_starts = starts + base.to(tl.int64) * d_s
         edges = _query_edges(
             first - start, length, run_starts, d_s, first, WINDOW, DOCUMENTS, APART, QUERIES, KEYS
@@ -340,21 +340,21 @@ def _table(rows: list[tuple[int, int, int]], device: torch.device) -> Tensor:
 
 
 @functools.lru_cache(maxsize=256)
-def _tile_table(runs: Runs, tile: int, device: torch.device) -> Tensor:
+def _tile_table(segments: Segments, tile: int, device: torch.device) -> Tensor:
     """Returns, for each tile, its first position, its first row, and the end of its segment's rows, in
     ascending order of positions."""
     tiles, row = [], 0
-    for start, length in runs:
+    for start, length in segments:
         tiles += [(start + offset, row + offset, row + length) for offset in range(0, length, tile)]
         row += length
     return _table(sorted(tiles), device)
 
 
 @functools.lru_cache(maxsize=256)
-def _run_table(runs: Runs, device: torch.device) -> Tensor:
+def _segment_table(segments: Segments, device: torch.device) -> Tensor:
     """Returns, for each segment, its first position, its first row and its length."""
     rows, row = [], 0
-    for start, length in runs:
+    for start, length in segments:
         rows.append((start, row, length))
         row += length
     return _table(rows, device)
@@ -365,8 +365,8 @@ def _launcher(
     k: Tensor,
     v: Tensor,
     unread: Tensor,
-    queries: Runs,
-    keys: Runs,
+    queries: Segments,
+    keys: Segments,
     scale: float,
     window: int | None,
     document_start: Tensor | None,
@@ -395,10 +395,10 @@ def _launcher(
         variant, by_key = _variant(kernel, *kind), kernel == "dk dv"
         own, other = (keys, queries) if by_key else (queries, keys)
         tiles = _tile_table(own, variant.constants["KEYS" if by_key else "QUERIES"], q.device)
-        runs = _run_table(other, q.device)
+        segments = _segment_table(other, q.device)
         grid = len(tiles), kv_heads if by_key else heads, batch
-        numbers = *strides, *origin, len(q), len(runs), *draw
-        variant.launch(grid, *matrices, *tensors, *shared, tiles, runs, *numbers)
+        numbers = *strides, *origin, len(q), len(segments), *draw
+        variant.launch(grid, *matrices, *tensors, *shared, tiles, segments, *numbers)
 
     return launch
 

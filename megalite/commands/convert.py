@@ -149,7 +149,7 @@ def bring_in(options: argparse.Namespace) -> Answer:
 
     start_copying()
     with progress_of(options.json) as progress:
-        content = import_model(source, options.checkpoint_dir, progress, ahead=not options.drop_mtp)
+        content = import_model(source, options.checkpoint_dir, progress, mtp=not options.drop_mtp)
     return _written(content, str(options.checkpoint_dir))
 
 

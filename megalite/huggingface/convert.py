@@ -100,11 +100,11 @@ class HuggingFaceSource:
     """Tensor that was read → number of its values that are NaN or infinite, if there are any."""
 
     @staticmethod
-    def of(directory: Path, ahead: bool = True) -> HuggingFaceSource:
+    def of(directory: Path, mtp: bool = True) -> HuggingFaceSource:
         """Open it without reading weights. Raises ConfigError if its model is not supported, ConversionError
         if a file is damaged.
 
-        ahead: with its modules of multi-token prediction, if it has them: transformers keeps their number and
+        mtp: with its modules of multi-token prediction, if it has them: transformers keeps their number and
         drops their weights.
         """
         config = hf_config(directory)
@@ -118,9 +118,9 @@ class HuggingFaceSource:
             stored(f"{names.layers}.{model.num_hidden_layers + index}.")
             for index in range(max(model.mtp_layers, 1))
         )
-        if not ahead or not any(name.startswith(further) for name in weights):
+        if not mtp or not any(name.startswith(further) for name in weights):
             model = replace(model, mtp_layers=0)
-        bound = _bound(weights, model, family, further if names.ahead and not model.mtp_layers else ())
+        bound = _bound(weights, model, family, further if names.mtp and not model.mtp_layers else ())
         biases = {at: stored(name) for at, name in bias_names(model, family).items()}
         repeated: dict[str, list[str]] = {}
         for theirs, ours in copies(model, family).items():
@@ -348,16 +348,16 @@ def _reader(model: ModelConfig, seed: int, directory: Path, beside_adapter: bool
 
 
 def import_model(
-    source: Path, directory: Path, progress: Report = silent, ahead: bool = True
+    source: Path, directory: Path, progress: Report = silent, mtp: bool = True
 ) -> dict[str, Any]:
     """Write a Hugging Face directory's weights as a checkpoint, in their dtypes; returns a summary for
-    display. ahead: with those of its modules of multi-token prediction, if it has them.
+    display. mtp: with those of its modules of multi-token prediction, if it has them.
 
     Raises ConfigError or CheckpointError; the checkpoint is published only when it is complete.
     """
     directories.check_free(directory)
     _check_no_adapter(source)
-    theirs = HuggingFaceSource.of(source, ahead)
+    theirs = HuggingFaceSource.of(source, mtp)
     check_vocabulary(source, theirs.model.vocabulary)
     temporary = directories.begin(directory)
     try:
@@ -446,7 +446,7 @@ def export_model(
     base = hf_config(like) if like else {}
     family = family or _family_like(model, base)
     config = to_hf_config(model, family)
-    left_out = model.mtp_layers > 0 and not names_of(model, config["model_type"]).ahead
+    left_out = model.mtp_layers > 0 and not names_of(model, config["model_type"]).mtp
     model = replace(model, mtp_layers=0) if left_out else model
     by_name = places(model, config["model_type"])
     stored = _stored(manifest, by_name)

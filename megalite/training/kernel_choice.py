@@ -19,9 +19,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, 
 
 
 def kernels(trainer: Trainer) -> list[str]:
-    """The implementations of attention on a GPU, and of fp32 products on a CPU, a line each."""
+    """The implementations of attention on a GPU, and of fp32 matmuls on a CPU, a line each."""
     on_cpu = trainer.device.type == "cpu" and trainer.config.train.precision == "fp32"
-    return [*attention(trainer), *([f"fp32 products by {matmul_library.in_use()}"] if on_cpu else [])]
+    return [*attention(trainer), *([f"fp32 matmuls by {matmul_library.in_use()}"] if on_cpu else [])]
 
 
 def attention(trainer: Trainer) -> list[str]:

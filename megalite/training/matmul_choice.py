@@ -9,11 +9,11 @@ choice.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,13 @@ MARGIN = 1.1
 
 @dataclass(frozen=True)
 class MatmulChoice:
-    """The library, and why: `option` is `train.fp32_matmul`, `seconds` of one step's products by library,
-    summed over the ranks."""
+    """The chosen library.
+
+    Attributes:
+        reason: why it was chosen.
+        option: `train.fp32_matmul`.
+        seconds: the time of one step's matmuls in each library, summed over the ranks.
+    """
 
     path: matmul_library.Path
     reason: str
@@ -49,10 +54,10 @@ class MatmulChoice:
 
 
 def choose(config: Config, mesh: Mesh, device: torch.device) -> list[str]:
-    """Select the library for this process. Returns lines for the user. Collective.
+    """Select the library for this process, and return lines for the user. Collective.
 
     Raises:
-        ConfigError: on every rank, if the option asks for fp32 products of oneDNN where it rounds to bf16.
+        ConfigError: on every rank, if the option selects oneDNN where it rounds fp32 matmuls to bf16.
     """
     if device.type != "cpu" or config.train.precision != "fp32":
         return []
@@ -60,7 +65,7 @@ def choose(config: Config, mesh: Mesh, device: torch.device) -> list[str]:
     rounded = all_reduce(torch.tensor(float(matmul_library.rounds())), mesh.world).wait().item() > 0
     if option == "onednn" and rounded:
         raise ConfigError(
-            "train.fp32_matmul = onednn: on this processor oneDNN rounds the factors of fp32 products to "
+            "train.fp32_matmul = onednn: on this processor oneDNN rounds the factors of fp32 matmuls to "
             "bf16. Set mkl, or set bf16 to "
             "allow it."
         )
@@ -79,11 +84,11 @@ def choose(config: Config, mesh: Mesh, device: torch.device) -> list[str]:
     matmul_library.use(choice.path)
     if mesh.rank == 0 and recorded is None:
         _record(config.run.directory, choice)
-    return [f"fp32 products by {NAMES[choice.path]}: {choice.reason}"]
+    return [f"fp32 matmuls by {NAMES[choice.path]}: {choice.reason}"]
 
 
 def _measured(config: Config, mesh: Mesh, allowed: tuple[matmul_library.Path, ...]) -> MatmulChoice:
-    seconds = matmul_library.measure(step_products(config, mesh), allowed)
+    seconds = matmul_library.measure(step_matmuls(config, mesh), allowed)
     summed = (
         all_reduce(torch.tensor([seconds[path] for path in allowed], dtype=torch.float64), mesh.world)
         .wait()
@@ -93,13 +98,12 @@ def _measured(config: Config, mesh: Mesh, allowed: tuple[matmul_library.Path, ..
     preferred, other = allowed
     path = other if MARGIN * total[other] < total[preferred] else preferred
     rest = preferred if path == other else other
-    reason = f"{NAMES[rest]} takes {total[rest] / total[path]:.2f} times its time for this model's products"
+    reason = f"{NAMES[rest]} takes {total[rest] / total[path]:.2f} times its time for this model's matmuls"
     return MatmulChoice(path, reason, config.train.fp32_matmul, total)
 
 
-def step_products(config: Config, mesh: Mesh) -> list[MatmulShape]:
-    """This rank's matrix products of one step: those of its linear layers and of attention, forward and
-    backward."""
+def step_matmuls(config: Config, mesh: Mesh) -> list[MatmulShape]:
+    """Return the matmuls of this rank in one step: linear layers and attention, forward and backward."""
     train, length, layout = config.train, part_length(config), Layout.of(config)
     keys = length * layout.cp  # of whole rows; ulysses has all queries of fewer heads, which is as much
     microbatches, rows = layout.microbatches, train.micro_batch_size * length
@@ -122,11 +126,11 @@ def step_products(config: Config, mesh: Mesh) -> list[MatmulShape]:
     for matmul in [*linear, *(attention if count else [])]:
         alike = matmul._replace(times=1)
         counts[alike] = counts.get(alike, 0) + matmul.times
-    return [product._replace(times=count) for product, count in counts.items()]
+    return [matmul._replace(times=count) for matmul, count in counts.items()]
 
 
 def _linear(rows: int, shape: tuple[int, ...], count: int) -> Iterator[MatmulShape]:
-    """The output, the input gradient and the weight gradient of a weight [out, in]."""
+    """Yield the three matmuls of a weight [out, in]: output, input gradient and weight gradient."""
     out, inner = shape
     yield MatmulShape(rows, inner, out, (False, True), times=count)
     yield MatmulShape(rows, out, inner, times=count)
@@ -134,7 +138,7 @@ def _linear(rows: int, shape: tuple[int, ...], count: int) -> Iterator[MatmulSha
 
 
 def linear_shapes(config: Config, mesh: Mesh) -> list[tuple[int, ...]]:
-    """[out, in] of every weight that this rank multiplies with: all matrices except lookup tables."""
+    """Return the [out, in] shape of every weight matrix on this rank, excluding embeddings."""
     specs = specs_of(config, mesh.pp.rank)
     tied = config.model.tie_word_embeddings  # an embedding that is also the head counts
     multiplied = [
@@ -154,7 +158,7 @@ def _recorded(config: Config) -> dict[str, Any] | None:
         with suppress(CheckpointError):  # the trainer will say so
             directories.append(find(Path(load)).resolve().parents[1])
     names = run_files.FP32_MATMUL, migrations.FILES[run_files.FP32_MATMUL]
-    for directory, name in product(directories, names):
+    for directory, name in itertools.product(directories, names):
         with suppress(OSError, ValueError):
             record: dict[str, Any] = json.loads((directory / name).read_text(encoding="utf-8"))
             return record if record.keys() >= {"path", "option"} else None

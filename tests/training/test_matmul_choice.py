@@ -1,4 +1,4 @@
-"""The library of fp32 products: measured once, the same on every rank, kept by a run."""
+"""The library of fp32 matmuls: measured once, the same on every rank, kept by a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megalite.config.schema import Config, ConfigError
 from megalite.launch import matmul_library
 from megalite.mesh.layout import Layout
 from megalite.mesh.mesh import Mesh
-from megalite.training.matmul_choice import choose, step_products
+from megalite.training.matmul_choice import choose, step_matmuls
 from tests.support import jobs_parts
 
 CPU = torch.device("cpu")
@@ -127,7 +127,7 @@ def test_the_products_of_a_step_are_the_models(tmp_path):
     """FLOPs of a step by hand: 6 per weight of a matrix and token, and per layer, head and row six products of length²
     · width."""
     run_config = config(tmp_path, train={"global_batch_size": 4, "micro_batch_size": 2})
-    matmuls = step_products(run_config, Mesh(Layout.of(run_config)))
+    matmuls = step_matmuls(run_config, Mesh(Layout.of(run_config)))
     weights = 2 * (3 * 16 * 16 + 16 * 16 + 3 * 16 * 24) + 64 * 16
     by_hand = 6 * weights * 4 * 8 + 2 * (6 * 2 * 8 * 8 * 8) * 2 * 4
     assert sum(product.flops * product.times for product in matmuls) == by_hand
@@ -138,7 +138,7 @@ def test_a_part_of_a_row_has_its_products(tmp_path):
     parallel = {"dp": 1, "cp": 4, "context": "ring"}
     run_config = config(tmp_path, train={"global_batch_size": 4, "micro_batch_size": 2}, parallel=parallel)
     run_config.data.sequence_length = 3
-    matmuls = step_products(run_config, Mesh(Layout()))  # every cp rank has the same
+    matmuls = step_matmuls(run_config, Mesh(Layout()))  # every cp rank has the same
     weights = 2 * (3 * 16 * 16 + 16 * 16 + 3 * 16 * 24) + 64 * 16
     assert (
         sum(product.flops * product.times for product in matmuls)
