@@ -55,6 +55,23 @@ class _Block(NamedTuple):
     mask: Tensor
 
 
+def hidden_keys(queries: Tensor, keys: Tensor, window: int | None, starts: Tensor | None) -> Tensor:
+    """Return which keys a query does not see, [1 or B, 1, queries, 1, keys].
+
+    Args:
+        queries: positions [queries, 1, 1].
+        keys: positions [keys].
+        starts: the first visible position of each query, [queries, B].
+    """
+    hidden = keys > queries  # [queries, 1, keys]
+    if window:
+        hidden = hidden | (keys <= queries - window)
+    hidden = hidden.unsqueeze(0)
+    if starts is not None:
+        hidden = hidden | (keys < starts.T[:, :, None, None])
+    return hidden.unsqueeze(1)
+
+
 def _blocks(
     sequence: int, window: int | None, document_start: Tensor | None, like: Tensor
 ) -> Iterator[_Block]:
@@ -69,15 +86,10 @@ def _blocks(
         # block's diagonal needs a mask.
         masked = start if window or document_start is not None else first
         i, j = position[first:stop, None, None], position[masked:stop]
-        hidden = j > i  # [queries, 1, keys]
-        if window:
-            hidden = hidden | (j <= i - window)
-        hidden = hidden.unsqueeze(0)
-        if document_start is not None:
-            hidden = hidden | (j < document_start[first:stop].T[:, :, None, None])
+        hidden = hidden_keys(i, j, window, None if document_start is None else document_start[first:stop])
         mask = like.new_zeros(hidden.shape, dtype=torch.promote_types(like.dtype, torch.float32))
         mask.masked_fill_(hidden, -torch.inf)
-        yield _Block(range(first, stop), range(start, stop), mask.unsqueeze(1))
+        yield _Block(range(first, stop), range(start, stop), mask)
 
 
 @functools.lru_cache(maxsize=8)

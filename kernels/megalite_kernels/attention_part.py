@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalite_kernels.attention import BLOCK, WIDEST, _heads, _rows
+from megalite_kernels.attention import BLOCK, WIDEST, _heads, _rows, hidden_keys
 from megalite_kernels.backend import takes_triton
 from megalite_kernels.dropout import AttentionDropout
 
@@ -83,13 +83,7 @@ def _hidden(
         return None
     i = torch.arange(queries.start, queries.stop, device=device)[:, None, None]
     j = torch.arange(keys.start, keys.stop, device=device)
-    hidden = j > i  # [queries, 1, keys]
-    if window:
-        hidden = hidden | (j <= i - window)
-    hidden = hidden.unsqueeze(0)
-    if starts is not None:
-        hidden = hidden | (j < starts.T[:, :, None, None])
-    return hidden.unsqueeze(1)
+    return hidden_keys(i, j, window, starts)
 
 
 class _PartProblem:

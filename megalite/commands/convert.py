@@ -21,7 +21,16 @@ from typing import Any
 from megalite.checkpoint import CheckpointError, find, manifest_of
 from megalite.checkpoint.directories import check_free
 from megalite.commands.models import hf_directory, weights_of
-from megalite.commands.parser import Answer, Parser, answer, as_name, as_output, as_tokenizer, progress_of
+from megalite.commands.parser import (
+    Answer,
+    Parser,
+    answer,
+    as_name,
+    as_output,
+    as_tokenizer,
+    positive,
+    progress_of,
+)
 from megalite.config.amounts import byte_size
 from megalite.config.schema import ConfigError
 from megalite.data.indexed import DataError
@@ -111,8 +120,8 @@ def parser() -> Parser:
         default=[],
         help="also compare on this text, tokenized by HF_DIR's tokenizer; may be repeated",
     )
-    add("--tokens", type=count, default=64, help="random tokens per row (default 64)")
-    add("--rows", type=count, default=2, help="number of rows of random tokens (default 2)")
+    add("--tokens", type=positive, default=64, help="random tokens per row (default 64)")
+    add("--rows", type=positive, default=2, help="number of rows of random tokens (default 2)")
     add(
         "--tolerance",
         type=float,
@@ -128,12 +137,6 @@ def size(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a size; write it as 500MB or 5GB")
     return number
-
-
-def count(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
-    return int(text)
 
 
 def start_copying() -> None:

@@ -92,8 +92,8 @@ def candidates(option: str, rounded: bool) -> tuple[Path, ...]:
 def measure(matmuls: Sequence[MatmulShape], paths: Sequence[Path]) -> dict[Path, float]:
     """Measure the processor seconds of a step's matmuls in each library.
 
-    This takes about 0.2 processor seconds for any model. The libraries alternate matmul by matmul, the list is
-    repeated, and the best time of each counts. All threads of the process are counted, so that ranks that
+    This takes about 0.2 processor seconds for any model. The libraries alternate matmul by matmul, the list
+    is repeated, and the best time of each counts. All threads of the process are counted, so that ranks that
     share cores and other programs change the result little.
     """
     best: dict[tuple[int, Path], float] = {}
