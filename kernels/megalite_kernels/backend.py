@@ -39,5 +39,5 @@ def select(kernels: str) -> None:
 
 
 def takes_triton(x: Tensor) -> bool:
-    """Whether an operation on this tensor runs its Triton kernel."""
+    """Return whether an operation on this tensor runs its Triton kernel."""
     return x.device.type in _device_types and x.dtype in _DTYPES

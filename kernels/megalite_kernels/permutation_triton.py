@@ -1,5 +1,6 @@
-"""Rows in the order of their experts, and back, in one pass over memory: `permutation.gather_rows`,
-`combine_rows` and its backward.
+"""Rows in the order of their experts, and back, in one pass over memory.
+
+The kernels compute `permutation.gather_rows`, `combine_rows` and its backward.
 
 A program copies, or sums, a part of one row: the row that it reads is looked up once. So rows are read and
 written whole, whatever their order, and a token's rows are added in the order of its choices: the same bits
@@ -116,8 +117,10 @@ def _gradients(grad: Tensor, rows: Tensor, order: Tensor, weights: Tensor) -> tu
 def combine_rows_backward(
     grad: Tensor, rows: Tensor, order: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As `permutation.combine_rows_backward`: grad [tokens, width], rows [n, width], order [n], weights
-    [tokens, k]."""
+    """Launch the kernels of `permutation.combine_rows_backward`.
+
+    grad is [tokens, width], rows [n, width], order [n], weights [tokens, k].
+    """
     drows, dweights = _gradients(grad, rows, order, weights)
     if len(order):
         tensors = grad.contiguous(), rows.contiguous(), order.contiguous(), weights.contiguous()

@@ -1,5 +1,4 @@
-"""Builds the parts of a run from a configuration and a mesh: parameters, stages and the runtime of the
-pipeline.
+"""Builds the parts of a run: parameters, stages and the runtime of the pipeline.
 
 The trainer, verification and generation build the same parts here.
 """
@@ -71,7 +70,7 @@ def check_offload(config: Config, device: torch.device, share: float) -> None:
 
 
 def mesh_options(config: Config) -> dict[str, Any]:
-    """Returns the arguments of a mesh besides the layout."""
+    """Return the arguments of a mesh besides the layout."""
     plan = schedule(config, layout(config).microbatches)
     return {
         "kv_replicas": kv_replicas(config.model, config.parallel.tp),
@@ -91,8 +90,10 @@ def make_mesh(config: Config) -> Mesh:
 
 
 def microbatch_maker(config: Config, cp: MeshAxis) -> Callable[..., Microbatch]:
-    """Returns the function that makes microbatches of whole rows; with more than one cp rank, of this rank's
-    part of each row."""
+    """Return the function that makes microbatches.
+
+    With more than one cp rank, a microbatch has this rank's part of each row.
+    """
     make: Callable[..., Microbatch] = Microbatch.of
     if cp.size > 1:
         from megalite.parallel.context.rows import Cut
@@ -115,7 +116,7 @@ class Parts:
     routers: Routers | MultiTokenStatistics | None  # None: neither MoE layers nor MTP modules
 
     def to_load(self) -> list[Rectangle]:
-        """Returns the tensors that a trained model computes with: its weights, and the biases of routers."""
+        """Return the tensors that a trained model computes with: its weights, and the biases of routers."""
         weights = self.store.to_load()
         return weights if self.routers is None else weights + self.routers.learned()
 
@@ -174,7 +175,7 @@ def build_parts(
 def _routers(
     config: Config, stages: dict[int, Stage], mesh: Mesh, device: torch.device
 ) -> Routers | MultiTokenStatistics | None:
-    """Returns the states and metrics of routers and MTP modules (`Parts.routers`)."""
+    """Return the states and metrics of routers and MTP modules (`Parts.routers`)."""
     model, routers = config.model, None
     if model.num_experts:
         from megalite.model.router_states import Routers

@@ -12,7 +12,7 @@ Groups = list[tuple[int, ...]]
 
 
 def describe(layout: Layout) -> str:
-    """The mesh as text: a row per (pp, dp, cp), with its tp ranks."""
+    """Return the mesh as text: a row per (pp, dp, cp), with its tp ranks."""
     sizes = " × ".join(f"{axis} {getattr(layout, axis)}" for axis in AXES) + (
         f", ep {layout.ep}" if layout.ep > 1 else ""
     )
@@ -60,8 +60,10 @@ def _peers(layout: Layout, *axes: str) -> Groups:
 
 
 def _of_experts(layout: Layout, stages: Groups) -> dict[str, Groups]:
-    """The ranks that share a layer's experts, and those that hold the same ones, over which their gradients
-    are summed."""
+    """Return the groups of ranks that divide a layer's experts, and of ranks that hold the same experts.
+
+    Gradients of experts are summed over the latter.
+    """
     ep = layout.ep
     return {
         "ep": [stage[first : first + ep] for stage in stages for first in range(0, len(stage), ep)],

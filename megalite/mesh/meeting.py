@@ -1,5 +1,6 @@
-"""Where all ranks wait for each other, however long work of the host takes on one of them: a save, a load, a
-disk that flushes.
+"""Barriers of all ranks that tolerate long work on the host.
+
+A save, a load or a disk that flushes may delay one rank for any time.
 
 Communication fails if a rank is later than `run.timeout`: gloo raises, and torch ends a process whose NCCL
 collective takes as long. So ranks meet through the rendezvous store first, which neither limits, and
@@ -47,8 +48,10 @@ class Meeting:
         self._count = 0
 
     def __call__(self) -> None:
-        """Wait until all ranks have called this as often. Raises Late, also if one has ended, or the store's
-        RuntimeError."""
+        """Wait until all ranks have called this as often.
+
+        Raises Late, also if one has ended, or the store's RuntimeError.
+        """
         self._count += 1
         key = f"{self._prefix}/{self._count}"
         if self._store.add(key, 1) == self._size:
@@ -87,8 +90,10 @@ class Meetings:
             dist.distributed_c10d._get_default_store().set(ENDED, "")
 
     def __call__(self, name: str, group: ProcessGroup | None) -> None:
-        """Wait for all ranks before a collective over this group of theirs. Collective. Raises a
-        RuntimeError, as that would."""
+        """Wait for all ranks before a collective over this group of theirs.
+
+        Collective. Raises a RuntimeError, as that would.
+        """
         import torch.distributed as dist
 
         if group is None or dist.get_backend() == "fake":

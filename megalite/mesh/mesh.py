@@ -52,8 +52,9 @@ class MeshAxis:
 
 @dataclass(frozen=True)
 class Domain:
-    """The ranks that hold a kind of parameters: of dense ones all data ranks of a stage, of an expert's the
-    ranks that hold this expert.
+    """The ranks that hold a kind of parameters.
+
+    Dense parameters are held by all data ranks of a stage, an expert's by the ranks that have this expert.
 
     Attributes:
         shard: ranks that a bucket's weights, gradients and optimizer state are sharded over (ZeRO).
@@ -203,7 +204,7 @@ class Mesh:
         return Coordinates({axis.name: AxisPlace(axis.rank, axis.size) for axis in axes})
 
     def domain(self, name: str) -> Domain:
-        """The ranks that shard and reduce the parameters of a domain: `dense` or `expert`."""
+        """Return the ranks that shard and reduce the parameters of a domain: `dense` or `expert`."""
         if name == "dense":
             return Domain(name, self.shard, self.replicate)
         assert name == "expert", name
@@ -227,8 +228,10 @@ class Mesh:
     def _split(
         self, axis: MeshAxis, size: int, names: Sequence[str] = SHARDS, own: bool = False
     ) -> tuple[MeshAxis, MeshAxis]:
-        """Split an axis into groups of `size` neighbours. Returns this rank's group, and the ranks at its
-        index in every group."""
+        """Split an axis into groups of `size` neighbours.
+
+        Returns this rank's group, and the ranks at its index in every group.
+        """
         group = (
             axis if size == axis.size else self._axis(names[0], neighbours(axis.ranks, self.rank, size), own)
         )

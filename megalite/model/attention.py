@@ -27,8 +27,9 @@ from megalite.parallel.weight import Weight
 
 
 class _Split(torch.autograd.Function):
-    """Splits the packed projection of this rank's heads into queries, keys and values, and rotates queries
-    and keys. Backward returns one packed gradient.
+    """Splits a packed projection into queries, keys and values, and rotates queries and keys.
+
+    Backward returns one packed gradient.
 
     [seq, batch, (heads + 2 · kv_heads) · head_dim] -> queries [seq, batch, heads, head_dim], keys and values
     [seq, batch, kv_heads, head_dim]. Without tables nothing is rotated. No communication.
@@ -49,8 +50,10 @@ class _Split(torch.autograd.Function):
 
 
 class Rotate(torch.autograd.Function):
-    """Applies the rotary embedding to [seq, batch, heads, head_dim]; the gradient is rotated by the opposite
-    angle. No communication."""
+    """Applies the rotary embedding to [seq, batch, heads, head_dim].
+
+    Backward rotates the gradient by the opposite angle. No communication.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -64,8 +67,10 @@ class Rotate(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
-    """Computes softmax(q kᵀ · scale + mask) v over this rank's heads: [seq, batch, heads, head_dim]. No
-    communication."""
+    """Computes softmax(q kᵀ · scale + mask) v over this rank's heads: [seq, batch, heads, head_dim].
+
+    No communication.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
@@ -81,8 +86,10 @@ class _Attention(torch.autograd.Function):
 
 
 class Attention(nn.Module):
-    """Self-attention: [seq, batch, hidden] -> the same shape; [seq/tp, batch, hidden] under sequence
-    parallelism."""
+    """Self-attention: [seq (/tp), batch, hidden] -> the same shape.
+
+    Under sequence parallelism each tp rank has seq/tp positions.
+    """
 
     def __init__(
         self, model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions
@@ -131,8 +138,10 @@ class Attention(nn.Module):
         return self.call("out", self.out, out.flatten(-2), mask)
 
     def project(self, x: Tensor, state: ForwardState) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns queries, keys and values of this rank's heads, [seq, batch, heads, head_dim] each,
-        normalized and rotated."""
+        """Return queries, keys and values of this rank's heads, normalized and rotated.
+
+        Each is [seq, batch, heads, head_dim].
+        """
         rotary = self.rotary_tables(state)
         # [seq, batch, (heads + 2 · kv_heads) · head_dim]
         packed = self.qkv(x, state.adapter_mask(Site.QKV_ADAPTER, self.layer))
@@ -146,14 +155,16 @@ class Attention(nn.Module):
         return (q, k, v) if rotary is None else (Rotate.apply(q, *rotary), Rotate.apply(k, *rotary), v)
 
     def rotary_tables(self, state: ForwardState) -> tuple[Tensor, Tensor] | None:
-        """cos and sin of the positions of this cp rank's whole part of the sequence; None: this layer does
-        not rotate."""
+        """Return cos and sin of the positions of this cp rank, or None if the layer does not rotate.
+
+        Under sequence parallelism they are those of the whole part of the sequence that the tp ranks share.
+        """
         if not self.uses_rope:
             return None
         return state.local_rotary if self.local_rope else state.rotary
 
     def operation(self, state: ForwardState) -> dict[str, Any]:
-        """Returns the keyword arguments of the attention operation."""
+        """Return the keyword arguments of the attention operation."""
         model, dropout = self.model_config, None
         if model.attention_dropout and state.training:
             key = state.dropout_key(Site.ATTENTION, self.layer)

@@ -62,8 +62,10 @@ class LayerOptions:
         return self.recompute == "full" or "experts" in self.recompute.split("+")
 
     def attention_over(self, mesh: Mesh) -> Callable[..., Tensor] | None:
-        """Returns attention from this rank's part of every sequence to the whole sequence
-        (`parallel.context`); None: the rank has whole sequences."""
+        """Return the attention operation under context parallelism, or None if cp is 1.
+
+        Each rank's part of a sequence attends to the whole sequence (`parallel.context`).
+        """
         if mesh.cp.size == 1:
             return None
         from megalite.parallel.context.attend import attention_over

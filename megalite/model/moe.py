@@ -98,8 +98,10 @@ class MixtureOfExperts(nn.Module):
         state.statistics["router"][self.layer] = statistics
 
     def _choice(self, scores: Tensor, targets: Tensor | None, state: ForwardState) -> ExpertChoice:
-        """Returns the choice of this forward, in training without the rows that exceed the capacity.
-        Recomputation repeats the choice of the first forward: another one would change shapes."""
+        """Return the choice of this forward, in training without the rows that exceed the capacity.
+
+        Recomputation repeats the choice of the first forward: another one would change shapes.
+        """
         first = state.choices.pop(self.layer, None)
         if first is not None:
             return first

@@ -53,8 +53,10 @@ def recomputing(layer: Layer, mode: str, exchanged: bool) -> Run | None:
 
 
 class _Recompute(torch.autograd.Function):
-    """Keeps only a layer's input, and runs its forward again in backward. The inner backward adds weight
-    gradients to their buckets."""
+    """Keeps only a layer's input, and runs its forward again in backward.
+
+    The inner backward adds weight gradients to their buckets.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Layer, state: ForwardState) -> Tensor:
@@ -138,8 +140,10 @@ class View(NamedTuple):
 
 
 class Argument(NamedTuple):
-    """A tensor argument of an operation, and whether it had a gradient, which decides the tensors that
-    autograd functions keep."""
+    """A tensor argument of an operation.
+
+    `requires_grad` is kept because it decides which tensors autograd functions save.
+    """
 
     view: View
     requires_grad: bool
@@ -149,8 +153,10 @@ class Argument(NamedTuple):
 
 
 class OperationCall:
-    """One call of an operation, with weak references to the values that it computes: values that the graph no
-    longer holds are not recomputed.
+    """One call of an operation.
+
+    It has weak references to the values that it computes, so that values that the graph no longer holds are
+    not recomputed.
 
     Attributes:
         outputs: values by index among its outputs.

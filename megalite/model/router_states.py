@@ -50,8 +50,7 @@ class Routers:
         return RouterState(self.load[layer], self.bias[layer])
 
     def own(self, statistics: Mapping[str, Tensor]) -> Tensor:
-        """Returns the routers' part of this rank's statistics, flattened; zeros where its layers have no
-        MoE."""
+        """Return the routers' statistics of this rank, flattened; zeros without MoE layers."""
         zeros = self.load.new_zeros(self.count, self.load.shape[1] - AUXILIARY)
         return statistics.get("router", zeros).flatten()
 
@@ -78,7 +77,7 @@ class Routers:
         return self._metrics(rows[own], self._host.bias, max(tokens, 1))
 
     def _metrics(self, rows: Tensor, bias: Tensor, tokens: int) -> dict[str, Any]:
-        """Returns means over the MoE layers.
+        """Return means over the MoE layers.
 
         Args:
             rows: statistics in CPU memory, [MoE layers, experts + 3].
@@ -102,13 +101,17 @@ class Routers:
         return metrics
 
     def learned(self) -> list[Rectangle]:
-        """Returns the states that the model computes with: the biases of the choice, and the loads stored
-        with them."""
+        """Return the states that the model computes with.
+
+        These are the biases of the choice, and the loads stored with them.
+        """
         return list(self.rectangles()) if self.model.biased_choice else []
 
     def rectangles(self) -> Iterator[Rectangle]:
-        """Yields the states, to save or to fill. Those of MTP modules are separate: a run may leave out the
-        modules."""
+        """Yield the states, to save or to fill.
+
+        Those of MTP modules are separate: a run may leave out the modules.
+        """
         self._host = None
         for name, values in (("load", self.load), ("bias", self.bias)):
             own, mtp = values.split((self.model.num_hidden_layers, self.model.mtp_layers))

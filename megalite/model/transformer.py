@@ -160,8 +160,10 @@ class Layer(nn.Module):
 
 
 class ParallelLayer(Layer):
-    """x + attention(norm(x)) + mlp(norm(x)): both read the layer's input. With a shared norm `mlp_input_norm`
-    is the identity."""
+    """x + attention(norm(x)) + mlp(norm(x)): both read the layer's input.
+
+    With a shared norm `mlp_input_norm` is the identity.
+    """
 
     def __init__(
         self, model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions

@@ -41,8 +41,10 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, divisor: Tensor | None) -> None:
-        """Update the average after a step of the optimizer with this divisor. The device decides whether the
-        step was skipped: the host does not wait for it."""
+        """Update the average after a step of the optimizer with this divisor.
+
+        The device decides whether the step was skipped: the host does not wait for it.
+        """
         skip = None if divisor is None else divisor.to(self.store.state.device, non_blocking=True).isnan()
         for master, average in self._spans:
             for part, weights in zip(average.split(PIECE), master.split(PIECE), strict=True):
@@ -55,8 +57,10 @@ class WeightAverage:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Inside the block, the model computes with the averages; after it with its weights again, bit for
-        bit. No step may be pending. Collective: weights are gathered."""
+        """Compute with the averages inside the block, and with the same weights as before after it.
+
+        No step may be pending. Collective: weights are gathered.
+        """
         self._swap()
         try:
             yield
