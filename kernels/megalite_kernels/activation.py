@@ -36,7 +36,7 @@ def _relu2(x: Tensor) -> Tensor:
 
 
 def _relu2_backward(dh: Tensor, x: Tensor, *, grad_input: Tensor) -> Tensor:
-    """2 · relu(x) · dh; the derivative is continuous."""
+    """Return 2 · relu(x) · dh, the gradient of relu(x)²."""
     return torch.mul(torch.relu(x).mul_(2), dh, out=grad_input)
 
 
@@ -64,7 +64,7 @@ def _lookup(act: str) -> _Activation:
 
 
 def plain_forward(x: Tensor, act: str) -> Tensor:
-    """Return act(x), of the same shape and dtype."""
+    """Return act(x), with the same shape and dtype."""
     return _lookup(act).forward(x)
 
 

@@ -30,7 +30,7 @@ COLUMNS = 256  # at most: 512 bytes of a row per warp; the width of every known 
 
 @triton.jit
 def _activate(x, GELU: tl.constexpr):
-    """a and a' of fp32 x."""
+    """Return a and a' of fp32 x."""
     if GELU:
         z = 1.5957691216057308 * (x + 0.044715 * x * x * x)
         slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)

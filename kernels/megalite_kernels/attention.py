@@ -155,7 +155,7 @@ class _Problem:
         return slice(block.queries.start * self.group, block.queries.stop * self.group)
 
     def by_head(self, scores: Tensor, block: _Block) -> Tensor:
-        """[B·kv_heads, queries·g, keys] viewed as [B, kv_heads, queries, g, keys]."""
+        """Return [B·kv_heads, queries·g, keys] viewed as [B, kv_heads, queries, g, keys]."""
         return scores.view(self.batch, self.kv_heads, len(block.queries), self.group, scores.shape[-1])
 
     def scores(self, query: Tensor, key: Tensor, block: _Block) -> Tensor:

@@ -58,7 +58,7 @@ class Calls:
 
 
 def by_head(x: Tensor) -> Tensor:
-    """[S, B, heads, D] viewed as [B, heads, S, D]."""
+    """Return [S, B, heads, D] viewed as [B, heads, S, D]."""
     return x.permute(1, 2, 0, 3)
 
 
@@ -68,7 +68,10 @@ def _by_position(x: Tensor) -> Tensor:
 
 
 def _tokens(x: Tensor) -> Tensor:
-    """[S, B, heads, D] as [B·S, heads, D], row after row: a view if there is one row, else a copy."""
+    """Return [S, B, heads, D] as [B·S, heads, D], row after row.
+
+    The result is a view if there is one row, else a copy.
+    """
     return x.transpose(0, 1).flatten(0, 1)
 
 

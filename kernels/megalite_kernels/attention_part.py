@@ -102,7 +102,7 @@ class _PartProblem:
         return slice(block.rows.start * self.group, block.rows.stop * self.group)
 
     def by_head(self, x: Tensor, block: _SegmentBlock) -> Tensor:
-        """[B·kv_heads, queries·g, keys] viewed as [B, kv_heads, queries, g, keys]."""
+        """Return [B·kv_heads, queries·g, keys] viewed as [B, kv_heads, queries, g, keys]."""
         return x.view(-1, self.kv_heads, len(block.queries), self.group, len(block.keys))
 
     def scores(self, block: _SegmentBlock) -> Tensor:
@@ -146,7 +146,7 @@ def merged(results: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def _takes_flash(q: Tensor, v: Tensor) -> bool:
-    """As in `attention`: not in fp32, whose matmuls would not use tensor cores."""
+    """Return whether flash attention is used: not in fp32, whose matmuls would not use tensor cores."""
     narrow = max(q.shape[-1], v.shape[-1]) <= WIDEST
     return takes_triton(q) and narrow and (q.is_cpu or q.dtype != torch.float32)
 

@@ -360,7 +360,7 @@ def _tile_table(segments: Segments, tile: int, device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _segment_table(segments: Segments, device: torch.device) -> Tensor:
-    """Returns, for each segment, its first position, its first row and its length."""
+    """Return a table with the first position, the first row and the length of each segment."""
     rows, row = [], 0
     for start, length in segments:
         rows.append((start, row, length))

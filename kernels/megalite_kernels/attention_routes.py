@@ -109,7 +109,7 @@ class Route:
     rejects: Callable[[AttentionCall], str | None] = lambda call: None
 
     def rejection(self, call: AttentionCall) -> str | None:
-        """Return the reason why this route does not support a call, or None if it does."""
+        """Return why this route does not support a call, or None if it does."""
         sequence, _, heads, dim = call.q.shape
         documents = "with documents" if call.documents else "without documents"
         deterministic = torch.are_deterministic_algorithms_enabled()

@@ -204,7 +204,7 @@ def _length(edges, masked: tl.constexpr):
 
 @triton.jit
 def _place(edges, step, masked: tl.constexpr):
-    """Return the position in the sequence of the tile at `step` of the positions that `_length` counts."""
+    """Return the position of the tile at `step` among the positions that `_length` counts."""
     if masked:
         return edges[0] + step + tl.where(edges[0] + step < edges[1], 0, edges[2] - edges[1])
     return edges[1] + step

@@ -24,7 +24,7 @@ DIRECTORY = Path(__file__).with_name("routes")
 
 @dataclass(frozen=True)
 class DeviceRoutes:
-    """The fastest routes of a device; None: the default order.
+    """Fastest routes of a device; None selects the default order.
 
     Attributes:
         device: its name.
@@ -43,7 +43,7 @@ class DeviceRoutes:
 
 
 def path_of(device: str) -> Path:
-    """Return the file of a device, by the name that torch gives it."""
+    """Return the file of a device with the name that torch reports."""
     return DIRECTORY / (re.sub("[^a-z0-9]+", "-", device.lower()).strip("-") + ".json")
 
 
@@ -67,7 +67,7 @@ def read(device: str) -> DeviceRoutes:
 
 
 def known(kind: str) -> list[str]:
-    """Return the names that a file may give for plain, documents, weight_grad or router."""
+    """Return the route names that a file may use for plain, documents, weight_grad or router."""
     from megalite_kernels import attention_routes, router_logits, weight_grad
 
     if kind == "weight_grad":

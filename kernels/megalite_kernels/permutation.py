@@ -1,6 +1,4 @@
-"""Rows in the order of their experts, and back, in one pass over memory.
-
-The kernels compute `permutation.gather_rows`, `combine_rows` and its backward.
+"""Rows in the order of their experts, and back: orders, counts, and the copies and sums of rows.
 
     gather_rows             out[i] = rows[index[i]]
     combine_rows            out[t] = Σ_j weights[t, j] · rows[index[t, j]]

@@ -84,7 +84,7 @@ def _gathered(rows: Tensor, index: Tensor) -> Tensor:
 
 @operation(fake=_gathered)
 def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
-    """As `permutation.gather_rows`: rows [n, width], index [m]."""
+    """Launch the kernel of `permutation.gather_rows`: rows [n, width], index [m]."""
     out, variant = _gathered(rows, index), _variant(architecture(rows.device), "gather", rows.dtype)
     if out.numel():
         programs = len(index) * triton.cdiv(rows.shape[1], variant.constants["COLUMNS"])
@@ -98,7 +98,7 @@ def _combined(rows: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
 
 @operation(fake=_combined)
 def combine_rows(rows: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
-    """As `permutation.combine_rows`: rows [n, width], index and weights [tokens, k]."""
+    """Launch the kernel of `permutation.combine_rows`: rows [n, width], index and weights [tokens, k]."""
     out = _combined(rows, index, weights)
     variant = _variant(architecture(rows.device), "combine", rows.dtype, weights is not None)
     if out.numel():

@@ -27,7 +27,7 @@ TYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl
 
 
 class Tiles(NamedTuple):
-    """The table of one launch."""
+    """Table of one launch."""
 
     owner: Tensor  # [tiles] int32: the range that each tile belongs to
     # [ranges, 2 + arrays] int64: a range's first tile, its length, and its address in each array

@@ -116,7 +116,7 @@ class Parts:
     routers: Routers | MultiTokenStatistics | None  # None: neither MoE layers nor MTP modules
 
     def to_load(self) -> list[Rectangle]:
-        """Return the tensors that a trained model computes with: its weights, and the biases of routers."""
+        """Return the tensors of a trained model: its weights, and the biases of routers."""
         weights = self.store.to_load()
         return weights if self.routers is None else weights + self.routers.learned()
 

@@ -1,4 +1,4 @@
-"""The coordinates of every rank: the arithmetic of the mesh, for any world size.
+"""Coordinates of every rank, for any world size.
 
 tp is innermost, then cp, dp, pp: rank = ((pp·DP + dp)·CP + cp)·TP + tp, so that the ranks that communicate
 most are neighbours on one node.
@@ -41,7 +41,7 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Layout(ParallelDims):
-    """The sizes of the mesh, and the coordinates of its ranks."""
+    """Sizes of the mesh, and coordinates of its ranks."""
 
     def position(self, rank: int) -> dict[str, int]:
         """Return the rank's index on each axis."""

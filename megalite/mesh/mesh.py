@@ -79,7 +79,7 @@ class Domain:
 
 
 def neighbours(ranks: tuple[int, ...], rank: int, size: int) -> tuple[int, ...]:
-    """Of `ranks` divided into groups of `size` consecutive ones, the group with `rank`."""
+    """Return the group of `size` consecutive entries of `ranks` that contains `rank`."""
     first = ranks.index(rank) // size * size
     return ranks[first : first + size]
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Site(IntEnum):
-    """The place in the model where a dropout mask is applied: part of the mask's key."""
+    """Where a dropout mask is applied in the model; part of the mask's key."""
 
     EMBEDDING = 0
     ATTENTION = 1
@@ -35,7 +35,7 @@ class Site(IntEnum):
 
 @dataclass
 class ForwardState:
-    """The properties of one microbatch that units read: the same on every stage and tp rank.
+    """State of one microbatch that the units read; the same on every stage and tp rank.
 
     Attributes:
         samples: [batch] global sample indices. With step, seed and positions they are the key of dropout.
@@ -118,7 +118,7 @@ class ForwardState:
 
     @property
     def first_visible(self) -> Tensor | None:
-        """`document_start` relative to `first_position`; None: all keys are of one document."""
+        """`document_start` relative to `first_position`, or None if all keys are in one document."""
         if self.document_start is None or self.first_position == 0:
             return self.document_start
         # a document may start before the first token
@@ -126,7 +126,7 @@ class ForwardState:
 
 
 class _Dropout(torch.autograd.Function):
-    """Dropout whose backward computes the mask again: it depends only on its key."""
+    """Dropout whose backward recomputes the mask from its key."""
 
     @staticmethod
     def forward(

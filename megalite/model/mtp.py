@@ -47,7 +47,7 @@ STATISTIC = "mtp"
 
 
 class MtpModule(nn.Module):
-    """One module: hₖ₋₁ and the embedding of tₖ, both [seq (/tp), batch, hidden] -> hₖ, of the same shape.
+    """MTP module: hₖ₋₁ and the embedding of tₖ, both [seq (/tp), batch, hidden] -> hₖ of the same shape.
 
     Args:
         index: the index of its layer.
@@ -75,7 +75,7 @@ class MtpModule(nn.Module):
 
 
 class MultiTokenPrediction(nn.Module):
-    """The losses of the last stage: of the next token, and of further tokens.
+    """Losses of the last stage: next-token prediction and multi-token prediction.
 
     Args:
         loss: the loss of the logits of further tokens.
@@ -123,7 +123,7 @@ class MultiTokenPrediction(nn.Module):
 
 
 class MultiTokenStatistics:
-    """The metrics of the modules' losses, with the metrics of routers if there are any.
+    """Metrics of the MTP modules' losses, and of routers if there are any.
 
     Has the interface of `Routers`.
     """

@@ -89,7 +89,7 @@ def stage_units(partition: Sequence[int], stage: int) -> range:
 
 
 def _one_each(unit: int, *segments: Segment) -> list[ParamSpec]:
-    """Return one stored tensor for each segment."""
+    """Return a stored tensor for each segment."""
     return [ParamSpec(segment.name, unit, (segment,)) for segment in segments]
 
 
@@ -176,7 +176,7 @@ class _Specs:
         return _one_each(unit, *segments)
 
     def sinks(self, name: str, unit: int) -> list[ParamSpec]:
-        """Return one number for each head."""
+        """Return the attention sinks, one number for each head."""
         heads = self.model.num_attention_heads
         return _one_each(unit, Segment(name, (heads,), 0, decay=False, init_std=self.std))
 
@@ -193,7 +193,7 @@ class _Specs:
         return _one_each(unit, *segments)
 
     def embedding(self, both_ends: bool) -> list[ParamSpec]:
-        """Return token embedding and learned positions.
+        """Return the token embedding and learned positions.
 
         Args:
             both_ends: whether the rank has the last stage, too, which may use the table.
@@ -245,7 +245,7 @@ class _Specs:
         return specs
 
     def attention(self, name: str, unit: int) -> list[ParamSpec]:
-        """Return attention with grouped key-value heads."""
+        """Return the parameters of attention with grouped key-value heads."""
         model, copies = self.model, kv_replicas(self.model, self.tp)
         q, kv = model.num_attention_heads * model.head_size, model.kv_heads * model.head_size
         specs = self.column(
@@ -257,7 +257,7 @@ class _Specs:
         return specs + self.row(f"{name}.out", "o", unit, q, model.attention_out_bias)
 
     def latent_attention(self, name: str, unit: int, rank: int) -> list[ParamSpec]:
-        """Return multi-head latent attention.
+        """Return the parameters of multi-head latent attention.
 
         All tp ranks hold the matrices that compute latents, and each the rows of its heads of the matrices
         that read them.
@@ -330,7 +330,7 @@ class _Specs:
         return _one_each(unit, Segment(name, shape, grad_partial_axis=axis, init_std=self.std, role=role))
 
     def head(self, holds_embedding: bool) -> list[ParamSpec]:
-        """Return the final norm, the head, and MTP modules.
+        """Return the parameters of the final norm, the head and the MTP modules.
 
         Where these or a tied head use the embedding on a rank without it, the rank stores a copy, which is
         neither counted nor saved.

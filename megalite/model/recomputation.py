@@ -153,7 +153,7 @@ class Argument(NamedTuple):
 
 
 class OperationCall:
-    """One call of an operation.
+    """Call of an operation.
 
     It has weak references to the values that it computes, so that values that the graph no longer holds are
     not recomputed.
@@ -169,7 +169,7 @@ class OperationCall:
         self.saved: dict[int, ref[Value]] = {}
 
     def run(self) -> None:
-        """Run the operation again, for all of its values, and release its arguments."""
+        """Run the operation again for all of its values, and release its arguments."""
         arguments = [value.tensor() if isinstance(value, Argument) else value for value in self.arguments]
         saved: list[Tensor] = []
 
@@ -186,7 +186,7 @@ class OperationCall:
 
 
 def _fill(references: dict[int, ref[Value]], tensors: list[Tensor]) -> None:
-    """Give their tensors to the dropped values that still exist."""
+    """Restore the dropped values that still exist."""
     for place, reference in references.items():
         value = reference()
         if value is not None and value.tensor is None:

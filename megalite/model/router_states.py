@@ -1,4 +1,4 @@
-"""The states of a model's routers, which they learn from earlier steps, and the metrics of their balance.
+"""States of a model's routers, and metrics of their load balance.
 
 A step's statistics, summed over all ranks (`parallel.expert.balance`), arrive with the gradient norm. Every
 rank computes the same new states of all layers from them, so a checkpoint stores them once. A skipped step
@@ -28,7 +28,9 @@ MTP = "mtp_"  # prefix of the states of MTP modules
 
 
 class Routers:
-    """The states of all routers, [layers, experts] fp64 each; a layer's state is a view of them.
+    """States of all routers, [layers, experts] fp64 each.
+
+    The state of a layer is a view of them.
 
     A checkpoint may overwrite the rectangles: the next step reads them from the device once.
     """
@@ -55,7 +57,7 @@ class Routers:
         return statistics.get("router", zeros).flatten()
 
     def learn(self, totals: Tensor | None, tokens: int, applied: bool) -> dict[str, Any]:
-        """Learn from a step. Returns its metrics.
+        """Learn from a step, and return its metrics.
 
         Args:
             totals: the layers' statistics, summed over all ranks and flattened.

@@ -79,7 +79,7 @@ class Head(nn.Module):
         return self.loss_of(self.norm(x), targets, scale, self.loss)
 
     def loss_of(self, normed: Tensor, targets: Tensor, scale: float, of_logits: CrossEntropy) -> Tensor:
-        """Return the same from the output of a norm."""
+        """Return the result of `forward` for a normalized input."""
 
         def loss(part: Tensor, part_targets: Tensor) -> Tensor:
             logits = self._logits(part).flatten(0, 1)  # [tokens, vocabulary/tp]

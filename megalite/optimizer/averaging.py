@@ -1,4 +1,6 @@
-"""An exponential moving average of the weights (`train.ema_decay`), a kind of state next to any optimizer's.
+"""Exponential moving average of the weights (`train.ema_decay`).
+
+It is a kind of state that any optimizer can have.
 
     at the start              average ← weights
     after each applied step   average ← decay · average + (1 − decay) · weights
@@ -23,7 +25,7 @@ PIECE = 1 << 24  # elements: a step that may skip itself needs memory for one pi
 
 
 class WeightAverage:
-    """The average of the weights that a run trains.
+    """Moving average of the trained weights.
 
     Args:
         state: has the kind `EMA` of every trainable segment.

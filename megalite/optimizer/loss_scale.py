@@ -15,7 +15,7 @@ from megalite.config.schema import FP16Config
 
 @dataclass
 class LossScale:
-    """The scale, and the counters that determine its next change.
+    """Loss scale, and the counters that determine its next change.
 
     Attributes:
         value: the scale; 1 where loss scaling is off.

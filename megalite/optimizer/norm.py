@@ -55,7 +55,7 @@ class NormReduction(Protocol):
 
 
 class LocalSquares:
-    """This rank's part of the norm: the gradients of the global elements that it owns."""
+    """The part of the norm that this rank computes, from the elements that it owns."""
 
     def __init__(self, store: ParameterStore):
         self.device = store.device

@@ -32,7 +32,7 @@ frozen."""
 
 
 class Optimizer(Protocol):
-    """Updates one rank's master weights from their gradients and from its state."""
+    """Interface of an optimizer: it updates one rank's master weights from their gradients and its state."""
 
     state: OptimizerState
 

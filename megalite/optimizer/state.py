@@ -28,7 +28,7 @@ from megalite.parallel.spec import WEIGHT, FlatRectangle, Rectangle
 
 @dataclass(frozen=True, eq=False)
 class BucketSlice:
-    """A span: elements [start, stop) of a bucket of which this rank keeps the same kinds of state.
+    """Elements [start, stop) of a bucket for which this rank keeps the same kinds of state.
 
     Attributes:
         decays: whether weight decay applies to its weights.
@@ -43,7 +43,7 @@ class BucketSlice:
 
     @property
     def owned(self) -> slice:
-        """The indices of its elements in tensors of the owned range, such as `bucket.master`."""
+        """Slice of the span in tensors of the owned range, such as `bucket.master`."""
         return slice(self.start - self.bucket.start, self.stop - self.bucket.start)
 
     @property
@@ -71,7 +71,7 @@ class BucketSlice:
 
 
 class OptimizerState:
-    """The state that one rank keeps of its trainable weights: zero at the start.
+    """Optimizer state of one rank's trainable weights, initially zero.
 
     Args:
         kinds: the kinds of state of a segment (`optimizer.registry.kinds_of`).

@@ -18,7 +18,7 @@ from megalite.parallel.collectives import Pending
 
 
 class _Transfer:
-    """An all-to-all in flight.
+    """All-to-all in flight.
 
     Args:
         pending: None: nothing is received.
@@ -34,7 +34,9 @@ class _Transfer:
 
 
 class Round:
-    """Up to one matrix for each owner. Gather and scatter are each started, then finished once.
+    """Round of the exchange, with at most one matrix for each owner.
+
+    Gather and scatter are each started and then finished once.
 
     Args:
         axis: the ranks of the stage; None if there is only this one.
@@ -81,9 +83,9 @@ class Round:
         self._gather = transfer, own
 
     def finish_gather(self) -> Tensor | None:
-        """Wait for the pieces of the own matrix.
+        """Wait for the pieces of this rank's matrix, and return it as a new tensor.
 
-        Returns it as a new tensor; None: this rank owns no matrix.
+        Returns None if this rank owns no matrix.
         """
         assert self._gather is not None, "start_gather comes first"
         (transfer, own_values), self._gather = self._gather, None
@@ -111,7 +113,7 @@ class Round:
         self._scatter = transfer, flat
 
     def finish_scatter(self) -> list[Tensor]:
-        """Wait for the results. Returns the results of `pieces`, flat."""
+        """Wait for the results, and return them flat, in the order of `pieces`."""
         assert self._scatter is not None, "start_scatter comes first"
         (transfer, flat), self._scatter = self._scatter, None
         received = iter(transfer.wait())

@@ -30,7 +30,10 @@ from megalite.parallel.spec import LocalPart, Segment
 
 
 class MatrixPiece(NamedTuple):
-    """Elements [start, stop) of the bucket, of one part of a matrix, on one rank (its index in the stage)."""
+    """Piece of a matrix: elements [start, stop) of the bucket on one rank.
+
+    `part` is an index among the parts of the matrix, and `rank` the rank's index in the stage.
+    """
 
     rank: int
     part: int
@@ -62,7 +65,7 @@ class OwnedMatrix:
 
     @property
     def travels(self) -> bool:
-        """Whether any other rank takes part."""
+        """Whether other ranks take part."""
         return any(piece.rank != self.owner for piece in (*self.gathered, *self.scattered))
 
 
@@ -90,12 +93,12 @@ class _MatrixRange(NamedTuple):
     group: _Group
 
     def overlap(self, other: tuple[int, int]) -> tuple[int, int]:
-        """Return the start and stop of the elements in another range, too."""
+        """Return the start and stop of the intersection with another range."""
         return max(self.start, other[0]), min(self.stop, other[1])
 
 
 def cost(segment: Segment) -> float:
-    """Multiply-adds of one Newton-Schulz iteration."""
+    """Return the number of multiply-adds of one Newton-Schulz iteration."""
     short, long = sorted(segment.shape)
     return 2 * short * short * long + short**3
 
