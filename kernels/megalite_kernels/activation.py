@@ -59,7 +59,7 @@ _FUSED = ("silu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 
 def _lookup(act: str) -> _Activation:
     if act not in _ACTIVATIONS:
-        raise ValueError(f"unknown activation {act!r}; known are {', '.join(_ACTIVATIONS)}.")
+        raise ValueError(f"Unknown activation {act!r}. Supported activations: {', '.join(_ACTIVATIONS)}.")
     return _ACTIVATIONS[act]
 
 

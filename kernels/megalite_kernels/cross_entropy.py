@@ -32,7 +32,7 @@ def _chunk_rows(logits: Tensor) -> int:
 def _local_targets(targets: Tensor, vocab_start: int, valid: int, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Return the column of each target and whether this rank has it, [T, 1] each.
 
-    Columns are clamped to those of this rank.
+    Columns are clamped to this rank's columns.
     """
     column = (targets - vocab_start).unsqueeze(1)
     inside = (column >= 0) & (column < valid) & (targets != ignore_index).unsqueeze(1)

@@ -81,7 +81,7 @@ def known(kind: str) -> list[str]:
 def measured(device: torch.device) -> DeviceRoutes:
     """Return the routes of a GPU in this process.
 
-    They are those of its file if `train.kernels` is auto, else the default ones.
+    They come from its file if `train.kernels` is auto; otherwise they are the default ones.
     """
     return _of_device(device) if backend.selected == "auto" and device.type == "cuda" else DeviceRoutes()
 

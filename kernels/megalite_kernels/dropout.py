@@ -68,7 +68,7 @@ def column_hash(columns: Tensor, head: Tensor | int = 0) -> Tensor:
 def threshold(p: float) -> int:
     """Return the threshold: the hash of a kept element is below it."""
     if not 0.0 <= p < 1.0:
-        raise ValueError(f"dropout probability {p} is not in [0, 1).")
+        raise ValueError(f"The dropout probability must be in [0, 1), got {p}.")
     return min(round((1.0 - p) * 2**32) - 2**31, 2**31 - 1)
 
 

@@ -94,8 +94,8 @@ def _frequencies(
     if kind == "longrope":
         return _longrope(frequency, scaling, length)
     raise ValueError(
-        f"model.rope_scaling: rope_type {kind!r} is not supported; known are default, linear, llama3, yarn, "
-        "longrope."
+        f"model.rope_scaling: rope_type {kind!r} is not supported. Supported types: default, linear, "
+        "llama3, yarn, longrope."
     )
 
 

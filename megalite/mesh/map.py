@@ -39,11 +39,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     sizes = vars(parser.parse_args(argv))
     for axis, size in sizes.items():
         if size < 1:
-            parser.error(f"--{axis} = {size}: an axis has at least one rank")
+            parser.error(f"--{axis} must be a positive integer, got {size}.")
     layout = Layout(**sizes)
     if layout.stage_ranks % layout.ep:
         parser.error(
-            f"--ep = {layout.ep} does not divide the {layout.stage_ranks} ranks of a stage, dp * cp * tp"
+            f"--ep must divide dp * cp * tp ({layout.stage_ranks}), the number of ranks of a stage, "
+            f"got {layout.ep}."
         )
     print(describe(layout))
     groups = {axis: _peers(layout, axis) for axis in reversed(AXES)} | {

@@ -36,7 +36,7 @@ class Meeting:
     """A barrier of all ranks through a store. Called by one thread at a time, on every rank.
 
     Args:
-        name: of the ranks' meetings; those of another thread need another name.
+        name: name of the meetings; another thread must use another name.
         timeout: seconds to wait for the others where nothing tells whether they are alive
             (`Activity.watched`).
     """

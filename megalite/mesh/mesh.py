@@ -128,7 +128,7 @@ class Mesh:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         available = dist.get_world_size() if dist.is_initialized() else 1
         if dims.world != available:
-            raise ValueError(f"the mesh {dims} needs {dims.world} ranks, but {available} were started")
+            raise ValueError(f"the mesh {dims} requires {dims.world} ranks, but {available} were started.")
         self.traffic: Counter[tuple[str, str]] = Counter()
         self.activity = Activity()
         urgent = {

@@ -24,7 +24,7 @@ def name_of(weight: str, part: str) -> str:
 
 
 def with_adapters(specs: Sequence[ParamSpec], lora: LoraConfig, tp: int = 1) -> list[ParamSpec]:
-    """Return the specs with those of the adapters.
+    """Return the specs of a model with adapters.
 
     The model's own are frozen except for `lora.modules_to_save`. If `lora.rank` is 0, the specs are returned
     unchanged.

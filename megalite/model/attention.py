@@ -157,7 +157,7 @@ class Attention(nn.Module):
     def rotary_tables(self, state: ForwardState) -> tuple[Tensor, Tensor] | None:
         """Return cos and sin of the positions of this cp rank, or None if the layer does not rotate.
 
-        Under sequence parallelism they are those of the whole part of the sequence that the tp ranks share.
+        Under sequence parallelism they still cover the cp rank's whole part of the sequence.
         """
         if not self.uses_rope:
             return None

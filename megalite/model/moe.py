@@ -92,7 +92,7 @@ class MixtureOfExperts(nn.Module):
         return out if shared is None else out + shared
 
     def _record(self, state: ForwardState, statistics: Tensor) -> None:
-        """Record the layer's statistics among those of all layers, [layers, experts + 3]."""
+        """Record the layer's statistics in the tensor of all layers, [layers, experts + 3]."""
         if "router" not in state.statistics:
             state.statistics["router"] = statistics.new_zeros(layer_count(self.model), len(statistics))
         state.statistics["router"][self.layer] = statistics

@@ -42,14 +42,14 @@ def head_unit(model: ModelConfig) -> int:
 
 
 def layer_count(model: ModelConfig) -> int:
-    """Return the number of layers, with those of MTP modules, which come last."""
+    """Return the number of layers, including the layers of MTP modules, which are the last ones."""
     return model.num_hidden_layers + model.mtp_layers
 
 
 def layers_in(model: ModelConfig, unit: int) -> range:
     """Return the 0-based indices of the layers in a unit.
 
-    The embedding has none, the last unit those of the MTP modules, and each other unit one.
+    The embedding has none, the last unit has the layers of the MTP modules, and each other unit has one.
     """
     if unit == 0:
         return range(0)

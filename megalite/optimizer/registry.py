@@ -102,7 +102,7 @@ def create(config: Config, state: OptimizerState) -> Optimizer:
 def kinds_of(config: Config) -> Kinds:
     """Return the kinds of state that a run keeps.
 
-    They are those of its optimizer, and the average of the weights if `train.ema_decay` is set.
+    They are the kinds of its optimizer, and the average of the weights if `train.ema_decay` is set.
     """
     entry, averages = OPTIMIZERS[config.optimizer.name], () if config.train.ema_decay is None else (EMA,)
     return lambda segment: (*entry.kinds(segment), *averages) if segment.trainable else ()

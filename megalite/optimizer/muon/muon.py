@@ -66,7 +66,7 @@ class Muon:
         like = torch.empty(0, dtype=self._dtype, device=store.device)
         if mesh.stage is None and mesh.dims.stage_ranks > 1:
             raise ValueError(
-                "Muon exchanges parts of matrices over a stage: create the mesh with stage_axis=True"
+                "Muon requires a mesh with an axis over the ranks of a stage. Create it with stage_axis=True."
             )
         rounds = matrix_rounds([bucket.layout for bucket in store.buckets], mesh.dims)
         self._rounds = [Round(matrices, mesh.stage, like) for matrices in rounds]
