@@ -71,7 +71,7 @@ def main() -> None:
 def step_matmuls(config: Config, mesh: Mesh) -> Callable[[], None]:
     """Return a function that computes this rank's matmuls of one step, between barriers of all ranks."""
     dtype = build.DTYPES[config.train.precision]
-    shapes = matmul_choice.step_products(config, mesh)
+    shapes = matmul_choice.step_matmuls(config, mesh)
     prepared = [(shape.times, random_factors(shape, dtype)) for shape in shapes]
 
     def step() -> None:

@@ -36,7 +36,7 @@ def _relu2(x: Tensor) -> Tensor:
 
 
 def _relu2_backward(dh: Tensor, x: Tensor, *, grad_input: Tensor) -> Tensor:
-    """2 · relu(x) · dh; the derivative is continuous."""
+    """Return 2 · relu(x) · dh, the gradient of relu(x)²."""
     return torch.mul(torch.relu(x).mul_(2), dh, out=grad_input)
 
 
@@ -59,23 +59,23 @@ _FUSED = ("silu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 
 def _lookup(act: str) -> _Activation:
     if act not in _ACTIVATIONS:
-        raise ValueError(f"unknown activation {act!r}; known are {', '.join(_ACTIVATIONS)}.")
+        raise ValueError(f"Unknown activation {act!r}. Supported activations: {', '.join(_ACTIVATIONS)}.")
     return _ACTIVATIONS[act]
 
 
 def plain_forward(x: Tensor, act: str) -> Tensor:
-    """Returns act(x), of the same shape and dtype."""
+    """Return act(x), with the same shape and dtype."""
     return _lookup(act).forward(x)
 
 
 def plain_backward(dh: Tensor, x: Tensor, act: str) -> tuple[Tensor, Tensor]:
-    """Returns the gradient of `plain_forward` with respect to x, and h."""
+    """Return the gradient of `plain_forward` with respect to x, and h."""
     function = _lookup(act)
     return function.backward(dh, x, grad_input=torch.empty_like(x)), function.forward(x)
 
 
 def gated_forward(gate_up: Tensor, act: str) -> Tensor:
-    """Returns act(gate) · up: [..., 2F] -> [..., F]."""
+    """Return act(gate) · up: [..., 2F] -> [..., F]."""
     if act in _FUSED and takes_triton(gate_up):
         from megalite_kernels import activation_triton
 
@@ -88,8 +88,10 @@ def gated_forward(gate_up: Tensor, act: str) -> Tensor:
 
 
 def gated_backward(dh: Tensor, gate_up: Tensor, act: str) -> tuple[Tensor, Tensor]:
-    """Returns the gradient of `gated_forward` with respect to gate_up, and h: dh [..., F] -> [..., 2F], [...,
-    F]."""
+    """Return the gradient of `gated_forward` with respect to gate_up, and h.
+
+    dh [..., F] -> [..., 2F], [..., F].
+    """
     if act in _FUSED and takes_triton(gate_up):
         from megalite_kernels import activation_triton
 
@@ -107,7 +109,7 @@ def gated_backward(dh: Tensor, gate_up: Tensor, act: str) -> tuple[Tensor, Tenso
 
 
 def _clamped_backward(dh: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """The backward of clamped_swiglu: clamped values have no gradient."""
+    """Return the backward of clamped_swiglu: clamped values have no gradient."""
     gate, up = gate_up.chunk(2, dim=-1)
     g, u = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT).add_(1)
     sigmoid = torch.sigmoid(_GAIN * g)

@@ -1,5 +1,7 @@
-"""Gated activations in one pass over memory: `activation.gated_forward` and `activation.gated_backward` for
-silu and the tanh form of gelu.
+"""Gated activations in one pass over memory.
+
+The kernels compute `activation.gated_forward` and `activation.gated_backward` for silu and the tanh form of
+gelu.
 
 Both are x · σ(z), with z = x for silu. For gelu z = 2 √(2/π) (x + 0.044715 x³), since (1 + tanh(z/2)) / 2 =
 σ(z). So
@@ -28,7 +30,7 @@ COLUMNS = 256  # at most: 512 bytes of a row per warp; the width of every known 
 
 @triton.jit
 def _activate(x, GELU: tl.constexpr):
-    """a and a' of fp32 x."""
+    """Return a and a' of fp32 x."""
     if GELU:
         z = 1.5957691216057308 * (x + 0.044715 * x * x * x)
         slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
@@ -45,8 +47,10 @@ def _activate(x, GELU: tl.constexpr):
 
 @triton.jit
 def _tile(rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Returns this program's tile: row numbers [ROWS, 1], column numbers [1, COLUMNS], and which elements
-    exist."""
+    """Return the row numbers [ROWS, 1] and column numbers [1, COLUMNS] of this program's tile.
+
+    The third value says which elements exist.
+    """
     across = tl.cdiv(width, COLUMNS)
     program = tl.program_id(0)
     row = (program // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -104,7 +108,7 @@ def _like_h(gate_up: Tensor, act: str) -> Tensor:
 
 @operation(fake=_like_h)
 def gated_forward(gate_up: Tensor, act: str) -> Tensor:
-    """Returns act(gate) · up: [..., 2F] -> [..., F]."""
+    """Return act(gate) · up: [..., 2F] -> [..., F]."""
     h = _like_h(gate_up, act)
     _launch(False, act, h, gate_up.contiguous(), h)
     return h
@@ -116,8 +120,10 @@ def _like_dgate_up_and_h(dh: Tensor, gate_up: Tensor, act: str) -> tuple[Tensor,
 
 @operation(fake=_like_dgate_up_and_h)
 def gated_backward(dh: Tensor, gate_up: Tensor, act: str) -> tuple[Tensor, Tensor]:
-    """Returns the gradient of `gated_forward` with respect to gate_up, and h: dh [..., F] -> [..., 2F], [...,
-    F]."""
+    """Return the gradient of `gated_forward` with respect to gate_up, and h.
+
+    dh [..., F] -> [..., 2F], [..., F].
+    """
     dgate_up, h = _like_dgate_up_and_h(dh, gate_up, act)
     _launch(True, act, h, dh.contiguous(), gate_up.contiguous(), dgate_up, h)
     return dgate_up, h

@@ -28,7 +28,9 @@ def adamw_(
     weight_decay: float,
     grad_scale: Tensor | None = None,
 ) -> None:
-    """Update params and both moments in place. All tensors are flat; those of one index have the same length.
+    """Update params and both moments in place.
+
+    All tensors are flat. Tensors with the same index have the same length.
 
     Args:
         grads: may be narrower than params; undefined afterwards.

@@ -80,8 +80,10 @@ def adamw(
     weight1: float,
     weight2: float,
 ) -> None:
-    """Run one step; `weights` may be empty. The module describes the scalars; weight1 is 1 − β1, weight2 is
-    1 − β2."""
+    """Run one step; `weights` may be empty.
+
+    The module describes the scalars; weight1 is 1 − β1, weight2 is 1 − β2.
+    """
     arrays = [array for array in (params, grads, exp_avgs, exp_avg_sqs, weights) if array]
     whole = all(aligned(x) for array in arrays for x in array)
     variant = _variant(grads[0].dtype, weights[0].dtype if weights else None, grad_scale is not None, whole)

@@ -55,6 +55,23 @@ class _Block(NamedTuple):
     mask: Tensor
 
 
+def hidden_keys(queries: Tensor, keys: Tensor, window: int | None, starts: Tensor | None) -> Tensor:
+    """Return which keys a query does not see, [1 or B, 1, queries, 1, keys].
+
+    Args:
+        queries: positions [queries, 1, 1].
+        keys: positions [keys].
+        starts: the first visible position of each query, [queries, B].
+    """
+    hidden = keys > queries  # [queries, 1, keys]
+    if window:
+        hidden = hidden | (keys <= queries - window)
+    hidden = hidden.unsqueeze(0)
+    if starts is not None:
+        hidden = hidden | (keys < starts.T[:, :, None, None])
+    return hidden.unsqueeze(1)
+
+
 def _blocks(
     sequence: int, window: int | None, document_start: Tensor | None, like: Tensor
 ) -> Iterator[_Block]:
@@ -69,27 +86,26 @@ def _blocks(
         # block's diagonal needs a mask.
         masked = start if window or document_start is not None else first
         i, j = position[first:stop, None, None], position[masked:stop]
-        hidden = j > i  # [queries, 1, keys]
-        if window:
-            hidden = hidden | (j <= i - window)
-        hidden = hidden.unsqueeze(0)
-        if document_start is not None:
-            hidden = hidden | (j < document_start[first:stop].T[:, :, None, None])
+        hidden = hidden_keys(i, j, window, None if document_start is None else document_start[first:stop])
         mask = like.new_zeros(hidden.shape, dtype=torch.promote_types(like.dtype, torch.float32))
         mask.masked_fill_(hidden, -torch.inf)
-        yield _Block(range(first, stop), range(start, stop), mask.unsqueeze(1))
+        yield _Block(range(first, stop), range(start, stop), mask)
 
 
 @functools.lru_cache(maxsize=8)
 def _causal_blocks(sequence: int, dtype: torch.dtype, device: torch.device) -> tuple[_Block, ...]:
-    """Returns the blocks of plain causal attention. They are the same in every layer and step, and their
-    masks have only BLOCK numbers a query."""
+    """Return the blocks of plain causal attention.
+
+    They are the same in every layer and step, and their masks have only BLOCK numbers a query.
+    """
     return tuple(_blocks(sequence, None, None, torch.empty(0, dtype=dtype, device=device)))
 
 
 def _rows(x: Tensor, kv_heads: int, scale: float = 1.0) -> Tensor:
-    """[S, B, heads, D] -> [B·kv_heads, S·g, D] in at least fp32, contiguous, times scale; row s·g + i:
-    position s, head i of the group."""
+    """Return [S, B, heads, D] as [B·kv_heads, S·g, D] in at least fp32, contiguous, times scale.
+
+    Row s·g + i is position s, head i of the group.
+    """
     sequence, batch, heads, dim = x.shape
     group = heads // kv_heads
     accumulate_dtype = torch.promote_types(x.dtype, torch.float32)
@@ -99,8 +115,10 @@ def _rows(x: Tensor, kv_heads: int, scale: float = 1.0) -> Tensor:
 
 
 def _heads(rows: Tensor, like: Tensor, kv_heads: int, scale: float = 1.0) -> Tensor:
-    """The inverse of `_rows`: [B·kv_heads, S·g, D] -> [S, B, heads, D], contiguous, in the dtype of
-    `like`."""
+    """Return the inverse of `_rows`, contiguous, in the dtype of `like`.
+
+    [B·kv_heads, S·g, D] -> [S, B, heads, D].
+    """
     sequence, batch, heads, dim = like.shape
     out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     source = rows.view(batch, kv_heads, sequence, heads // kv_heads, dim).permute(2, 0, 1, 3, 4)
@@ -130,19 +148,21 @@ class _Problem:
             self.blocks = tuple(_blocks(self.sequence, window, document_start, q))
 
     def rows(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns `_rows` of queries, multiplied by the scale, of keys and of values."""
+        """Return `_rows` of queries, multiplied by the scale, of keys and of values."""
         return _rows(q, self.kv_heads, scale), _rows(k, self.kv_heads), _rows(v, self.kv_heads)
 
     def query_rows(self, block: _Block) -> slice:
         return slice(block.queries.start * self.group, block.queries.stop * self.group)
 
     def by_head(self, scores: Tensor, block: _Block) -> Tensor:
-        """[B·kv_heads, queries·g, keys] viewed as [B, kv_heads, queries, g, keys]."""
+        """Return [B·kv_heads, queries·g, keys] viewed as [B, kv_heads, queries, g, keys]."""
         return scores.view(self.batch, self.kv_heads, len(block.queries), self.group, scores.shape[-1])
 
     def scores(self, query: Tensor, key: Tensor, block: _Block) -> Tensor:
-        """Returns masked and capped scores of one block, [B·kv_heads, queries·g, keys]; `query` is already
-        multiplied by the scale."""
+        """Return masked and capped scores of one block, [B·kv_heads, queries·g, keys].
+
+        `query` is already multiplied by the scale.
+        """
         keys = key[:, block.keys.start : block.keys.stop]
         scores = torch.bmm(query[:, self.query_rows(block)], keys.transpose(1, 2))
         if self.softcap:
@@ -151,7 +171,7 @@ class _Problem:
         return scores
 
     def drop(self, x: Tensor, block: _Block) -> Tensor:
-        """Returns x ∘ keep: with dropout a new tensor, else x itself."""
+        """Return x ∘ keep: with dropout a new tensor, else x itself."""
         if self.dropout is None or self.dropout.p == 0.0:
             return x
         keep = self.dropout.scale(self.heads, block.queries, block.keys, x.dtype)  # [B, heads, queries, keys]
@@ -169,7 +189,7 @@ def _route(
     dropout: AttentionDropout | None,
     boundaries: Boundaries | None,
 ) -> str:
-    """Returns the name of the implementation: triton, reference, or one of `attention_routes`."""
+    """Return the name of the implementation: triton, reference, or one of `attention_routes`."""
     width = max(q.shape[-1], v.shape[-1])
     if not q.is_cuda:
         return "triton" if takes_triton(q) and width <= WIDEST else "reference"
@@ -191,7 +211,7 @@ def _route(
 
 
 def _library(route: str, *options: Any) -> tuple[Any, Any]:
-    """Returns the passes of a kernel that is not of this package, and the options of a call to it."""
+    """Return the passes of a kernel that is not of this package, and the options of a call to it."""
     from megalite_kernels.attention_library import Options
     from megalite_kernels.attention_routes import BY_NAME
 
@@ -202,14 +222,14 @@ def _library(route: str, *options: Any) -> tuple[Any, Any]:
 
 
 def padded(width: int, *tensors: Tensor) -> list[Tensor]:
-    """Returns the tensors with zeros appended to their last dimension up to a width."""
+    """Return the tensors with zeros appended to their last dimension up to a width."""
     missing = [width - x.shape[-1] for x in tensors]
     pad = torch.nn.functional.pad
     return [pad(x, (0, count)) if count else x for x, count in zip(tensors, missing, strict=True)]
 
 
 def _fields(dropout: AttentionDropout | None) -> tuple[Tensor | None, int, float, int, int]:
-    """Returns the fields of dropout as arguments of the registered operations; p = 0: no dropout."""
+    """Return the fields of dropout as arguments of the registered operations; p = 0: no dropout."""
     if dropout is None or dropout.p == 0.0:
         return None, 0, 0.0, 0, 0
     return dropout.samples, dropout.key, dropout.p, dropout.head_offset, dropout.position_offset
@@ -228,9 +248,10 @@ def attention(
     recompute: bool = False,
     boundaries: Boundaries | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Returns out [S, B, hq, Dv], contiguous, and the tensors to save for `attention_backward`: the
-    reference's probabilities block by block (none with `recompute` or a soft-cap), or a kernel's log-sum-exp
-    of each query's scores.
+    """Return out [S, B, hq, Dv], contiguous, and the tensors to save for `attention_backward`.
+
+    The reference saves its probabilities block by block (none with `recompute` or a soft-cap), a kernel the
+    log-sum-exp of each query's scores.
 
     Args:
         q, k, v: [S, B, hq, D], [S, B, hk, D], [S, B, hk, Dv] of any strides; hq is a multiple of hk.
@@ -291,8 +312,9 @@ def attention_backward(
     recompute: bool = False,
     boundaries: Boundaries | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dq [S, B, hq, D], dk [S, B, hk, D] and dv [S, B, hk, Dv]; options as in forward, `saved` as
-    forward returns it.
+    """Return dq [S, B, hq, D], dk [S, B, hk, D] and dv [S, B, hk, Dv].
+
+    The options are the forward's, and `saved` is as it returned it.
 
     The reference does not read `out`; a kernel, which never holds a whole row of probabilities, computes
     Σ_keys p∘dp = Σ_dim dout∘out from it.

@@ -1,4 +1,5 @@
 """Calls of the attention kernels that come with torch, with an explicit forward and backward.
+
 `attention_routes` says when each one runs.
 
 They do not draw a dropout mask that can be computed again. `FLASH` and `CUDNN` take whole rows, and support
@@ -57,22 +58,25 @@ class Calls:
 
 
 def by_head(x: Tensor) -> Tensor:
-    """[S, B, heads, D] viewed as [B, heads, S, D]."""
+    """Return [S, B, heads, D] viewed as [B, heads, S, D]."""
     return x.permute(1, 2, 0, 3)
 
 
 def _by_position(x: Tensor) -> Tensor:
-    """The inverse of `by_head`, contiguous."""
+    """Return the inverse of `by_head`, contiguous."""
     return x.permute(2, 0, 1, 3).contiguous()
 
 
 def _tokens(x: Tensor) -> Tensor:
-    """[S, B, heads, D] as [B·S, heads, D], row after row: a view if there is one row, else a copy."""
+    """Return [S, B, heads, D] as [B·S, heads, D], row after row.
+
+    The result is a view if there is one row, else a copy.
+    """
     return x.transpose(0, 1).flatten(0, 1)
 
 
 def _positions(x: Tensor, like: Tensor) -> Tensor:
-    """The inverse of `_tokens`, contiguous: [B·S, heads, D] -> [S, B, heads, D]."""
+    """Return the inverse of `_tokens`, contiguous: [B·S, heads, D] -> [S, B, heads, D]."""
     sequence, batch = like.shape[:2]
     return x.unflatten(0, (batch, sequence)).transpose(0, 1).contiguous()
 
@@ -122,14 +126,14 @@ def _flash_backward(
 
 
 def _lengths(options: Options) -> tuple[Tensor, Tensor, int, int]:
-    """Returns the offsets of queries and of keys, then their longest lengths."""
+    """Return the offsets of queries and of keys, then their longest lengths."""
     assert options.boundaries is not None
     offsets, longest = options.boundaries
     return offsets, offsets, longest, longest
 
 
 def _reach(options: Options) -> dict[str, int | None]:
-    """Returns the number of keys that a query sees before and after its own."""
+    """Return the number of keys that a query sees before and after its own."""
     return {} if options.window is None else {"window_size_left": options.window - 1, "window_size_right": 0}
 
 

@@ -1,5 +1,6 @@
-"""Attention from some positions of a sequence to others, with the log-sum-exp by which results for several
-parts of the keys are merged.
+"""Attention from some positions of a sequence to others.
+
+Results for several parts of the keys are merged by their log-sum-exp.
 
     lse = log Σ_keys exp(s)        out = Σ_keys (exp(s − lse) ∘ keep) · v
 
@@ -23,11 +24,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalite_kernels.attention import BLOCK, WIDEST, _heads, _rows
+from megalite_kernels.attention import BLOCK, WIDEST, _heads, _rows, hidden_keys
 from megalite_kernels.backend import takes_triton
 from megalite_kernels.dropout import AttentionDropout
 
-Runs = Sequence[tuple[int, int]]
+Segments = Sequence[tuple[int, int]]
 """Segments of consecutive positions: (start, length) each."""
 
 
@@ -42,7 +43,7 @@ class _SegmentBlock(NamedTuple):
 
 
 def _blocks(
-    queries: Runs, keys: Runs, window: int | None, document_start: Tensor | None, device: torch.device
+    queries: Segments, keys: Segments, window: int | None, document_start: Tensor | None, device: torch.device
 ) -> Iterator[_SegmentBlock]:
     row = 0
     for start, length in queries:
@@ -55,9 +56,14 @@ def _blocks(
 
 
 def _visible_keys(
-    queries: range, rows: slice, keys: Runs, window: int | None, starts: Tensor | None, device: torch.device
+    queries: range,
+    rows: slice,
+    keys: Segments,
+    window: int | None,
+    starts: Tensor | None,
+    device: torch.device,
 ) -> Iterator[_SegmentBlock]:
-    """Yields the blocks of some queries; starts: [queries, B]."""
+    """Yield the blocks of some queries; starts: [queries, B]."""
     first = max(queries.start - window + 1, 0) if window else 0
     if starts is not None and starts.is_cpu:  # on a GPU reading the value would synchronize
         first = max(first, int(starts.min()))
@@ -78,13 +84,7 @@ def _hidden(
         return None
     i = torch.arange(queries.start, queries.stop, device=device)[:, None, None]
     j = torch.arange(keys.start, keys.stop, device=device)
-    hidden = j > i  # [queries, 1, keys]
-    if window:
-        hidden = hidden | (j <= i - window)
-    hidden = hidden.unsqueeze(0)
-    if starts is not None:
-        hidden = hidden | (j < starts.T[:, :, None, None])
-    return hidden.unsqueeze(1)
+    return hidden_keys(i, j, window, starts)
 
 
 class _PartProblem:
@@ -102,11 +102,11 @@ class _PartProblem:
         return slice(block.rows.start * self.group, block.rows.stop * self.group)
 
     def by_head(self, x: Tensor, block: _SegmentBlock) -> Tensor:
-        """[B·kv_heads, queries·g, keys] viewed as [B, kv_heads, queries, g, keys]."""
+        """Return [B·kv_heads, queries·g, keys] viewed as [B, kv_heads, queries, g, keys]."""
         return x.view(-1, self.kv_heads, len(block.queries), self.group, len(block.keys))
 
     def scores(self, block: _SegmentBlock) -> Tensor:
-        """Returns masked and capped scores, [B·kv_heads, queries·g, keys]."""
+        """Return masked and capped scores, [B·kv_heads, queries·g, keys]."""
         scores = torch.bmm(self.query[:, self.rows(block)], self.key[:, block.columns].transpose(1, 2))
         if self.softcap:
             scores.div_(self.softcap).tanh_().mul_(self.softcap)
@@ -115,7 +115,7 @@ class _PartProblem:
         return scores
 
     def drop(self, x: Tensor, block: _SegmentBlock) -> Tensor:
-        """Returns x ∘ keep: with dropout a new tensor, else x itself."""
+        """Return x ∘ keep: with dropout a new tensor, else x itself."""
         if self.dropout is None:
             return x
         keep = self.dropout.scale(self.heads, block.queries, block.keys, x.dtype)  # [B, heads, queries, keys]
@@ -124,8 +124,10 @@ class _PartProblem:
 
 
 def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Merge a result for other keys into out and lse, in place: out and other [..., D]; lse and other_lse
-    [...], −inf where no key was visible."""
+    """Merge a result for other keys into out and lse, in place.
+
+    out and other are [..., D], lse and other_lse [...], with −inf where no key was visible.
+    """
     total = torch.logaddexp(lse, other_lse)
     at = torch.where(total == -torch.inf, 0, total)  # −inf − (−inf) would be NaN
     out.mul_((lse - at).exp_().unsqueeze(-1)).add_(other * (other_lse - at).exp_().unsqueeze(-1))
@@ -133,8 +135,10 @@ def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
 
 
 def merged(results: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Returns out and lse for all keys, from the results for each part of them, at least one, merged in their
-    order."""
+    """Return out and lse for all keys, merged from the results for each part of them.
+
+    There is at least one part; parts are merged in their order.
+    """
     out, lse = next(results)
     for other, other_lse in results:
         merge_(out, lse, other, other_lse)
@@ -142,7 +146,7 @@ def merged(results: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def _takes_flash(q: Tensor, v: Tensor) -> bool:
-    """As in `attention`: not in fp32, whose matmuls would not use tensor cores."""
+    """Return whether flash attention is used: not in fp32, whose matmuls would not use tensor cores."""
     narrow = max(q.shape[-1], v.shape[-1]) <= WIDEST
     return takes_triton(q) and narrow and (q.is_cpu or q.dtype != torch.float32)
 
@@ -151,8 +155,8 @@ def attention_part(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    queries: Runs,
-    keys: Runs,
+    queries: Segments,
+    keys: Segments,
     *,
     scale: float,
     window: int | None = None,
@@ -160,7 +164,7 @@ def attention_part(
     softcap: float | None = None,
     dropout: AttentionDropout | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns out [Sq, B, hq, Dv] and lse [Sq, B, hq], in at least fp32.
+    """Return out [Sq, B, hq, Dv] and lse [Sq, B, hq], in at least fp32.
 
     Args:
         q: [Sq, B, hq, D] at the positions of `queries`.
@@ -189,7 +193,7 @@ def attention_part(
 
 
 def delta(dout: Tensor, out: Tensor) -> Tensor:
-    """Returns δ = Σ_dim dout∘out, [S, B, heads] in at least fp32, of the output for all keys."""
+    """Return δ = Σ_dim dout∘out, [S, B, heads] in at least fp32, of the output for all keys."""
     accumulate_dtype = torch.promote_types(out.dtype, torch.float32)
     return (dout.to(accumulate_dtype) * out.to(accumulate_dtype)).sum(-1)
 
@@ -201,8 +205,8 @@ def attention_part_backward(
     v: Tensor,
     lse: Tensor,
     delta: Tensor,
-    queries: Runs,
-    keys: Runs,
+    queries: Segments,
+    keys: Segments,
     *,
     scale: float,
     window: int | None = None,
@@ -210,8 +214,9 @@ def attention_part_backward(
     softcap: float | None = None,
     dropout: AttentionDropout | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns these keys' part of dq [Sq, B, hq, D], and these queries' part of dk [Sk, B, hk, D] and dv
-    [Sk, B, hk, Dv], in at least fp32.
+    """Return the parts of dq for these keys, and of dk and dv for these queries, in at least fp32.
+
+    dq is [Sq, B, hq, D], dk [Sk, B, hk, D] and dv [Sk, B, hk, Dv].
 
     Args:
         lse, delta: [Sq, B, hq], of all keys that the queries see. Other arguments as in `attention_part`.

@@ -1,5 +1,6 @@
-"""Flash attention from segments of queries to segments of keys: `attention_part.attention_part` and its
-backward without a score matrix in memory.
+"""Flash attention from segments of queries to segments of keys.
+
+The kernels compute `attention_part.attention_part` and its backward without a score matrix in memory.
 
 The mathematics, the loops with and without a mask, and the tiles are as in `attention_triton`. The
 differences: a tile lies in one segment of positions, and a table gives its first position, its first row and
@@ -45,7 +46,7 @@ from megalite_kernels.dropout import AttentionDropout
 from megalite_kernels.dropout_triton import _A, _C, _keeps, _mix, _row_hash
 from megalite_kernels.launch import Variant, architecture, upload
 
-Runs = tuple[tuple[int, int], ...]
+Segments = tuple[tuple[int, int], ...]
 """Segments of consecutive positions: (start, length) each."""
 
 _LN2 = tl.constexpr(math.log(2))
@@ -54,7 +55,7 @@ _COLUMNS = tl.constexpr(3)  # of both tables
 
 @triton.jit
 def _row_of(table, number):
-    """Returns row `number` of a table."""
+    """Return row `number` of a table."""
     at = table + number * _COLUMNS
     return tl.load(at), tl.load(at + 1), tl.load(at + 2)
 
@@ -65,9 +66,12 @@ def _key_edges(
     WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, APART: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Returns, for a tile of queries and a segment of keys, the begin of the keys that any query sees, the
-    begin and end of those that need no mask, and the end. All, `first` and `first_key` too, are counted from
-    the begin of the segment; the queries may be before it."""
+    """Return the limits of the keys that a tile of queries sees in a segment.
+
+    These are the begin of the keys that any query sees, the begin and end of those that need no mask, and the
+    end. All, including `first` and `first_key`, are counted from the begin of the segment; the queries may be
+    before it.
+    """
     low, unmasked = tl.cast(0, tl.int32), tl.cast(0, tl.int32)
     if WINDOW:
         low = tl.maximum(low, first - WINDOW + 1)
@@ -92,10 +96,12 @@ def _query_edges(
     WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, APART: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Returns, for a tile of keys and a segment of queries, the begin of the queries that see any of it, the
-    begin and end of those that need no mask, and the end. All, `first` too, are counted from the begin of the
-    segment; `position` is the position of the first key, `starts` points to the document starts of the
-    segment."""
+    """Return the limits of the queries in a segment that see a tile of keys.
+
+    These are the begin of the queries that see any key, the begin and end of those that need no mask, and the
+    end. All, including `first`, are counted from the begin of the segment; `position` is the position of the
+    first key, and `starts` points to the document starts of the segment.
+    """
     begin, high, unmasked = tl.minimum(tl.maximum(first, 0), length) // QUERIES * QUERIES, length, length
     if WINDOW:
         high = tl.minimum(high, tl.maximum(first + KEYS - 1 + WINDOW, 0))
@@ -112,7 +118,7 @@ def _query_edges(
         high = tl.minimum(high, tl.sum(seeing) * QUERIES)
         unmasked = tl.minimum(unmasked, tl.sum(seeing_all) * QUERIES)
     high = tl.maximum(high, begin)
-    if first >= length:  # all keys are after the run
+    if first >= length:  # all keys are after the segment
         high = begin
     if APART:
         left = tl.minimum(tl.cdiv(tl.maximum(first + KEYS - 1, 0), QUERIES) * QUERIES, high)
@@ -123,7 +129,7 @@ def _query_edges(
 
 @triton.jit(do_not_specialize=["d_s", "d_b", "size", "count", "key", "first_head", "first_position"])
 def _forward(
-    q, k, v, out, lse, starts, samples, tiles, runs,
+    q, k, v, out, lse, starts, samples, tiles, segments,
     q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b,
     size, count, key, first_head, first_position,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
@@ -149,8 +155,8 @@ def _forward(
     largest = tl.full([QUERIES], -1e38, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     result = tl.zeros([QUERIES, VWIDTH], tl.float32)
-    for run in range(count):
-        start, base, length = _row_of(runs, run)
+    for segment in range(count):
+        start, base, length = _row_of(segments, segment)
         edges = _key_edges(first - start, length, first_key - start, WINDOW, DOCUMENTS, APART, QUERIES, KEYS)
         for masked in tl.static_range(0 if APART else 1, 2):
             for step in range(0, _length(edges, masked), KEYS):
@@ -185,7 +191,7 @@ def _forward(
 
 @triton.jit(do_not_specialize=["d_s", "d_b", "size", "count", "key", "first_head", "first_position"])
 def _backward_queries(
-    q, k, v, dout, lse, delta, dq, starts, samples, tiles, runs,
+    q, k, v, dout, lse, delta, dq, starts, samples, tiles, segments,
     q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b,
     size, count, key, first_head, first_position,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
@@ -214,8 +220,8 @@ def _backward_queries(
         head_hash = (first_head + head.to(tl.int32) + 1) * _A
     result = tl.zeros([QUERIES, WIDTH], tl.float32)
     rest = tl.zeros(q_rest.shape, tl.float32)
-    for run in range(count):
-        start, base, length = _row_of(runs, run)
+    for segment in range(count):
+        start, base, length = _row_of(segments, segment)
         edges = _key_edges(first - start, length, first_key - start, WINDOW, DOCUMENTS, APART, QUERIES, KEYS)
         for masked in tl.static_range(0 if APART else 1, 2):
             for step in tl.range(0, _length(edges, masked), KEYS, disable_licm=True):
@@ -249,7 +255,7 @@ def _backward_queries(
 
 @triton.jit(do_not_specialize=["d_s", "d_b", "size", "count", "key", "first_head", "first_position"])
 def _backward_keys(
-    q, k, v, dout, lse, delta, dk, dv, starts, samples, tiles, runs,
+    q, k, v, dout, lse, delta, dk, dv, starts, samples, tiles, segments,
     q_s, q_b, q_h, k_s, k_b, k_h, v_s, v_b, v_h, d_s, d_b,
     size, count, key, first_head, first_position,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
@@ -270,8 +276,8 @@ def _backward_keys(
     dv_tile = tl.zeros([KEYS, VWIDTH], tl.float32)
     dk_rest = tl.zeros(k_rest.shape, tl.float32)
     sample = tl.load(samples + row) if P > 0 else 0
-    for run in tl.range(count, disable_licm=True):
-        start, base, length = _row_of(runs, run)
+    for segment in tl.range(count, disable_licm=True):
+        start, base, length = _row_of(segments, segment)
         run_starts = starts + base.to(tl.int64) * d_s
         edges = _query_edges(
             first - start, length, run_starts, d_s, first, WINDOW, DOCUMENTS, APART, QUERIES, KEYS
@@ -320,7 +326,7 @@ _KERNELS = {"forward": _forward, "dq": _backward_queries, "dk dv": _backward_key
 
 
 def _tile(target: str, kernel: str, width: int, heavy: bool) -> Tile:
-    """Returns the tile from the table: for segments (`runs`) if the table has one, else the kernel's."""
+    """Return the tile from the table: for segments (`runs`) if the table has one, else the kernel's."""
     own = f"{kernel} runs heavy" if heavy else f"{kernel} runs"
     return attention_triton._tile(target, own if own in _tables()[target] else kernel, width, heavy)
 
@@ -335,26 +341,28 @@ def _variant(kernel: str, target: str, *shape) -> Variant:
 
 
 def _table(rows: list[tuple[int, int, int]], device: torch.device) -> Tensor:
-    """Returns a table on the device. Segments by a batch's documents have other tables in every step."""
+    """Return a table on the device. Segments by a batch's documents have other tables in every step."""
     return upload(torch.tensor(rows, dtype=torch.int32).reshape(-1, _COLUMNS.value), device)
 
 
 @functools.lru_cache(maxsize=256)
-def _tile_table(runs: Runs, tile: int, device: torch.device) -> Tensor:
-    """Returns, for each tile, its first position, its first row, and the end of its segment's rows, in
-    ascending order of positions."""
+def _tile_table(segments: Segments, tile: int, device: torch.device) -> Tensor:
+    """Return the table of tiles, in ascending order of positions.
+
+    Each row has the first position of a tile, its first row, and the end of its segment's rows.
+    """
     tiles, row = [], 0
-    for start, length in runs:
+    for start, length in segments:
         tiles += [(start + offset, row + offset, row + length) for offset in range(0, length, tile)]
         row += length
     return _table(sorted(tiles), device)
 
 
 @functools.lru_cache(maxsize=256)
-def _run_table(runs: Runs, device: torch.device) -> Tensor:
-    """Returns, for each segment, its first position, its first row and its length."""
+def _segment_table(segments: Segments, device: torch.device) -> Tensor:
+    """Return a table with the first position, the first row and the length of each segment."""
     rows, row = [], 0
-    for start, length in runs:
+    for start, length in segments:
         rows.append((start, row, length))
         row += length
     return _table(rows, device)
@@ -365,16 +373,17 @@ def _launcher(
     k: Tensor,
     v: Tensor,
     unread: Tensor,
-    queries: Runs,
-    keys: Runs,
+    queries: Segments,
+    keys: Segments,
     scale: float,
     window: int | None,
     document_start: Tensor | None,
     softcap: float | None,
     dropout: AttentionDropout | None,
 ) -> Callable[..., None]:
-    """Returns a function that launches one of `_KERNELS` for an attention call, given its name and its own
-    tensors.
+    """Return a function that launches a kernel for an attention call.
+
+    It takes a name in `_KERNELS` and the kernel's own tensors.
 
     Args:
         unread: passed in place of tensors that are not read.
@@ -395,16 +404,16 @@ def _launcher(
         variant, by_key = _variant(kernel, *kind), kernel == "dk dv"
         own, other = (keys, queries) if by_key else (queries, keys)
         tiles = _tile_table(own, variant.constants["KEYS" if by_key else "QUERIES"], q.device)
-        runs = _run_table(other, q.device)
+        segments = _segment_table(other, q.device)
         grid = len(tiles), kv_heads if by_key else heads, batch
-        numbers = *strides, *origin, len(q), len(runs), *draw
-        variant.launch(grid, *matrices, *tensors, *shared, tiles, runs, *numbers)
+        numbers = *strides, *origin, len(q), len(segments), *draw
+        variant.launch(grid, *matrices, *tensors, *shared, tiles, segments, *numbers)
 
     return launch
 
 
 def flash_attention_part(q: Tensor, k: Tensor, v: Tensor, *options) -> tuple[Tensor, Tensor]:
-    """Returns out [Sq, B, hq, Dv] and lse [Sq, B, hq], fp32. Options as in `attention_part`, in order."""
+    """Return out [Sq, B, hq, Dv] and lse [Sq, B, hq], fp32. Options as in `attention_part`, in order."""
     sequence, batch, heads, _ = q.shape
     shapes = (*q.shape[:3], v.shape[-1]), (batch, heads, sequence)
     out, lse = (torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes)
@@ -416,7 +425,7 @@ def flash_attention_part(q: Tensor, k: Tensor, v: Tensor, *options) -> tuple[Ten
 def flash_attention_part_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, *options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dq, dk and dv, fp32."""
+    """Return dq, dk and dv, fp32."""
     dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
     # [B, hq, Sq]: a tile's numbers are adjacent
     lse, delta = (x.permute(1, 2, 0).contiguous() for x in (lse, delta))

@@ -51,7 +51,7 @@ class AttentionCall(NamedTuple):
 
 
 def _torch_rejects(check: str) -> Callable[[AttentionCall], str | None]:
-    """Returns `Route.rejects` by torch's own check, a function of `torch.backends.cuda`."""
+    """Return `Route.rejects` by torch's own check, a function of `torch.backends.cuda`."""
 
     def reason(call: AttentionCall) -> str | None:
         q, k, v = map(library.by_head, (call.q, call.k, call.v))
@@ -110,7 +110,7 @@ class Route:
     rejects: Callable[[AttentionCall], str | None] = lambda call: None
 
     def rejection(self, call: AttentionCall) -> str | None:
-        """Returns the reason why this route does not support a call, or None if it does."""
+        """Return why this route does not support a call, or None if it does."""
         sequence, _, heads, dim = call.q.shape
         documents = "with documents" if call.documents else "without documents"
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -183,8 +183,10 @@ BY_NAME = {route.name: route for route in ROUTES}
 
 
 def choose(call: AttentionCall) -> Route:
-    """Returns the route of a call on a GPU: the one that was measured to be the fastest, or else the first
-    that supports it."""
+    """Return the route of a call on a GPU.
+
+    It is the route that was measured to be the fastest, or else the first that supports the call.
+    """
     routes = measured(call.q.device)
     fastest = routes.documents if call.documents else routes.plain
     if fastest is not None and BY_NAME[fastest].rejection(call) is None:
@@ -193,7 +195,7 @@ def choose(call: AttentionCall) -> Route:
 
 
 def describe(call: AttentionCall) -> str:
-    """Returns the route of a call and the reason for it, in words."""
+    """Return the route of a call and the reason for it, as text."""
     routes, chosen = measured(call.q.device), choose(call)
     fastest = routes.documents if call.documents else routes.plain
     kind = "attention with documents" if call.documents else "attention"

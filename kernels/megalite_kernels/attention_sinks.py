@@ -1,5 +1,6 @@
-"""Attention sinks (Xiao et al. 2023, gpt-oss): a learned score of each head that joins the softmax over the
-keys and has no value.
+"""Attention sinks (Xiao et al. 2023, gpt-oss).
+
+A sink is a learned score of a head that joins the softmax over the keys and has no value.
 
     p = exp(s) / (exp(sink) + Σ_keys exp(s))        out = (p ∘ keep) · v
 
@@ -22,22 +23,25 @@ from megalite_kernels.attention_part import attention_part, attention_part_backw
 
 
 def join(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns out' and lse': out [..., heads, D], lse [..., heads] of all keys that a query sees, sinks
-    [heads]."""
+    """Return out' and lse', which include the sinks.
+
+    out [..., heads, D] and lse [..., heads] are of all keys that a query sees, sinks [heads].
+    """
     total = torch.logaddexp(lse, sinks.to(lse.dtype))
     return out * (lse - total).exp_().unsqueeze(-1), total
 
 
 def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """Returns dsink [heads] in the dtype of lse, from lse' and δ' [S, B, heads]."""
+    """Return dsink [heads] in the dtype of lse, from lse' and δ' [S, B, heads]."""
     return -((sinks.to(lse.dtype) - lse).exp_() * delta).sum((0, 1))
 
 
 def attention_with_sinks(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """Returns causal attention of whole rows: out [S, B, hq, D] in the dtype of q, and lse' [S, B, hq] for
-    the backward.
+    """Return causal attention of whole rows, and lse' for the backward.
+
+    out is [S, B, hq, D] in the dtype of q, and lse' [S, B, hq].
 
     Args:
         sinks: [hq].
@@ -52,8 +56,10 @@ def attention_with_sinks(
 def attention_with_sinks_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns dq, dk and dv in the dtype of q, and dsink [hq] in the dtype of lse; `out` and `lse` as forward
-    returns them."""
+    """Return dq, dk and dv in the dtype of q, and dsink [hq] in the dtype of lse.
+
+    `out` and `lse` are as returned by the forward.
+    """
     rows, inner = [(0, len(q))], delta(dout, out)
     dq, dk, dv = attention_part_backward(dout, q, k, v, lse, inner, rows, rows, **_part_options(options))
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), sinks_gradient(sinks, lse, inner)

@@ -73,14 +73,16 @@ def _rest(
     tile, matrix, first, stride, limit,
     ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Load the channels after the first WIDTH, which are in `tile`. Without any returns `tile`, which is not
-    read."""
+    """Load the channels after the first WIDTH, which are in `tile`.
+
+    Without any returns `tile`, which is not read.
+    """
     return _load(matrix + WIDTH, first, stride, limit, ROWS, DIM - WIDTH, REST, WHOLE) if REST else tile
 
 
 @triton.jit
 def _raw_scores(x_tile, x_rest, y_tile, y_rest, REST: tl.constexpr):
-    """Returns the dot products of each row of x with each row of y, without the scale."""
+    """Return the dot products of each row of x with each row of y, without the scale."""
     scores = tl.dot(x_tile, tl.trans(y_tile))
     if REST:
         scores = tl.dot(x_rest, tl.trans(y_rest), scores)
@@ -89,9 +91,11 @@ def _raw_scores(x_tile, x_rest, y_tile, y_rest, REST: tl.constexpr):
 
 @triton.jit
 def _target(matrix, first, stride, limit, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Returns pointers to store a tile to, and which of its elements exist. The condition is written
-    differently than in `_load`: otherwise the compiler would keep the common subexpression in registers in
-    between."""
+    """Return pointers to store a tile to, and which of its elements exist.
+
+    The condition is written differently than in `_load`: otherwise the compiler would keep the common
+    subexpression in registers in between.
+    """
     row, channel = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
     pointers = matrix + tl.cast(first, tl.int64) * stride + row * stride + channel
     return pointers, (row < limit - first) & (channel < DIM)
@@ -99,7 +103,7 @@ def _target(matrix, first, stride, limit, ROWS: tl.constexpr, DIM: tl.constexpr,
 
 @triton.jit
 def _capped(x, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
-    """Returns raw scores q·k unchanged, or with a soft-cap tanh(scale·q·k / cap)."""
+    """Return raw scores q·k unchanged, or with a soft-cap tanh(scale·q·k / cap)."""
     if SOFTCAP > 0:
         small = tl.exp2(tl.abs(x) * (-2 * SCALE / SOFTCAP * _LOG2E))
         tanh = (1.0 - small) / (1.0 + small)
@@ -109,7 +113,7 @@ def _capped(x, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _exponent(x, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
-    """Returns the score as an exponent of two, from the result of `_capped`."""
+    """Return the score as an exponent of two, from the result of `_capped`."""
     if SOFTCAP > 0:
         return x * (SOFTCAP * _LOG2E)
     return x * (SCALE * _LOG2E)
@@ -117,7 +121,7 @@ def _exponent(x, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _first_key(starts, query, sequence, d_s, DOCUMENTS: tl.constexpr):
-    """Returns the first key of each query's document."""
+    """Return the first key of each query's document."""
     if DOCUMENTS:
         return tl.load(starts + tl.minimum(query, sequence - 1).to(tl.int64) * d_s).to(tl.int32)
     return query
@@ -139,8 +143,10 @@ def _key_edges(
     WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, APART: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Returns, for a tile of queries, the begin of its keys, the begin and end of those that need no mask,
-    and the end of its keys."""
+    """Return the limits of the keys of a tile of queries.
+
+    These are the begin of its keys, the begin and end of those that need no mask, and the end of its keys.
+    """
     begin, unmasked = 0, 0
     if WINDOW:
         begin = tl.maximum(first - WINDOW + 1, 0)
@@ -161,8 +167,11 @@ def _query_edges(
     WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, APART: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Returns, for a tile of keys, the begin of the queries that see any of it, the begin and end of those
-    that need no mask, and the end of the queries that see any of it."""
+    """Return the limits of the queries that see a tile of keys.
+
+    These are the begin of the queries that see any of it, the begin and end of those that need no mask, and
+    the end of the queries that see any of it.
+    """
     begin, end, unmasked = first // QUERIES * QUERIES, sequence, sequence
     if WINDOW:
         end = tl.minimum(end, first + KEYS - 1 + WINDOW)
@@ -186,14 +195,16 @@ def _query_edges(
 
 @triton.jit
 def _length(edges, masked: tl.constexpr):
-    """Returns the number of positions that need a mask, on both sides of those that do not; or of the
-    others."""
+    """Return the number of positions that need a mask, or of those that do not.
+
+    Positions that need one are on both sides of those that do not.
+    """
     return edges[1] - edges[0] + edges[3] - edges[2] if masked else edges[2] - edges[1]
 
 
 @triton.jit
 def _place(edges, step, masked: tl.constexpr):
-    """Returns the position in the sequence of the tile at `step` of the positions that `_length` counts."""
+    """Return the position of the tile at `step` among the positions that `_length` counts."""
     if masked:
         return edges[0] + step + tl.where(edges[0] + step < edges[1], 0, edges[2] - edges[1])
     return edges[1] + step
@@ -318,8 +329,10 @@ def _with_queries(
     dv_tile, p, x, dp, inner, grad, sample, key, head, query, keys,
     SOFTCAP: tl.constexpr, P: tl.constexpr, THRESHOLD: tl.constexpr,
 ):  # fmt: skip
-    """Returns the gradient of the scores of a tile of keys with a tile of queries, and dv of these keys with
-    the part of the queries added. p, x and dp are [keys, queries]; x is from `_capped`."""
+    """Return the gradient of the scores of a tile, and dv with the part of its queries added.
+
+    p, x and dp are [keys, queries]; x is from `_capped`.
+    """
     kept = p
     if P > 0:
         key_hash = _mix(keys * _C + (head + 1) * _A)
@@ -394,8 +407,10 @@ def _backward_keys(
 
 
 class Tile(NamedTuple):
-    """The tile of queries or keys that a program holds, the tile of the other side that it loads at a time,
-    and launch options."""
+    """Tile sizes and launch options of a kernel.
+
+    A program holds one tile of queries or keys, and loads tiles of the other side in turn.
+    """
 
     queries: int
     keys: int
@@ -408,15 +423,17 @@ _KERNELS = {"forward": _forward, "dq": _backward_queries, "dk dv": _backward_key
 
 @functools.cache
 def _tables() -> dict[str, dict[str, list[list[int]]]]:
-    """Architecture → kernel → its tiles for heads of up to 64, 128 and 256 channels, and for 192 with values
-    of 128."""
+    """Return the tiles of each kernel by architecture.
+
+    They are for heads of up to 64, 128 and 256 channels, and for 192 with values of 128.
+    """
     import yaml
 
     return yaml.safe_load(Path(__file__).with_name("attention_tiles.yaml").read_text(encoding="utf-8"))
 
 
 def _tile(target: str, kernel: str, width: int, heavy: bool) -> Tile:
-    """Returns the tile from the table.
+    """Return the tile from the table.
 
     Args:
         width: the result of `tile_width`.
@@ -432,8 +449,10 @@ def _tile(target: str, kernel: str, width: int, heavy: bool) -> Tile:
 
 
 def _widths(dim: int, value_dim: int) -> dict[str, int]:
-    """Returns the channels of keys and of values, and the widths of their tiles: keys in two parts where
-    these are narrower than a power of two."""
+    """Return the channels of keys and of values, and the widths of their tiles.
+
+    Keys are loaded in two parts if their channels are fewer than a power of two.
+    """
     width, rest, value_width = _power(dim), 0, _power(value_dim)
     if value_width <= 128 < dim <= 192:
         width, rest = 128, _power(dim - 128)
@@ -441,12 +460,12 @@ def _widths(dim: int, value_dim: int) -> dict[str, int]:
 
 
 def _power(channels: int) -> int:
-    """The width of a tile of these channels: a power of two, as tl.dot needs it."""
+    """Return the width of a tile of these channels: a power of two, as tl.dot needs it."""
     return max(triton.next_power_of_2(channels), 16)
 
 
 def tile_width(constants: Mapping[str, Any]) -> int:
-    """The channels of a tile of keys, or of values if these are wider, by which the tables are indexed."""
+    """Return the larger number of channels of keys and values, by which the tables are indexed."""
     width: int = max(constants["WIDTH"] + constants["REST"], constants["VWIDTH"])
     return width
 
@@ -484,7 +503,7 @@ def _variant(
 
 
 def readable(x: Tensor) -> Tensor:
-    """Returns x, copied unless the kernels can read it in place."""
+    """Return x, copied unless the kernels can read it in place."""
     return x if x.stride(-1) == 1 and x.stride(0) < _FARTHEST else x.contiguous()
 
 
@@ -503,8 +522,10 @@ def _launcher(
     first_head: int,
     first_position: int,
 ) -> Callable[..., None]:
-    """Returns a function that launches one of `_KERNELS` for an attention call, given its name and its own
-    tensors."""
+    """Return a function that launches a kernel for an attention call.
+
+    It takes a name in `_KERNELS` and the kernel's own tensors.
+    """
     sequence, batch, heads, dim = q.shape
     kv_heads, matrices = k.shape[2], [readable(x) for x in (q, k, v)]
     starts = lse if document_start is None else document_start.to(torch.int64)
@@ -545,8 +566,7 @@ def flash_attention(
     first_head: int,
     first_position: int,
 ) -> tuple[Tensor, Tensor]:
-    """Returns out [S, B, hq, Dv], and the base-2 logarithm of each query's sum of exponentials, fp32 [B, hq,
-    S].
+    """Return out [S, B, hq, Dv] and the base-2 log-sum-exp of each query, fp32 [B, hq, S].
 
     Arguments as in `attention.attention`, with the fields of its dropout; p = 0: no dropout.
     """
@@ -581,7 +601,7 @@ def flash_attention_backward(
     first_head: int,
     first_position: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dq, dk and dv, contiguous."""
+    """Return dq, dk and dv, contiguous."""
     dq, dk, dv = _like_gradients(dout, q, k, v)
     if dq.numel():
         options = scale, window, document_start, softcap, samples, key, p, first_head, first_position

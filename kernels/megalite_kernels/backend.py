@@ -32,12 +32,12 @@ def select(kernels: str) -> None:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if kernels == "triton" and not (installed and (interpreted or torch.cuda.is_available())):
         missing = "a GPU, or TRITON_INTERPRET=1" if installed else "the package triton"
-        raise ValueError(f"train.kernels = triton needs {missing}. Set it to auto or torch.")
+        raise ValueError(f"train.kernels=triton requires {missing}. Set train.kernels to auto or torch.")
     selected = kernels
     device_types = {"auto": ("cuda",), "triton": ("cuda", "cpu") if interpreted else ("cuda",), "torch": ()}
     _device_types = device_types[kernels] if installed else ()
 
 
 def takes_triton(x: Tensor) -> bool:
-    """Whether an operation on this tensor runs its Triton kernel."""
+    """Return whether an operation on this tensor runs its Triton kernel."""
     return x.device.type in _device_types and x.dtype in _DTYPES

@@ -1,5 +1,6 @@
-"""Cross-entropy over a vocabulary that is split over ranks: the arithmetic of one rank, without
-communication.
+"""Cross-entropy over a vocabulary that is split over ranks.
+
+This is the arithmetic of one rank, without communication.
 
 Each rank holds the logits of columns [vocab_start, vocab_start + valid) of the global vocabulary, followed by
 padding if any. With x the logits of a token, y its target, V the global vocabulary size, lse = log Σ exp(x),
@@ -29,8 +30,10 @@ def _chunk_rows(logits: Tensor) -> int:
 
 
 def _local_targets(targets: Tensor, vocab_start: int, valid: int, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Returns the column of each target, clamped to this rank's columns, and whether the target is one of
-    them, [T, 1] each."""
+    """Return the column of each target and whether this rank has it, [T, 1] each.
+
+    Columns are clamped to this rank's columns.
+    """
     column = (targets - vocab_start).unsqueeze(1)
     inside = (column >= 0) & (column < valid) & (targets != ignore_index).unsqueeze(1)
     return column.clamp(0, max(valid - 1, 0)), inside
@@ -39,9 +42,11 @@ def _local_targets(targets: Tensor, vocab_start: int, valid: int, ignore_index: 
 def statistics(
     logits: Tensor, targets: Tensor, vocab_start: int, valid: int, ignore_index: int, with_sum: bool
 ) -> Tensor:
-    """Returns [3 or 4, T] in at least fp32: over the first `valid` columns the largest logit m and Σ exp(x −
-    m) (without columns the lowest number or -inf, and 0), the target's logit (0 if it is on another rank),
-    and, with `with_sum` for label smoothing, the sum of the logits.
+    """Return the statistics of this rank's columns, [3 or 4, T] in at least fp32.
+
+    Over the first `valid` columns these are the largest logit m and Σ exp(x − m) (without columns the lowest
+    number or -inf, and 0), the target's logit (0 if it is on another rank), and, with `with_sum` for label
+    smoothing, the sum of the logits.
 
     Args:
         logits: [T, V_local]; they are not modified.
@@ -75,8 +80,10 @@ def statistics(
 def combine(
     stats: Tensor, targets: Tensor, ignore_index: int, label_smoothing: float, z_loss: float, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Returns the loss of each token [T] (0 where ignored) and the global log-sum-exp [2, T], as a rounded
-    value and its rounding error, from the statistics [ranks, k, T] of all ranks.
+    """Return the loss of each token [T] and the global log-sum-exp [2, T] from the statistics of all ranks.
+
+    The loss is 0 where ignored. The log-sum-exp is a rounded value and its rounding error. The statistics are
+    [ranks, k, T].
 
     Computed in fp64 and rounded once, so that splitting the vocabulary costs no accuracy; the tensors are
     small.
@@ -105,8 +112,9 @@ def gradient_(
     z_loss: float,
     vocab_size: int,
 ) -> Tensor:
-    """Overwrite logits [T, V_local] with grad_scale · d(Σ loss)/d(logits), and return them; padded columns
-    and ignored rows become 0.
+    """Overwrite logits [T, V_local] with grad_scale · d(Σ loss)/d(logits), and return them.
+
+    Padded columns and ignored rows become 0.
 
     Args:
         lse: from `combine`, [2, T].

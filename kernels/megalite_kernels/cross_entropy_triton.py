@@ -1,5 +1,6 @@
-"""Cross-entropy of one rank's columns in two passes over its logits: `cross_entropy.statistics` and
-`cross_entropy.gradient_`.
+"""Cross-entropy of one rank's columns in two passes over its logits.
+
+The kernels compute `cross_entropy.statistics` and `cross_entropy.gradient_`.
 
 A logit is read once in forward, and read and overwritten once in backward: 6 bytes in bf16. Forward has one
 program per row. It loops over tiles of DEPTH × COLUMNS logits and keeps, for each of the COLUMNS lanes, the
@@ -35,8 +36,10 @@ INTEGERS = ("tokens", "stride", "width", "valid", "vocab_start", "ignore_index")
 
 @triton.jit
 def _update(x, addend, largest, total, logits_sum, WITH_SUM: tl.constexpr):
-    """Returns the lanes' state after a tile of logits; x is −inf and addend 0 where a column does not
-    exist."""
+    """Return the lanes' state after a tile of logits.
+
+    Where a column does not exist, x is −inf and addend 0.
+    """
     larger = tl.maximum(largest, tl.max(x, 0))
     total = total * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger[None, :]), 0)
     if WITH_SUM:
@@ -108,8 +111,7 @@ def _variant(chip: str, backward: bool, dtype: torch.dtype, with_sum: bool, alig
 
 
 def _rows(logits: Tensor) -> tuple[Tensor, int]:
-    """Returns the logits, copied unless their rows are dense, and the unit in which the kernels count row
-    lengths and strides."""
+    """Return the logits, copied if their rows are not dense, and the unit of row lengths and strides."""
     dense = logits if logits.stride(1) == 1 and logits.stride(0) >= logits.shape[1] else logits.contiguous()
     return dense, 1 if dense.stride(0) % ALIGN or dense.shape[1] % ALIGN else ALIGN
 
@@ -124,7 +126,7 @@ def _empty_statistics(
 def cross_entropy_statistics(
     logits: Tensor, targets: Tensor, vocab_start: int, valid: int, ignore_index: int, with_sum: bool
 ) -> Tensor:
-    """Returns [3 or 4, T] in fp32: see `cross_entropy.statistics`."""
+    """Return [3 or 4, T] in fp32: see `cross_entropy.statistics`."""
     stats = _empty_statistics(logits, targets, vocab_start, valid, ignore_index, with_sum)
     (tokens, width), (dense, align) = logits.shape, _rows(logits)
     if tokens:
@@ -147,8 +149,10 @@ def cross_entropy_gradient_(
     z_loss: float,
     vocab_size: int,
 ) -> None:
-    """Overwrite the logits with their gradient: see `cross_entropy.gradient_`. grad_scale: [] fp32, on the
-    logits' device."""
+    """Overwrite the logits with their gradient: see `cross_entropy.gradient_`.
+
+    grad_scale is [] fp32, on the logits' device.
+    """
     (tokens, width), (dense, align) = logits.shape, _rows(logits)
     if not logits.numel():
         return

@@ -1,5 +1,6 @@
-"""The fastest routes of a device, as measured there: routes/<device>.json, which `megalite first-light`
-writes.
+"""The fastest routes of a device, as measured there.
+
+They are stored in routes/<device>.json, which `megalite first-light` writes.
 
     {"attention": {"plain": "cudnn", "documents": "flash_varlen"}, "weight_grad": "addmm",
      "router": "out_dtype", "measured": {…}}
@@ -23,7 +24,7 @@ DIRECTORY = Path(__file__).with_name("routes")
 
 @dataclass(frozen=True)
 class DeviceRoutes:
-    """The fastest routes of a device; None: the default order.
+    """Fastest routes of a device; None selects the default order.
 
     Attributes:
         device: its name.
@@ -42,12 +43,12 @@ class DeviceRoutes:
 
 
 def path_of(device: str) -> Path:
-    """Returns the file of a device, by the name that torch gives it."""
+    """Return the file of a device with the name that torch reports."""
     return DIRECTORY / (re.sub("[^a-z0-9]+", "-", device.lower()).strip("-") + ".json")
 
 
 def read(device: str) -> DeviceRoutes:
-    """Returns the routes of a device by its name."""
+    """Return the routes of a device by its name."""
     path = path_of(device)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -66,7 +67,7 @@ def read(device: str) -> DeviceRoutes:
 
 
 def known(kind: str) -> list[str]:
-    """Returns the names that a file may give for plain, documents, weight_grad or router."""
+    """Return the route names that a file may use for plain, documents, weight_grad or router."""
     from megalite_kernels import attention_routes, router_logits, weight_grad
 
     if kind == "weight_grad":
@@ -78,8 +79,10 @@ def known(kind: str) -> list[str]:
 
 
 def measured(device: torch.device) -> DeviceRoutes:
-    """Returns the routes of a GPU in this process: those of its file if `train.kernels` is auto, else the
-    default."""
+    """Return the routes of a GPU in this process.
+
+    They come from its file if `train.kernels` is auto; otherwise they are the default ones.
+    """
     return _of_device(device) if backend.selected == "auto" and device.type == "cuda" else DeviceRoutes()
 
 

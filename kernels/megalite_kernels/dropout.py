@@ -1,5 +1,6 @@
-"""Dropout whose mask is a pure function of global coordinates: the same bits under every mesh, microbatching
-and recomputation.
+"""Dropout whose mask is a pure function of global coordinates.
+
+The bits are the same under every mesh, microbatching and recomputation.
 
 A bit is a hash of (seed, step, site, layer), the global sample index, the position in the sequence, and the
 channel, or, for attention probabilities, (global head, key position). Rows (sample, position) and columns
@@ -24,8 +25,10 @@ _A, _B, _C = 0x2C1B3C6D, 0x297A2D39, 0x1B56C4E9  # odd: multiplication by them p
 
 
 def dropout_key(seed: int, step: int, site: int, layer: int) -> int:
-    """Returns the int32 key of one dropout call; `site` numbers the places in a layer where dropout is
-    applied."""
+    """Return the int32 key of one dropout call.
+
+    `site` numbers the places in a layer where dropout is applied.
+    """
     state = 0
     for word in (seed, step, site, layer):  # splitmix64 over the words
         state = (state + word + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
@@ -36,8 +39,10 @@ def dropout_key(seed: int, step: int, site: int, layer: int) -> int:
 
 
 def _mix_(h: Tensor) -> Tensor:
-    """Mix the bits of int32 in place, so that every input bit affects every output bit. Nearly a permutation:
-    the shift-add is not one."""
+    """Mix the bits of int32 in place, so that every input bit affects every output bit.
+
+    Nearly a permutation: the shift-add is not one.
+    """
     for factor in (_A, _B, _C):
         h.mul_(factor)
         h.add_(h >> 16)
@@ -45,8 +50,10 @@ def _mix_(h: Tensor) -> Tensor:
 
 
 def row_hash(key: int, samples: Tensor, positions: Tensor) -> Tensor:
-    """Returns int32 [S, B] from the global sample indices [B] and the positions in the sequence, [S], [S, 1]
-    or [S, B]."""
+    """Return the int32 hashes [S, B] of rows, from global sample indices and positions.
+
+    Samples are [B], positions in the sequence [S], [S, 1] or [S, B].
+    """
     indices = samples.to(torch.int64)
     # uses both halves of indices beyond 2^32
     sample = _mix_((indices + (indices >> 32) * _B).to(torch.int32) ^ key)
@@ -54,26 +61,28 @@ def row_hash(key: int, samples: Tensor, positions: Tensor) -> Tensor:
 
 
 def column_hash(columns: Tensor, head: Tensor | int = 0) -> Tensor:
-    """Returns the int32 hash of channels, or of (head, key position); the arguments broadcast."""
+    """Return the int32 hash of channels, or of (head, key position); the arguments broadcast."""
     return _mix_(columns.to(torch.int32) * _C + (head + 1) * _A)
 
 
 def threshold(p: float) -> int:
-    """Returns the threshold below which the hash of a kept element is."""
+    """Return the threshold: the hash of a kept element is below it."""
     if not 0.0 <= p < 1.0:
-        raise ValueError(f"dropout probability {p} is not in [0, 1).")
+        raise ValueError(f"The dropout probability must be in [0, 1), got {p}.")
     return min(round((1.0 - p) * 2**32) - 2**31, 2**31 - 1)
 
 
 @functools.cache
 def kept_scale(p: float, dtype: torch.dtype) -> float:
-    """Returns the factor of kept elements: 1 / (1 − p), rounded to `dtype`."""
+    """Return the factor of kept elements: 1 / (1 − p), rounded to `dtype`."""
     return torch.tensor(1.0 / (1.0 - p), dtype=dtype).item()
 
 
 def keep_scale(rows: Tensor, columns: Tensor, p: float, dtype: torch.dtype) -> Tensor:
-    """Returns factors from row and column hashes that broadcast against each other: 0 for dropped elements,
-    `kept_scale` for kept ones."""
+    """Return the factors for row and column hashes that broadcast against each other.
+
+    A factor is 0 for dropped elements and `kept_scale` for kept ones.
+    """
     limit = threshold(p)
     h = rows ^ columns
     h.mul_(_A)
@@ -83,14 +92,14 @@ def keep_scale(rows: Tensor, columns: Tensor, p: float, dtype: torch.dtype) -> T
 
 
 def keep_mask(rows: Tensor, channels: Tensor, p: float, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Returns the factors [S, B, C] for row hashes [S, B] and global channel indices [C]."""
+    """Return the factors [S, B, C] for row hashes [S, B] and global channel indices [C]."""
     return keep_scale(rows.unsqueeze(-1), column_hash(channels), p, dtype)
 
 
 def dropout(
     x: Tensor, key: int, samples: Tensor, positions: Tensor, p: float, channel_offset: int = 0
 ) -> Tensor:
-    """Returns the dropout of x [S, B, C]. Applied to dy, it is its own backward.
+    """Return the dropout of x [S, B, C]. Applied to dy, it is its own backward.
 
     Args:
         channel_offset: the global index of x's first channel.
@@ -107,8 +116,10 @@ def dropout(
 
 @dataclass(frozen=True)
 class AttentionDropout:
-    """The dropout mask of attention probabilities [B, heads, query, key], for any block of queries and
-    keys."""
+    """Dropout mask of attention probabilities [B, heads, query, key].
+
+    It is computed for any block of queries and keys.
+    """
 
     key: int
     samples: Tensor  # [B]: global sample indices
@@ -117,7 +128,7 @@ class AttentionDropout:
     position_offset: int = 0  # global position of the first query and key
 
     def scale(self, heads: int, queries: range, keys: range, dtype: torch.dtype) -> Tensor:
-        """Returns the factors [B, heads, len(queries), len(keys)]."""
+        """Return the factors [B, heads, len(queries), len(keys)]."""
 
         def arange(start: int, stop: int) -> Tensor:
             return torch.arange(start, stop, device=self.samples.device, dtype=torch.int32)

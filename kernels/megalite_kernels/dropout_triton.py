@@ -85,8 +85,10 @@ def _like_x(x: Tensor, key: int, samples: Tensor, positions: Tensor, p: float, c
 
 @operation(fake=_like_x)
 def dropout(x: Tensor, key: int, samples: Tensor, positions: Tensor, p: float, channel_offset: int) -> Tensor:
-    """As `dropout.dropout`: x [S, B, C], samples [B], positions [S], [S, 1] or [S, B]. The result is
-    contiguous."""
+    """Launch the kernel of `dropout.dropout`.
+
+    x is [S, B, C], samples [B], positions [S], [S, 1] or [S, B]. The result is contiguous.
+    """
     y, variant = _like_x(x, key, samples, positions, p, channel_offset), _variant(x.dtype, x.shape[-1], p)
     if y.numel():
         sequence, batch, width = x.shape

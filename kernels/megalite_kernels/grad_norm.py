@@ -16,8 +16,10 @@ ROW = 512
 
 
 def squared_sum(chunks: list[Tensor]) -> Tensor:
-    """Returns Σ x² over all elements of all chunks (flat, any lengths): [] fp64 on the chunks' device. Does
-    not synchronize with the host."""
+    """Return Σ x² over all elements of all chunks (flat, any lengths): [] fp64 on the chunks' device.
+
+    Does not synchronize with the host.
+    """
     if chunks and takes_triton(chunks[0]):
         from megalite_kernels import grad_norm_triton
 

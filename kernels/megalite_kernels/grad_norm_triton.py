@@ -40,9 +40,11 @@ def _like_total(chunks: list[Tensor]) -> Tensor:
 
 @operation(fake=_like_total)
 def squared_sum(chunks: list[Tensor]) -> Tensor:
-    """Returns Σ x² over all elements of all chunks (at least one), [] fp64. Chunks that are not aligned to 16
-    bytes have a launch of their own with narrower loads, so that one of them does not slow down the
-    others."""
+    """Return Σ x² over all elements of all chunks (at least one), [] fp64.
+
+    Chunks that are not aligned to 16 bytes have a launch of their own with narrower loads, so that one of
+    them does not slow down the others.
+    """
     total = _like_total(chunks)
     for whole in (True, False):
         group = [chunk for chunk in chunks if aligned(chunk) is whole]

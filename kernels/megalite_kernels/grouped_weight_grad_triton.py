@@ -63,8 +63,11 @@ def _variant(chip: str) -> Variant:
 def add_grouped_gradient(
     grad: Tensor, grad_output: Tensor, inputs: Tensor, ends: Tensor, overwrite: bool
 ) -> None:
-    """As `grouped_weight_grad.add_grouped_gradient`: grad [experts, out, in] fp32, contiguous; grad_output
-    [n, out]; inputs [n, in]; ends [experts] int32: the end of each expert's rows."""
+    """Launch the kernel of `grouped_weight_grad.add_grouped_gradient`.
+
+    grad is [experts, out, in] fp32, contiguous; grad_output [n, out]; inputs [n, in]; ends [experts] int32,
+    the end of each expert's rows.
+    """
     experts, height, width = grad.shape
     if not grad.numel():
         return

@@ -1,5 +1,7 @@
-"""Rows in consecutive groups, such as the rows of each expert. Kernels read the end of each group on the
-device."""
+"""Rows in consecutive groups, such as the rows of each expert.
+
+Kernels read the end of each group on the device.
+"""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -29,18 +31,19 @@ class Groups:
 
     @property
     def sizes(self) -> list[int]:
-        """The number of rows of each group. The first access waits for the device, unless the host knows
-        them."""
+        """The number of rows of each group.
+
+        The first access waits for the device, unless the host knows them.
+        """
         if self._sizes is None:
             self._sizes = self.counts.tolist()
         return self._sizes
 
     def split(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """Returns the rows of each group; waits as `sizes`."""
+        """Return the rows of each group; waits as `sizes`."""
         return rows[: sum(self.sizes)].split(self.sizes)
 
     def of_rows(self, number: int) -> Tensor:
-        """Returns [number] int64: the group of each of the first rows; the last group for rows of no
-        group."""
+        """Return [number] int64: the group of each of the first rows; the last group for rows of no group."""
         rows = torch.arange(number, device=self.counts.device, dtype=torch.int32)
         return torch.searchsorted(self.ends, rows, right=True).clamp_(max=len(self) - 1)

@@ -22,8 +22,10 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 @functools.cache
 def architecture(device: torch.device) -> str:
-    """Returns the entry of `ARCHITECTURES` that a device has or is nearest to; sm_90 for a CPU, where kernels
-    are interpreted."""
+    """Return the entry of `ARCHITECTURES` that matches a device best.
+
+    A CPU, where kernels are interpreted, has sm_90.
+    """
     if device.type == "cpu":
         return "sm_90"
     if torch.version.hip:
@@ -32,8 +34,10 @@ def architecture(device: torch.device) -> str:
 
 
 def upload(table: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns a table of the host on the device of a kernel. The host does not wait for work that the device
-    does before the copy."""
+    """Return a table of the host on the device of a kernel.
+
+    The host does not wait for work that the device does before the copy.
+    """
     if device == table.device or device.type == "meta":
         return table.to(device)
     return table.pin_memory().to(device, non_blocking=True)
@@ -41,8 +45,10 @@ def upload(table: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """A kernel and the properties that determine its machine code, besides its arguments' types and which of
-    them are multiples of 16."""
+    """A kernel and the properties that determine its machine code.
+
+    The types of its arguments, and which of them are multiples of 16, determine it too.
+    """
 
     kernel: Any
     """The function decorated with triton.jit."""
@@ -54,13 +60,17 @@ class Variant:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Compile options. Newer versions of Triton contract to fused multiply-add only with
-        `enable_fp_fusion`."""
+        """Compile options.
+
+        Newer versions of Triton contract to fused multiply-add only with `enable_fp_fusion`.
+        """
         return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
 
     def launch(self, grid: tuple[int, ...], *args: Any) -> None:
-        """Run `grid` programs on the current device; `args` are the kernel's arguments in order, without the
-        constants."""
+        """Run `grid` programs on the current device.
+
+        `args` are the kernel's arguments in order, without the constants.
+        """
         self.kernel[grid](*args, **self.constants, **self.options)
 
 

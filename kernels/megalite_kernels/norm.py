@@ -34,7 +34,7 @@ def _takes_row(x: Tensor) -> bool:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Returns y [..., H] in x's dtype and rstd [..., 1] in at least fp32."""
+    """Return y [..., H] in x's dtype and rstd [..., 1] in at least fp32."""
     if _takes_row(x):
         from megalite_kernels import norm_triton
 
@@ -54,8 +54,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tupl
 def add_rms_norm(
     x: Tensor, branch: Tensor, weight: Tensor, eps: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns x + branch [..., H], and `rms_norm` of it. Backward is `rms_norm_backward` at the sum; its dx
-    is the gradient of x and of branch."""
+    """Return x + branch [..., H], and `rms_norm` of it.
+
+    Backward is `rms_norm_backward` at the sum; its dx is the gradient of x and of branch.
+    """
     if _takes_row(x):
         from megalite_kernels import norm_triton
 
@@ -68,7 +70,7 @@ def add_rms_norm(
 def rms_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float = 0.0, dtotal: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns dx [..., H] in x's dtype and dweight [H] in at least fp32, summed over all rows.
+    """Return dx [..., H] in x's dtype and dweight [H] in at least fp32, summed over all rows.
 
     Args:
         dtotal: the gradient of x besides the norm's, added to dx.
@@ -93,7 +95,7 @@ def rms_norm_backward(
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns y [..., H] in x's dtype, mean and rstd [..., 1] in at least fp32."""
+    """Return y [..., H] in x's dtype, mean and rstd [..., 1] in at least fp32."""
     # to the kernel, a norm without bias is an RMSNorm
     if bias is not None and _takes_row(x) and x.shape[-1] <= _LAYER_NORM:
         from megalite_kernels import norm_triton
@@ -107,7 +109,7 @@ def layer_norm(
 def layer_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dx [..., H] in x's dtype; dweight and dbias [H] in at least fp32, summed over all rows."""
+    """Return dx [..., H] in x's dtype; dweight and dbias [H] in at least fp32, summed over all rows."""
     if _takes_row(x) and x.shape[-1] <= _LAYER_NORM:
         from megalite_kernels import norm_triton
 

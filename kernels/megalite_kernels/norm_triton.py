@@ -37,8 +37,11 @@ def _tile(
     HIDDEN: tl.constexpr, HEADS: tl.constexpr, STRIDE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Returns row numbers [ROWS]; offsets of their elements in x, and in all other tensors [ROWS, COLUMNS];
-    and which elements exist. In x, groups of HEADS consecutive rows begin STRIDE elements apart."""
+    """Return the row numbers [ROWS] of this program, the offsets of their elements, and which elements exist.
+
+    Offsets are [ROWS, COLUMNS], in x and in all other tensors. In x, groups of HEADS consecutive rows begin
+    STRIDE elements apart.
+    """
     row = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)[None, :]
     first = (row // HEADS) * STRIDE + (row % HEADS) * HIDDEN
@@ -48,9 +51,11 @@ def _tile(
 
 @triton.jit
 def _pointers(matrix, tile, at, HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Returns pointers to a tile, whose offsets are `at`. With the widest rows no registers are left to keep
-    these 64-bit offsets in until after the sums of a row, so they are computed again, in a form that is not
-    the common subexpression."""
+    """Return pointers to a tile, whose offsets are `at`.
+
+    With the widest rows no registers are left to keep these 64-bit offsets in until after the sums of a row,
+    so they are computed again, in a form that is not the common subexpression.
+    """
     if COLUMNS > 8192:
         within = tl.arange(0, ROWS)[:, None] * HIDDEN + tl.arange(0, COLUMNS)[None, :]
         return matrix + tl.cast(tile, tl.int64) * (ROWS * HIDDEN) + within
@@ -59,8 +64,10 @@ def _pointers(matrix, tile, at, HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLUMN
 
 @triton.jit
 def _repeat(vector, HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Load [HIDDEN] as fp32 [ROWS, COLUMNS], in the layout of a tile, so that threads do not exchange
-    values."""
+    """Load [HIDDEN] as fp32 [ROWS, COLUMNS] in the layout of a tile.
+
+    Threads then do not exchange values.
+    """
     column = tl.arange(0, COLUMNS)[None, :] + tl.zeros((ROWS, 1), tl.int32)
     return tl.load(vector + column, mask=column < HIDDEN, other=0.0).to(tl.float32)
 
@@ -160,8 +167,11 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _rows_of(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
-    """Returns x, copied unless its rows are groups at equal distances, like the heads in a packed projection;
-    and the size of a row, the number of rows in a group, and the distance between groups."""
+    """Return x, copied if the kernels cannot read it in place, with the layout of its rows.
+
+    They read rows that are groups at equal distances, like the heads in a packed projection. The layout is
+    the size of a row, the number of rows in a group, and the distance between groups.
+    """
     hidden, size, stride = x.shape[-1], x.shape, x.stride()
     grouped = (
         x.dim() > 2
@@ -186,9 +196,11 @@ def _like_normed(
 def norm_forward(
     x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, offset: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the sum of x and branch and its norm [..., H], mean and rstd [..., 1] in fp32. With `bias`
-    LayerNorm; without, RMSNorm, and the mean is empty. Without `branch` the norm of x, and the sum is
-    empty."""
+    """Return the sum of x and branch and its norm [..., H], mean and rstd [..., 1] in fp32.
+
+    With `bias` LayerNorm; without, RMSNorm, and the mean is empty. Without `branch` the norm of x, and the
+    sum is empty.
+    """
     results = _like_normed(x, branch, weight, bias, eps, offset)
     x, rows_of_x = _rows_of(x)
     if x.numel() > 0:
@@ -222,8 +234,10 @@ def norm_backward(
     rstd: Tensor,
     offset: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dx [..., H], with dtotal added; dweight and dbias [H] in fp32. Without `mean` the gradients of
-    RMSNorm, and dbias is empty."""
+    """Return dx [..., H], with dtotal added; dweight and dbias [H] in fp32.
+
+    Without `mean` the gradients of RMSNorm, and dbias is empty.
+    """
     x, rows_of_x = _rows_of(x)
     hidden, target = x.shape[-1], architecture(x.device)
     rows = x.numel() // hidden

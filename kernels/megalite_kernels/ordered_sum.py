@@ -11,8 +11,10 @@ from megalite_kernels.backend import takes_triton
 
 
 def ordered_sum(parts: Tensor, total: Tensor) -> None:
-    """Write Σ parts[i], in order of i and in at least fp32, to total: [ranks, n] -> [n]. Both are
-    contiguous."""
+    """Write Σ parts[i], in order of i and in at least fp32, to total: [ranks, n] -> [n].
+
+    Both are contiguous.
+    """
     if takes_triton(parts) and takes_triton(total):
         from megalite_kernels import ordered_sum_triton
 

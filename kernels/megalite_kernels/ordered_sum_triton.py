@@ -36,7 +36,7 @@ def _variant() -> Variant:
 
 @operation(mutates=("total",))
 def ordered_sum(parts: Tensor, total: Tensor) -> None:
-    """As `ordered_sum.ordered_sum`: parts [ranks, n], total [n]."""
+    """Launch the kernel of `ordered_sum.ordered_sum`: parts [ranks, n], total [n]."""
     ranks, count = parts.shape
     if not (parts.is_contiguous() and total.is_contiguous() and total.shape == (count,)):
         raise ValueError(

@@ -17,21 +17,23 @@ from megalite_kernels.backend import takes_triton
 
 
 def inverse_order(order: Tensor, length: int) -> Tensor:
-    """Returns the place of each of `length` indices in `order`: [length] int64; len(order) for an index that
-    is not in it."""
+    """Return the place of each of `length` indices in `order`: [length] int64.
+
+    An index that is not in `order` has place len(order).
+    """
     inverse = torch.full((length,), len(order), dtype=order.dtype, device=order.device)
     inverse[order] = torch.arange(len(order), device=order.device)
     return inverse
 
 
 def count(values: Tensor, number: int) -> Tensor:
-    """Returns how often each of 0 … number - 1 occurs in the flat `values`: [number] int64."""
+    """Return how often each of 0 … number - 1 occurs in the flat `values`: [number] int64."""
     counts = torch.zeros(number, dtype=torch.int64, device=values.device)
     return counts.scatter_add_(0, values, torch.ones_like(values))
 
 
 def count_by_column(choices: Tensor, valid: Tensor, number: int) -> Tensor:
-    """Returns how many of the valid rows of each column chose each of `number`: [columns, number] fp64.
+    """Return how many of the valid rows of each column chose each of `number`: [columns, number] fp64.
 
     Args:
         choices: [rows · columns, k] int64, column by column within a row.
@@ -46,8 +48,10 @@ def count_by_column(choices: Tensor, valid: Tensor, number: int) -> Tensor:
 
 
 def places_among_equals(values: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """Returns, for each of the flat `values`, 0 … number - 1, how many equal values precede it; and how often
-    each number occurs."""
+    """Return how many equal values precede each of the flat `values`, and how often each number occurs.
+
+    The values are 0 … number - 1.
+    """
     counts, order = count(values, number), values.argsort(stable=True)
     places = torch.empty_like(values)
     places[order] = torch.arange(len(values), device=values.device) - sums_before(counts)[values[order]]
@@ -55,13 +59,15 @@ def places_among_equals(values: Tensor, number: int) -> tuple[Tensor, Tensor]:
 
 
 def sums_before(counts: Tensor) -> Tensor:
-    """Returns the sum of the rows before each row."""
+    """Return the sum of the rows before each row."""
     return counts.cumsum(0) - counts
 
 
 def choice_groups(choices: Tensor, valid: Tensor, number: int) -> Tensor:
-    """Returns the group of each of the choices [rows, columns, k]: by validity (valid first), slot, column
-    and choice of `number`. There are 2 · k · columns · number groups.
+    """Return the group of each of the choices [rows, columns, k].
+
+    Groups are ordered by validity (valid first), slot, column and choice of `number`. There are 2 · k ·
+    columns · number groups.
 
     Args:
         valid: [rows, columns] bool.
@@ -72,14 +78,16 @@ def choice_groups(choices: Tensor, valid: Tensor, number: int) -> Tensor:
 
 
 def order_by_column(sizes: Tensor, total: int) -> Tensor:
-    """Returns the order that sorts blocks of rows by column, then by row of `sizes` [rows, columns], if they
-    are sorted by row, then by column."""
+    """Return the order that sorts blocks of rows by column, then by row of `sizes` [rows, columns].
+
+    The blocks are given sorted by row, then by column.
+    """
     columns = torch.arange(sizes.shape[1], device=sizes.device).repeat(sizes.shape[0])
     return columns.repeat_interleave(sizes.flatten(), output_size=total).argsort(stable=True)
 
 
 def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
-    """Returns rows[index]: [n, width], [m] int64 -> [m, width]. All rows exist."""
+    """Return rows[index]: [n, width], [m] int64 -> [m, width]. All rows exist."""
     if takes_triton(rows):
         from megalite_kernels import permutation_triton
 
@@ -88,7 +96,7 @@ def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def by_slot(values: Tensor, index: Tensor, partial: bool = False) -> Tensor:
-    """Returns values[index], zero where there is no value: [n, …], [m] int64 -> [m, …].
+    """Return values[index], zero where there is no value: [n, …], [m] int64 -> [m, …].
 
     Args:
         partial: values may be missing although there are no fewer values than indices.
@@ -100,8 +108,9 @@ def by_slot(values: Tensor, index: Tensor, partial: bool = False) -> Tensor:
 
 
 def combine_rows(rows: Tensor, index: Tensor, weights: Tensor | None = None, partial: bool = False) -> Tensor:
-    """Returns the weighted sums of each token's rows, in at least fp32, rounded to the rows' dtype: [n,
-    width], [tokens, k] -> [tokens, width].
+    """Return the weighted sum of each token's rows: [n, width], [tokens, k] -> [tokens, width].
+
+    Sums are in at least fp32 and rounded to the rows' dtype.
 
     Args:
         weights: [tokens, k], at least fp32; None: all are 1.
@@ -120,8 +129,9 @@ def combine_rows(rows: Tensor, index: Tensor, weights: Tensor | None = None, par
 def combine_rows_backward(
     grad: Tensor, rows: Tensor, order: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of `combine_rows` with respect to the rows, [n, width], and to each row's weight,
-    [n] in the weights' dtype.
+    """Return the gradients of `combine_rows` with respect to the rows and to their weights.
+
+    They are [n, width], and [n] in the weights' dtype.
 
     Args:
         grad: [tokens, width].

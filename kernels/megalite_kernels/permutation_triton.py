@@ -1,5 +1,6 @@
-"""Rows in the order of their experts, and back, in one pass over memory: `permutation.gather_rows`,
-`combine_rows` and its backward.
+"""Rows in the order of their experts, and back, in one pass over memory.
+
+The kernels compute `permutation.gather_rows`, `combine_rows` and its backward.
 
 A program copies, or sums, a part of one row: the row that it reads is looked up once. So rows are read and
 written whole, whatever their order, and a token's rows are added in the order of its choices: the same bits
@@ -83,7 +84,7 @@ def _gathered(rows: Tensor, index: Tensor) -> Tensor:
 
 @operation(fake=_gathered)
 def gather_rows(rows: Tensor, index: Tensor) -> Tensor:
-    """As `permutation.gather_rows`: rows [n, width], index [m]."""
+    """Launch the kernel of `permutation.gather_rows`: rows [n, width], index [m]."""
     out, variant = _gathered(rows, index), _variant(architecture(rows.device), "gather", rows.dtype)
     if out.numel():
         programs = len(index) * triton.cdiv(rows.shape[1], variant.constants["COLUMNS"])
@@ -97,7 +98,7 @@ def _combined(rows: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
 
 @operation(fake=_combined)
 def combine_rows(rows: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
-    """As `permutation.combine_rows`: rows [n, width], index and weights [tokens, k]."""
+    """Launch the kernel of `permutation.combine_rows`: rows [n, width], index and weights [tokens, k]."""
     out = _combined(rows, index, weights)
     variant = _variant(architecture(rows.device), "combine", rows.dtype, weights is not None)
     if out.numel():
@@ -116,8 +117,10 @@ def _gradients(grad: Tensor, rows: Tensor, order: Tensor, weights: Tensor) -> tu
 def combine_rows_backward(
     grad: Tensor, rows: Tensor, order: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As `permutation.combine_rows_backward`: grad [tokens, width], rows [n, width], order [n], weights
-    [tokens, k]."""
+    """Launch the kernels of `permutation.combine_rows_backward`.
+
+    grad is [tokens, width], rows [n, width], order [n], weights [tokens, k].
+    """
     drows, dweights = _gradients(grad, rows, order, weights)
     if len(order):
         tensors = grad.contiguous(), rows.contiguous(), order.contiguous(), weights.contiguous()

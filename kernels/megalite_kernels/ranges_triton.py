@@ -27,7 +27,7 @@ TYPE = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl
 
 
 class Tiles(NamedTuple):
-    """The table of one launch."""
+    """Table of one launch."""
 
     owner: Tensor  # [tiles] int32: the range that each tile belongs to
     # [ranges, 2 + arrays] int64: a range's first tile, its length, and its address in each array
@@ -35,12 +35,12 @@ class Tiles(NamedTuple):
 
 
 def aligned(x: Tensor) -> bool:
-    """Whether a range can be loaded and stored 128 bits at a time."""
+    """Return whether a range can be loaded and stored 128 bits at a time."""
     return x.data_ptr() % 16 == 0 and x.numel() % 16 == 0
 
 
 def cut(arrays: Sequence[Sequence[Tensor]], tile: int) -> Tiles:
-    """Returns the tiles of ranges, one range after the other.
+    """Return the tiles of ranges, one range after the other.
 
     Args:
         arrays: for each array of a kernel, its part of every range. The parts of a range have the same
@@ -74,8 +74,7 @@ def _table(
 
 @triton.jit
 def locate(owner, rows, ARRAYS: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr):
-    """Returns this program's tile: the table row of its range, the positions of its elements in the range,
-    and which of them exist."""
+    """Return the table row of this program's range, the positions of its elements, and which exist."""
     tile = tl.program_id(0)
     row = rows + tl.load(owner + tile).to(tl.int64) * (2 + ARRAYS)
     length = tl.load(row + 1)
@@ -87,6 +86,6 @@ def locate(owner, rows, ARRAYS: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.co
 
 @triton.jit
 def address(row, ARRAY: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """Returns a pointer to the begin of a range in one of the arrays."""
+    """Return a pointer to the begin of a range in one of the arrays."""
     start = tl.load(row + 2 + ARRAY).to(tl.pointer_type(dtype))
     return tl.multiple_of(start, 16) if ALIGNED else start

@@ -1,5 +1,6 @@
-"""Rotary position embedding (Su et al. 2021) in the half-split form of Hugging Face, and the split of a
-packed q|k|v projection.
+"""Rotary position embedding (Su et al. 2021), and the split of a packed q|k|v projection.
+
+The embedding has the half-split form of Hugging Face.
 
 With x = [x1, x2] split at D/2 and angle(s, i) = position(s) · theta^(-2i/D):
 
@@ -22,8 +23,11 @@ from megalite_kernels.backend import takes_triton
 
 
 def _llama3(frequency: Tensor, scaling: dict[str, Any]) -> Tensor:
-    """Llama 3.1: wavelengths beyond the original context are stretched by `factor`, short ones are kept,
-    those between interpolated."""
+    """Return the frequencies of Llama 3.1.
+
+    Wavelengths beyond the original context are stretched by `factor`, short ones are kept, and those between
+    are interpolated.
+    """
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     context = scaling["original_max_position_embeddings"]
     wavelength = 2 * math.pi / frequency
@@ -32,9 +36,10 @@ def _llama3(frequency: Tensor, scaling: dict[str, Any]) -> Tensor:
 
 
 def _yarn(frequency: Tensor, theta: float, scaling: dict[str, Any]) -> Tensor:
-    """YaRN (Peng et al. 2023): channels that turn at most `beta_slow` times in the original context are
-    stretched by `factor`, those that turn at least `beta_fast` times are kept, and the stretch grows linearly
-    over the channels between.
+    """Return the frequencies of YaRN (Peng et al. 2023).
+
+    Channels that turn at most `beta_slow` times in the original context are stretched by `factor`, those that
+    turn at least `beta_fast` times are kept, and the stretch grows linearly over the channels between.
     """
     dim, context = 2 * len(frequency), scaling["original_max_position_embeddings"]
 
@@ -51,8 +56,10 @@ def _yarn(frequency: Tensor, theta: float, scaling: dict[str, Any]) -> Tensor:
 
 
 def _longrope(frequency: Tensor, scaling: dict[str, Any], length: int) -> Tensor:
-    """LongRoPE (Ding et al. 2024): each channel is stretched by its own factor, and by another one in
-    sequences beyond the context."""
+    """Return the frequencies of LongRoPE (Ding et al. 2024).
+
+    Each channel is stretched by its own factor, and by another one in sequences beyond the context.
+    """
     is_long = length > scaling["original_max_position_embeddings"]
     factors = scaling["long_factor" if is_long else "short_factor"]
     return frequency / _cached_tensor(tuple(factors), frequency.dtype, frequency.device)
@@ -60,7 +67,7 @@ def _longrope(frequency: Tensor, scaling: dict[str, Any], length: int) -> Tensor
 
 @functools.lru_cache(maxsize=16)
 def _cached_tensor(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns a tensor of these values. Cached, since each copy from the host waits for the device."""
+    """Return a tensor of these values. Cached, since each copy from the host waits for the device."""
     return torch.tensor(values, dtype=dtype, device=device)
 
 
@@ -87,8 +94,8 @@ def _frequencies(
     if kind == "longrope":
         return _longrope(frequency, scaling, length)
     raise ValueError(
-        f"model.rope_scaling: rope_type {kind!r} is not supported; known are default, linear, llama3, yarn, "
-        "longrope."
+        f"model.rope_scaling: rope_type {kind!r} is not supported. Supported types: default, linear, "
+        "llama3, yarn, longrope."
     )
 
 
@@ -102,8 +109,9 @@ def rotary_tables(
     rotary_dim: int | None = None,
     length: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Returns cos and sin: [S, D] for positions [S], [S, B, D] for positions [S, B]; angles are computed in
-    at least fp32.
+    """Return cos and sin: [S, D] for positions [S], [S, B, D] for positions [S, B].
+
+    Angles are computed in at least fp32.
 
     Under YaRN and LongRoPE both are multiplied by an attention_factor, which multiplies scores by its square.
 
@@ -134,8 +142,10 @@ def _rotate_into(y: Tensor, x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> N
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
-    """Returns x [S, B, heads, D] rotated by its positions' angles; with `inverse` by the opposite angles,
-    which is the backward."""
+    """Return x [S, B, heads, D], rotated by its positions' angles.
+
+    With `inverse` it is rotated by the opposite angles, which is the backward.
+    """
     if takes_triton(x):
         from megalite_kernels import rotary_triton
 
@@ -148,8 +158,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor
 def split_rotary(
     packed: Tensor, hq: int, hk: int, head_dim: int, cos: Tensor | None, sin: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split packed [S, B, (hq + 2·hk)·D], laid out q|k|v, into q [S, B, hq, D], k and v [S, B, hk, D], and
-    rotate q and k.
+    """Split a packed projection into q, k and v, and rotate q and k.
+
+    [S, B, (hq + 2·hk)·D], laid out q|k|v -> q [S, B, hq, D], k and v [S, B, hk, D].
 
     The results are views of one new buffer: `packed` is not kept alive. Without tables (cos is None) nothing
     is rotated, and the results are views of `packed` itself.
@@ -170,7 +181,7 @@ def split_rotary(
 def split_rotary_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None
 ) -> Tensor:
-    """Returns the gradient of `split_rotary`: one packed [S, B, (hq + 2·hk)·D], each part written once."""
+    """Return the gradient of `split_rotary`: one packed [S, B, (hq + 2·hk)·D], each part written once."""
     if cos is not None and sin is not None and takes_triton(dq):
         from megalite_kernels import rotary_triton
 

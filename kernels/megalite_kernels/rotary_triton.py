@@ -1,5 +1,6 @@
-"""Rotary embedding in one pass over memory, together with the split of the packed projection: the kernel of
-`rotary`.
+"""Rotary embedding in one pass over memory: the kernel of `rotary`.
+
+It also splits the packed projection.
 
 Queries, keys and values of any strides are read once and written to one packed buffer, queries and keys
 rotated, values unchanged: in forward the three parts of a packed projection, in backward their gradients. (In
@@ -26,8 +27,10 @@ TILE_BYTES = 4096  # of the first halves of rows: with 4 warps two 128-bit loads
 
 @triton.jit
 def _tile(rows, heads, batch, ROWS: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr):
-    """Returns this program's rows [ROWS, 1]: their numbers, positions, samples and heads; pairs of channels
-    [1, PAIRS]; and which elements exist."""
+    """Return the rows [ROWS, 1] and pairs of channels [1, PAIRS] of this program.
+
+    Rows have numbers, positions, samples and heads. The last value says which elements exist.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     pair = tl.arange(0, PAIRS)[None, :]
     token = row // heads
@@ -38,8 +41,10 @@ def _tile(rows, heads, batch, ROWS: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.
 
 @triton.jit
 def _turn(source, cos, sin, target, exists, turns, sign, HALF: tl.constexpr):
-    """Rotate rows by sign · angle where `turns`, else copy them; source, cos, sin and target point to first
-    halves."""
+    """Rotate rows by sign · angle where `turns`, else copy them.
+
+    source, cos, sin and target point to first halves.
+    """
     first, second = tl.load(source, mask=exists), tl.load(source + HALF, mask=exists)
     c = tl.load(cos, mask=exists & turns).to(tl.float32)
     s = tl.load(sin, mask=exists & turns).to(tl.float32) * tl.cast(sign, tl.float32)
@@ -80,8 +85,11 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: 
 
 @operation(fake=_packed)
 def rotate_and_pack(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    """Returns q [S, B, hq, D], k and v [S, B, hk, D], of any strides, as one [S, B, hq + 2·hk, D], with q and
-    k rotated by their positions' angles, or with `inverse` by the opposite ones. hk may be 0."""
+    """Return q, k and v packed as [S, B, hq + 2·hk, D], with q and k rotated.
+
+    q is [S, B, hq, D], k and v are [S, B, hk, D] with any strides; hk may be 0. The rotation is by their
+    positions' angles, with `inverse` by the opposite ones.
+    """
     packed = _packed(q, k, v, cos, sin, inverse)
     if packed.numel() > 0:
         sources = [source if source.stride(-1) == 1 else source.contiguous() for source in (q, k, v)]

@@ -34,8 +34,10 @@ ROUTES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"out_dtype": _out_dtype
 
 
 def logits(rows: Tensor, weight: Tensor) -> Tensor:
-    """Returns rows · weightᵀ by the route of the device: [n, hidden], [experts, hidden] -> [n, experts], at
-    least fp32."""
+    """Return rows · weightᵀ in at least fp32, computed by the route of the device.
+
+    [n, hidden], [experts, hidden] -> [n, experts].
+    """
     if not rows.is_cuda or rows.dtype not in _HALF or weight.dtype != rows.dtype:
         return _cast(rows, weight)
     return ROUTES[measured(rows.device).router or "out_dtype"](rows, weight)

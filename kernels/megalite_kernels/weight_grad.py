@@ -33,6 +33,6 @@ ROUTES: dict[str, Callable[[Tensor, Tensor, Tensor, bool], None]] = {"addmm": _a
 grad is overwritten."""
 
 
-def add_product(grad: Tensor, left: Tensor, inputs: Tensor, overwrite: bool) -> None:
+def add_matmul(grad: Tensor, left: Tensor, inputs: Tensor, overwrite: bool) -> None:
     """Compute grad (+)= left · inputs by the route of the device."""
     ROUTES[measured(grad.device).weight_grad or "addmm"](grad, left, inputs, overwrite)

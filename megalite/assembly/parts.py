@@ -1,5 +1,4 @@
-"""Builds the parts of a run from a configuration and a mesh: parameters, stages and the runtime of the
-pipeline.
+"""Builds the parts of a run: parameters, stages and the runtime of the pipeline.
 
 The trainer, verification and generation build the same parts here.
 """
@@ -20,11 +19,12 @@ from megalite.assembly.plan import optimistic_step as optimistic_step
 from megalite.assembly.plan import partition as partition
 from megalite.assembly.plan import schedule as schedule
 from megalite.assembly.plan import staggered_end as staggered_end
+from megalite.config import run_files
 from megalite.config.amounts import duration_seconds
 from megalite.config.schema import Config
 from megalite.mesh.mesh import Layout, Mesh, MeshAxis
 from megalite.model.adapter_parameters import with_adapters
-from megalite.model.parameters import kv_replicas, model_specs
+from megalite.model.parameters import embedding_pair, kv_replicas, model_specs
 from megalite.model.stage import Stage
 from megalite.optimizer.registry import OPTIMIZERS, kinds_of
 from megalite.parallel.microbatch import Microbatch
@@ -47,7 +47,7 @@ def layout(config: Config) -> Layout:
 
 
 def offload_directory(config: Config) -> Path:
-    return Path(config.parallel.offload_dir or Path(config.run.dir) / config.run.name / "offload")
+    return Path(config.parallel.offload_dir or Path(config.run.dir) / config.run.name / run_files.OFFLOAD)
 
 
 def check_offload(config: Config, device: torch.device, share: float) -> None:
@@ -70,12 +70,11 @@ def check_offload(config: Config, device: torch.device, share: float) -> None:
 
 
 def mesh_options(config: Config) -> dict[str, Any]:
-    """Returns the arguments of a mesh besides the layout."""
+    """Return the arguments of a mesh besides the layout."""
     plan = schedule(config, layout(config).microbatches)
-    shares_embedding = config.model.tie_word_embeddings or config.model.mtp_layers > 0
     return {
         "kv_replicas": kv_replicas(config.model, config.parallel.tp),
-        "tied": (plan.placement[0], plan.placement[-1]) if shares_embedding else None,
+        "tied": embedding_pair(config.model, plan.placement),
         "channels": edges(plan),
         "staggered_end": staggered_end(config),
         "stage_axis": OPTIMIZERS[config.optimizer.name].exchange_axis == "stage",
@@ -91,8 +90,10 @@ def make_mesh(config: Config) -> Mesh:
 
 
 def microbatch_maker(config: Config, cp: MeshAxis) -> Callable[..., Microbatch]:
-    """Returns the function that makes microbatches of whole rows; with more than one cp rank, of this rank's
-    part of each row."""
+    """Return the function that makes microbatches.
+
+    With more than one cp rank, a microbatch has this rank's part of each row.
+    """
     make: Callable[..., Microbatch] = Microbatch.of
     if cp.size > 1:
         from megalite.parallel.context.rows import Cut
@@ -115,7 +116,7 @@ class Parts:
     routers: Routers | MultiTokenStatistics | None  # None: neither MoE layers nor MTP modules
 
     def to_load(self) -> list[Rectangle]:
-        """Returns the tensors that a trained model computes with: its weights, and the biases of routers."""
+        """Return the tensors of a trained model: its weights, and the biases of routers."""
         weights = self.store.to_load()
         return weights if self.routers is None else weights + self.routers.learned()
 
@@ -174,7 +175,7 @@ def build_parts(
 def _routers(
     config: Config, stages: dict[int, Stage], mesh: Mesh, device: torch.device
 ) -> Routers | MultiTokenStatistics | None:
-    """Returns the states and metrics of routers and MTP modules (`Parts.routers`)."""
+    """Return the states and metrics of routers and MTP modules (`Parts.routers`)."""
     model, routers = config.model, None
     if model.num_experts:
         from megalite.model.router_states import Routers

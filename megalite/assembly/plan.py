@@ -27,8 +27,10 @@ from megalite.parallel.spec import ParamSpec
 
 
 def partition(config: Config) -> list[int]:
-    """Returns the number of layers of each stage: as configured, else balanced by measured or estimated cost,
-    with embedding and head."""
+    """Return the number of layers of each stage.
+
+    Unless it is configured, the partition balances measured or estimated costs, including embedding and head.
+    """
     model, parallel, stages = config.model, config.parallel, ParallelDims.of(config).stages
     if parallel.partition is not None:
         return parallel.partition
@@ -40,13 +42,13 @@ def partition(config: Config) -> list[int]:
 
 
 def units_of(config: Config) -> dict[int, range]:
-    """Returns the units of each stage."""
+    """Return the units of each stage."""
     layers = partition(config)
     return {stage: stage_units(layers, stage) for stage in range(len(layers))}
 
 
 def specs_of(config: Config, rank: int) -> list[ParamSpec]:
-    """Returns the stored parameters of a pipeline rank."""
+    """Return the stored parameters of a pipeline rank."""
     parallel = config.parallel
     ranks = placement(parallel.schedule, parallel.pp, parallel.virtual_stages)
     units = [unit for stage, units in units_of(config).items() if ranks[stage] == rank for unit in units]
@@ -56,23 +58,27 @@ def specs_of(config: Config, rank: int) -> list[ParamSpec]:
 
 
 def activation_shape(config: Config) -> tuple[int, int, int]:
-    """Returns [seq/cp (/tp under sequence parallelism), batch, hidden]: the shape of a rank's activations
-    between layers and between stages."""
+    """Return the shape of a rank's activations between layers and between stages.
+
+    The shape is [seq/cp (/tp under sequence parallelism), batch, hidden].
+    """
     parallel = config.parallel
     length = part_length(config) // (parallel.tp if parallel.sequence_parallel else 1)
     return length, config.train.micro_batch_size, config.model.hidden_size
 
 
 def buckets_of(config: Config, rank: int) -> list[BucketLayout]:
-    """Returns the buckets of a pipeline rank, the same on all of its tp, dp and ep ranks."""
+    """Return the buckets of a pipeline rank, the same on all of its tp, dp and ep ranks."""
     parallel, owners = config.parallel, ParallelDims.of(config).owners
     first = Coordinates({"tp": AxisPlace(0, parallel.tp), "expert": AxisPlace(0, parallel.ep)})
     return bucket_layout(specs_of(config, rank), first, owners, parallel.bucket_mb * 1e6)
 
 
 def gathered_units(config: Config) -> tuple[tuple[Unit, ...], ...]:
-    """Returns, for each stage, its units with their buckets if ZeRO-3 gathers or uploads weights before use;
-    else nothing."""
+    """Return the units of each stage with the buckets that are gathered or uploaded before use.
+
+    Empty unless ZeRO-3 shards or offloads weights.
+    """
     parallel, dims = config.parallel, ParallelDims.of(config)
     if parallel.zero < 3 or (dims.shard == 1 and not parallel.offload_parameters):
         return ()
@@ -97,8 +103,10 @@ def gathered_units(config: Config) -> tuple[tuple[Unit, ...], ...]:
 
 
 def schedule(config: Config, microbatches: int, forward_only: bool = False) -> Schedule:
-    """Returns the validated list of actions of every rank, with messages, and under ZeRO-3 with gathers and
-    reshards. Raises as `validate`."""
+    """Return the validated list of actions of every rank, including messages.
+
+    Under ZeRO-3 it also includes gathers and reshards. Raises as `validate`.
+    """
     options, units = config.parallel, gathered_units(config)
     keep = bool(units) and options.zero3_reshard == "step" and not forward_only
     name, ranks, virtual_stages = options.schedule, options.pp, options.virtual_stages
@@ -127,27 +135,31 @@ def _validated(
 
 
 def counts_tokens(config: Config) -> bool:
-    """Whether the ranks sum the number of valid tokens before each backward: it differs between steps, or MTP
-    modules have numbers of their own."""
+    """Return whether the ranks sum the number of valid tokens before each backward.
+
+    They do if the number differs between steps, or if MTP modules have numbers of their own.
+    """
     chat = any(map(is_chat, prefixes(config.data.train)))
     return config.data.eod_mask_loss or config.model.mtp_layers > 0 or chat
 
 
 def staggered_end(config: Config) -> bool:
-    """Whether ranks finish a step one after the other, so that they should not wait for the last one
-    (`training.weight_update`)."""
+    """Return whether ranks finish a step one after the other.
+
+    Then they should not wait for the last one (`training.weight_update`).
+    """
     return RECIPES[config.parallel.schedule].staggered and config.parallel.pp > 1
 
 
 def optimistic_step(config: Config) -> bool:
-    """Whether a rank updates before the norm is known."""
+    """Return whether a rank updates before the norm is known."""
     parallel, model, precision = config.parallel, config.model, config.train.precision
     allowed = may_be_optimistic(parallel.schedule, parallel.pp, parallel.offload, model, precision)
     return parallel.optimistic_step and allowed
 
 
 def may_be_optimistic(schedule: str, pp: int, offload: str, model: ModelConfig, precision: str) -> bool:
-    """Whether a rank may update before the norm is known, where ranks finish one after the other.
+    """Return whether a rank may update before the norm is known, where ranks finish one after the other.
 
     Not under offload: the copy of its optimizer state would not fit in memory. Not in fp16: a changed loss
     scale would require the next step's first forwards again. Not if routers learn from the step: its load is

@@ -24,6 +24,7 @@ from megalite.checkpoint import directories
 from megalite.checkpoint.agreement import on_rank_0
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import Manifest, encode
+from megalite.config import run_files
 
 if TYPE_CHECKING:
     from megalite.mesh.mesh import Mesh
@@ -117,10 +118,10 @@ def latest(checkpoints: Path) -> Path | None:
 def find(path: Path) -> Path:
     """Returns the checkpoint at `path`: `path` itself, the one that a file `latest` or `best` names, or the
     newest one of a run's directory or of its checkpoints/ directory."""
-    if path.name in (directories.LATEST, directories.BEST) and path.is_file():
+    if path.name in (run_files.LATEST, run_files.BEST) and path.is_file():
         return path.with_name(path.read_text(errors="replace", encoding="utf-8").strip())
-    for directory in (path, path / "checkpoints"):
-        if (directory / "latest").is_file() and (newest := latest(directory)) is not None:
+    for directory in (path, path / run_files.CHECKPOINTS):
+        if (directory / run_files.LATEST).is_file() and (newest := latest(directory)) is not None:
             return newest
     return path
 

@@ -18,10 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from megalite.checkpoint.errors import CheckpointError, DamagedError
-from megalite.checkpoint.manifest import MANIFEST, Manifest
+from megalite.checkpoint.manifest import Manifest
+from megalite.config import run_files
 from megalite.system.files import replacing, write_synced
 
-LATEST, BEST = "latest", "best"
 TIMED, TIMED_KEPT = "timed", 2
 """The key that marks a save by time (`checkpoint.minutes`) in a manifest's state, and the number of such
 checkpoints that stay without `checkpoint.keep`."""
@@ -46,8 +46,8 @@ def _hidden(directory: Path, kind: str) -> Path:
 
 def check(directory: Path) -> None:
     """Raise DamagedError if the directory is not a checkpoint."""
-    if not (directory / MANIFEST).is_file():
-        why = f"it has no {MANIFEST}" if directory.is_dir() else "there is no such directory"
+    if not (directory / run_files.MANIFEST).is_file():
+        why = f"it has no {run_files.MANIFEST}" if directory.is_dir() else "there is no such directory"
         raise DamagedError(f"{directory} is not a checkpoint: {why}")
 
 
@@ -60,7 +60,7 @@ def check_free(directory: Path) -> None:
 def begin(directory: Path) -> Path:
     """Remove the remains of interrupted saves. Returns a new directory to write into until it is
     published."""
-    if directory.exists() and not (directory / MANIFEST).is_file() and not _is_remains(directory):
+    if directory.exists() and not (directory / run_files.MANIFEST).is_file() and not _is_remains(directory):
         raise CheckpointError(
             f"{directory} exists and is not a checkpoint: save under another name, or remove it"
         )
@@ -108,7 +108,8 @@ def discard(temporary: Path, directory: Path) -> None:
 
 def publish(temporary: Path, directory: Path, manifest: str) -> None:
     """Rename a completely written save to its name, and update `latest` if it is a step."""
-    write_synced(temporary / MANIFEST, manifest)  # last: a directory without a manifest is not a checkpoint
+    # last: a directory without a manifest is not a checkpoint
+    write_synced(temporary / run_files.MANIFEST, manifest)
     _sync_directory(temporary)
     replaced = _hidden(directory, "replaced")
     if directory.exists():
@@ -116,18 +117,18 @@ def publish(temporary: Path, directory: Path, manifest: str) -> None:
     temporary.rename(directory)
     _sync_directory(directory.parent)
     if step_number(directory.name) is not None:
-        _name(directory, LATEST)
+        _name(directory, run_files.LATEST)
     remove(replaced)
 
 
 def mark_best(directory: Path) -> None:
     """Make `best` name a checkpoint, which `prune` then keeps."""
-    _name(directory, BEST)
+    _name(directory, run_files.BEST)
 
 
 def best(checkpoints: Path) -> Path | None:
     """Returns the checkpoint that `best` names, or None."""
-    file = checkpoints / BEST
+    file = checkpoints / run_files.BEST
     if not file.is_file():
         return None
     directory = checkpoints / file.read_text(errors="replace", encoding="utf-8").strip()
@@ -148,7 +149,7 @@ def history(checkpoints: Path) -> tuple[list[Path], str | None]:
     Later steps were abandoned when the run resumed from an earlier one; they are ignored until they are
     overwritten.
     """
-    file, warning = checkpoints / LATEST, None
+    file, warning = checkpoints / run_files.LATEST, None
     steps = numbered(checkpoints)
     if not steps and not file.exists():
         return [], None
@@ -212,7 +213,7 @@ def _looks_complete(directory: Path) -> bool:
 def remove(directory: Path) -> None:
     """Remove a directory tree, its manifest first. The next save removes files that cannot be removed now."""
     with suppress(OSError):
-        (directory / MANIFEST).unlink()
+        (directory / run_files.MANIFEST).unlink()
     shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, DamagedError, Manifest, directories
 from megalite.checkpoint.manifest import WEIGHT, StoredTensor
+from megalite.config import run_files
 from megalite.system.files import replacing
 from megalite.system.progress import Report, silent
 
@@ -41,7 +42,7 @@ class Entry:
 def entries(path: Path) -> list[Entry]:
     """Returns the checkpoints of a run's directory, or of its checkpoints/ directory, in order. Raises
     CheckpointError if there are none."""
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    folder = path / run_files.CHECKPOINTS if (path / run_files.CHECKPOINTS).is_dir() else path
     steps = sorted(directories.numbered(folder).items())
     if not steps:
         raise CheckpointError(

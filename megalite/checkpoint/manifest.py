@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from megalite.checkpoint.checksummed_chunks import Chunk, crc32c, open_checked, read_verified
 from megalite.checkpoint.errors import CheckpointError, damaged
+from megalite.config import run_files
 from megalite.parallel import spec
 
-MANIFEST = "manifest.json"
 FORMAT = 1
 WEIGHT, EMA = f"{spec.WEIGHT}/", f"{spec.EMA}/"
 """How the names of weights, and of their averages (`train.ema_decay`), begin."""
@@ -56,7 +56,7 @@ class Manifest:
             DamagedError: it is missing or damaged.
             CheckpointError: its format is another version's.
         """
-        path = directory / MANIFEST
+        path = directory / run_files.MANIFEST
         try:
             raw = path.read_bytes()
         except OSError as error:

@@ -21,7 +21,16 @@ from typing import Any
 from megalite.checkpoint import CheckpointError, find, manifest_of
 from megalite.checkpoint.directories import check_free
 from megalite.commands.models import hf_directory, weights_of
-from megalite.commands.parser import Answer, Parser, answer, as_name, as_output, as_tokenizer, progress_of
+from megalite.commands.parser import (
+    Answer,
+    Parser,
+    answer,
+    as_name,
+    as_output,
+    as_tokenizer,
+    positive,
+    progress_of,
+)
 from megalite.config.amounts import byte_size
 from megalite.config.schema import ConfigError
 from megalite.data.indexed import DataError
@@ -111,8 +120,8 @@ def parser() -> Parser:
         default=[],
         help="also compare on this text, tokenized by HF_DIR's tokenizer; may be repeated",
     )
-    add("--tokens", type=count, default=64, help="random tokens per row (default 64)")
-    add("--rows", type=count, default=2, help="number of rows of random tokens (default 2)")
+    add("--tokens", type=positive, default=64, help="random tokens per row (default 64)")
+    add("--rows", type=positive, default=2, help="number of rows of random tokens (default 2)")
     add(
         "--tolerance",
         type=float,
@@ -130,12 +139,6 @@ def size(text: str) -> int:
     return number
 
 
-def count(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
-    return int(text)
-
-
 def start_copying() -> None:
     from megalite.launch.process import configure_cpu
 
@@ -149,7 +152,7 @@ def bring_in(options: argparse.Namespace) -> Answer:
 
     start_copying()
     with progress_of(options.json) as progress:
-        content = import_model(source, options.checkpoint_dir, progress, ahead=not options.drop_mtp)
+        content = import_model(source, options.checkpoint_dir, progress, mtp=not options.drop_mtp)
     return _written(content, str(options.checkpoint_dir))
 
 

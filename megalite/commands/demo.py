@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megalite.commands.parser import Parser
+from megalite.config import run_files
 from megalite.launch.signals import Interrupt
 from megalite.system.processes import marked
 
@@ -131,7 +132,7 @@ def train(layout: DemoLayout) -> None:
 def show_losses() -> None:
     """Print the losses at each validation, and plot all of them."""
     heading("Losses")
-    training, validation = read_losses(RUN / "metrics.jsonl")
+    training, validation = read_losses(RUN / run_files.METRICS)
     print("  step   training   validation")
     for step, loss in validation.items():
         print(f"{step:6d} {training[step]:10.4f} {loss:12.4f}")

@@ -29,7 +29,7 @@ from megalite.commands.models import (
     layout_of,
     weights_of,
 )
-from megalite.commands.parser import Parser, as_name, as_path, progress_of, said, warn
+from megalite.commands.parser import Parser, as_name, as_path, positive, progress_of, said, warn
 from megalite.config.load import exit_with
 from megalite.config.rule import nearest_legal
 from megalite.config.schema import ConfigError
@@ -78,8 +78,8 @@ def parser() -> Parser:
     add("model", type=as_name, metavar="CHECKPOINT_DIR|RUN_DIR|hf:DIR|org/name", help="the model to evaluate")
     add_tokenizer_options(add)
     add_average_option(add)
-    add("--batch_size", type=count, default=8, metavar="N", help="rows per forward pass (default 8)")
-    add_layout_options(add, count, rows="row")
+    add("--batch_size", type=positive, default=8, metavar="N", help="rows per forward pass (default 8)")
+    add_layout_options(add, positive, rows="row")
     add("--json", action="store_true", help="print only one JSON object on stdout")
     commands = tool.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
     add = commands.add_parser(
@@ -95,13 +95,13 @@ def parser() -> Parser:
     )
     add(
         "--sequence_length",
-        type=count,
+        type=positive,
         metavar="N",
         help="tokens per window (default: the training sequence length)",
     )
     add(
         "--stride",
-        type=count,
+        type=positive,
         metavar="N",
         help="tokens that each window predicts (default: half of the sequence length)",
     )
@@ -113,17 +113,11 @@ def parser() -> Parser:
     )
     add(
         "--limit",
-        type=count,
+        type=positive,
         metavar="N",
         help="at most this many questions of each task, for a quick test (default: all)",
     )
     return tool
-
-
-def count(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
-    return int(text)
 
 
 def names(text: str) -> list[str]:

@@ -20,7 +20,6 @@ not have, for example the data, is given to `megalite train`, or in a second --c
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -30,7 +29,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megalite.commands.parser import Parser, as_name
+from megalite.commands.parser import Parser, as_name, positive
 from megalite.config.files import parse_yaml
 from megalite.config.rule import show
 from megalite.config.schema import ConfigError
@@ -88,12 +87,6 @@ def parser() -> Parser:
     )
     tool.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
     return tool
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    return int(text)
 
 
 def read(file: str, project: str | None = None) -> Any:

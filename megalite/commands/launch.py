@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megalite.commands.parser import Parser, positive
+from megalite.config import run_files
 from megalite.config.amounts import duration_seconds
 from megalite.config.arguments import LAUNCH
 from megalite.config.load import load_config
@@ -47,7 +48,7 @@ def main(words: Sequence[str]) -> int:
         endpoint=options.rdzv_endpoint,
         restarts=options.max_restarts,
         patience_s=duration_seconds(config.run.timeout) or 0.0,
-        newest=lambda: checkpoint.latest(config.run.directory / "checkpoints"),
+        newest=lambda: checkpoint.latest(config.run.directory / run_files.CHECKPOINTS),
         crashed=partial(report_failure, config),
     )
     return launch(settings, ["-m", "megalite", "train", *rest])

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from megalite.checkpoint import CheckpointError, find, manifest_of
 from megalite.commands.parser import as_tokenizer
+from megalite.config import run_files
 from megalite.config.arguments import Arguments
 from megalite.config.files import config_file, read_tree, shipped_configs
 from megalite.config.load import flatten, from_dict, resolve
@@ -67,8 +68,8 @@ def find_model(given: str, part: hub.Part, option: str) -> NamedModel | None:
         return NamedModel("checkpoint", name)
     if (path / "config.json").is_file():
         return NamedModel("huggingface", name)
-    if (path / "config.yaml").is_file():
-        return NamedModel("configuration", str(path / "config.yaml"))
+    if (path / run_files.CONFIG).is_file():
+        return NamedModel("configuration", str(path / run_files.CONFIG))
     if name in presets():
         return NamedModel("preset", name)
     if name in shipped_configs():

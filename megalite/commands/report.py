@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from megalite.commands.parser import Parser, as_new_file, as_path, progress_of, write_whole
+from megalite.config import run_files
 from megalite.monitoring.report.page import page
 from megalite.monitoring.report.run import RecordedRun, ReportError, read_all
 from megalite.system.messages import say
@@ -30,7 +31,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.live:
         serve(tool, options)
         return
-    output = options.output or options.runs[0] / "report.html"
+    output = options.output or options.runs[0] / run_files.REPORT
     runs = write_page(tool, options.runs, output, options.json)
     print(json.dumps({"report": str(output), "runs": [run.name for run in runs]}) if options.json else output)
 

@@ -9,13 +9,14 @@ run's directory. A run does the same when it ends.
 import json
 
 from megalite.commands.parser import Parser, as_path, progress_of
+from megalite.config import run_files
 from megalite.config.schema import ConfigError
 
 
 def main(argv: list[str] | None = None) -> None:
     tool = parser()
     options = tool.parse_args(argv)
-    from megalite.monitoring.timeline import TIMELINE, compare, describe, written
+    from megalite.monitoring.timeline import compare, describe, written
 
     try:
         with progress_of(options.json) as progress:
@@ -28,7 +29,7 @@ def main(argv: list[str] | None = None) -> None:
             json.dumps(
                 {
                     **{name: value for name, value in comparison.items() if name != "traceEvents"},
-                    "written": str(options.run / TIMELINE),
+                    "written": str(options.run / run_files.TIMELINE),
                 }
             )
         )

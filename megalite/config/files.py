@@ -7,6 +7,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megalite.config import run_files
 from megalite.config.checkout import CONFIGS
 from megalite.config.errors import ConfigError
 from megalite.config.rule import suggestion
@@ -29,8 +30,8 @@ def read_tree(path: str, option: str) -> Any:
 def is_of_run(path: str) -> bool:
     """Whether a file is the configuration that a run has stored in its directory."""
     file = Path(path)
-    return file.name == "config.yaml" and any(
-        (file.parent / name).exists() for name in ("metrics.jsonl", "checkpoints")
+    return file.name == run_files.CONFIG and any(
+        (file.parent / name).exists() for name in (run_files.METRICS, run_files.CHECKPOINTS)
     )
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megalite.config import amounts, migrations, run_length
+from megalite.config import amounts, migrations, run_files, run_length
 from megalite.config.arguments import Arguments, read_arguments
 from megalite.config.dims import filling_dp
 from megalite.config.errors import ConfigError
@@ -218,7 +218,7 @@ def write_config(config: Config, run_dir: Path) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     if config.train.memory_budget is not None:
         config = replace(config, train=replace(config.train, recompute="budget"))
-    (run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    (run_dir / run_files.CONFIG).write_text(to_yaml(config), encoding="utf-8")
 
 
 def flatten(tree: Any, source: str) -> dict[str, Any]:

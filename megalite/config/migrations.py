@@ -6,6 +6,7 @@ The loader applies these tables to files, command lines and stored configuration
 from collections.abc import Mapping
 from typing import Any
 
+from megalite.config import run_files
 from megalite.config.errors import ConfigError
 
 NAMES = {"train.fp32_products": "train.fp32_matmul"}
@@ -15,7 +16,7 @@ VALUES: dict[str, dict[str, str]] = {
     "parallel.reduce_dtype": {"wide": "fp32"},
 }
 """Option → former name of one of its values → its name."""
-FILES = {"fp32_matmul.json": "products.json"}
+FILES = {run_files.FP32_MATMUL: "products.json"}
 """File in a run's directory → its former name."""
 
 

@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
+from megalite.config import run_files
 from megalite.config.errors import ConfigError
 from megalite.config.rule import is_checkpoint
 from megalite.config.schema import Config
@@ -96,10 +97,10 @@ def _recorded(config: Config) -> PrecisionChoice | None:
         return None
     place = start.absolute()
     # a checkpoint of a run, or all of them
-    in_run = next((path for path in (place, place.parent) if path.name == "checkpoints"), None)
+    in_run = next((path for path in (place, place.parent) if path.name == run_files.CHECKPOINTS), None)
     directory = start if in_run is None else in_run.parent
     with suppress(OSError, ConfigError, KeyError, TypeError):
-        precision = _stored(directory / "config.yaml")
+        precision = _stored(directory / run_files.CONFIG)
         if isinstance(precision, str) and precision != AUTO:
             return PrecisionChoice(precision, None, f"the resumed run {directory} has it")
     return None

@@ -11,6 +11,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megalite.config import run_files
 from megalite.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -93,11 +94,10 @@ CHECKPOINT_EXAMPLE = (
 def is_checkpoint(path: str) -> bool:
     """Whether a directory is a published checkpoint, which has a manifest, or that of a run that has saved
     one; or a file, `best` or `latest`, that names one."""
-    if Path(path).name in ("best", "latest") and os.path.isfile(path):
+    if Path(path).name in (run_files.BEST, run_files.LATEST) and os.path.isfile(path):
         return True
-    return any(
-        os.path.isfile(Path(path) / name) for name in ("manifest.json", "latest", "checkpoints/latest")
-    )
+    in_run = f"{run_files.CHECKPOINTS}/{run_files.LATEST}"
+    return any(os.path.isfile(Path(path) / name) for name in (run_files.MANIFEST, run_files.LATEST, in_run))
 
 
 def can_be_written(directory: Path) -> bool:

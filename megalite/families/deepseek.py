@@ -82,8 +82,8 @@ def shared_width(given: dict[str, Any]) -> int:
     return int(given["n_shared_experts"] * given["moe_intermediate_size"])
 
 
-def modules_ahead(given: dict[str, Any]) -> int:
-    """Modules of multi-token prediction, under either of transformers' names."""
+def mtp_layers(given: dict[str, Any]) -> int:
+    """Return the number of MTP modules, under either of transformers' names."""
     return int(given.get("num_nextn_predict_layers") or given.get("num_mtp_layers") or 0)
 
 

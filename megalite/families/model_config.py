@@ -276,7 +276,7 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "shared_expert_intermediate_size": deepseek.shared_width,
     "n_group": deepseek.groups,
     "topk_group": deepseek.topk_group,
-    "mtp_layers": deepseek.modules_ahead,
+    "mtp_layers": deepseek.mtp_layers,
     "router_scores=softmax": functools.partial(deepseek.scores, "softmax"),
     "router_scores=sigmoid": functools.partial(deepseek.scores, "sigmoid"),
     "hidden_act=clamped_swiglu": _clamped_swiglu,

@@ -23,14 +23,17 @@ class Names:
         base: prefix of the model without its head, which files of such a model do not have.
         transposed: modules whose matrix is stored as [in, out].
         grouped: the module that holds queries, keys and values by key-value head: its queries, its keys, its
-        values, then the next head's. interleaved: rotary embeddings rotate neighbouring channels.
+            values, then the next head's.
+        interleaved: whether rotary embeddings rotate neighboring channels.
         ignored: suffixes of names that are not weights (masks and frequencies, which older versions stored).
-        expert: modules of one expert that `mlp.experts.in` holds, in this order; their names follow a name
-        that ends in {}.{}. bare: modules whose tensors have no .weight at the end of their names, and _bias
-        instead of .bias. router_bias: the tensor of a mixture that is added to the scores when experts are
-        chosen; empty if files have none. ahead: modules of the layers after the last one, which predict
-        further tokens, besides those of a layer; empty: files have none. multimodal: prefix of the whole
-        names in files of a multimodal model, and the prefixes of its other parts, which are not read.
+        expert: modules of one expert that `mlp.experts.in` holds, in this order. Their names follow a name
+            that ends in {}.{}.
+        bare: modules whose tensors have no .weight at the end of their names, and _bias instead of .bias.
+        router_bias: the tensor of an MoE block that is added to the scores when experts are chosen; empty if
+            files have none.
+        mtp: modules of an MTP layer besides those of a layer; empty if files have none.
+        multimodal: prefix of the whole names in files of a multimodal model, and the prefixes of its other
+            parts, which are not read.
     """
 
     ends: dict[str, str]
@@ -44,7 +47,7 @@ class Names:
     expert: tuple[str, ...] = ("gate_proj", "up_proj")
     bare: tuple[str, ...] = ()
     router_bias: str = ""
-    ahead: dict[str, str] = field(default_factory=dict)
+    mtp: dict[str, str] = field(default_factory=dict)
     multimodal: tuple[str, tuple[str, ...]] | None = None
 
 
@@ -101,13 +104,13 @@ _LATENT |= {f"self_attn.{part}_layernorm": f"attention.{part}_norm" for part in 
 _LATENT |= {"self_attn.kv_a_proj_with_mqa": "attention.kv_a"}
 _SHARED_EXPERTS = {f"mlp.shared_experts.{part}_proj": f"mlp.shared.{part}" for part in ("gate", "up", "down")}
 _DEEPSEEK = _LATENT | _GATE_UP | _OUT | _BEFORE | _MIXTURE | _SHARED_EXPERTS
-_AHEAD = {
+_MTP = {
     "enorm": "mtp.enorm",
     "hnorm": "mtp.hnorm",
     "eh_proj": "mtp.eh_proj",
     "shared_head.norm": "mtp.norm",
 }
-AHEAD_COPIES = {"embed_tokens": "embedding", "shared_head.head": "head"}
+MTP_COPIES = {"embed_tokens": "embedding", "shared_head.head": "head"}
 """Modules of a layer that predicts a further token which repeat one of ours outside the layers."""
 _MIXTRAL = {
     "block_sparse_moe.gate": "mlp.router",
@@ -176,14 +179,14 @@ FAMILY_NAMES = {
         _DEEPSEEK,
         interleaved=True,
         router_bias="mlp.gate.e_score_correction_bias",
-        ahead=_AHEAD,
+        mtp=_MTP,
     ),
     "glm4_moe": Names(
         _ENDS,
         "model.layers",
         _LINEARS | _BEFORE | _QK_NORM | _MIXTURE | _SHARED_EXPERTS,
         router_bias="mlp.gate.e_score_correction_bias",
-        ahead=_AHEAD,
+        mtp=_MTP,
     ),
     "gpt_oss": Names(
         _ENDS,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megalite import checkpoint
 from megalite.assembly.parts import DTYPES
+from megalite.checkpoint.errors import listing
 from megalite.checkpoint.finite import nonfinite, reject
 from megalite.checkpoint.manifest import WEIGHT
 from megalite.checkpoint.resized_embeddings import Read, of_checkpoint
@@ -21,7 +22,7 @@ from megalite.config.rule import show
 from megalite.config.schema import Config
 from megalite.families.weight_files import ADAPTER, ADAPTER_SETTINGS
 from megalite.huggingface import convert as converting
-from megalite.huggingface.convert import NAMED, head_of, places_of
+from megalite.huggingface.convert import head_of, places_of
 from megalite.huggingface.files import ConversionError, TensorFiles
 from megalite.huggingface.merging import adapted, parts_of
 from megalite.huggingface.peft_modules import EMBEDDING, AdaptedModule, FusedExperts, modules_of, saved_keys
@@ -127,11 +128,9 @@ class PeftAdapter:
                 {key: nonfinite(tensor) for key, tensor in self.tensors.items()},
             )
         if problems:
-            more = f"\n  … and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
             raise ConversionError(
-                f"lora.init_from = {self.directory} does not hold the adapters of this run:\n  "
-                + "\n  ".join(problems[:NAMED])
-                + more
+                f"lora.init_from = {self.directory} does not hold the adapters of this run:"
+                f"{listing(problems)}"
             )
 
     def _ranks(self, module: AdaptedModule) -> list[int]:

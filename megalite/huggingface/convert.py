@@ -29,6 +29,7 @@ from torch import Tensor
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, Manifest, directories, find
 from megalite.checkpoint.checksummed_chunks import append_chunk, dtype_name
+from megalite.checkpoint.errors import LISTED, listing
 from megalite.checkpoint.finite import nonfinite, reject
 from megalite.checkpoint.manifest import WEIGHT, StoredTensor, encode
 from megalite.checkpoint.resized_embeddings import Read, check_rows, resized
@@ -63,7 +64,6 @@ from megalite.system.progress import Report, silent
 HF = "hf:"
 BLOCK = 64 << 20  # maximum bytes of a chunk, as in checkpoints of training
 SHARD = 5_000_000_000  # maximum bytes of an exported file, unless one tensor is larger
-NAMED = 5  # problems listed in a message
 FREE_TO_CHANGE = (
     *(
         "max_position_embeddings",
@@ -100,11 +100,11 @@ class HuggingFaceSource:
     """Tensor that was read → number of its values that are NaN or infinite, if there are any."""
 
     @staticmethod
-    def of(directory: Path, ahead: bool = True) -> HuggingFaceSource:
+    def of(directory: Path, mtp: bool = True) -> HuggingFaceSource:
         """Open it without reading weights. Raises ConfigError if its model is not supported, ConversionError
         if a file is damaged.
 
-        ahead: with its modules of multi-token prediction, if it has them: transformers keeps their number and
+        mtp: with its modules of multi-token prediction, if it has them: transformers keeps their number and
         drops their weights.
         """
         config = hf_config(directory)
@@ -118,9 +118,9 @@ class HuggingFaceSource:
             stored(f"{names.layers}.{model.num_hidden_layers + index}.")
             for index in range(max(model.mtp_layers, 1))
         )
-        if not ahead or not any(name.startswith(further) for name in weights):
+        if not mtp or not any(name.startswith(further) for name in weights):
             model = replace(model, mtp_layers=0)
-        bound = _bound(weights, model, family, further if names.ahead and not model.mtp_layers else ())
+        bound = _bound(weights, model, family, further if names.mtp and not model.mtp_layers else ())
         biases = {at: stored(name) for at, name in bias_names(model, family).items()}
         repeated: dict[str, list[str]] = {}
         for theirs, ours in copies(model, family).items():
@@ -223,11 +223,8 @@ def _bound(
         ):
             problems.append(f"{name} has no place in a {family} model")
     if problems:
-        more = f"\n  … and {len(problems) - NAMED} more" if len(problems) > NAMED else ""
         raise ConversionError(
-            f"{weights.directory} does not hold the model of its config.json:\n  "
-            + "\n  ".join(problems[:NAMED])
-            + more
+            f"{weights.directory} does not hold the model of its config.json:{listing(problems)}"
         )
     if (
         tied
@@ -322,7 +319,7 @@ def _reader(model: ModelConfig, seed: int, directory: Path, beside_adapter: bool
         )
     if different:
         listed = ", ".join(
-            f"model.{name} = {show(ours[name])} and there {show(theirs[name])}" for name in different[:NAMED]
+            f"model.{name} = {show(ours[name])} and there {show(theirs[name])}" for name in different[:LISTED]
         )
         raise ConversionError(
             f"model.init_from = {HF}{directory} is another model: {listed}. "
@@ -351,16 +348,16 @@ def _reader(model: ModelConfig, seed: int, directory: Path, beside_adapter: bool
 
 
 def import_model(
-    source: Path, directory: Path, progress: Report = silent, ahead: bool = True
+    source: Path, directory: Path, progress: Report = silent, mtp: bool = True
 ) -> dict[str, Any]:
     """Write a Hugging Face directory's weights as a checkpoint, in their dtypes; returns a summary for
-    display. ahead: with those of its modules of multi-token prediction, if it has them.
+    display. mtp: with those of its modules of multi-token prediction, if it has them.
 
     Raises ConfigError or CheckpointError; the checkpoint is published only when it is complete.
     """
     directories.check_free(directory)
     _check_no_adapter(source)
-    theirs = HuggingFaceSource.of(source, ahead)
+    theirs = HuggingFaceSource.of(source, mtp)
     check_vocabulary(source, theirs.model.vocabulary)
     temporary = directories.begin(directory)
     try:
@@ -449,7 +446,7 @@ def export_model(
     base = hf_config(like) if like else {}
     family = family or _family_like(model, base)
     config = to_hf_config(model, family)
-    left_out = model.mtp_layers > 0 and not names_of(model, config["model_type"]).ahead
+    left_out = model.mtp_layers > 0 and not names_of(model, config["model_type"]).mtp
     model = replace(model, mtp_layers=0) if left_out else model
     by_name = places(model, config["model_type"])
     stored = _stored(manifest, by_name)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megalite.checkpoint import CheckpointError
 from megalite.families.weight_files import INDEX, MODEL, weights_file
+from megalite.system.text import abbreviated
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 LETTERS = {dtype: letters for letters, dtype in DTYPES.items()}
@@ -202,10 +203,9 @@ def _files_of(directory: Path, names: Sequence[str]) -> dict[str, list[str]]:
             for path in directory.iterdir()
             if path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf")
         )
-        listed = f"{', '.join(others[:3])}{f' and {len(others) - 3} more' if len(others) > 3 else ''}"
         advice = (
-            f". It has {listed}: transformers reads only those names, and parts only with their index. "
-            "Download the rest"
+            f". It has {abbreviated(others, 3)}: transformers reads only those names, and parts only with "
+            "their index. Download the rest"
             if others
             else ""
         )

@@ -21,7 +21,7 @@ from megalite.model.parameters import layer_count
 
 PREFIX = "router/"
 BIAS, LOAD = f"{PREFIX}bias", f"{PREFIX}load"
-AHEAD_BIAS, AHEAD_LOAD = f"{PREFIX}mtp_bias", f"{PREFIX}mtp_load"
+MTP_BIAS, MTP_LOAD = f"{PREFIX}mtp_bias", f"{PREFIX}mtp_load"
 
 
 def bias_names(model: ModelConfig, family: str) -> dict[int, str]:
@@ -41,11 +41,11 @@ def states(model: ModelConfig, biases: Mapping[int, str], tensors: Mapping[str, 
     bias = torch.zeros(layer_count(model), experts, dtype=torch.float64)
     for layer, name in biases.items():
         bias[layer] = tensors[name]
-    own, ahead = bias.split((model.num_hidden_layers, model.mtp_layers))
-    states = {BIAS: own, LOAD: own} | ({AHEAD_BIAS: ahead, AHEAD_LOAD: ahead} if len(ahead) else {})
+    own, mtp = bias.split((model.num_hidden_layers, model.mtp_layers))
+    states = {BIAS: own, LOAD: own} | ({MTP_BIAS: mtp, MTP_LOAD: mtp} if len(mtp) else {})
     equal = model.num_experts_per_tok / experts
     return {
-        name: torch.full_like(each, equal) if name in (LOAD, AHEAD_LOAD) else each
+        name: torch.full_like(each, equal) if name in (LOAD, MTP_LOAD) else each
         for name, each in states.items()
     }
 
@@ -63,7 +63,7 @@ def to_export(manifest: Manifest, biases: Mapping[int, str]) -> dict[str, Tensor
     if not biases or BIAS not in manifest.tensors:
         experts = manifest.state["config"]["model"].get("num_experts") or 0
         return {name: torch.zeros(experts) for name in biases.values()}
-    stored = [manifest.tensors[name] for name in (BIAS, AHEAD_BIAS) if name in manifest.tensors]
+    stored = [manifest.tensors[name] for name in (BIAS, MTP_BIAS) if name in manifest.tensors]
     bias = torch.cat(
         [torch.from_numpy(whole(manifest, each)).view(torch.float64).squeeze(-1) for each in stored]
     )

@@ -14,7 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from megalite.config.schema import ModelConfig
-from megalite.families.module_names import AHEAD_COPIES, EACH_HEAD, Names, names_of
+from megalite.families.module_names import EACH_HEAD, MTP_COPIES, Names, names_of
 from megalite.huggingface.head_order import decoupled_channels, grouped_heads, rotated_channels, rows_of
 from megalite.model.parameters import layer_count, model_specs
 
@@ -171,9 +171,9 @@ def copies(model: ModelConfig, family: str) -> dict[str, str]:
     """Tensors that repeat a whole one of ours → its global name: what the modules of multi-token prediction
     share with the model."""
     names = names_of(model, family)
-    layers = range(model.num_hidden_layers, layer_count(model)) if names.ahead else ()
+    layers = range(model.num_hidden_layers, layer_count(model)) if names.mtp else ()
     head = "embedding" if model.tie_word_embeddings else "head"
-    shared = {theirs: head if ours == "head" else ours for theirs, ours in AHEAD_COPIES.items()}
+    shared = {theirs: head if ours == "head" else ours for theirs, ours in MTP_COPIES.items()}
     return {
         f"{names.layers}.{layer}.{theirs}.weight": f"{ours}.weight"
         for layer in layers
@@ -186,7 +186,7 @@ def _modules(names: Names, model: ModelConfig) -> Iterator[tuple[str, list[str]]
     for theirs, ours in names.ends.items():
         yield theirs, [ours]
     for layer in range(layer_count(model)):
-        more = names.ahead if layer >= model.num_hidden_layers else {}
+        more = names.mtp if layer >= model.num_hidden_layers else {}
         for theirs, ours in (names.layer | more).items():
             yield f"{names.layers}.{layer}.{theirs}", [f"layers.{layer}.{part}" for part in ours.split()]
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import yaml
 
+from megalite.config import run_files
 from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import Config
 from megalite.launch import memory_kills
@@ -34,7 +35,6 @@ from megalite.system.activity import Activity
 from megalite.system.files import replacing
 from megalite.system.messages import say
 
-FILE, PREVIOUS, PARTS = "crash.md", "crash.previous.md", ".crash"
 MOST_PARTS, MOST_LOGS, MOST_LINES = 64, 8, 60  # ranks, of these with their lines, and lines of each
 PATIENCE_S = 5.0
 UNKNOWN = "unknown"
@@ -156,7 +156,7 @@ def rank_failed(
         if LOGS not in os.environ:
             _compose(config, since, job, reason=None)
             if int(os.environ.get("WORLD_SIZE", 1)) == 1:
-                say(f"{directory / FILE} has what is known about it")
+                say(f"{directory / run_files.CRASH} has what is known about it")
 
     best_effort(write)
 
@@ -184,7 +184,7 @@ def launcher_failed(
                 _write_part(directory, _part(end, logs, job), always=place == 0)
         cause[:] = completed(_parts(directory, since, job))[:1] or cause
         _compose(config, since, job, reason)
-        say(f"{directory / FILE} has what is known about it")
+        say(f"{directory / run_files.CRASH} has what is known about it")
 
     best_effort(write)
     return cause[0]
@@ -214,8 +214,8 @@ def best_effort(action: Callable[[], None]) -> None:
 def set_aside(directory: Path) -> None:
     """A run that trains again keeps the report of its last failure under another name."""
     with suppress(OSError):
-        (directory / FILE).replace(directory / PREVIOUS)
-    shutil.rmtree(directory / PARTS, ignore_errors=True)
+        (directory / run_files.CRASH).replace(directory / run_files.PREVIOUS_CRASH)
+    shutil.rmtree(directory / run_files.CRASH_PARTS, ignore_errors=True)
 
 
 # ---- parts
@@ -223,7 +223,7 @@ def set_aside(directory: Path) -> None:
 
 def _write_part(directory: Path, part: RankReport, always: bool = False) -> None:
     """Write a part, unless there are many already."""
-    place = directory / PARTS
+    place = directory / run_files.CRASH_PARTS
     place.mkdir(parents=True, exist_ok=True)
     path = place / f"rank_{part.rank:05d}.json"
     if always or len(os.listdir(place)) < MOST_PARTS or path.exists():
@@ -234,7 +234,7 @@ def _parts(directory: Path, since: float, job: str) -> list[RankReport]:
     """The parts of this job, the earliest first. Times of other hosts count only where a part does not say of
     which job it is."""
     parts = []
-    for path in sorted((directory / PARTS).glob("rank_*.json")):
+    for path in sorted((directory / run_files.CRASH_PARTS).glob("rank_*.json")):
         with suppress(OSError, ValueError, TypeError):
             parts.append(RankReport(**json.loads(path.read_text(encoding="utf-8"))))
     ours = (part for part in parts if (part.job == job if job and part.job else part.written >= since))
@@ -254,7 +254,7 @@ def _compose(config: Config, since: float, job: str, reason: str | None) -> None
     """Write crash.md from all parts, again if another one has arrived meanwhile."""
     directory, written = config.run.directory, list[RankReport]()
     while (parts := _parts(directory, since, job)) != written:
-        _replace(directory / FILE, report(config, parts, reason))
+        _replace(directory / run_files.CRASH, report(config, parts, reason))
         written = parts
 
 
@@ -356,7 +356,7 @@ def _environment(directory: Path) -> dict[str, Any]:
     """Versions, devices as the run has recorded them, and known environment variables."""
     recorded: dict[str, Any] = {}
     with suppress(OSError, ValueError):
-        recorded = json.loads((directory / "environment.json").read_text(encoding="utf-8"))
+        recorded = json.loads((directory / run_files.ENVIRONMENT).read_text(encoding="utf-8"))
     versions = {}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import megalite
 from megalite.config.schema import ConfigError, NetworkConfig
 from megalite.launch.machine import SHARED_MEMORY, driver_version
+from megalite.system.text import abbreviated
 
 if TYPE_CHECKING:
     import torch
@@ -137,10 +138,7 @@ def odd_ranks(environments: Sequence[RankEnvironment], names: Sequence[str]) -> 
 
 
 def _listed(ranks: Sequence[int], most: int = 8) -> str:
-    named = ", ".join(map(str, ranks[:most])) + (
-        f" and {len(ranks) - most} more" if len(ranks) > most else ""
-    )
-    return f" {named}" if len(ranks) == 1 else f"s {named}"
+    return f"{'' if len(ranks) == 1 else 's'} {abbreviated(ranks, most)}"
 
 
 def short_of_memory(environments: Sequence[RankEnvironment]) -> list[str]:

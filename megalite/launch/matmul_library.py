@@ -1,4 +1,4 @@
-"""The library that computes fp32 matrix products on a CPU: MKL, or oneDNN, which is faster on some processors
+"""The library that computes fp32 matmuls on a CPU: MKL, or oneDNN, which is faster on some processors
 and slower on others.
 
 torch has one setting for both questions, which library and how precise: "highest" selects MKL, "medium"
@@ -21,16 +21,16 @@ Path = Literal["mkl", "onednn", "bf16"]
 """mkl and onednn: fp32 throughout; bf16: oneDNN that rounds the factors, where `rounds` says so."""
 SETTINGS: Mapping[Path, str] = {"mkl": "highest", "onednn": "medium", "bf16": "medium"}
 NAMES: Mapping[Path, str] = {"mkl": "MKL", "onednn": "oneDNN", "bf16": "oneDNN in bf16"}
-LEAST_REPEATS, MOST_REPEATS = 2, 8  # of the measured products; the first one prepares
+LEAST_REPEATS, MOST_REPEATS = 2, 8  # of the measured matmuls; the first one prepares
 BUDGET_S = 0.15  # processor seconds, of all threads, after which no repetition starts
-MOST_FLOPS = 1e8  # of a measured product, about 1 ms on one core: a larger one is measured in part
+MOST_FLOPS = 1e8  # of a measured matmul, about 1 ms on one core: a larger one is measured in part
 
 
 class MatmulShape(NamedTuple):
-    """`times` equal products of a step: [batch, rows, inner] · [batch, inner, columns], or two-dimensional
-    ones if `batch` is 0.
+    """A matmul of a step: [batch, rows, inner] · [batch, inner, columns], or two-dimensional if `batch` is 0.
 
     Attributes:
+        times: how often a step computes it.
         transposed: which factors are transposed views, as a linear layer's weight is in its forward pass.
     """
 
@@ -43,7 +43,7 @@ class MatmulShape(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Of one of them."""
+        """FLOPs of one such matmul."""
         return 2.0 * max(self.batch, 1) * self.rows * self.inner * self.columns
 
 
@@ -65,12 +65,12 @@ def default() -> Path:
 
 
 def use(path: Path) -> None:
-    """Compute this process's fp32 products with a library."""
+    """Compute this process's fp32 matmuls with a library."""
     torch.set_float32_matmul_precision(SETTINGS[path])
 
 
 def in_use() -> str:
-    """The name of the library that this process computes fp32 products with."""
+    """Return the name of the library that computes this process's fp32 matmuls."""
     if torch.get_float32_matmul_precision() == SETTINGS["mkl"]:
         return NAMES["mkl"]
     return NAMES["bf16" if rounds() else "onednn"]
@@ -89,16 +89,15 @@ def candidates(option: str, rounded: bool) -> tuple[Path, ...]:
     return ("bf16" if rounded else "onednn", "mkl")
 
 
-def measure(products: Sequence[MatmulShape], paths: Sequence[Path]) -> dict[Path, float]:
-    """Processor seconds of a step's products in each library. Takes about two tenths of one, whatever the
-    model.
+def measure(matmuls: Sequence[MatmulShape], paths: Sequence[Path]) -> dict[Path, float]:
+    """Measure the processor seconds of a step's matmuls in each library.
 
-    The libraries alternate product by product, the list is repeated, and the best time of each counts, in
-    seconds of all threads that the process was running: ranks that share cores and other programs then change
-    little.
+    This takes about 0.2 processor seconds for any model. The libraries alternate matmul by matmul, the list
+    is repeated, and the best time of each counts. All threads of the process are counted, so that ranks that
+    share cores and other programs change the result little.
     """
     best: dict[tuple[int, Path], float] = {}
-    operands = [_operands(product) for product in products]
+    operands = [_operands(matmul) for matmul in matmuls]
     deadline = process_time() + BUDGET_S
     for repeat in range(MOST_REPEATS):
         if repeat >= LEAST_REPEATS and process_time() > deadline:
@@ -111,15 +110,15 @@ def measure(products: Sequence[MatmulShape], paths: Sequence[Path]) -> dict[Path
                 seconds = scale * (process_time() - started)
                 best[number, path] = min(seconds, best.get((number, path), seconds))
     return {
-        path: sum(product.times * best[number, path] for number, product in enumerate(products))
+        path: sum(matmul.times * best[number, path] for number, matmul in enumerate(matmuls))
         for path in paths
     }
 
 
-def _operands(product: MatmulShape) -> tuple[Tensor, Tensor, float]:
-    """Two factors, and the ratio of the whole product's FLOPs to theirs: those of a large product are cut."""
+def _operands(matmul: MatmulShape) -> tuple[Tensor, Tensor, float]:
+    """Return two factors, and the ratio of the whole matmul's FLOPs to theirs: large matmuls are cut."""
     batch, rows, inner, columns = (
-        min(size, 2048) for size in (product.batch, product.rows, product.inner, product.columns)
+        min(size, 2048) for size in (matmul.batch, matmul.rows, matmul.inner, matmul.columns)
     )
     while 2.0 * max(batch, 1) * rows * inner * columns > MOST_FLOPS and max(batch, rows, inner, columns) > 64:
         if batch > 1:
@@ -130,9 +129,9 @@ def _operands(product: MatmulShape) -> tuple[Tensor, Tensor, float]:
             columns = -(-columns // 2)
         else:
             inner = -(-inner // 2)
-    cut = product._replace(batch=batch, rows=rows, inner=inner, columns=columns)
-    first = _filled((rows, inner), batch, product.transposed[0])
-    return first, _filled((inner, columns), batch, product.transposed[1]), product.flops / cut.flops
+    cut = matmul._replace(batch=batch, rows=rows, inner=inner, columns=columns)
+    first = _filled((rows, inner), batch, matmul.transposed[0])
+    return first, _filled((inner, columns), batch, matmul.transposed[1]), matmul.flops / cut.flops
 
 
 def _filled(shape: tuple[int, int], batch: int, transposed: bool) -> Tensor:

@@ -24,12 +24,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Event, Lock, Thread
 
+from megalite.config import run_files
 from megalite.config.schema import ConfigError
 from megalite.launch.exit_status import ExitStatus
 from megalite.system.messages import say
 from megalite.system.processes import look
 
-FILE = "lock"
 REFRESH_S, STALE_S = 10.0, 60.0
 
 
@@ -116,7 +116,7 @@ class RunLock:
         refresh_s: float = REFRESH_S,
         stale_s: float = STALE_S,
     ):
-        self.path, self.holder = directory / FILE, holder or Holder.own()
+        self.path, self.holder = directory / run_files.LOCK, holder or Holder.own()
         self._refresh_s, self._stale_s = refresh_s, stale_s
         self._over, self._moving = Event(), Lock()
         self._thread: Thread | None = None
@@ -166,7 +166,7 @@ class RunLock:
             self.path.parent.rename(target)
             self.path.parent.mkdir()
             created = self._create(self.path)
-            (target / FILE).unlink()
+            (target / run_files.LOCK).unlink()
         if not created:
             raise InUseError(f"{self.path.parent} is in use by {read(self.path)}, which has just started.")
 
@@ -223,7 +223,7 @@ class RunLock:
     def _age(self) -> tuple[float, int] | None:
         """Seconds since the last renewal, by the clock of the file system, and the time of that renewal;
         None: there is no lock."""
-        probe = self.path.with_name(f".{FILE}.{self.holder.token}")
+        probe = self.path.with_name(f".{run_files.LOCK}.{self.holder.token}")
         probe.touch()
         try:
             renewed = self.path.stat().st_mtime_ns
@@ -236,7 +236,7 @@ class RunLock:
     def _remove_stale(self, stale: Holder) -> bool:
         """Remove a stale lock; returns whether this job did. One at a time, so that none removes the lock
         that another has just taken."""
-        guard = self.path.with_name(f"{FILE}.takeover")
+        guard = self.path.with_name(f"{run_files.LOCK}.takeover")
         if not self._create(guard):
             with suppress(FileNotFoundError):  # left by a job that was killed at this very point
                 if abs(time.time() - guard.stat().st_mtime) > self._stale_s:

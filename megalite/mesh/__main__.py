@@ -1,5 +1,7 @@
-"""`python -m megalite.mesh --tp 2 --pp 2 --dp 2` prints the coordinates of all ranks and the groups of the
-mesh."""
+"""Prints the coordinates of all ranks and the groups of a mesh.
+
+Usage: `python -m megalite.mesh --tp 2 --pp 2 --dp 2`.
+"""
 
 from megalite.mesh.map import main
 

@@ -1,5 +1,7 @@
-"""The process groups of a mesh: each made once, in the same order on every rank, and connected before the
-first step."""
+"""The process groups of a mesh.
+
+Each is made once, in the same order on every rank, and connected before the first step.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ class ProcessGroups:
         self._on_cpu: list[ProcessGroup] = []
 
     def over(self, ranks: tuple[int, ...]) -> ProcessGroup:
-        """The group over these ranks."""
+        """Return the group over these ranks."""
         import torch.distributed as dist
 
         if ranks not in self._shared:
@@ -39,21 +41,24 @@ class ProcessGroups:
         return self._shared[ranks]
 
     def own(self, ranks: tuple[int, ...]) -> ProcessGroup:
-        """An urgent group that is not shared with other axes over these ranks: its collectives wait for none
-        of theirs."""
+        """Return an urgent group that is not shared with other axes over these ranks.
+
+        Its collectives do not queue behind the collectives of those axes.
+        """
         self._own.append(self.new(ranks, kind="urgent"))
         return self._own[-1]
 
     def on_cpu(self, ranks: tuple[int, ...]) -> ProcessGroup:
-        """A gloo group of its own."""
+        """Return a gloo group of its own."""
         self._on_cpu.append(self.new(ranks, "gloo"))
         return self._on_cpu[-1]
 
     def new(
         self, ranks: tuple[int, ...], backend: str | None = None, kind: Kind | None = None
     ) -> ProcessGroup:
-        """Make a group. On gloo only its members synchronize: at a thousand ranks no rank waits for groups
-        that it is not in.
+        """Make a group.
+
+        On gloo only its members synchronize: at a thousand ranks no rank waits for groups that it is not in.
 
         On NCCL every group is split off the world's communicator (ncclCommSplit), in which the whole world
         takes part. So every rank makes its groups axis by axis in the same order and number; otherwise
@@ -78,8 +83,9 @@ class ProcessGroups:
     def connect(
         self, channels: Mapping[str, ProcessGroup], edges: Mapping[str, Edges], ranks: Sequence[int], own: int
     ) -> None:
-        """Connect every communicator now, in the same order on every rank: lazy connection at the first use
-        in the pipeline can hang.
+        """Connect every communicator, in the same order on every rank.
+
+        If communicators connect lazily, the first use in the pipeline can hang.
 
         Args:
             channels: point-to-point groups over the same ranks, by name.

@@ -1,4 +1,4 @@
-"""The coordinates of every rank: the arithmetic of the mesh, for any world size.
+"""Coordinates of every rank, for any world size.
 
 tp is innermost, then cp, dp, pp: rank = ((pp·DP + dp)·CP + cp)·TP + tp, so that the ranks that communicate
 most are neighbours on one node.
@@ -35,36 +35,36 @@ class Coordinates:
 
     @staticmethod
     def on(axis: str, rank: int, size: int) -> Coordinates:
-        """Coordinates on one axis; every other axis has one rank."""
+        """Return coordinates on one axis; every other axis has one rank."""
         return Coordinates({axis: AxisPlace(rank, size)})
 
 
 @dataclass(frozen=True)
 class Layout(ParallelDims):
-    """The sizes of the mesh, and the coordinates of its ranks."""
+    """Sizes of the mesh, and coordinates of its ranks."""
 
     def position(self, rank: int) -> dict[str, int]:
-        """The rank's index on each axis."""
+        """Return the rank's index on each axis."""
         position = {}
         for axis in reversed(AXES):
             rank, position[axis] = divmod(rank, getattr(self, axis))
         return position
 
     def coordinates(self, rank: int) -> Coordinates:
-        """The rank's index on each axis, with the axes' sizes."""
+        """Return the rank's index on each axis, with the axes' sizes."""
         return Coordinates(
             {axis: AxisPlace(index, getattr(self, axis)) for axis, index in self.position(rank).items()}
         )
 
     def rank(self, position: dict[str, int]) -> int:
-        """The rank with these indices: the inverse of `position`."""
+        """Return the rank with these indices: the inverse of `position`."""
         rank = 0
         for axis in AXES:
             rank = rank * getattr(self, axis) + position[axis]
         return rank
 
     def peers(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
-        """The ranks that differ from `rank` only along `axes`, itself included, in ascending order."""
+        """Return the ranks that differ from `rank` only along `axes`, itself included, in ascending order."""
         position = self.position(rank)
         ranges = [range(getattr(self, axis)) if axis in axes else (position[axis],) for axis in AXES]
         return tuple(self.rank(dict(zip(AXES, place, strict=True))) for place in product(*ranges))

@@ -12,7 +12,7 @@ Groups = list[tuple[int, ...]]
 
 
 def describe(layout: Layout) -> str:
-    """The mesh as text: a row per (pp, dp, cp), with its tp ranks."""
+    """Return the mesh as text: a row per (pp, dp, cp), with its tp ranks."""
     sizes = " × ".join(f"{axis} {getattr(layout, axis)}" for axis in AXES) + (
         f", ep {layout.ep}" if layout.ep > 1 else ""
     )
@@ -39,11 +39,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     sizes = vars(parser.parse_args(argv))
     for axis, size in sizes.items():
         if size < 1:
-            parser.error(f"--{axis} = {size}: an axis has at least one rank")
+            parser.error(f"--{axis} must be a positive integer, got {size}.")
     layout = Layout(**sizes)
     if layout.stage_ranks % layout.ep:
         parser.error(
-            f"--ep = {layout.ep} does not divide the {layout.stage_ranks} ranks of a stage, dp * cp * tp"
+            f"--ep must divide dp * cp * tp ({layout.stage_ranks}), the number of ranks of a stage, "
+            f"got {layout.ep}."
         )
     print(describe(layout))
     groups = {axis: _peers(layout, axis) for axis in reversed(AXES)} | {
@@ -60,8 +61,10 @@ def _peers(layout: Layout, *axes: str) -> Groups:
 
 
 def _of_experts(layout: Layout, stages: Groups) -> dict[str, Groups]:
-    """The ranks that share a layer's experts, and those that hold the same ones, over which their gradients
-    are summed."""
+    """Return the groups of ranks that divide a layer's experts, and of ranks that hold the same experts.
+
+    Gradients of experts are summed over the latter.
+    """
     ep = layout.ep
     return {
         "ep": [stage[first : first + ep] for stage in stages for first in range(0, len(stage), ep)],

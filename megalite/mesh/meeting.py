@@ -1,9 +1,10 @@
-"""Where all ranks wait for each other, however long work of the host takes on one of them: a save, a load, a
-disk that flushes.
+"""Barriers of all ranks that tolerate long work on the host.
+
+A save, a load or a disk that flushes may delay one rank for any time.
 
 Communication fails if a rank is later than `run.timeout`: gloo raises, and torch ends a process whose NCCL
 collective takes as long. So ranks meet through the rendezvous store first, which neither limits, and
-communicate when all have come. Meanwhile the watchdog tells whether the others are alive.
+communicate when all have arrived. Meanwhile the watchdog tells whether the others are alive.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ GROWTH = 1.5
 MOST_QUESTIONS = 2000  # to the store, a second
 LOOK_S = 2.0  # between two looks whether a rank has ended
 ENDED = "meeting/ended"
-"""The key of a store in which a rank says that it comes to no further meeting."""
+"""The key that a rank sets in a store to say that it joins no further meeting."""
 
 
 class Late(RuntimeError):
-    """A rank has not come in time."""
+    """Raised if a rank does not reach a meeting in time."""
 
 
 class Meeting:
     """A barrier of all ranks through a store. Called by one thread at a time, on every rank.
 
     Args:
-        name: of the ranks' meetings; those of another thread need another name.
+        name: name of the meetings; another thread must use another name.
         timeout: seconds to wait for the others where nothing tells whether they are alive
             (`Activity.watched`).
     """
@@ -47,8 +48,10 @@ class Meeting:
         self._count = 0
 
     def __call__(self) -> None:
-        """Wait until all ranks have called this as often. Raises Late, also if one has ended, or the store's
-        RuntimeError."""
+        """Wait until all ranks have made this call the same number of times.
+
+        Raises Late, also if a rank has ended, or the store's RuntimeError.
+        """
         self._count += 1
         key = f"{self._prefix}/{self._count}"
         if self._store.add(key, 1) == self._size:
@@ -59,7 +62,7 @@ class Meeting:
         pause = SHORTEST_S
         while not self._store.check([f"{key}/all"]):
             if not self._activity.watched and monotonic() - started > self._timeout:
-                raise Late(f"not all ranks have come after {self._timeout:g} s (run.timeout)")
+                raise Late(f"some ranks did not arrive after {self._timeout:g} s (run.timeout)")
             if monotonic() - looked > LOOK_S:
                 looked = monotonic()
                 if self._store.check([ENDED]) and not self._store.check([f"{key}/all"]):
@@ -69,7 +72,7 @@ class Meeting:
 
 
 class Meetings:
-    """The meetings of all ranks, in the store of the default process group.
+    """Meetings of all ranks, through the store of the default process group.
 
     Args:
         timeout: as of `Meeting`; None: torch's.
@@ -80,15 +83,17 @@ class Meetings:
         self._by_name: dict[str, Meeting] = {}
 
     def end(self) -> None:
-        """Tell the ranks that wait for this one that it ends and comes to no further meeting."""
+        """Tell waiting ranks that this rank ends and joins no further meeting."""
         import torch.distributed as dist
 
         with suppress(RuntimeError):  # the store may be gone
             dist.distributed_c10d._get_default_store().set(ENDED, "")
 
     def __call__(self, name: str, group: ProcessGroup | None) -> None:
-        """Wait for all ranks before a collective over this group of theirs. Collective. Raises a
-        RuntimeError, as that would."""
+        """Wait for all ranks before a collective over a group that has all of them.
+
+        Collective. Raises a RuntimeError, as the collective would.
+        """
         import torch.distributed as dist
 
         if group is None or dist.get_backend() == "fake":

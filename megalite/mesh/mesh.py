@@ -52,8 +52,9 @@ class MeshAxis:
 
 @dataclass(frozen=True)
 class Domain:
-    """The ranks that hold a kind of parameters: of dense ones all data ranks of a stage, of an expert's the
-    ranks that hold this expert.
+    """The ranks that hold a kind of parameters.
+
+    Dense parameters are held by all data ranks of a stage, an expert's by the ranks that have this expert.
 
     Attributes:
         shard: ranks that a bucket's weights, gradients and optimizer state are sharded over (ZeRO).
@@ -78,7 +79,7 @@ class Domain:
 
 
 def neighbours(ranks: tuple[int, ...], rank: int, size: int) -> tuple[int, ...]:
-    """Of `ranks` divided into groups of `size` consecutive ones, the group with `rank`."""
+    """Return the group of `size` consecutive entries of `ranks` that contains `rank`."""
     first = ranks.index(rank) // size * size
     return ranks[first : first + size]
 
@@ -91,7 +92,7 @@ class Mesh:
             sharded over groups of `dims.shard` neighbours of the data axis; the groups are replicas of each
             other.
         kv_replicas: number of tp ranks that hold the same key-value head (1 if there are at least tp heads).
-        tied: the pipeline ranks that hold the two copies of a tied embedding, or None.
+        tied: the pipeline ranks with the two copies of a tied embedding; None: there is one copy, or none.
         channels: the point-to-point communicators over the pp axis by name, in the order of creation, each
             with the pairs of pipeline ranks (source, target) that use it.
         staggered_end: whether totals are summed along the pipeline, not over the world: adds their channels
@@ -127,7 +128,7 @@ class Mesh:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         available = dist.get_world_size() if dist.is_initialized() else 1
         if dims.world != available:
-            raise ValueError(f"the mesh {dims} needs {dims.world} ranks, but {available} were started")
+            raise ValueError(f"the mesh {dims} requires {dims.world} ranks, but {available} were started.")
         self.traffic: Counter[tuple[str, str]] = Counter()
         self.activity = Activity()
         urgent = {
@@ -203,7 +204,7 @@ class Mesh:
         return Coordinates({axis.name: AxisPlace(axis.rank, axis.size) for axis in axes})
 
     def domain(self, name: str) -> Domain:
-        """The ranks that shard and reduce the parameters of a domain: `dense` or `expert`."""
+        """Return the ranks that shard and reduce the parameters of a domain: `dense` or `expert`."""
         if name == "dense":
             return Domain(name, self.shard, self.replicate)
         assert name == "expert", name
@@ -227,15 +228,17 @@ class Mesh:
     def _split(
         self, axis: MeshAxis, size: int, names: Sequence[str] = SHARDS, own: bool = False
     ) -> tuple[MeshAxis, MeshAxis]:
-        """Split an axis into groups of `size` neighbours. Returns this rank's group, and the ranks at its
-        index in every group."""
+        """Split an axis into groups of `size` neighbours.
+
+        Returns this rank's group, and the ranks at its index in every group.
+        """
         group = (
             axis if size == axis.size else self._axis(names[0], neighbours(axis.ranks, self.rank, size), own)
         )
         return group, axis if size == 1 else self._axis(names[1], axis.ranks[axis.rank % size :: size], own)
 
     def _tied_pair(self, tied: tuple[int, int] | None) -> MeshAxis | None:
-        if tied is None or tied[0] == tied[1]:
+        if tied is None:
             return None
         if self.pp.rank in tied:
             return self._axis("tied_pair", tuple(sorted(self.pp.ranks[stage] for stage in tied)))

@@ -19,13 +19,16 @@ A, B, MAGNITUDE = "lora_a", "lora_b", "lora_magnitude"
 
 
 def name_of(weight: str, part: str) -> str:
-    """Returns the name of a part (A, B, MAGNITUDE) of a weight's adapter."""
+    """Return the name of a part (A, B, MAGNITUDE) of a weight's adapter."""
     return weight.removesuffix("weight") + part
 
 
 def with_adapters(specs: Sequence[ParamSpec], lora: LoraConfig, tp: int = 1) -> list[ParamSpec]:
-    """Returns the specs, frozen but for `lora.modules_to_save`, followed by those of the adapters; the specs
-    unchanged where `lora.rank` is 0."""
+    """Return the specs of a model with adapters.
+
+    The model's own are frozen except for `lora.modules_to_save`. If `lora.rank` is 0, the specs are returned
+    unchanged.
+    """
     if not lora.rank:
         return list(specs)
     base = [_frozen(spec, lora.modules_to_save or ()) for spec in specs]
@@ -39,8 +42,9 @@ def _frozen(spec: ParamSpec, trained_roles: Sequence[str]) -> ParamSpec:
 
 
 def _adapters(spec: ParamSpec, lora: LoraConfig, partial_axis: str | None) -> list[ParamSpec]:
-    """Returns the adapters of a stored tensor's segments. The A's are one stored tensor, since they read the
-    same input; B's and magnitudes are one each.
+    """Return the adapters of a stored tensor's segments.
+
+    The A's are one stored tensor, since they read the same input; B's and magnitudes are one each.
 
     A is drawn from a normal distribution with the variance of PEFT's uniform one; B and the magnitudes start
     at zero.
@@ -74,7 +78,7 @@ def _adapters(spec: ParamSpec, lora: LoraConfig, partial_axis: str | None) -> li
 
 
 def _expert_adapters(spec: ParamSpec, lora: LoraConfig) -> list[ParamSpec]:
-    """Returns A [experts · rank, in] and B [experts · out, rank] of a layer's experts."""
+    """Return A [experts · rank, in] and B [experts · out, rank] of a layer's experts."""
     (base,) = spec.segments
     if not lora.adapts(base.role):
         return []
@@ -87,5 +91,5 @@ def _expert_adapters(spec: ParamSpec, lora: LoraConfig) -> list[ParamSpec]:
 
 
 def total_parameters(model: ModelConfig, lora: LoraConfig) -> int:
-    """Returns the number of parameters of a model with its adapters."""
+    """Return the number of parameters of a model with its adapters."""
     return parameter_count(with_adapters(model_specs(model), lora))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megalite.config.schema import ModelConfig
 from megalite.mesh.mesh import Mesh
 from megalite.model.forward_state import ForwardState, Site
-from megalite.model.layer_options import LayerOptions
+from megalite.model.layer_options import Caller, LayerOptions, call
 from megalite.model.parameters import kv_replicas
 from megalite.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.tensor.norm import EachHeadLayerNorm, FullWidthRMSNorm, RMSNorm
@@ -27,8 +27,9 @@ from megalite.parallel.weight import Weight
 
 
 class _Split(torch.autograd.Function):
-    """Splits the packed projection of this rank's heads into queries, keys and values, and rotates queries
-    and keys. Backward returns one packed gradient.
+    """Splits a packed projection into queries, keys and values, and rotates queries and keys.
+
+    Backward returns one packed gradient.
 
     [seq, batch, (heads + 2 · kv_heads) · head_dim] -> queries [seq, batch, heads, head_dim], keys and values
     [seq, batch, kv_heads, head_dim]. Without tables nothing is rotated. No communication.
@@ -49,8 +50,10 @@ class _Split(torch.autograd.Function):
 
 
 class Rotate(torch.autograd.Function):
-    """Applies the rotary embedding to [seq, batch, heads, head_dim]; the gradient is rotated by the opposite
-    angle. No communication."""
+    """Applies the rotary embedding to [seq, batch, heads, head_dim].
+
+    Backward rotates the gradient by the opposite angle. No communication.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -64,8 +67,10 @@ class Rotate(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
-    """Computes softmax(q kᵀ · scale + mask) v over this rank's heads: [seq, batch, heads, head_dim]. No
-    communication."""
+    """Computes softmax(q kᵀ · scale + mask) v over this rank's heads: [seq, batch, heads, head_dim].
+
+    No communication.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
@@ -81,8 +86,10 @@ class _Attention(torch.autograd.Function):
 
 
 class Attention(nn.Module):
-    """Self-attention: [seq, batch, hidden] -> the same shape; [seq/tp, batch, hidden] under sequence
-    parallelism."""
+    """Self-attention: [seq (/tp), batch, hidden] -> the same shape.
+
+    Under sequence parallelism each tp rank has seq/tp positions.
+    """
 
     def __init__(
         self, model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions
@@ -91,6 +98,7 @@ class Attention(nn.Module):
         name = f"layers.{layer}.attention"
         tp, sequence_parallel = mesh.tp, options.sequence_parallel
         self.layer, self.model_config, self.options = layer, model, options
+        self.call: Caller = call  # of the operations that `model.recomputation` may recompute
         self.heads = model.num_attention_heads // tp.size
         self.first_head = self.heads * tp.rank  # global index: part of the key of attention dropout
         self.uses_rope, self.local_rope = model.uses_rope(layer), model.local_rope(layer)
@@ -122,14 +130,18 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, state: ForwardState) -> Tensor:
         # [seq, batch, heads/tp, head_dim]; k and v with this rank's key-value heads
-        q, k, v = self.project(x, state)
-        out = self.attend(q, k, v, self.operation(state))  # [seq, batch, heads/tp, head_dim]
+        q, k, v = self.call("project", self.project, x, state)
+        # [seq, batch, heads/tp, head_dim]
+        out = self.call("attend", self.attend, q, k, v, self.operation(state))
         # row-parallel: summed over tp
-        return self.out(out.flatten(-2), state.adapter_mask(Site.OUT_ADAPTER, self.layer))
+        mask = state.adapter_mask(Site.OUT_ADAPTER, self.layer)
+        return self.call("out", self.out, out.flatten(-2), mask)
 
     def project(self, x: Tensor, state: ForwardState) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns queries, keys and values of this rank's heads, [seq, batch, heads, head_dim] each,
-        normalized and rotated."""
+        """Return queries, keys and values of this rank's heads, normalized and rotated.
+
+        Each is [seq, batch, heads, head_dim].
+        """
         rotary = self.rotary_tables(state)
         # [seq, batch, (heads + 2 · kv_heads) · head_dim]
         packed = self.qkv(x, state.adapter_mask(Site.QKV_ADAPTER, self.layer))
@@ -143,14 +155,16 @@ class Attention(nn.Module):
         return (q, k, v) if rotary is None else (Rotate.apply(q, *rotary), Rotate.apply(k, *rotary), v)
 
     def rotary_tables(self, state: ForwardState) -> tuple[Tensor, Tensor] | None:
-        """cos and sin of the positions of this cp rank's whole part of the sequence; None: this layer does
-        not rotate."""
+        """Return cos and sin of the positions of this cp rank, or None if the layer does not rotate.
+
+        Under sequence parallelism they still cover the cp rank's whole part of the sequence.
+        """
         if not self.uses_rope:
             return None
         return state.local_rotary if self.local_rope else state.rotary
 
     def operation(self, state: ForwardState) -> dict[str, Any]:
-        """Returns the keyword arguments of the attention operation."""
+        """Return the keyword arguments of the attention operation."""
         model, dropout = self.model_config, None
         if model.attention_dropout and state.training:
             key = state.dropout_key(Site.ATTENTION, self.layer)

@@ -1,5 +1,6 @@
-"""Attention with sinks (gpt-oss): each head has a learned score that joins the softmax over the keys and has
-no value.
+"""Attention with sinks (gpt-oss).
+
+Each head has a learned score that joins the softmax over the keys and has no value.
 
 So a head may attend to nothing, and its output is then nearly zero. Each tp rank has the sinks of its own
 heads and their complete gradient; over dp and cp it is summed like any other. Communicates as `Attention`.
@@ -23,8 +24,10 @@ from megalite.parallel.weight import Weight
 
 
 class _AttentionWithSinks(torch.autograd.Function):
-    """Attention with sinks over this rank's heads, [seq, batch, heads, head_dim]. Backward adds the sinks'
-    gradient to its bucket. No communication."""
+    """Attention with sinks over this rank's heads, [seq, batch, heads, head_dim].
+
+    Backward adds the sinks' gradient to its bucket. No communication.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:

@@ -1,5 +1,7 @@
-"""The inputs of a forward pass besides activations: positions, documents, and the keys of dropout. No
-communication."""
+"""The inputs of a forward pass besides activations: positions, documents, and the keys of dropout.
+
+No communication.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Site(IntEnum):
-    """The place in the model where a dropout mask is applied: part of the mask's key."""
+    """Where a dropout mask is applied in the model; part of the mask's key."""
 
     EMBEDDING = 0
     ATTENTION = 1
@@ -33,7 +35,7 @@ class Site(IntEnum):
 
 @dataclass
 class ForwardState:
-    """The properties of one microbatch that units read: the same on every stage and tp rank.
+    """State of one microbatch that the units read; the same on every stage and tp rank.
 
     Attributes:
         samples: [batch] global sample indices. With step, seed and positions they are the key of dropout.
@@ -66,12 +68,14 @@ class ForwardState:
     boundaries: Boundaries | None = None
 
     def dropout_key(self, site: Site, layer: int) -> int:
-        """Returns the key of one mask. Key, sample, position and channel determine each of its bits."""
+        """Return the key of one mask. Key, sample, position and channel determine each of its bits."""
         return dropout_key(self.seed, self.step, int(site), layer)
 
     def adapter_mask(self, site: Site, layer: int) -> Mask | None:
-        """Returns the dropout of an adapter's input, which has all positions also under sequence parallelism;
-        None: no dropout."""
+        """Return the dropout of an adapter's input, or None without dropout.
+
+        The input has all positions, also under sequence parallelism.
+        """
         if not self.lora_dropout or not self.training:
             return None
         return partial(
@@ -84,14 +88,18 @@ class ForwardState:
 
     @property
     def document_positions(self) -> Tensor:
-        """Position of each token in its document, [seq, batch] or [seq, 1]: the positions for rotary and
-        learned embeddings."""
+        """Position of each token in its document, [seq, batch] or [seq, 1].
+
+        Rotary and learned embeddings use these positions.
+        """
         return self.positions if self.document_start is None else self.positions - self.document_start
 
     @property
     def length(self) -> int:
-        """Number of positions of a row, from its first token on. Where rows differ, the largest, which is
-        read from the device."""
+        """Number of positions of a row, from its first token on.
+
+        Where rows differ, the largest, which is read from the device.
+        """
         if self.part is not None:  # its last position may be on another rank
             return self.part.length
         if self.segments:
@@ -100,14 +108,17 @@ class ForwardState:
 
     @property
     def first_position(self) -> int:
-        """The position that attention counts from: the first token's, or 0 for parts of rows, whose positions
-        are among its arguments."""
+        """The position that attention counts from.
+
+        This is the first token's position, or 0 for parts of rows, whose positions are among attention's
+        arguments.
+        """
         assert self.part or len(self.segments) == 1, "positions must be consecutive"
         return 0 if self.part else self.segments[0][0]
 
     @property
     def first_visible(self) -> Tensor | None:
-        """`document_start` relative to `first_position`; None: all keys are of one document."""
+        """`document_start` relative to `first_position`, or None if all keys are in one document."""
         if self.document_start is None or self.first_position == 0:
             return self.document_start
         # a document may start before the first token
@@ -115,7 +126,7 @@ class ForwardState:
 
 
 class _Dropout(torch.autograd.Function):
-    """Dropout whose backward computes the mask again: it depends only on its key."""
+    """Dropout whose backward recomputes the mask from its key."""
 
     @staticmethod
     def forward(

@@ -1,5 +1,6 @@
-"""Multi-head latent attention (DeepSeek-V2, 2024): keys and values of all heads are computed from a narrow
-latent of each token.
+"""Multi-head latent attention (DeepSeek-V2, 2024).
+
+Keys and values of all heads are computed from a narrow latent of each token.
 
     [c | r] = x Wᵃ    c: latent, normalized      r: the rotated part of a key, shared by all heads
     [k | v] = c Wᵇ    for each head: its key is [k | rotated r]
@@ -44,8 +45,9 @@ EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is, as in the publi
 
 
 class _SharedKey(torch.autograd.Function):
-    """Shares the rotated key among tp ranks, whose heads all use it: [seq (/tp), batch, dim] -> [seq, batch,
-    dim].
+    """Shares the rotated key among tp ranks: [seq (/tp), batch, dim] -> [seq, batch, dim].
+
+    All heads use the same key.
 
     Forward: all-gather along the sequence under sequence parallelism. Backward: the gradient is summed over
         tp.
@@ -64,8 +66,10 @@ class _SharedKey(torch.autograd.Function):
 
 
 class _RotateQueries(torch.autograd.Function):
-    """Rotates the channels of each head after the first `plain`: [seq, batch, heads, head_size]. No
-    communication."""
+    """Rotates the channels of each head after the first `plain`: [seq, batch, heads, head_size].
+
+    No communication.
+    """
 
     @staticmethod
     def forward(ctx: Any, queries: Tensor, plain: int, cos: Tensor, sin: Tensor) -> Tensor:
@@ -136,8 +140,11 @@ class LatentAttention(Attention):
         self.q_up = column("q_b" if has_q_latent else "q")
 
     def project(self, x: Tensor, state: ForwardState) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns queries, keys and values of this rank's heads; or, where latents are exchanged, queries,
-        and latents and rotated keys of this rank's tokens."""
+        """Return queries, keys and values of this rank's heads.
+
+        If latents are exchanged over cp, return queries, and the latents and rotated keys of this rank's
+        tokens.
+        """
         queries, (latent, key) = self.queries(x, state), self.latent(x, state)
         if self.latents_travel:
             return queries, latent, key
@@ -146,7 +153,7 @@ class LatentAttention(Attention):
         return queries, *self.keys_and_values(latent, key, state.adapter_mask(Site.KV_UP_ADAPTER, self.layer))
 
     def queries(self, x: Tensor, state: ForwardState) -> Tensor:
-        """Returns the rotated queries of this rank's heads, [seq, batch, heads, head_size]."""
+        """Return the rotated queries of this rank's heads, [seq, batch, heads, head_size]."""
         if self.q_down is not None and self.q_norm is not None:
             # [seq (/tp), batch, q_lora_rank]
             x = self.q_norm(self.q_down(x, self._own_mask(Site.Q_DOWN_ADAPTER, state)))
@@ -158,8 +165,10 @@ class LatentAttention(Attention):
         return _RotateQueries.apply(queries, self.model_config.qk_nope_head_dim, *tables)
 
     def latent(self, x: Tensor, state: ForwardState) -> tuple[Tensor, Tensor]:
-        """Returns the normalized latent, [seq (/tp), batch, kv_lora_rank], and the rotated shared key,
-        [seq (/tp), batch, qk_rope_head_dim]."""
+        """Return the normalized latent and the rotated shared key.
+
+        Their shapes are [seq (/tp), batch, kv_lora_rank] and [seq (/tp), batch, qk_rope_head_dim].
+        """
         rotating = self.model_config.qk_rope_head_dim
         packed = self.kv_down(x, self._own_mask(Site.KV_DOWN_ADAPTER, state))
         latent, key = packed.split((packed.shape[-1] - rotating, rotating), dim=-1)
@@ -170,8 +179,9 @@ class LatentAttention(Attention):
         return self.kv_norm(latent.contiguous()), key
 
     def keys_and_values(self, latent: Tensor, key: Tensor, mask: Mask | None) -> tuple[Tensor, Tensor]:
-        """Returns keys and values of this rank's heads, [seq, batch, heads, head_size] and [seq, batch,
-        heads, value_size].
+        """Return keys and values of this rank's heads.
+
+        Their shapes are [seq, batch, heads, head_size] and [seq, batch, heads, value_size].
 
         Args:
             key: the shared key of the whole sequence.
@@ -189,12 +199,12 @@ class LatentAttention(Attention):
     def _expand(
         self, state: ForwardState, latent: Tensor, key: Tensor, segments: PositionSegments
     ) -> tuple[Tensor, Tensor]:
-        """Returns `keys_and_values` of other ranks' positions."""
+        """Return `keys_and_values` of other ranks' positions."""
         mask = self._mask(Site.KV_UP_ADAPTER, state, lambda: positions_of(segments, latent.device))
         return self.keys_and_values(latent, key, mask)
 
     def _own(self, x: Tensor) -> Tensor:
-        """Returns this rank's part of the sequence: [seq, …] -> [seq (/tp), …]."""
+        """Return this rank's part of the sequence: [seq, …] -> [seq (/tp), …]."""
         if not self.sequence_parallel:
             return x
         length = len(x) // self.tp.size

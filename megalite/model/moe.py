@@ -43,7 +43,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         name = f"layers.{layer}.mlp"
         weight_in = weights[f"{name}.experts.in.weight"]
-        self.model, self.layer, self.keeps_choice = model, layer, options.recompute == "full"
+        self.model, self.layer, self.keeps_choice = model, layer, options.recomputes_experts
         # the index of this rank's part of the sequence
         self.part = mesh.tp.rank if options.sequence_parallel else 0
         self.router = Router(weights[f"{name}.router.weight"], weights.get(f"{name}.router.bias"))
@@ -92,14 +92,16 @@ class MixtureOfExperts(nn.Module):
         return out if shared is None else out + shared
 
     def _record(self, state: ForwardState, statistics: Tensor) -> None:
-        """Record the layer's statistics among those of all layers, [layers, experts + 3]."""
+        """Record the layer's statistics in the tensor of all layers, [layers, experts + 3]."""
         if "router" not in state.statistics:
             state.statistics["router"] = statistics.new_zeros(layer_count(self.model), len(statistics))
         state.statistics["router"][self.layer] = statistics
 
     def _choice(self, scores: Tensor, targets: Tensor | None, state: ForwardState) -> ExpertChoice:
-        """Returns the choice of this forward, in training without the rows that exceed the capacity.
-        Recomputation repeats the choice of the first forward: another one would change shapes."""
+        """Return the choice of this forward, in training without the rows that exceed the capacity.
+
+        Recomputation repeats the choice of the first forward: another one would change shapes.
+        """
         first = state.choices.pop(self.layer, None)
         if first is not None:
             return first

@@ -1,5 +1,6 @@
-"""Multi-token prediction (MTP; DeepSeek-V3, 2024): modules after the last layer, each of which predicts one
-token further in training.
+"""Multi-token prediction (MTP; DeepSeek-V3, 2024).
+
+Modules after the last layer each predict one token further in training.
 
     h₀ = norm(x)                                                     x: the output of the model's last layer
     hₖ = normₖ(layerₖ(Wₖ [enormₖ(embedding(tₖ)) | hnormₖ(hₖ₋₁)]))    tₖ: the token k positions later
@@ -46,7 +47,7 @@ STATISTIC = "mtp"
 
 
 class MtpModule(nn.Module):
-    """One module: hₖ₋₁ and the embedding of tₖ, both [seq (/tp), batch, hidden] -> hₖ, of the same shape.
+    """MTP module: hₖ₋₁ and the embedding of tₖ, both [seq (/tp), batch, hidden] -> hₖ of the same shape.
 
     Args:
         index: the index of its layer.
@@ -74,7 +75,7 @@ class MtpModule(nn.Module):
 
 
 class MultiTokenPrediction(nn.Module):
-    """The losses of the last stage: of the next token, and of further tokens.
+    """Losses of the last stage: next-token prediction and multi-token prediction.
 
     Args:
         loss: the loss of the logits of further tokens.
@@ -96,8 +97,7 @@ class MultiTokenPrediction(nn.Module):
     def forward(
         self, x: Tensor, head: Head, microbatch: Microbatch, state: ForwardState
     ) -> tuple[Tensor, Tensor]:
-        """Returns the scaled sum of the losses of the next token, and the total with the losses of further
-        tokens.
+        """Return the scaled loss of the next token, and the total with the losses of further tokens.
 
         The experts of a module's layer count and balance the module's own targets.
 
@@ -123,8 +123,10 @@ class MultiTokenPrediction(nn.Module):
 
 
 class MultiTokenStatistics:
-    """The metrics of the modules' losses, with the metrics of routers if there are any. Has the interface of
-    `Routers`."""
+    """Metrics of the MTP modules' losses, and of routers if there are any.
+
+    Has the interface of `Routers`.
+    """
 
     def __init__(self, modules: int, routers: Routers | None, mesh: Mesh, device: torch.device):
         # tp ranks have the same losses
@@ -132,13 +134,15 @@ class MultiTokenStatistics:
         self._zeros = torch.zeros(2 * modules, dtype=torch.float64, device=device)
 
     def own(self, statistics: Mapping[str, Tensor]) -> Tensor:
-        """Returns this rank's part, flattened: the statistics of routers, then each module's sum of token
-        losses and number of targets."""
+        """Return the statistics of this rank, flattened.
+
+        Statistics of routers come first, then each module's sum of token losses and number of targets.
+        """
         own = statistics[STATISTIC].flatten() if self.counts and STATISTIC in statistics else self._zeros
         return own if self.routers is None else torch.cat([self.routers.own(statistics), own])
 
     def learn(self, totals: Tensor | None, tokens: int, applied: bool) -> dict[str, Any]:
-        """Returns the metrics of a step; routers learn from it. Arguments as for `Routers`."""
+        """Return the metrics of a step; routers learn from it. Arguments as for `Routers`."""
         assert totals is not None, "the totals of a step are known before routers learn from it"
         of_routers, own = totals[: -2 * self.modules], totals[-2 * self.modules :].view(-1, 2)  # [modules, 2]
         losses = (own[:, 0] / own[:, 1].clamp(min=1)).tolist()

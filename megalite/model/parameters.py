@@ -23,30 +23,34 @@ VOCAB_ALIGN = 8  # vocabulary rows per tp rank are padded to a multiple of this
 
 
 def padded_vocabulary(vocab_size: int, tp: int) -> int:
-    """Returns the number of embedding rows over all tp ranks, padding included: parts of the same size, each
-    a multiple of VOCAB_ALIGN."""
+    """Return the number of embedding rows over all tp ranks, including padding.
+
+    All ranks have the same number of rows, a multiple of VOCAB_ALIGN.
+    """
     per_rank = -(-vocab_size // tp)
     return tp * -(-per_rank // VOCAB_ALIGN) * VOCAB_ALIGN
 
 
 def kv_replicas(model: ModelConfig, tp: int) -> int:
-    """Returns the number of tp ranks that hold the same key-value head."""
+    """Return the number of tp ranks that hold the same key-value head."""
     return max(1, tp // model.kv_heads)
 
 
 def head_unit(model: ModelConfig) -> int:
-    """Returns the last unit: final norm and head."""
+    """Return the last unit: final norm and head."""
     return model.num_hidden_layers + 1
 
 
 def layer_count(model: ModelConfig) -> int:
-    """Returns the number of layers, with those of MTP modules, which come last."""
+    """Return the number of layers, including the layers of MTP modules, which are the last ones."""
     return model.num_hidden_layers + model.mtp_layers
 
 
 def layers_in(model: ModelConfig, unit: int) -> range:
-    """Returns the layers (0-based) of a unit: one; none in the embedding; in the last unit those of MTP
-    modules."""
+    """Return the 0-based indices of the layers in a unit.
+
+    The embedding has none, the last unit has the layers of the MTP modules, and each other unit has one.
+    """
     if unit == 0:
         return range(0)
     if unit == head_unit(model):
@@ -54,8 +58,27 @@ def layers_in(model: ModelConfig, unit: int) -> range:
     return range(unit - 1, unit)
 
 
+def embedding_uses(model: ModelConfig) -> int:
+    """Return how often the last stage uses the embedding in a microbatch.
+
+    Each MTP module looks up tokens; a tied embedding is also the head of every loss.
+    """
+    return model.mtp_layers + (1 + model.mtp_layers if model.tie_word_embeddings else 0)
+
+
+def embedding_pair(model: ModelConfig, placement: Sequence[int]) -> tuple[int, int] | None:
+    """Return the pipeline ranks that store the two copies of the embedding, or None if there is only one.
+
+    Args:
+        placement: the rank of each stage. The first stage looks up tokens in the embedding, and the last one
+            may use it too.
+    """
+    first, last = placement[0], placement[-1]
+    return (first, last) if embedding_uses(model) and first != last else None
+
+
 def stage_units(partition: Sequence[int], stage: int) -> range:
-    """Returns the units of a pipeline stage.
+    """Return the units of a pipeline stage.
 
     Args:
         partition: the number of layers of each stage.
@@ -66,7 +89,7 @@ def stage_units(partition: Sequence[int], stage: int) -> range:
 
 
 def _one_each(unit: int, *segments: Segment) -> list[ParamSpec]:
-    """Returns one stored tensor for each segment."""
+    """Return a stored tensor for each segment."""
     return [ParamSpec(segment.name, unit, (segment,)) for segment in segments]
 
 
@@ -95,7 +118,7 @@ class _Specs:
         axis: str | None = None,
         rms: bool | None = None,
     ) -> list[ParamSpec]:
-        """Returns the weight of a norm, and the bias of a LayerNorm: [width or hidden].
+        """Return the weight of a norm, and the bias of a LayerNorm: [width or hidden].
 
         Args:
             axis: the axis over which gradients are partial even if the sequence is not split.
@@ -114,7 +137,7 @@ class _Specs:
     def column(
         self, name: str, unit: int, parts: Sequence[tuple[str, int, int]], bias: bool
     ) -> list[ParamSpec]:
-        """Returns a column-parallel linear: weights [width, hidden], split along dim 0.
+        """Return a column-parallel linear: weights [width, hidden], split along dim 0.
 
         Args:
             parts: (name, output width, replicas) of each segment.
@@ -133,8 +156,11 @@ class _Specs:
         return [weight, ParamSpec(f"{name}.bias", unit, biases)] if bias else [weight]
 
     def qk_norm(self, name: str, unit: int, q: int, kv: int) -> list[ParamSpec]:
-        """Returns the norms of queries and keys. head: one weight [head_dim] for all heads; full and
-        each_head: weights [width], split like the heads."""
+        """Return the norms of queries and keys.
+
+        With `head`, all heads share one weight [head_dim]. With `full` and `each_head`, weights [width] are
+        split like the heads.
+        """
         if self.model.qk_norm == "head":
             # each rank's gradient is of its own heads only
             axis, width = "tp" if self.tp > 1 else None, self.model.head_size
@@ -150,13 +176,15 @@ class _Specs:
         return _one_each(unit, *segments)
 
     def sinks(self, name: str, unit: int) -> list[ParamSpec]:
-        """Returns one number for each head."""
+        """Return the attention sinks, one number for each head."""
         heads = self.model.num_attention_heads
         return _one_each(unit, Segment(name, (heads,), 0, decay=False, init_std=self.std))
 
     def row(self, name: str, role: str, unit: int, width: int, bias: bool) -> list[ParamSpec]:
-        """Returns a row-parallel linear: weight [hidden, width], split along dim 1; the bias is replicated
-        and added after the sum over tp."""
+        """Return a row-parallel linear: weight [hidden, width], split along dim 1.
+
+        The bias is replicated and added after the sum over tp.
+        """
         hidden = self.model.hidden_size
         segments = [Segment(f"{name}.weight", (hidden, width), 1, init_std=self.out_std, role=role)]
         if bias:
@@ -165,12 +193,12 @@ class _Specs:
         return _one_each(unit, *segments)
 
     def embedding(self, both_ends: bool) -> list[ParamSpec]:
-        """Returns token embedding and learned positions.
+        """Return the token embedding and learned positions.
 
         Args:
             both_ends: whether the rank has the last stage, too, which may use the table.
         """
-        model, table, uses = self.model, self._vocabulary("embedding.weight"), self.embedding_uses
+        model, table, uses = self.model, self._vocabulary("embedding.weight"), embedding_uses(self.model)
         tied = uses > 0
         shared = both_ends and tied
         contributions = 1 + uses if shared else 1
@@ -183,23 +211,20 @@ class _Specs:
             specs += _one_each(0, positions)
         return specs
 
-    @property
-    def embedding_uses(self) -> int:
-        """How often the last stage uses the embedding in a microbatch: each MTP module looks up tokens; if
-        tied, it is the head of all losses."""
-        modules = self.model.mtp_layers
-        return modules + (1 + modules if self.model.tie_word_embeddings else 0)
-
     def _vocabulary(self, name: str, copy: bool = False) -> Segment:
-        """Returns a table [vocabulary, hidden], split along dim 0; in memory it is padded to parts of the
-        same size."""
+        """Return a table [vocabulary, hidden], split along dim 0.
+
+        In memory, it is padded so that all ranks have the same number of rows.
+        """
         rows = padded_vocabulary(self.model.vocabulary, self.tp)
         shape, role = (self.model.vocabulary, self.model.hidden_size), name.removesuffix(".weight")
         return Segment(name, shape, 0, padded=rows, copy=copy, init_std=self.std, role=role)
 
     def layer(self, index: int) -> list[ParamSpec]:
-        """Returns attention and feed-forward of layer `index`, each with its norms, in the order of the
-        forward."""
+        """Return the parameters of layer `index`, in the order of the forward.
+
+        These are attention and feed-forward, each with its norms.
+        """
         model, unit, name = self.model, min(index + 1, head_unit(self.model)), f"layers.{index}"
         before, after = model.norm_placement != "post", model.norm_placement != "pre"
         specs = self.norm(f"{name}.input_norm", unit) if before else []
@@ -220,7 +245,7 @@ class _Specs:
         return specs
 
     def attention(self, name: str, unit: int) -> list[ParamSpec]:
-        """Returns attention with grouped key-value heads."""
+        """Return the parameters of attention with grouped key-value heads."""
         model, copies = self.model, kv_replicas(self.model, self.tp)
         q, kv = model.num_attention_heads * model.head_size, model.kv_heads * model.head_size
         specs = self.column(
@@ -232,8 +257,10 @@ class _Specs:
         return specs + self.row(f"{name}.out", "o", unit, q, model.attention_out_bias)
 
     def latent_attention(self, name: str, unit: int, rank: int) -> list[ParamSpec]:
-        """Returns multi-head latent attention. All tp ranks hold the matrices that compute latents, and each
-        the rows of its heads of the matrices that read them.
+        """Return the parameters of multi-head latent attention.
+
+        All tp ranks hold the matrices that compute latents, and each the rows of its heads of the matrices
+        that read them.
 
         Rows of `q_b` (`q` without a latent of queries), by head: the channels that do not rotate, then those
         that do. Rows of `kv_a`: the latent, then the shared key that rotates. Rows of `kv_b`, by head: the
@@ -264,7 +291,7 @@ class _Specs:
         return specs + self.row(f"{name}.down", "down", unit, width, self.model.mlp_bias)
 
     def moe(self, name: str, unit: int) -> list[ParamSpec]:
-        """Returns the router [experts, hidden], the experts, and the shared expert.
+        """Return the router [experts, hidden], the experts, and the shared expert.
 
         The experts of a layer are two stored tensors, expert after expert: `experts.in` [experts · (2 ·)
         width, hidden], in each expert its gate, then its up; `experts.down` [experts · hidden, width]. An
@@ -298,21 +325,23 @@ class _Specs:
     def _of_own_tokens(
         self, name: str, unit: int, outputs: int, role: str = "", wider: int = 1
     ) -> list[ParamSpec]:
-        """Returns a matrix [outputs, wider · hidden] by which every tp rank multiplies its own part of the
-        sequence."""
+        """Return a matrix [outputs, wider · hidden] for each tp rank's own part of the sequence."""
         shape, axis = (outputs, wider * self.model.hidden_size), self.partial_axis
         return _one_each(unit, Segment(name, shape, grad_partial_axis=axis, init_std=self.std, role=role))
 
     def head(self, holds_embedding: bool) -> list[ParamSpec]:
-        """Returns the final norm, the head, and MTP modules. Where these or a tied head use the embedding on
-        a rank without it, the rank stores a copy, which is neither counted nor saved."""
+        """Return the parameters of the final norm, the head and the MTP modules.
+
+        Where these or a tied head use the embedding on a rank without it, the rank stores a copy, which is
+        neither counted nor saved.
+        """
         model, unit = self.model, head_unit(self.model)
         specs = self.norm("norm", unit)
         if not model.tie_word_embeddings:
             weight = self._vocabulary("head.weight")
             specs.append(ParamSpec(weight.name, unit, (weight,), contributions=1 + model.mtp_layers))
-        if self.embedding_uses and not holds_embedding:
-            weight, uses = self._vocabulary("embedding.weight", copy=True), self.embedding_uses
+        if (uses := embedding_uses(model)) and not holds_embedding:
+            weight = self._vocabulary("embedding.weight", copy=True)
             specs.append(ParamSpec(weight.name, unit, (weight,), tied=True, contributions=uses))
         for index in range(model.num_hidden_layers, layer_count(model)):
             name = f"layers.{index}.mtp"
@@ -323,8 +352,10 @@ class _Specs:
 
 
 def active_parameters(model: ModelConfig) -> int:
-    """Returns the number of active parameters per token: in each MoE layer, only the experts that process
-    it."""
+    """Return the number of active parameters per token.
+
+    Of an MoE layer, only the experts that process a token count.
+    """
     idle = max((model.num_experts or 0) - model.num_experts_per_tok, 0)
     fused = 2 if model.gated_mlp else 1
     expert = (fused + 1) * model.hidden_size * model.expert_width
@@ -337,7 +368,7 @@ def active_parameters(model: ModelConfig) -> int:
 def model_specs(
     model: ModelConfig, *, tp: int = 1, sequence_parallel: bool = False, units: Iterable[int] | None = None
 ) -> list[ParamSpec]:
-    """Returns the stored parameters of units (default: all) for a tp size, in the model's order."""
+    """Return the stored parameters of units (default: all) for a tp size, in the model's order."""
     build, last = _Specs(model, tp, sequence_parallel), head_unit(model)
     selected = list(range(last + 1)) if units is None else list(units)
     specs: list[ParamSpec] = []

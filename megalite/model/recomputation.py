@@ -13,7 +13,7 @@ every rank that takes part, and computes the same dropout masks, which depend on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any, NamedTuple
 from weakref import ref
@@ -27,29 +27,36 @@ from megalite.model.forward_state import ForwardState
 from megalite.model.transformer import FeedForward, Layer, ParallelLayer
 
 Run = Callable[[Tensor, ForwardState], Tensor]
+NORM_OF_SUM = "norm of the sum"  # the second output of a layer's `join`
 
 
 def recomputing(layer: Layer, mode: str, exchanged: bool) -> Run | None:
-    """Returns the function that runs a layer's forward in training under a mode of train.recompute; None: its
-    own `compute`.
+    """Return the function that runs a layer's forward in training under a mode of train.recompute.
+
+    None stands for the layer's own `compute`.
 
     Args:
-        exchanged: attention keeps the tensors that it has exchanged over cp, not its inputs (ulysses):
-            recomputing the projection and attention saves memory only together.
+        exchanged: whether attention keeps the tensors that it has exchanged over cp (Ulysses), not its
+            inputs. Recomputing the projection and attention then saves memory only together.
     """
     if mode == "full":
         return lambda x, state: _Recompute.apply(x, layer, state)
     names = operations_of(mode)
     if exchanged and not names.issuperset(("qkv", "attention")):
         names -= {"qkv", "attention"}
-    recorder = Recorder(layer)
-    _wrap(recorder, layer, names)
-    return recorder.run if recorder.wrapped else None
+    dropped = frozenset(_dropped(layer, names))
+    if not dropped:
+        return None
+    recorder = Recorder(layer, dropped)
+    layer.call_through(recorder.call)
+    return recorder.run
 
 
 class _Recompute(torch.autograd.Function):
-    """Keeps only a layer's input, and runs its forward again in backward. The inner backward adds weight
-    gradients to their buckets."""
+    """Keeps only a layer's input, and runs its forward again in backward.
+
+    The inner backward adds weight gradients to their buckets.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Layer, state: ForwardState) -> Tensor:
@@ -67,46 +74,31 @@ class _Recompute(torch.autograd.Function):
         return inputs.grad, None, None
 
 
-def _wrap(recorder: Recorder, layer: Layer, names: frozenset[str]) -> None:
-    """Make the recorder run the operations of a layer whose tensors are dropped."""
-    attention = layer.attention
+def _dropped(layer: Layer, names: frozenset[str]) -> Iterator[str]:
+    """Yield the operations of a layer whose tensors are dropped, as the layer names them in its calls.
+
+    Args:
+        names: the recomputed operations of `config.recompute`.
+    """
     if "attn_norm" in names:
-        recorder.wrap(layer.attention_input_norm, "forward")
+        yield "attention_input_norm"
     if "qkv" in names:
-        recorder.wrap(attention, "project")
+        yield "project"
     if "attention" in names:
-        recorder.wrap(attention, "attend")
+        yield "attend"
     parallel = isinstance(layer, ParallelLayer)
     if ("attn_out" if parallel else "residual") in names:
-        recorder.wrap(attention.out, "forward")
-        if parallel:
-            recorder.wrap(layer.attention_output, "forward")
-        else:
-            recorder.wrap(layer, "join")
+        yield "out"
+        yield "attention_output" if parallel else "join"
     elif "mlp_norm" in names and not isinstance(layer.mlp_input_norm, nn.Identity):
-        if parallel:
-            recorder.wrap(layer.mlp_input_norm, "forward")
-        else:
-            recorder.wrap_norm_of_sum(layer)
-    _wrap_feed_forward(recorder, layer, names)
-
-
-def _wrap_feed_forward(recorder: Recorder, layer: Layer, names: frozenset[str]) -> None:
-    """As `_wrap`, for the feed-forward."""
-    mlp = layer.mlp
-    if isinstance(mlp, FeedForward):
+        yield "mlp_input_norm" if parallel else NORM_OF_SUM
+    if isinstance(layer.mlp, FeedForward):
         if "mlp_in" in names:
-            recorder.wrap(mlp.up, "forward")
+            yield "up"
         if "mlp_out" in names:
-            recorder.wrap(mlp.down, "forward")
-            recorder.wrap(layer.mlp_output, "forward")
+            yield from ("down", "mlp_output")
     elif "experts" in names:
-        from megalite.model.moe import MixtureOfExperts
-
-        assert isinstance(mlp, MixtureOfExperts)
-        mlp.keeps_choice = True
-        recorder.wrap(mlp, "forward")
-        recorder.wrap(layer.mlp_output, "forward")
+        yield from ("mlp", "mlp_output")
 
 
 class Value:
@@ -148,8 +140,10 @@ class View(NamedTuple):
 
 
 class Argument(NamedTuple):
-    """A tensor argument of an operation, and whether it had a gradient, which decides the tensors that
-    autograd functions keep."""
+    """A tensor argument of an operation.
+
+    `requires_grad` is kept because it decides which tensors autograd functions save.
+    """
 
     view: View
     requires_grad: bool
@@ -159,8 +153,10 @@ class Argument(NamedTuple):
 
 
 class OperationCall:
-    """One call of an operation, with weak references to the values that it computes: values that the graph no
-    longer holds are not recomputed.
+    """Call of an operation.
+
+    It has weak references to the values that it computes, so that values that the graph no longer holds are
+    not recomputed.
 
     Attributes:
         outputs: values by index among its outputs.
@@ -173,7 +169,7 @@ class OperationCall:
         self.saved: dict[int, ref[Value]] = {}
 
     def run(self) -> None:
-        """Run the operation again, for all of its values, and release its arguments."""
+        """Run the operation again for all of its values, and release its arguments."""
         arguments = [value.tensor() if isinstance(value, Argument) else value for value in self.arguments]
         saved: list[Tensor] = []
 
@@ -190,7 +186,7 @@ class OperationCall:
 
 
 def _fill(references: dict[int, ref[Value]], tensors: list[Tensor]) -> None:
-    """Give their tensors to the dropped values that still exist."""
+    """Restore the dropped values that still exist."""
     for place, reference in references.items():
         value = reference()
         if value is not None and value.tensor is None:
@@ -203,15 +199,14 @@ def _tensors(outputs: Any) -> list[Tensor]:
 
 
 class Recorder:
-    """Runs a layer's forward, and drops the tensors that its wrapped operations compute and save, once the
-    layer has run.
+    """Runs a layer's forward and then drops the tensors that chosen operations have computed and saved.
 
-    Attributes:
-        wrapped: number of operations whose tensors are dropped.
+    Args:
+        dropped: the operations whose tensors are dropped.
     """
 
-    def __init__(self, layer: Layer):
-        self.layer, self.wrapped = layer, 0
+    def __init__(self, layer: Layer, dropped: frozenset[str]):
+        self.layer, self._dropped = layer, dropped
         self._values: dict[int, Value] | None = None  # by storage, while the layer runs
 
     def run(self, x: Tensor, state: ForwardState) -> Tensor:
@@ -225,31 +220,26 @@ class Recorder:
                     value.tensor = None
             self._values = None
 
-    def wrap(self, owner: Any, name: str) -> None:
-        """Replace an operation, a method of one module, by one that is recorded while the layer runs in
-        training. The class and other layers keep their method: recomputation is chosen layer by layer."""
-        function = getattr(owner, name)
-        setattr(owner, name, lambda *arguments: self._recorded(function, arguments))
-        self.wrapped += 1
-
-    def wrap_norm_of_sum(self, layer: Layer) -> None:
-        """Drop only the norm's output of `join`, which computes it fused with the sum: it is recomputed from
-        the sum."""
-        join = layer.join
-
-        def recorded(*arguments: Any) -> tuple[Tensor, Tensor]:
-            total, normed = join(*arguments)
-            if self._values is not None:
-                call = OperationCall(layer.mlp_input_norm, (self._argument(total),))
-                call.outputs[0] = ref(self._put(normed, call))
-            return total, normed
-
-        layer.join = recorded  # type: ignore[method-assign, assignment]
-        self.wrapped += 1
-
-    def _recorded(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    def call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call an operation of the layer, and record it if its tensors are dropped."""
         if self._values is None:  # the layer does not run in training
             return function(*arguments)
+        if name in self._dropped:
+            return self._recorded(function, arguments)
+        outputs = function(*arguments)
+        if name == "join" and NORM_OF_SUM in self._dropped:
+            self._drop_norm(*outputs)
+        return outputs
+
+    def _drop_norm(self, total: Tensor, normed: Tensor) -> None:
+        """Drop only the norm's output of `join`, which computes it fused with the sum.
+
+        It is recomputed from the sum.
+        """
+        call = OperationCall(self.layer.mlp_input_norm, (self._argument(total),))
+        call.outputs[0] = ref(self._put(normed, call))
+
+    def _recorded(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         views = (self._argument(value) if isinstance(value, Tensor) else value for value in arguments)
         call = OperationCall(function, tuple(views))
         places = count()
@@ -282,8 +272,7 @@ class Recorder:
         return Argument(View.of(value, tensor), tensor.requires_grad)
 
     def _pack(self, tensor: Tensor) -> View | Tensor:
-        """Pack a tensor that another operation saves: the outputs of wrapped operations are dropped there,
-        too."""
+        """Pack a tensor that another operation saves: recorded outputs are dropped there, too."""
         value = self._find(tensor)
         return tensor.detach() if value is None else View.of(value, tensor)
 

@@ -1,4 +1,4 @@
-"""The states of a model's routers, which they learn from earlier steps, and the metrics of their balance.
+"""States of a model's routers, and metrics of their load balance.
 
 A step's statistics, summed over all ranks (`parallel.expert.balance`), arrive with the gradient norm. Every
 rank computes the same new states of all layers from them, so a checkpoint stores them once. A skipped step
@@ -28,7 +28,9 @@ MTP = "mtp_"  # prefix of the states of MTP modules
 
 
 class Routers:
-    """The states of all routers, [layers, experts] fp64 each; a layer's state is a view of them.
+    """States of all routers, [layers, experts] fp64 each.
+
+    The state of a layer is a view of them.
 
     A checkpoint may overwrite the rectangles: the next step reads them from the device once.
     """
@@ -50,13 +52,12 @@ class Routers:
         return RouterState(self.load[layer], self.bias[layer])
 
     def own(self, statistics: Mapping[str, Tensor]) -> Tensor:
-        """Returns the routers' part of this rank's statistics, flattened; zeros where its layers have no
-        MoE."""
+        """Return the routers' statistics of this rank, flattened; zeros without MoE layers."""
         zeros = self.load.new_zeros(self.count, self.load.shape[1] - AUXILIARY)
         return statistics.get("router", zeros).flatten()
 
     def learn(self, totals: Tensor | None, tokens: int, applied: bool) -> dict[str, Any]:
-        """Learn from a step. Returns its metrics.
+        """Learn from a step, and return its metrics.
 
         Args:
             totals: the layers' statistics, summed over all ranks and flattened.
@@ -78,7 +79,7 @@ class Routers:
         return self._metrics(rows[own], self._host.bias, max(tokens, 1))
 
     def _metrics(self, rows: Tensor, bias: Tensor, tokens: int) -> dict[str, Any]:
-        """Returns means over the MoE layers.
+        """Return means over the MoE layers.
 
         Args:
             rows: statistics in CPU memory, [MoE layers, experts + 3].
@@ -102,13 +103,17 @@ class Routers:
         return metrics
 
     def learned(self) -> list[Rectangle]:
-        """Returns the states that the model computes with: the biases of the choice, and the loads stored
-        with them."""
+        """Return the states that the model computes with.
+
+        These are the biases of the choice, and the loads stored with them.
+        """
         return list(self.rectangles()) if self.model.biased_choice else []
 
     def rectangles(self) -> Iterator[Rectangle]:
-        """Yields the states, to save or to fill. Those of MTP modules are separate: a run may leave out the
-        modules."""
+        """Yield the states, to save or to fill.
+
+        Those of MTP modules are separate: a run may leave out the modules.
+        """
         self._host = None
         for name, values in (("load", self.load), ("bias", self.bias)):
             own, mtp = values.split((self.model.num_hidden_layers, self.model.mtp_layers))

@@ -1,5 +1,6 @@
-"""A pipeline stage: consecutive units of the model. The first stage has the embedding, the last one the head
-and the loss.
+"""A pipeline stage: consecutive units of the model.
+
+The first stage has the embedding, the last one the head and the loss.
 
 A stage communicates only through the modules of `parallel.tensor` (over tp) and its `WeightGatherer` (over
 the shard axis); the runtime sends activations between stages.
@@ -60,8 +61,10 @@ class Head(nn.Module):
         self.chunk = (LOSS_CHUNK_ON_GPU if weights[name].tensor.is_cuda else 0) if chunk is None else chunk
 
     def logits(self, x: Tensor) -> Tensor:
-        """Returns the logits of x, [seq (/tp), batch, hidden] -> [seq, batch, vocabulary/tp], padded columns
-        included."""
+        """Return the logits of x: [seq (/tp), batch, hidden] -> [seq, batch, vocabulary/tp].
+
+        Padded columns are included.
+        """
         return self._logits(self.norm(x))
 
     def _logits(self, normed: Tensor) -> Tensor:
@@ -69,12 +72,14 @@ class Head(nn.Module):
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def forward(self, x: Tensor, targets: Tensor, scale: float) -> Tensor:
-        """Returns the sum of the token losses times `scale`, a scalar. x: [seq (/tp), batch, hidden],
-        targets: [seq, batch]."""
+        """Return the sum of the token losses times `scale`, a scalar.
+
+        x is [seq (/tp), batch, hidden], targets [seq, batch].
+        """
         return self.loss_of(self.norm(x), targets, scale, self.loss)
 
     def loss_of(self, normed: Tensor, targets: Tensor, scale: float, of_logits: CrossEntropy) -> Tensor:
-        """Returns the same from the output of a norm."""
+        """Return the result of `forward` for a normalized input."""
 
         def loss(part: Tensor, part_targets: Tensor) -> Tensor:
             logits = self._logits(part).flatten(0, 1)  # [tokens, vocabulary/tp]
@@ -144,7 +149,7 @@ class Stage(nn.Module):
         self._rotary: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
     def forward_state(self, microbatch: Microbatch, step: int, training: bool) -> ForwardState:
-        """Returns the properties of a microbatch for all units.
+        """Return the properties of a microbatch for all units.
 
         Args:
             step: part of the key of dropout masks.
@@ -171,8 +176,10 @@ class Stage(nn.Module):
     def _rotary_tables(
         self, state: ForwardState, theta: float, scaling: dict[str, Any] | None
     ) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin of the positions. Cached where all rows have the same positions, which the host
-        knows from `segments`."""
+        """Return cos and sin of the positions.
+
+        Cached where all rows have the same positions, which the host knows from `segments`.
+        """
         model, positions = self.model_config, state.document_positions  # [seq, 1] or [seq, batch]
         # empty: positions differ between rows
         shared = state.segments if state.document_start is None else ()
@@ -197,8 +204,10 @@ class Stage(nn.Module):
         return tables
 
     def trunk(self, x: Tensor, state: ForwardState) -> Tensor:
-        """Runs all units except the head: tokens [seq, batch] or activations in, activations [seq (/tp),
-        batch, hidden] out."""
+        """Run all units except the head.
+
+        The input is tokens [seq, batch] or activations; the output is activations [seq (/tp), batch, hidden].
+        """
         if self.embedding is not None:
             x = self.gatherer.pre_forward(0, x)  # [seq, batch] token ids
             positions = state.document_positions if self.embedding.positions is not None else None
@@ -229,7 +238,7 @@ class Stage(nn.Module):
         return StageOutput(self.gatherer.post_forward(self.head_unit, loss), statistics)
 
     def logits(self, x: Tensor, state: ForwardState) -> Tensor:
-        """Returns the logits of the last stage, [seq, batch, vocabulary/tp]."""
+        """Return the logits of the last stage, [seq, batch, vocabulary/tp]."""
         assert self.head is not None, "only the last stage has logits"
         x = self.gatherer.pre_forward(self.head_unit, self.trunk(x, state))
         return self.gatherer.post_forward(self.head_unit, self.head.logits(x))

@@ -16,7 +16,7 @@ from megalite.config.schema import ModelConfig
 from megalite.mesh.mesh import Mesh
 from megalite.model.attention import Attention
 from megalite.model.forward_state import Dropout, ForwardState, Site
-from megalite.model.layer_options import LayerOptions
+from megalite.model.layer_options import Caller, LayerOptions, call
 from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.tensor.linear import Activation, ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.tensor.norm import LayerNorm, RMSNorm, add_and_norm
@@ -61,6 +61,7 @@ class FeedForward(nn.Module):
         super().__init__()
         name = f"layers.{layer}.{part}"
         self.layer, tp, sequence_parallel = layer, mesh.tp, options.sequence_parallel
+        self.call: Caller = call
         activation = Activation(model.hidden_act, model.gated_mlp, options.ops)
         weight, bias = weights[f"{name}.in.weight"], weights.get(f"{name}.in.bias")
         self.up = ColumnParallelLinear(weight, bias, tp, sequence_parallel)
@@ -69,8 +70,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor, state: ForwardState) -> Tensor:
         # [seq, batch, (2 ·) intermediate/tp]
-        inner = self.up(x, state.adapter_mask(Site.UP_ADAPTER, self.layer))
-        return self.down(inner, state.adapter_mask(Site.DOWN_ADAPTER, self.layer))
+        inner = self.call("up", self.up, x, state.adapter_mask(Site.UP_ADAPTER, self.layer))
+        return self.call("down", self.down, inner, state.adapter_mask(Site.DOWN_ADAPTER, self.layer))
 
 
 def make_attention(
@@ -132,27 +133,37 @@ class Layer(nn.Module):
         self.mlp_dropout = Dropout(probability, Site.MLP_OUTPUT, layer, mesh.tp, sequence_parallel)
         # `compute` under activation checkpointing
         self.recomputed: Callable[[Tensor, ForwardState], Tensor] | None = None
+        self.call: Caller = call
 
     def forward(self, x: Tensor, state: ForwardState) -> Tensor:
         run = self.compute if self.recomputed is None or not torch.is_grad_enabled() else self.recomputed
         return run(x, state)
 
+    def call_through(self, caller: Caller) -> None:
+        """Make the layer call its operations through `caller`, which may drop their activations."""
+        self.call = self.attention.call = caller
+        if isinstance(self.mlp, FeedForward):
+            self.mlp.call = caller
+
     def compute(self, x: Tensor, state: ForwardState) -> Tensor:
-        """Computes the layer without recomputation."""
-        attended = self.attention(self.attention_input_norm(x), state)
-        x, normed = self.join(x, attended, state)
-        transformed = self.mlp(normed, state)
-        return x + self.mlp_dropout(self.mlp_output(transformed), state)
+        """Compute the layer without recomputation."""
+        normed = self.call("attention_input_norm", self.attention_input_norm, x)
+        attended = self.attention(normed, state)
+        x, normed = self.call("join", self.join, x, attended, state)
+        transformed = self.call("mlp", self.mlp, normed, state)
+        return x + self.mlp_dropout(self.call("mlp_output", self.mlp_output, transformed), state)
 
     def join(self, x: Tensor, attended: Tensor, state: ForwardState) -> tuple[Tensor, Tensor]:
-        """Returns the residual sum after attention, and its norm: fused for RMSNorm, one pass over memory."""
+        """Return the residual sum after attention, and its norm: fused for RMSNorm, one pass over memory."""
         branch = self.attention_dropout(self.attention_output(attended), state)
         return add_and_norm(x, branch, self.mlp_input_norm)
 
 
 class ParallelLayer(Layer):
-    """x + attention(norm(x)) + mlp(norm(x)): both read the layer's input. With a shared norm `mlp_input_norm`
-    is the identity."""
+    """x + attention(norm(x)) + mlp(norm(x)): both read the layer's input.
+
+    With a shared norm `mlp_input_norm` is the identity.
+    """
 
     def __init__(
         self, model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions
@@ -161,10 +172,13 @@ class ParallelLayer(Layer):
         self.shared_norm = model.parallel_block == "shared_norm"
 
     def compute(self, x: Tensor, state: ForwardState) -> Tensor:
-        normed = self.attention_input_norm(x)
-        attended = self.attention_dropout(self.attention_output(self.attention(normed, state)), state)
-        transformed = self.mlp(normed if self.shared_norm else self.mlp_input_norm(x), state)
-        return x + attended + self.mlp_dropout(self.mlp_output(transformed), state)
+        normed = self.call("attention_input_norm", self.attention_input_norm, x)
+        attended = self.call("attention_output", self.attention_output, self.attention(normed, state))
+        attended = self.attention_dropout(attended, state)
+        mlp_input = normed if self.shared_norm else self.call("mlp_input_norm", self.mlp_input_norm, x)
+        transformed = self.call("mlp", self.mlp, mlp_input, state)
+        output = self.call("mlp_output", self.mlp_output, transformed)
+        return x + attended + self.mlp_dropout(output, state)
 
 
 def make_layer(

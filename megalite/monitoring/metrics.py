@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megalite.config import run_files
 from megalite.config.load import write_config
 from megalite.config.rule import show
 from megalite.config.schema import Config, ConfigError, LoggingConfig
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
     from megalite.monitoring.tensorboard_wandb import Recipient
 
-FILE = "metrics.jsonl"
 MEMBER = "epoch/"
 """Prefix of the keys for the epochs of the members of a blend."""
 SOURCE, VALIDATED = "loss/", "val_loss/"
@@ -113,7 +113,7 @@ class MetricsWriter(ExitStack):
     def __init__(self, run_dir: Path, resume_step: int = 0, config: Config | None = None):
         super().__init__()
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._path, self._config = run_dir / FILE, config
+        self._path, self._config = run_dir / run_files.METRICS, config
         options = config.logging if config else LoggingConfig()
         check_packages(options)
         self._recipients: list[Recipient] = []

@@ -10,6 +10,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from megalite.assembly import parts as build
+from megalite.config import run_files
 from megalite.config.load import to_dict
 from megalite.config.schema import Config
 from megalite.launch.environment import ALIKE, EQUAL, RankEnvironment
@@ -126,7 +127,7 @@ class Outcome(Observer):
                 "cores": os.cpu_count(),
             }
             environment |= {name: own[name] for name in (*EQUAL, *ALIKE) if own.get(name) is not None}
-            self._keep("environment.json", environment)
+            self._keep(run_files.ENVIRONMENT, environment)
             self.predicted = predictions(trainer.config, device)
             start = starts.Start(
                 trainer.step_done, to_dict(trainer.config), environment, list(kernels), self.predicted
@@ -143,7 +144,7 @@ class Outcome(Observer):
         if not self.times:
             return []
         self._keep(
-            "prediction.json",
+            run_files.PREDICTION,
             {**self.predicted, "measured_step_time_s": median(self.times[1:] or self.times)},
         )
         return describe(

@@ -15,11 +15,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from megalite.config import run_files
 from megalite.monitoring.metrics import lines_up_to
 from megalite.system.files import write_synced
 from megalite.system.messages import write_or_say
-
-FILE = "starts.jsonl"
 
 
 def now() -> str:
@@ -55,15 +54,16 @@ def add(directory: Path, start: Start) -> None:
     Starts after later steps are removed, because those steps are repeated. If the file cannot be written, a
     line is printed.
     """
-    lines = [*lines_up_to(directory / FILE, start.step), json.dumps(asdict(start))]
-    write_or_say(directory / FILE, lambda path: write_synced(path, "".join(f"{line}\n" for line in lines)))
+    file = directory / run_files.STARTS
+    lines = [*lines_up_to(file, start.step), json.dumps(asdict(start))]
+    write_or_say(file, lambda path: write_synced(path, "".join(f"{line}\n" for line in lines)))
 
 
 def read(directory: Path) -> list[Start]:
     """Return the starts of a run, the earliest first. Runs of versions without the file have none."""
     starts = []
     with suppress(OSError):
-        for line in (directory / FILE).read_text(encoding="utf-8").splitlines():
+        for line in (directory / run_files.STARTS).read_text(encoding="utf-8").splitlines():
             with suppress(ValueError, TypeError, KeyError):
                 known = {
                     name: value

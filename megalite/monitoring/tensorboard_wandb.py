@@ -11,6 +11,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Protocol
 
+from megalite.config import run_files
 from megalite.config.load import to_dict
 from megalite.config.schema import Config
 from megalite.config.sections.logging import WANDB_PROJECT
@@ -144,7 +145,7 @@ def open_recipients(config: Config, run_dir: Path, step: int) -> list[Recipient]
     recipients = []
     if config.logging.tensorboard:
         requested = config.logging.tensorboard
-        directory = Path(requested) if isinstance(requested, str) else run_dir / "tensorboard"
+        directory = Path(requested) if isinstance(requested, str) else run_dir / run_files.TENSORBOARD
         recipients.append(Recipient("TensorBoard", partial(TensorBoard, directory), step))
     if config.logging.wandb:
         recipients.append(
@@ -161,7 +162,7 @@ def _open_wandb(run_dir: Path, resume_step: int, config: Config) -> Callable[[in
     fresh = uuid.uuid4().hex
 
     def open_at(step: int) -> WeightsAndBiases:
-        file = run_dir / "wandb_id"
+        file = run_dir / run_files.WANDB_ID
         if not file.exists() or (resume_step == 0 and file.read_text(encoding="utf-8") != fresh):
             file.write_text(fresh, encoding="utf-8")
         return WeightsAndBiases(run_dir, step, config, file.read_text(encoding="utf-8"))

@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from megalite.assembly.plan import schedule as schedule_of
+from megalite.config import run_files
 from megalite.config.load import from_dict
 from megalite.config.schema import ConfigError
 from megalite.mesh.layout import Layout
@@ -30,7 +31,6 @@ from megalite.parallel.pipeline.schedule import Action, ActionKind, Schedule, de
 from megalite.parallel.pipeline.simulator import Interval, Timeline, simulate
 from megalite.system.clock import ActionTiming, Transfer
 
-RECORDS, TIMELINE = Path("traces", "records.json"), Path("traces", "timeline.json")
 PASSES = {
     ActionKind.FORWARD: "forward",
     ActionKind.BACKWARD: "input_backward",
@@ -66,10 +66,10 @@ def compare(run_dir: Path) -> dict[str, Any]:
         ConfigError: the directory has no records, or they do not belong to its steps.
     """
     try:
-        options = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+        options = yaml.safe_load((run_dir / run_files.CONFIG).read_text(encoding="utf-8"))
         records = [
             read_record(comparison)
-            for comparison in json.loads((run_dir / RECORDS).read_text(encoding="utf-8"))
+            for comparison in json.loads((run_dir / run_files.TIMELINE_RECORDS).read_text(encoding="utf-8"))
         ]
     except OSError as error:
         raise ConfigError(
@@ -81,12 +81,12 @@ def compare(run_dir: Path) -> dict[str, Any]:
     layout = Layout.of(config)
     if layout.world != len(records):
         raise ConfigError(
-            f"{run_dir / RECORDS} was recorded on {len(records)} ranks, which does not match the "
-            f"{layout.world} ranks that repeated these steps. Record them again with "
+            f"{run_dir / run_files.TIMELINE_RECORDS} was recorded on {len(records)} ranks, which does not "
+            f"match the {layout.world} ranks that repeated these steps. Record them again with "
             "profiling.timeline=true."
         )
     schedule = schedule_of(config, layout.microbatches)
-    comparison, path = timeline(schedule, layout, records), run_dir / TIMELINE
+    comparison, path = timeline(schedule, layout, records), run_dir / run_files.TIMELINE
     comparison["schedule_costs"] = config.parallel.schedule_costs
     path.write_text(json.dumps(comparison, allow_nan=False), encoding="utf-8")
     return comparison
@@ -94,7 +94,7 @@ def compare(run_dir: Path) -> dict[str, Any]:
 
 def written(run_dir: Path) -> str:
     """Return the line about the file that `compare` has written."""
-    return f"{run_dir / TIMELINE} (open it at ui.perfetto.dev)"
+    return f"{run_dir / run_files.TIMELINE} (open it at ui.perfetto.dev)"
 
 
 def read_record(content: Mapping[str, Any]) -> Record:

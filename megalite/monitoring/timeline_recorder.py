@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from megalite.config import run_files
 from megalite.config.schema import ConfigError
 from megalite.monitoring.observers import Observer
-from megalite.monitoring.timeline import RECORDS, Record, compare, describe, written
+from megalite.monitoring.timeline import Record, compare, describe, written
 from megalite.system.clock import DeviceClock, HostClock
 from megalite.system.messages import write_or_say
 
@@ -65,7 +66,8 @@ class TimelineRecorder(Observer):
         records = gather(self.record, self.trainer.mesh.world.size)
         if records is not None:
             steps = sorted(self.record.steps)
-            if write_or_say(path := self.trainer.run_dir / RECORDS, partial(write, records)):
+            path = self.trainer.run_dir / run_files.TIMELINE_RECORDS
+            if write_or_say(path, partial(write, records)):
                 self.summary = [f"recorded steps {steps[0]} to {steps[-1]}: {path}"]
         self.record = Record(self.record.host)
 

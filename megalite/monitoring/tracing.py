@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megalite.config import run_files
 from megalite.monitoring.observers import Observer
 from megalite.system.activity import REPORTING
 from megalite.system.messages import write_or_say
@@ -31,7 +32,7 @@ class Tracer(Observer):
         first, self.last = options.steps
         self.wanted = range(first, self.last + 1) if options.ranks else range(0)
         self.mine = trainer.mesh.rank in options.ranks
-        self.path = trainer.run_dir / "traces" / f"profile_rank_{trainer.mesh.rank:05d}.json"
+        self.path = trainer.run_dir / run_files.TRACES / f"profile_rank_{trainer.mesh.rank:05d}.json"
         self.running = False
         self.profile: Any = None
         self.place: Any = None
@@ -115,6 +116,6 @@ class MemorySnapshot(Observer):
 
 def write_snapshot(run_dir: Path, rank: int, moment: str) -> Path:
     """Write a snapshot of this process's GPU memory, with the recorded stack traces of allocations."""
-    path = run_dir / "traces" / f"memory_rank_{rank:05d}_{moment}.pickle"
+    path = run_dir / run_files.TRACES / f"memory_rank_{rank:05d}_{moment}.pickle"
     write_or_say(path, lambda path: torch.cuda.memory._dump_snapshot(str(path)))
     return path

@@ -1,5 +1,7 @@
-"""AdamW over shards (adamw.py), Muon (muon/), their sharded state, learning-rate schedules, loss scaling,
-gradient norm and clipping. registry.py names the optimizers.
+"""Optimizers over shards: AdamW (adamw.py) and Muon (muon/).
+
+Further files have their sharded state, learning-rate schedules, loss scaling, the gradient norm and clipping.
+registry.py names the optimizers.
 
 May import megalite.parallel and what is below.
 """

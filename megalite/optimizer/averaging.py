@@ -1,4 +1,6 @@
-"""An exponential moving average of the weights (`train.ema_decay`), a kind of state next to any optimizer's.
+"""Exponential moving average of the weights (`train.ema_decay`).
+
+It is a kind of state that any optimizer can have.
 
     at the start              average ← weights
     after each applied step   average ← decay · average + (1 − decay) · weights
@@ -23,7 +25,7 @@ PIECE = 1 << 24  # elements: a step that may skip itself needs memory for one pi
 
 
 class WeightAverage:
-    """The average of the weights that a run trains.
+    """Moving average of the trained weights.
 
     Args:
         state: has the kind `EMA` of every trainable segment.
@@ -41,8 +43,10 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, divisor: Tensor | None) -> None:
-        """Update the average after a step of the optimizer with this divisor. The device decides whether the
-        step was skipped: the host does not wait for it."""
+        """Update the average after a step of the optimizer with this divisor.
+
+        The device decides whether the step was skipped: the host does not wait for it.
+        """
         skip = None if divisor is None else divisor.to(self.store.state.device, non_blocking=True).isnan()
         for master, average in self._spans:
             for part, weights in zip(average.split(PIECE), master.split(PIECE), strict=True):
@@ -55,8 +59,10 @@ class WeightAverage:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Inside the block, the model computes with the averages; after it with its weights again, bit for
-        bit. No step may be pending. Collective: weights are gathered."""
+        """Compute with the averages inside the block, and with the same weights as before after it.
+
+        No step may be pending. Collective: weights are gathered.
+        """
         self._swap()
         try:
             yield

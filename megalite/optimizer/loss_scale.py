@@ -15,7 +15,7 @@ from megalite.config.schema import FP16Config
 
 @dataclass
 class LossScale:
-    """The scale, and the counters that determine its next change.
+    """Loss scale, and the counters that determine its next change.
 
     Attributes:
         value: the scale; 1 where loss scaling is off.
@@ -61,7 +61,7 @@ class LossScale:
         self.step += 1
 
     def state(self) -> dict[str, float | int]:
-        """Returns the state for a checkpoint."""
+        """Return the state for a checkpoint."""
         return {
             "value": self.value,
             "tolerance": self.tolerance,
@@ -70,8 +70,10 @@ class LossScale:
         }
 
     def load(self, state: dict[str, float | int]) -> None:
-        """Continue from a checkpoint's state. The state of a run in another precision, which has counted no
-        step, is ignored."""
+        """Continue from a checkpoint's state.
+
+        The state of a run in another precision, which has counted no step, is ignored.
+        """
         if self.active and state["step"] > 0:
             self.value, self.tolerance = float(state["value"]), int(state["tolerance"])
             self.step, self.last_overflow = int(state["step"]), int(state["last_overflow"])

@@ -1,5 +1,6 @@
-"""The global gradient norm: each global element is squared once, summed in chunks, and the chunks are
-combined in fp64.
+"""The global gradient norm.
+
+Each global element is squared once and summed in chunks, which are combined in fp64.
 
 Chunks of at most 65,536 elements are cut at segment boundaries. Each dp rank counts its own shard (under
 every ZeRO stage), and each segment counts on its owning tp rank and stage, so that the sum over the world has
@@ -27,8 +28,9 @@ CHUNK = 65_536  # elements: longer fp32 sums lose accuracy on a CPU
 
 
 class NormReduction(Protocol):
-    """Sums the squares of gradients over all ranks, and other numbers with them. Call `total` exactly once
-    for each `start`.
+    """Sums the squares of gradients over all ranks, and other numbers with them.
+
+    Call `total` exactly once for each `start`.
 
     Attributes:
         chunks: the gradients that this rank counts: each global element on exactly one rank.
@@ -43,15 +45,17 @@ class NormReduction(Protocol):
         """Add this rank's squares and `others`."""
 
     def total(self) -> Tensor:
-        """Returns the norm, then the sums of the other numbers over the world: [1 + len(others)] fp64, on the
-        device."""
+        """Return the norm and the sums of the other numbers over the world.
+
+        The result is [1 + len(others)] fp64, on the device.
+        """
 
     def finish(self) -> None:
         """Wait until all messages are delivered."""
 
 
 class LocalSquares:
-    """This rank's part of the norm: the gradients of the global elements that it owns."""
+    """The part of the norm that this rank computes, from the elements that it owns."""
 
     def __init__(self, store: ParameterStore):
         self.device = store.device
@@ -64,8 +68,10 @@ class LocalSquares:
                 self.chunks.extend(flat.split(CHUNK) if flat.is_cpu else [flat])
 
     def sums(self, others: Sequence[float | Tensor]) -> Tensor:
-        """Returns the sum of squares, then `others`, each a number or a tensor of several: [1 + their number]
-        fp64."""
+        """Return the sum of squares, followed by `others`, as one fp64 vector.
+
+        Each of `others` is a number or a tensor with several numbers.
+        """
         squares = squared_sum(self.chunks) if self.chunks else 0.0  # a shard may be all padding
         return torch.cat([self._number(value).flatten() for value in (squares, *others)])
 
@@ -140,8 +146,10 @@ class ChainedNorm:
         return torch.cat([self._total[:1].sqrt(), self._total[1:]])
 
     def finish(self) -> None:
-        """Wait until all messages are delivered. Until then the sent tensors are held: a freed one would be
-        lost."""
+        """Wait until all messages are delivered.
+
+        Until then the sent tensors are held: a freed one would be lost.
+        """
         for work, _ in self._sends:
             work.wait()
         self._sends = []
@@ -155,8 +163,9 @@ class ChainedNorm:
 
 
 def update_divisor(norm: Tensor, loss: Tensor, limit: float, highest: float) -> Tensor:
-    """Returns the divisor of gradients, [] fp32, decided on the device: the clipping divisor, or NaN if the
-    update must be skipped.
+    """Return the divisor of gradients, [] fp32: the clipping divisor, or NaN to skip the update.
+
+    The device decides, so that the host does not wait.
 
     Args:
         norm, loss: [] fp64 each; the update is skipped if one of them is not finite.
@@ -168,8 +177,9 @@ def update_divisor(norm: Tensor, loss: Tensor, limit: float, highest: float) -> 
 
 
 def clip_divisor(norm: Tensor, limit: float) -> Tensor | None:
-    """Returns the divisor of gradients that limits their norm to `limit`: [] fp32, at least 1, on the device
-    of `norm`; None: clipping is off.
+    """Return the divisor that limits the norm of gradients to `limit`, or None if clipping is off.
+
+    It is [] fp32, at least 1, on the device of `norm`.
 
     As in torch, gradients are multiplied by limit / (norm + 1e-6).
     """

@@ -1,5 +1,6 @@
-"""The optimizers by name (`optimizer.name`): their interface, their classes, and the state that they keep of
-each parameter.
+"""The optimizers by name (`optimizer.name`).
+
+Each row has the class and the state that it keeps of each parameter; `Optimizer` is their interface.
 
 Offload, planner, memory reports and checkpoints read the kinds of state here. Each kind has the shape of its
 segment, in at least fp32. The master weight is not one of them: the store holds it.
@@ -31,13 +32,14 @@ frozen."""
 
 
 class Optimizer(Protocol):
-    """Updates one rank's master weights from their gradients and from its state."""
+    """Interface of an optimizer: it updates one rank's master weights from their gradients and its state."""
 
     state: OptimizerState
 
     def step(self, step: int, lr: float, divisor: Tensor | None) -> None:
-        """Update this rank's master weights, and its weights from them. All ranks of a stage call it
-        together: some optimizers communicate.
+        """Update this rank's master weights, and its weights from them.
+
+        All ranks of a stage call it together: some optimizers communicate.
 
         Gradients are not arguments: an optimizer holds views of `GradientBucket.owned` from its construction.
 
@@ -49,8 +51,10 @@ class Optimizer(Protocol):
 
 
 def is_matrix(segment: Segment) -> bool:
-    """Whether Muon updates a segment: a trained weight of a layer's projections or experts. AdamW updates all
-    others (embedding, head, norms, biases, routers, adapters)."""
+    """Return whether Muon updates a segment: a trained weight of a layer's projections or experts.
+
+    AdamW updates all others (embedding, head, norms, biases, routers, adapters).
+    """
     return segment.trainable and segment.role in (*PROJECTIONS, *EXPERTS) and len(segment.shape) == 2
 
 
@@ -87,7 +91,7 @@ OPTIMIZERS = {
 
 
 def create(config: Config, state: OptimizerState) -> Optimizer:
-    """Returns the optimizer of a run."""
+    """Return the optimizer of a run."""
     entry = OPTIMIZERS[config.optimizer.name]
     module, _, name = entry.class_path.partition(":")
     sections = [] if entry.section is None else [getattr(config, entry.section)]
@@ -96,8 +100,10 @@ def create(config: Config, state: OptimizerState) -> Optimizer:
 
 
 def kinds_of(config: Config) -> Kinds:
-    """Returns the kinds of state that a run keeps: those of its optimizer, and the average of the weights if
-    `train.ema_decay` is set."""
+    """Return the kinds of state that a run keeps.
+
+    They are the kinds of its optimizer, and the average of the weights if `train.ema_decay` is set.
+    """
     entry, averages = OPTIMIZERS[config.optimizer.name], () if config.train.ema_decay is None else (EMA,)
     return lambda segment: (*entry.kinds(segment), *averages) if segment.trainable else ()
 
@@ -113,8 +119,11 @@ class StateSpan:
 
 
 def state_spans(layout: BucketLayout, start: int, stop: int, kinds: Kinds) -> Iterator[StateSpan]:
-    """Yields the spans of [start, stop) of a bucket, which is split where weight decay or the kinds of state
-    change; padding belongs to the span that precedes it."""
+    """Yield the spans of [start, stop) of a bucket.
+
+    A new span starts where weight decay or the kinds of state change. Padding belongs to the span that
+    precedes it.
+    """
     slots = layout.slots
     starts = [0, *(slot.start for slot in slots[1:])]
     last: StateSpan | None = None
@@ -133,5 +142,5 @@ def state_spans(layout: BucketLayout, start: int, stop: int, kinds: Kinds) -> It
 
 
 def state_elements(layout: BucketLayout, start: int, stop: int, kinds: Kinds) -> int:
-    """Returns the number of elements of all kinds of state of [start, stop) of a bucket."""
+    """Return the number of elements of all kinds of state of [start, stop) of a bucket."""
     return sum(len(span.kinds) * (span.stop - span.start) for span in state_spans(layout, start, stop, kinds))

@@ -14,9 +14,11 @@ from megalite.config.schema import Config
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Returns the learning rate of a 1-based step. Warm-up reaches the peak at step warmup_steps, decay
-    reaches the minimum at the last step. With batches of several sizes (a ramp-up, or another size since a
-    resume) all three are counted in whole batches."""
+    """Return the learning rate of a 1-based step.
+
+    Warm-up reaches the peak at step warmup_steps, decay reaches the minimum at the last step. With batches of
+    several sizes (a ramp-up, or another size since a resume) all three are counted in whole batches.
+    """
     options, train = config.optimizer, config.train
     several_sizes = train.rampup_batch_size is not None or train.finished is not None
     at, steps = (
@@ -42,8 +44,10 @@ def learning_rate(config: Config, step: int) -> float:
 
 
 def batch_scale(config: Config) -> float:
-    """Returns the factor on the learning rate for a global batch size other than `base_batch_size`, for which
-    it was chosen."""
+    """Return the factor on the learning rate for a global batch size.
+
+    The learning rate was chosen for `base_batch_size`.
+    """
     base = config.optimizer.base_batch_size
     if config.optimizer.lr_scaling == "none" or base is None:
         return 1.0

@@ -1,5 +1,6 @@
-"""Optimizer state, sharded: flat tensors over this rank's owned ranges of the buckets, next to the store's
-master weights.
+"""Sharded optimizer state.
+
+It consists of flat tensors over this rank's owned ranges of the buckets, next to the store's master weights.
 
     bucket of a rank   [ q k v o gate up down | norms | padding ]
     owned range                  [ o gate up  | norms ]        this rank's shard; under ZeRO 0 the bucket
@@ -27,7 +28,7 @@ from megalite.parallel.spec import WEIGHT, FlatRectangle, Rectangle
 
 @dataclass(frozen=True, eq=False)
 class BucketSlice:
-    """A span: elements [start, stop) of a bucket of which this rank keeps the same kinds of state.
+    """Elements [start, stop) of a bucket for which this rank keeps the same kinds of state.
 
     Attributes:
         decays: whether weight decay applies to its weights.
@@ -42,7 +43,7 @@ class BucketSlice:
 
     @property
     def owned(self) -> slice:
-        """The indices of its elements in tensors of the owned range, such as `bucket.master`."""
+        """Slice of the span in tensors of the owned range, such as `bucket.master`."""
         return slice(self.start - self.bucket.start, self.stop - self.bucket.start)
 
     @property
@@ -50,7 +51,7 @@ class BucketSlice:
         return self.bucket.master[self.owned]
 
     def range(self, kinds: Sequence[str]) -> StateRange:
-        """Returns the span's tensors for an elementwise optimizer with state of these kinds."""
+        """Return the span's tensors for an elementwise optimizer with state of these kinds."""
         bucket, own = self.bucket, self.owned
         state = [self.state[kind] for kind in kinds]
         return StateRange(
@@ -58,7 +59,7 @@ class BucketSlice:
         )
 
     def rectangle(self, kind: str, flat: FlatRectangle, offset: int) -> Rectangle:
-        """Returns the part of the state of one kind that `flat`, in the stored tensor at `offset` of the
+        """Return the part of the state of one kind that `flat`, in the stored tensor at `offset` of the
         bucket, describes."""
         own = slice(offset + flat.start - self.start, offset + flat.stop - self.start)
         return Rectangle(
@@ -70,7 +71,7 @@ class BucketSlice:
 
 
 class OptimizerState:
-    """The state that one rank keeps of its trainable weights: zero at the start.
+    """Optimizer state of one rank's trainable weights, initially zero.
 
     Args:
         kinds: the kinds of state of a segment (`optimizer.registry.kinds_of`).
@@ -96,37 +97,40 @@ class OptimizerState:
         ]
 
     def spans(self, *kinds: str) -> list[BucketSlice]:
-        """Returns the spans that have state of all these kinds."""
+        """Return the spans that have state of all these kinds."""
         return [span for spans in self._spans.values() for span in spans if span.state.keys() >= set(kinds)]
 
     def span_at(self, bucket: BucketBuffers, element: int) -> BucketSlice:
-        """Returns the span of an owned element of a trainable bucket."""
+        """Return the span of an owned element of a trainable bucket."""
         return next(span for span in self._spans[bucket] if span.start <= element < span.stop)
 
     # ---- a step that is undone
 
     def changing(self) -> list[Tensor]:
-        """Returns all tensors that a step changes: master weights and state."""
+        """Return all tensors that a step changes: master weights and state."""
         return [
             *(bucket.master for bucket in self._spans),
             *(tensor for span in self.spans() for tensor in span.state.values()),
         ]
 
     def copy(self) -> list[Tensor]:
-        """Returns copies of all tensors that a step changes."""
+        """Return copies of all tensors that a step changes."""
         return [tensor.clone() for tensor in self.changing()]
 
     def restore(self, copies: Sequence[Tensor]) -> None:
-        """Undo all steps since `copy`. The weights follow with the next step, or with
-        `ParameterStore.publish`."""
+        """Undo all steps since `copy`.
+
+        The weights follow with the next step, or with `ParameterStore.publish`.
+        """
         for tensor, copy in zip(self.changing(), copies, strict=True):
             tensor.copy_(copy)
 
     # ---- checkpoints
 
     def to_save(self, kinds: Collection[str] | None = None) -> list[Rectangle]:
-        """Returns this rank's part of a checkpoint: over all ranks, each element of weights and state exactly
-        once.
+        """Return this rank's part of a checkpoint.
+
+        Over all ranks, each element of weights and state occurs exactly once.
 
         Args:
             kinds: `WEIGHT`, or kinds of state; None: all.
@@ -139,7 +143,7 @@ class OptimizerState:
         ]
 
     def to_load(self, without: Collection[str] = ()) -> list[Rectangle]:
-        """Returns all tensors on this rank that a checkpoint must fill, tied copies and replicas included.
+        """Return all tensors on this rank that a checkpoint must fill, tied copies and replicas included.
 
         Args:
             without: kinds that the checkpoint does not have.

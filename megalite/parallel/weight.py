@@ -170,9 +170,9 @@ class Weight:
             self._uninitialized = False
         elif left.dtype != grad.dtype and left.is_cuda:
             # the matmul's fp32 accumulators are added to grad without being rounded first
-            from megalite_kernels.weight_grad import add_product
+            from megalite_kernels.weight_grad import add_matmul
 
-            add_product(grad, left, inputs, overwrite=self._uninitialized)
+            add_matmul(grad, left, inputs, overwrite=self._uninitialized)
             self._uninitialized = False
         elif left.dtype != grad.dtype:  # CPU: addmm has no out_dtype
             self._add(left @ inputs)

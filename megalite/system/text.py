@@ -1,4 +1,4 @@
-"""Tables as plain text."""
+"""Tables and shortened lists as plain text."""
 
 from __future__ import annotations
 
@@ -17,3 +17,9 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
         ).rstrip()
 
     return [line(row) for row in rows]
+
+
+def abbreviated(words: Sequence[object], most: int) -> str:
+    """Return the first `most` words, separated by commas, and the number of the others."""
+    shown = ", ".join(map(str, words[:most]))
+    return f"{shown} and {len(words) - most} more" if len(words) > most else shown

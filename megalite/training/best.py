@@ -11,6 +11,7 @@ from math import inf, isfinite
 from typing import TYPE_CHECKING, Any
 
 from megalite.checkpoint import directories, step_name, step_number
+from megalite.config import run_files
 from megalite.config.schema import Config
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def stopped_early(config: Config, loop_state: dict[str, Any]) -> str | None:
 
 def mark_again(trainer: Trainer) -> None:
     """Update the link `checkpoints/best` on rank 0 after a resume or a rollback, or remove it."""
-    checkpoints = trainer.run_dir / "checkpoints"
+    checkpoints = trainer.run_dir / run_files.CHECKPOINTS
     wanted, marked = (
         checkpoints / step_name(trainer.loop_state.get(KEY, {}).get("step", 0)),
         directories.best(checkpoints),
@@ -132,4 +133,4 @@ def mark_again(trainer: Trainer) -> None:
     elif (
         marked is not None and (step_number(marked.name) or 0) > trainer.step_done
     ):  # otherwise its save has failed, and `marked` is the next best
-        (checkpoints / directories.BEST).unlink()
+        (checkpoints / run_files.BEST).unlink()

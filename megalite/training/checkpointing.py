@@ -21,6 +21,7 @@ from megalite.checkpoint import CheckpointError, DamagedError, find
 from megalite.checkpoint.agreement import on_rank_0, raise_on_all_ranks
 from megalite.checkpoint.directories import TIMED, TIMED_KEPT
 from megalite.checkpoint.saver import Save
+from megalite.config import run_files
 from megalite.config.load import to_dict
 from megalite.config.run_length import batches_done
 from megalite.config.schema import Config
@@ -77,7 +78,7 @@ def _has_saved(trainer: Trainer) -> bool:
     """Return whether the newest readable checkpoint has the same options except the layout. Collective."""
     from megalite.training import resume_checks  # not needed for a fresh start
 
-    checkpoints, _ = checkpoint.history(trainer.run_dir / "checkpoints", trainer.mesh)
+    checkpoints, _ = checkpoint.history(trainer.run_dir / run_files.CHECKPOINTS, trainer.mesh)
 
     def look() -> bool:
         for directory in checkpoints:
@@ -99,7 +100,7 @@ def _resume_newest(trainer: Trainer) -> bool:
     Raises:
         DamagedError: all checkpoints are damaged. Starting from step 0 would overwrite them.
     """
-    checkpoints = trainer.run_dir / "checkpoints"
+    checkpoints = trainer.run_dir / run_files.CHECKPOINTS
     directories, warning = checkpoint.history(checkpoints, trainer.mesh)
     problems = [warning] if warning else []
     for directory in directories:
@@ -230,7 +231,7 @@ def begin_save(trainer: Trainer, best: bool = False, timed: bool = False) -> Sav
     """
     trainer.drain()  # an unconfirmed step must not be saved
     trainer.mesh.activity.enter(SAVING)
-    directory = trainer.run_dir / "checkpoints" / checkpoint.step_name(trainer.step_done)
+    directory = trainer.run_dir / run_files.CHECKPOINTS / checkpoint.step_name(trainer.step_done)
     state = {
         "step": trainer.step_done,
         "samples": trainer.samples,

@@ -27,6 +27,7 @@ from pathlib import Path
 from time import localtime, strftime
 from typing import Any
 
+from megalite.config import run_files
 from megalite.system.activity import (
     BETWEEN,
     LOADING,
@@ -38,7 +39,6 @@ from megalite.system.activity import (
     UPDATING,
 )
 
-DIRECTORY = "stalls"
 ALIVE = "answers"
 ORDER = {STARTING: 0, LOADING: 0, BETWEEN: 0, REDUCING: 0, UPDATING: 1, REPORTING: 1, SAVING: 2, READING: 3}
 """Order of the phases between two executions of a plan, which are counted.
@@ -144,7 +144,7 @@ def load(run_dir: Path) -> dict[int, Rank]:
     Records of ranks that have continued are only used if all ranks have.
     """
     records = {}
-    for path in sorted((run_dir / DIRECTORY).glob("rank_*.json")):
+    for path in sorted((run_dir / run_files.STALLS).glob("rank_*.json")):
         with suppress(OSError, ValueError, TypeError, KeyError):
             record = json.loads(path.read_text(encoding="utf-8"))
             records[record["rank"]] = record
@@ -154,7 +154,7 @@ def load(run_dir: Path) -> dict[int, Rank]:
     own = {rank: record for rank, record in records.items() if record["start"] == newest}
     own = {rank: record for rank, record in own.items() if not record.get("past")} or own
     ranks = {
-        rank: _of_record(record, _flights(run_dir / DIRECTORY / f"collectives_{rank:05d}.json"))
+        rank: _of_record(record, _flights(run_dir / run_files.STALLS / f"collectives_{rank:05d}.json"))
         for rank, record in own.items()
     }
     for record in own.values():

@@ -8,11 +8,11 @@ resumed run must be bitwise reproducible. A run that continues the checkpoint of
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from megalite.assembly.plan import specs_of
 from megalite.checkpoint import CheckpointError, find
 from megalite.checkpoint.agreement import on_rank_0
-from megalite.config import migrations
+from megalite.config import migrations, run_files
 from megalite.config.dims import part_length
 from megalite.config.schema import Config, ConfigError
 from megalite.launch import matmul_library
@@ -31,7 +31,6 @@ from megalite.mesh.mesh import Mesh
 from megalite.model.parameters import head_unit
 from megalite.parallel.collectives import all_reduce
 
-FILE = "fp32_matmul.json"
 # how much faster than oneDNN MKL must be: runs of one configuration should not differ because two libraries
 # are about equal
 MARGIN = 1.1
@@ -88,7 +87,7 @@ def choose(config: Config, mesh: Mesh, device: torch.device) -> list[str]:
 
 
 def _measured(config: Config, mesh: Mesh, allowed: tuple[matmul_library.Path, ...]) -> MatmulChoice:
-    seconds = matmul_library.measure(step_products(config, mesh), allowed)
+    seconds = matmul_library.measure(step_matmuls(config, mesh), allowed)
     summed = (
         all_reduce(torch.tensor([seconds[path] for path in allowed], dtype=torch.float64), mesh.world)
         .wait()
@@ -104,7 +103,7 @@ def _measured(config: Config, mesh: Mesh, allowed: tuple[matmul_library.Path, ..
     return MatmulChoice(path, reason, config.train.fp32_matmul, total)
 
 
-def step_products(config: Config, mesh: Mesh) -> list[MatmulShape]:
+def step_matmuls(config: Config, mesh: Mesh) -> list[MatmulShape]:
     """Return this rank's matmuls of one step, in linear layers and attention, forward and backward."""
     train, length, layout = config.train, part_length(config), Layout.of(config)
     keys = length * layout.cp  # of whole rows; ulysses has all queries of fewer heads, which is as much
@@ -128,7 +127,7 @@ def step_products(config: Config, mesh: Mesh) -> list[MatmulShape]:
     for matmul in [*linear, *(attention if count else [])]:
         alike = matmul._replace(times=1)
         counts[alike] = counts.get(alike, 0) + matmul.times
-    return [product._replace(times=count) for product, count in counts.items()]
+    return [matmul._replace(times=count) for matmul, count in counts.items()]
 
 
 def _linear(rows: int, shape: tuple[int, ...], count: int) -> Iterator[MatmulShape]:
@@ -161,7 +160,8 @@ def _recorded(config: Config) -> dict[str, Any] | None:
     if (load := config.checkpoint.load) not in ("auto", "none"):
         with suppress(CheckpointError):  # reported by the trainer
             directories.append(find(Path(load)).resolve().parents[1])
-    for directory, name in product(directories, (FILE, migrations.FILES[FILE])):
+    names = run_files.FP32_MATMUL, migrations.FILES[run_files.FP32_MATMUL]
+    for directory, name in itertools.product(directories, names):
         with suppress(OSError, ValueError):
             record: dict[str, Any] = json.loads((directory / name).read_text(encoding="utf-8"))
             return record if record.keys() >= {"path", "option"} else None
@@ -177,4 +177,4 @@ def _record(directory: Path, choice: MatmulChoice) -> None:
     }
     with suppress(OSError):  # a full disk must not end the run; a later start measures again
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        (directory / run_files.FP32_MATMUL).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -16,6 +16,7 @@ from megalite.config.rampup import steps_for
 from megalite.config.rule import show
 from megalite.config.run_length import resume_steps, with_batches
 from megalite.config.schema import Config, ConfigError
+from megalite.model.parameters import embedding_uses
 
 FREE = ("preset", "from_hf", "init_from", "resize_embeddings", "dropout")
 """Options of model and lora that do not affect the content of a checkpoint."""
@@ -207,10 +208,7 @@ def changed_compression(config: Config, state: dict[str, Any]) -> list[str]:
         options.powersgd_rank is not None and sizes.data > 1
         for options, sizes in zip((before, now), dims, strict=True)
     )
-    tied, experts = (
-        config.model.tie_word_embeddings or config.model.mtp_layers > 0,
-        config.model.num_experts is not None,
-    )
+    tied, experts = embedding_uses(config.model) > 0, config.model.num_experts is not None
     # whether something is summed over tp only with a split sequence
     partial = experts or config.model.position == "learned"
     others = {"ep": experts, "pp": tied, "schedule": tied, "sequence_parallel": partial}

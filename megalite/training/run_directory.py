@@ -16,9 +16,9 @@ import yaml
 
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, find
+from megalite.config import run_files
 from megalite.config.schema import Config, ConfigError
 from megalite.launch.run_lock import RunLock
-from megalite.monitoring.metrics import FILE as METRICS
 from megalite.training.best import stopped_early
 from megalite.training.resume_checks import changed_experiment, continue_steps, is_same_run
 
@@ -74,7 +74,7 @@ def _is_own(config: Config) -> bool:
     """Return whether the run in the directory has the same options, except for the layout."""
     try:
         return is_same_run(
-            config, yaml.safe_load((config.run.directory / "config.yaml").read_text(encoding="utf-8"))
+            config, yaml.safe_load((config.run.directory / run_files.CONFIG).read_text(encoding="utf-8"))
         )
     except (OSError, yaml.YAMLError, ConfigError, TypeError):
         return False
@@ -82,8 +82,8 @@ def _is_own(config: Config) -> bool:
 
 def has_run(directory: Path) -> bool:
     """Return whether a directory contains steps or checkpoints of a run."""
-    metrics = directory / METRICS
-    return any((directory / "checkpoints").glob("step_*")) or (
+    metrics = directory / run_files.METRICS
+    return any((directory / run_files.CHECKPOINTS).glob("step_*")) or (
         metrics.is_file() and metrics.stat().st_size > 0
     )
 
@@ -133,7 +133,7 @@ def _free(directory: Path) -> Path:
 
 
 def _described(directory: Path) -> str:
-    newest = checkpoint.latest(directory / "checkpoints")
+    newest = checkpoint.latest(directory / run_files.CHECKPOINTS)
     return f"newest checkpoint: {newest.name}" if newest else "no checkpoint"
 
 

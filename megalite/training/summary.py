@@ -13,15 +13,14 @@ from typing import Any
 
 import megalite
 from megalite import checkpoint
+from megalite.config import run_files
 from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
 from megalite.launch.exit_status import ExitStatus
-from megalite.monitoring.metrics import FILE as METRICS
 from megalite.monitoring.metrics import MEMBER
 from megalite.monitoring.starts import now
 from megalite.system.messages import write_or_say
 
-FILE = "summary.json"
 TAIL = 1 << 20
 STATES = {
     ExitStatus.DONE: "done",
@@ -95,19 +94,19 @@ class SummaryWriter:
             self._measure(self.summary)
             path.write_text(json.dumps(asdict(self.summary), indent=2) + "\n", encoding="utf-8")
 
-        write_or_say(self._directory / FILE, write)
+        write_or_say(self._directory / run_files.SUMMARY, write)
 
     def _measure(self, summary: RunSummary) -> None:
         """Read the progress of the run from its files."""
         # also lines that a resume has removed since the last time
-        for record in last_records(self._directory / METRICS):
+        for record in last_records(self._directory / run_files.METRICS):
             summary.step = record.get("step", summary.step)
             for name in ("loss", "val_loss", "tokens_seen", "epoch"):
                 setattr(summary, name, record.get(name, getattr(summary, name)))
             summary.epochs |= {
                 key.removeprefix(MEMBER): value for key, value in record.items() if key.startswith(MEMBER)
             }
-        newest = checkpoint.latest(self._directory / "checkpoints")
+        newest = checkpoint.latest(self._directory / run_files.CHECKPOINTS)
         summary.checkpoint = newest.name if newest else None
 
 
@@ -120,7 +119,7 @@ def launcher_failed(config: Config, status: int, reason: str, since: float, job:
         since: start time in seconds since the epoch. Files without a job identifier that are older belong to
             an earlier start. The host of rank 0, which writes the file, may have a different time.
     """
-    path = config.run.directory / FILE
+    path = config.run.directory / run_files.SUMMARY
     try:
         written, content = path.stat().st_mtime, json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, Manifest, find
 from megalite.checkpoint.resized_embeddings import check_rows, rows_of
+from megalite.config import run_files
 from megalite.config.rule import show
 from megalite.config.schema import Config, ConfigError
 from megalite.data.tokenizer.comparison import Tokenized, compare, of_data, one_tokenizer
@@ -104,7 +105,7 @@ def _against_data(config: Config, start: Tokenized) -> list[str]:
 
 def _resumed(config: Config) -> Manifest | None:
     """Return the manifest of the checkpoint that the run will resume, or None if none is readable."""
-    load, own = config.checkpoint.load, config.run.directory / "checkpoints"
+    load, own = config.checkpoint.load, config.run.directory / run_files.CHECKPOINTS
     place = checkpoint.latest(own) if load == "auto" or restarts() else None
     if place is None and load not in ("auto", "none"):
         place = find(Path(load))

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megalite.config import run_files
 from megalite.config.amounts import duration_seconds
 from megalite.config.schema import Config, ConfigError
 from megalite.mesh.mesh import Mesh, MeshAxis
@@ -72,7 +73,7 @@ class Watchdog:
             mesh,
             mesh.activity,
             mesh.rank,
-            run_dir / "stalls",
+            run_dir / run_files.STALLS,
         )
         self.patience = duration_seconds(config.train.watchdog) if config.train.watchdog else None
         self.timeout = duration_seconds(config.run.timeout) or 0

@@ -343,7 +343,7 @@ def test_what_can_not_be_evaluated_ends_with_one_message(
             "--stride",
             9,
         ],
-        "--batch_size: 0 is not a positive integer": ["perplexity", model, *text, "--batch_size", 0],
+        "--batch_size: '0' is not a positive integer": ["perplexity", model, *text, "--batch_size", 0],
         "--tokenizer none.model does not exist": ["perplexity", model, *text, "--tokenizer", "none.model"],
         "--tasks nothing is no task, group or tag of lm-evaluation-harness nor of": [
             "tasks",

@@ -115,7 +115,7 @@ def test_files_that_are_not_read_are_told(theirs: Path, tmp_path: Path):
     assert result["notes"] == [f"not read beside {WHOLE}, as in transformers: {INDEX}"]
 
 
-def test_the_number_of_modules_ahead_is_that_of_the_file_that_is_read(tmp_path: Path):
+def test_the_number_of_mtp_modules_is_that_of_the_file_that_is_read(tmp_path: Path):
     """An index of a model with such modules beside a file without them."""
     theirs = write(CASES["deepseek_v3"]._replace(shard="5GB"), tmp_path / "theirs")
     config = hf_config(theirs) | {"num_nextn_predict_layers": 1}

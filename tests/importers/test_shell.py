@@ -146,6 +146,13 @@ SCRIPTS = {
         'python x.py "${B[@]}" ${#B[@]} "${C[@]}" ${!C[@]}\n'
         'unset "C[$I+1]" B[@] A[0]\npython x.py "${C[@]}" ${#B[@]} "[$A]"'
     ),
+    "local variables": "A=7; C=1; X=outer; declare -A M=([k]=v)\n"
+    'f() { local A=1; local A; python x.py "${A-none}"; local A+=2; unset A; local A; python x.py "${A-none}"; A=3; }\n'
+    "g() { declare A; python x.py ${A-none}; typeset C=4; h; declare C+=5; python x.py $C; local M=(x y); "
+    'local M; python x.py "${M[@]}"; }\n'
+    'h() { python x.py $C; local C; python x.py "${C-none}"; C=9; declare -g G=2; }\n'
+    'k() { local X=$X.in C+=6 "$1=5" "$1"; [ $X ] && local D=1; python x.py $X $C $F $D; }\n'
+    'f; g; k F; python x.py $A $C $X ${M[k]} $G "${F-none}${D-none}"',
     "texts of arrays": 'A=(1 2); A=x\nB=y; B[2]=z\nC=c; unset C[0]\nf() { local A=4 B; echo "${A[@]}" "${B-none}"; }\n'
     'python x.py "${A[@]}" "${B[@]}" "${C-none}" $(f)',
     "a module": "torchrun --nproc_per_node 2 -m pkg.train --a 1",

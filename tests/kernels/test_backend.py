@@ -35,7 +35,7 @@ def test_devices(kernels, interpreted, cpu, gpu, monkeypatch):
 def test_a_run_with_kernels_needs_a_gpu_or_the_interpreter_and_triton(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="train.kernels = triton needs a GPU, or TRITON_INTERPRET=1"):
+    with pytest.raises(ValueError, match="train.kernels=triton requires a GPU, or TRITON_INTERPRET=1"):
         backend.select("triton")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     backend.select("triton")

@@ -37,7 +37,7 @@ def test_every_route_adds_what_was_not_rounded(name, overwrite, monkeypatch):
     grad = before.clone()
     monkeypatch.setattr(weight_grad, "measured", lambda device: device_routes.DeviceRoutes("a", weight_grad=name))
     with OnCpu():
-        weight_grad.add_product(grad, left, right, overwrite)
+        weight_grad.add_matmul(grad, left, right, overwrite)
     expected = left.double() @ right.double() + (0 if overwrite else before.double())
     torch.testing.assert_close(grad.double(), expected, rtol=1e-5, atol=1e-5)
 
@@ -45,7 +45,7 @@ def test_every_route_adds_what_was_not_rounded(name, overwrite, monkeypatch):
 def test_a_device_without_measurements_adds_in_the_product(monkeypatch):
     called = []
     monkeypatch.setitem(weight_grad.ROUTES, "addmm", lambda *args: called.append(args))
-    weight_grad.add_product(torch.zeros(1), torch.zeros(1), torch.zeros(1), False)
+    weight_grad.add_matmul(torch.zeros(1), torch.zeros(1), torch.zeros(1), False)
     assert len(called) == 1
 
 

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from megalite.commands.launch import report_failure
+from megalite.config import run_files
 from megalite.config.load import from_dict
 from megalite.config.schema import Config
 from megalite.launch import crash, output
@@ -65,7 +66,7 @@ def failed(config: Config, rank: int = 0, reason: str = "it broke", since: float
     activity.enter("B2.0")
     activity.wait_for("all_reduce over dp", 3)
     crash.rank_failed(config, rank, reason, activity=activity, since=since, **options)
-    return (config.run.directory / crash.FILE).read_text()
+    return (config.run.directory / run_files.CRASH).read_text()
 
 
 def section(report: str, heading: str) -> str:
@@ -108,7 +109,7 @@ def test_ranks_without_a_launcher_write_one_report_together(tmp_path, monkeypatc
         each.start()
     for each in others:
         each.join()
-    report = (config.run.directory / crash.FILE).read_text()
+    report = (config.run.directory / run_files.CRASH).read_text()
     assert "rank 3 was first" in section(report, "Reason") and "lost" not in section(report, "Reason")
     assert [line[:5] for line in section(report, "Ranks").splitlines() if line[2:3].isdigit()] == [
         f"| {rank} |" for rank in range(6)
@@ -131,7 +132,7 @@ def test_the_first_rank_is_reported_although_many_others_wrote_before(tmp_path):
         *(End(rank, 1, ExitCause.LOST, time.time(), Lost()) for rank in range(crash.MOST_PARTS + 1)),
     ]
     crash.launcher_failed(config, ends, "rank 99 was ended by SIGBUS", since=0.0, logs=tmp_path)
-    report = (config.run.directory / crash.FILE).read_text()
+    report = (config.run.directory / run_files.CRASH).read_text()
     assert (
         "| 99 |" in section(report, "Ranks") and section(report, "Reason").strip("`\n") == "rank 99 was ended by SIGBUS"
     )
@@ -145,11 +146,11 @@ def test_of_several_nodes_the_first_to_fail_gives_the_reason(tmp_path, monkeypat
         ("node0", 13, "it ran out of memory", None),
     ):
         crash.rank_failed(config, rank, reason, activity=Activity(), since=0.0, lost=lost)
-        part = config.run.directory / crash.PARTS / f"rank_{rank:05d}.json"
+        part = config.run.directory / run_files.CRASH_PARTS / f"rank_{rank:05d}.json"
         part.write_text(json.dumps({**json.loads(part.read_text()), "host": host}))
     end = End(12, 1, ExitCause.LOST, time.time(), Lost())
     crash.launcher_failed(config, [end], "rank 12 ended with status 1", since=0.0, logs=tmp_path)
-    report = (config.run.directory / crash.FILE).read_text()
+    report = (config.run.directory / run_files.CRASH).read_text()
     assert section(report, "Reason").strip("`\n").splitlines()[0] == "it ran out of memory"
 
 
@@ -173,7 +174,7 @@ def test_two_launchers_agree_on_the_rank_that_was_killed(order, tmp_path, monkey
     for node in order:
         line = f"{by_cause(nodes[node])[0]}; there is no checkpoint"
         first = crash.launcher_failed(config, nodes[node], line, since=0.0, logs=tmp_path)
-    report = (config.run.directory / crash.FILE).read_text()
+    report = (config.run.directory / run_files.CRASH).read_text()
     assert (first.rank, first.status, first.reason) == (3, -9, "rank 3 was ended by SIGKILL")
     assert section(report, "Reason").strip("`\n").splitlines()[0].startswith("rank 3 was ended by SIGKILL")
     row = next(line for line in report.splitlines() if line.startswith("| 3 |"))
@@ -193,7 +194,7 @@ def test_clocks_of_hosts_do_not_tell_which_rank_failed_first(skew, tmp_path, mon
         crash.rank_failed(
             config, rank, f"rank {rank} broke", activity=Activity(), since=began - 1, job="this job", lost=own
         )
-        part = config.run.directory / crash.PARTS / f"rank_0000{rank}.json"
+        part = config.run.directory / run_files.CRASH_PARTS / f"rank_0000{rank}.json"
         part.write_text(json.dumps(json.loads(part.read_text()) | {"host": "a"}))
     clock = began + skew
     monkeypatch.setattr(crash.time, "time", lambda: clock)
@@ -201,7 +202,7 @@ def test_clocks_of_hosts_do_not_tell_which_rank_failed_first(skew, tmp_path, mon
     report_failure(
         config, [End(3, -9, ExitCause.OWN, clock)], "rank 3 was ended by SIGKILL", since=clock - 1, logs=tmp_path
     )
-    report = (config.run.directory / crash.FILE).read_text()
+    report = (config.run.directory / run_files.CRASH).read_text()
     assert section(report, "Reason").strip("`\n") == "rank 3 was ended by SIGKILL"
     assert [line[:5] for line in section(report, "Ranks").splitlines() if line[2:3].isdigit()] == [
         "| 0 |",
@@ -280,7 +281,7 @@ def test_the_launcher_has_the_last_lines_of_ranks_that_were_killed(tmp_path, cap
 
     def crashed(ends: list[End], reason: str, **known: object) -> None:
         crash.launcher_failed(config, ends, reason, **known)  # type: ignore[arg-type]
-        reports.append((config.run.directory / crash.FILE).read_text())
+        reports.append((config.run.directory / run_files.CRASH).read_text())
 
     assert launch(Launch(2, 1, None, None, 0, 60.0, newest=lambda: None, crashed=crashed), ["-c", RANKS]) == 128 + 11
     report = reports[0]

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from megalite.launch.run_lock import FILE, Holder, InUseError, RunLock, read
+from megalite.config import run_files
+from megalite.launch.run_lock import Holder, InUseError, RunLock, read
 from tests.commands.full_disk import no_room
 
 HOLD = "import sys, time; from megalite.launch.run_lock import RunLock; from pathlib import Path\n"
@@ -41,7 +42,7 @@ def test_a_living_process_of_this_host_is_named_and_a_killed_one_is_replaced_wit
     try:
         with pytest.raises(InUseError, match=rf"in use by process {process.pid} on {os.uname().nodename}.*run\.name"):
             RunLock(tmp_path).acquire()
-        assert read(tmp_path / FILE).pid == process.pid, "a refused job changes nothing"
+        assert read(tmp_path / run_files.LOCK).pid == process.pid, "a refused job changes nothing"
     finally:
         process.kill()  # SIGKILL: the lock stays
         process.wait()
@@ -53,7 +54,7 @@ def test_a_living_process_of_this_host_is_named_and_a_killed_one_is_replaced_wit
 
 
 def test_a_process_that_only_has_the_number_of_the_holder_is_another_one(tmp_path):
-    RunLock(tmp_path, replace(Holder.own(), started=1, token="old"))._create(tmp_path / FILE)
+    RunLock(tmp_path, replace(Holder.own(), started=1, token="old"))._create(tmp_path / run_files.LOCK)
     lock = RunLock(tmp_path)
     assert "has ended" in lock.acquire()
     lock.release()
@@ -62,12 +63,14 @@ def test_a_process_that_only_has_the_number_of_the_holder_is_another_one(tmp_pat
 def test_another_host_is_refused_while_it_renews_and_replaced_once_it_does_not(tmp_path):
     other = RunLock(tmp_path, elsewhere(), **FAST)
     other.acquire()
-    os.utime(tmp_path / FILE, (1, 1))  # its clock, or ours, jumped: it looks old, and is renewed a moment later
+    os.utime(
+        tmp_path / run_files.LOCK, (1, 1)
+    )  # its clock, or ours, jumped: it looks old, and is renewed a moment later
     with pytest.raises(InUseError, match="process 4321 on node-7"):
         RunLock(tmp_path, **FAST).acquire()
     other._over.set()  # it is gone without a trace, for example with its host
     other._thread.join()
-    os.utime(tmp_path / FILE, (1, 1))
+    os.utime(tmp_path / run_files.LOCK, (1, 1))
     lock = RunLock(tmp_path, **FAST)
     assert "has not been renewed" in lock.acquire()
     lock.release()
@@ -86,7 +89,7 @@ def test_the_clock_of_this_host_decides_nothing(tmp_path, monkeypatch, jump):
 
 
 def test_a_restart_of_the_same_job_takes_the_lock_on_any_host_and_another_job_does_not(tmp_path, monkeypatch):
-    RunLock(tmp_path, elsewhere(job="SLURM 17", restart=0))._create(tmp_path / FILE)
+    RunLock(tmp_path, elsewhere(job="SLURM 17", restart=0))._create(tmp_path / run_files.LOCK)
     monkeypatch.setenv("SLURM_JOB_ID", "18")
     with pytest.raises(InUseError, match="job SLURM 17"):
         RunLock(tmp_path).acquire()
@@ -100,7 +103,7 @@ def test_a_restart_of_the_same_job_takes_the_lock_on_any_host_and_another_job_do
 
 
 def test_of_many_that_find_a_stale_lock_one_gets_it(tmp_path):
-    RunLock(tmp_path, replace(Holder.own(), started=1, token="old"))._create(tmp_path / FILE)
+    RunLock(tmp_path, replace(Holder.own(), started=1, token="old"))._create(tmp_path / run_files.LOCK)
     locks, won, lost = [RunLock(tmp_path) for _ in range(8)], [], []
 
     def contend(lock: RunLock) -> None:
@@ -116,29 +119,29 @@ def test_of_many_that_find_a_stale_lock_one_gets_it(tmp_path):
     for thread in threads:
         thread.join()
     assert len(won) == 1 and len(lost) == 7
-    assert read(tmp_path / FILE).token == won[0].holder.token
+    assert read(tmp_path / run_files.LOCK).token == won[0].holder.token
     won[0].release()
 
 
 def test_a_removed_or_stolen_lock_is_told_once_and_a_stolen_one_is_left_alone(tmp_path, capfd):
     lock = RunLock(tmp_path, **FAST)
     lock.acquire()
-    (tmp_path / FILE).unlink()
+    (tmp_path / run_files.LOCK).unlink()
     deadline = time.monotonic() + 30
-    while read(tmp_path / FILE) is None:
+    while read(tmp_path / run_files.LOCK) is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    (tmp_path / FILE).write_text(json.dumps(asdict(elsewhere())))
+    (tmp_path / run_files.LOCK).write_text(json.dumps(asdict(elsewhere())))
     lock.release()
-    assert read(tmp_path / FILE).host == "node-7"
+    assert read(tmp_path / run_files.LOCK).host == "node-7"
     assert capfd.readouterr().err.count("\n") == 1
 
 
 def test_a_damaged_lock_is_judged_by_its_age(tmp_path):
-    (tmp_path / FILE).write_text("{")
+    (tmp_path / run_files.LOCK).write_text("{")
     with pytest.raises(InUseError, match="an unknown host"):
         RunLock(tmp_path, **FAST).acquire()
-    os.utime(tmp_path / FILE, (1, 1))
+    os.utime(tmp_path / run_files.LOCK, (1, 1))
     lock = RunLock(tmp_path, **FAST)
     assert "has not been renewed" in lock.acquire()
     lock.release()

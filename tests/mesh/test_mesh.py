@@ -53,7 +53,7 @@ def test_command_prints_the_groups_of_experts(capsys: pytest.CaptureFixture[str]
     assert groups["ep"] == "[0, 1, 2, 3] [4, 5, 6, 7]" and groups["expert_data"] == "[0, 4] [1, 5] [2, 6] [3, 7]"
     with pytest.raises(SystemExit):
         main(["--dp", "4", "--ep", "3"])
-    assert "--ep = 3 does not divide the 4 ranks of a stage" in capsys.readouterr().err
+    assert "--ep must divide dp * cp * tp (4)" in capsys.readouterr().err
 
 
 # ---- the order of groups: on NCCL each is split off the world's communicator, in which every rank takes part
@@ -119,7 +119,8 @@ def test_all_ranks_make_equally_many_groups_in_one_order(
         }
     )
     dims, options = build.layout(config), build.mesh_options(config)
-    assert (options["tied"] is not None) == tied and options["counts_tokens"] == together
+    two_copies = tied and given.get("pp", 1) > 1 and given["schedule"] != "zb-v"
+    assert (options["tied"] is not None) == two_copies and options["counts_tokens"] == together
     ranks = [made_by(rank, replace(dims), options, monkeypatch) for rank in range(dims.world)]
     assert len({len(groups) for groups in ranks}) == 1, {rank: len(groups) for rank, groups in enumerate(ranks)}
     for number in range(len(ranks[0])):

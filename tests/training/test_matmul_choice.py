@@ -1,4 +1,4 @@
-"""The library of fp32 products: measured once, the same on every rank, kept by a run."""
+"""The library of fp32 matmuls: measured once, the same on every rank, kept by a run."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from megalite.config import run_files
 from megalite.config.load import from_dict
 from megalite.config.schema import Config, ConfigError
 from megalite.launch import matmul_library
 from megalite.mesh.layout import Layout
 from megalite.mesh.mesh import Mesh
-from megalite.training.matmul_choice import FILE, choose, step_products
+from megalite.training.matmul_choice import choose, step_matmuls
 from tests.support import jobs_parts
 
 CPU = torch.device("cpu")
@@ -65,7 +66,7 @@ MKL, ONEDNN, UNTOUCHED = "highest", "medium", "high"
 def test_the_faster_one_is_used_recorded_and_kept(mkl, setting, measured, tmp_path):
     measured |= {"onednn": 1.0, "mkl": mkl}
     assert chosen(config(tmp_path)) == setting
-    assert json.loads((tmp_path / "a" / FILE).read_text())["seconds"] == measured
+    assert json.loads((tmp_path / "a" / run_files.FP32_MATMUL).read_text())["seconds"] == measured
     measured.clear()  # so that measuring again fails
     assert chosen(config(tmp_path)) == setting
     assert chosen(config(tmp_path, checkpoint={"load": "none"})) == setting
@@ -75,7 +76,7 @@ def test_the_file_of_an_earlier_version_is_kept(measured, tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "products.json").write_text('{"path": "mkl", "option": "auto", "reason": "", "seconds": {}}')
     assert chosen(config(tmp_path)) == MKL
-    assert not (tmp_path / "a" / FILE).exists()
+    assert not (tmp_path / "a" / run_files.FP32_MATMUL).exists()
 
 
 def test_a_run_that_continues_anothers_checkpoint_keeps_its_library(measured, tmp_path):
@@ -126,7 +127,7 @@ def test_the_products_of_a_step_are_the_models(tmp_path):
     """FLOPs of a step by hand: 6 per weight of a matrix and token, and per layer, head and row six products of length²
     · width."""
     run_config = config(tmp_path, train={"global_batch_size": 4, "micro_batch_size": 2})
-    matmuls = step_products(run_config, Mesh(Layout.of(run_config)))
+    matmuls = step_matmuls(run_config, Mesh(Layout.of(run_config)))
     weights = 2 * (3 * 16 * 16 + 16 * 16 + 3 * 16 * 24) + 64 * 16
     by_hand = 6 * weights * 4 * 8 + 2 * (6 * 2 * 8 * 8 * 8) * 2 * 4
     assert sum(product.flops * product.times for product in matmuls) == by_hand
@@ -137,7 +138,7 @@ def test_a_part_of_a_row_has_its_products(tmp_path):
     parallel = {"dp": 1, "cp": 4, "context": "ring"}
     run_config = config(tmp_path, train={"global_batch_size": 4, "micro_batch_size": 2}, parallel=parallel)
     run_config.data.sequence_length = 3
-    matmuls = step_products(run_config, Mesh(Layout()))  # every cp rank has the same
+    matmuls = step_matmuls(run_config, Mesh(Layout()))  # every cp rank has the same
     weights = 2 * (3 * 16 * 16 + 16 * 16 + 3 * 16 * 24) + 64 * 16
     assert (
         sum(product.flops * product.times for product in matmuls)

@@ -13,10 +13,10 @@ import pytest
 from megalite.checkpoint import step_name
 from megalite.checkpoint.directories import begin, publish
 from megalite.checkpoint.manifest import encode
+from megalite.config import run_files
 from megalite.config.load import from_dict, to_dict, write_config
 from megalite.config.schema import Config, ConfigError
 from megalite.launch.exit_status import END_FILE, ExitStatus, process_status
-from megalite.launch.run_lock import FILE as LOCK
 from megalite.launch.run_lock import InUseError
 from megalite.training.job import Job, JobEnd
 from megalite.training.job import begin as begin_job
@@ -44,7 +44,7 @@ def content(directory: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(directory)): path.read_bytes()
         for path in directory.rglob("*")
-        if path.is_file() and path.name != LOCK
+        if path.is_file() and path.name != run_files.LOCK
     }
 
 
@@ -60,7 +60,7 @@ def test_a_new_run_over_an_old_one_is_refused_with_a_fresh_name_and_changes_noth
         match=r"a already contains one \(newest checkpoint: step_00000040\).*run\.name=a-3.*run\.overwrite=true",
     ):
         claim(config(tmp_path, checkpoint={"load": load}))
-    assert content(tmp_path) == before and not (run / LOCK).exists()
+    assert content(tmp_path) == before and not (run / run_files.LOCK).exists()
 
 
 def test_overwriting_moves_the_old_run_aside_whole(tmp_path):
@@ -110,7 +110,7 @@ def test_a_complete_run_says_so_and_is_left_alone(tmp_path, steps, decay, messag
     with pytest.raises(JobEnd, match=message) as end:  # on another number of ranks
         begin_job(config(tmp_path, steps, optimizer={"decay": decay}, parallel={"tp": 2}), restarted=False)
     assert end.value.status == ExitStatus.DONE
-    assert content(run) == before and not (run / LOCK).exists(), (
+    assert content(run) == before and not (run / run_files.LOCK).exists(), (
         "config.yaml least of all: nothing has run with these options"
     )
 
@@ -128,7 +128,7 @@ def test_other_options_under_the_name_of_a_complete_run_are_an_error_that_lists_
         ["model.hidden_size", str(saved["model"]["hidden_size"]), "64"],
         ["optimizer.lr", str(saved["optimizer"]["lr"]), "0.01"],
     ]
-    assert content(run) == before and not (run / LOCK).exists()
+    assert content(run) == before and not (run / run_files.LOCK).exists()
 
 
 def test_a_directory_that_can_not_be_made_is_one_message(tmp_path):
@@ -153,7 +153,7 @@ def test_all_ranks_learn_what_rank_0_found(tmp_path):
             begin_job(config(tmp_path), restarted=False, rank=rank, store=second)
         assert end.value.status == ExitStatus.IN_USE
     job.end(ExitStatus.DONE)
-    assert not (tmp_path / "a" / LOCK).exists()
+    assert not (tmp_path / "a" / run_files.LOCK).exists()
 
 
 def test_summary_json_tells_how_the_run_stands(tmp_path):

@@ -16,11 +16,10 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
+from megalite.config import run_files
 from megalite.config.schema import ConfigError, DataConfig
 from megalite.data.tokenizer.comparison import of_data
 from megalite.data.tokenizer.identity import TokenizerIdentity, copy_tokenizer, digest_of, tokenizer_files
-
-NAME = "tokenizer"
 
 
 def keep(data: DataConfig, run: Path) -> None:
@@ -36,7 +35,7 @@ def keep(data: DataConfig, run: Path) -> None:
         ):
             return
         place = Path(identity.name)
-        temporary = run / f".{NAME}.{os.getpid()}"
+        temporary = run / f".{run_files.TOKENIZER}.{os.getpid()}"
         try:
             temporary.mkdir()
             copy_tokenizer(place, temporary)
@@ -62,7 +61,8 @@ def is_there(recorded: TokenizerIdentity) -> bool:
 
 
 def _copy(recorded: TokenizerIdentity, run: Path) -> Path | None:
-    places = (place for directory in sorted(run.glob(f"{NAME}*")) for place in _places(directory))
+    directories = sorted(run.glob(f"{run_files.TOKENIZER}*"))
+    places = (place for directory in directories for place in _places(directory))
     return next((place for place in places if _is_at(recorded, place)), None)
 
 
@@ -81,5 +81,6 @@ def _is_at(recorded: TokenizerIdentity, place: Path) -> bool:
 
 
 def _free(run: Path) -> Path:
-    names = (run / (NAME if number == 1 else f"{NAME}-{number}") for number in count(1))
+    name = run_files.TOKENIZER
+    names = (run / (name if number == 1 else f"{name}-{number}") for number in count(1))
     return next(place for place in names if not place.exists())

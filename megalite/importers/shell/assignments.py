@@ -26,14 +26,19 @@ class Assignments:
         self.script = script
 
     def assign(self, node: Node, state: ShellState, *, associative: bool = False, local: bool = False) -> str:
-        """Run an assignment; return the name. local: the name is a new variable of a function."""
+        """Run an assignment and return the name.
+
+        Args:
+            local: declare the variable local to the running function.
+        """
         expander = self.script.expander(state)
         target, content = node.child_by_field_name("name"), node.child_by_field_name("value")
         assert target is not None
         name_node = target.child_by_field_name("name") if target.type == "subscript" else target
         name = state.named(grammar.text_of(name_node) if name_node is not None else "")
-        before = state.variables.get(name, IndexedArray())
-        appends = any(child.type == "+=" for child in node.children)
+        is_new = local and state.would_hide(name)
+        before = IndexedArray() if is_new else state.variables.get(name, IndexedArray())
+        appends = any(child.type == "+=" for child in node.children) and not is_new
         value: Value
         if content is None or content.type != "array":
             value = expander.text(content)
@@ -44,8 +49,8 @@ class Assignments:
             value = _indexed(content, expander, first)
         if name in state.integers and isinstance(value, str):
             value, appends = expander.arithmetic(f"{name}+({value})" if appends else value, value), False
-        if local:
-            state.variables.pop(name, None)
+        if local:  # after the expansion of the value, which may read the variable that the new one hides
+            state.declare_local(name)
         if target.type == "subscript":
             index = expander.text(target.child_by_field_name("index"))
             self._assign_element(name, index, value if isinstance(value, str) else "", state, appends)
@@ -78,6 +83,8 @@ class Assignments:
         flags = "".join(word[1:] for word in words if word.startswith("-"))
         keyword = node.children[0].type
         exports = keyword == "export" or "x" in flags
+        # -g declares a global variable; -p, -f and -F only print
+        local = keyword in ("local", "declare", "typeset") and not {*"gpfF"} & {*flags}
         for child in node.named_children:
             if child.type == "variable_assignment":
                 name = grammar.text_of(child).partition("=")[0]
@@ -86,11 +93,11 @@ class Assignments:
                     continue
                 if "i" in flags:
                     state.integers |= {name}
-                name = self.assign(child, state, associative="A" in flags, local=keyword == "local")
+                name = self.assign(child, state, associative="A" in flags, local=local)
             elif grammar.text_of(child).startswith("-") or child.type == "comment":
                 continue
             else:
-                name = _declare_name(expander.text(child), flags, keyword, exports, state)
+                name = _declare_name(expander.text(child), flags, local, exports, state)
             if exports and name:
                 state.exported.add(name)
         return True
@@ -169,15 +176,15 @@ def _indexed(node: Node, expander: Expander, first: int) -> IndexedArray:
     return IndexedArray(dict(sorted(elements.items())))
 
 
-def _declare_name(text: str, flags: str, keyword: str, exports: bool, state: ShellState) -> str:
-    """A name without a value, or a word that expands to NAME=VALUE; return the name."""
+def _declare_name(text: str, flags: str, local: bool, exports: bool, state: ShellState) -> str:
+    """Declare a name without a value, or a word that expands to NAME=VALUE, and return the name."""
     name, equals, value = text.partition("=")
     if "n" in flags:
         state.references[name] = value
         return ""
     state.integers |= {name} if "i" in flags else set()
-    if keyword == "local":
-        state.variables.pop(name, None)
+    if local:
+        state.declare_local(name)
     if equals:
         state.assign(name, value)
     elif name not in state.variables and not exports:

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megalite.importers.shell import grammar
 from megalite.importers.shell.arrays import IndexedArray
 from megalite.importers.shell.conditions import Condition, Token
 from megalite.importers.shell.programs import PROGRAMS, formatted
@@ -129,21 +128,19 @@ class Commands:
         return True if name in SUCCEEDING or output is not None else None
 
     def _call(self, name: str, arguments: list[str], state: ShellState) -> Status:
-        """A function: its local variables are those of the caller afterwards."""
+        """Call a function, and give the variables that it has declared local their values before the call."""
         body = self.script.functions[name]
         before, outer = state.arguments, state.fork()
-        state.arguments = arguments
+        state.arguments, state.local_names = arguments, set()
         with self.script.nested():
             status = self.script.run(body, state)
         state.arguments = before
-        for local in re.findall(
-            r"\b(?:local|declare|typeset)\s+(?!-\w*g)(?:-\w+\s+)*([^;\n]*)", grammar.text_of(body)
-        ):
-            for variable in re.findall(r"(?:^|\s)([A-Za-z_]\w*)(?==|\s|$)", local):
-                if variable in outer.variables:
-                    state.variables[variable] = outer.variables[variable]
-                else:
-                    state.variables.pop(variable, None)
+        for variable in state.local_names:
+            if variable in outer.variables:
+                state.variables[variable] = outer.variables[variable]
+            else:
+                state.variables.pop(variable, None)
+        state.local_names = outer.local_names
         state.references, state.integers = outer.references, outer.integers
         if state.ended == "return":
             state.ended = ""

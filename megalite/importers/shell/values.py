@@ -82,6 +82,7 @@ class ShellState:
         withheld: variables that the parent process has and does not export.
         references: names that stand for other variables.
         integers: variables whose assigned values are evaluated as arithmetic.
+        local_names: variables that the running function has declared local; None outside of functions.
         arguments: the positional parameters; None: the script's own, which are not known.
         ended: exit, return, break or continue (with a number of loops), once one of them is reached.
         failed: whether the last command is known to have failed.
@@ -92,6 +93,7 @@ class ShellState:
     withheld: frozenset[str] = frozenset()
     references: dict[str, str] = field(default_factory=dict)
     integers: frozenset[str] = frozenset()
+    local_names: set[str] | None = None
     arguments: list[str] | None = None
     program: str = ""
     export_all: bool = False
@@ -102,7 +104,8 @@ class ShellState:
         variables = {
             name: value.copy() if isinstance(value, dict) else value for name, value in self.variables.items()
         }
-        copied = (self.withheld, {**self.references}, self.integers)
+        local_names = None if self.local_names is None else {*self.local_names}
+        copied = (self.withheld, {**self.references}, self.integers, local_names)
         return ShellState(
             variables,
             {*self.exported},
@@ -131,12 +134,26 @@ class ShellState:
             other.ended,
         )
         self.references, self.integers, self.failed = other.references, other.integers, other.failed
+        self.local_names = other.local_names
 
     def named(self, name: str) -> str:
         """The variable that a name stands for."""
         for _ in self.references:
             name = self.references.get(name, name)
         return name
+
+    def would_hide(self, name: str) -> bool:
+        """Return whether declaring a variable local creates a new one: only the first time in a function."""
+        return self.local_names is not None and name not in self.local_names
+
+    def declare_local(self, name: str) -> None:
+        """Make a variable local to the running function.
+
+        A repeated declaration keeps the value. Outside of functions this does nothing.
+        """
+        if self.local_names is not None and self.would_hide(name):
+            self.local_names.add(name)
+            self.variables.pop(name, None)
 
     @property
     def separators(self) -> str:
@@ -192,6 +209,8 @@ def joined(before: ShellState, ends: list[ShellState], unknowns: Unknowns, why: 
     result = going[0].fork()
     result.ended = going[0].ended if len({end.ended for end in going}) == 1 else ""
     result.exported = set.union(*(end.exported for end in going))
+    if result.local_names is not None:
+        result.local_names = set().union(*(end.local_names or () for end in going))
     if any(end.arguments != result.arguments for end in going):
         result.arguments = None
     for name in {name: None for end in going for name in end.variables}:

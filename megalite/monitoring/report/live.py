@@ -23,8 +23,9 @@ from threading import Lock
 from time import monotonic, strftime, time
 from typing import Any
 
+from megalite.config import run_files
 from megalite.monitoring.report.page import content, document, script
-from megalite.monitoring.report.run import FILES, METRICS, RecordedRun, ReportError, read
+from megalite.monitoring.report.run import FILES, RecordedRun, ReportError, read
 from megalite.system.progress import duration
 
 HOSTS = ("127.0.0.1", "localhost")
@@ -142,7 +143,7 @@ class LivePage:
     def _silent(self) -> float:
         """Return the seconds since the last line of metrics, or 0 without any."""
         try:
-            return max(time() - (self.directory / METRICS).stat().st_mtime, 0.0)
+            return max(time() - (self.directory / run_files.METRICS).stat().st_mtime, 0.0)
         except OSError:
             return 0.0
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from megalite.config import run_files
 from megalite.config.load import flatten, from_dict, to_dict
 from megalite.config.schema import Config, ConfigError
 from megalite.config.values import nest
@@ -25,13 +26,15 @@ from megalite.monitoring.report.segments import RunSegment, segments
 from megalite.parallel.pipeline.schedule import ScheduleError
 from megalite.planner.report.drawing import measured
 
-METRICS, ENVIRONMENT, PREDICTION, SUMMARY = (
-    "metrics.jsonl",
-    "environment.json",
-    "prediction.json",
-    "summary.json",
+FILES = (
+    run_files.CONFIG,
+    run_files.METRICS,
+    run_files.STARTS,
+    run_files.ENVIRONMENT,
+    run_files.PREDICTION,
+    run_files.SUMMARY,
+    run_files.TIMELINE,
 )
-FILES = ("config.yaml", METRICS, starts.FILE, ENVIRONMENT, PREDICTION, SUMMARY, measured.TIMELINE)
 """Files from which a report is created."""
 PHASES = "time_"  # prefix of the keys of a step's phases in metrics.jsonl
 
@@ -133,7 +136,7 @@ def read_all(directories: Sequence[Path]) -> list[RecordedRun]:
 def read(directory: Path) -> RecordedRun:
     """Read a run directory. Raises ReportError if it is not one."""
     try:
-        options = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8")) or {}
+        options = yaml.safe_load((directory / run_files.CONFIG).read_text(encoding="utf-8")) or {}
         options = nest(flatten(options, "in the configuration"))
         config = from_dict(options)
     except OSError as error:
@@ -141,10 +144,10 @@ def read(directory: Path) -> RecordedRun:
             f"Could not read {directory}/config.yaml: {error.strerror}. Pass a run directory."
         ) from None
     except (ConfigError, yaml.YAMLError) as error:
-        raise ReportError(f"{directory / 'config.yaml'}: {error}") from None
-    lines = _lines(directory / METRICS)
+        raise ReportError(f"{directory / run_files.CONFIG}: {error}") from None
+    lines = _lines(directory / run_files.METRICS)
     try:
-        recorded = measured.read(directory) if (directory / measured.TIMELINE).exists() else None
+        recorded = measured.read(directory) if (directory / run_files.TIMELINE).exists() else None
     except ScheduleError as error:
         raise ReportError(str(error)) from None
     steps, validations = (
@@ -152,7 +155,7 @@ def read(directory: Path) -> RecordedRun:
         [line for line in lines if "val_loss" in line],
     )
     environment, prediction, summary = (
-        _object(directory / name) for name in (ENVIRONMENT, PREDICTION, SUMMARY)
+        _object(directory / name) for name in (run_files.ENVIRONMENT, run_files.PREDICTION, run_files.SUMMARY)
     )
     begun = [replace(start, options=_whole(start.options)) for start in starts.read(directory)]
     if not begun:  # a run of an earlier version, of which only the last start is known

@@ -1,3 +1,5 @@
-"""Muon: the optimizer (muon.py), which rank orthogonalizes which matrix (ownership.py, without torch), one
-rank's side of the exchange (exchange.py), and the orthogonalization itself (newton_schulz.py).
+"""The Muon optimizer.
+
+muon.py is the optimizer, ownership.py (without torch) decides which rank orthogonalizes which matrix,
+exchange.py is one rank's side of the exchange, and newton_schulz.py orthogonalizes a matrix.
 """

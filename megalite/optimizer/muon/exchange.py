@@ -1,5 +1,8 @@
-"""One rank's side of a round, in which pieces of matrices travel to their owners, and results back: one
-all-to-all over the stage in each direction."""
+"""One rank's side of a round of the exchange.
+
+Pieces of matrices are sent to their owners, and results back, with one all-to-all over the stage in each
+direction.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from megalite.parallel.collectives import Pending
 
 
 class _Transfer:
-    """An all-to-all in flight.
+    """All-to-all in flight.
 
     Args:
         pending: None: nothing is received.
@@ -26,12 +29,14 @@ class _Transfer:
         self._pending, self._lengths = pending, lengths
 
     def wait(self) -> Sequence[Tensor]:
-        """Returns the received pieces, flat."""
+        """Return the received pieces, flat."""
         return () if self._pending is None else self._pending.wait().split(self._lengths)
 
 
 class Round:
-    """Up to one matrix for each owner. Gather and scatter are each started, then finished once.
+    """Round of the exchange, with at most one matrix for each owner.
+
+    Gather and scatter are each started and then finished once.
 
     Args:
         axis: the ranks of the stage; None if there is only this one.
@@ -78,8 +83,10 @@ class Round:
         self._gather = transfer, own
 
     def finish_gather(self) -> Tensor | None:
-        """Wait for the pieces of the own matrix. Returns it as a new tensor; None: this rank owns no
-        matrix."""
+        """Wait for the pieces of this rank's matrix, and return it as a new tensor.
+
+        Returns None if this rank owns no matrix.
+        """
         assert self._gather is not None, "start_gather comes first"
         (transfer, own_values), self._gather = self._gather, None
         received = transfer.wait()
@@ -106,7 +113,7 @@ class Round:
         self._scatter = transfer, flat
 
     def finish_scatter(self) -> list[Tensor]:
-        """Wait for the results. Returns the results of `pieces`, flat."""
+        """Wait for the results, and return them flat, in the order of `pieces`."""
         assert self._scatter is not None, "start_scatter comes first"
         (transfer, flat), self._scatter = self._scatter, None
         received = iter(transfer.wait())
@@ -134,17 +141,17 @@ class Round:
 def _pieces_of(
     rank: int, matrices: Sequence[tuple[OwnedMatrix, Sequence[MatrixPiece]]]
 ) -> list[tuple[OwnedMatrix, MatrixPiece]]:
-    """Returns the pieces on a rank, with their matrices."""
+    """Return the pieces on a rank, with their matrices."""
     return [(matrix, piece) for matrix, pieces in matrices for piece in pieces if piece.rank == rank]
 
 
 def _values_of(matrix: OwnedMatrix, flat: Sequence[Tensor], piece: MatrixPiece) -> Tensor:
-    """Returns the values of a piece, a view of the matrix's flat parts."""
+    """Return the values of a piece, a view of the matrix's flat parts."""
     return flat[piece.part][piece.start - matrix.start : piece.stop - matrix.start]
 
 
 def _whole(matrix: OwnedMatrix, flat: Tensor) -> Tensor:
-    """The matrix, [A, B], from its parts, each flat: [parts, elements]."""
+    """Return the matrix, [A, B], from its parts, each flat: [parts, elements]."""
     if len(matrix.parts) == 1 or matrix.segment.split == 0:
         return flat.view(matrix.segment.shape)
     parts = [values.view(part.shape) for values, part in zip(flat, matrix.parts, strict=True)]
@@ -152,5 +159,5 @@ def _whole(matrix: OwnedMatrix, flat: Tensor) -> Tensor:
 
 
 def _flat_parts(matrix: OwnedMatrix, whole: Tensor) -> list[Tensor]:
-    """The inverse of `_whole`."""
+    """Return the inverse of `_whole`."""
     return [part.reshape(-1) for part in whole.chunk(len(matrix.parts), dim=matrix.segment.split or 0)]

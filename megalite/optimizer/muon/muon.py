@@ -1,5 +1,6 @@
-"""Muon (Jordan et al. 2024) for the matrices of the layers, AdamW for all other tensors, over the owned
-ranges of flat buckets.
+"""Muon (Jordan et al. 2024) for the matrices of layers, and AdamW for all other tensors.
+
+Both update the owned ranges of flat buckets.
 
     m ← lerp(m, g, 1 − momentum)        u ← lerp(g, m, momentum) with nesterov, else m
     p ← p · (1 − lr · weight_decay) − lr · adjust · orthogonalized(u)
@@ -65,7 +66,7 @@ class Muon:
         like = torch.empty(0, dtype=self._dtype, device=store.device)
         if mesh.stage is None and mesh.dims.stage_ranks > 1:
             raise ValueError(
-                "Muon exchanges parts of matrices over a stage: create the mesh with stage_axis=True"
+                "Muon requires a mesh with an axis over the ranks of a stage. Create it with stage_axis=True."
             )
         rounds = matrix_rounds([bucket.layout for bucket in store.buckets], mesh.dims)
         self._rounds = [Round(matrices, mesh.stage, like) for matrices in rounds]
@@ -86,8 +87,10 @@ class Muon:
 
     @torch.no_grad()
     def step(self, step: int, lr: float, divisor: Tensor | None) -> None:
-        """As in `registry.Optimizer`; collective over the ranks of a stage. The learning rate of matrices has
-        the same ratio to its peak as `lr`."""
+        """As in `registry.Optimizer`; collective over the ranks of a stage.
+
+        The learning rate of matrices has the same ratio to its peak as `lr`.
+        """
         self._adamw.step(step, lr, divisor)
         rate, scale = self.muon.lr * (lr / self.options.lr), None
         if divisor is not None:
@@ -103,8 +106,10 @@ class Muon:
             self._finish(len(self._rounds) - 1, rate, scale)
 
     def _start(self, number: int, scale: Tensor | None) -> None:
-        """Update the moments of this rank's pieces of a round, and start sending u, in the dtype of the
-        iterations, to the owners. Does nothing after the last round."""
+        """Update the moments of this rank's pieces of a round, and start sending u to the owners.
+
+        u is sent in the dtype of the iterations. Does nothing after the last round.
+        """
         if number == len(self._rounds):
             return
         momentum, directions = self.muon.momentum, []

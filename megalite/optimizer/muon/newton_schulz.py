@@ -1,5 +1,6 @@
-"""Orthogonalization of a matrix by Newton-Schulz iterations (Jordan et al. 2024, "Muon: An optimizer for
-hidden layers").
+"""Orthogonalization of a matrix by Newton-Schulz iterations.
+
+See Jordan et al. 2024, "Muon: An optimizer for hidden layers".
 
 With the singular value decomposition U S V' of a matrix, the result is close to U V': each iteration applies
 the polynomial a x + b x³ + c x⁵ to the singular values, which after a few iterations lie between 0.7 and 1.2.
@@ -18,8 +19,9 @@ EPS = 1e-7
 
 
 def orthogonalized(matrix: Tensor, steps: int) -> Tensor:
-    """Returns the orthogonalized matrix, [A, B]. The iterations run in the dtype of the argument, which is
-    overwritten.
+    """Return the orthogonalized matrix, [A, B].
+
+    The iterations run in the dtype of the argument, which is overwritten.
 
     torch.optim.Muon is not called: importing torch.optim imports torch._dynamo, and it always runs in bf16.
     """
@@ -34,6 +36,6 @@ def orthogonalized(matrix: Tensor, steps: int) -> Tensor:
 
 
 def lr_factor(shape: tuple[int, ...], adjust_lr: str) -> float:
-    """The factor of `muon.adjust_lr` on the learning rate of a whole matrix of a shape."""
+    """Return the factor of `muon.adjust_lr` on the learning rate of a whole matrix of a shape."""
     rows, columns = shape
     return sqrt(max(1, rows / columns)) if adjust_lr == "original" else 0.2 * sqrt(max(rows, columns))

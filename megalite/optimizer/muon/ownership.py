@@ -1,5 +1,4 @@
-"""Which rank orthogonalizes which matrix, and which parts of it travel to and from this rank: a pure function
-of the buckets.
+"""The owner of each matrix, and the parts of it that are exchanged: a pure function of the buckets.
 
     rank 0   rank 1   rank 2   rank 3        the shards of a bucket; q spans two of them, k one, down three
     [ q          |  k ][ down         ...
@@ -31,7 +30,10 @@ from megalite.parallel.spec import LocalPart, Segment
 
 
 class MatrixPiece(NamedTuple):
-    """Elements [start, stop) of the bucket, of one part of a matrix, on one rank (its index in the stage)."""
+    """Piece of a matrix: elements [start, stop) of the bucket on one rank.
+
+    `part` is an index among the parts of the matrix, and `rank` the rank's index in the stage.
+    """
 
     rank: int
     part: int
@@ -63,13 +65,15 @@ class OwnedMatrix:
 
     @property
     def travels(self) -> bool:
-        """Whether any other rank takes part."""
+        """Whether other ranks take part."""
         return any(piece.rank != self.owner for piece in (*self.gathered, *self.scattered))
 
 
 class _Peer(NamedTuple):
-    """A rank of the stage: its tp coordinate, the shard of each bucket that it keeps, and the share of it
-    that only it counts."""
+    """A rank of the stage.
+
+    It has a tp coordinate, the shard of each bucket that it keeps, and the share of it that only it counts.
+    """
 
     tp: int
     shard: int
@@ -77,8 +81,10 @@ class _Peer(NamedTuple):
 
 
 class _MatrixRange(NamedTuple):
-    """A matrix, and elements [start, stop) of a bucket, where every rank of a group has a part of it: all
-    ranks of the stage, or those that hold the same experts."""
+    """A matrix, and the elements [start, stop) of a bucket in which every rank of a group has a part of it.
+
+    The group is all ranks of the stage, or the ranks that hold the same experts.
+    """
 
     segment: Segment
     bucket: int
@@ -87,18 +93,18 @@ class _MatrixRange(NamedTuple):
     group: _Group
 
     def overlap(self, other: tuple[int, int]) -> tuple[int, int]:
-        """The start and stop of the elements in another range, too."""
+        """Return the start and stop of the intersection with another range."""
         return max(self.start, other[0]), min(self.stop, other[1])
 
 
 def cost(segment: Segment) -> float:
-    """Multiply-adds of one Newton-Schulz iteration."""
+    """Return the number of multiply-adds of one Newton-Schulz iteration."""
     short, long = sorted(segment.shape)
     return 2 * short * short * long + short**3
 
 
 def matrix_rounds(layouts: Sequence[BucketLayout], layout: Layout) -> list[list[OwnedMatrix]]:
-    """Returns the matrices of a pipeline rank, in rounds of at most one for each owner.
+    """Return the matrices of a pipeline rank, in rounds of at most one for each owner.
 
     Args:
         layouts: its buckets.
@@ -160,7 +166,7 @@ class _StageOwners:
         return _Peer(position["tp"], shard, shard * self.layout.replicate + replica)
 
     def _expert_group(self, index: int) -> _Group:
-        """The ranks at one index of the expert axis."""
+        """Return the ranks at one index of the expert axis."""
         layout, peers = self.layout, {}
         shards, shares = min(layout.expert_shard, layout.expert_data), layout.expert_data
         for place, rank in enumerate(range(index, layout.stage_ranks, layout.ep)):
@@ -169,7 +175,7 @@ class _StageOwners:
         return _Group(peers, shards, shares)
 
     def matrices(self) -> Iterator[_MatrixRange]:
-        """Yields every matrix, in the order of the buckets."""
+        """Yield every matrix, in the order of the buckets."""
         at = Coordinates({**self.layout.coordinates(0).axes, "expert": AxisPlace(0, self.layout.ep)})
         for number, bucket in enumerate(self.layouts):
             for slot in bucket.slots:
@@ -185,8 +191,10 @@ class _StageOwners:
     def _expert_matrices(
         self, segment: Segment, bucket: int, start: int, stop: int
     ) -> Iterator[_MatrixRange]:
-        """Yields the matrices of all experts of a stored tensor, of which each rank has some at [start, stop)
-        of its bucket."""
+        """Yield the matrices of all experts of a stored tensor.
+
+        Each rank has some of them at [start, stop) of its bucket.
+        """
         rows, inputs = segment.shape
         shape = (rows // (segment.experts * segment.fused), inputs)
         size = shape[0] * inputs
@@ -197,14 +205,14 @@ class _StageOwners:
                 yield _MatrixRange(matrix, bucket, place, place + size, group)
 
     def parts(self, segment: Segment) -> tuple[tuple[LocalPart, ...], list[int]]:
-        """Returns the different parts of a matrix, and for each tp coordinate the index of its part."""
+        """Return the different parts of a matrix, and for each tp coordinate the index of its part."""
         # tp is innermost
         held = [segment.local(self.layout.coordinates(rank)) for rank in range(self.layout.tp)]
         parts = tuple(dict.fromkeys(held))
         return parts, [parts.index(part) for part in held]
 
     def kept_pieces(self, matrix: _MatrixRange, part_of: Sequence[int]) -> Iterator[MatrixPiece]:
-        """Yields the piece of each rank that keeps state of the matrix."""
+        """Yield the piece of each rank that keeps state of the matrix."""
         group = matrix.group
         for rank in self._touching(matrix, group.shards, group.of_shard):
             peer = group.peers[rank]
@@ -212,8 +220,7 @@ class _StageOwners:
             yield MatrixPiece(rank, part_of[peer.tp], start, stop)
 
     def _touching(self, matrix: _MatrixRange, count: int, ranks: Mapping[int, Sequence[int]]) -> list[int]:
-        """Returns the ranks whose part of the bucket, one of `count` equal parts, has elements of a
-        matrix."""
+        """Return the ranks whose part of the bucket, one of `count` equal parts, has elements of a matrix."""
         length = self.layouts[matrix.bucket].size // count
         first, last = matrix.start // length, (matrix.stop - 1) // length
         return sorted(rank for part in range(first, last + 1) for rank in ranks[part])
@@ -221,8 +228,10 @@ class _StageOwners:
     def missing_pieces(
         self, matrix: _MatrixRange, own: MatrixPiece, part_of: Sequence[int]
     ) -> Iterator[MatrixPiece]:
-        """Yields the pieces that the owner, which has `own`, needs from the ranks that count these
-        elements."""
+        """Yield the pieces that the owner receives from the ranks that count their elements.
+
+        The owner itself has `own`.
+        """
         counts = [matrix.segment.is_owner(self.layout.coordinates(tp)) for tp in range(self.layout.tp)]
         group = matrix.group
         for rank in self._touching(matrix, group.shares, group.of_share):

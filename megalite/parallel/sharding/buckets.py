@@ -63,6 +63,16 @@ class BucketLayout:
         return self.slots[0].spec.domain
 
     @property
+    def tied(self) -> bool:
+        """Whether the bucket is a tied tensor, which is alone in its bucket."""
+        return self.slots[0].spec.tied
+
+    @property
+    def both_ends(self) -> bool:
+        """Whether the first and the last stage share the bucket's tensor on this rank."""
+        return any(slot.spec.both_ends for slot in self.slots)
+
+    @property
     def gaps(self) -> list[tuple[int, int]]:
         """Return ranges of padding, between tensors and at the end."""
         starts, stops = (
@@ -89,7 +99,7 @@ def buckets_of_units(layouts: Sequence[BucketLayout]) -> dict[int, tuple[int, ..
     last = max(chain.from_iterable(layout.units for layout in layouts))
     numbers: dict[int, tuple[int, ...]] = {}
     for number, layout in enumerate(layouts):
-        shared = {last} if any(slot.spec.both_ends for slot in layout.slots) else set()
+        shared = {last} if layout.both_ends else set()
         for unit in layout.units | shared:
             numbers[unit] = (*numbers.get(unit, ()), number)
     return numbers

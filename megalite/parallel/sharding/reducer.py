@@ -175,7 +175,7 @@ class GradientReducer:
         _sum_together(self._replicated, self.mesh.kv_replica)
         if self.mesh.tied_pair is not None:
             for bucket in self.buckets:
-                if bucket.layout.slots[0].spec.tied:
+                if bucket.layout.tied:
                     all_reduce(bucket.owned, self.mesh.tied_pair, bucket.owned).wait()
 
     def confirm(self, applied: bool) -> None:

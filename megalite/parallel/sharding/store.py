@@ -200,7 +200,7 @@ class ParameterStore:
         return GradientBucket.allocate(layout, domain, zero, dtype, self.device, self.reducer)
 
     def _separates(self, layout: BucketLayout) -> bool:
-        return self.options.separate_embedding_grad and any(slot.spec.both_ends for slot in layout.slots)
+        return self.options.separate_embedding_grad and layout.both_ends
 
     # ---- the values of weights
 

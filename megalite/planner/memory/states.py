@@ -83,7 +83,7 @@ class Sharing:
 
     def gradients_sharded(self, bucket: BucketLayout, deterministic: bool) -> bool:
         """Whether only this rank's shard of a bucket's gradients is kept (ZeRO-2 and 3)."""
-        return self.zero >= 2 and self.shard > 1 and not (deterministic and shared_by_both_ends(bucket))
+        return self.zero >= 2 and self.shard > 1 and not (deterministic and bucket.both_ends)
 
 
 def _state(config: Config, bucket: BucketLayout, shard: int) -> int:
@@ -125,11 +125,6 @@ def checkpoint_bytes(config: Config) -> int:
         else math.prod(each.shape) * widths.compute
         for each in segments
     )
-
-
-def shared_by_both_ends(bucket: BucketLayout) -> bool:
-    """Whether the first and the last stage share the bucket's tensor on this rank."""
-    return any(slot.spec.both_ends for slot in bucket.slots)
 
 
 @dataclass(frozen=True)
@@ -226,7 +221,7 @@ def _gradients(config: Config, bucket: BucketLayout) -> int:
         return 0
     if sharing.gradients_sharded(bucket, deterministic):
         return sharing.kept(bucket)
-    return bucket.size * (2 if deterministic and shared_by_both_ends(bucket) else 1)
+    return bucket.size * (2 if deterministic and bucket.both_ends else 1)
 
 
 def matrices(config: Config, bucket: BucketLayout) -> list[tuple[int, int]]:

@@ -19,7 +19,7 @@ from megalite.config.sections.muon import MuonConfig
 from megalite.model.cost import layer_costs, per_token
 from megalite.model.cost.records import Share
 from megalite.model.cost.units import Units
-from megalite.model.parameters import layer_count
+from megalite.model.parameters import embedding_pair, layer_count
 from megalite.optimizer.registry import ADAMW
 from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.orders import RECIPES
@@ -488,9 +488,8 @@ class Stepper:
     def _tied(self, choice: LayoutChoice) -> float:
         """The all-reduce of the gradients of an embedding that the last stage uses too, if its copies are on
         two pipeline ranks."""
-        own = placement(choice.schedule, choice.pp, choice.asked_stages)
-        model = self.job.model
-        if not (model.tie_word_embeddings or model.mtp_layers) or own[0] == own[-1]:
+        stages = placement(choice.schedule, choice.pp, choice.asked_stages)
+        if embedding_pair(self.job.model, stages) is None:
             return 0.0
         head = self._parameters(choice.tp, choice.ep, (), head=True)
         table = head.trained / (choice.dims.shard if choice.zero else 1)

@@ -17,7 +17,7 @@ from megalite.mesh.layout import Coordinates
 from megalite.model.cost.mtp import modules
 from megalite.model.cost.recomputed import repeated
 from megalite.model.cost.records import AttentionCost, Elementwise, EmbeddingLookup, Matmul, UnitCost
-from megalite.model.parameters import head_unit, kv_replicas, layers_in
+from megalite.model.parameters import embedding_pair, head_unit, kv_replicas, layers_in
 from megalite.parallel.pipeline.schedule import ActionKind, Schedule
 from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.spec import Segment
@@ -187,7 +187,7 @@ def _spared(config: Config, bucket: BucketLayout) -> int:
 def _tied(config: Config, schedule: Schedule, buckets: Sequence[BucketLayout]) -> float:
     """Bytes of the all-reduce of a tied embedding's gradient, if its copies are on two pipeline ranks."""
     sharing, width = Sharing.of(config), Widths.of(config).gradient
-    if schedule.placement[0] == schedule.placement[-1]:
+    if embedding_pair(config.model, schedule.placement) is None:
         return 0.0
-    tied = [bucket for bucket in buckets if bucket.trainable and bucket.slots[0].spec.tied]
+    tied = [bucket for bucket in buckets if bucket.trainable and bucket.tied]
     return sum(2 * ring(sharing.kept(bucket) * width, 2) for bucket in tied)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megalite.config import run_files
 from megalite.parallel.pipeline.bubble import BUBBLES, BubblePlan, compare
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
@@ -15,7 +16,6 @@ from megalite.parallel.pipeline.simulator import simulate
 from megalite.planner.report.drawing.tables import percent
 from megalite.system.text import aligned
 
-TIMELINE = Path("traces", "timeline.json")
 LONGEST = 1e9  # seconds
 PASSES = ("forward", "input_backward", "weight_backward")
 
@@ -63,7 +63,7 @@ def read(run: Path) -> MeasuredRun:
     Raises:
         ScheduleError: the file is missing or broken, or contradicts itself.
     """
-    path = run / TIMELINE
+    path = run / run_files.TIMELINE
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict):
@@ -99,7 +99,7 @@ def _planned_for(run: Path) -> Costs | None:
     them into the timeline."""
     import yaml
 
-    path = run / "config.yaml"
+    path = run / run_files.CONFIG
     if not path.is_file():
         return None
     try:
