@@ -181,9 +181,9 @@ FILES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
     ),
     "a scale that is no number": (
         lambda t: t[f"{MATRIX}_scale_inv"].fill_(torch.nan),
-        f"{MATRIX}_scale_inv is negative or not a number",
+        f"{MATRIX}_scale_inv a negative or NaN scale",
     ),
-    "a NaN": (lambda t: t[MATRIX].view(torch.uint8)[7, 5:6].fill_(0xFF), f"{MATRIX} has elements that are NaN"),
+    "a NaN": (lambda t: t[MATRIX].view(torch.uint8)[7, 5:6].fill_(0xFF), f"{MATRIX} contains NaN"),
 }
 
 
