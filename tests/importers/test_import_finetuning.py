@@ -376,7 +376,7 @@ def test_arguments_of_transformers_trainer_are_named_as_such():
         {"per_device_train_batch_size": 4, "learning_rate": 1e-4},
         {"per-device-train-batch-size": 4, "output-dir": "x"},
     ):
-        with pytest.raises(ConfigError, match="arguments of transformers' Trainer"):
+        with pytest.raises(ConfigError, match="Arguments of transformers' Trainer"):
             convert(content)
 
 

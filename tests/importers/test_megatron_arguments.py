@@ -157,7 +157,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str]]]] = {
     ),
     "--recompute-granularity selective --recompute-modules moe": (
         {},
-        {"recompute-modules": ("lost", "attention only")},
+        {"recompute-modules": ("lost", "only attention is supported")},
     ),
     "--checkpoint-activations": ({"train.recompute": "full"}, {}),
     "--tensor-model-parallel-size $TP --sequence-parallel": (
@@ -176,11 +176,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str]]]] = {
         {"optimizer.lr": ABSENT},
         {
             "tokenizer-model": ("harmless", "token files"),
-            "lr": ("open", "the script does not set it: set optimizer.lr"),
+            "lr": ("open", "not set in the script: set optimizer.lr"),
         },
     ),
     "--use-checkpoint-args": ({}, {"use-checkpoint-args": ("open", "that of the checkpoint")}),
-    "--data-path 0.5 $A 0.5 $B": ({"data.train": ABSENT}, {"data-path": ("open", "$A: the script does not set it")}),
+    "--data-path 0.5 $A 0.5 $B": ({"data.train": ABSENT}, {"data-path": ("open", "$A: not set in the script")}),
     "--bf16 $MORE --lr 1e-3 $EXTRA_ARGS": (
         {"optimizer.lr": 1e-3},
         {"$MORE": ("open", "not imported"), "$EXTRA_ARGS": ("open", "not imported")},

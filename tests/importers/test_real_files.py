@@ -163,7 +163,7 @@ REAL = {
                 "run.seed": 7,
             },
         },
-        said={"evals_per_epoch": "it is off", "num_epochs": "max_steps replaces it"},
+        said={"evals_per_epoch": "disabled", "num_epochs": "overridden by max_steps"},
         without=("train.epochs", "data.packing"),
         dp=1,
     ),
@@ -187,7 +187,7 @@ REAL = {
             "data.packing": False,
         },
         lost={"optimizer": MOMENTS},
-        said={"lora_target_modules": "out_proj cannot have adapters", "gradient_checkpointing": "turns it on"},
+        said={"lora_target_modules": "adapters are not supported for out_proj", "gradient_checkpointing": "enabled by"},
         dp=2,
     ),
     "axolotl/preferences.yaml": Real(
@@ -351,7 +351,7 @@ REAL = {
             },
             **{"parallel.reduce_dtype": "bf16", "train.compile": True, "train.steps": 1500, "train.precision": "bf16"},
         },
-        lost={"training.dtype": "master weights are fp32", "optimizer.early_step_in_backward": "global norm"},
+        lost={"training.dtype": "master weights are always fp32", "optimizer.early_step_in_backward": "global norm"},
         said={
             "training.dataset": "`megalite prepare --input hf:allenai/c4:en --tokenizer ./assets/hf/moe-16b --output "
             "PREFIX`"
@@ -557,7 +557,7 @@ REAL = {
     ),
 }
 REJECTED = {
-    "llama-factory/new-format.yaml": "no keys by which its project is recognized",
+    "llama-factory/new-format.yaml": "Could not recognize the project",
     "deepspeed/template.json": "is not valid JSON: Expecting value: line 2 column 24",
     "accelerate/sagemaker.yaml": "the key debug appears twice",
 }

@@ -346,11 +346,11 @@ COMMANDS = {
     ),
 }
 REJECTED = {
-    "stages/job.sh": "takes ${MEGATRON_CODE_DIR}, ${MEGATRON_PARAMS} from outside",
-    "stages/submit.sh": "takes ${MEGATRON_CODE_DIR}, ${MEGATRON_PARAMS} from outside",
-    "nemo.yaml": "a configuration of NeMo, which is not supported",
-    "neox.yml": "a configuration of GPT-NeoX, which is not supported",
-    "other_trainer.sh": "no keys by which its project is recognized",
+    "stages/job.sh": "uses ${MEGATRON_CODE_DIR}, ${MEGATRON_PARAMS}, which the script does not set",
+    "stages/submit.sh": "uses ${MEGATRON_CODE_DIR}, ${MEGATRON_PARAMS}, which the script does not set",
+    "nemo.yaml": "Configurations of NeMo are not supported",
+    "neox.yml": "Configurations of GPT-NeoX are not supported",
+    "other_trainer.sh": "Could not recognize the project",
 }
 
 

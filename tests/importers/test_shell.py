@@ -187,10 +187,10 @@ def test_the_words_are_those_that_bash_passes(name, tmp_path):
 
 
 UNKNOWN = {  # a script → a word of its command, and what its reason says
-    "python x.py --a $LR": ("$LR", "the script does not set it"),
+    "python x.py --a $LR": ("$LR", "not set in the script"),
     "python x.py --a ${1}": ("${1}", "given it as an argument"),
     "python x.py --a $(nproc)": ("$(nproc)", "output of a command"),
-    "python x.py --a $((N / 2))": ("$((N / 2))", "$N: the script does not set it"),
+    "python x.py --a $((N / 2))": ("$((N / 2))", "$N: not set in the script"),
     "python x.py --a <your path>": ("<your path>", "placeholder"),
     "if [ $N -gt 1 ]; then T=2; else T=4; fi\npython x.py --a $T": (
         "$T",
@@ -260,7 +260,7 @@ def test_a_script_is_not_run(tmp_path):
     ids=["text", "function", "loop"],
 )
 def test_a_script_without_end_is_rejected(script):
-    with pytest.raises(ConfigError, match="Give the command alone"):
+    with pytest.raises(ConfigError, match="Pass only the training command"):
         script_result(script)
 
 

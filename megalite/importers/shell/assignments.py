@@ -65,7 +65,7 @@ class Assignments:
         number = self.script.expander(state).arithmetic(index, index)
         place = array.place(int(number)) if re.fullmatch(r"-?\d+", number) else -1
         if place < 0:
-            value = self.script.unknowns.mark(f"${name}", "the place of an element is not known")
+            value = self.script.unknowns.mark(f"${name}", "the index of an element is unknown")
             place = array.end
         elif appends:
             value = (array.get(place) or "") + value
@@ -170,7 +170,7 @@ def _indexed(node: Node, expander: Expander, first: int) -> IndexedArray:
 
 
 def _declare_name(text: str, flags: str, keyword: str, exports: bool, state: ShellState) -> str:
-    """A name without a value, or a word that expands to NAME=VALUE; return the name."""
+    """Return a name without a value, or a word that expands to NAME=VALUE; return the name."""
     name, equals, value = text.partition("=")
     if "n" in flags:
         state.references[name] = value
