@@ -33,7 +33,7 @@ MISSING: dict[str, tuple[list[str], str]] = {
     "convert, out": (["export", GONE, "x"], "no/gone is not a checkpoint: the directory does not exist"),
     "convert, adapter": (["adapter-export", GONE, "x"], "no/gone is not a checkpoint: the directory does not exist"),
     "convert, check": (["check", GONE, "x"], "no/gone is not a checkpoint: the directory does not exist"),
-    "convert, taken": (["import", "model", "taken"], "taken exists already. Give another name"),
+    "convert, taken": (["import", "model", "taken"], "taken already exists. Choose another path"),
     "generate": ([GONE, "--prompt", "a"], "no/gone is not a checkpoint: the directory does not exist"),
     "generate, hf": ([f"hf:{GONE}", "--prompt", "a"], "no/gone/config.json cannot be read"),
     "evaluate": (["perplexity", GONE, "--text", "text"], "no/gone is not a checkpoint: the directory does not exist"),

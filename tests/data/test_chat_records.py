@@ -383,7 +383,7 @@ def test_csv_rows_are_texts_or_records(run, tmp_path):
     [
         ("text,id\na\n", "a.csv row 1 has 1 fields, but the header has 2"),
         ("", "a.csv has no header row"),
-        ("body\na\n", "--text_key text"),
+        ("body\na\n", "(--text_key)"),
     ],
 )
 def test_damaged_csv_is_refused(run, tmp_path, capsys, content, message):

@@ -237,7 +237,10 @@ OTHERS = {
         PARQUET[:-1],
         "is a parquet file, not text. Add --format parquet, or skip the file with --exclude.",
     ),
-    "a ZIP archive": (b"PK\x03\x04\n\n", "is a ZIP archive, not text. Give its text, or skip the file with --exclude."),
+    "a ZIP archive": (
+        b"PK\x03\x04\n\n",
+        "is a ZIP archive, not text. Extract the text first, or skip the file with --exclude.",
+    ),
     "compressed twice": (
         gzip.compress(gzip.compress(LINES.encode())),
         "is a file compressed with gzip, not text. Extract the text",

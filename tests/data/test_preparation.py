@@ -214,7 +214,7 @@ def test_training_reads_its_share_alone(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     stages = []
     sources = open_inputs([str(tmp_path / "a.jsonl")], exclude=[], file_format="auto", text_key="text", split="train")
-    with pytest.raises(DataError, match=r"a.jsonl line 14 has no key text (--text_key);"):
+    with pytest.raises(DataError, match=r"a.jsonl line 14 has no key text"):
         prepare(
             sources,
             tmp_path / "x",

@@ -169,4 +169,4 @@ def test_what_a_table_holds_besides_text_is_not_proposed(run, other):
 def test_what_cannot_be_guessed_is_left_to_the_user(run, tmp_path):
     write_lines(tmp_path / "a.jsonl", [{"id": 7}])
     assert "Available keys: id. Choose the one with the text." in run("--input", "a.jsonl")
-    assert "its keys are id. Give one of messages" in run("--chat", "--input", "a.jsonl")
+    assert "its keys are id. Expected one of messages" in run("--chat", "--input", "a.jsonl")

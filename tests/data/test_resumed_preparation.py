@@ -193,7 +193,7 @@ def test_temporary_files_that_were_cut_are_not_used():
     assert files("x") == expected and left() == []
     assert "could not resume the interrupted preparation (.x.preparing.bin has fewer than" in notes[0] and notes[
         0
-    ].endswith("this one begins anew")
+    ].endswith("starting over")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError, DataError])

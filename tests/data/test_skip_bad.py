@@ -62,7 +62,7 @@ def test_bad_lines_are_skipped_counted_and_listed(run, tmp_path):
     assert status == 0 and texts() == [b"one", b"two"] and result["skipped"] == 3
     assert [reason.split(" (")[0] for reason in result["skipped_first"]] == [
         "a.jsonl line 2 is not valid JSON",
-        "a.jsonl line 4 has no key text (--text_key). Available keys: body.",
+        "a.jsonl line 4 has no key text",
         "a.jsonl line 6 is a list, not an object.",
     ]
     _, out, _ = run("--input", "a.jsonl", "--skip_bad", "9")
@@ -120,7 +120,7 @@ def test_bad_conversations_are_skipped(run, tmp_path):
     status, out, _ = run(*command, "7")
     result = json.loads(out)
     assert (status, result["documents"], result["skipped"]) == (0, 1, 7)
-    assert [reason.split(":")[0].split(" holds")[0] for reason in result["skipped_first"]] == [
+    assert [reason.split(":")[0].split(" is not")[0] for reason in result["skipped_first"]] == [
         f"a.jsonl line {n}" for n in (1, 3, 4, 5, 6, 7, 8)
     ]
     assert (
@@ -167,11 +167,8 @@ def test_damaged_files_of_a_glob_are_skipped(tmp_path):
         prepare(sources, tmp_path / "x", "byte")
     summary = prepare(sources, tmp_path / "x", "byte", Texts(skip_bad=3))
     assert summary.skipped == 3 and texts(tmp_path / "x") == [b'{"text": "good"}']
-    assert [reason.split(" is ")[0].split(" cannot ")[0].rpartition("/")[2] for reason in summary.skipped_first] == [
-        "b.txt",
-        "c.jsonl",
-        "d.parquet",
-    ]
+    names = ["b.txt", "c.jsonl", "d.parquet"]
+    assert all(name in reason for name, reason in zip(names, summary.skipped_first, strict=True))
 
 
 def test_nothing_but_bad_records_is_an_error_that_lists_them(tmp_path):

@@ -228,7 +228,7 @@ def test_data_of_two_tokenizers_of_one_size_do_not_meet(tmp_path):
         )
         before, now = (json.dumps(each[first], ensure_ascii=False) for each in pieces)
         assert f"id {first} was {before} and is now {now}" in said and said.count("and is now") == 5
-        assert "Prepare both with one tokenizer" in said and said.endswith(
+        assert "Prepare both with the same tokenizer" in said and said.endswith(
             "accept the change with data.allow_tokenizer_change=true."
         )
         config.allow_tokenizer_change = True

@@ -377,7 +377,7 @@ def test_what_is_no_adapter_of_the_run_is_refused(models, prefix, tmp_path: Path
         return str(caught.value)
 
     assert "layers.0.self_attn.o_proj.lora_A.weight is missing" in refusal(targets=["q", "k", "o"])
-    assert "model.layers.0.self_attn.qkv_proj has rank 8, and lora.rank = 2" in refusal(targets=["q", "k"], rank=2)
+    assert "model.layers.0.self_attn.qkv_proj has rank 8, but lora.rank=2" in refusal(targets=["q", "k"], rank=2)
     assert "model.layers.0.self_attn.qkv_proj adapts outputs that are not in lora.targets" in refusal(
         targets=["q"], rank=8
     )

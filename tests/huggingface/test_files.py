@@ -146,9 +146,9 @@ def test_fields_that_are_ignored_are_told(theirs: Path, tmp_path: Path, capsys: 
 
 def test_weights_to_which_transformers_adds_an_adapter_are_rejected(theirs: Path, tmp_path: Path):
     (theirs / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConversionError, match="holds an adapter beside the weights"):
+    with pytest.raises(ConversionError, match="next to the weights"):
         import_model(theirs, tmp_path / "ours")
-    with pytest.raises(ConversionError, match="holds an adapter beside the weights"):
+    with pytest.raises(ConversionError, match="next to the weights"):
         read_all(theirs)
 
 

@@ -204,7 +204,7 @@ def test_weights_never_leave_with_the_files_of_another_tokenizer(tmp_path, capsy
     assert of_tokenizer(out).is_same(of_tokenizer(second)) and not of_tokenizer(out).is_same(of_tokenizer(first))
     said = refused(capsys, run, tmp_path / "like", "--like", start)
     assert f"--like {start} is not the tokenizer of {run}/checkpoints/step_00000001" in said
-    assert 'is "b" there and "a" here' in said and "accept the change with --allow_tokenizer_change" in said
+    assert 'was "b" and is now "a"' in said and "use --allow_tokenizer_change" in said
     assert not (tmp_path / "like").exists()
     like = exported(run, tmp_path / "like", "--like", start, "--allow_tokenizer_change")
     assert of_tokenizer(like).is_same(of_tokenizer(first))
@@ -277,7 +277,7 @@ def test_a_template_that_is_gone_is_missed(tmp_path, capsys):
     Path(f"{prefix}.json").write_text(json.dumps(facts))
     out = exported(run, tmp_path / "out")
     assert (
-        f"the chat template that the model was trained with (hash {facts['chat']['template_hash']}) is not"
+        f"the chat template that the model was trained with (hash {facts['chat']['template_hash']}) was not found"
         in capsys.readouterr().out
     )
     assert not (out / "chat_template.jinja").exists()

@@ -671,7 +671,7 @@ BAD = {
     "list.json": ("[1]", "Could not recognize the project"),
     "broken.toml": ("[training", "is not valid TOML"),
     "quotes.sh": ("pretrain_gpt.py --lr '1", "unterminated quote in line 1"),
-    "empty.sh": ("echo nothing", "has no command that runs a .py file"),
+    "empty.sh": ("echo nothing", "No training command"),
     "broken.yaml": ("a: [", "is not valid YAML"),
     "twice.yaml": ("base_model: a/b\nseed: 1\nseed: 2\n", "the key seed appears twice in line 1"),
     "two.yaml": (
@@ -689,7 +689,7 @@ BAD = {
         '{"steps_per_print": 1, # one\n"steps_per_print": 2}',
         "the key steps_per_print appears twice",
     ),
-    "ours.yaml": ("optimizer:\n  lr: 1.0e-3\nfp16:\n  hysteresis: 2\n", "Name the project before the file"),
+    "ours.yaml": ("optimizer:\n  lr: 1.0e-3\nfp16:\n  hysteresis: 2\n", "Pass the project before the file"),
     "both.json": (
         '{"fp16": {"enabled": true}, "bf16": {"enabled": true}}',
         "fp16.enabled and bf16.enabled are inconsistent",

@@ -34,7 +34,7 @@ class Real:
     dp: int | None = None
 
 
-UNKNOWN, OBJECTIVE, MOMENTS = "not known as a key", "on the next token alone", "moments are fp32"
+UNKNOWN, OBJECTIVE, MOMENTS = "unknown key", "only next-token prediction", "moments are always fp32"
 REAL = {
     "axolotl/lora-8b.yml": Real(
         {
@@ -68,7 +68,7 @@ REAL = {
                 "optimizer.weight_decay": 0,
             },
         },
-        lost={"load_in_8bit": "not quantized", "optimizer": MOMENTS},
+        lost={"load_in_8bit": "quantized training is not supported", "optimizer": MOMENTS},
         said={
             "datasets": "`megalite prepare --chat --input hf:example/recipes-alpaca --tokenizer "
             "example/llama-3-8b-mirror --output PREFIX`"
@@ -211,7 +211,7 @@ REAL = {
                 "run.overwrite": True,
             },
         },
-        lost={"max_samples": "cut the input"},
+        lost={"max_samples": "reduce the input"},
         said={"dataset": "`megalite prepare --input FILE --tokenizer example/qwen3-4b --output PREFIX`"},
         without=("data.packing", "data.reset_positions"),
         dp=4,
@@ -241,7 +241,7 @@ REAL = {
             **{"optimizer.name": "muon", "muon.lr": 2e-5, "muon.weight_decay": 0, "optimizer.weight_decay": 0},
             **{"optimizer.warmup_steps": 30, "logging.tensorboard": True, "train.global_batch_size": 4 * 2 * 2},
         },
-        lost={"max_samples": "cut the input"},
+        lost={"max_samples": "reduce the input"},
         dp=2,
     ),
     "llama-factory/megatron-adapter.yaml": Real(
@@ -255,7 +255,7 @@ REAL = {
             },
             **{"train.global_batch_size": 8 * 2, "checkpoint.interval": 100},
         },
-        lost={"image_max_pixels": "text alone", "video_max_pixels": "text alone"},
+        lost={"image_max_pixels": "only text data", "video_max_pixels": "only text data"},
         dp=2,
     ),
     "llama-factory/lora-dpo.yaml": Real(
@@ -282,7 +282,7 @@ REAL = {
         said={
             "dataset._component_": "--chat --split 'train[:90%]' --loss_on all --input hf:yahma/alpaca-cleaned "
             "--tokenizer /tmp/",
-            "dataset_val._component_": "--output VALIDATION`, and set data.validation to VALIDATION",
+            "dataset_val._component_": "--output VALIDATION`, then set data.validation to VALIDATION",
         },
         without=("run.seed", "data.sequence_length"),
         dp=4,
@@ -313,7 +313,7 @@ REAL = {
     ),
     "torchtune/qlora-2b-single.yaml": Real(
         {"lora.rank": 32, "lora.targets": ["q", "v", "o", "gate", "up", "down"], "optimizer.warmup_steps": 10},
-        lost={"model._component_": "not quantized", "optimizer._component_": "adamw or muon"},
+        lost={"model._component_": "quantized training is not supported", "optimizer._component_": "adamw or muon"},
         said={"output_dir": "does not have oc.env:SCRATCH"},
         without=("run.dir",),
         dp=1,
@@ -440,7 +440,7 @@ REAL = {
         lost={
             "optimizer.type": "adamw or muon",
             **{
-                f"optimizer.params.{key}": "meant for OneBitAdam"
+                f"optimizer.params.{key}": "only applies to OneBitAdam"
                 for key in ("lr", "weight_decay", "bias_correction", "freeze_step", "cuda_aware", "comm_backend_name")
             },
         },
@@ -469,7 +469,7 @@ REAL = {
             **{"train.grad_clip": 0.5, "parallel.bucket_mb": 1000},
         },
         lost={"tensor_parallel.autotp_size": "set parallel.tp"},
-        said={"fp16.initial_scale_power": "fp16 is off"},
+        said={"fp16.initial_scale_power": "fp16 is disabled"},
         without=("fp16.initial_scale_power",),
     ),
     "deepspeed/layer-drop.json": Real(
@@ -482,7 +482,7 @@ REAL = {
         lost={
             "prescale_gradients": "only summed",
             "gradient_predivide_factor": "only summed",
-            "optimizer.params.bias_correction": "corrects its bias",
+            "optimizer.params.bias_correction": "applies bias correction",
             **{f"progressive_layer_drop.{key}": "what a step computes" for key in ("enabled", "theta", "gamma")},
         },
     ),
@@ -546,11 +546,13 @@ REAL = {
         },
         lost={"megatron_lm_config.megatron_lm_num_micro_batches": "train.micro_batch_size * 4 * 4"},
     ),
-    "accelerate/float8.yaml": Real({}, lost={"mixed_precision": "bf16 is nearest"}, without=("train.precision",)),
+    "accelerate/float8.yaml": Real(
+        {}, lost={"mixed_precision": "the closest option is train.precision: bf16"}, without=("train.precision",)
+    ),
     "accelerate/tpu.yaml": Real(
         {"train.precision": "fp32"},
         lost={
-            "distributed_type": "CUDA GPUs or CPUs",
+            "distributed_type": "CUDA GPUs and CPUs",
             "num_processes": "set parallel.dp",
             **dict.fromkeys(("tpu_name", "tpu_zone", "command_file"), UNKNOWN),
         },

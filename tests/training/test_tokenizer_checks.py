@@ -137,7 +137,7 @@ def test_what_another_tokenizer_made_is_refused_by_name(name, world, names, tmp_
     a, b = (load(world.tokenizers[0]).encode(letter)[0] for letter in "ab")
     assert said.startswith(f"data.train = {world.data[1]} uses a different tokenizer than {option} (")
     assert f'id {a} was "a" and is now "b"; id {b} was "b" and is now "a". Give data prepared with ' in said
-    assert said.endswith(", or use data.allow_tokenizer_change=true.")
+    assert said.endswith(", or use data.allow_tokenizer_change=true to continue anyway.")
     config.data.allow_tokenizer_change = True
     (note,) = checked(config)
     assert option in note and note.endswith("which data.allow_tokenizer_change=true accepts")
@@ -238,4 +238,4 @@ def test_a_text_is_not_read_with_another_tokenizer(world, capfd):
     assert f"Give the tokenizer that the model was trained with, {world.tokenizers[0]}, with --tokenizer" in said
     assert 'was "a" and is now "b"' in said and said.endswith("or use --allow_tokenizer_change to continue anyway.\n")
     assert generate([*arguments, str(world.tokenizers[1]), "--allow_tokenizer_change"]) == 0
-    assert "which --allow_tokenizer_change accepts" in capfd.readouterr().err
+    assert "continuing because of --allow_tokenizer_change" in capfd.readouterr().err
