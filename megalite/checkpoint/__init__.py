@@ -1,5 +1,6 @@
-"""The topology-free checkpoint: global tensors by name and coordinates, independent of the meshes that write
-and read them.
+"""Topology-independent checkpoints.
+
+Tensors are stored by global name and coordinates, so that any mesh can read what another mesh has written.
 
 Start at api.py: what a checkpoint is, and saving, loading, listing and pruning. manifest.py describes it,
 checksummed_chunks.py writes and verifies its bytes. May import megalite.model and what is below; imports

@@ -1,5 +1,6 @@
-"""The topology-free checkpoint: global tensors by name and coordinates, independent of the meshes that write
-and read them.
+"""Topology-independent checkpoints.
+
+Tensors are stored by global name and coordinates, so that any mesh can read what another mesh has written.
 
 A checkpoint is a directory with files of tensor data and a manifest that lists which bytes are which
 rectangle of which global tensor (`manifest`). It is renamed to its name only when all of it is on disk, so a
@@ -64,12 +65,13 @@ def save(directory: Path, rectangles: Sequence[Rectangle], state: dict[str, Any]
                 directories.discard(temporary, directory)
             raise
     except CheckpointError as error:
-        raise CheckpointError(f"could not save {directory}: {error}") from error
+        raise CheckpointError(f"failed to save {directory}: {error}") from error
 
 
 def load(source: Path | Manifest, rectangles: Sequence[Rectangle], convert: bool = False) -> None:
-    """Fill every rectangle from a checkpoint. Reads and verifies only the stored chunks that overlap the
-    rectangles. Not collective.
+    """Fill every rectangle from a checkpoint.
+
+    Reads and verifies only the stored chunks that overlap the rectangles. Not collective.
 
     Args:
         source: the checkpoint's directory, or its manifest if that has been read already.
@@ -86,15 +88,18 @@ def load(source: Path | Manifest, rectangles: Sequence[Rectangle], convert: bool
 
 
 def manifest_of(directory: Path) -> Manifest:
-    """Returns the manifest of a checkpoint. Raises DamagedError if the directory is not a checkpoint or its
-    manifest is damaged."""
+    """Return the manifest of a checkpoint.
+
+    Raises DamagedError if the directory is not a checkpoint or its manifest is damaged.
+    """
     directories.check(directory)
     return Manifest.of(directory)
 
 
 def history(checkpoints: Path, mesh: Mesh) -> tuple[list[Path], str | None]:
-    """Returns the checkpoints that a run may resume from, newest first, and a warning about `latest`, or
-    None. Collective.
+    """Return the checkpoints that a run may resume from, newest first, and a warning about `latest`, or None.
+
+    Collective.
 
     Rank 0 lists them and broadcasts the result, since a shared file system may show older content on other
     hosts. No other process may use the directory: a checkpoint that an interrupted save had moved away is
@@ -109,15 +114,20 @@ def history(checkpoints: Path, mesh: Mesh) -> tuple[list[Path], str | None]:
 
 
 def latest(checkpoints: Path) -> Path | None:
-    """Returns the newest published checkpoint, or None. Changes nothing, so a run may be using the
-    directory."""
+    """Return the newest published checkpoint, or None.
+
+    Changes nothing, so a run may be using the directory.
+    """
     steps, _ = directories.history(checkpoints)
     return steps[0] if steps else None
 
 
 def find(path: Path) -> Path:
-    """Returns the checkpoint at `path`: `path` itself, the one that a file `latest` or `best` names, or the
-    newest one of a run's directory or of its checkpoints/ directory."""
+    """Return the checkpoint at `path`.
+
+    `path` can be a checkpoint, a file `latest` or `best`, a run directory, or its checkpoints/ directory. For
+    a directory of checkpoints, the newest one is returned.
+    """
     if path.name in (run_files.LATEST, run_files.BEST) and path.is_file():
         return path.with_name(path.read_text(errors="replace", encoding="utf-8").strip())
     for directory in (path, path / run_files.CHECKPOINTS):
@@ -140,8 +150,8 @@ def prune(
     *,
     timed: bool = False,
 ) -> None:
-    """Remove checkpoints older than the newest `keep`, except steps that are multiples of `keep_every`,
-    `spare` and the best. Collective.
+    """Remove old checkpoints, except the newest `keep`, multiples of `keep_every`, `spare` and the best.
+    Collective.
 
     Only checkpoints up to `latest` of which no file is missing or truncated count towards `keep`: the last
     usable one is never removed.
@@ -151,6 +161,6 @@ def prune(
     """
     if keep < 1:
         raise ValueError(
-            f"checkpoint.keep = {keep}: at least one checkpoint must stay. Leave the option out to keep all."
+            f"checkpoint.keep must be at least 1, got {keep}. To keep all checkpoints, leave it unset."
         )
     on_rank_0(mesh, lambda: directories.prune(checkpoints, keep, keep_every, spare, timed))

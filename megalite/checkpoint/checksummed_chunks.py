@@ -1,4 +1,4 @@
-"""The bytes of a checkpoint's tensors: written with a checksum, and verified against it when they are read.
+"""Chunks of tensor data with checksums, which are verified when a chunk is read.
 
 A chunk is a rectangle of a global tensor, row-major. Each is padded with zeros to a multiple of 128 bytes,
 which its checksum includes, and the next one follows: every byte of a file is covered by a checksum.
@@ -27,8 +27,10 @@ ALIGNMENT = 128  # bytes
 
 
 def crc32c(*parts: bytes | NDArray[np.uint8]) -> int:
-    """Returns the CRC-32C (Castagnoli polynomial, for which CPUs have an instruction) of the concatenated
-    parts."""
+    """Return the CRC-32C of the concatenated parts.
+
+    It uses the Castagnoli polynomial, for which CPUs have an instruction.
+    """
     import google_crc32c  # takes 30 ms, and only saves and loads need it
 
     value = 0
@@ -60,7 +62,7 @@ class Chunk:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype in a manifest, such as float32."""
+    """Return the name of a dtype in a manifest, such as float32."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -86,8 +88,9 @@ def append_chunk(file: BinaryIO, offsets: tuple[int, ...], part: Tensor) -> Chun
 
 
 def _start_writeback(file: BinaryIO, start: int) -> None:
-    """Start writing the bytes from `start` on to disk. Otherwise the kernel waits for gigabytes, and the
-    final sync for all of them.
+    """Start writing the bytes from `start` on to disk.
+
+    Otherwise the kernel waits for gigabytes, and the final sync for all of them.
 
     POSIX_FADV_DONTNEED makes Linux write the pages, and keeps them from evicting cached pages that training
     needs.
@@ -103,7 +106,7 @@ def _start_writeback(file: BinaryIO, start: int) -> None:
 def read_verified(
     directory: Path, sizes: Mapping[str, int], chunks: Iterable[Chunk]
 ) -> Iterator[tuple[Chunk, NDArray[np.uint8]]]:
-    """Yields each chunk with its bytes, file by file; one chunk is in memory at a time.
+    """Yield each chunk with its bytes, file by file; one chunk is in memory at a time.
 
     Args:
         sizes: file → its size in bytes.

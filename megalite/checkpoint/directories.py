@@ -35,7 +35,7 @@ def step_name(step: int) -> str:
 
 
 def step_number(name: str) -> int | None:
-    """Returns the step in a checkpoint's name, or None if it is not the name of a step."""
+    """Return the step in a checkpoint's name, or None if it is not the name of a step."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -47,22 +47,21 @@ def _hidden(directory: Path, kind: str) -> Path:
 def check(directory: Path) -> None:
     """Raise DamagedError if the directory is not a checkpoint."""
     if not (directory / run_files.MANIFEST).is_file():
-        why = f"it has no {run_files.MANIFEST}" if directory.is_dir() else "there is no such directory"
+        why = f"{run_files.MANIFEST} is missing" if directory.is_dir() else "the directory does not exist"
         raise DamagedError(f"{directory} is not a checkpoint: {why}")
 
 
 def check_free(directory: Path) -> None:
     """Raise CheckpointError if the directory that a command would write exists."""
     if directory.exists():
-        raise CheckpointError(f"{directory} exists already. Give another name, or remove it.")
+        raise CheckpointError(f"{directory} already exists. Choose another path or remove it.")
 
 
 def begin(directory: Path) -> Path:
-    """Remove the remains of interrupted saves. Returns a new directory to write into until it is
-    published."""
+    """Remove the remains of interrupted saves. Return a new directory to write into until it is published."""
     if directory.exists() and not (directory / run_files.MANIFEST).is_file() and not _is_remains(directory):
         raise CheckpointError(
-            f"{directory} exists and is not a checkpoint: save under another name, or remove it"
+            f"{directory} already exists and is not a checkpoint. Choose another path or remove it"
         )
     directory.parent.mkdir(parents=True, exist_ok=True)
     _clear_leftovers(directory)
@@ -72,13 +71,15 @@ def begin(directory: Path) -> Path:
 
 
 def _is_remains(directory: Path) -> bool:
-    """Whether the directory has only files of a checkpoint: the remains of one, which may be overwritten."""
+    """Return whether the directory contains only files of an unfinished checkpoint and may be overwritten."""
     return directory.is_dir() and all(_CHECKPOINT_FILE.fullmatch(path.name) for path in directory.iterdir())
 
 
 def _clear_leftovers(directory: Path) -> None:
-    """Remove leftovers of this name and, if it is a step, of every step; other files in the parent directory
-    may be the user's."""
+    """Remove the temporary directories of this checkpoint or, if its name is a step, of every step.
+
+    Other files in the parent directory may belong to the user.
+    """
     is_step = step_number(directory.name) is not None
     for path in list(directory.parent.iterdir()):
         match = _LEFTOVER.fullmatch(path.name)
@@ -122,12 +123,12 @@ def publish(temporary: Path, directory: Path, manifest: str) -> None:
 
 
 def mark_best(directory: Path) -> None:
-    """Make `best` name a checkpoint, which `prune` then keeps."""
+    """Point `best` to a checkpoint, which `prune` then keeps."""
     _name(directory, run_files.BEST)
 
 
 def best(checkpoints: Path) -> Path | None:
-    """Returns the checkpoint that `best` names, or None."""
+    """Return the checkpoint that `best` names, or None."""
     file = checkpoints / run_files.BEST
     if not file.is_file():
         return None
@@ -136,15 +137,14 @@ def best(checkpoints: Path) -> Path | None:
 
 
 def _name(directory: Path, file: str) -> None:
-    """Make a file next to a checkpoint name it."""
+    """Write the name of a checkpoint to a file next to it."""
     with replacing(directory.with_name(file)) as fresh:
         write_synced(fresh, directory.name + "\n")
     _sync_directory(directory.parent)
 
 
 def history(checkpoints: Path) -> tuple[list[Path], str | None]:
-    """Returns the checkpoint that `latest` names and all earlier ones, newest first, and a warning about
-    `latest`, or None.
+    """Return the checkpoints up to `latest`, newest first, and a warning about `latest` or None.
 
     Later steps were abandoned when the run resumed from an earlier one; they are ignored until they are
     overwritten.
@@ -162,13 +162,13 @@ def history(checkpoints: Path) -> tuple[list[Path], str | None]:
         warning = f"{file} is damaged: expected the name of an existing checkpoint, found {name!r}"
         newest = None
     elif newest < max(steps):
-        warning = f"{file} names {name}: newer checkpoints, up to {step_name(max(steps))}, are ignored"
+        warning = f"{file} points to {name}; ignoring newer checkpoints up to {step_name(max(steps))}"
     numbers = [number for number in sorted(steps, reverse=True) if newest is None or number <= newest]
     return [steps[number] for number in numbers], warning
 
 
 def numbered(checkpoints: Path) -> dict[int, Path]:
-    """Returns the directories with the name of a step, by its number."""
+    """Return the directories with the name of a step, by its number."""
     steps = ((step_number(path.name), path) for path in checkpoints.glob("step_*"))
     return {number: path for number, path in steps if number is not None}
 
@@ -176,8 +176,7 @@ def numbered(checkpoints: Path) -> dict[int, Path]:
 def prune(
     checkpoints: Path, keep: int, keep_every: int | None, spare: Path | None = None, timed: bool = False
 ) -> None:
-    """Remove checkpoints older than the newest `keep` complete ones, except multiples of `keep_every`,
-    `spare` and the best.
+    """Remove all but the newest `keep` complete checkpoints, multiples of `keep_every`, `spare` and the best.
 
     Args:
         timed: count and remove only checkpoints that were saved by time.

@@ -1,4 +1,4 @@
-"""The errors that checkpoints raise, and how their messages are written."""
+"""Checkpoint errors and the formatting of their messages."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,23 +9,30 @@ LISTED = 5  # problems that a message lists
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, found or used. The message names the file, the expected content and the
-    actual one."""
+    """Raised if a checkpoint cannot be written, found or used.
+
+    The message states the file, the expected content and the actual content.
+
+    The message names the file, the expected content and the actual one.
+    """
 
 
 class DamagedError(CheckpointError):
-    """A part of a checkpoint is missing, truncated or changed. An older checkpoint may be used instead."""
+    """Raised if a part of a checkpoint is missing, truncated or changed.
+
+    A run can fall back to an older checkpoint.
+    """
 
 
 def reason(error: Exception) -> str:
-    """Returns the message of an exception: a CheckpointError's as it is, others with their type."""
+    """Return the message of an exception: a CheckpointError's as it is, others with their type."""
     if isinstance(error, OSError):
         return os_error_text(error)
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
 def listing(problems: Sequence[str], noun: str = "") -> str:
-    """Returns the first problems, one on an indented line, and the number of the others.
+    """Return the first problems, one on an indented line, and the number of the others.
 
     Args:
         noun: what is counted, for example tensors.

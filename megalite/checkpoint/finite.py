@@ -1,4 +1,4 @@
-"""Rejects weights with NaN or infinite values, which neither a run nor an import can use."""
+"""Check of weights for NaN and infinite values."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from megalite.checkpoint.errors import CheckpointError, listing
 
 
 def nonfinite(values: Tensor) -> int:
-    """Returns the number of values that are NaN or infinite. Without any, it takes one pass over the data and
-    no memory."""
+    """Return the number of values that are NaN or infinite.
+
+    Without any, it takes one pass over the data and no memory.
+    """
     # both extremes of values with a NaN are NaN
     if not values.numel() or all(extreme.isfinite() for extreme in values.aminmax()):
         return 0
@@ -28,7 +30,7 @@ def reject(source: str, counts: Mapping[str, int]) -> None:
     problems = [f"{name}: {count:,}" for name, count in counts.items() if count]
     if problems:
         raise CheckpointError(
-            f"{source} has values that are NaN or infinite, from which nothing can be learned; tensor and "
-            f"number of such values:{listing(problems, 'tensors')}\n"
-            "Take the weights from an earlier checkpoint, or download or convert them again."
+            f"{source} contains NaN or infinite values and cannot be used for training. Number of such "
+            f"values in each tensor:{listing(problems, 'tensors')}\nUse an earlier checkpoint, or download "
+            "or convert the weights again."
         )

@@ -1,4 +1,7 @@
-"""Describes, verifies, compares and consolidates checkpoints. One tensor is in memory at a time."""
+"""Inspection of checkpoints: description, verification, comparison and consolidation.
+
+Only one tensor is in memory at a time.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,10 @@ SAFETENSORS = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16":
 
 @dataclass(frozen=True)
 class Entry:
-    """One checkpoint of a run. `problem`: damage visible from its manifest and the sizes of its files, or
-    None."""
+    """One checkpoint of a run.
+
+    `problem`: damage visible from its manifest and the sizes of its files, or None.
+    """
 
     name: str
     step: int
@@ -40,13 +45,15 @@ class Entry:
 
 
 def entries(path: Path) -> list[Entry]:
-    """Returns the checkpoints of a run's directory, or of its checkpoints/ directory, in order. Raises
-    CheckpointError if there are none."""
+    """Return the checkpoints of a run's directory, or of its checkpoints/ directory, in order.
+
+    Raises CheckpointError if there are none.
+    """
     folder = path / run_files.CHECKPOINTS if (path / run_files.CHECKPOINTS).is_dir() else path
     steps = sorted(directories.numbered(folder).items())
     if not steps:
         raise CheckpointError(
-            f"{path} holds no checkpoints. Give the directory of a run, or its checkpoints/ directory."
+            f"No checkpoints found in {path}. Expected a run directory or its checkpoints/ directory."
         )
     newest, best = checkpoint.latest(folder), directories.best(folder)
     return [replace(_entry(path, number, path == newest), best=path == best) for number, path in steps]
@@ -69,7 +76,7 @@ def _entry(directory: Path, step: int, latest: bool) -> Entry:
 
 
 def describe(manifest: Manifest) -> dict[str, Any]:
-    """Returns state, files and tensors, without values."""
+    """Return state, files and tensors, without values."""
     tensors = {
         name: {
             "dtype": tensor.dtype,
@@ -92,7 +99,7 @@ def describe(manifest: Manifest) -> dict[str, Any]:
 
 
 def damages(manifest: Manifest, progress: Report = silent) -> list[str]:
-    """Returns the first damage of each file. Reads every byte."""
+    """Return the first damage of each file. Reads every byte."""
     messages, done, total = [], 0, sum(manifest.files.values())
     for file in manifest.files:
         try:
@@ -105,7 +112,7 @@ def damages(manifest: Manifest, progress: Report = silent) -> list[str]:
 
 
 def whole(manifest: Manifest, tensor: StoredTensor) -> NDArray[np.uint8]:
-    """Returns a tensor's bytes, [*shape, bytes per element]; works for dtypes that numpy does not have."""
+    """Return a tensor's bytes, [*shape, bytes per element]; works for dtypes that numpy does not have."""
     size = sum(chunk.bytes for chunk in tensor.chunks) // max(prod(tensor.shape), 1)
     values = np.empty((*tensor.shape, size), np.uint8)
     for chunk, data in manifest.read(tensor.chunks):
@@ -133,7 +140,7 @@ class TensorDifference:
     relative: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Returns plain data; NaN and infinities, which JSON does not have, become null."""
+        """Return plain data; NaN and infinities, which JSON does not have, become null."""
         return {
             key: None if isinstance(value, float) and not isfinite(value) else value
             for key, value in asdict(self).items()
@@ -141,7 +148,7 @@ class TensorDifference:
 
 
 def differences(one: Manifest, other: Manifest, progress: Report = silent) -> Iterator[TensorDifference]:
-    """Yields every tensor that differs, in the order of names."""
+    """Yield every tensor that differs, in the order of names."""
     names = sorted(one.tensors.keys() | other.tensors.keys())
     for number, name in enumerate(names):
         progress("comparing", number, len(names), "tensors")
@@ -169,8 +176,9 @@ def _distance(x: NDArray[np.uint8], y: NDArray[np.uint8], dtype: str) -> tuple[f
 
 
 def consolidate(manifest: Manifest, output: Path, optimizer: bool, progress: Report = silent) -> int:
-    """Write whole tensors to one safetensors file, which is renamed to `output` when it is complete. Returns
-    its size in bytes.
+    """Write whole tensors to one safetensors file, which is renamed to `output` when it is complete.
+
+    Return its size in bytes.
 
     Args:
         optimizer: write all tensors, by their names in the checkpoint (weight/NAME …); False: only weights,

@@ -32,7 +32,7 @@ _END = ', "crc32c": "%08x"}\n'
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A global tensor of a checkpoint, and the chunks that cover it."""
+    """A global tensor of a checkpoint with the chunks that cover it."""
 
     dtype: str  # torch's name, for example float32
     shape: tuple[int, ...]
@@ -41,7 +41,13 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint to read: `state` as saved, tensors by global name, files with their sizes in bytes."""
+    """The manifest of a checkpoint.
+
+    Attributes:
+        state: JSON data as it was saved.
+        tensors: tensors by global name.
+        files: sizes of the files in bytes.
+    """
 
     directory: Path
     state: dict[str, Any]
@@ -68,7 +74,8 @@ class Manifest:
         content = json.loads(raw)
         if content["format"] != FORMAT:
             raise CheckpointError(
-                f"{path} has format {content['format']}, and this version of megalite reads format {FORMAT}"
+                f"{path} has format version {content['format']}, but this version of megalite only supports "
+                f"{FORMAT}"
             )
         tensors = {
             name: StoredTensor(
@@ -84,12 +91,14 @@ class Manifest:
         return any(name.startswith(EMA) for name in self.tensors)
 
     def averaged(self) -> Manifest:
-        """Returns the same checkpoint with the averages in place of the weights; a frozen weight, which has
-        none, stays. Raises CheckpointError if there are no averages."""
+        """Return the checkpoint with the averaged weights in place of the weights.
+
+        Frozen weights have no average and are kept. Raises CheckpointError if there are no averages.
+        """
         if not self.has_averages:
             raise CheckpointError(
-                f"{self.directory} has no average of the weights: train.ema_decay was not set. "
-                "Leave out --ema."
+                f"{self.directory} does not contain averaged weights because train.ema_decay was not set. "
+                "Remove --ema."
             )
         averages = {
             WEIGHT + name.removeprefix(EMA): tensor
@@ -103,7 +112,7 @@ class Manifest:
             yield from tensor.chunks
 
     def read(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, NDArray[np.uint8]]]:
-        """Yields each chunk with its bytes, verified. Raises DamagedError (`read_verified`)."""
+        """Yield each chunk with its bytes, verified. Raises DamagedError (`read_verified`)."""
         return read_verified(self.directory, self.files, chunks)
 
     def check_files(self) -> None:
@@ -113,15 +122,17 @@ class Manifest:
                 pass
 
     def verify(self, rank: int = 0, size: int = 1) -> int:
-        """Verify the rank-th of `size` shares of all bytes. Returns the number of bytes of the share. Raises
-        DamagedError."""
+        """Verify the rank-th of `size` shares of all bytes.
+
+        Return the number of bytes of the share. Raises DamagedError.
+        """
         self.check_files()
         own = sorted(self.chunks(), key=lambda chunk: chunk.position)[rank::size]
         return sum(chunk.extent for chunk, _ in self.read(own))
 
 
 def encode(state: dict[str, Any], tensors: dict[str, StoredTensor]) -> str:
-    """Returns the text of a manifest."""
+    """Return the text of a manifest."""
     entries = {
         name: {**vars(tensor), "chunks": [vars(chunk) for chunk in tensor.chunks]}
         for name, tensor in tensors.items()

@@ -1,4 +1,4 @@
-"""Enlarges the vocabulary of weights that are read (`model.resize_embeddings`).
+"""Resizing of the embeddings when weights are loaded (`model.resize_embeddings`).
 
 The embedding and an untied head get rows after those in the source, for tokens added to the tokenizer. Their
 values depend neither on the layout nor on the rank that computes them: `mean` is the mean of the rows in the
@@ -28,8 +28,10 @@ BLOCK = 64 << 20  # bytes of fp64 read at once for the mean
 
 
 def of_checkpoint(model: ModelConfig, seed: int, manifest: Manifest) -> Read:
-    """Returns the function that fills rectangles of the weights from a checkpoint of any dtype. Raises
-    CheckpointError as `check_rows`."""
+    """Return the function that fills rectangles of the weights from a checkpoint of any dtype.
+
+    Raises CheckpointError as `check_rows`.
+    """
     read, rows = partial(load, manifest, convert=True), rows_of(manifest)
     if rows is None:
         return read  # which names what is missing
@@ -38,7 +40,7 @@ def of_checkpoint(model: ModelConfig, seed: int, manifest: Manifest) -> Read:
 
 
 def rows_of(manifest: Manifest) -> int | None:
-    """Returns the vocabulary size of a checkpoint's embedding; None if it has no embedding."""
+    """Return the vocabulary size of a checkpoint's embedding, or None if it has no embedding."""
     table = manifest.tensors.get(f"{WEIGHT}embedding.weight")
     return None if table is None else table.shape[0]
 
@@ -52,20 +54,25 @@ def check_rows(model: ModelConfig, rows: int, source: str) -> None:
     new = model.vocabulary - rows
     if new == 0 or new > 0 and model.resize_embeddings is not None:
         return
-    sizes = f"model.vocab_size = {model.vocabulary}, but model.init_from = {source} has {rows} tokens"
+    sizes = (
+        f"model.vocab_size={model.vocabulary} does not match the {rows} tokens of model.init_from={source}"
+    )
     if new < 0:
         raise CheckpointError(
-            f"{sizes}: rows are added, never removed. Set model.vocab_size to {rows}, or leave it out."
+            f"{sizes}. Embeddings cannot be shrunk. Set model.vocab_size={rows} or leave it unset."
         )
     raise CheckpointError(
-        f"{sizes}. If {new} tokens were added to its tokenizer, set model.resize_embeddings = mean, which "
-        f"adds their rows; with another tokenizer, prepare the data again with that of {source}."
+        f"{sizes}. If {new} tokens were added to the tokenizer, set model.resize_embeddings=mean to add "
+        "rows for them. If the data was prepared with a different tokenizer, prepare it again with the "
+        f"tokenizer of {source}."
     )
 
 
 def resized(model: ModelConfig, seed: int, rows: int, read: Read) -> Read:
-    """Returns the function that fills rectangles of `model` from `read`, which fills those of the same model
-    with a vocabulary of `rows`."""
+    """Return a function that reads the weights of `model` from a source with `rows` tokens.
+
+    `read` fills rectangles of the same model with a vocabulary of `rows`.
+    """
     if model.resize_embeddings is None or rows == model.vocabulary:
         return read
     return ResizedEmbeddings(model, seed, rows, read)
@@ -106,8 +113,10 @@ class ResizedEmbeddings:
             part.tensor.copy_(rows[:, column : column + width])
 
     def _mean(self, name: str) -> Tensor:
-        """[1, hidden], fp64. All columns at once, so that a sum does not depend on the columns that a rank
-        holds."""
+        """[1, hidden], fp64.
+
+        All columns at once, so that a sum does not depend on the columns that a rank holds.
+        """
         width = self._tables[name].shape[1]
         length = max(1, BLOCK // (8 * width))
         total = torch.zeros(width, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Saves of a run: synchronous, or in the background while training continues.
+"""Synchronous and asynchronous saving of checkpoints during training.
 
 A background save blocks training only while it copies this rank's rectangles. A thread then writes them, and
 communicates through a process group of its own (`mesh.saving`), so that its collectives do not interleave
@@ -29,7 +29,7 @@ PART = 1 << 26  # bytes: larger rectangles are split, so that their parts fill t
 
 @dataclass
 class Save:
-    """One save of this rank.
+    """Timing and outcome of one save on this rank.
 
     Attributes:
         started: value of `perf_counter` at its start.
@@ -52,8 +52,9 @@ class Save:
 
 
 class Saver:
-    """Saves checkpoints, and prunes older ones (`checkpoint.keep`; without it, those that were saved by
-    time).
+    """Saves checkpoints and removes old ones.
+
+    Without `checkpoint.keep`, only checkpoints that were saved by time are removed.
 
     Attributes:
         newest: the checkpoint to roll back to: the last rollback-safe one saved here, or the one that the run
@@ -76,8 +77,10 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def reserve(self, rectangles: Sequence[Rectangle]) -> None:
-        """Allocate and touch the staging memory now: at the first save it would block training several times
-        as long as a copy does."""
+        """Allocate and touch the staging memory.
+
+        Otherwise, the first save would block training several times as long as a copy does.
+        """
         if self.options.async_save:
             self._staged(rectangles)
 
@@ -89,8 +92,10 @@ class Saver:
         rollback_safe: bool = True,
         best: bool = False,
     ) -> Save:
-        """Start saving the current content of the rectangles, which may change once this returns. Collective.
-        Errors are in the result of `take_ended`."""
+        """Start saving the current content of the rectangles, which may change once this returns.
+
+        Collective. Errors are in the result of `take_ended`.
+        """
         save = Save(directory, perf_counter(), rollback_safe=rollback_safe, best=best)
         self.wait()
         self.saving_best = best
@@ -111,7 +116,7 @@ class Saver:
             self._thread = None
 
     def take_ended(self) -> list[Save]:
-        """Returns the saves that have ended since the last call, in order, successful or with an error."""
+        """Return the saves that have ended since the last call, in order, successful or with an error."""
         ended = self._ended[:]
         del self._ended[: len(ended)]
         return ended
@@ -136,8 +141,10 @@ class Saver:
         self._ended.append(save)
 
     def _staged(self, rectangles: Sequence[Rectangle]) -> list[Rectangle]:
-        """Returns copies of the rectangles in staging memory, complete when this returns and unchanged until
-        the next save."""
+        """Copy the rectangles to staging memory.
+
+        The copies are complete when this returns and unchanged until the next save.
+        """
         import torch
 
         from megalite.system.pinned_memory import allocate, piece_sizes, places

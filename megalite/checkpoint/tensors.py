@@ -1,5 +1,8 @@
-"""Writes and reads rectangles of global tensors. Each rank writes its own file; the only communication is one
-message to rank 0.
+"""Reading and writing of rectangles of global tensors.
+
+Each rank writes its own file. The only communication is one message to rank 0.
+
+Each rank writes its own file; the only communication is one message to rank 0.
 
 torch.distributed.checkpoint is not used: importing it costs every rank 0.6 seconds of processor time.
 """
@@ -29,7 +32,7 @@ LARGEST_CHUNK = 64 << 20  # bytes; reading a part of a chunk reads and verifies 
 
 @dataclass(frozen=True)
 class _Written:
-    """A chunk that a rank has written, and the global tensor that it belongs to."""
+    """A chunk written by a rank, with the global tensor that it belongs to."""
 
     name: str
     dtype: str
@@ -38,12 +41,14 @@ class _Written:
 
 
 Outcome = list[_Written] | str
-"""The chunks that a rank has written, or the reason why it could not."""
+"""The chunks written by a rank, or the reason for its failure."""
 
 
 def write(directory: Path, rectangles: Sequence[Rectangle], mesh: Mesh) -> list[Outcome]:
-    """Write this rank's rectangles to `directory` and sync them to disk. Collective. Returns the outcomes of
-    all ranks on rank 0."""
+    """Write this rank's rectangles to `directory` and sync them to disk.
+
+    Collective. Return the outcomes of all ranks on rank 0.
+    """
     own: Outcome
     world = mesh.saving
     try:
@@ -81,8 +86,10 @@ def _write_own(path: Path, rectangles: Sequence[Rectangle]) -> list[_Written]:
 
 
 def _blocks(part: Rectangle) -> Iterator[Rectangle]:
-    """Splits a rectangle along its first dimension of size > 1 into blocks of at most `LARGEST_CHUNK` bytes,
-    which are views of its memory."""
+    """Split a rectangle along its first dimension of size > 1.
+
+    The blocks are views of its memory with at most `LARGEST_CHUNK` bytes.
+    """
     dim = next((dim for dim, size in enumerate(part.tensor.shape) if size > 1), None)
     if dim is None or part.tensor.nbytes <= LARGEST_CHUNK:
         yield part
@@ -95,8 +102,10 @@ def _blocks(part: Rectangle) -> Iterator[Rectangle]:
 
 
 def merged(outcomes: Sequence[Outcome]) -> dict[str, StoredTensor]:
-    """Returns the tensors that all ranks have written. Raises CheckpointError if a rank could not write, or
-    if the chunks do not cover every element once."""
+    """Return the tensors that all ranks have written.
+
+    Raises CheckpointError if a rank could not write, or if the chunks do not cover every element once.
+    """
     errors = {rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, str)}
     if errors:
         lines = [f"rank {rank}: {error}" if len(errors) > 1 else error for rank, error in errors.items()]
@@ -111,18 +120,20 @@ def merged(outcomes: Sequence[Outcome]) -> dict[str, StoredTensor]:
             tensor = stored.setdefault(name, StoredTensor(written.dtype, written.shape, []))
             expected, actual = _describe(tensor.shape, tensor.dtype), _describe(written.shape, written.dtype)
             if actual != expected:
-                raise CheckpointError(f"{name} is {expected} and, on rank {rank}, {actual}")
+                raise CheckpointError(
+                    f"{name} differs between ranks: expected {expected}, but got {actual} on rank {rank}"
+                )
             place = (name, chunk.offsets)
             if place in writers:
                 ranks = f"rank {writers[place]} and by rank {rank}"
-                raise CheckpointError(f"{name} at {list(chunk.offsets)} would be stored twice, by {ranks}")
+                raise CheckpointError(f"{name} at {list(chunk.offsets)} is stored twice, by {ranks}")
             writers[place] = rank
             elements[name] += prod(chunk.sizes)
             tensor.chunks.append(chunk)
     for name, tensor in stored.items():
         if elements[name] != prod(tensor.shape):
             raise CheckpointError(
-                f"{name} has {prod(tensor.shape)} elements, but the ranks hold {elements[name]}"
+                f"{name} has {prod(tensor.shape)} elements, but the ranks stored {elements[name]}"
             )
         _check_apart(name, tensor)
     return stored
@@ -135,8 +146,8 @@ def _check_apart(name: str, tensor: StoredTensor) -> None:
         bounds = zip(chunk.offsets, chunk.sizes, tensor.shape, strict=True)
         if any(offset + size > whole for offset, size, whole in bounds):
             raise CheckpointError(
-                f"{name} has the shape {list(tensor.shape)}, and a part {list(chunk.sizes)} at "
-                f"{list(chunk.offsets)}"
+                f"{name} has a part of shape {list(chunk.sizes)} at {list(chunk.offsets)}, outside its "
+                f"shape {list(tensor.shape)}"
             )
         if chunk.offsets:
             row = chunk.offsets[0]
@@ -144,7 +155,7 @@ def _check_apart(name: str, tensor: StoredTensor) -> None:
         for other in open_chunks:
             if _common(chunk.offsets, chunk.sizes, other.offsets, other.sizes) is not None:
                 raise CheckpointError(
-                    f"{name} has overlapping parts, at {list(other.offsets)} and at {list(chunk.offsets)}"
+                    f"{name} has overlapping parts at {list(other.offsets)} and {list(chunk.offsets)}"
                 )
         open_chunks.append(chunk)
 
@@ -152,8 +163,7 @@ def _check_apart(name: str, tensor: StoredTensor) -> None:
 def _common(
     offsets: Sequence[int], sizes: Sequence[int], others: Sequence[int], other_sizes: Sequence[int]
 ) -> list[tuple[int, int]] | None:
-    """Returns the start and end, in each dimension, of the overlap of two rectangles; None without
-    overlap."""
+    """Return the (start, end) of the overlap of two rectangles in each dimension, or None without overlap."""
     shared = [
         (max(low, other), min(low + size, other + other_size))
         for low, size, other, other_size in zip(offsets, sizes, others, other_sizes, strict=True)
@@ -188,26 +198,28 @@ def read(manifest: Manifest, rectangles: Sequence[Rectangle], convert: bool) -> 
 
 
 def _within(shared: Sequence[tuple[int, int]], offsets: Sequence[int]) -> tuple[slice, ...]:
-    """Returns a rectangle of a global tensor as an index into one that begins at `offsets`."""
+    """Return a rectangle of a global tensor as an index into one that begins at `offsets`."""
     bounds = zip(shared, offsets, strict=True)
     return tuple(slice(low - offset, end - offset) for (low, end), offset in bounds)
 
 
 def _check_fit(manifest: Manifest, rectangles: Sequence[Rectangle], convert: bool) -> None:
-    """Raise CheckpointError naming the tensors that the checkpoint does not have in this shape and, unless
-    `convert`, dtype."""
+    """Raise CheckpointError for tensors that the checkpoint does not contain in this shape or dtype.
+
+    With `convert`, the dtype may differ.
+    """
     problems: dict[str, str] = {}
     for part in rectangles:
         dtype, stored = dtype_name(part.tensor.dtype), manifest.tensors.get(part.name)
         expected = _describe(part.global_shape, dtype)
         if stored is None:
-            actual = "nothing of that name"
+            actual = "no such tensor"
         else:
             actual = _describe(stored.shape, dtype if convert else stored.dtype)
         if actual != expected and part.tensor.numel():
             problems.setdefault(part.name, f"{part.name}: expected {expected}, found {actual}")
     if problems:
         raise CheckpointError(
-            f"could not load {manifest.directory}: its tensors do not fit this model:"
-            f"{listing(list(problems.values()))}"
+            f"failed to load {manifest.directory}: its tensors do not match the "
+            f"model:{listing(list(problems.values()))}"
         )

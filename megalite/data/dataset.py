@@ -1,5 +1,6 @@
-"""The tokens of sample i, as pure functions of the index: resuming at any sample costs nothing, and every
-topology reads the same samples.
+"""Datasets with random access: the tokens of sample i are a pure function of the index.
+
+Resuming at any sample costs nothing, and every topology reads the same samples.
 
 A `Concatenation` joins token files end to end; its sample i is tokens [i·S, i·S + S + 1): S inputs and,
 shifted by one, S targets. The next epoch begins after the last sample. Shuffling replaces i by a keyed
@@ -72,13 +73,16 @@ class Dataset(ABC):
 
     @property
     def sets(self) -> Mapping[str, "Dataset"]:
-        """The validation sets by name; one without a name has the empty one."""
+        """Return the validation sets by name. A single set has an empty name."""
         return {"": self}
 
     @abstractmethod
     def __getitem__(self, index: int) -> NDArray[np.int64]:
-        """Sample `index` ≥ 0: int64 [sequence_length + 1]; for conversations [3, sequence_length]: tokens,
-        targets, document starts."""
+        """Return sample `index` ≥ 0.
+
+        Shape: int64 [sequence_length + 1]; for conversations [3, sequence_length] with tokens, targets and
+        document starts.
+        """
 
 
 @dataclass(frozen=True)
@@ -91,8 +95,12 @@ class TokenRange:
 
 
 class TokenFiles(Dataset):
-    """Parts of token files; samples in order, or shuffled differently each epoch. Raises DataError if their
-    vocabularies differ."""
+    """Base class of datasets that read parts of token files, in order or shuffled in each epoch.
+
+    Raises DataError if their vocabularies differ.
+
+    Raises DataError if their vocabularies differ.
+    """
 
     def __init__(
         self, parts: list[TokenRange], sequence_length: int, *options: bool, shuffle: bool, seed: int
@@ -120,11 +128,10 @@ class TokenFiles(Dataset):
 
     @abstractmethod
     def _sample(self, sample: int) -> NDArray[np.int64]:
-        """Sample `sample` of an epoch that is not shuffled, 0 ≤ `sample` < `samples_per_epoch`, which a
-        subclass sets."""
+        """Return a sample of an unshuffled epoch, 0 ≤ `sample` < `samples_per_epoch`."""
 
     def _read(self, parts: list[NDArray[np.integer]], first: int, count: int) -> NDArray[np.int64]:
-        """Elements [first, first + count) of the concatenation of the parts."""
+        """Return elements [first, first + count) of the concatenation of the parts."""
         pieces = []  # only the parts that overlap the range are read: they are memory-mapped
         for i in range(bisect_right(self._ends, first), len(parts)):
             pieces.append(parts[i][first - self._ends[i] :][:count].astype(np.int64))
@@ -135,8 +142,12 @@ class TokenFiles(Dataset):
 
 
 class Concatenation(TokenFiles):
-    """The parts end to end, cut into samples across document and file ends. Raises DataError also if there is
-    no whole sample."""
+    """Token files joined end to end and cut into samples across document and file boundaries.
+
+    Raises DataError if there is not a single complete sample.
+
+    Raises DataError also if there is no whole sample.
+    """
 
     def __init__(self, parts: list[TokenRange], sequence_length: int, *, shuffle: bool, seed: int):
         super().__init__(parts, sequence_length, shuffle=shuffle, seed=seed)
@@ -148,7 +159,7 @@ class Concatenation(TokenFiles):
 
 
 class Conversations(TokenFiles):
-    """The whole documents of chat files: one per row or, with `packing`, as many as fit.
+    """Dataset of conversations: one document per row or, with `packing`, as many as fit.
 
     A document's inputs are all its tokens except the last, its targets all except the first, so none predicts
     the next document's first token. Raises DataError also if there is no document, or one that is longer than
@@ -196,8 +207,9 @@ class Conversations(TokenFiles):
 
 
 class Blend(Dataset):
-    """Datasets interleaved by weight; after any number of samples each has contributed its share to within
-    one sample.
+    """A mixture of datasets, interleaved by weight.
+
+    After any number of samples, each dataset has contributed its share to within one sample.
 
     Weights are exact if the smallest integers in their proportion sum to at most LONGEST_PERIOD, else rounded
     to 1/LONGEST_PERIOD.
@@ -226,7 +238,7 @@ class Blend(Dataset):
         return self._datasets[source][sample]
 
     def locate(self, index: int) -> tuple[int, int]:
-        """The dataset of sample `index`, and the sample's index in that dataset."""
+        """Return the dataset of sample `index` and the index of the sample in that dataset."""
         period, row = divmod(index, len(self.period))
         source = int(self.period[row])
         return source, period * self._counts[source] + int(self._earlier[row])
@@ -257,7 +269,7 @@ class NamedSets(Dataset):
 
 
 def permute(index: int, size: int, key: int) -> int:
-    """A keyed pseudorandom permutation of [0, size), evaluated at one index.
+    """Return a keyed pseudorandom permutation of [0, size), evaluated at one index.
 
     A Feistel network on (row, column) of a near-square grid of at least `size` cells: each round adds to one
     coordinate, modulo its range, a hash of the other. A result outside [0, size) is permuted again until it
@@ -277,7 +289,7 @@ def permute(index: int, size: int, key: int) -> int:
 
 
 def _mix(key: int, value: int) -> int:
-    """A 64-bit hash of key and value (the finalizer of splitmix64, Steele et al. 2014)."""
+    """Return a 64-bit hash of key and value (the finalizer of splitmix64, Steele et al. 2014)."""
     x = (key * 0x9E3779B97F4A7C15 + value * 0xD1B54A32D192ED03) & 0xFFFFFFFFFFFFFFFF
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
@@ -285,7 +297,7 @@ def _mix(key: int, value: int) -> int:
 
 
 def build(config: DataConfig, seed: int) -> tuple[Dataset, Dataset | None]:
-    """The training dataset and the validation dataset (None if there is none) of a configuration.
+    """Build the training dataset and the validation dataset, or None, of a configuration.
 
     A list is one concatenation, a mapping to weights is a blend, one to prefixes several sets. A validation
     fraction is taken from the end of every training file; its parts are one unshuffled concatenation, so that
@@ -335,13 +347,16 @@ def _samples(parts: list[TokenRange], config: DataConfig, shuffle: bool, seed: i
 
 
 def _agreed(sources: list[Any], attribute: str) -> int | None:
-    """The value that all sources have; None if a source has none. Raises DataError if they differ."""
+    """Return the common value of all sources, or None if a source has none. Raises DataError if they differ.
+
+    Raises DataError if they differ.
+    """
     values = {getattr(source, attribute) for source in sources}
     if len(values - {None}) > 1:
         listed = ", ".join(str(value) for value in sorted(values - {None}))
         raise DataError(
-            f"the token files of data.train or data.validation differ in {attribute}: {listed}. Prepare all "
-            "with one tokenizer."
+            f"the token files of data.train and data.validation have different values of {attribute}: "
+            f"{listed}. Prepare all of them with the same tokenizer."
         )
     return None if None in values else values.pop()
 

@@ -1,4 +1,4 @@
-"""EOS tokens → the boundaries of documents, from which attention makes its document mask.
+"""Document boundaries from EOS tokens, used for the document mask of attention.
 
 `document_starts` gives positions and masks per token, `boundaries` the offsets ("cu_seqlens") that attention
 kernels read. Computed on the CPU.
@@ -12,7 +12,7 @@ from megalite.parallel.microbatch import Boundaries
 
 
 def document_starts(tokens: NDArray[np.int64], eos: int) -> NDArray[np.int64]:
-    """The position in the row at which each token's document starts: [batch, seq] → [batch, seq].
+    """Return the position in the row at which each token's document starts: [batch, seq] → [batch, seq].
 
     EOS belongs to the document that it ends; a row's first token starts a document.
     """
@@ -23,7 +23,7 @@ def document_starts(tokens: NDArray[np.int64], eos: int) -> NDArray[np.int64]:
 
 
 def boundaries(starts: NDArray[np.int64]) -> Boundaries:
-    """The offsets and the longest length of the documents that start at `starts` [batch, seq].
+    """Return the offsets and the longest length of the documents that start at `starts` [batch, seq].
 
     A token whose document starts at its own position is the first of its document.
     """

@@ -1,5 +1,6 @@
-"""The indexed token file: Megatron-LM's PREFIX.bin and PREFIX.idx (MMIDIDX version 1), bit for bit, and
-PREFIX.json.
+"""Reader of Megatron-LM's indexed token files (MMIDIDX version 1).
+
+A token file consists of PREFIX.bin, PREFIX.idx and PREFIX.json.
 
 `PREFIX.bin` holds the tokens of all sequences, one after another. `PREFIX.idx` is little-endian:
 
@@ -29,7 +30,7 @@ from megalite.config.token_files import is_chat, metadata
 
 
 def companion(prefix: str | Path, ending: str) -> Path:
-    """The file PREFIX.ending (a dot inside PREFIX is part of its name)."""
+    """Return the path PREFIX.ending. PREFIX may contain dots."""
     return Path(f"{prefix}.{ending}")
 
 
@@ -53,27 +54,29 @@ class IndexedTokens(TokenIndex):
         self.loss = IndexedTokens(f"{prefix}.loss") if is_chat(prefix) else None
         if self.loss is not None and not np.array_equal(self.loss.sizes, self.sizes):
             raise DataError(
-                f"{prefix}.loss is not of the same documents as {prefix}. Prepare both again with megalite "
-                "prepare --chat."
+                f"{prefix}.loss does not match the documents of {prefix}. Prepare the data again with "
+                "`megalite prepare --chat`."
             )
 
     def digest_parts(self) -> list[bytes]:
-        """What identifies the content without reading all of it: both files' sizes and 16 pieces of 64 KiB
-        spread over each."""
+        """Return bytes that identify the content without reading all of it.
+
+        These are the sizes of both files and 16 pieces of 64 KiB, spread over each.
+        """
         own = [part for path in (self._idx, self._bin) for part in _probe(path)]
         return own if self.loss is None else own + self.loss.digest_parts()
 
     def _check_length(self) -> None:
         if not self._bin.is_file():
             raise DataError(
-                f"{self._bin} is missing: a token file is a .bin and an .idx. Prepare it again with megalite "
-                "prepare."
+                f"{self._bin} does not exist. A token file consists of a .bin and an .idx file. Prepare the "
+                "data again with `megalite prepare`."
             )
         expected = len(self) * self.dtype.itemsize
         if (actual := self._bin.stat().st_size) != expected:
             raise DataError(
-                f"{self._bin} has {actual} bytes, its .idx counts {expected}: truncated, or not its .bin. "
-                "Prepare both again."
+                f"{self._bin} has {actual} bytes, but its .idx file expects {expected}. The file is "
+                "truncated or belongs to another .idx file. Prepare the data again."
             )
 
 

@@ -1,4 +1,4 @@
-"""What is in a token file: counts, lengths, duplicates, and documents decoded with the tokens that count."""
+"""Inspection of token files: counts, lengths, duplicates, and decoded documents with their loss mask."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megalite.data.tokenizer import tokenizers as tokenizing
 
 @dataclass(frozen=True)
 class TextPart:
-    """Consecutive tokens of a document as text; whether they count in the loss."""
+    """Text of consecutive tokens of a document that all count in the loss, or none of them."""
 
     text: str
     counts: bool
@@ -26,7 +26,7 @@ class TextPart:
 
 @dataclass(frozen=True)
 class Sample:
-    """A document, or its beginning: `shown` of its `tokens`."""
+    """A document or its beginning: the first `shown` of its `tokens`."""
 
     document: int
     tokens: int
@@ -59,7 +59,7 @@ class Inspection:
             self.problem = str(error)
 
     def facts(self) -> dict[str, Any]:
-        """Counts of the whole file, which is read once."""
+        """Return the counts of the whole file, which is read once."""
         file, sizes = self._file, self.sizes
         names = ("min", "median", "p95", "max")
         duplicates = self._duplicates()
@@ -89,23 +89,20 @@ class Inspection:
         return counts | {"loss_tokens": int(counted.sum()), "without_loss": int((counted == 0).sum())}
 
     def samples(self, count: int, length: int) -> list[Sample]:
-        """Documents at even distances, each with up to `length` tokens."""
+        """Return evenly spaced documents, each with up to `length` tokens."""
         return self.decoded(
             np.unique(np.linspace(0, len(self.sizes) - 1, min(count, len(self.sizes))).astype(int)).tolist(),
             length,
         )
 
     def longest(self, count: int, length: int) -> list[Sample]:
-        """The longest documents, the longest first."""
+        """Return the longest documents, in descending order of length."""
         return self.decoded(np.argsort(-self.sizes, kind="stable")[:count].tolist(), length)
 
     def decoded(self, documents: Sequence[int], length: int) -> list[Sample]:
-        """These documents. Raises DataError for a number that the file does not have."""
+        """Return the given documents. Raises DataError for a number that is out of range."""
         if wrong := [number for number in documents if not 0 <= number < len(self.sizes)]:
-            raise DataError(
-                f"--document {wrong[0]} is not one of {len(self.sizes):,} documents. Give 0 to "
-                f"{len(self.sizes) - 1}."
-            )
+            raise DataError(f"--document must be between 0 and {len(self.sizes) - 1}, got {wrong[0]}.")
         return [self._sample(number, length) for number in documents]
 
     def _sample(self, number: int, length: int) -> Sample:
@@ -121,7 +118,7 @@ class Inspection:
         return " ".join(map(str, ids)) if self._tokenizer is None else self._tokenizer.spell(ids)
 
     def _duplicates(self) -> int:
-        """Number of documents with the same tokens as an earlier one."""
+        """Return the number of documents with the same tokens as an earlier one."""
         tokens, starts = self._file.tokens, self._starts.tolist()
         hashes = np.empty(len(self.sizes), np.uint64)
         for number, (start, size) in enumerate(zip(starts, self.sizes.tolist(), strict=False)):
@@ -138,8 +135,7 @@ class Inspection:
 
 
 def histogram(sizes: NDArray[np.integer]) -> list[dict[str, int]]:
-    """Documents by length: bins from a power of two to just below the next, from the first one with documents
-    to the last."""
+    """Return a histogram of document lengths with bins between powers of two."""
     exponents = np.frexp(np.maximum(sizes, 1))[1] - 1
     bins = []
     for exponent in range(int(exponents.min()), int(exponents.max()) + 1):
@@ -156,5 +152,5 @@ def histogram(sizes: NDArray[np.integer]) -> list[dict[str, int]]:
 
 
 def as_json(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """Samples as plain data."""
+    """Convert samples to JSON data."""
     return [asdict(sample) for sample in samples]

@@ -1,5 +1,6 @@
-"""Samples to microbatches: sample k·G + (j·dp + r)·b + i is row i of microbatch j of step k on data-parallel
-rank r.
+"""The data loader, which groups samples into microbatches.
+
+Sample k·G + (j·dp + r)·b + i is row i of microbatch j of step k on data-parallel rank r.
 
 G is the global batch size, b the micro-batch size. One thread reads the next global batch while the current
 one trains. The loader stores no position: each step names the sample at which its batch starts, so resuming
@@ -23,7 +24,7 @@ from megalite.parallel.microbatch import IGNORE_INDEX, Microbatch
 
 
 class Loader:
-    """The microbatches of one data-parallel rank, from a checked configuration.
+    """Loads the microbatches of one data-parallel rank.
 
     Args:
         dp: this rank's place among the data-parallel ranks, not the data ranks (dp · cp): the cp ranks of a
@@ -75,8 +76,11 @@ class Loader:
         self.current: list[Microbatch] = []
 
     def step(self, first_sample: int) -> list[Microbatch]:
-        """This rank's microbatches of the global batch that starts at `first_sample`. Starts reading the
-        batch after it.
+        """Return this rank's microbatches of the global batch that starts at `first_sample`.
+
+        Starts reading the next batch.
+
+        Starts reading the batch after it.
 
         Raises the exceptions of the reading thread.
         """
@@ -93,9 +97,9 @@ class Loader:
         return batch
 
     def epoch(self, batches: int | None = None) -> Iterator[list[Microbatch]]:
-        """The global batches of samples 0 … `samples` − 1, each once, in order; at most `batches` of them."""
+        """Yield the global batches of one pass over the `samples`, at most `batches` of them."""
         if self._end is None:
-            raise ValueError("an endless loader has no epoch: give samples")
+            raise ValueError("epoch() requires a finite loader: set samples")
         for first in range(0, self._end, self._global_batch)[:batches]:
             yield self.step(first)
 
@@ -127,7 +131,7 @@ class Loader:
                 future.set_exception(error)
 
     def _microbatch(self, samples: NDArray[np.int64]) -> Microbatch:
-        """One microbatch. samples: [batch], the global sample index of each row."""
+        """Build one microbatch. samples: [batch], the global sample index of each row."""
         last = samples.max() if self._end is None else self._end - 1  # read in place of rows past the end
         # [batch, seq + 1] or [batch, 3, seq]
         rows = np.stack([self._dataset[int(sample)] for sample in np.minimum(samples, last)])
@@ -137,8 +141,8 @@ class Loader:
         )
         if self._vocab_size is not None and (largest := max(tokens.max(), targets.max())) >= self._vocab_size:
             raise DataError(
-                f"a sample has the token {largest}, but model.vocab_size = {self._vocab_size}. Set it to the "
-                "tokenizer's."
+                f"the data contains token id {largest}, which is out of range for "
+                f"model.vocab_size={self._vocab_size}. Set model.vocab_size to the size of the tokenizer."
             )
         if self._reset_positions and self._dataset.eos is not None:
             starts = document_starts(tokens, self._dataset.eos)
@@ -155,5 +159,5 @@ class Loader:
 
 
 def _sequence_first(rows: NDArray[np.int64]) -> torch.Tensor:
-    """[batch, seq] → a contiguous tensor [seq, batch]."""
+    """Transpose [batch, seq] to a contiguous tensor [seq, batch]."""
     return torch.from_numpy(np.ascontiguousarray(rows.T))

@@ -1,7 +1,6 @@
-"""Text that has an encoding: JSON can spell lone surrogates, and so can the words of a command line, but no
-encoding has them.
+"""Replacement of lone surrogates, which JSON and command lines can contain but UTF-8 cannot encode.
 
-Everywhere a lone surrogate is replaced by U+FFFD, as a byte that is not UTF-8 is.
+A lone surrogate is replaced by U+FFFD, like a byte that is not valid UTF-8.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from typing import Any
 
 
 def whole(text: str) -> tuple[str, bool]:
-    """The text and False; or, if it has lone surrogates, the text with U+FFFD in place of each and True."""
+    """Replace lone surrogates by U+FFFD, and return the text and whether it had any."""
     try:
         text.encode()
         return text, False
@@ -20,8 +19,9 @@ def whole(text: str) -> tuple[str, bool]:
 
 
 def parsed(text: str) -> tuple[Any, bool]:
-    """A JSON value, and whether a text in it, however deep, had lone surrogates, which are replaced as in
-    `whole`.
+    """Parse JSON, and return the value and whether a string in it had lone surrogates.
+
+    They are replaced as in `whole`.
 
     Raises ValueError if the text is not JSON, RecursionError if it is nested too deeply.
     """

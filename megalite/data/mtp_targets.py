@@ -20,7 +20,7 @@ from megalite.parallel.microbatch import IGNORE_INDEX, Microbatch, MtpTargets
 
 @dataclass(frozen=True)
 class WithMtpTargets:
-    """Makes microbatches of whole rows with the inputs and targets of MTP modules.
+    """Builds microbatches with the inputs and targets of MTP modules.
 
     Attributes:
         make: makes a microbatch; it is called with all arguments and `ahead`.

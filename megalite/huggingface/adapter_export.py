@@ -1,4 +1,7 @@
-"""Writes the adapters (LoRA) of a checkpoint in PEFT's format; `peft_modules` says where each tensor is."""
+"""Export of the LoRA adapters of a checkpoint to PEFT's format.
+
+The location of each tensor is determined by `peft_modules`.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ from megalite.system.files import write_synced
 
 
 def export_adapter(directory: Path, target: Path) -> dict[str, Any]:
-    """Write the adapters of a checkpoint as a PEFT directory; returns a summary for display.
+    """Write the adapters of a checkpoint as a PEFT directory, and return a summary for display.
 
     Raises ConfigError or CheckpointError; the directory gets its name only when it is complete.
     """
@@ -48,8 +51,8 @@ def export_adapter(directory: Path, target: Path) -> dict[str, Any]:
     lora = adapters.lora
     if not adapters.pairs:
         raise ConversionError(
-            f"{directory} holds no adapters: it was trained without lora.rank. Export it with megalite "
-            "convert export."
+            f"{directory} does not contain adapters because it was trained without lora.rank. Use `megalite "
+            "convert export` instead."
         )
     places = places_of(model, directory)
     modules = modules_of(places, adapters.pairs)
@@ -97,17 +100,17 @@ def export_adapter(directory: Path, target: Path) -> dict[str, Any]:
 
 
 def _on_a_larger_table(model: ModelConfig) -> list[str]:
-    """A note that PEFT needs a base with the new rows."""
+    """Return a note if PEFT requires a base model with additional rows."""
     if model.resize_embeddings is None:
         return []
     return [
-        f"tokens were added: call resize_token_embeddings({model.vocabulary}) on the base model before PEFT "
-        "loads the adapter"
+        f"the run added tokens: call resize_token_embeddings({model.vocabulary}) on the base model before "
+        "loading the adapter with PEFT"
     ]
 
 
 def _base(model: ModelConfig) -> str | None:
-    """The model that the adapters adapt, for readers in any directory: org/name, or an absolute path."""
+    """Return the base model of the adapters: org/name, or an absolute path."""
     start = model.initial_weights or ""
     directory = start.removeprefix(HF) if start.startswith(HF) else model.from_hf
     if directory is None:
@@ -117,8 +120,9 @@ def _base(model: ModelConfig) -> str | None:
 
 
 def _tensors(module: AdaptedModule, adapters: Adapters, places: dict[str, TensorPlace]) -> Iterator[Tensor]:
-    """PEFT's A [ranks, in], B [out, ranks] and, with `lora.dora`, magnitudes [out] of a module; ranks is the
-    sum of our weights' ranks.
+    """Yield PEFT's A [ranks, in], B [out, ranks] and, with `lora.dora`, magnitudes [out] of a module.
+
+    ranks is the sum of our weights' ranks.
 
     Where our factors on B A differ within a module, B has them, relative to the first one's.
     """
@@ -146,7 +150,7 @@ def _tensors(module: AdaptedModule, adapters: Adapters, places: dict[str, Tensor
 
 
 def _saved(adapters: Adapters, places: dict[str, TensorPlace], head: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that are trained in full."""
+    """Yield the tensors that are trained in full."""
     for name, keys in saved_keys(adapters.model, adapters.lora, places, head).items():
         place, value = places[name], adapters.read(name)
         whole = value.new_empty(place.shape)
@@ -168,7 +172,7 @@ def _settings(
     base: str | None,
     family: str,
 ) -> dict[str, Any]:
-    """PEFT's adapter_config.json. Raises ConversionError if PEFT cannot apply the adapters."""
+    """Return PEFT's adapter_config.json. Raises ConversionError if PEFT cannot apply the adapters."""
     lora, model = adapters.lora, adapters.model
     others = {module_of(place) for place in places.values()} - {module.name for module in modules}
     numbers = {module.name: _numbers(module, adapters) for module in modules}
@@ -178,8 +182,9 @@ def _settings(
         return _target(name, others) + (".weight" if name in weights else "")
 
     def pattern(index: int, default: float) -> dict[str, float]:
-        """The modules where a number is not the default, by the shortest name that matches no module with
-        another number."""
+        """Return the modules with a non-default number, by the shortest suffix that only matches equal
+        numbers.
+        """
         given = {name: own[index] for name, own in numbers.items()}
         return {
             target(name, {each for each in given if given[each] != own}): own
@@ -220,31 +225,37 @@ def _settings(
 
 
 def _as_weights(modules: Sequence[AdaptedModule], family: str, dora: bool) -> set[str]:
-    """The modules of which PEFT is given the weight. Raises ConversionError with DoRA, which PEFT does not
-    have on parameters."""
+    """Return the modules that PEFT must target by their weight.
+
+    Raises ConversionError with DoRA, which PEFT does not support for parameters.
+
+    Raises ConversionError with DoRA, which PEFT does not have on parameters.
+    """
     as_weights = {module.name for module in modules if module.as_weight(family)}
     if dora and as_weights:
         raise ConversionError(
-            f"PEFT cannot apply DoRA to {min(as_weights)} of a {family} model, whose weight it has to be "
-            "given instead of the module. Export the merged model with megalite convert export, or leave "
-            "gate, up and down out of lora.targets."
+            f"PEFT does not support DoRA for {min(as_weights)} of a {family} model, because the adapter "
+            "must target its parameter. Export the merged model with `megalite convert export`, or remove "
+            "gate, up and down from lora.targets."
         )
     return as_weights
 
 
 def _without_dropout(lora: LoraConfig, settings: dict[str, Any]) -> list[str]:
-    """A line if the settings do not have the run's dropout."""
+    """Return a note if the settings do not include the dropout of the run."""
     if settings["lora_dropout"] == lora.dropout:
         return []
     return [
-        f"lora_dropout is 0, and the run had {lora.dropout}: PEFT has no dropout with target_parameters. It "
-        "matters in training only"
+        f"lora_dropout was {lora.dropout} in the run but is exported as 0, because PEFT does not support "
+        "dropout with target_parameters. This only affects further training"
     ]
 
 
 def _numbers(module: AdaptedModule, adapters: Adapters) -> tuple[int, float]:
-    """Rank and alpha of a module: those of its first weight, whose factor on B A applies to all of it, for
-    the rank of all."""
+    """Return the rank and alpha of a module.
+
+    They are computed from its first weight, whose factor on B A applies to the whole module.
+    """
     first = next(iter(module.weights))
     rank = sum(adapters.pairs[name].b.shape[1] for name in module.weights)
     divisor = rank**0.5 if adapters.lora.scaling == "rslora" else rank
@@ -252,14 +263,16 @@ def _numbers(module: AdaptedModule, adapters: Adapters) -> tuple[int, float]:
 
 
 def _plain(number: float) -> float:
-    """A number without the rounding errors of the division that it has come from; whole ones as integers."""
+    """Return a number without rounding errors of a division, as an integer if it is whole."""
     rounded = float(f"{number:.12g}")
     return int(rounded) if rounded == int(rounded) else rounded
 
 
 def _target(name: str, others: set[str]) -> str:
-    """The shortest suffix of a module's name that matches no module without an adapter: the last word, except
-    for GPT-2's two c_proj."""
+    """Return the shortest suffix of a module's name that matches no module without an adapter.
+
+    This is the last word, except for GPT-2's two c_proj.
+    """
     words = name.split(".")
     ends = (".".join(words[start:]) for start in reversed(range(len(words))))
     return next(end for end in ends if not any(other.endswith(f".{end}") for other in others))

@@ -1,4 +1,7 @@
-"""Starts a run from adapters (LoRA) in PEFT's format; `peft_modules` says where each tensor is."""
+"""Loading of LoRA adapters in PEFT's format as the start of a run.
+
+The location of each tensor is determined by `peft_modules`.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +34,22 @@ from megalite.parallel.spec import Rectangle
 
 OFF = """alora_invocation_tokens arrow_config kasa_config layer_replication lora_bias megatron_config
     monteclora_config trainable_token_indices use_bdlora use_qalora velora_config"""
-"""Settings of PEFT's LoraConfig that change what an adapter computes, and must be off; PEFT ignores what is
-no setting of its own."""
+"""Settings of PEFT's LoraConfig that change the result of an adapter and must be off.
+
+PEFT ignores unknown settings.
+"""
 STARTS_FROM_W = (True, False, "gaussian", "eva", "orthogonal")
-"""Values of init_lora_weights that leave the base weights unchanged; others (pissa, olora …) change the
-weights that the adapter adapts."""
+"""Values of init_lora_weights that leave the base weights unchanged.
+
+Others, such as pissa and olora, change the weights that the adapter is applied to.
+"""
 
 
 def starting_weights(config: Config) -> Read:
-    """The function that fills a rank's rectangles when a run starts from hf:DIR or from an adapter; it raises
-    CheckpointError."""
+    """Return a function that fills a rank's rectangles from hf:DIR or an adapter.
+
+    The function raises CheckpointError.
+    """
     base = converting.starting_weights(
         config.model, config.run.seed, beside_adapter=config.lora.init_from is not None
     )
@@ -74,8 +83,11 @@ def _fill(config: Config, base: Read | None, rectangles: Sequence[Rectangle]) ->
 
 
 class PeftAdapter:
-    """A PEFT directory read as the adapters of a run: our tensors by name. Raises ConversionError if it does
-    not fit them.
+    """The adapters of a run in a PEFT directory, as a mapping from our names to tensors.
+
+    Raises ConversionError if they do not match the run.
+
+    Raises ConversionError if it does not fit them.
 
     The product that it adds to the weights is preserved: if its factor on B A differs from the run's, B is
     scaled.
@@ -104,17 +116,17 @@ class PeftAdapter:
         self.row_lengths = cache(self._row_lengths)
 
     def check(self) -> None:
-        """Raise ConversionError where the directory does not hold the run's adapters."""
+        """Raise ConversionError if the directory does not contain the adapters of the run."""
         expected = {key for module in self.modules for key in module.keys(self.lora.dora)}.union(
             *self.saved.values()
         )
         head = self.saved[EMBEDDING][-1] if self.tied and EMBEDDING in self.saved else None
-        why = {head: ": PEFT trains a tied head with the embedding only under ensure_weight_tying"}
+        why = {head: ": PEFT trains a tied head together with the embedding only with ensure_weight_tying"}
         problems = [
             f"{key} is missing{why.get(key, '')}" for key in sorted(expected) if key not in self.tensors
         ]
         problems += [
-            f"{key} is part of neither lora.targets nor lora.modules_to_save"
+            f"{key} is neither in lora.targets nor in lora.modules_to_save"
             for key in self.tensors
             if key not in expected
         ]
@@ -124,49 +136,49 @@ class PeftAdapter:
             problems += self._misfits_of_saved(name)
         if not problems:
             reject(
-                f"lora.init_from = {self.directory}",
+                f"lora.init_from={self.directory}",
                 {key: nonfinite(tensor) for key, tensor in self.tensors.items()},
             )
         if problems:
             raise ConversionError(
-                f"lora.init_from = {self.directory} does not hold the adapters of this run:"
-                f"{listing(problems)}"
+                f"lora.init_from={self.directory} does not match the adapters of this run:{listing(problems)}"
             )
 
     def _ranks(self, module: AdaptedModule) -> list[int]:
         return [self.lora.rank_of(self.roles[name]) for name in module.weights]
 
     def _is_shared(self, module: AdaptedModule, rank: int) -> bool:
-        """Whether a single A of this rank belongs to all our projections in the module."""
+        """Return whether all our projections in the module share a single A of this rank."""
         return set(self._ranks(module)) == {rank}
 
     def _misfits(self, module: AdaptedModule) -> Iterator[str]:
-        """What of a module's tensors does not fit the run's adapters."""
+        """Yield the tensors of a module that do not match the adapters of the run."""
         a, b, *magnitudes = (self.tensors[key] for key in module.keys(self.lora.dora))
         ranks, rank, (outputs, inputs) = self._ranks(module), len(a), module.shape
         if isinstance(module, FusedExperts):
             every = module.number * ranks[0]
             if (*a.shape, *b.shape) != (every, inputs, outputs, every):
                 has = f"has A {list(a.shape)} and B {list(b.shape)}"
-                yield f"{module.name} {has}, and the run {module.number} experts of rank {ranks[0]}"
+                yield f"{module.name} {has}, but the run has {module.number} experts with rank {ranks[0]}"
         elif (*a.shape, *b.shape) != (rank, inputs, outputs, rank):
             yield (
-                f"{module.name} has A {list(a.shape)} and B {list(b.shape)}, and the model {inputs} inputs "
-                f"and {outputs} outputs there"
+                f"{module.name} has A {list(a.shape)} and B {list(b.shape)}, but the module of the model "
+                f"has {inputs} inputs and {outputs} outputs"
             )
         elif not self._is_shared(module, rank) and (rank != sum(ranks) or self._outside(module, b, ranks)):
             own = (
-                f"lora.rank = {self.lora.rank}"
+                f"lora.rank={self.lora.rank}"
                 if set(ranks) == {self.lora.rank}
-                else f"lora.ranks = {show(self.lora.ranks)}"
+                else f"lora.ranks={show(self.lora.ranks)}"
             )
-            yield f"{module.name} has rank {rank}, and {own}"
+            yield f"{module.name} has rank {rank}, but {own}"
         elif self._outside(module, b) or any(self._is_changed(module, each) for each in magnitudes):
-            yield f"{module.name} adapts outputs that are not among lora.targets"
+            yield f"{module.name} adapts outputs that are not in lora.targets"
 
     def _outside(self, module: AdaptedModule, b: Tensor, ranks: Sequence[int] = ()) -> bool:
-        """Whether B is nonzero outside the rows of our projections or, with their `ranks`, outside their
-        blocks on its diagonal."""
+        """Return whether B is nonzero outside the rows of our projections or, with their `ranks`, outside
+        their blocks on its diagonal.
+        """
         rest = b.clone()
         for index, name in enumerate(module.weights):
             start = sum(ranks[:index])
@@ -174,9 +186,11 @@ class PeftAdapter:
         return bool(rest.any())
 
     def _is_changed(self, module: AdaptedModule, magnitudes: Tensor) -> bool:
-        """Whether rows without an adapter have another length than the weight's, up to the rounding of the
-        stored magnitudes. The weight is rounded as that of the run which trained the adapter, in any
-        precision: the adapter does not say which."""
+        """Return whether the lengths of rows without an adapter differ from the weight.
+
+        Differences within the rounding of the stored magnitudes are ignored. The weight is rounded in every
+        precision, because the adapter does not record the precision of the run that trained it.
+        """
         tolerance = max(8 * torch.finfo(magnitudes.dtype).eps, 1e-5)
         others = {
             name: rows for name, rows in module.all_weights(self.places).items() if name not in module.weights
@@ -196,22 +210,22 @@ class PeftAdapter:
         expected = [*place.tensors.values()] + [place.shape] * (len(keys) - len(place.tensors))
         for key, shape in zip(keys, expected, strict=True):
             if self.tensors.shape(key) != shape:
-                yield f"{key} is {list(self.tensors.shape(key))}, and the model's {list(shape)}"
+                yield f"{key} has shape {list(self.tensors.shape(key))}, expected {list(shape)}"
         if self.tied and name == EMBEDDING and not torch.equal(self.tensors[keys[0]], self.tensors[keys[1]]):
             yield (
-                f"{keys[0]} and {keys[1]} differ, and the model's head is its embedding "
+                f"{keys[0]} and {keys[1]} differ, but the model ties head and embedding "
                 "(model.tie_word_embeddings)"
             )
 
     def _row_lengths(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Lengths of the rows of one of our weights as a run of this dtype stores it, in at least fp32."""
+        """Return the row lengths of a weight as a run of this dtype stores it, in at least fp32."""
         rows, columns = len(self.places[name].rows), self.places[name].numel // len(self.places[name].rows)
         weight = torch.empty(rows, columns, dtype=dtype)
         self.base([Rectangle(WEIGHT + name, (rows, columns), (0, 0), weight)])
         return torch.linalg.vector_norm(weight, dim=1, dtype=torch.promote_types(dtype, torch.float32))
 
     def _scale(self, module: AdaptedModule, rank: int) -> float:
-        """PEFT's factor on a module's B A."""
+        """Return PEFT's factor on B A of a module."""
         weight = f"{module.name}.weight"
         by_weight = any(
             f".{weight}".endswith(f".{each}") for each in self.settings.get("target_parameters") or ()
@@ -221,8 +235,9 @@ class PeftAdapter:
         return float(alpha / (rank**0.5 if self.settings.get("use_rslora") else rank))
 
     def __getitem__(self, name: str) -> Tensor:
-        """One of our tensors: A [rank, in], B [out, rank], magnitudes [out], or one that is trained in
-        full."""
+        """Return one of our tensors: A [rank, in], B [out, rank], magnitudes [out], or one that is trained in
+        full.
+        """
         if name in self.saved:
             place = self.places[name]
             pieces = [self.tensors[key] for key in self.saved[name][: len(place.tensors)]]
@@ -245,7 +260,7 @@ class PeftAdapter:
         return self._scaled(b[module.rows(weight), own], module, weight, len(a))
 
     def _scaled(self, values: Tensor, module: AdaptedModule, weight: str, rank: int) -> Tensor:
-        """A part of their B, of this rank, with the factor on B A that the run does not have."""
+        """Return a part of PEFT's B of this rank, scaled by the difference of the factors on B A."""
         factor = self._scale(module, rank) / self.lora.scale_of(self.roles[weight])
         return (
             values
@@ -255,8 +270,9 @@ class PeftAdapter:
 
 
 def _by_pattern(patterns: dict[str, Any] | None, module: str, default: Any) -> Any:
-    """The value of the first pattern that matches the end of the name of a module or parameter, as in
-    PEFT."""
+    """Return the value of the first pattern that matches the end of a module's or parameter's name, as in
+    PEFT.
+    """
     return next(
         (value for pattern, value in (patterns or {}).items() if re.match(rf"(.*\.)?({pattern})$", module)),
         default,
@@ -264,7 +280,10 @@ def _by_pattern(patterns: dict[str, Any] | None, module: str, default: Any) -> A
 
 
 def _read_settings(directory: Path, dora: bool) -> dict[str, Any]:
-    """adapter_config.json. Raises ConversionError if the adapter is not LoRA, or DoRA as the run's is not."""
+    """Read adapter_config.json.
+
+    Raises ConversionError if the adapter is neither LoRA nor DoRA, or does not match lora.dora.
+    """
     path = directory / ADAPTER_SETTINGS
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
@@ -279,18 +298,20 @@ def _read_settings(directory: Path, dora: bool) -> dict[str, Any]:
             for name, value, good in (("peft_type", kind, "LORA"), ("bias", bias, "none"))
             if value != good
         ]
-        wrong += [] if start in STARTS_FROM_W else [f"init_lora_weights = {start}"]
+        wrong += [] if start in STARTS_FROM_W else [f"init_lora_weights={start}"]
         theirs = bool(settings.get("use_dora"))
         settings["lora_alpha"] / settings["r"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise ConversionError(
-            f"{path} cannot be read as the settings of a LoRA adapter: {type(error).__name__}: {error}"
+            f"Could not read the LoRA settings in {path}: {type(error).__name__}: {error}"
         ) from None
     if wrong:
-        raise ConversionError(f"{path} has {wrong[0]}, which is not handled: only LoRA, rslora and DoRA are.")
+        raise ConversionError(
+            f"{path} sets {wrong[0]}, which is not supported. Supported adapters: LoRA, rsLoRA and DoRA."
+        )
     if theirs != dora:
         raise ConversionError(
-            f"{path} has use_dora = {show(theirs)}, and lora.dora = {show(dora)}. Set lora.dora to "
-            f"{show(theirs)}."
+            f"{path} has use_dora={show(theirs)}, which does not match lora.dora={show(dora)}. Set "
+            f"lora.dora={show(theirs)}."
         )
     return settings

@@ -1,4 +1,4 @@
-"""The files beside the weights of a Hugging Face directory: config.json, tokenizer, generation settings.
+"""Companion files of the weights in a Hugging Face directory: config.json, tokenizer, generation settings.
 
 An imported checkpoint has copies of them in COMPANIONS.
 """
@@ -22,7 +22,7 @@ from megalite.data.tokenizer.identity import (
 from megalite.huggingface.files import ConversionError
 
 COMPANIONS = "huggingface"
-"""Directory of an imported checkpoint for the files."""
+"""Directory of the companion files in an imported checkpoint."""
 GENERATION = "generation_config.json"
 
 
@@ -35,7 +35,7 @@ def copy_companions(directory: Path, target: Path) -> None:
 
 
 def recorded_tokenizer(manifest: Manifest) -> TokenizerIdentity:
-    """The tokenizer recorded in a checkpoint, or stored in an imported one; of others nothing is known.
+    """Return the tokenizer that is recorded in a checkpoint or stored in an imported one.
 
     If the recorded path no longer holds it, the name is the path of the run's copy.
     """
@@ -61,12 +61,11 @@ def check_vocabulary(directory: Path, vocabulary: int) -> None:
         try:
             largest = largest_id(path)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConversionError(f"{path} cannot be read as a tokenizer: {error}") from None
+            raise ConversionError(f"Could not load the tokenizer {path}: {error}") from None
         if largest >= vocabulary:
             raise ConversionError(
-                f"{path} knows token {largest}, but vocab_size is {vocabulary}: the tokenizer is larger than "
-                "the model's vocabulary. "
-                "Remove those tokens, or give the tokenizer that belongs to the model."
+                f"{path} has token id {largest}, which is out of range for vocab_size={vocabulary}. Remove "
+                "the additional tokens, or use the tokenizer of the model."
             )
 
 
@@ -75,7 +74,7 @@ def _json(path: Path) -> Any:
 
 
 def _of_tokenizer(path: Path) -> int:
-    """The largest id that the tokenizers library assigns.
+    """Return the largest id that the tokenizers library assigns.
 
     It numbers added tokens that are not pieces consecutively after the pieces, whatever ids the files give.
     """

@@ -27,8 +27,9 @@ _MIXTURE = (
 
 
 def to_hf_config(model: ModelConfig, family: str | None = None) -> dict[str, Any]:
-    """The config.json of a model, readable by every version of transformers. family: by default the first
-    that can express the model.
+    """Return the config.json of a model, which every version of transformers can read.
+
+    family: the architecture; by default the first one that supports the model.
 
     Raises ConfigError naming the first field that the family cannot express. Dropouts and auxiliary losses
     that a family does not have are left out: they do not change what the trained model computes.
@@ -38,19 +39,21 @@ def to_hf_config(model: ModelConfig, family: str | None = None) -> dict[str, Any
         family = next((name for name, reason in reasons.items() if reason is None), None)
         if family is None:
             raise ConfigError(
-                "No Hugging Face family can express this model:\n"
+                "The model is not supported by any Hugging Face family:\n"
                 + "\n".join(f"  {n}: {r}" for n, r in reasons.items())
             )
     row = families().rows[family]
     reason = misfit(model, row)
     if reason:
-        raise ConfigError(f"{reason}; the {family} family cannot express it.")
+        raise ConfigError(f"{reason}; the {family} family does not support this value.")
     return _write(model, row)
 
 
 def misfit(model: ModelConfig, row: Family) -> str | None:
-    """Why a family cannot express a model: the first field that does not survive the round trip through its
-    config.json. None if it can."""
+    """Return the reason why a family does not support a model, or None if it does.
+
+    The reason is the first field that does not survive the round trip through config.json.
+    """
     mapped = {ours for names in row.fields.values() for ours in names}
     try:
         again = ModelConfig(**from_hf_config(_write(model, row)))
@@ -64,7 +67,10 @@ def misfit(model: ModelConfig, row: Family) -> str | None:
 
 
 def meaning(model: ModelConfig) -> dict[str, Any]:
-    """Every field with its defaults resolved: models of equal meaning compute the same."""
+    """Return all fields with their defaults resolved.
+
+    Models with equal results compute the same function.
+    """
     layers = range(model.num_hidden_layers)
     local = [layer for layer in layers if model.window(layer) is not None]
     values = asdict(model) | {
@@ -87,8 +93,11 @@ def meaning(model: ModelConfig) -> dict[str, Any]:
 
 
 def _mixture_meaning(model: ModelConfig) -> dict[str, Any]:
-    """The fields of mixtures: null without experts; the dense layers listed; as balance only what a trained
-    model still computes."""
+    """Return the fields of mixtures of experts.
+
+    They are null without experts. Dense layers are listed, and the balance contains only what affects a
+    trained model.
+    """
     if not model.num_experts:
         return dict.fromkeys(_MIXTURE)
     dense = [layer for layer in range(model.num_hidden_layers) if not model.is_mixture(layer)]
@@ -120,14 +129,16 @@ def _write(model: ModelConfig, row: Family) -> dict[str, Any]:
 
 
 def _reciprocal(value: float) -> float:
-    """1 / value, without the last digits if those are rounding only."""
+    """Return 1 / value, without the last digits if they are only rounding errors."""
     rounded = round(1 / value, 9)
     return rounded if 1 / rounded == value else 1 / value
 
 
 def _falcon_block(values: dict[str, Any]) -> dict[str, Any]:
-    """Falcon's layout: its first architecture has one key-value head or no parallel block, all others are the
-    new one."""
+    """Return the fields of Falcon's layout.
+
+    Its first architecture has one key-value head or no parallel block. All others are the new one.
+    """
     block, kv_heads = values["parallel_block"], values["num_key_value_heads"]
     new = block == "two_norms" or (block == "shared_norm" and kv_heads > 1)
     norms = {"num_ln_in_parallel_attn": 2 if block == "two_norms" else 1} if new else {}
@@ -175,12 +186,14 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "parallel_block=shared_norm": _parallel,
     "parallel_block=two_norms": _parallel,
 }
-"""The fields of a config.json that a computed field is computed from: the reverse of the table in
-`megalite.families.model_config`."""
+"""Functions for fields of config.json that are computed.
+
+They are the inverse of the table in `megalite.families.model_config`.
+"""
 
 
 def _write_rope(model: ModelConfig, row: Family) -> dict[str, Any]:
-    """The rotary fields of transformers 4, which most other readers know, and of transformers 5."""
+    """Return the rotary fields of transformers 4, which most other readers support, and of transformers 5."""
     parameters = {**(model.rope_scaling or {"rope_type": "default"}), "rope_theta": model.rope_theta}
     if any("partial_rotary_factor" in ours for ours in row.fields.values()):
         parameters |= {"partial_rotary_factor": model.partial_rotary_factor}
@@ -208,7 +221,7 @@ def _write_rope(model: ModelConfig, row: Family) -> dict[str, Any]:
 
 
 def _write_window(values: dict[str, Any], row: Family) -> dict[str, Any]:
-    """The sliding-window fields. values: a model's `meaning`."""
+    """Return the sliding-window fields. values: a model's `meaning`."""
     window, local = values["sliding_window"], values["sliding_window_layers"]
     if row.window == "every_layer":
         return {"sliding_window": window}

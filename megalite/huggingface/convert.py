@@ -1,5 +1,8 @@
-"""Hugging Face directory ↔ checkpoint, and runs that start from such a directory. One block of a tensor is in
-memory at a time.
+"""Conversion between Hugging Face directories and checkpoints, and runs that start from such a directory.
+
+One block of a tensor is in memory at a time.
+
+One block of a tensor is in memory at a time.
 
     import     the tensors, views of memory-mapped files, are appended block by block to one file, described
     by a manifest
@@ -76,8 +79,7 @@ FREE_TO_CHANGE = (
     *("initializer_range", "embedding_dropout", "attention_dropout", "residual_dropout"),
     *("router_balance", "router_aux_loss_coef", "router_z_loss_coef", "expert_capacity_factor"),
 )
-"""Fields in which a run may differ from the model whose weights it starts from: to extend the context, or to
-train with dropout."""
+"""Fields in which a run may differ from its initial model, to extend the context or to train with dropout."""
 
 
 # ---- a Hugging Face directory
@@ -85,8 +87,7 @@ train with dropout."""
 
 @dataclass(frozen=True)
 class HuggingFaceSource:
-    """A complete Hugging Face directory: our model, its family, and the places of our tensors in its
-    tensors."""
+    """A complete Hugging Face directory with its model, its family, and the mapping of its tensors."""
 
     directory: Path
     model: ModelConfig
@@ -95,14 +96,15 @@ class HuggingFaceSource:
     places: dict[str, TensorPlace]
     biases: dict[int, str]
     copies: dict[str, list[str]]
-    """Our tensor → those that repeat it."""
+    """Our tensor → tensors that repeat it."""
     nonfinite: dict[str, int] = field(default_factory=dict)
-    """Tensor that was read → number of its values that are NaN or infinite, if there are any."""
+    """Tensor that was read → number of its NaN and infinite values, if there are any."""
 
     @staticmethod
     def of(directory: Path, mtp: bool = True) -> HuggingFaceSource:
-        """Open it without reading weights. Raises ConfigError if its model is not supported, ConversionError
-        if a file is damaged.
+        """Open a directory without reading weights.
+
+        Raises ConfigError if its model is not supported, ConversionError if a file is damaged.
 
         mtp: with its modules of multi-token prediction, if it has them: transformers keeps their number and
         drops their weights.
@@ -110,7 +112,7 @@ class HuggingFaceSource:
         config = hf_config(directory)
         model, family = ModelConfig(**from_hf_config(config)), str(config["model_type"])
         if model.vocab_size is None:
-            raise ConfigError(f"{directory}: config.json gives no vocab_size.")
+            raise ConfigError(f"{directory}/config.json has no vocab_size.")
         _check(model)
         weights, names = _opened(directory), FAMILY_NAMES[family]
         stored = _prefix(weights, names)
@@ -134,8 +136,10 @@ class HuggingFaceSource:
         return states(self.model, self.biases, self.weights)
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A rectangle of one of our tensors; only its bytes are read, and those of tensors that should repeat
-        it. `check_finite` tells of values that are not finite."""
+        """Read a rectangle of one of our tensors, and of the tensors that repeat it.
+
+        Values that are not finite are reported by `check_finite`.
+        """
         values, tensors = self._read(name, offsets, sizes), self.places[name].tensors
         if self.nonfinite.keys().isdisjoint(tensors) and nonfinite(values):
             self.nonfinite.update(
@@ -144,7 +148,7 @@ class HuggingFaceSource:
         return values
 
     def check_finite(self) -> None:
-        """Raise CheckpointError naming the tensors read so far that have values which are NaN or infinite."""
+        """Raise CheckpointError if tensors that were read contain NaN or infinite values."""
         routers = {theirs: nonfinite(self.weights[theirs]) for theirs in self.biases.values()}
         reject(str(self.directory), self.nonfinite | routers)
 
@@ -154,8 +158,7 @@ class HuggingFaceSource:
             own, other = (place.read(self.weights[each], offsets, sizes) for each in (place.theirs, theirs))
             if not torch.equal(own, other):
                 raise ConversionError(
-                    f"{self.directory}: {theirs} is not equal to {place.theirs}, which the model shares with "
-                    "that module"
+                    f"{self.directory}: {theirs} and {place.theirs} differ, but the model shares this tensor"
                 )
         # a layer's experts are large: only those in the rectangle are read
         if number := len(place.pieces) or place.experts:
@@ -175,7 +178,7 @@ class HuggingFaceSource:
 
 
 def _opened(directory: Path) -> TensorFiles:
-    """The weights of a directory, quantized ones in bf16."""
+    """Open the weights of a directory. Quantized weights are read in bf16."""
     weights = TensorFiles(directory)
     if any(name.endswith("_blocks") for name in weights):
         from megalite.huggingface import mxfp4
@@ -189,7 +192,7 @@ def _opened(directory: Path) -> TensorFiles:
 
 
 def _check(model: ModelConfig) -> None:
-    """Raise ConfigError if the model's fields do not fit each other."""
+    """Raise ConfigError if fields of the model are inconsistent."""
     facts = RuleContext(model=model)
     for rule in MODEL_RULES:
         if rule.broken(facts):
@@ -199,8 +202,11 @@ def _check(model: ModelConfig) -> None:
 def _bound(
     weights: TensorFiles, model: ModelConfig, family: str, unread: tuple[str, ...]
 ) -> dict[str, TensorPlace]:
-    """The places with the stored names. Raises ConversionError naming tensors that are missing, of another
-    shape, or unknown. unread: how names of tensors begin that have no place."""
+    """Return the places with the stored names.
+
+    Raises ConversionError for tensors that are missing, unknown or have another shape. unread: prefixes of
+    tensors that are ignored.
+    """
     names, stored = FAMILY_NAMES[family], _prefix(weights, FAMILY_NAMES[family])
     by_name, tied = places(model, family), model.tie_word_embeddings
     if any(name.endswith("experts.gate_up_proj") for name in weights):
@@ -217,14 +223,14 @@ def _bound(
     for name in weights:
         shape = weights.shape(name)
         if name in expected and shape != expected[name]:
-            problems.append(f"{name} is {list(shape)}, and config.json says {list(expected[name])}")
+            problems.append(f"{name} has shape {list(shape)}, expected {list(expected[name])}")
         elif name not in expected and not (
             name.endswith(names.ignored) or name.startswith(other_parts) or (tied and name == head)
         ):
-            problems.append(f"{name} has no place in a {family} model")
+            problems.append(f"{name} is not a tensor of a {family} model")
     if problems:
         raise ConversionError(
-            f"{weights.directory} does not hold the model of its config.json:{listing(problems)}"
+            f"The weights in {weights.directory} do not match its config.json:{listing(problems)}"
         )
     if (
         tied
@@ -232,14 +238,14 @@ def _bound(
         and not torch.equal(weights[head], weights[stored(by_name["embedding.weight"].theirs)])
     ):
         raise ConversionError(
-            f"{weights.directory}: {head} is not the embedding, though config.json says tie_word_embeddings"
+            f"{weights.directory}: {head} differs from the embedding, although config.json sets "
+            "tie_word_embeddings"
         )
     return {name: replace(place, theirs=stored(place.theirs)) for name, place in by_name.items()}
 
 
 def _fused(place: TensorPlace) -> TensorPlace:
-    """The place in a file that holds the experts of a layer as one tensor, and names what is next to them as
-    transformers 5 does."""
+    """Return the place in a file that stores the experts of a layer as one tensor, as transformers 5 does."""
     return (
         place.fused()
         if place.pieces
@@ -248,7 +254,7 @@ def _fused(place: TensorPlace) -> TensorPlace:
 
 
 def _prefix(weights: Iterable[str], names: Names) -> Callable[[str], str]:
-    """The function from a family's name of a tensor to the stored name."""
+    """Return a function that converts a family's name of a tensor to the stored name."""
     whole = names.multimodal[0] if names.multimodal else ""
     if whole and any(name.startswith(whole) for name in weights):
         return lambda name: f"{whole}{name}"
@@ -261,8 +267,9 @@ def _prefix(weights: Iterable[str], names: Names) -> Callable[[str], str]:
 
 
 def starting_weights(model: ModelConfig, seed: int = 0, beside_adapter: bool = False) -> Read | None:
-    """The function that fills a rank's rectangles if model.init_from is hf:DIR, reading only their bytes;
-    None if it is not. The directory is opened and checked at the first call.
+    """Return a function that fills a rank's rectangles from model.init_from = hf:DIR, or None without it.
+
+    Only the required bytes are read. The directory is opened and checked at the first call.
 
     Args:
         seed: of new rows that `model.resize_embeddings: init` draws.
@@ -276,36 +283,34 @@ def starting_weights(model: ModelConfig, seed: int = 0, beside_adapter: bool = F
 
 
 def _check_no_adapter(directory: Path) -> None:
-    """Raise ConversionError where transformers would add an adapter to the weights of a directory."""
+    """Raise ConversionError if transformers would apply an adapter to the weights of a directory."""
     if (directory / ADAPTER_SETTINGS).is_file():
         raise ConversionError(
-            f"{directory} holds an adapter beside the weights ({ADAPTER_SETTINGS}), which transformers would "
-            "add to them. Move its "
-            "files to a directory of their own, and give that as lora.init_from if the run starts from the "
-            "adapter."
+            f"{directory} contains an adapter ({ADAPTER_SETTINGS}) next to the weights, and transformers "
+            "would apply it. Move the adapter to a separate directory. To start the run from the adapter, "
+            "set lora.init_from to this directory."
         )
 
 
 def _own_shape(model: ModelConfig, directory: Path, different: Sequence[str]) -> str:
-    """How the run gets the shape of the model in a directory, whose options are different."""
+    """Return the way to use the architecture of the model in a directory."""
     shape = model.from_hf
     if shape is None or Path(shape).resolve() != directory.resolve():
-        return f"Set model.from_hf = {directory}."
-    return (
-        f"model.from_hf has the right ones: remove {', '.join(f'model.{name}' for name in different)} beside "
-        "it."
-    )
+        return f"Set model.from_hf={directory}."
+    return f"Remove {', '.join(f'model.{name}' for name in different)} to use the values of model.from_hf."
 
 
 def _reader(model: ModelConfig, seed: int, directory: Path, beside_adapter: bool) -> Read:
-    """The function that fills a rank's rectangles. Raises ConversionError if the directory's model is not the
-    run's, or cannot be read."""
+    """Return a function that fills a rank's rectangles.
+
+    Raises ConversionError if the directory's model is not the run's, or cannot be read.
+    """
     if not beside_adapter:
         _check_no_adapter(directory)
     try:
         source = HuggingFaceSource.of(directory)
     except ConfigError as error:
-        raise ConversionError(f"model.init_from = {HF}{directory}: {error}") from None
+        raise ConversionError(f"model.init_from={HF}{directory}: {error}") from None
     ours, theirs = meaning(model), meaning(source.model)
     check_rows(model, source.model.vocabulary, f"{HF}{directory}")
     ours["vocab_size"] = theirs["vocab_size"]
@@ -313,16 +318,20 @@ def _reader(model: ModelConfig, seed: int, directory: Path, beside_adapter: bool
     if ours["mtp_layers"] < theirs["mtp_layers"]:  # some are left out
         different.remove("mtp_layers")
     if different == ["mtp_layers"]:
-        has = f"has the weights of {theirs['mtp_layers'] or 'no'} modules. Set it to {theirs['mtp_layers']}"
+        has = (
+            f"has weights for {theirs['mtp_layers'] or 'no'} modules. Set "
+            f"model.mtp_layers={theirs['mtp_layers']}"
+        )
         raise ConversionError(
-            f"model.mtp_layers = {ours['mtp_layers']}, but model.init_from = {HF}{directory} {has}."
+            f"model.mtp_layers={ours['mtp_layers']}, but model.init_from={HF}{directory} {has}."
         )
     if different:
         listed = ", ".join(
-            f"model.{name} = {show(ours[name])} and there {show(theirs[name])}" for name in different[:LISTED]
+            f"model.{name} is {show(ours[name])}, but {show(theirs[name])} in the directory"
+            for name in different[:LISTED]
         )
         raise ConversionError(
-            f"model.init_from = {HF}{directory} is another model: {listed}. "
+            f"model.init_from={HF}{directory} does not match the model of this run: {listed}. "
             f"{_own_shape(model, directory, different)}"
         )
 
@@ -350,8 +359,9 @@ def _reader(model: ModelConfig, seed: int, directory: Path, beside_adapter: bool
 def import_model(
     source: Path, directory: Path, progress: Report = silent, mtp: bool = True
 ) -> dict[str, Any]:
-    """Write a Hugging Face directory's weights as a checkpoint, in their dtypes; returns a summary for
-    display. mtp: with those of its modules of multi-token prediction, if it has them.
+    """Import the weights of a Hugging Face directory as a checkpoint, and return a summary for display.
+
+    Weights keep their dtypes. mtp: include multi-token prediction modules, if there are any.
 
     Raises ConfigError or CheckpointError; the checkpoint is published only when it is complete.
     """
@@ -426,15 +436,22 @@ def export_model(
     allow_tokenizer_change: bool = False,
     progress: Report = silent,
 ) -> dict[str, Any]:
-    """Write a checkpoint's weights and its tokenizer as a Hugging Face directory; returns a summary for
-    display.
+    """Export a checkpoint as a Hugging Face directory with its tokenizer, and return a summary for display.
 
-    source: the checkpoint's directory, or its manifest, such as one with averages in place of the weights.
-    like: a Hugging Face directory whose family, token ids, tokenizer and generation settings are exported
-    with the weights; by default the one that the checkpoint came from, if any. dtype: by default that of each
-    stored tensor. shard: maximum bytes of a file. tokenizer: byte, FILE.model or a directory; by default that
-    of the training data, else that of `like`. allow_tokenizer_change: even if the weights were trained with
-    another. Raises ConfigError or CheckpointError; the directory gets its name only when it is complete.
+    Args:
+        source: directory of the checkpoint, or its manifest, for example with averages in place of the
+            weights.
+        like: Hugging Face directory whose family, token ids, tokenizer and generation settings are exported;
+            by default the one that the checkpoint was imported from.
+        dtype: dtype of all tensors; by default the stored one.
+        shard: maximum number of bytes of a file.
+        tokenizer: byte, FILE.model or a directory; by default the tokenizer of the training data, otherwise
+            of `like`.
+        allow_tokenizer_change: accept a tokenizer that the weights were not trained with.
+
+    Raises:
+        ConfigError, CheckpointError: the export failed. The directory is renamed to `target` only when it is
+            complete.
     """
     directories.check_free(target)
     manifest = source if isinstance(source, Manifest) else checkpoint.manifest_of(source)
@@ -472,7 +489,10 @@ def export_model(
             reader=found_tokenizer.reader,
         )
     without = (
-        [f"without modules of multi-token prediction, which {config['model_type']} models do not have"]
+        [
+            f"multi-token prediction modules are not exported, because {config['model_type']} models do not "
+            "have them"
+        ]
         if left_out
         else []
     )
@@ -487,21 +507,27 @@ def export_model(
 def _rounded(
     config: Config, dtypes: Iterable[torch.dtype], like: Path | None, base: dict[str, Any]
 ) -> list[str]:
-    """A line if a run with adapters has rounded the frozen weights that it started from: they are stored in
-    compute precision."""
+    """Return a note if a run with adapters has rounded the frozen weights that it started from.
+
+    Frozen weights are stored in compute precision.
+    """
     theirs, widest = stored_dtype(base), max(dtypes, key=lambda each: each.itemsize)
     if not config.lora.rank or theirs != "float32" or widest.itemsize >= torch.float32.itemsize:
         return []
     return [
-        f"the weights are in {dtype_name(widest)}: the run has rounded those of {like}, in {theirs}; "
-        "adapter-export changes none"
+        f"the weights are exported in {dtype_name(widest)}: the run rounded the weights of {like}, which "
+        f"are in {theirs}. Use adapter-export to keep them unchanged"
     ]
 
 
 @contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """A directory to write into, which gets its name when the block has ended without an error. Raises
-    ConversionError where it cannot."""
+    """Yield a temporary directory, which is renamed when the block ends without an error.
+
+    Raises ConversionError if it cannot be created or renamed.
+
+    Raises ConversionError where it cannot.
+    """
     temporary = target.with_name(f".{target.name}.new")
     try:
         shutil.rmtree(temporary, ignore_errors=True)  # left by an interrupted export
@@ -509,13 +535,13 @@ def new_directory(target: Path) -> Iterator[Path]:
         yield temporary
         temporary.rename(target)
     except OSError as error:
-        raise ConversionError(f"could not write {target}: {error.strerror or error}") from error
+        raise ConversionError(f"failed to write {target}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _shown(summary: dict[str, Any], architecture: str) -> dict[str, str]:
-    """Rows of the model card."""
+    """Return the rows of the model card."""
     return {
         "architecture": architecture,
         "parameters": f"{summary['parameters']:,}",
@@ -524,18 +550,20 @@ def _shown(summary: dict[str, Any], architecture: str) -> dict[str, str]:
 
 
 def model_of(manifest: Manifest) -> ModelConfig:
-    """The model of a checkpoint. Raises CheckpointError if it holds no configuration."""
+    """Return the model of a checkpoint. Raises CheckpointError if it has no configuration."""
     if "config" not in manifest.state:
         raise CheckpointError(
-            f"{manifest.directory} holds no configuration. Give one that megalite train or megalite convert "
-            "wrote."
+            f"{manifest.directory} does not contain a configuration. Use a checkpoint written by `megalite "
+            "train` or `megalite convert`."
         )
     return from_dict(manifest.state["config"]).model
 
 
 def origin(directory: Path, model: ModelConfig) -> Path | None:
-    """The directory of a model's config.json and tokenizer: in the checkpoint, in the one that it started
-    from, or the Hugging Face directory. None if there is none."""
+    """Return the directory of a model's config.json and tokenizer, or None.
+
+    This is a directory in the checkpoint or in the one that it started from, or the Hugging Face directory.
+    """
     start = model.initial_weights or ""
     started = (
         Path(start.removeprefix(HF)) if start.startswith(HF) else find(Path(start or directory)) / COMPANIONS
@@ -545,26 +573,29 @@ def origin(directory: Path, model: ModelConfig) -> Path | None:
 
 
 def _family_like(model: ModelConfig, base: dict[str, Any]) -> str | None:
-    """The family of the model that this one came from, if that family can still express it; else None."""
+    """Return the family of the original model if it still supports this one, otherwise None."""
     name = base.get("model_type")
     rows = families().rows
     return name if name in rows and misfit(model, rows[name]) is None else None
 
 
 def places_of(model: ModelConfig, directory: Path) -> dict[str, TensorPlace]:
-    """The places of a model's tensors in its family."""
+    """Return the places of a model's tensors in its family."""
     return places(model, family_of(model, directory))
 
 
 def head_of(model: ModelConfig, directory: Path) -> str:
-    """The name of the head's module in that family."""
+    """Return the name of the head's module in that family."""
     return next(
         theirs for theirs, ours in names_of(model, family_of(model, directory)).ends.items() if ours == "head"
     )
 
 
 def family_of(model: ModelConfig, directory: Path) -> str:
-    """The family that a model came from, or the first that can express it. directory: the checkpoint's."""
+    """Return the original family of a model, or the first one that supports it.
+
+    directory: directory of the checkpoint.
+    """
     like = origin(directory, model)
     return str(to_hf_config(model, _family_like(model, hf_config(like) if like else {}))["model_type"])
 
@@ -572,7 +603,7 @@ def family_of(model: ModelConfig, directory: Path) -> str:
 def _stored(manifest: Manifest, by_name: dict[str, TensorPlace]) -> dict[str, StoredTensor]:
     missing = [name for name in by_name if WEIGHT + name not in manifest.tensors]
     if missing:
-        raise CheckpointError(f"{manifest.directory} lacks {missing[0]}, which its model has")
+        raise CheckpointError(f"{manifest.directory} does not contain the tensor {missing[0]} of its model")
     return {name: manifest.tensors[WEIGHT + name] for name in by_name}
 
 
@@ -586,8 +617,12 @@ def _write_weights(
     limit: int,
     progress: Report,
 ) -> None:
-    """Write the safetensors files and, if there are several, their index. The biases of routers are in the
-    last one."""
+    """Write the safetensors files and, if there are several, their index.
+
+    The last file contains the router biases.
+
+    The biases of routers are in the last one.
+    """
     adapters, shards = Adapters(manifest), list(_shards(by_name, dtypes, limit))
     names = (
         [SAFETENSORS]
@@ -626,8 +661,9 @@ def _write_weights(
 def _shards(
     by_name: dict[str, TensorPlace], dtypes: dict[str, torch.dtype], limit: int
 ) -> Iterator[dict[str, list[str]]]:
-    """The files, each of at most `limit` bytes: name of a Hugging Face tensor → names of our tensors in
-    it."""
+    """Yield the files, each of at most `limit` bytes: name of a Hugging Face tensor → names of our tensors in
+    it.
+    """
     joined: dict[str, list[str]] = {}
     for name, place in by_name.items():
         joined.setdefault(place.theirs, []).append(name)
@@ -649,8 +685,10 @@ def _write_tensor(
     by_name: dict[str, TensorPlace],
     dtype: torch.dtype,
 ) -> None:
-    """Write one Hugging Face tensor, adapters merged: chunk by chunk if all chunks are consecutive whole
-    rows, else assembled first."""
+    """Write one Hugging Face tensor with merged adapters.
+
+    It is written chunk by chunk if all chunks are consecutive whole rows, otherwise it is assembled first.
+    """
     place = by_name[next(iter(parts))]
     by_rows = (
         (place.theirs in place.tensors or bool(place.pieces))
@@ -677,7 +715,7 @@ def _write_tensor(
 
 
 def _write_rows(file: NewFile, place: TensorPlace, row: int, values: Tensor) -> None:
-    """Write consecutive whole rows; those of a layer's experts are rows of many tensors."""
+    """Write consecutive whole rows. Rows of a layer's experts belong to several tensors."""
     width = prod(place.shape[1:])
     length = place.shape[0] // max(len(place.pieces), 1)  # rows of one tensor
     while len(values):

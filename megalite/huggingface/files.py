@@ -1,5 +1,7 @@
-"""Memory-mapped weights of a Hugging Face directory: a page of a file is read when it is accessed, and needs
-no memory of the process."""
+"""Memory-mapped weights of a Hugging Face directory.
+
+Pages of a file are read on access and do not count as memory of the process.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +23,26 @@ from megalite.system.text import abbreviated
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 LETTERS = {dtype: letters for letters, dtype in DTYPES.items()}
 QUANTIZED = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}
-"""Types of the parts of quantized tensors (`megalite.huggingface.mxfp4`, `fp8`)."""
+"""Dtypes of quantized tensors and their scales (`megalite.huggingface.mxfp4`, `fp8`)."""
 STORED = DTYPES | QUANTIZED
 LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 
 
 class ConversionError(CheckpointError):
-    """A Hugging Face directory cannot be read or written; the message names the file and the tensor."""
+    """Raised if a Hugging Face directory cannot be read or written. The message names the file and the
+    tensor.
+    """
 
 
 POINTER = b"version https://git-lfs"
-"""The beginning of a file in whose place Git LFS has not put its content."""
+"""Start of a Git LFS pointer file."""
 
 
 class SafetensorsFile:
-    """One safetensors file: 8 bytes with the length of a JSON header, the header, and the data of all
-    tensors. Raises ConversionError."""
+    """A safetensors file: 8 bytes with the length of a JSON header, the header, and the data of all tensors.
+
+    Raises ConversionError.
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -47,19 +53,16 @@ class SafetensorsFile:
                 file.seek(0)
                 if file.read(len(POINTER)) == POINTER:
                     raise ConversionError(
-                        f"{path} is a pointer of Git LFS, not the weights. Fetch them: `git lfs pull` in "
-                        "that directory"
+                        f"{path} is a Git LFS pointer, not the weights. Run `git lfs pull` in that directory"
                     )
-                raise ConversionError(
-                    f"{path} is not a safetensors file, or it is cut off: it has {size:,} bytes"
-                )
+                raise ConversionError(f"{path} is not a safetensors file or is truncated ({size:,} bytes)")
             try:
                 header = json.loads(file.read(length))
                 header.pop("__metadata__", None)
                 self._entries = {name: _entry(**fields) for name, fields in header.items()}
             except (ValueError, TypeError, AttributeError, KeyError) as error:
                 raise ConversionError(
-                    f"{path} is not a safetensors file: its header is damaged ({error})"
+                    f"{path} is not a valid safetensors file: could not parse the header ({error})"
                 ) from None
         self._start = 8 + length
         self._check(size)
@@ -68,18 +71,19 @@ class SafetensorsFile:
         expected = self._start + max((stop for _, _, _, stop in self._entries.values()), default=0)
         if size != expected:
             raise ConversionError(
-                f"{self.path} is damaged: its header describes {expected:,} bytes, and it has {size:,}"
+                f"{self.path} is damaged: expected {expected:,} bytes according to its header, but got "
+                f"{size:,}"
             )
         for name, (letters, shape, start, stop) in self._entries.items():
             if letters not in STORED:
                 raise ConversionError(
-                    f"{self.path}: {name} is of type {letters}. Quantized weights are not handled; take "
-                    "those in bf16."
+                    f"{self.path}: {name} has unsupported type {letters}. Quantized weights are not "
+                    "supported; use the bf16 weights."
                 )
             if not 0 <= start <= stop or stop - start != prod(shape) * STORED[letters].itemsize:
                 raise ConversionError(
-                    f"{self.path} is damaged: {name}, {letters} {list(shape)}, cannot occupy bytes "
-                    f"{start:,} to {stop:,}"
+                    f"{self.path} is damaged: {name} ({letters} {list(shape)}) does not match its byte "
+                    f"range {start:,} to {stop:,}"
                 )
 
     @property
@@ -110,8 +114,12 @@ def _entry(dtype: str, shape: list[int], data_offsets: list[int]) -> tuple[str, 
 
 
 class PickledFile:
-    """A file written by torch.save, of which only tensors are read: a pickle could run any code. Raises
-    ConversionError."""
+    """A file written by torch.save, loaded without running code from its pickle.
+
+    Raises ConversionError.
+
+    Raises ConversionError.
+    """
 
     def __init__(self, path: Path):
         _size_of(path)
@@ -120,11 +128,9 @@ class PickledFile:
         # torch raises RuntimeError, UnpicklingError, EOFError and others for a file that it cannot read
         except Exception as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise ConversionError(
-                f"{path} cannot be read as tensors alone, and code is not run: {reason}"
-            ) from None
+            raise ConversionError(f"Could not load {path} with weights_only=True: {reason}") from None
         if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-            raise ConversionError(f"{path} holds something other than tensors by name")
+            raise ConversionError(f"{path} is not a state dict: expected a mapping of names to tensors")
         self._tensors: dict[str, Tensor] = content
 
     @property
@@ -142,8 +148,10 @@ class PickledFile:
 
 
 class TensorFiles(Mapping[str, Tensor]):
-    """All tensors of a directory, from one file or from those listed in an index, as transformers reads them:
-    a name that several files have is that of the last one. names: files and indices, in order of preference.
+    """All tensors of a directory, from a single file or from the files of an index.
+
+    As in transformers, the last file wins if several contain the same name. names: files and indices in order
+    of preference.
     """
 
     def __init__(self, directory: Path, names: Sequence[str] = MODEL):
@@ -161,18 +169,19 @@ class TensorFiles(Mapping[str, Tensor]):
             (file, name) for file, each in listed.items() for name in each if name not in self._files
         ]:
             file, name = missing[0]
-            raise ConversionError(f"{directory / file} lacks {name}, which the index says it holds")
+            raise ConversionError(f"{directory / file} does not contain {name}, although the index lists it")
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._files[name][name]
         if not tensor.is_floating_point() or tensor.dtype not in LETTERS:
             raise ConversionError(
-                f"{self.directory}: {name} is of type {tensor.dtype}. Quantized weights are not handled."
+                f"{self.directory}: {name} has unsupported type {tensor.dtype}. Quantized weights are not "
+                "supported."
             )
         return tensor
 
     def experts(self, name: str, first: int, stop: int) -> Tensor:
-        """Some experts of a tensor that holds all of a layer."""
+        """Return a range of experts of a tensor that contains all experts of a layer."""
         return self[name][first:stop]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -189,27 +198,30 @@ def _size_of(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError as error:
-        raise ConversionError(f"{path} cannot be read: {error.strerror}. Is the download complete?") from None
+        raise ConversionError(
+            f"Could not read {path}: {error.strerror}. Check that the download is complete."
+        ) from None
 
 
 def _files_of(directory: Path, names: Sequence[str]) -> dict[str, list[str]]:
-    """File → its tensors according to the index; an empty list without an index. Raises ConversionError."""
+    """Return file → its tensors in the index; the list is empty without an index. Raises ConversionError."""
     file = weights_file(directory, names)
     if file is None:
         whole = [name for name in names if not name.endswith(INDEX)]
-        parts = ", nor an index of several files" if len(whole) < len(names) else ""
+        parts = " or an index" if len(whole) < len(names) else ""
         others = sorted(
             path.name
             for path in directory.iterdir()
             if path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf")
         )
         advice = (
-            f". It has {abbreviated(others, 3)}: transformers reads only those names, and parts only with "
-            "their index. Download the rest"
+            f", but found only {abbreviated(others, 3)}. Check that the download is complete"
             if others
             else ""
         )
-        raise ConversionError(f"{directory} holds no weights: neither {' nor '.join(whole)}{parts}{advice}")
+        raise ConversionError(
+            f"No weights found in {directory}. Expected {' or '.join(whole)}{parts}{advice}"
+        )
     return _shards(file) if file.name.endswith(INDEX) else {file.name: []}
 
 
@@ -218,7 +230,7 @@ def _shards(index: Path) -> dict[str, list[str]]:
     try:
         for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
             if Path(file).name != file:
-                raise ValueError(f"{file} is not the name of a file")
+                raise ValueError(f"{file} is not a file name")
             tensors.setdefault(file, []).append(name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConversionError(f"{index} is damaged: {error}") from None

@@ -1,4 +1,4 @@
-"""Weights in fp8 with a scale for each block of 128 x 128, as DeepSeek-V3's files have them, read in bf16.
+"""Weights in fp8 with a scale per block of 128 x 128, as in DeepSeek-V3, read in bf16.
 
 A matrix NAME is two tensors in the files: NAME [rows, columns] in float8_e4m3fn, and NAME_scale_inv [⌈rows /
 128⌉, ⌈columns / 128⌉], which its blocks are multiplied by. As in DeepSeek's own conversion the product is
@@ -22,7 +22,7 @@ _SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu)
 
 
 def dequantized(weight: Tensor, scales: Tensor) -> Tensor:
-    """[rows, columns] in fp8 and the scales of its blocks -> [rows, columns] in bf16."""
+    """Dequantize [rows, columns] in fp8 with block scales to bf16."""
     out = torch.empty(weight.shape, dtype=torch.bfloat16)
     # [blocks of rows, columns]
     factors = (scales.float() * 2**8).repeat_interleave(BLOCK, dim=1)[:, : weight.shape[1]]
@@ -33,15 +33,25 @@ def dequantized(weight: Tensor, scales: Tensor) -> Tensor:
 
 
 def _scaled_down(codes: Tensor) -> Tensor:
-    """fp8 numbers times 2 ** -8, in fp32. Faster than a cast: seven places to the left their bits are those
-    of an fp16, whose exponent has one bit more and a bias that is larger by 8. NaN becomes 480 * 2 ** -8."""
+    """Return fp8 numbers times 2 ** -8 in fp32.
+
+    This is faster than a cast: shifted left by seven bits, they are fp16 numbers, whose exponent has one bit
+    more and a bias that is larger by 8. NaN becomes 480 * 2 ** -8.
+
+    Faster than a cast: seven places to the left their bits are those of an fp16, whose exponent has one bit
+    more and a bias that is larger by 8. NaN becomes 480 * 2 ** -8.
+    """
     bits = codes.view(torch.int8).to(torch.int16) << 7  # with the sign twice
     return (bits & ~(1 << 14)).view(torch.float16).float()
 
 
 class Fp8Tensors(TensorFiles):
-    """The tensors of a directory, those in fp8 under their own names. Raises ConversionError naming a matrix
-    whose scales do not fit it."""
+    """The tensors of a directory, with fp8 matrices dequantized under their own names.
+
+    Raises ConversionError for a matrix whose scales do not match it.
+
+    Raises ConversionError naming a matrix whose scales do not fit it.
+    """
 
     def __init__(self, weights: TensorFiles):
         self.directory, self._files = weights.directory, weights._files
@@ -61,35 +71,33 @@ class Fp8Tensors(TensorFiles):
         scales = self._files[name + SCALES][name + SCALES].float()
         if not (scales.isfinite() & (scales >= 0)).all():
             raise ConversionError(
-                f"{self.directory} is damaged: a scale in {name}{SCALES} is negative or not a number"
+                f"{self.directory} is damaged: {name}{SCALES} contains a negative or NaN scale"
             )
         codes = self._files[name][name]
         if (codes.view(torch.int8) & NAN).eq(NAN).any():
-            raise ConversionError(f"{self.directory} is damaged: {name} has elements that are NaN")
+            raise ConversionError(f"{self.directory} is damaged: {name} contains NaN")
         return dequantized(codes, scales)
 
     def _check(self, name: str) -> None:
         for each in (name, name + SCALES):
             if each not in self._files:
                 raise ConversionError(
-                    f"{self.directory}: {each} is missing. A matrix in fp8 has scales, and scales have a "
-                    "matrix."
+                    f"{self.directory}: {each} is missing. Each fp8 matrix requires a tensor of scales and "
+                    "vice versa."
                 )
         shape, scales = self.shape(name), self.shape(name + SCALES)
         if self._type(name) is not torch.float8_e4m3fn or self._type(name + SCALES) not in _SCALE_TYPES:
-            types = (
-                f"{name} is of type {self._type(name)}, and its scales are of type "
-                f"{self._type(name + SCALES)}"
-            )
+            types = f"{name} has type {self._type(name)} with scales of type {self._type(name + SCALES)}"
             raise ConversionError(
-                f"{self.directory}: {types}. Only torch.float8_e4m3fn with scales in floating point is read."
+                f"{self.directory}: {types}. Only torch.float8_e4m3fn with floating-point scales is "
+                "supported."
             )
         blocks = tuple(-(-size // BLOCK) for size in shape)
         if len(shape) != 2 or scales != blocks:
             raise ConversionError(
-                f"{self.directory}: {name}{SCALES} is {list(scales)}, and {name} {list(shape)} has "
-                f"{list(blocks)} blocks of 128 x 128. "
-                "Weights with other scales are not handled; take those in bf16."
+                f"{self.directory}: {name}{SCALES} has shape {list(scales)}, expected {list(blocks)} for "
+                f"{name} {list(shape)} with blocks of 128 x 128. Other scales are not supported; use the "
+                "bf16 weights."
             )
 
     def _type(self, name: str) -> torch.dtype:

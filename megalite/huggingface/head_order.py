@@ -1,5 +1,4 @@
-"""The order of heads and of their channels in the rows of query, key and value matrices, where a family has
-another one than megalite.
+"""Order of heads and head channels in query, key and value matrices of other families.
 
 megalite rotates channel i of a head with channel i + head_dim / 2; where only a part of the pairs rotates,
 the first ones do. Other families rotate neighbouring channels, or the first channels of a head among
@@ -14,9 +13,10 @@ from functools import cache
 
 
 def rotated_channels(head_dim: int, rotary_dim: int, interleaved: bool) -> Sequence[int]:
-    """A head's channels in a Hugging Face file, in our order: the first channels of the pairs that rotate,
-    then the second ones, each followed by half of the channels that do not rotate. interleaved: neighbouring
-    channels are pairs."""
+    """Return a head's channels in a Hugging Face file, in our order: the first channels of the pairs that
+    rotate, then the second ones, each followed by half of the channels that do not rotate. interleaved:
+    neighbouring channels are pairs.
+    """
     half, middle = rotary_dim // 2, (rotary_dim + head_dim) // 2
     first, second = (
         (range(0, rotary_dim, 2), range(1, rotary_dim, 2))
@@ -27,8 +27,7 @@ def rotated_channels(head_dim: int, rotary_dim: int, interleaved: bool) -> Seque
 
 
 def decoupled_channels(plain: int, rotary_dim: int, interleaved: bool) -> Sequence[int]:
-    """The same where the channels that rotate follow `plain` others, and are rotated by themselves (latent
-    attention)."""
+    """Return the same if the rotating channels follow `plain` others, as in latent attention."""
     return (
         *range(plain),
         *(plain + channel for channel in rotated_channels(rotary_dim, rotary_dim, interleaved)),
@@ -36,8 +35,10 @@ def decoupled_channels(plain: int, rotary_dim: int, interleaved: bool) -> Sequen
 
 
 def grouped_heads(part: str, heads: int, kv_heads: int) -> Sequence[int]:
-    """The heads of a part (q, k or v) in a matrix that has, for each key-value head, its query heads, then
-    its key, then its value."""
+    """Return the heads of a part (q, k or v) in a fused matrix.
+
+    For each key-value head, the matrix has its query heads, then its key, then its value.
+    """
     queries = heads // kv_heads
     if part == "q":
         return [head // queries * (queries + 2) + head % queries for head in range(heads)]
@@ -46,6 +47,10 @@ def grouped_heads(part: str, heads: int, kv_heads: int) -> Sequence[int]:
 
 @cache
 def rows_of(heads: tuple[int, ...], channels: tuple[int, ...], start: int) -> tuple[int, ...]:
-    """The rows of the channels of some heads in a matrix whose first head begins at row `start`. Layers share
-    one tuple."""
+    """Return the rows of the channels of some heads in a matrix whose first head begins at row `start`.
+
+    Layers share one tuple.
+
+    Layers share one tuple.
+    """
     return tuple(start + head * len(channels) + channel for head in heads for channel in channels)

@@ -1,4 +1,4 @@
-"""The adapters of a checkpoint (LoRA), and their merge into the adapted weights, in at least fp32.
+"""LoRA adapters of a checkpoint and their merge into the weights, in at least fp32.
 
 A weight becomes W + scale · B A; with trained row lengths (DoRA) each of its rows is then multiplied by (‖W‖
 + δ) / ‖W + scale · B A‖.
@@ -23,7 +23,7 @@ from megalite.model.parameters import model_specs
 
 
 def adapted(model: ModelConfig, lora: LoraConfig) -> dict[str, str]:
-    """The weights with adapters, in the order of the model: name → role."""
+    """Return the weights with adapters in model order: name → role."""
     return {
         each.name: each.role
         for spec in model_specs(model)
@@ -33,20 +33,21 @@ def adapted(model: ModelConfig, lora: LoraConfig) -> dict[str, str]:
 
 
 def saved(model: ModelConfig, lora: LoraConfig) -> list[str]:
-    """The model's own tensors that are trained next to the adapters (`lora.modules_to_save`)."""
+    """Return the tensors of the model that are trained next to the adapters (`lora.modules_to_save`)."""
     wanted = (lora.rank and lora.modules_to_save) or ()
     return [each.name for spec in model_specs(model) for each in spec.segments if each.role in wanted]
 
 
 def parts_of(lora: LoraConfig) -> tuple[str, ...]:
-    """The tensors of one adapter."""
+    """Return the tensors of one adapter."""
     return (A, B, MAGNITUDE) if lora.dora else (A, B)
 
 
 @dataclass(frozen=True)
 class LowRankUpdate:
-    """One weight's A [rank, in], B [out, rank] and factor on B A; δ [out] is what has been added to the rows'
-    lengths (DoRA).
+    """Low-rank update of one weight: A [rank, in], B [out, rank] and the factor on B A.
+
+    With DoRA, δ [out] has been added to the lengths of the rows.
 
     Those of a layer's experts are stacked: A [experts · rank, in], B [experts · out, rank].
     """
@@ -57,7 +58,7 @@ class LowRankUpdate:
     delta: Tensor | None = None
 
     def added(self, values: Tensor, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
-        """A part of W plus that of scale · B A, in at least fp32."""
+        """Return a part of W + scale · B A, in at least fp32."""
         dtype = torch.promote_types(torch.promote_types(values.dtype, self.a.dtype), torch.float32)
         a, b, added = self.a[:, columns].to(dtype), self.b[rows].to(dtype), values.to(dtype, copy=True)
         rank = b.shape[1]
@@ -72,7 +73,7 @@ class LowRankUpdate:
 
 
 class Adapters:
-    """The adapters of a checkpoint by adapted weight, in their stored dtype. Empty without lora.rank."""
+    """Adapters of a checkpoint by adapted weight, in their stored dtype. Empty without lora.rank."""
 
     def __init__(self, manifest: Manifest):
         config = from_dict(manifest.state["config"])
@@ -87,24 +88,27 @@ class Adapters:
         return LowRankUpdate(a, b, self.lora.scale_of(role), *delta)
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor of the checkpoint."""
+        """Read a whole tensor of the checkpoint."""
         stored = self.manifest.tensors[WEIGHT + name]
         return torch.from_numpy(whole(self.manifest, stored)).view(getattr(torch, stored.dtype)).squeeze(-1)
 
     def row_lengths(self, name: str, merged: bool = False) -> Tensor:
-        """The lengths of the rows of a weight, as it is or `merged` with B A, in at least fp32."""
+        """Return the row lengths of a weight, as it is or `merged` with B A, in at least fp32."""
         weight = self.read(name)
         values = self.pairs[name].added(weight) if merged else weight
         return torch.linalg.vector_norm(values, dim=1, dtype=torch.promote_types(values.dtype, torch.float32))
 
     def _factors(self, name: str) -> Tensor:
-        """(‖W‖ + δ) / ‖W + scale · B A‖ of each row of a weight; 1 for rows of length 0, as in training."""
+        """Return (‖W‖ + δ) / ‖W + scale · B A‖ of each row of a weight.
+
+        As in training, it is 1 for rows of length 0.
+        """
         pair, lengths = self.pairs[name], self.row_lengths(name, merged=True)
         assert pair.delta is not None
         return torch.where(lengths == 0, 1, (self.row_lengths(name) + pair.delta) / lengths)
 
     def merged(self, name: str, chunk: Chunk, values: Tensor) -> Tensor:
-        """A chunk's values with its part of the adapter; unchanged if the weight has none."""
+        """Return the values of a chunk merged with its part of the adapter, if the weight has one."""
         if name not in self.pairs:
             return values
         pair = self.pairs[name]

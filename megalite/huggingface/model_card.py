@@ -1,4 +1,4 @@
-"""The model card of an export (README.md): what was trained, on what, how, and how to load it."""
+"""The model card of an export (README.md)."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def write_card(
 
 
 def _options(config: Config) -> str:
-    """The run's options other than their defaults, as YAML."""
+    """Return the run's options other than their defaults, as YAML."""
     import yaml
 
     defaults = to_dict(Config())
@@ -99,7 +99,7 @@ def _version(state: dict[str, Any]) -> str:
 
 
 def _trained(config: Config, state: dict[str, Any]) -> dict[str, str]:
-    """Data, tokens and options of the training; nothing for a model that was only converted."""
+    """Return data, tokens and options of the training; empty for a model that was only converted."""
     if config.data.train is None:
         return {}
     optimizer, muon = config.optimizer, config.muon

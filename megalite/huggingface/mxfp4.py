@@ -22,14 +22,18 @@ VALUES = torch.tensor([*_HALF, *(-value for value in _HALF)], dtype=torch.bfloat
 
 
 def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
-    """[…, groups, 16] and […, groups], uint8 -> […, groups · 32] in bf16. Exact: bf16 has more bits than
-    E2M1, and the same exponents."""
+    """Dequantize uint8 […, groups, 16] with scales […, groups] to bf16 […, groups · 32].
+
+    The result is exact: bf16 has more bits than E2M1, and the same exponents.
+
+    Exact: bf16 has more bits than E2M1, and the same exponents.
+    """
     codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2).long()  # […, groups, 32]
     return torch.ldexp(VALUES[codes], scales.unsqueeze(-1).int() - 127).flatten(-2)
 
 
 class Mxfp4Tensors(TensorFiles):
-    """The tensors of a directory, those in MXFP4 under their own names."""
+    """The tensors of a directory, with MXFP4 tensors dequantized under their own names."""
 
     def __init__(self, weights: TensorFiles):
         self.directory, self._files = weights.directory, weights._files

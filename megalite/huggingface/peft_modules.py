@@ -1,4 +1,4 @@
-"""Where PEFT's files have the tensors of our adapters: common to export and import.
+"""Location of adapter tensors in PEFT's files, for export and import.
 
 PEFT has one A and one B for each module of a Hugging Face model, in any floating-point dtype; with DoRA also
 the lengths of the adapted rows; and modules that are trained in full:
@@ -40,19 +40,19 @@ from megalite.huggingface.tensor_places import TensorPlace
 PREFIX = "base_model.model."
 EMBEDDING = "embedding.weight"
 FUSED_FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "qwen3_moe")
-"""Families with dense layers or shared experts whose modules PEFT cannot find by these names."""
+"""Families whose dense layers or shared experts PEFT cannot find by these names."""
 _TAKEN = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
 class AdaptedModule:
-    """A Hugging Face module, and our adapted weights that are stored in it, each with its place."""
+    """A Hugging Face module with the adapted weights that it contains."""
 
     name: str
     weights: dict[str, TensorPlace]
 
     def keys(self, dora: bool) -> list[str]:
-        """PEFT's names of A, B and the magnitudes."""
+        """Return PEFT's names of A, B and the magnitudes."""
         return [
             f"{PREFIX}{self.name}.{part}"
             for part in ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")[: 3 if dora else 2]
@@ -70,16 +70,15 @@ class AdaptedModule:
         return any(place.transposed for place in self.weights.values())
 
     def as_weight(self, family: str) -> bool:
-        """Whether PEFT must be given the module's weight, since it takes the module's name for that of
-        experts."""
+        """Return whether PEFT must target the weight, which it otherwise takes for an expert."""
         return family in FUSED_FAMILIES and self.name.rpartition(".")[2] in _TAKEN
 
     def rows(self, weight: str) -> list[int]:
-        """The module's outputs that belong to one of our weights, in our order."""
+        """Return the outputs of the module that belong to one of our weights, in our order."""
         return list(self.weights[weight].rows)
 
     def all_weights(self, places: dict[str, TensorPlace]) -> dict[str, list[int]]:
-        """All our weights in the module, adapted or not, with their rows."""
+        """Return all our weights in the module, including those without adapters, with their rows."""
         return {
             name: list(place.rows) for name, place in places.items() if place.theirs == f"{self.name}.weight"
         }
@@ -87,8 +86,12 @@ class AdaptedModule:
 
 @dataclass(frozen=True)
 class FusedExperts(AdaptedModule):
-    """One fused parameter of a layer's experts. `inner`: the other one also has an adapter, which PEFT wraps
-    around this one's."""
+    """A fused parameter of a layer's experts.
+
+    `inner`: the other parameter also has an adapter, which PEFT wraps around this one.
+
+    `inner`: the other one also has an adapter, which PEFT wraps around this one's.
+    """
 
     inner: bool
 
@@ -115,19 +118,19 @@ class FusedExperts(AdaptedModule):
         return rows // self.number, columns
 
     def to_peft(self, b: Tensor) -> Tensor:
-        """Our B [experts · out, rank] as [out, rank · experts]."""
+        """Convert our B [experts · out, rank] to [out, rank · experts]."""
         theirs = torch.empty_like(b)
         self._place.write(theirs, (0, 0), b)
         return theirs.view(self.number, -1, b.shape[1]).permute(1, 2, 0).flatten(1)
 
     def from_peft(self, b: Tensor) -> Tensor:
-        """The inverse."""
+        """Apply the inverse of `to_peft`."""
         theirs = b.view(len(b), -1, self.number).permute(2, 0, 1).flatten(0, 1)
         return self._place.read(theirs, (0, 0), theirs.shape)
 
 
 def modules_of(places: dict[str, TensorPlace], weights: Iterable[str]) -> list[AdaptedModule]:
-    """The Hugging Face modules that hold our adapted weights."""
+    """Return the Hugging Face modules that contain our adapted weights."""
     grouped: dict[str, dict[str, TensorPlace]] = {}
     weights = list(weights)
     for name in weights:
@@ -142,7 +145,7 @@ def _stacked(own: dict[str, TensorPlace]) -> bool:
 
 
 def _experts(own: dict[str, TensorPlace], weights: Collection[str]) -> FusedExperts:
-    """own: one of our weights."""
+    """Return the fused parameter with the weights `own`."""
     (name, place), *_ = own.items()
     theirs = (place if place.experts else place.fused()).theirs
     return FusedExperts(theirs, own, name.replace(".in.", ".down.") in weights and ".in." in name)
@@ -155,7 +158,9 @@ def module_of(place: TensorPlace) -> str:
 def saved_keys(
     model: ModelConfig, lora: LoraConfig, places: dict[str, TensorPlace], head: str
 ) -> dict[str, list[str]]:
-    """Our tensors that are trained in full → PEFT's names of them; those of a norm of each head are several.
+    """Return our tensors that are trained in full → their names in PEFT.
+
+    A per-head norm has several names.
 
     head: the module of the model's head. A tied one is stored next to the embedding, with the same values, as
     PEFT does.

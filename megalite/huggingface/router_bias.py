@@ -1,5 +1,4 @@
-"""What routers add to their scores when they choose, in Hugging Face's files one tensor a mixture, in ours a
-state of all routers.
+"""Router biases: one tensor per mixture in Hugging Face's files, a state of all routers in ours.
 
 A checkpoint has the states `router/bias` and `router/load`, [layers, experts] fp64 each, and with modules of
 multi-token prediction the same of these; files have the first in fp32, and the second is equal at the start
@@ -25,7 +24,7 @@ MTP_BIAS, MTP_LOAD = f"{PREFIX}mtp_bias", f"{PREFIX}mtp_load"
 
 
 def bias_names(model: ModelConfig, family: str) -> dict[int, str]:
-    """Layer → its tensor in Hugging Face's files; empty for a family that has none."""
+    """Return layer → its tensor in Hugging Face's files; empty for families without router biases."""
     names = names_of(model, family)
     layers = range(layer_count(model)) if names.router_bias else ()
     return {
@@ -34,7 +33,7 @@ def bias_names(model: ModelConfig, family: str) -> dict[int, str]:
 
 
 def states(model: ModelConfig, biases: Mapping[int, str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The states of a model that begins with the biases of a file; empty if it has none."""
+    """Return the initial states of a model with the biases of a file; empty if it has none."""
     if not biases:
         return {}
     experts = model.num_experts or 0
@@ -51,7 +50,7 @@ def states(model: ModelConfig, biases: Mapping[int, str], tensors: Mapping[str, 
 
 
 def fill(tensor: Tensor, values: Tensor | None, offsets: Sequence[int]) -> None:
-    """A rectangle of a state, from the whole; without one it keeps what a run begins with."""
+    """Fill a rectangle of a state, which keeps its initial value without `values`."""
     if values is not None:
         tensor.copy_(
             values[tuple(slice(low, low + size) for low, size in zip(offsets, tensor.shape, strict=True))]
@@ -59,7 +58,7 @@ def fill(tensor: Tensor, values: Tensor | None, offsets: Sequence[int]) -> None:
 
 
 def to_export(manifest: Manifest, biases: Mapping[int, str]) -> dict[str, Tensor]:
-    """The tensors of a file, from a checkpoint; zero if it has no states."""
+    """Return the bias tensors of an export; zero if the checkpoint has no router states."""
     if not biases or BIAS not in manifest.tensors:
         experts = manifest.state["config"]["model"].get("num_experts") or 0
         return {name: torch.zeros(experts) for name in biases.values()}

@@ -1,4 +1,4 @@
-"""The place of each of our tensors in a Hugging Face model: used by import, export and check.
+"""Mapping of our tensors to those of a Hugging Face model, for import, export and check.
 
 The names come from the family's table (`config.family_names`). In this package `theirs` is a Hugging Face
 name or tensor, `ours` megalite's. Families that order heads or their channels in another way than megalite
@@ -26,8 +26,7 @@ _ROTATED = ("q", "k", "q_norm", "k_norm")
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """The place of one of our tensors: rows of a Hugging Face tensor, in our order, or columns if it is
-    transposed.
+    """The place of one of our tensors: rows of a Hugging Face tensor, or columns if it is transposed.
 
     Norms of each head are one matrix there, of `columns` columns, or one tensor a head: then `theirs` has {}
     where their numbers are. The experts of a layer are many tensors of equal shape, our rows in this order:
@@ -70,7 +69,7 @@ class TensorPlace:
         return len(self.rows) * prod(self.shape) // self.shape[1 if self.transposed else 0]
 
     def fused(self) -> TensorPlace:
-        """The place of a layer's experts in a file that holds them as transformers 5 computes with them."""
+        """Return the place of a layer's experts in a file with fused experts, as in transformers 5."""
         down = "{}.{}" not in self.theirs
         stem = self.theirs.partition("experts.{}")[0].replace("block_sparse_moe", "mlp")
         experts = len({piece[0] for piece in self.pieces})
@@ -82,12 +81,11 @@ class TensorPlace:
         )
 
     def flat(self, experts: Tensor) -> Tensor:
-        """Some experts of a tensor that holds all of a layer, with the rows of each expert one after the
-        other."""
+        """Return some experts of a fused tensor, with the rows of all experts concatenated."""
         return (experts.transpose(1, 2) if self.each_transposed else experts).flatten(0, 1)
 
     def stored(self, whole: Tensor) -> Tensor:
-        """The inverse of `flat`, contiguous; of any other place the tensor itself."""
+        """Apply the inverse of `flat`; the result is contiguous. Other places return the tensor unchanged."""
         return (
             whole.unflatten(0, (self.experts, -1)).transpose(1, 2).contiguous()
             if self.each_transposed
@@ -95,8 +93,10 @@ class TensorPlace:
         )
 
     def read(self, theirs: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A rectangle of our tensor, given the Hugging Face tensor of this `shape`: a view of it if the rows
-        are consecutive."""
+        """Read a rectangle of our tensor from the Hugging Face tensor of this `shape`.
+
+        The result is a view if the rows are consecutive.
+        """
         rows, others = self._select(offsets, sizes)
         return (theirs.t() if self.transposed else theirs)[rows][(slice(None), *others)]
 
@@ -106,15 +106,14 @@ class TensorPlace:
         (theirs.t() if self.transposed else theirs)[(rows, *others)] = values
 
     def _select(self, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice | list[int], list[slice]]:
-        """The rows of a rectangle, and its extent in the other dimensions."""
+        """Return the rows of a rectangle, and its extent in the other dimensions."""
         rows = self.rows[offsets[0] : offsets[0] + sizes[0]]
         others = [slice(low, low + size) for low, size in zip(offsets[1:], sizes[1:], strict=True)]
         return slice(rows.start, rows.stop) if isinstance(rows, range) else list(rows), others
 
 
 def places(model: ModelConfig, family: str) -> dict[str, TensorPlace]:
-    """Our global name → its place, for every weight of a model that the family can express, in the order of
-    the model's units."""
+    """Return global name → place for all weights of a model, in the order of its units."""
     names = names_of(model, family)
     shapes = {segment.name: segment.shape for spec in model_specs(model) for segment in spec.segments}
     tensor_places: dict[str, TensorPlace] = {}
@@ -144,16 +143,17 @@ def places(model: ModelConfig, family: str) -> dict[str, TensorPlace]:
 
 
 def _experts(theirs: str, shape: tuple[int, ...], number: int, names: Names) -> TensorPlace:
-    """The place of a layer's experts: in each expert the modules of `names.expert` if `theirs` has a place
-    for them."""
+    """Return the place of a layer's experts, with the modules of `names.expert` in each expert."""
     parts = names.expert if "{}.{}" in theirs else ()
     pieces = product(range(number), parts) if parts else product(range(number))
     return TensorPlace(theirs, shape, range(shape[0]), False, pieces=tuple(pieces))
 
 
 def _bare(theirs: str, ours: str, shape: tuple[int, ...], model: ModelConfig) -> dict[str, TensorPlace]:
-    """The place of a tensor whose name has no .weight or .bias: experts that are stacked as [experts, in,
-    out], gpt-oss's way, gate and up in turns; or sinks."""
+    """Return the place of a tensor whose name has no .weight or .bias.
+
+    These are sinks, and stacked experts [experts, in, out] with interleaved gate and up, as in gpt-oss.
+    """
     name = f"{theirs}_bias" if ours.endswith(".bias") else theirs
     if "experts" not in theirs:
         return {ours: TensorPlace(name, shape, range(shape[0]), False)}
@@ -168,8 +168,10 @@ def _bare(theirs: str, ours: str, shape: tuple[int, ...], model: ModelConfig) ->
 
 
 def copies(model: ModelConfig, family: str) -> dict[str, str]:
-    """Tensors that repeat a whole one of ours → its global name: what the modules of multi-token prediction
-    share with the model."""
+    """Return tensors that repeat a whole tensor of ours → its global name.
+
+    Multi-token prediction modules share tensors with the model.
+    """
     names = names_of(model, family)
     layers = range(model.num_hidden_layers, layer_count(model)) if names.mtp else ()
     head = "embedding" if model.tie_word_embeddings else "head"
@@ -182,7 +184,7 @@ def copies(model: ModelConfig, family: str) -> dict[str, str]:
 
 
 def _modules(names: Names, model: ModelConfig) -> Iterator[tuple[str, list[str]]]:
-    """Each Hugging Face module with our modules in it."""
+    """Yield each Hugging Face module with our modules in it."""
     for theirs, ours in names.ends.items():
         yield theirs, [ours]
     for layer in range(layer_count(model)):
@@ -192,7 +194,7 @@ def _modules(names: Names, model: ModelConfig) -> Iterator[tuple[str, list[str]]
 
 
 def _joined(theirs: str, parts: dict[str, tuple[int, ...]], transposed: bool) -> dict[str, TensorPlace]:
-    """The places of our tensors that one Hugging Face tensor consists of."""
+    """Return the places of our tensors in one fused Hugging Face tensor."""
     sizes = [shape[0] for shape in parts.values()]
     width = next(iter(parts.values()))[1:]
     whole = (*width, sum(sizes)) if transposed else (sum(sizes), *width)
@@ -202,7 +204,7 @@ def _joined(theirs: str, parts: dict[str, tuple[int, ...]], transposed: bool) ->
 
 
 def _ordered(name: str, place: TensorPlace, model: ModelConfig, names: Names) -> TensorPlace:
-    """The place with its rows in our order of heads and of their channels."""
+    """Return the place with its rows in our order of heads and channels."""
     part = name.rpartition(".")[2]
     if model.kv_lora_rank is not None:
         return _decoupled(part, place, model, names)
@@ -222,8 +224,10 @@ def _ordered(name: str, place: TensorPlace, model: ModelConfig, names: Names) ->
 
 
 def _decoupled(part: str, place: TensorPlace, model: ModelConfig, names: Names) -> TensorPlace:
-    """The same in latent attention: the rotating channels follow others, in each head of queries and, once,
-    after the latent."""
+    """Return the same for latent attention.
+
+    The rotating channels follow the others in each query head and once after the latent.
+    """
     plain = {"q": model.qk_nope_head_dim, "q_b": model.qk_nope_head_dim, "kv_a": model.kv_lora_rank or 0}.get(
         part
     )

@@ -1,5 +1,4 @@
-"""The tokenizer of an export, in transformers' form: the one that the weights were trained with, whatever the
-model came from.
+"""Export of the tokenizer that the weights were trained with, in transformers' format.
 
 A Hugging Face tokenizer's files are copied; bytes and a sentencepiece model are converted (`tokenizer_json`).
 The chat template is the one that the conversations were rendered with, and the token with which it ends the
@@ -56,7 +55,7 @@ TEMPLATE = "chat_template.jinja"
 
 @dataclass(frozen=True)
 class TokenizerChoice:
-    """The tokenizer that the user chooses.
+    """The user's choice of a tokenizer.
 
     Attributes:
         named: byte, FILE.model or a directory.
@@ -90,7 +89,7 @@ class ExportedTokenizer:
     notes: list[str] = field(default_factory=list)
 
     def end_of_turn(self) -> list[int]:
-        """The token that ends the assistant's messages in the training data; empty if there is none."""
+        """Return the token that ends the assistant's messages in the training data; empty if none does."""
         if self.template is not None and self.tokenizer is not None:
             with suppress(DataError):  # a template in which the end of a turn cannot be located
                 end = ChatTemplate(self.tokenizer, self.template).end_of_turn()
@@ -99,14 +98,14 @@ class ExportedTokenizer:
 
 
 def choose(manifest: Manifest, choice: TokenizerChoice, origin: Path | None) -> ExportedTokenizer:
-    """The tokenizer to export with a checkpoint.
+    """Choose the tokenizer to export with a checkpoint.
 
     Args:
         origin: the directory of the model that the weights came from.
 
     Raises:
         ConfigError: the chosen tokenizer is not the one that the weights were trained with, or has ids that
-        the model does not have.
+            the model does not have.
     """
     config = from_dict(manifest.state["config"])
     trained = [] if config.data.train is None else prefixes(config.data.train)
@@ -119,8 +118,8 @@ def choose(manifest: Manifest, choice: TokenizerChoice, origin: Path | None) -> 
             exported.tokenizer = load(exported.name)
         except ImportError as error:
             exported.notes.append(
-                f"the package {error.name} is not installed, so special ids and template are those of "
-                f"{exported.name}"
+                f"{error.name} is not installed, so the special token ids and the chat template are taken "
+                f"from {exported.name}"
             )
     _check_size(exported, config.model.vocabulary)
     return exported
@@ -129,14 +128,14 @@ def choose(manifest: Manifest, choice: TokenizerChoice, origin: Path | None) -> 
 def _chosen(
     manifest: Manifest, choice: TokenizerChoice, origin: Path | None, trained: list[str]
 ) -> ExportedTokenizer:
-    """The chosen tokenizer, else the recorded one, else the same one in the origin's directory."""
+    """Return the chosen tokenizer, otherwise the recorded one or the same one in the original directory."""
     recorded = recorded_tokenizer(manifest)
     like = str(choice.like) if choice.like and tokenizer_files(choice.like) else None
     requested = choice.named or like
     if requested is not None:
         identity = of_tokenizer(requested)
         what = Tokenized(f"{'--tokenizer' if choice.named else '--like'} {requested}", identity, itself=True)
-        way_out = "Leave it out for the tokenizer that the model was trained with"
+        way_out = "Omit the option to use the tokenizer that the model was trained with"
         weights = Tokenized(str(manifest.directory), recorded)
         notes = compare(what, weights, allow=choice.allow_change, way_out=way_out, option=ALLOW)
         return ExportedTokenizer(identity, requested, notes=notes)
@@ -152,12 +151,12 @@ def _chosen(
                     replace(identity, fingerprint=identity.fingerprint or recorded.fingerprint), name
                 )
     why = (
-        f"{recorded.name} cannot be read any more, or has changed"
+        f"{recorded.name} could not be read or has changed"
         if recorded.name
-        else "the checkpoint does not name one"
+        else "the checkpoint does not record one"
     )
     return ExportedTokenizer(
-        recorded, notes=[f"there is no tokenizer in the export: {why}. Give it with --tokenizer."]
+        recorded, notes=[f"the export does not include a tokenizer, because {why}. Pass it with --tokenizer."]
     )
 
 
@@ -169,7 +168,7 @@ def _is_same(one: TokenizerIdentity, other: TokenizerIdentity) -> bool | None:
 
 
 def _template(exported: ExportedTokenizer, trained: list[str], expected: str | None) -> str | None:
-    """The chat template of the training data; None for texts. expected: its recorded hash."""
+    """Return the chat template of the training data, or None for texts. expected: its recorded hash."""
     chats = [metadata(prefix).get("chat") for prefix in trained]
     templates = [
         chat["template"] for chat in chats if isinstance(chat, dict) and isinstance(chat.get("template"), str)
@@ -177,8 +176,8 @@ def _template(exported: ExportedTokenizer, trained: list[str], expected: str | N
     same = [each for each in templates if expected in (None, template_hash(each))]
     if expected is not None and not same:
         exported.notes.append(
-            f"the chat template that the model was trained with (hash {expected}) is not in the data's files "
-            "any more"
+            f"the chat template that the model was trained with (hash {expected}) was not found in the "
+            "files of the data"
         )
     return next(iter(same), None)
 
@@ -189,8 +188,8 @@ def _check_size(exported: ExportedTokenizer, vocabulary: int) -> None:
         check_vocabulary(Path(name), vocabulary)
     elif exported.tokenizer is not None and exported.tokenizer.vocab_size > vocabulary:
         raise ConversionError(
-            f"{name} has {exported.tokenizer.vocab_size} tokens, but vocab_size is {vocabulary}: the "
-            "tokenizer is larger than the model's vocabulary. Give the tokenizer that belongs to the model."
+            f"{name} has {exported.tokenizer.vocab_size} tokens, more than vocab_size={vocabulary} of the "
+            "model. Use the tokenizer of the model."
         )
 
 
@@ -198,8 +197,9 @@ def _check_size(exported: ExportedTokenizer, vocabulary: int) -> None:
 
 
 def token_ids(exported: ExportedTokenizer, config: Config, base: Path | None) -> dict[str, Any]:
-    """bos_token_id, eos_token_id (a list where several tokens end a text) and pad_token_id, None where there
-    is none.
+    """Return bos_token_id, eos_token_id and pad_token_id, which are None if there is no such token.
+
+    eos_token_id is a list if several tokens end a text.
 
     base: the directory that the weights came from, whose ids hold if its tokenizer is the one that is
     exported.
@@ -239,8 +239,10 @@ def _settings(base: Path | None) -> dict[str, Any]:
 def write_generation(
     directory: Path, exported: ExportedTokenizer, base: Path | None, ids: dict[str, Any]
 ) -> None:
-    """generation_config.json: that of the model that the weights came from, with the ids where the tokenizer
-    gives them."""
+    """Write generation_config.json.
+
+    It contains the settings of the original model, with the ids that the tokenizer determines.
+    """
     if exported.tokenizer is not None:
         content = _settings(base) | {name: value for name, value in ids.items() if value is not None}
         write_synced(directory / GENERATION, json.dumps(content, indent=2) + "\n")
@@ -252,8 +254,11 @@ def write_generation(
 
 
 def write_tokenizer(directory: Path, exported: ExportedTokenizer, step: int) -> TokenizerIdentity | None:
-    """Write the tokenizer's files, its template, and megalite.json, which records it. Returns its identity;
-    None if there is none.
+    """Write the tokenizer's files, its template, and megalite.json with its identity.
+
+    Returns the identity, or None without a tokenizer.
+
+    Return its identity, or None if there is none.
 
     It is noted if transformers, which reads config.json too, does not read the same tokenizer from them.
     """
@@ -273,8 +278,10 @@ def write_tokenizer(directory: Path, exported: ExportedTokenizer, step: int) -> 
 
 
 def _copy(directory: Path, exported: ExportedTokenizer) -> None:
-    """Copy the files. A tokenizer.json without settings gets some, which name its EOS and the class that
-    reads it alone."""
+    """Copy the files.
+
+    A tokenizer.json without settings gets some, which name its EOS and the class that reads it alone.
+    """
     name = exported.name or ""
     if Path(name).is_dir():
         copy_tokenizer(name, directory)
@@ -297,7 +304,7 @@ def _convert(directory: Path, exported: ExportedTokenizer) -> None:
     try:
         files = converted(exported.tokenizer)
     except ConversionError as error:
-        exported.notes.append(f"{exported.name} is copied as it is: {error}")
+        exported.notes.append(f"{exported.name} was copied unchanged: {error}")
         shutil.copyfile(exported.name or "", directory / "tokenizer.model")
         return
     if exported.template is not None:
@@ -310,7 +317,7 @@ def _convert(directory: Path, exported: ExportedTokenizer) -> None:
 
 
 def _write_template(directory: Path, exported: ExportedTokenizer) -> None:
-    """The training data's template, in place of the tokenizer's default one; templates with other names stay.
+    """Write the chat template of the training data as the default. Templates with other names are kept.
 
     As transformers writes them, each template is a file, and tokenizer_config.json has none: beside a file it
     would not be read.
@@ -331,7 +338,7 @@ def _write_template(directory: Path, exported: ExportedTokenizer) -> None:
 
 
 def _write_named(folder: Path, templates: list[dict[str, str]]) -> None:
-    """The templates of tokenizer_config.json that are not the default, as files."""
+    """Write the non-default templates of tokenizer_config.json as files."""
     for each in templates:
         name, source = each["name"], each["template"]
         if name != "default" and Path(name).name == name:
@@ -340,7 +347,7 @@ def _write_named(folder: Path, templates: list[dict[str, str]]) -> None:
 
 
 def _checked(directory: Path, exported: ExportedTokenizer) -> TokenizerIdentity:
-    """The identity of the written files, after reading them again as transformers does."""
+    """Read the written files as transformers does, and return their identity."""
     identity = replace(
         exported.identity, digest=digest_of(directory, tokenizer_files(directory)), readable=False
     )
@@ -350,10 +357,10 @@ def _checked(directory: Path, exported: ExportedTokenizer) -> TokenizerIdentity:
     try:
         if identity.fingerprint != fingerprint(HuggingFaceTokenizer(directory)):
             exported.reader = "PreTrainedTokenizerFast"
-            why = "transformers has other rules for models of this type, or none that are the same"
+            why = "transformers uses different tokenization rules for this model type"
             exported.notes.append(
-                f"AutoTokenizer gives some texts other ids than {exported.name} ({why}); try "
-                f"{exported.reader}, or --family"
+                f"AutoTokenizer encodes some texts differently from {exported.name} ({why}). Try "
+                f"{exported.reader} or --family"
             )
     except ImportError:
         pass  # without transformers its reading cannot be checked

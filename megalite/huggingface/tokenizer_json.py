@@ -1,5 +1,6 @@
-"""Bytes and sentencepiece models as tokenizer.json, the form of transformers and the tokenizers library, with
-the same ids for every text.
+"""Conversion of the byte tokenizer and sentencepiece models to tokenizer.json.
+
+Every text has the same ids.
 
 A byte-pair encoding of sentencepiece gives a rank to each piece, and tokenizer.json to each pair of pieces:
 all pairs that make up a piece are listed, piece by piece. Control tokens and bytes are never made by a merge.
@@ -21,8 +22,12 @@ _LONGEST = int(1e30)  # transformers' value for a tokenizer without a maximum le
 
 
 def converted(tokenizer: ByteTokenizer | SentencePieceTokenizer) -> Files:
-    """tokenizer.json and tokenizer_config.json. Raises ConversionError if the tokenizers library cannot
-    express the model."""
+    """Return tokenizer.json and tokenizer_config.json.
+
+    Raises ConversionError if the tokenizers library does not support the model.
+
+    Raises ConversionError if the tokenizers library cannot express the model.
+    """
     if isinstance(tokenizer, ByteTokenizer):
         return {"tokenizer.json": _of_bytes(), "tokenizer_config.json": _settings(eos_token=BYTE_EOS)}
     model = tokenizer.content
@@ -80,8 +85,7 @@ def _of_sentencepiece(model: SentencePieceModel) -> dict[str, Any]:
         or model.model_type not in (ModelType.BPE, ModelType.UNIGRAM)
     ):
         raise ConversionError(
-            "transformers has no tokenizer of this kind (a sentencepiece model of words, characters or "
-            "suffixes)"
+            "transformers does not support this type of sentencepiece model (words, characters or suffixes)"
         )
     unknown = _first(model, PieceType.UNKNOWN)
     special = (PieceType.CONTROL, PieceType.UNKNOWN)
@@ -117,8 +121,7 @@ def _merges(model: SentencePieceModel) -> list[tuple[str, str]]:
 
 
 def _normalizer(model: SentencePieceModel) -> dict[str, Any]:
-    """What happens to a text before it is split: rules of the model, white space, a space in front, and the
-    spelling of spaces."""
+    """Return the normalizer: rules of the model, white space, a leading space, and the spelling of spaces."""
     steps: list[dict[str, Any]] = []
     if model.charsmap:
         steps.append(

@@ -1,2 +1,4 @@
-"""Conversion of other projects' configurations to ours; start at convert.py. May import only
-megalite.config."""
+"""Conversion of other projects' configurations to ours; start at convert.py.
+
+May import only megalite.config.
+"""

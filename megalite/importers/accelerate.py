@@ -1,5 +1,7 @@
-"""Accelerate's default_config.yaml. Meanings and defaults are those of its commands/config/cluster.py,
-config_args.py and utils/dataclasses.py."""
+"""Accelerate's default_config.yaml.
+
+Meanings and defaults are those of its commands/config/cluster.py, config_args.py and utils/dataclasses.py.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ STRATEGIES |= {"1": 3, "2": 2, "3": 0, "4": 3, "5": 2, "TRUE": 3, "FALSE": 2}
 
 
 def linked_file(source: ImportedFile) -> str | None:
-    """The DeepSpeed file named by a configuration, or None."""
+    """Return the DeepSpeed file named by a configuration, or None."""
     return (
         str(source.get(LINKED))
         if source.word(MARK) == "DEEPSPEED" and source.word(LINKED) not in ("NONE", "")
@@ -49,7 +51,7 @@ def recognizes(leaves: dict[str, Any]) -> bool:
 
 
 def ranks(source: ImportedFile) -> int | None:
-    """Number of data-parallel ranks: the ranks that read different rows. None if it is not known.
+    """Return the number of data-parallel ranks: the ranks that read different rows. None if it is not known.
 
     Ranks of one tp, cp or sp group read the same rows. Raises ConfigError if the sizes of parallelism_config
     are not all processes, which Accelerate refuses too.
@@ -59,7 +61,7 @@ def ranks(source: ImportedFile) -> int | None:
         replica = math.prod(source.size(f"{MEGATRON}{name}") or 1 for name in ("tp_degree", "pp_degree"))
         if processes and processes % replica:
             raise ConfigError(
-                f"num_processes = {processes} is not a multiple of tp_degree * pp_degree = {replica}. "
+                f"num_processes={processes} must be a multiple of tp_degree * pp_degree = {replica}. "
                 "Correct one of them."
             )
         return processes // replica if processes else source.dp
@@ -72,21 +74,20 @@ def ranks(source: ImportedFile) -> int | None:
     if processes and total not in (1, processes):
         product = " * ".join(f"{name} {size}" for name, size in sizes.items())
         raise ConfigError(
-            f"num_processes = {processes} is not the product of parallelism_config: {product}. Correct one "
-            "of them."
+            f"num_processes={processes} does not match parallelism_config: {product}. Correct one of them."
         )
     return processes if total == 1 else sizes["dp_replicate"] * sizes["dp_shard"]
 
 
 def _type(value: Any, source: ImportedFile) -> Verdict:
     if word(value) == "MEGATRON_LM":
-        return harmless("its section has the sizes")
+        return harmless("the sizes are taken from its section")
     if word(value) not in TYPES:
-        return lost("runs use CUDA GPUs or CPUs: set parallel.tp, pp, dp and zero")
+        return lost("only CUDA GPUs and CPUs are supported: set parallel.tp, pp, dp and zero")
     return (
         honoured({"parallel.zero": 0})
         if word(value).startswith("MULTI")
-        else harmless("its section, if there is one, determines it")
+        else harmless("determined by its section, if present")
     )
 
 
@@ -95,25 +96,25 @@ def _processes(value: Any, source: ImportedFile) -> Verdict:
     return (
         honoured({"parallel.dp": known})
         if known
-        else lost("how many of them are data-parallel is not known: set parallel.dp")
+        else lost("the number of data-parallel ranks is unknown: set parallel.dp")
     )
 
 
 def _replicas(value: Any, source: ImportedFile) -> Verdict:
-    return harmless("it is so here") if value == 1 and not source.dp else _processes(value, source)
+    return harmless("this is always the case") if value == 1 and not source.dp else _processes(value, source)
 
 
 def _strategy(value: Any, source: ImportedFile) -> Verdict:
     """HYBRID shards within a machine and replicates over machines."""
     name, machines = word(value), source.size("num_machines") or 1
     if name not in STRATEGIES:
-        return lost("it is no known strategy: set parallel.zero (3 is FULL_SHARD) and parallel.dp_shard")
+        return lost("unknown strategy: set parallel.zero (3 for FULL_SHARD) and parallel.dp_shard")
     zero = {"parallel.zero": STRATEGIES[name]}
     if not name.startswith(("HYBRID", "4", "5")) or (source.dp and machines == 1):
         return honoured(zero)
     if source.dp is None or source.dp % machines:
         return honoured(
-            zero, "this is only its ZeRO stage: set parallel.dp_shard to the number of ranks on one machine"
+            zero, "only the ZeRO stage is imported: set parallel.dp_shard to the number of ranks per machine"
         )
     return honoured(zero | {"parallel.dp_shard": source.dp // machines})
 
@@ -150,14 +151,14 @@ def _offload(prefix: str) -> KeyRule:
             return honoured({"parallel.offload": "cpu", "parallel.offload_parameters": True})
         return honoured(
             {"parallel.offload": "cpu"},
-            "only the optimizer state: weights are offloaded with parallel.zero: 3 only",
+            "only the optimizer state is offloaded: offloading weights requires parallel.zero: 3",
         )
 
     return KeyRule(judge, "parallel.offload")
 
 
 def fsdp_rows(prefix: str) -> Table:
-    """The rows of FSDP's own keys, which other projects take too."""
+    """Return the rows of FSDP's own keys, which other projects take too."""
     return {
         **each(prefix, "sharding_strategy reshard_after_forward", KeyRule(_strategy, "parallel.zero")),
         f"{prefix}activation_checkpointing": sets(
@@ -165,10 +166,13 @@ def fsdp_rows(prefix: str) -> Table:
         ),
         f"{prefix}offload_params": _offload(prefix),
         f"{prefix}auto_wrap_policy": only(
-            "TRANSFORMER_BASED_WRAP", "whole layers are gathered: parallel.bucket_mb is nearest"
+            "TRANSFORMER_BASED_WRAP",
+            "layers are always gathered as a whole: the closest option is parallel.bucket_mb",
         ),
-        f"{prefix}min_num_params": only("", "whole layers are gathered: parallel.bucket_mb is nearest"),
-        f"{prefix}transformer_layer_cls_to_wrap": never("whole layers are gathered, of any model"),
+        f"{prefix}min_num_params": only(
+            "", "layers are always gathered as a whole: the closest option is parallel.bucket_mb"
+        ),
+        f"{prefix}transformer_layer_cls_to_wrap": never("layers of every model are gathered as a whole"),
         **each(
             prefix,
             "backward_prefetch backward_prefetch_policy forward_prefetch limit_all_gathers",
@@ -179,24 +183,22 @@ def fsdp_rows(prefix: str) -> Table:
             "state_dict_type final_state_dict_type sync_module_states cpu_ram_efficient_loading",
             never(deepspeed.WHOLE),
         ),
-        **each(prefix, "use_orig_params version", never("it chooses FSDP's interface, not what is computed")),
+        **each(prefix, "use_orig_params version", never("only selects the FSDP API")),
     }
 
 
-WITHIN = "it is how the ranks of one sequence communicate"
-LAUNCH = (
-    "it is for the launcher: torchrun's --nnodes, --node-rank and --rdzv-endpoint, and CUDA_VISIBLE_DEVICES"
-)
+WITHIN = "only affects how context-parallel ranks communicate"
+LAUNCH = "launcher option: use torchrun's --nnodes, --node-rank and --rdzv-endpoint, and CUDA_VISIBLE_DEVICES"
 TABLE: Table = {
-    "compute_environment": only("LOCAL_MACHINE", "runs are started with torchrun"),
+    "compute_environment": only("LOCAL_MACHINE", "use torchrun to launch runs"),
     MARK: KeyRule(_type, "parallel.zero"),
     "num_processes": KeyRule(_processes, "parallel.dp"),
     "mixed_precision": sets(
         "train.precision",
         {"NO": "fp32", "FALSE": "fp32", "FP16": "fp16", "BF16": "bf16"},
-        "train.precision: bf16 is nearest",
+        "the closest option is train.precision: bf16",
     ),
-    "downcast_bf16": only("NO FALSE", "it is for TPUs; train.precision: bf16 is nearest"),
+    "downcast_bf16": only("NO FALSE", "only applies to TPUs; the closest option is train.precision: bf16"),
     **fsdp_rows(FSDP),
     f"{PLUGIN}zero_stage": deepspeed.STAGE,
     f"{PLUGIN}gradient_clipping": deepspeed.TABLE["gradient_clipping"],
@@ -204,7 +206,7 @@ TABLE: Table = {
     f"{PLUGIN}offload_optimizer_device": deepspeed.OFFLOAD,
     f"{PLUGIN}offload_optimizer_nvme_path": deepspeed.nvme_path(f"{PLUGIN}offload_optimizer_device"),
     f"{PLUGIN}offload_param_device": deepspeed.offload_parameters(f"{PLUGIN}zero_stage", 2),
-    f"{PLUGIN}offload_param_nvme_path": never("weights go to CPU memory, not to disk"),
+    f"{PLUGIN}offload_param_nvme_path": never("weights can be offloaded to CPU memory, but not to disk"),
     **each(PLUGIN, "zero3_init_flag zero3_save_16bit_model", never(deepspeed.WHOLE)),
     **each(
         PLUGIN,
@@ -212,16 +214,16 @@ TABLE: Table = {
         "deepspeed_exclusion_filter",
         never(LAUNCH),
     ),
-    LINKED: only("NONE", "it is not read"),
+    LINKED: only("NONE", "not used"),
     "dynamo_config.dynamo_backend": sets(
-        "train.compile", {"INDUCTOR": True, "NO": False, "FALSE": False}, "train.compile uses inductor"
+        "train.compile", {"INDUCTOR": True, "NO": False, "FALSE": False}, "train.compile always uses inductor"
     ),
-    "dynamo_config.*": only("FALSE DEFAULT", "train.compile has no further choices"),
+    "dynamo_config.*": only("FALSE DEFAULT", "train.compile has no further options"),
     f"{SIZES}tp_size": sets("parallel.tp"),
     f"{SIZES}dp_shard_size": KeyRule(_shards, "parallel.dp_shard"),
     f"{SIZES}dp_replicate_size": KeyRule(_replicas, "parallel.dp"),
     f"{SIZES}cp_size": KeyRule(_context, "parallel.cp"),
-    f"{SIZES}cp_comm_strategy": never("parallel.context is set for it, if there are ranks of a sequence"),
+    f"{SIZES}cp_comm_strategy": never("parallel.context is set instead if context parallelism is used"),
     f"{MEGATRON}tp_degree": sets("parallel.tp"),
     f"{MEGATRON}pp_degree": sets("parallel.pp"),
     f"{MEGATRON}num_micro_batches": KeyRule(_microbatches, "train.global_batch_size"),
@@ -231,11 +233,11 @@ TABLE: Table = {
     ),
     f"{MEGATRON}use_distributed_optimizer": sets("parallel.zero", {"TRUE": 1, "FALSE": 0}, deepspeed.BOOLEAN),
     f"{MEGATRON}gradient_clipping": deepspeed.TABLE["gradient_clipping"],
-    "fp8_config.*": never("mixed_precision decides whether it is used; there is no float8 here"),
+    "fp8_config.*": never("only used if mixed_precision selects it; float8 is not supported"),
     f"{SIZES}sp_size": only(
         "1",
-        "the ranks of one sequence are left out, the batch is the same: parallel.sequence_parallel is "
-        "nearest",
+        "imported without sequence parallelism, with the same batch: the closest option is "
+        "parallel.sequence_parallel",
     ),
     **each(
         SIZES,
@@ -247,24 +249,25 @@ TABLE: Table = {
         "gradient_accumulation_steps fsdp_config.gradient_accumulation_steps",
         deepspeed.TABLE["gradient_accumulation_steps"],
     ),
-    "use_cpu": only(
-        "FALSE", "a run uses the GPUs that it sees: hide them with CUDA_VISIBLE_DEVICES= (empty)"
-    ),
+    "use_cpu": only("FALSE", "a run uses all visible GPUs: set CUDA_VISIBLE_DEVICES= (empty) to hide them"),
     **each(
         "",
         "num_machines machine_rank main_process_ip main_process_port rdzv_backend same_network gpu_ids",
         never(LAUNCH),
     ),
     **each(
-        "", "main_training_function enable_cpu_affinity debug", never("it concerns Accelerate's own start")
+        "", "main_training_function enable_cpu_affinity debug", never("only affects Accelerate's launcher")
     ),
-    **each("", "tpu_use_cluster tpu_use_sudo", only("FALSE", "there are no TPUs here", "it is off")),
+    **each("", "tpu_use_cluster tpu_use_sudo", only("FALSE", "TPUs are not supported", "disabled")),
 }
 
 
 def table(source: ImportedFile) -> Table:
-    """The rows for this file's keys: a section is read only under its own distributed_type, and a named
-    DeepSpeed file replaces the other keys of its section."""
+    """Return the rows for this file's keys.
+
+    A section is read only under its own distributed_type, and a named DeepSpeed file replaces the other keys
+    of its section.
+    """
     rows = dict(TABLE)
     for key in source.leaves:
         for section, kind in (
@@ -273,11 +276,11 @@ def table(source: ImportedFile) -> Table:
             ("megatron_lm_config.", "MEGATRON_LM"),
         ):
             if key.startswith(section) and source.word(MARK) != kind:
-                rows[key] = never(f"Accelerate reads it under distributed_type {kind} only")
+                rows[key] = never(f"only used with distributed_type {kind}")
             elif key.startswith(PLUGIN) and linked_file(source):
-                rows[key] = never("the DeepSpeed file named by deepspeed_config_file replaces it")
+                rows[key] = never("overridden by deepspeed_config_file")
     if linked_file(source) and source.word("mixed_precision") in ("NO", "FALSE"):
-        rows["mixed_precision"] = never("the DeepSpeed file named by deepspeed_config_file replaces it")
+        rows["mixed_precision"] = never("overridden by deepspeed_config_file")
     return rows
 
 

@@ -1,5 +1,8 @@
-"""axolotl's YAML. Meanings and defaults are those of its utils/schemas/config.py, training.py, peft.py and
-transformers' Trainer."""
+"""axolotl's YAML.
+
+Meanings and defaults are those of its utils/schemas/config.py, training.py, peft.py and transformers'
+Trainer.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +37,10 @@ def recognizes(leaves: dict[str, Any]) -> bool:
 
 
 def ranks(source: ImportedFile) -> int | None:
-    """Shards times replicas times the ranks of experts, which read data of their own; without shards, all
-    ranks that are left."""
+    """Compute the data-parallel size: shards · replicas · expert-parallel ranks, which read different data.
+
+    Without shards, all remaining ranks are used.
+    """
     shards, replicas = source.size("dp_shard_size"), source.size("dp_replicate_size") or 1
     return shards * replicas * (source.size("expert_parallel_size") or 1) if shards else source.dp
 
@@ -43,16 +48,16 @@ def ranks(source: ImportedFile) -> int | None:
 def _adapter(value: Any, source: ImportedFile) -> Verdict:
     name = word(value)
     if name in ("NONE", "FALSE"):
-        return harmless("the model itself is trained")
+        return harmless("full fine-tuning")
     if name not in ("LORA", "QLORA"):
-        return lost("adapters are LoRA: set lora.rank")
+        return lost("only LoRA adapters are supported: set lora.rank")
     rank = honoured({"lora.rank": source.get("lora_r")} if source.size("lora_r") else {})
     return rank if name == "LORA" else rank._replace(kind="approximate", why=finetuning.QUANTIZED)
 
 
 def _with_adapter(row: KeyRule) -> KeyRule:
-    """A row that counts only where the file chooses an adapter."""
-    off = harmless("there is no adapter")
+    """Return a row that counts only where the file chooses an adapter."""
+    off = harmless("no adapter is trained")
     return KeyRule(
         lambda value, source: (
             row.judge(value, source) if source.word("adapter") in ("LORA", "QLORA") else off
@@ -64,7 +69,7 @@ def _with_adapter(row: KeyRule) -> KeyRule:
 def _targets(value: Any, source: ImportedFile) -> Verdict:
     """lora_target_linear adds all projections to those of the list."""
     return (
-        harmless("lora_target_linear has all projections")
+        harmless("lora_target_linear includes all projections")
         if source.on("lora_target_linear")
         else finetuning.targets(value, source)
     )
@@ -73,31 +78,33 @@ def _targets(value: Any, source: ImportedFile) -> Verdict:
 def _precision(value: Any, source: ImportedFile) -> Verdict:
     """bf16: auto is bf16 on GPUs that have it, and fp16 on others."""
     if word(value) == "AUTO":
-        return honoured({"train.precision": "bf16"}, "auto is fp16 on GPUs without bf16")
-    return honoured({"train.precision": "bf16"}) if word(value) in ("TRUE", "FULL") else harmless("it is off")
+        return honoured({"train.precision": "bf16"}, "auto selects fp16 on GPUs without bf16")
+    return honoured({"train.precision": "bf16"}) if word(value) in ("TRUE", "FULL") else harmless("disabled")
 
 
 def _validation(value: Any, source: ImportedFile) -> Verdict:
-    """A share of the conversations, or their number."""
+    """Return a share of the conversations, or their number."""
     if not value:
-        return harmless("nothing is validated, as here")
+        return harmless("no validation, which is the default")
     return (
         honoured({"data.validation": value})
         if type(value) is float and value < 1
-        else lost("set data.validation to a share, or a prefix")
+        else lost("set data.validation to a fraction or a prefix")
     )
 
 
 def _batch_size(value: Any, source: ImportedFile) -> Verdict:
-    """Sequences of one rank in a step: with the micro-batch it gives the accumulation steps, if the file does
-    not have them."""
+    """Check the number of sequences per rank and step.
+
+    With the micro-batch, it determines the accumulation steps if the file does not set them.
+    """
     if BATCH.steps in source.leaves:
-        return harmless("gradient_accumulation_steps replaces it")
+        return harmless("overridden by gradient_accumulation_steps")
     steps = source.get(BATCH.steps)
     return (
-        harmless(f"it gives {steps} gradient_accumulation_steps")
+        harmless(f"results in {steps} gradient_accumulation_steps")
         if steps
-        else lost("it is no multiple of micro_batch_size")
+        else lost("not a multiple of micro_batch_size")
     )
 
 
@@ -111,7 +118,7 @@ def _fsdp(value: Any, source: ImportedFile) -> Verdict:
     if offloaded:
         whole = options.get("parallel.zero") == 3
         options |= {"parallel.offload": "cpu"} | ({"parallel.offload_parameters": True} if whole else {})
-    return honoured(options) if options else harmless("fsdp_config says how weights are sharded")
+    return honoured(options) if options else harmless("sharding is configured by fsdp_config")
 
 
 def _recompute(value: Any, source: ImportedFile) -> Verdict:
@@ -120,7 +127,7 @@ def _recompute(value: Any, source: ImportedFile) -> Verdict:
         any(source.on(f"fsdp_config.{prefix}activation_checkpointing") for prefix in ("", "fsdp_"))
         and word(value) == "FALSE"
     ):
-        return harmless("activation_checkpointing of fsdp_config turns it on")
+        return harmless("enabled by activation_checkpointing of fsdp_config")
     return finetuning.recompute(value, source)
 
 
@@ -144,14 +151,14 @@ def _shards(value: Any, source: ImportedFile) -> Verdict:
 def _replicas(value: Any, source: ImportedFile) -> Verdict:
     """Each replica is sharded over the ranks that are left, if dp_shard_size does not say over how many."""
     if value == 1 or source.size("dp_shard_size"):
-        return honoured({"parallel.dp": source.dp}) if source.dp else harmless("it is so here")
+        return honoured({"parallel.dp": source.dp}) if source.dp else harmless("this is always the case")
     if source.dp and type(value) is int and value > 0 and source.dp % value == 0:
         return _shards(source.dp // value, source)
     return left(f"set parallel.dp_shard to parallel.dp / {value}")
 
 
 def _unless(*others: str) -> KeyRule:
-    """A row of the run's name, which these keys replace."""
+    """Return a row of the run's name, which these keys replace."""
 
     def judge(value: Any, source: ImportedFile) -> Verdict:
         first = next((key for key in others if source.get(key)), None)
@@ -170,20 +177,23 @@ def _minimum(value: Any, source: ImportedFile) -> Verdict:
 
 
 def _packing(value: Any, source: ImportedFile) -> Verdict:
-    """Packed texts of pretraining_dataset attend to each other without pretrain_multipack_attn, which is on
-    by default."""
+    """Check the packing of texts.
+
+    Packed texts of pretraining_dataset attend to each other only without pretrain_multipack_attn, which is on
+    by default.
+    """
     mask = source.get("pretrain_multipack_attn") is not False or "pretraining_dataset" not in source.leaves
     return data.packing(value, axolotl_data.is_text(source), mask)
 
 
 WARMUP, LONGEST_WARMUP = 0.03, 100
-INTERNAL = "it changes nothing in a run here"
+INTERNAL = "has no effect on the run"
 TABLE: Table = {
     **finetuning.TRAINER,
     **each(
         "",
         "lora_layers_to_transform lora_layers_pattern peft_layers_to_transform",
-        missing("every layer has adapters"),
+        missing("adapters are added to every layer"),
     ),
     **{
         key: row
@@ -196,15 +206,15 @@ TABLE: Table = {
     **each(
         "",
         "base_model_config tokenizer_config processor_type",
-        to_do("model.from_hf is the model's directory, with its tokenizer"),
+        to_do("set model.from_hf to the directory of the model and its tokenizer"),
     ),
     **each(
         "",
         "model_type tokenizer_type is_*_derived_model trust_remote_code tokenizer_use_fast tokenizer_legacy",
-        never("config.json says it"),
+        never("determined by config.json"),
     ),
-    "is_*": never("config.json says it"),
-    "revision_of_model": to_do("fetch that revision, and set model.from_hf to its directory"),
+    "is_*": never("determined by config.json"),
+    "revision_of_model": to_do("download that revision and set model.from_hf to its directory"),
     **each(
         "",
         "load_in_8bit load_in_4bit gptq gptq_* bnb_config_kwargs.* qat.* llmcompressor.*",
@@ -218,33 +228,33 @@ TABLE: Table = {
     **each(
         "",
         "model_config.* overrides_of_model_config.* overrides_of_model_kwargs.*",
-        to_do("set model.* to change the shape"),
+        to_do("set model.* to change the architecture"),
     ),
     **each(
         "",
         "resize_token_embeddings_to_32x tokenizer_use_mistral_common",
-        missing("the vocabulary is that of model.from_hf"),
+        missing("the vocabulary size is determined by model.from_hf"),
     ),
     **each(
         "",
         "low_cpu_mem_usage device_map hf_use_auth_token torch_dtype",
-        never("the files of the model are read as they are"),
+        never("the model files are read directly"),
     ),
     **each("", "datasets pretraining_dataset", KeyRule(axolotl_data.training, "data.train")),
     "test_datasets": KeyRule(axolotl_data.validation, "data.validation"),
     **each("", "chat_template chat_template_jinja default_system_message", finetuning.TEMPLATE),
     **each("", "tokens tokens.*", to_do(finetuning.ADDED_TOKENS)),
-    **each("special_tokens.", "pad_token unk_token", never("rows are padded without a token")),
+    **each("special_tokens.", "pad_token unk_token", never("padding does not require a token")),
     **each(
         "",
         "special_tokens.* added_tokens_overrides.* eot_tokens",
-        to_do("the tokenizer of model.from_hf decides: change it there"),
+        to_do("determined by the tokenizer of model.from_hf: change it there"),
     ),
-    **each("", "train_on_inputs excess_length_strategy", never("the command that prepares the data has it")),
+    **each("", "train_on_inputs excess_length_strategy", never("included in the `megalite prepare` command")),
     **each(
         "",
         "dataset_prepared_path dataset_processes dataset_* shuffle_merged_datasets",
-        never("`megalite prepare` makes the data beforehand"),
+        never("data is preprocessed by `megalite prepare`"),
     ),
     "val_set_size": KeyRule(_validation, "data.validation"),
     "sequence_len": sets("data.sequence_length"),
@@ -252,22 +262,22 @@ TABLE: Table = {
     **each(
         "",
         "sample_packing_* eval_sample_packing multipack_* pretrain_multipack_*",
-        never("packing has no options"),
+        never("packing has no further options"),
     ),
-    "pad_to_sequence_len": never("every row has the full length"),
+    "pad_to_sequence_len": never("all rows have the full length"),
     **each(
         "",
         "skip_prepare_dataset streaming streaming_* curriculum_sampling",
-        never("`megalite prepare` makes the data beforehand"),
+        never("data is preprocessed by `megalite prepare`"),
     ),
-    "min_sample_len": missing("`megalite prepare` keeps short ones"),
-    "reinit_weights": never("model.init_from: none is set for it"),
+    "min_sample_len": missing("`megalite prepare` keeps short samples"),
+    "reinit_weights": never("model.init_from: none is set instead"),
     "adapter": KeyRule(_adapter, "lora.rank"),
     "lora_r": _with_adapter(sets("lora.rank")),
     "lora_alpha": _with_adapter(sets("lora.alpha")),
     "lora_dropout": _with_adapter(sets("lora.dropout")),
     "lora_target_modules": _with_adapter(KeyRule(_targets, "lora.targets")),
-    "lora_target_linear": never("all projections have adapters without lora.targets"),
+    "lora_target_linear": never("the default of lora.targets is all projections"),
     "lora_modules_to_save": _with_adapter(KeyRule(finetuning.modules_to_save, "lora.modules_to_save")),
     "peft_use_dora": _with_adapter(finetuning.DORA),
     "peft_use_rslora": _with_adapter(finetuning.RSLORA),
@@ -275,31 +285,31 @@ TABLE: Table = {
     **each(
         "", "lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel", never(finetuning.KERNELS)
     ),
-    "lora_target_parameters": missing("lora.targets has names for the matrices of experts, too"),
-    "lora_fan_in_fan_out": never("the layout of the weights is that of model.from_hf"),
+    "lora_target_parameters": missing("use lora.targets, which also includes the projections of experts"),
+    "lora_fan_in_fan_out": never("determined by the weights of model.from_hf"),
     **each(
         "",
         "unfrozen_parameters relora* lisa_* peft.*",
-        missing("all weights are trained, or adapters with lora.modules_to_save"),
+        missing("either either all weights or adapters are trained and lora.modules_to_save"),
     ),
-    "loraplus_*": missing("A and B have the same learning rate"),
+    "loraplus_*": missing("A and B always have the same learning rate"),
     "num_epochs": finetuning.epochs("max_steps"),
     "optimizer": KeyRule(finetuning.optimizer),
     "lr_scheduler": KeyRule(finetuning.decay, "optimizer.decay"),
-    "cosine_constant_lr_ratio": missing("the cosine ends with train.steps"),
+    "cosine_constant_lr_ratio": missing("the cosine schedule always ends at train.steps"),
     "cosine_min_lr_ratio": KeyRule(_minimum, "optimizer.min_lr"),
     **each(
         "",
         "embedding_lr embedding_lr_scale lr_groups",
-        missing("all weights have the same rate: optimizer.lr"),
+        missing("all weights use the same learning rate, optimizer.lr"),
     ),
     **each("", "bf16 bfloat16", KeyRule(_precision, "train.precision")),
     **each("", "fp16 float16", finetuning.switch("train.precision", "fp16")),
     "float32": finetuning.switch("train.precision", "fp32"),
-    "fp8": missing("there is no float8: train.precision: bf16 is nearest"),
+    "fp8": missing("float8 is not supported: the closest option is train.precision: bf16"),
     "gradient_checkpointing": KeyRule(_recompute, "train.recompute"),
-    "activation_offloading": missing("activations are recomputed, not offloaded: train.recompute: full"),
-    "gradient_checkpointing_kwargs.*": never("train.recompute has no further choices"),
+    "activation_offloading": missing("offloading activations is not supported: use train.recompute: full"),
+    "gradient_checkpointing_kwargs.*": never("train.recompute has no further options"),
     **each(
         "",
         "flash_attention xformers_attention sdp_attention flex_attention eager_attention attention "
@@ -315,13 +325,13 @@ TABLE: Table = {
     **each("", "plugins liger_* unsloth_* cut_cross_entropy", never(finetuning.KERNELS)),
     "saves_per_epoch": finetuning.steps("checkpoint.interval", per_epoch=True),
     "evals_per_epoch": finetuning.steps("validation.interval", per_epoch=True),
-    "save_first_step": missing("checkpoint.interval says when"),
+    "save_first_step": missing("use checkpoint.interval"),
     "fsdp": KeyRule(_fsdp, "parallel.zero"),
-    "fsdp_version": never("it chooses FSDP's interface, not what is computed"),
+    "fsdp_version": never("only selects the FSDP API"),
     "tensor_parallel_size": sets("parallel.tp"),
     **each("", "context_parallel_size sequence_parallel_degree", KeyRule(_context, "parallel.cp")),
-    "ring_attn_func": never("parallel.context is set for it"),
-    "heads_k_stride": never("it is how the ranks of one sequence communicate"),
+    "ring_attn_func": never("parallel.context is set instead"),
+    "heads_k_stride": never("only affects how context-parallel ranks communicate"),
     "expert_parallel_size": sets("parallel.ep"),
     "dp_shard_size": KeyRule(_shards, "parallel.dp_shard"),
     "dp_replicate_size": KeyRule(_replicas, "parallel.dp_shard"),
@@ -332,18 +342,20 @@ TABLE: Table = {
     **each(
         "",
         "use_swanlab swanlab_* use_otel_metrics otel_* accelerator_config.* use_ray ray_*",
-        never("metrics.jsonl has everything"),
+        never("all metrics are written to metrics.jsonl"),
     ),
-    **each("", "wandb_* mlflow_* use_wandb comet_* gc_steps", never("metrics.jsonl has everything")),
+    **each(
+        "", "wandb_* mlflow_* use_wandb comet_* gc_steps", never("all metrics are written to metrics.jsonl")
+    ),
     "use_tensorboard": sets("logging.tensorboard"),
     **each("", "auto_resume_from_checkpoints strict debug device local_rank world_size ddp", never(INTERNAL)),
     "ddp_bucket_cap_mb": sets(
-        "parallel.bucket_mb", roughly="here it is the maximum size of a bucket, in MB of fp32"
+        "parallel.bucket_mb", roughly="parallel.bucket_mb is the maximum size of a bucket in MB of fp32"
     ),
     "early_stopping_patience": missing(
-        "there is no validation data yet: set data.validation, and then train.early_stopping_patience"
+        "requires validation data: set data.validation, then train.early_stopping_patience"
     ),
-    "loss_watchdog_*": missing("faults.spike_sigma skips steps of a high loss"),
+    "loss_watchdog_*": missing("use faults.spike_sigma, which skips steps with a high loss"),
     **each(
         "",
         "process_reward_model num_labels ebft.* diffusion.* use_eaft eaft_*",
@@ -354,19 +366,21 @@ TABLE: Table = {
 
 
 def table(source: ImportedFile) -> Table:
-    """The rows for this file's keys; the default warm-up has a limit, which a share of the steps does not
-    have here."""
+    """Return the rows for this file's keys.
+
+    axolotl limits the default warm-up, which a fraction of the steps cannot express.
+    """
     if "warmup_ratio" in source.leaves:
         return TABLE
     limited = KeyRule(
-        lambda value, _: honoured(finetuning.share(value), f"it is at most {LONGEST_WARMUP} steps there"),
+        lambda value, _: honoured(finetuning.share(value), f"limited to {LONGEST_WARMUP} steps in axolotl"),
         "optimizer.warmup_steps",
     )
     return TABLE | {"warmup_ratio": limited}
 
 
 def defaults(source: ImportedFile) -> dict[str, Any]:
-    """The defaults of axolotl and of transformers' Trainer that differ from ours."""
+    """Return the defaults of axolotl and of transformers' Trainer that differ from ours."""
     sharded = source.get("fsdp") or any(key.startswith("fsdp_config.") for key in source.leaves)
     strategy = {"fsdp": ["full_shard"]} if sharded and "fsdp" not in source.leaves else {}
     trainer = {"num_epochs": 1.0, "weight_decay": 0.0, "lr_scheduler": "cosine", "adam_beta1": 0.9}

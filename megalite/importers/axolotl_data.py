@@ -70,7 +70,7 @@ def validation(value: Any, source: ImportedFile) -> Verdict:
 
 
 def is_text(source: ImportedFile) -> bool:
-    """Whether the training data is plain text."""
+    """Return whether the training data is plain text."""
     entries = _entries(source.get("datasets"))
     return bool(_entries(source.get("pretraining_dataset"))) or any(
         _type(entry) in TEXTS for entry in entries
@@ -79,13 +79,13 @@ def is_text(source: ImportedFile) -> bool:
 
 def _prepared(value: Any, source: ImportedFile, option: str, output: str) -> Verdict:
     if source.word("rl") not in ("NONE", "FALSE", ""):
-        return lost("it has preferences or prompts for rewards, which are not trained on")
+        return lost("preference and reward data is not supported")
     entries, pretraining = _entries(value), value == source.get("pretraining_dataset")
     unknown = [_type(entry) for entry in entries if not pretraining and not _is_known(entry)]
     if unknown:
         return lost(
-            f"data of type {', '.join(map(show, unknown))} cannot be prepared here: make conversations or "
-            "text of it first"
+            f"data of type {', '.join(map(show, unknown))} is not supported: convert it to conversations or "
+            "text first"
         )
     datasets = [_dataset(entry, source, pretraining) for entry in entries] or [ImportedDataset()]
     return data.prepared(datasets, source.get("base_model"), _of_conversations(source), option, output)
@@ -97,7 +97,7 @@ def _entries(value: Any) -> list[dict[str, Any]]:
 
 
 def _type(entry: dict[str, Any]) -> Any:
-    """The type without what follows a colon, which is a style of prompts."""
+    """Return the type without what follows a colon, which is a style of prompts."""
     kind = entry.get("type")
     return kind.split(":")[0] if isinstance(kind, str) else kind
 
@@ -117,7 +117,7 @@ def _dataset(entry: dict[str, Any], source: ImportedFile, pretraining: bool) -> 
         if key not in EXPRESSED and not _is_usual(key, value)
     ]
     if isinstance(entry.get("type"), dict) and {"format", "no_input_format"} & entry["type"].keys():
-        others.append("the format of its type, in whose place the tokenizer's chat template is")
+        others.append("the format of its type, which is replaced by the tokenizer's chat template")
     if entry.get("data_files") and inputs[0].startswith("hf:"):
         others.append(f"data_files = {show(entry['data_files'])}")
     return ImportedDataset(
@@ -136,8 +136,7 @@ def _is_usual(key: str, value: Any) -> bool:
 
 
 def _keys(entry: dict[str, Any]) -> tuple[str, ...]:
-    """Names of keys in the records and their messages, where they are not those that `megalite prepare`
-    recognizes by itself."""
+    """Return the key names in records and messages that `megalite prepare` does not recognize by itself."""
     kind = entry.get("type")
     if isinstance(kind, dict):
         pairs = {ours: kind.get(f"field_{ours}") for ours in ("system", "instruction", "input", "output")}

@@ -86,27 +86,31 @@ class Imported:
             if self.options.setdefault(option, value) != value:
                 values = f"{show(self.options[option])} by {self.setter(option)} and {show(value)} by {key}"
                 raise ConfigError(
-                    f"{self.setter(option)} and {key} contradict each other: {option} would be {values}. "
+                    f"{self.setter(option)} and {key} are inconsistent: {option} would be set to {values}. "
                     "Correct one of them."
                 )
         self.honoured[key] = [*options]
 
     def setter(self, option: str) -> str:
-        """The first key that sets an option."""
+        """Return the first key that sets an option."""
         return next(key for key, names in self.honoured.items() if option in names)
 
     def add(self, key: str, verdict: Verdict, option: str | None, *, given: bool) -> None:
-        """Add a verdict. option: the one that corresponds to the key; given: whether the file has the key, or
-        it is a default, which sets only what no key sets."""
+        """Add a verdict.
+
+        Args:
+            option: the option that corresponds to the key.
+            given: whether the file has the key. A default only sets options that no key sets.
+        """
         kind, options, why = verdict
         if not given:
             options = {name: size for name, size in options.items() if name not in self.options}
             if kind == "harmless" or (kind == "honoured" and not options):
                 return
             kind, why = (
-                ("assumed", "it is the default there")
+                ("assumed", "default of the project")
                 if kind == "honoured"
-                else ("approximate", f"by default; {why}")
+                else ("approximate", f"default of the project; {why}")
             )
         if options:
             self.set(key, options)
@@ -140,8 +144,10 @@ def leaves_of(tree: Any) -> dict[str, Any]:
 
 
 def linked_file(tree: Any) -> str | None:
-    """The DeepSpeed file named by an Accelerate configuration, a path relative to the configuration's
-    directory; None if there is none."""
+    """Return the DeepSpeed file of an Accelerate configuration, or None.
+
+    Its path is relative to the directory of the configuration.
+    """
     return accelerate.linked_file(ImportedFile(leaves_of(tree)))
 
 
@@ -175,8 +181,10 @@ def convert(tree: Any, dp: int | None = None, linked: Any = None, project: str |
 
 
 def _judge(imported: Imported, module: Project, source: ImportedFile, prefix: str = "") -> ImportedFile:
-    """Add every leaf of the file, and every default of a key that it does not have, to `imported`; return the
-    completed source."""
+    """Add all leaves of the file and the defaults of missing keys to `imported`.
+
+    Returns the completed source.
+    """
     written = source.leaves
     # an empty key has its default
     given = {key: value for key, value in written.items() if value is not None}
@@ -200,19 +208,17 @@ def _judge(imported: Imported, module: Project, source: ImportedFile, prefix: st
     for key in (prefix + key for key, value in written.items() if value is None):
         if key not in imported.values:
             imported.values[key] = None
-            imported.remark(key, "harmless", "it is empty")
+            imported.remark(key, "harmless", "empty value")
     return source
 
 
 def _verdict(value: Any, row: KeyRule | None, module: Project, source: ImportedFile) -> Verdict:
     if value in (None, "", {}, []):
-        return harmless("it is empty")
+        return harmless("empty value")
     if row is None:
-        return lost(
-            f"it is not known as a key of {module.NAME}: look for its meaning in `megalite train --help`"
-        )
+        return lost(f"unknown key of {module.NAME}: see `megalite train --help` for a similar option")
     if module not in (megatron, torchtune) and isinstance(value, str) and _is_from_outside(value):
-        return left(f"its value is not in the file{f': set {row.option}' if row.option else ''}")
+        return left(f"its value is not set in the file{f': set {row.option}' if row.option else ''}")
     return row.judge(value, source)
 
 
@@ -222,15 +228,17 @@ def _takes_text_only(option: str) -> bool:
 
 
 def _is_from_outside(value: str) -> bool:
-    """Whether a value is to be replaced by a variable's, ${NAME} or $NAME. A chat template has braces of its
-    own."""
+    """Return whether a value is to be replaced by a variable's, ${NAME} or $NAME.
+
+    A chat template has braces of its own.
+    """
     return "{{" not in value and "{%" not in value and bool(re.search(r"\$(?:\{[^}]+\}|[A-Za-z_])", value))
 
 
 def _doubt_defaults(imported: Imported, unsettled: list[str]) -> None:
     """Add to the remarks on defaults what a script does not set, which may have those keys."""
     if unsettled:
-        unless = f", unless {' or '.join(unsettled)} sets it"
+        unless = f", unless {' or '.join(unsettled)} overrides it"
         imported.remarks = [
             remark._replace(why=remark.why + unless) if remark.kind == "assumed" else remark
             for remark in imported.remarks
@@ -238,20 +246,23 @@ def _doubt_defaults(imported: Imported, unsettled: list[str]) -> None:
 
 
 def _settle_auto(imported: Imported) -> None:
-    """Add the remarks on `auto`, which leaves an option to the program that reads the file: the user, unless
-    another key sets it."""
+    """Add remarks on values `auto`, which the user has to set unless another key sets the option."""
     for key, option in imported.auto.items():
         if not option:
-            imported.remark(key, "harmless", "it is left open, and nothing here depends on it")
+            imported.remark(key, "harmless", "auto, and no option depends on it")
         elif option in imported.options:
             imported.remark(key, "harmless", f"{imported.setter(option)} sets {option}")
         else:
-            imported.remark(key, "open", f"set {option}, or leave it at {show(attrgetter(option)(Config()))}")
+            imported.remark(
+                key, "open", f"set {option} or keep the default {show(attrgetter(option)(Config()))}"
+            )
 
 
 def _check(imported: Imported, dp: int | None) -> None:
-    """Drop options of a wrong type and those that violate a rule, so that a run accepts the rest; if the rule
-    depends on options that the file leaves open, report what is to be set."""
+    """Drop options with an invalid type or value, so that a run accepts the rest.
+
+    If a rule depends on options that the file does not set, these are reported instead.
+    """
     imported.options |= {
         option: int(value) for option, value in imported.options.items() if _is_whole(option, value)
     }
@@ -272,8 +283,10 @@ def _check(imported: Imported, dp: int | None) -> None:
 
 
 def _shape(imported: Imported) -> dict[str, Any]:
-    """The options of the model that the file names: of a preset, or of a Hugging Face model that is here. A
-    model that this program does not train is marked as lost."""
+    """Return the options of the model: of a preset, or of a Hugging Face model on this machine.
+
+    A model that is not supported is marked as lost.
+    """
     name, directory = imported.options.get("model.preset"), imported.options.get("model.from_hf")
     try:
         shape = preset(name) if name else _hf_shape(directory) if directory else {}
@@ -286,8 +299,10 @@ def _shape(imported: Imported) -> dict[str, Any]:
 
 
 def _hf_shape(name: str) -> dict[str, Any]:
-    """The shape of a model's directory, or of a model in the Hub's cache; empty if it is on another machine,
-    or still to be fetched."""
+    """Return the architecture of a model's directory or of a model in the Hub's cache.
+
+    It is empty if the model is not on this machine.
+    """
     directory = hub.cached(name, "shape") if hub.is_id(name) else Path(name).expanduser()
     return hf_shape(str(directory)) if directory and (directory / "config.json").is_file() else {}
 
@@ -297,10 +312,13 @@ def _is_whole(option: str, value: Any) -> bool:
 
 
 def _check_rule(imported: Imported, rule: Rule, known: dict[str, Any]) -> None:
-    """Drop the rule's option if it is violated. A rule that reads what the file leaves open does not judge: a
-    run checks it with the model and the data; what else is to be set is reported.
+    """Drop the rule's option if it is violated.
 
-    known: further options, of the model that the file names and its ranks."""
+    A rule that reads what the file leaves open does not judge: a run checks it with the model and the data;
+    what else is to be set is reported.
+
+    known: further options, of the model that the file names and its ranks.
+    """
     options = known | imported.options
     options |= with_own_names(options)
     config = from_dict(
@@ -324,16 +342,18 @@ def _check_rule(imported: Imported, rule: Rule, known: dict[str, Any]) -> None:
             imported.remark(imported.setter(rule.option), "open", rule.describe(context))
     elif open_options:
         if not any(option.startswith(("model.", "data.")) for option in open_options):
-            ranks = f"{rule.option} has to fit parallel.dp, which the file does not have: --dp N checks it"
+            ranks = (
+                f"{rule.option} depends on parallel.dp, which the file does not set: pass --dp N to check it"
+            )
             why = (
                 ranks
                 if "parallel.dp" in open_options
-                else f"set {' and '.join(open_options)} to fit: {rule.describe(context)}"
+                else f"adjust {' and '.join(open_options)}: {rule.describe(context)}"
             )
             imported.remark(imported.setter(rule.option), "open", why)
     elif rule.option == "parallel.cp" and cp > 1:
         without = (
-            f"Without it the run has {world // cp} processes, not {world}: the same batch, in larger parts."
+            f"Without it, the run uses {world // cp} processes instead of {world} and the same batch size."
         )
         imported.drop(rule.option, f"{rule.describe(context)} {without}")
     else:

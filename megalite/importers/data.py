@@ -57,8 +57,7 @@ class ImportedDataset:
 
 
 def located(name: object, files: object = None, configuration: object = None) -> tuple[str, ...]:
-    """Values of --input for a path or a dataset of the Hub, or for the files that a loader such as json
-    reads."""
+    """Return the values of --input for a path, a Hub dataset, or the files of a loader such as json."""
     paths = [str(path) for path in (files if isinstance(files, list) else [files])] if files else []
     if name in (None, "", *LOADERS):
         return tuple(paths) or (FILE,)
@@ -78,8 +77,10 @@ def commands(
     chat_options: Sequence[str] = (),
     output: str = "PREFIX",
 ) -> list[str]:
-    """A command for each group of datasets with the same options. chat_options: further options for
-    conversations."""
+    """Return a command for each group of datasets with the same options.
+
+    chat_options: additional options for conversations.
+    """
     groups = [[*group] for _, group in groupby(datasets, lambda dataset: dataset.options)]
     lines = []
     for number, group in enumerate(groups, 1):
@@ -101,40 +102,40 @@ def prepared(
     option: str = "data.train",
     output: str = "PREFIX",
 ) -> Verdict:
-    """The verdict on a key of the data: the commands, and what to set `option` to."""
+    """Return the verdict on a key of the data: the commands, and what to set `option` to."""
     lines = commands(datasets, tokenizer, chat_options, output)
     shown = " and ".join(f"`{command}`" for command in lines)
     without = "; ".join(dict.fromkeys(dataset.without for dataset in datasets if dataset.without))
     remark = f"; {without}" if without else ""
     if len({dataset.text for dataset in datasets}) > 1:
-        return lost(
-            f"a run has token files of conversations or of text, not both: choose between {shown}{remark}"
-        )
+        return lost(f"conversations and text cannot be mixed in one run: choose between {shown}{remark}")
     prefixes = (
         output
         if len(lines) == 1
         else f"[{', '.join(f'{output}-{number}' for number in range(1, len(lines) + 1))}]"
     )
-    return left(f"make token files, {shown}, and set {option} to {prefixes}{remark}")
+    return left(f"prepare token files with {shown}, then set {option} to {prefixes}{remark}")
 
 
 def packing(value: object, text: bool, document_mask: bool = True) -> Verdict:
-    """The verdict on a switch of packing. document_mask: packed documents do not attend to each other
-    there."""
+    """Return the verdict on a packing switch.
+
+    document_mask: packed documents do not attend to each other in the project.
+    """
     on = word(value) == "TRUE"
     if not text:
         return honoured(
             {"data.packing": on},
-            "" if document_mask or not on else "packed conversations do not attend to each other",
+            "" if document_mask or not on else "packed conversations never attend to each other",
         )
     if not on:
         return Verdict(
             "approximate",
             {},
-            "text fills every row here, one document after the other, instead of padding it",
+            "documents are concatenated to fill every row instead of padded",
         )
     return (
         honoured({"data.reset_positions": True})
         if document_mask
-        else harmless("text fills every row here, too")
+        else harmless("documents are always concatenated to fill every row")
     )

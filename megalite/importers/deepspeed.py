@@ -1,5 +1,8 @@
-"""DeepSpeed's ds_config.json. Meanings and defaults are those of its docs/_pages/config-json.md,
-runtime/config.py, runtime/zero/config.py and runtime/lr_schedules.py."""
+"""DeepSpeed's ds_config.json.
+
+Meanings and defaults are those of its docs/_pages/config-json.md, runtime/config.py, runtime/zero/config.py
+and runtime/lr_schedules.py.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,7 @@ def _learning_rate(value: Any, source: ImportedFile) -> Verdict:
     return (
         honoured({"optimizer.lr": value})
         if replaced is None
-        else harmless("scheduler.params.warmup_max_lr replaces it")
+        else harmless("overridden by scheduler.params.warmup_max_lr")
     )
 
 
@@ -74,36 +77,43 @@ def _minimum(value: Any, source: ImportedFile) -> Verdict:
     lr = source.get(f"{ADAM}lr", adam["lr"]) if adam else None
     if {type(lr), type(value)} <= {int, float}:
         return honoured({"optimizer.min_lr": rounded(value * lr)})
-    return lost("it is a fraction of a learning rate that the file leaves open: set optimizer.min_lr")
+    return lost("a fraction of a learning rate that the file does not set: set optimizer.min_lr")
 
 
 def _weight_decay(value: Any, source: ImportedFile) -> Verdict:
-    return honoured({"optimizer.weight_decay": value}, "norms and biases never decay here" if value else "")
+    return honoured(
+        {"optimizer.weight_decay": value},
+        "weight decay is never applied to norms and biases" if value else "",
+    )
 
 
 def offload_parameters(stage: str, default: int) -> KeyRule:
-    """The row of a parameter-offload key. stage: the key of the ZeRO stage, which must be 3; default: its
-    default."""
+    """Return the row of a parameter-offload key.
+
+    stage: the key of the ZeRO stage, which must be 3; default: its default.
+    """
 
     def judge(value: Any, source: ImportedFile) -> Verdict:
         if word(value) in ("NONE", "FALSE"):
             return honoured({"parallel.offload_parameters": False})
         if source.word(stage, default) != "3":
-            return lost("it belongs to stage 3, in DeepSpeed too: set parallel.zero: 3")
+            return lost("only applies to ZeRO stage 3: set parallel.zero: 3")
         if word(value) not in ("CPU", "NVME", "TRUE"):
-            return lost("parallel.offload_parameters is true or false")
+            return lost("parallel.offload_parameters must be true or false")
         return honoured(
             {"parallel.offload_parameters": True},
-            "weights go to CPU memory, not to disk" if word(value) == "NVME" else "",
+            "weights can be offloaded to CPU memory, but not to disk" if word(value) == "NVME" else "",
         )
 
     return KeyRule(judge, "parallel.offload_parameters")
 
 
 def nvme_path(device: str) -> KeyRule:
-    """The row of an offload directory. device: the key of the device; the directory is used only if that is
-    NVME."""
-    away = harmless("nothing is offloaded to disk")
+    """Return the row of an offload directory, which is used only if the device is NVME.
+
+    device: the key of the device.
+    """
+    away = harmless("no offloading to disk")
     return KeyRule(
         lambda value, source: (
             honoured({"parallel.offload_dir": value}) if source.word(device) == "NVME" else away
@@ -112,19 +122,16 @@ def nvme_path(device: str) -> KeyRule:
 
 
 DEVICES = {"NONE": "none", "CPU": "cpu", "NVME": "disk", "TRUE": "cpu", "FALSE": "none"}
-GATHERING = (
-    "whole layers are gathered, the next one while the current one computes (parallel.zero3_reshard, "
-    "parallel.bucket_mb)"
-)
-WHOLE = "a checkpoint holds the whole model, and any layout loads it"
-TRANSFERS = "transfers to and from CPU memory or disk have no options"
-PROFILE = "profiling.timeline shows what ran when; metrics.jsonl has each step's time and memory"
-DIVIDED = "the loss is divided before the backward, so that gradients are only summed"
-BOOLEAN = "it is neither true nor false"
-STEP = only("FALSE", "it changes what a step computes: nothing here does so", "it is off")
-OFFLOAD = sets("parallel.offload", DEVICES, "parallel.offload is none, cpu or disk")
+GATHERING = "layers are gathered as a whole and prefetched (parallel.zero3_reshard, parallel.bucket_mb)"
+WHOLE = "checkpoints always contain the whole model and can be loaded with any layout"
+TRANSFERS = "offload transfers are not configurable"
+PROFILE = "use profiling.timeline; metrics.jsonl contains the time and memory of each step"
+DIVIDED = "the loss is divided before backward, so gradients are only summed"
+BOOLEAN = "expected true or false"
+STEP = only("FALSE", "not supported, and changes the result of a step", "disabled")
+OFFLOAD = sets("parallel.offload", DEVICES, "parallel.offload must be none, cpu or disk")
 STAGE = sets(
-    "parallel.zero", {str(stage): stage for stage in range(4)}, "the stages of ZeRO are 0, 1, 2 and 3"
+    "parallel.zero", {str(stage): stage for stage in range(4)}, "the ZeRO stage must be 0, 1, 2 or 3"
 )
 TABLE: Table = {
     **BATCH.table(),
@@ -133,31 +140,33 @@ TABLE: Table = {
     "zero_optimization": sets("parallel.zero", {"TRUE": 1, "FALSE": 0}, BOOLEAN),
     f"{ZERO}stage": STAGE,
     f"{ZERO}reduce_bucket_size": sets(
-        "parallel.bucket_mb", roughly="here it is the maximum size of a bucket, in MB of fp32", scale=4e-6
+        "parallel.bucket_mb",
+        roughly="parallel.bucket_mb is the maximum size of a bucket in MB of fp32",
+        scale=4e-6,
     ),
     f"{ZERO}offload_optimizer.device": OFFLOAD,
     f"{ZERO}offload_optimizer.nvme_path": nvme_path(f"{ZERO}offload_optimizer.device"),
-    f"{ZERO}offload_optimizer.ratio": only("1", "all of the optimizer state is offloaded, or none"),
+    f"{ZERO}offload_optimizer.ratio": only("1", "partial offloading of the optimizer state is not supported"),
     f"{ZERO}offload_param.device": offload_parameters(f"{ZERO}stage", 0),
     f"{ZERO}cpu_offload": OFFLOAD,
     f"{ZERO}cpu_offload_param": offload_parameters(f"{ZERO}stage", 0),
     **each(ZERO, "offload_optimizer.* offload_param.* cpu_offload_use_pin_memory", never(TRANSFERS)),
     f"{ZERO}mics_shard_size": KeyRule(
-        lambda size, _: harmless("it is off") if size == -1 else honoured({"parallel.dp_shard": size})
+        lambda size, _: harmless("disabled") if size == -1 else honoured({"parallel.dp_shard": size})
     ),
     f"{ZERO}zero_hpz_partition_size": only(
-        "1", "parallel.dp_shard is nearest: it shards all states within groups"
+        "1", "the closest option is parallel.dp_shard, which shards all states within groups"
     ),
     **each(
         f"{ZERO}zero_quantized_",
         "weights gradients nontrainable_weights",
-        only("FALSE", "parallel.reduce_dtype: bf16 is nearest"),
+        only("FALSE", "the closest option is parallel.reduce_dtype: bf16"),
     ),
-    f"{ZERO}stage3_param_persistence_threshold": only("0", "small tensors are sharded like large ones"),
+    f"{ZERO}stage3_param_persistence_threshold": only("0", "small tensors are always sharded"),
     **each(
         ZERO,
         "overlap_comm contiguous_gradients reduce_scatter round_robin_gradients",
-        never("it is always on, without an option"),
+        never("always enabled"),
     ),
     **each(ZERO, "allgather_partitions allgather_bucket_size sub_group_size", never(GATHERING)),
     **each(ZERO, "max_live_parameters max_reuse_distance", never(GATHERING)),
@@ -169,7 +178,7 @@ TABLE: Table = {
     ),
     **each(f"{ZERO}stage3_gather_", "16bit_weights_on_model_save fp16_weights_on_model_save", never(WHOLE)),
     **each(ZERO, "elastic_checkpoint load_from_fp32_weights", never(WHOLE)),
-    f"{ZERO}ignore_unused_parameters": never("every parameter is used"),
+    f"{ZERO}ignore_unused_parameters": never("all parameters are used"),
     "fp16.enabled": sets("train.precision", {"TRUE": "fp16"}, BOOLEAN),
     **{
         f"fp16.{key}": sets(f"fp16.{key}")
@@ -177,29 +186,31 @@ TABLE: Table = {
     },
     "fp16.loss_scale": only(
         "0",
-        "the loss scale is always dynamic, from fp16.initial_scale_power on",
-        "0 is dynamic, as it is here",
+        "the loss scale is always dynamic, starting from fp16.initial_scale_power",
+        "0 selects dynamic loss scaling, which is always used",
     ),
-    "fp16.consecutive_hysteresis": only("FALSE", "fp16.hysteresis starts again when the scale is doubled"),
-    **each("fp16.", "auto_cast fused_mode", never("the inputs are token numbers, and one fused AdamW runs")),
+    "fp16.consecutive_hysteresis": only("FALSE", "fp16.hysteresis is reset when the scale is doubled"),
+    **each(
+        "fp16.", "auto_cast fused_mode", never("not needed: inputs are token ids, and AdamW is always fused")
+    ),
     **each("", "bf16.enabled bfloat16.enabled", sets("train.precision", {"TRUE": "bf16"}, BOOLEAN)),
-    "bf16.immediate_grad_update": never("gradients accumulate at once"),
+    "bf16.immediate_grad_update": never("gradients are always accumulated immediately"),
     **each(
         "",
         "fp16.fp16_master_weights_and_grads bf16.bf16_master_weights_and_grads",
-        only("FALSE", "master weights are fp32"),
+        only("FALSE", "master weights are always fp32"),
     ),
     "bf16.bf16_optimizer_states": only(
-        "FALSE", "Adam's moments are fp32; parallel.offload moves them off the device"
+        "FALSE", "Adam's moments are always fp32: use parallel.offload to save device memory"
     ),
-    **each("", "amp.enabled torch_autocast.enabled", only("FALSE", "set train.precision to bf16 or fp16")),
+    **each("", "amp.enabled torch_autocast.enabled", only("FALSE", "use train.precision: bf16 or fp16")),
     "data_types.grad_accum_dtype": sets(
-        "train.grad_dtype", {"FP32": "fp32", "BF16": "bf16"}, "train.grad_dtype is fp32 or bf16"
+        "train.grad_dtype", {"FP32": "fp32", "BF16": "bf16"}, "train.grad_dtype must be fp32 or bf16"
     ),
     "communication_data_type": sets(
         "parallel.reduce_dtype",
         {"FP32": "fp32", "BF16": "bf16", "BFP16": "bf16"},
-        "parallel.reduce_dtype is fp32 or bf16",
+        "parallel.reduce_dtype must be fp32 or bf16",
     ),
     "optimizer.type": optimizer("ADAM ADAMW"),
     f"{ADAM}lr": KeyRule(_learning_rate, "optimizer.lr"),
@@ -207,81 +218,79 @@ TABLE: Table = {
     f"{ADAM}weight_decay": KeyRule(_weight_decay, "optimizer.weight_decay"),
     f"{ADAM}max_grad_norm": sets("train.grad_clip"),
     f"{ADAM}adam_w_mode": only(
-        "TRUE", "weight decay is decoupled here (AdamW): set optimizer.weight_decay to fit"
+        "TRUE", "weight decay is always decoupled (AdamW): adjust optimizer.weight_decay"
     ),
-    f"{ADAM}bias_correction": only("TRUE", "AdamW always corrects its bias"),
-    f"{ADAM}amsgrad": only("FALSE", "AdamW keeps no maximum of its second moment"),
+    f"{ADAM}bias_correction": only("TRUE", "AdamW always applies bias correction"),
+    f"{ADAM}amsgrad": only("FALSE", "AMSGrad is not supported"),
     **each(
         "optimizer.",
         "params.torch_adam params.fused params.foreach legacy_fusion",
-        never("one fused AdamW runs, over flat shards"),
+        never("AdamW is always fused"),
     ),
     "scheduler.type": sets(
         "optimizer.decay",
         {"WARMUPLR": "constant", "WARMUPDECAYLR": "linear", "WARMUPCOSINELR": "cosine"},
-        "optimizer.decay is cosine, linear, wsd or constant",
+        "optimizer.decay must be cosine, linear, wsd or constant",
     ),
     f"{WARMUP}warmup_max_lr": sets("optimizer.lr"),
     f"{WARMUP}warmup_num_steps": sets("optimizer.warmup_steps"),
     f"{WARMUP}total_num_steps": sets("train.steps"),
     f"{WARMUP}cos_min_ratio": KeyRule(_minimum, "optimizer.min_lr"),
-    f"{WARMUP}warmup_type": only("LINEAR", "warm-up is linear here: set optimizer.warmup_steps to fit"),
+    f"{WARMUP}warmup_type": only("LINEAR", "warm-up is always linear: adjust optimizer.warmup_steps"),
     **each(
         WARMUP,
         "warmup_min_lr warmup_min_ratio",
-        only("0", "warm-up starts at 0: set optimizer.warmup_steps to fit"),
+        only("0", "warm-up always starts at 0: adjust optimizer.warmup_steps"),
     ),
-    f"{WARMUP}last_batch_iteration": only("-1", "a run starts at step 0; checkpoint.load resumes one"),
+    f"{WARMUP}last_batch_iteration": only("-1", "runs start at step 0: use checkpoint.load to resume"),
     "tensorboard.enabled": sets("logging.tensorboard", {"TRUE": True}, BOOLEAN),
     **each(
         "tensorboard.",
         "output_path job_name",
-        only("", "logs are stored in the run's directory: set run.dir and run.name"),
+        only("", "logs are written to the run directory: set run.dir and run.name"),
     ),
-    "wandb.enabled": only("TRUE", BOOLEAN, "wandb.project turns it on"),
+    "wandb.enabled": only("TRUE", BOOLEAN, "enabled by wandb.project"),
     "wandb.project": sets("logging.wandb"),
     **each(
         "",
         "wall_clock_breakdown memory_breakdown dump_state flops_profiler.* comms_logger.*",
-        only("FALSE", PROFILE, "it is off"),
+        only("FALSE", PROFILE, "disabled"),
     ),
-    "_comment*": never("it is a comment"),
+    "_comment*": never("comment"),
     **each(
         "",
         "progressive_layer_drop.* data_efficiency.* curriculum_learning.* compression_training.* "
         "sparse_attention.*",
         STEP,
     ),
-    "autotuning.*": only("FALSE", "`megalite plan` chooses a layout", "it is off"),
-    **each("compile.", "disable backend deepcompile", never("train.compile chooses it")),
-    "activation_checkpointing.*": only(
-        "FALSE", "train.recompute determines which activations are kept", "it is off"
-    ),
+    "autotuning.*": only("FALSE", "use `megalite plan` to choose a layout", "disabled"),
+    **each("compile.", "disable backend deepcompile", never("determined by train.compile")),
+    "activation_checkpointing.*": only("FALSE", "use train.recompute", "disabled"),
     "aio.*": never(TRANSFERS),
     "checkpoint.*": never(WHOLE),
-    "elasticity.*": only("FALSE", "restart on another number of ranks: any layout loads a checkpoint"),
-    "seq_parallel_communication_data_type": never("activations are sent as they are"),
+    "elasticity.*": only("FALSE", "checkpoints can be loaded with any number of ranks: restart the run"),
+    "seq_parallel_communication_data_type": never("activations are sent in their own dtype"),
     "prescale_gradients": only("FALSE", DIVIDED),
     "gradient_predivide_factor": only("1", DIVIDED),
-    "sparse_gradients": only("FALSE", "gradients are dense"),
+    "sparse_gradients": only("FALSE", "gradients are always dense"),
     **each(
         "",
         "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer",
-        never("every stage has every optimizer"),
+        never("all optimizers are supported at every stage"),
     ),
-    "dataloader_drop_last": never("the data is an endless stream, and every batch is full"),
-    "tensor_parallel.autotp_size": only("0 1", "set parallel.tp, and parallel.dp to the ranks that are left"),
+    "dataloader_drop_last": never("the data repeats, so every batch is full"),
+    "tensor_parallel.autotp_size": only("0 1", "set parallel.tp, and parallel.dp to the remaining ranks"),
 }
 
 
 def _muon_lr(value: Any, source: ImportedFile) -> Verdict:
-    """The rate of all tensors, but for those that adam_lr or muon_lr is for."""
+    """Return the learning rate of tensors to which neither adam_lr nor muon_lr applies."""
     rest = {
         option: value
         for key, option in (("adam_lr", "optimizer.lr"), ("muon_lr", "muon.lr"))
         if source.get(ADAM + key) is None
     }
-    return honoured(rest) if rest else harmless("adam_lr and muon_lr replace it")
+    return honoured(rest) if rest else harmless("overridden by adam_lr and muon_lr")
 
 
 DECAYS = ("optimizer.weight_decay", "muon.weight_decay")
@@ -299,31 +308,35 @@ MUON: Table = {
 
 
 def table(source: ImportedFile) -> Table:
-    """The rows for this file's keys. Parameters of optimizers other than Adam and Muon are lost; keys of
-    sections that are off are harmless."""
+    """Return the rows for this file's keys.
+
+    Parameters of optimizers other than Adam and Muon are lost; keys of sections that are off are harmless.
+    """
     rows, name = dict(TABLE), source.get("optimizer.type", "AdamW")
     if word(name) == "MUON":
         rows |= MUON
     for key in source.leaves:
         if key.startswith(ADAM) and word(name) not in ("ADAM", "ADAMW", "MUON"):
-            rows[key] = KeyRule(lambda value, _: lost(f"it is meant for {name}: set optimizer.* for AdamW"))
+            rows[key] = KeyRule(lambda value, _: lost(f"only applies to {name}: set optimizer.* for AdamW"))
         section = next(
             (part for part in _sections(key) if source.word(f"{part}.enabled", part not in OFF) == "FALSE"),
             None,
         )
         if section:
-            rows[key] = never(f"{section} is off")
+            rows[key] = never(f"{section} is disabled")
     return rows
 
 
 def _sections(key: str) -> list[str]:
-    """The sections that contain a key, outermost first."""
+    """Return the sections that contain a key, outermost first."""
     return [key[:end] for end, letter in enumerate(key) if letter == "."]
 
 
 def defaults(source: ImportedFile) -> dict[str, Any]:
-    """DeepSpeed's defaults that differ from ours; those of the optimizer and the schedule if the file chooses
-    one."""
+    """Return DeepSpeed's defaults that differ from megalite's.
+
+    Defaults of the optimizer and the schedule are included if the file chooses one.
+    """
     # in old versions true meant stage 1
     defaults = {} if type(source.get(ZERO[:-1])) is bool else {f"{ZERO}stage": 0}
     if f"{ADAM}max_grad_norm" not in source.leaves:

@@ -1,5 +1,4 @@
-"""Rows that projects for fine-tuning share: the base model, adapters, epochs, and the names of transformers'
-Trainer."""
+"""Rows shared by fine-tuning projects: base model, adapters, epochs, and transformers' Trainer options."""
 
 from __future__ import annotations
 
@@ -65,15 +64,15 @@ MODELS = ("base_model", "model_name_or_path", "checkpointer.checkpoint_dir")
 FROM_SCRATCH = ("reinit_weights", "train_from_scratch")
 HELD_OUT = ("val_set_size", "val_size")
 VALIDATED = ("test_datasets", "eval_dataset")
-QUANTIZED = "weights are not quantized: parallel.zero: 3 and parallel.offload save memory"
-ATTENTION = "one fused attention runs"
+QUANTIZED = "quantized training is not supported: use parallel.zero: 3 and parallel.offload to save memory"
+ATTENTION = "attention is always fused"
 ADDED_TOKENS = (
     "add them to the tokenizer (add_tokens, save_pretrained), prepare the data with it, and set "
-    "model.resize_embeddings = mean"
+    "model.resize_embeddings=mean"
 )
-KERNELS = "fused operations are train.kernels"
-OBJECTIVE = "training is on the next token alone: there is no reward, preference or teacher"
-VALIDATION = "there is no validation data yet: set data.validation, and then this"
+KERNELS = "fused operations are selected by train.kernels"
+OBJECTIVE = "only next-token prediction is supported, without rewards, preferences or teachers"
+VALIDATION = "requires validation data: set data.validation first"
 
 
 def base_model(value: Any, source: ImportedFile) -> Verdict:
@@ -105,44 +104,46 @@ def targets(value: Any, source: ImportedFile) -> Verdict:
     names = value if isinstance(value, list) else str(value).split(",")
     names = [str(name).strip() for name in names]
     if any(word(name) in ("ALL", "ALL-LINEAR") for name in names):
-        return harmless("all projections have adapters, as here without lora.targets")
+        return harmless("all projections have adapters, which is the default of lora.targets")
     known, unknown = _named("lora.targets", names, PROJECTIONS, source)
     if not known:
-        return lost("lora.targets names projections of attention and feed-forward")
-    return honoured({"lora.targets": known}, f"{', '.join(unknown)} cannot have adapters" if unknown else "")
+        return lost("lora.targets only supports projections of attention and feed-forward blocks")
+    return honoured(
+        {"lora.targets": known}, f"adapters are not supported for {', '.join(unknown)}" if unknown else ""
+    )
 
 
 def modules_to_save(value: Any, source: ImportedFile) -> Verdict:
     """Modules trained in full, in a list or separated by commas."""
     known, unknown = _named("lora.modules_to_save", value, SAVED, source)
     if not known:
-        return lost("lora.modules_to_save takes embedding, head and norms")
+        return lost("lora.modules_to_save only supports embedding, head and norms")
     return honoured({"lora.modules_to_save": known}, f"not {', '.join(unknown)}" if unknown else "")
 
 
 def epochs(limit: str) -> KeyRule:
-    """The row of the number of epochs; `limit` is the key of a number of steps, which replaces it."""
+    """Return the row of the number of epochs, which is overridden by the number of steps in `limit`."""
 
     def judge(value: Any, source: ImportedFile) -> Verdict:
-        return harmless(f"{limit} replaces it") if source.size(limit) else honoured({"train.epochs": value})
+        return harmless(f"overridden by {limit}") if source.size(limit) else honoured({"train.epochs": value})
 
     return KeyRule(judge, "train.epochs")
 
 
 def share(value: Any) -> dict[str, Any]:
-    """The options of a warm-up that is a share of the steps."""
+    """Return the options of a warm-up given as a fraction of the steps."""
     return {"optimizer.warmup_steps": f"{100 * value:.6g}%" if type(value) in (int, float) else value}
 
 
 def warmup_steps(value: Any, source: ImportedFile) -> Verdict:
-    """A number of steps, or below 1 a share of them."""
+    """Return a number of steps, or below 1 a share of them."""
     return honoured(
         share(value) if type(value) is float and 0 < value < 1 else {"optimizer.warmup_steps": value}
     )
 
 
 def warmup_ratio(value: Any, source: ImportedFile) -> Verdict:
-    return harmless("warmup_steps replaces it") if source.number("warmup_steps") else honoured(share(value))
+    return harmless("overridden by warmup_steps") if source.number("warmup_steps") else honoured(share(value))
 
 
 def decay(value: Any, source: ImportedFile) -> Verdict:
@@ -150,24 +151,26 @@ def decay(value: Any, source: ImportedFile) -> Verdict:
     return (
         honoured({"optimizer.decay": name})
         if name
-        else lost("optimizer.decay is cosine, linear, wsd or constant: set the nearest")
+        else lost("optimizer.decay must be cosine, linear, wsd or constant: set the closest one")
     )
 
 
 def optimizer(value: Any, source: ImportedFile) -> Verdict:
     name = word(value)
     if name in ADAMS:
-        return harmless("AdamW is the optimizer here")
+        return harmless("AdamW is the default")
     if name.startswith(("ADAMW", "PAGED_ADAMW")):
-        return lost("AdamW's moments are fp32: parallel.offload moves them off the device")
+        return lost("AdamW's moments are always fp32: use parallel.offload to save device memory")
     if name == "MUON":
         return honoured(muon(source))
-    return lost("optimizer.name is adamw or muon: set optimizer.* for the nearest")
+    return lost("optimizer.name must be adamw or muon: set optimizer.* for the closest one")
 
 
 def muon(source: ImportedFile) -> dict[str, Any]:
-    """Muon as axolotl and LLaMA-Factory run it: one rate for all tensors, with updates of matrices as large
-    as AdamW's."""
+    """Return Muon options as used by axolotl and LLaMA-Factory.
+
+    All tensors use one learning rate, and updates of matrices are as large as AdamW's.
+    """
     options = {
         "muon.lr": source.number("learning_rate"),
         "muon.weight_decay": source.number("weight_decay") or 0.0,
@@ -184,20 +187,23 @@ def betas(first: str, second: str) -> KeyRule:
 
 
 def steps(option: str, per_epoch: bool = False) -> KeyRule:
-    """A row for a number of steps; a share of the steps, or a number per epoch, is left open."""
+    """Return a row for a number of steps.
+
+    A fraction of the steps and a number per epoch are left open.
+    """
 
     def judge(value: Any, source: ImportedFile) -> Verdict:
         if per_epoch and value:
-            return left(f"set {option} to the steps of an epoch / {value}")
+            return left(f"set {option} to the number of steps per epoch / {value}")
         if type(value) is float and 0 < value < 1:
             return left(f"set {option} to {value} * train.steps")
-        return harmless("it is off") if word(value) in ("-1", "0", "FALSE") else honoured({option: value})
+        return harmless("disabled") if word(value) in ("-1", "0", "FALSE") else honoured({option: value})
 
     return KeyRule(judge, option)
 
 
 def _holds_out(source: ImportedFile) -> bool:
-    """Whether there is data for validation: a share of the training data, or other data."""
+    """Return whether validation data is configured: a fraction of the training data, or other data."""
     return any(0 < (source.number(key) or 0) < 1 for key in HELD_OUT) or any(
         source.get(key) for key in VALIDATED
     )
@@ -205,13 +211,13 @@ def _holds_out(source: ImportedFile) -> bool:
 
 def _eval_strategy(value: Any, source: ImportedFile) -> Verdict:
     if word(value) in ("NO", "FALSE"):
-        return harmless("nothing is validated without validation.interval")
+        return harmless("no validation without validation.interval")
     if not _holds_out(source):
-        return left(f"validation.interval says when; {VALIDATION}")
+        return left(f"use validation.interval; {VALIDATION}")
     return (
-        harmless("eval_steps says when")
+        harmless("overridden by eval_steps")
         if word(value) == "STEPS"
-        else left("set validation.interval to the steps of an epoch")
+        else left("set validation.interval to the number of steps per epoch")
     )
 
 
@@ -222,14 +228,14 @@ def _eval_steps(value: Any, source: ImportedFile) -> Verdict:
     return (
         steps("validation.interval").judge(value, source)
         if _holds_out(source)
-        else left(f"validation.interval is its name here; {VALIDATION}")
+        else left(f"use validation.interval; {VALIDATION}")
     )
 
 
 def switch(option: str, on: Any) -> KeyRule:
-    """A row for a switch that sets the option to `on`."""
+    """Return a row for a switch that sets the option to `on`."""
     return KeyRule(
-        lambda value, source: honoured({option: on}) if word(value) == "TRUE" else harmless("it is off"),
+        lambda value, source: honoured({option: on}) if word(value) == "TRUE" else harmless("disabled"),
         option,
     )
 
@@ -240,24 +246,26 @@ def recompute(value: Any, source: ImportedFile) -> Verdict:
         return honoured({"train.recompute": "none"})
     return honoured(
         {"train.recompute": "full"},
-        "" if word(value) in ("TRUE", "UNSLOTH") else "activations are recomputed, not offloaded",
+        "" if word(value) in ("TRUE", "UNSLOTH") else "activations are recomputed instead of offloaded",
     )
 
 
 DORA = sets("lora.dora")
-RSLORA = sets("lora.scaling", {"TRUE": "rslora", "FALSE": "standard"}, "lora.scaling is standard or rslora")
+RSLORA = sets(
+    "lora.scaling", {"TRUE": "rslora", "FALSE": "standard"}, "lora.scaling must be standard or rslora"
+)
 TEMPLATE = to_do(
-    "the tokenizer's own template is used; `megalite prepare --chat_template FILE` gives another"
+    "the template of the tokenizer is used; pass another with `megalite prepare --chat_template FILE`"
 )
 
 
 def _deepspeed(value: Any, source: ImportedFile) -> Verdict:
     command = f"megalite import-config deepspeed {shlex.quote(str(value))} > deepspeed.yaml"
-    return left(f"translate that file too, `{command}`, and give both with --config")
+    return left(f"also convert that file with `{command}` and pass both with --config")
 
 
 def _least_rate(value: Any, source: ImportedFile) -> Verdict:
-    """The learning rate at the end, as a share of the first one."""
+    """Return the learning rate at the end, as a share of the first one."""
     lr = source.number("learning_rate")
     if lr is None or type(value) not in (int, float):
         return left(f"set optimizer.min_lr to {value} * optimizer.lr")
@@ -276,9 +284,9 @@ TRAINER: Table = {
     f"{SCHEDULE}min_lr": sets("optimizer.min_lr"),
     **each(SCHEDULE, "min_lr_rate min_lr_ratio", KeyRule(_least_rate, "optimizer.min_lr")),
     f"{SCHEDULE}num_decay_steps": KeyRule(_decay_steps, "optimizer.wsd_decay_fraction"),
-    f"{SCHEDULE}num_stable_steps": never("the decay begins optimizer.wsd_decay_fraction before the end"),
-    f"{SCHEDULE}decay_type": only("LINEAR", "the decay of wsd is linear"),
-    f"{SCHEDULE}*": missing("optimizer.decay has no further choices"),
+    f"{SCHEDULE}num_stable_steps": never("the start of the decay is set by optimizer.wsd_decay_fraction"),
+    f"{SCHEDULE}decay_type": only("LINEAR", "the wsd decay is always linear"),
+    f"{SCHEDULE}*": missing("optimizer.decay has no further options"),
     "learning_rate": sets("optimizer.lr"),
     "weight_decay": sets("optimizer.weight_decay"),
     "max_grad_norm": sets("train.grad_clip"),
@@ -288,31 +296,30 @@ TRAINER: Table = {
     "warmup_steps": KeyRule(warmup_steps, "optimizer.warmup_steps"),
     "warmup_ratio": KeyRule(warmup_ratio, "optimizer.warmup_steps"),
     "seed": sets("run.seed"),
-    "output_dir": sets("run.dir", roughly="the run's own directory is run.dir/run.name"),
+    "output_dir": sets("run.dir", roughly="the run directory is run.dir/run.name"),
     "logging_steps": steps("logging.interval"),
     "save_steps": steps("checkpoint.interval"),
     "save_total_limit": sets("checkpoint.keep"),
-    "save_strategy": never(
-        "checkpoint.interval says when, or checkpoint.minutes; a run always saves at its end"
-    ),
+    "save_strategy": never("use checkpoint.interval or checkpoint.minutes; the last step is always saved"),
     "save_only_model": missing(
-        "a checkpoint has all that a resume needs; `megalite convert export` writes the model alone"
+        "checkpoints always contain the full training state; use `megalite convert export` to save only "
+        "the model"
     ),
     "eval_steps": KeyRule(_eval_steps, "validation.interval"),
     **each("", "eval_strategy evaluation_strategy", KeyRule(_eval_strategy, "validation.interval")),
-    "eval_on_start": missing("validation.interval says when"),
+    "eval_on_start": missing("use validation.interval"),
     **each(
         "",
         "per_device_eval_batch_size eval_batch_size eval_accumulation_steps",
-        never("validation has the training's batch"),
+        never("validation uses the batch size of training"),
     ),
     "resume_from_checkpoint": KeyRule(
         lambda value, _: (
-            harmless("checkpoint.load: auto resumes the run in its directory")
+            harmless("checkpoint.load: auto resumes from the run directory")
             if type(value) is bool
             else left(
-                "its checkpoints cannot be loaded: merge or export them there, and set model.init_from: "
-                "hf:DIR"
+                "checkpoints of other projects cannot be loaded: export the model to Hugging Face format "
+                "and set model.init_from: hf:DIR"
             )
         )
     ),
@@ -326,26 +333,26 @@ TRAINER: Table = {
             else (
                 honoured({"logging.wandb": True})
                 if "wandb" in str(value)
-                else harmless("metrics.jsonl has everything")
+                else harmless("all metrics are written to metrics.jsonl")
             )
         )
     ),
     "deepspeed": KeyRule(_deepspeed),
-    "neftune_noise_alpha": missing("embeddings have no noise: model.embedding_dropout is nearest"),
+    "neftune_noise_alpha": missing("not supported: the closest option is model.embedding_dropout"),
     "label_smoothing_factor": sets("train.label_smoothing"),
-    "group_by_length": missing("data.packing fills rows whatever the lengths"),
-    "tf32": never("torch's own setting holds"),
+    "group_by_length": missing("use data.packing, which does not depend on the lengths"),
+    "tf32": never("the setting of PyTorch is used"),
     "torch_compile": KeyRule(
         lambda value, _: honoured({"train.compile": word(value) in ("TRUE", "AUTO")}), "train.compile"
     ),
-    "torch_compile_*": never("train.compile has no further choices"),
+    "torch_compile_*": never("train.compile has no further options"),
     **each(
         "",
         "dataloader_* remove_unused_columns ddp_find_unused_parameters include_* push_to_hub hub_*",
-        never("nothing here has it"),
+        never("no corresponding option"),
     ),
     "load_best_model_at_end": missing(
-        "there is no validation data yet: set data.validation, and then checkpoint.keep_best"
+        "requires validation data: set data.validation, then checkpoint.keep_best"
     ),
 }
 """Keys of transformers' TrainingArguments that the projects take unchanged."""

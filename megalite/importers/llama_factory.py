@@ -44,13 +44,13 @@ def _method(value: Any, source: ImportedFile) -> Verdict:
     return (
         honoured({"lora.rank": source.get("lora_rank")})
         if word(value) == "LORA"
-        else lost("full training and LoRA: set lora.rank")
+        else lost("only full fine-tuning and LoRA are supported: set lora.rank")
     )
 
 
 def _adapter(row: KeyRule) -> KeyRule:
-    """A row that counts only for finetuning_type lora."""
-    off = harmless("there is no adapter")
+    """Return a row that counts only for finetuning_type lora."""
+    off = harmless("no adapter is trained")
     return KeyRule(
         lambda value, source: row.judge(value, source) if source.word("finetuning_type") == "LORA" else off,
         row.option,
@@ -58,7 +58,7 @@ def _adapter(row: KeyRule) -> KeyRule:
 
 
 def _stage(value: Any, source: ImportedFile) -> Verdict:
-    return harmless("it is so here") if word(value) in ("SFT", "PT") else lost(finetuning.OBJECTIVE)
+    return harmless("this is always the case") if word(value) in ("SFT", "PT") else lost(finetuning.OBJECTIVE)
 
 
 def _is_text(source: ImportedFile) -> bool:
@@ -68,7 +68,7 @@ def _is_text(source: ImportedFile) -> bool:
 def _datasets(value: Any, source: ImportedFile) -> Verdict:
     """Names of dataset_info.json, which has their files."""
     if source.word("stage", "sft") not in ("SFT", "PT"):
-        return lost("it has preferences or prompts for rewards, which are not trained on")
+        return lost("preference and reward data is not supported")
     names = ", ".join(
         str(name).strip() for name in (value if isinstance(value, list) else str(value).split(","))
     )
@@ -83,35 +83,40 @@ def _datasets(value: Any, source: ImportedFile) -> Verdict:
     )
     where = f"{source.get('dataset_dir', 'data')}/dataset_info.json"
     return verdict._replace(
-        why=f"{verdict.why}; FILE is the file, or hf:NAME, that {where} gives for {names}, several with a "
-        "space between"
+        why=f"{verdict.why}; replace FILE with the files or hf:NAME that {where} lists for {names}, "
+        "separated by spaces"
     )
 
 
 def _validation(value: Any, source: ImportedFile) -> Verdict:
-    """A share of the data, or a number of examples."""
+    """Return a share of the data, or a number of examples."""
     if not value:
-        return harmless("nothing is validated, as here")
+        return harmless("no validation, which is the default")
     return (
         honoured({"data.validation": value})
         if type(value) is float and value < 1
-        else lost("set data.validation to a share, or a prefix")
+        else lost("set data.validation to a fraction or a prefix")
     )
 
 
 def _packing(value: Any, source: ImportedFile) -> Verdict:
-    """packing lets conversations attend to each other; neat_packing, which turns packing on, does not. Text
-    is packed by default."""
+    """packing lets conversations attend to each other; neat_packing, which turns packing on, does not.
+
+    Text is packed by default.
+    """
     on = source.on("packing") or source.on("neat_packing")
     if word(value) != "TRUE" and on:
-        return harmless("the other of packing and neat_packing turns it on")
+        return harmless("enabled by the other of packing and neat_packing")
     if _is_text(source) and source.get("packing") is None:
-        return harmless("text fills every row here, too")
+        return harmless("documents are always concatenated to fill every row")
     return data.packing(value, _is_text(source), document_mask=source.on("neat_packing"))
 
 
 def _length(value: Any, source: ImportedFile) -> Verdict:
-    """A packed row of conversations there has cutoff_len tokens, of which the last one is only predicted."""
+    """Set the length of a row.
+
+    A packed row of conversations has cutoff_len tokens in LLaMA-Factory, the last of which is only predicted.
+    """
     packed = (source.on("packing") or source.on("neat_packing")) and not _is_text(source)
     return honoured({"data.sequence_length": value - 1 if packed and type(value) is int else value})
 
@@ -122,8 +127,8 @@ def _recompute(value: Any, source: ImportedFile) -> Verdict:
 
 def _resize(value: Any, source: ImportedFile) -> Verdict:
     if word(value) != "TRUE":
-        return harmless("it is off")
-    return honoured({"model.resize_embeddings": "mean"}, "new rows are the mean there, with noise")
+        return harmless("disabled")
+    return honoured({"model.resize_embeddings": "mean"}, "LLaMA-Factory adds noise to the mean")
 
 
 TABLE: Table = {
@@ -133,10 +138,10 @@ TABLE: Table = {
     **each(
         "",
         "trust_remote_code use_fast_tokenizer cache_dir low_cpu_mem_usage",
-        never("config.json and the tokenizer's files are read as they are"),
+        never("config.json and the tokenizer files are read directly"),
     ),
     "adapter_name_or_path": sets("lora.init_from"),
-    "model_revision": only("MAIN", "fetch that revision, and set model.from_hf to its directory"),
+    "model_revision": only("MAIN", "download that revision and set model.from_hf to its directory"),
     "resize_vocab": KeyRule(_resize, "model.resize_embeddings"),
     **each(
         "",
@@ -146,7 +151,7 @@ TABLE: Table = {
     **each(
         "",
         "rope_scaling shift_attn mixture_of_depths",
-        missing("the model is used as it is: model.rope_scaling"),
+        missing("not supported: set model.rope_scaling"),
     ),
     **each(
         "",
@@ -154,15 +159,17 @@ TABLE: Table = {
         never(finetuning.KERNELS),
     ),
     "disable_gradient_checkpointing": KeyRule(_recompute, "train.recompute"),
-    "use_reentrant_gc": never("train.recompute has no further choices"),
-    **each("", "upcast_layernorm upcast_lmhead_output", never("norms and the loss are computed in fp32")),
-    "train_from_scratch": never("model.init_from: none is set for it"),
+    "use_reentrant_gc": never("train.recompute has no further options"),
+    **each(
+        "", "upcast_layernorm upcast_lmhead_output", never("norms and the loss are always computed in fp32")
+    ),
+    "train_from_scratch": never("model.init_from: none is set instead"),
     **each("", "quantization_* double_quantization", missing(finetuning.QUANTIZED)),
     "stage": KeyRule(_stage),
     **each(
         "",
         "do_train do_eval do_predict predict_with_generate",
-        never("`megalite train` trains, `megalite evaluate` evaluates"),
+        never("use `megalite train` or `megalite evaluate`"),
     ),
     "finetuning_type": KeyRule(_method, "lora.rank"),
     "lora_rank": _adapter(sets("lora.rank")),
@@ -175,31 +182,35 @@ TABLE: Table = {
     **each(
         "",
         "loraplus_* pissa_* use_galore use_apollo use_badam use_adam_mini use_llama_pro",
-        missing("AdamW trains, adapters start at zero"),
+        missing("only AdamW is supported, and adapters start at zero"),
     ),
     "use_muon": KeyRule(
-        lambda value, source: honoured(finetuning.muon(source)) if value is True else harmless("it is off"),
+        lambda value, source: honoured(finetuning.muon(source)) if value is True else harmless("disabled"),
         "optimizer.name",
     ),
-    "create_new_adapter": missing("one adapter is trained"),
-    "pure_bf16": missing("master weights are fp32: train.precision: bf16"),
+    "create_new_adapter": missing("only one adapter can be trained"),
+    "pure_bf16": missing("master weights are always fp32: use train.precision: bf16"),
     "dataset": KeyRule(_datasets, "data.train"),
     "eval_dataset": KeyRule(
-        lambda *_: left("make token files of it in the same way, and set data.validation"), "data.validation"
+        lambda *_: left("prepare token files in the same way and set data.validation"), "data.validation"
     ),
-    **each("", "dataset_dir media_dir tokenized_path", never("data.train names token files")),
+    **each(
+        "", "dataset_dir media_dir tokenized_path", never("data is read from the token files in data.train")
+    ),
     "template": finetuning.TEMPLATE,
     **each("", "tool_format default_system enable_thinking", finetuning.TEMPLATE),
     "cutoff_len": KeyRule(_length, "data.sequence_length"),
-    **each("", "train_on_prompt mask_history", never("the command that prepares the data has it")),
-    "streaming": never("token files are mapped into memory"),
-    **each("", "mix_strategy interleave_probs", to_do("a blend is data.train: {PREFIX: weight}")),
+    **each("", "train_on_prompt mask_history", never("included in the `megalite prepare` command")),
+    "streaming": never("token files are always memory-mapped"),
+    **each(
+        "", "mix_strategy interleave_probs", to_do("to blend data sets, use data.train: {PREFIX: weight}")
+    ),
     **each(
         "",
         "overwrite_cache preprocessing_* buffer_size ignore_pad_token_for_loss",
-        never("`megalite prepare` makes the data beforehand"),
+        never("data is preprocessed by `megalite prepare`"),
     ),
-    "max_samples": missing("cut the input of `megalite prepare`"),
+    "max_samples": missing("reduce the input of `megalite prepare`"),
     "val_size": KeyRule(_validation, "data.validation"),
     **each("", "packing neat_packing", KeyRule(_packing, "data.packing")),
     "num_train_epochs": finetuning.epochs("max_steps"),
@@ -207,29 +218,29 @@ TABLE: Table = {
     "optim": KeyRule(finetuning.optimizer),
     "bf16": finetuning.switch("train.precision", "bf16"),
     "fp16": finetuning.switch("train.precision", "fp16"),
-    "fp8": missing("there is no float8: train.precision: bf16 is nearest"),
+    "fp8": missing("float8 is not supported: the closest option is train.precision: bf16"),
     **each(
         "",
         "plot_loss print_param_status disable_shuffling use_swanlab swanlab_*",
-        never("`megalite report` draws the loss"),
+        never("use `megalite report` to plot the loss"),
     ),
     **each("", "pref_* dpo_* ppo_* kto_* simpo_* ref_model* reward_model*", missing(finetuning.OBJECTIVE)),
     **each("", "use_dft_loss use_asft_loss asft_* use_eaft_loss eaft_*", missing(finetuning.OBJECTIVE)),
-    **each("", "image_* video_* audio_*", missing("data is text alone")),
-    **each("", "freeze_*", missing("all weights are trained, or adapters")),
+    **each("", "image_* video_* audio_*", missing("only text data is supported")),
+    **each("", "freeze_*", missing("either all weights or adapters are trained")),
     **each(
         "",
         "oft_* apollo_* galore_* badam_* use_kt kt_* fp8_*",
-        missing("AdamW trains all weights, or LoRA's"),
+        missing("only full fine-tuning and LoRA with AdamW are supported"),
     ),
-    **each("", "export_* infer_backend ray_* use_mca", never("it changes nothing in a run here")),
+    **each("", "export_* infer_backend ray_* use_mca", never("has no effect on the run")),
     "tensor_model_parallel_size": sets("parallel.tp"),
     "pipeline_model_parallel_size": sets("parallel.pp"),
     "context_parallel_size": sets("parallel.cp"),
     "expert_model_parallel_size": sets("parallel.ep"),
     "sequence_parallel": sets("parallel.sequence_parallel"),
     "use_distributed_optimizer": sets(
-        "parallel.zero", {"TRUE": 1, "FALSE": 0}, "parallel.zero is 0, 1, 2 or 3"
+        "parallel.zero", {"TRUE": 1, "FALSE": 0}, "parallel.zero must be 0, 1, 2 or 3"
     ),
     **each(
         "", "overlap_* bias_activation_fusion apply_rope_fusion moe_grouped_gemm", never(finetuning.KERNELS)
@@ -242,7 +253,7 @@ def table(source: ImportedFile) -> Table:
 
 
 def defaults(source: ImportedFile) -> dict[str, Any]:
-    """The defaults of LLaMA-Factory and of transformers' Trainer that differ from ours."""
+    """Return the defaults of LLaMA-Factory and of transformers' Trainer that differ from ours."""
     adapter = (
         {"lora_rank": 8, "lora_alpha": 2 * (source.size("lora_rank") or 8)}
         if source.word("finetuning_type", "lora") == "LORA"

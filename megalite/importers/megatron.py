@@ -1,6 +1,9 @@
-"""Megatron-LM's command-line arguments. Meanings and defaults are those of its
-megatron/training/arguments.py, training.py and megatron/core/optimizer_param_scheduler.py. The model's shape
-is in megatron_model.py, with megatron_experts.py and megatron_latent_attention.py."""
+"""Megatron-LM's command-line arguments.
+
+Meanings and defaults are those of its megatron/training/arguments.py, training.py and
+megatron/core/optimizer_param_scheduler.py. The model's shape is in megatron_model.py, with
+megatron_experts.py and megatron_latent_attention.py.
+"""
 
 from __future__ import annotations
 
@@ -80,8 +83,9 @@ SWITCHES = frozenset(
 
 
 def parse(text: str, read: Callable[[str], str | None] = lambda path: None, name: str = "") -> dict[str, Any]:
-    """The arguments of a command, or of the training command in a script: name → value, true for a switch, a
-    list for several values.
+    """Return the arguments of a command or of the training command in a script: name → value.
+
+    The value is true for a switch, and a list for several values.
 
     read: the text of another script that this one names, None if there is none; name: the script's own path.
     """
@@ -89,8 +93,10 @@ def parse(text: str, read: Callable[[str], str | None] = lambda path: None, name
 
 
 def of_yaml(tree: Any) -> Any:
-    """The arguments in a YAML file that lists them under MODEL_ARGS, as Megatron-LM's functional tests do;
-    other content unchanged."""
+    """Return the arguments under MODEL_ARGS of a YAML file, as in Megatron-LM's functional tests.
+
+    Other content is returned unchanged.
+    """
     given = tree.get("MODEL_ARGS") if isinstance(tree, dict) else None
     return megatron_script.of_mapping(given) if isinstance(given, dict) else tree
 
@@ -100,7 +106,7 @@ def recognizes(leaves: dict[str, Any]) -> bool:
 
 
 def ranks(source: ImportedFile) -> int | None:
-    """The launcher's processes, divided by tp, pp and cp; None if one of them is not known."""
+    """Return the launcher's processes, divided by tp, pp and cp, or None if one of them is not known."""
     processes, parts = _world(source), [source.count(key) for key in (TP, PP, CP)]
     replica = math.prod(part or 0 for part in parts)
     if source.dp is None and processes and replica and processes % replica == 0:
@@ -109,8 +115,10 @@ def ranks(source: ImportedFile) -> int | None:
 
 
 def _world(source: ImportedFile) -> int | None:
-    """The number of processes: on each node times nodes, as torchrun or DeepSpeed have it, or in all, as
-    Accelerate or Slurm."""
+    """Return the number of processes.
+
+    torchrun and DeepSpeed give the number per node and the number of nodes, Accelerate and Slurm the total.
+    """
     for each_node, nodes in PROCESSES:
         on_a_node = source.size(f"{LAUNCH}{each_node}")
         if on_a_node:
@@ -132,7 +140,7 @@ def _processes(value: Any, source: ImportedFile) -> Verdict:
     return (
         honoured({"parallel.dp": source.dp})
         if source.dp
-        else left("parallel.dp is the number of processes / (tp * pp * cp)")
+        else left("set parallel.dp to the number of processes / (tp * pp * cp)")
     )
 
 
@@ -140,7 +148,7 @@ STRATEGIES = {"NO_SHARD": 0, "OPTIM": 1, "OPTIM_GRADS": 2, "OPTIM_GRADS_PARAMS":
 
 
 def _zero(value: Any, source: ImportedFile) -> Verdict:
-    """The distributed optimizer is ZeRO-1; FSDP shards by its strategy, which is no_shard by default."""
+    """Map the distributed optimizer to ZeRO-1, and FSDP by its sharding strategy (no_shard by default)."""
     if source.on("use-torch-fsdp2"):
         return honoured({"parallel.zero": 3})
     if source.on("use-megatron-fsdp") or source.on("use-custom-fsdp"):
@@ -151,7 +159,7 @@ def _zero(value: Any, source: ImportedFile) -> Verdict:
 
 def _instances(value: Any, source: ImportedFile) -> Verdict:
     if value == 1:
-        return harmless("it is so here")
+        return harmless("this is always the case")
     cp = source.count(CP)
     if source.dp and cp and type(value) is int and value > 0 and source.dp % value == 0:
         return honoured({"parallel.dp": source.dp, "parallel.dp_shard": source.dp // value * cp})
@@ -169,7 +177,7 @@ def _virtual(value: Any, source: ImportedFile) -> Verdict:
         return (
             lost("set parallel.schedule: interleaved and parallel.virtual_stages")
             if per_rank is None
-            else harmless("it is so here")
+            else harmless("this is always the case")
         )
     return honoured({"parallel.schedule": "interleaved", "parallel.virtual_stages": per_rank})
 
@@ -192,7 +200,7 @@ def _partition(value: Any, source: ImportedFile) -> Verdict:
 
 
 def _ramp(source: ImportedFile) -> TrainConfig | None:
-    """The batch sizes of a run that starts with smaller ones; None if it does not."""
+    """Return the batch sizes of a run that starts with smaller ones, or None if it does not."""
     ramp, batch = source.get(RAMP), source.size(BATCH.total)
     if not batch or not isinstance(ramp, list) or not all(type(part) is int for part in ramp):
         return None
@@ -201,14 +209,14 @@ def _ramp(source: ImportedFile) -> TrainConfig | None:
 
 
 def _train_samples(value: Any, source: ImportedFile) -> Verdict:
-    """The steps that read so many samples, also with batches that grow."""
+    """Return the steps that read so many samples, also with batches that grow."""
     ramp = _ramp(source)
     if ramp is None or type(value) is not int or value < 1:
         return _samples("train.steps").judge(value, source)
     steps = rampup.steps_for(ramp, value)
     return honoured(
         {"train.steps": steps},
-        "" if rampup.samples_after(ramp, steps) == value else "the last step reads a whole batch",
+        "" if rampup.samples_after(ramp, steps) == value else "the last step uses a full batch",
     )
 
 
@@ -218,33 +226,31 @@ def _steps(source: ImportedFile) -> int | None:
 
 
 def _samples(option: str) -> KeyRule:
-    """A row for a number of samples, which is one of steps here."""
+    """Return a row for a number of samples, which is converted to steps."""
 
     def judge(value: Any, source: ImportedFile) -> Verdict:
         batch = source.size(BATCH.total)
         if not batch or type(value) is not int:
             return left(f"set {option} to {value} / train.global_batch_size")
-        return honoured(
-            {option: value // batch}, "" if value % batch == 0 else "it is no whole number of steps"
-        )
+        return honoured({option: value // batch}, "" if value % batch == 0 else "rounded to whole steps")
 
     return KeyRule(judge, option)
 
 
 def _horizon(value: Any, source: ImportedFile) -> Verdict:
-    """The schedule ends with the run here."""
+    """Check the length of the schedule, which always ends with the run in megalite."""
     steps, batch = _steps(source), source.size(BATCH.total)
     end = source.size("lr-decay-iters") or (batch and (source.size("lr-decay-samples") or 0) // batch)
     if source.word("lr-decay-style", "linear") == "CONSTANT" or end == steps:
-        return harmless("the schedule ends with train.steps")
+        return harmless("the schedule always ends at train.steps")
     return lost(
-        f"the schedule ends with train.steps, not after {end} of them: at its end there the rate stays at "
+        f"the schedule ends at train.steps instead of step {end}, after which Megatron-LM keeps "
         "optimizer.min_lr"
     )
 
 
 def _warmup_fraction(value: Any, source: ImportedFile) -> Verdict:
-    """A share of the steps over which the rate decays."""
+    """Return a share of the steps over which the rate decays."""
     batch, samples = source.size(BATCH.total), source.size("lr-decay-samples")
     decay = (
         source.size("lr-decay-iters") or (samples // batch if samples and batch else None) or _steps(source)
@@ -260,7 +266,7 @@ STYLES = {"CONSTANT": "constant", "LINEAR": "linear", "COSINE": "cosine", "WSD":
 def _style(value: Any, source: ImportedFile) -> Verdict:
     style, steps = STYLES.get(source.word("lr-decay-style")), _steps(source)
     if style is None:
-        return lost("optimizer.decay is cosine, linear, wsd or constant: linear is nearest")
+        return lost("optimizer.decay must be cosine, linear, wsd or constant: the closest is linear")
     if style != "wsd":
         return honoured({"optimizer.decay": style})
     length = source.size("lr-wsd-decay-iters")
@@ -269,7 +275,10 @@ def _style(value: Any, source: ImportedFile) -> Verdict:
     )
     exact = source.word("lr-wsd-decay-style", "exponential") == "LINEAR" and len(options) == 2
     return honoured(
-        options, "" if exact else "the decay of wsd is linear, over optimizer.wsd_decay_fraction of the run"
+        options,
+        ""
+        if exact
+        else "the wsd decay is always linear, over the fraction optimizer.wsd_decay_fraction of the run",
     )
 
 
@@ -284,11 +293,11 @@ def _recompute(value: Any, source: ImportedFile) -> Verdict:
     if kind == "NONE":
         return harmless("recompute-granularity is not set")
     if kind != "FULL":
-        return lost("set train.recompute: none, selective, full or every-K")
+        return lost("set train.recompute to none, selective, full or every-K")
     every = method == "UNIFORM" and source.size("recompute-num-layers") in (1, None)
     return honoured(
         {"train.recompute": "full"},
-        "" if every else "every layer is recomputed, one at a time: every-K recomputes fewer of them",
+        "" if every else "every layer is recomputed separately: use every-K to recompute fewer layers",
     )
 
 
@@ -297,11 +306,11 @@ def _modules(value: Any, source: ImportedFile) -> Verdict:
         "NONE",
         "FULL",
     ):
-        return harmless("it is for selective recomputation")
+        return harmless("only applies to selective recomputation")
     return (
-        harmless("selective recomputes attention, as here")
+        harmless("selective recomputation of attention is the default")
         if word(value) in ("CORE_ATTN", "['CORE_ATTN']")
-        else lost("attention only")
+        else lost("only attention is supported")
     )
 
 
@@ -321,17 +330,13 @@ def _split(value: Any, source: ImportedFile) -> Verdict:
     """Shares of training, validation and test."""
     parts = [float(part) for part in re.findall(r"\d+\.?\d*|\.\d+", str(value))] + [0.0, 0.0]
     if not sum(parts):
-        return lost("set data.validation to a share of the data")
+        return lost("set data.validation to a fraction of the data")
     if not parts[1] or "data-path" not in source.leaves:
         return harmless(
-            "nothing is held out of data that is given by itself"
-            if parts[1]
-            else "nothing is validated, as here"
+            "separate validation data is used instead" if parts[1] else "no validation, which is the default"
         )
     share = float(f"{parts[1] / sum(parts):.6g}")
-    return honoured(
-        {"data.validation": share}, "the share of the test data is trained on here" if parts[2] else ""
-    )
+    return honoured({"data.validation": share}, "the test split is used for training" if parts[2] else "")
 
 
 def _validated(source: ImportedFile) -> bool:
@@ -341,7 +346,7 @@ def _validated(source: ImportedFile) -> bool:
 
 
 def _validation(option: str) -> KeyRule:
-    off = harmless("without validation data nothing is validated")
+    off = harmless("no validation without validation data")
     return KeyRule(
         lambda value, source: honoured({option: value}) if _validated(source) and value else off, option
     )
@@ -350,15 +355,14 @@ def _validation(option: str) -> KeyRule:
 def _documents(value: Any, source: ImportedFile) -> Verdict:
     if source.on("reset-position-ids") and source.on("reset-attention-mask"):
         return honoured({"data.reset_positions": True})
-    return lost("data.reset_positions does both, positions and attention")
+    return lost("data.reset_positions resets both positions and attention")
 
 
 def _load(value: Any, source: ImportedFile) -> Verdict:
     if value == source.get("save"):
-        return harmless("checkpoint.load: auto resumes the run, as here")
+        return harmless("checkpoint.load: auto resumes the run by default")
     return left(
-        "such checkpoints are converted through Hugging Face: export it there, then `megalite convert "
-        "import` and model.init_from"
+        "export the checkpoint to Hugging Face format, run `megalite convert import` and set model.init_from"
     )
 
 
@@ -366,32 +370,32 @@ def _scale_power(value: Any, source: ImportedFile) -> Verdict:
     power = math.log2(value) if type(value) in (int, float) and value > 0 else 0.5
     return honoured(
         {"fp16.initial_scale_power": round(power)},
-        "" if power == round(power) else "it is a power of two here",
+        "" if power == round(power) else "rounded to a power of two",
     )
 
 
 def _has(source: ImportedFile, key: str) -> bool:
-    """Whether a key is given, or may be given by what a script does not set."""
+    """Return whether a key is set, or may be set by unknown arguments."""
     return key in source.leaves or bool(source.unsettled())
 
 
 def _checkpoint_activations(value: Any, source: ImportedFile) -> Verdict:
-    """The older names of full recomputation."""
+    """Return the older names of full recomputation."""
     every = source.count("checkpoint-num-layers", 1) == 1
     return honoured(
         {"train.recompute": "full"},
-        "" if every else "every layer is recomputed, one at a time: every-K recomputes fewer of them",
+        "" if every else "every layer is recomputed separately: use every-K to recompute fewer layers",
     )
 
 
-OVERLAP, FUSED = "it is always on, without an option", "fused operations are train.kernels"
+OVERLAP, FUSED = "always enabled", "fused operations are selected by train.kernels"
 TOKENS = (
-    "token files have their tokenizer beside them: `megalite prepare --tokenizer` wrote it, or write "
-    "PREFIX.json with vocab_size and eos"
+    "the tokenizer is recorded in PREFIX.json, written by `megalite prepare --tokenizer`, or by hand with "
+    "vocab_size and eos"
 )
-METRICS = "metrics.jsonl has it for each step"
-FP8 = "there is no float8: train.precision: bf16 is nearest"
-FORMAT = "a checkpoint holds the whole model, and any layout loads it"
+METRICS = "written to metrics.jsonl for each step"
+FP8 = "float8 is not supported: the closest option is train.precision: bf16"
+FORMAT = "checkpoints always contain the whole model and can be loaded with any layout"
 TABLE: Table = {
     **megatron_model.TABLE,
     **megatron_experts.TABLE,
@@ -405,7 +409,7 @@ TABLE: Table = {
     "cp-comm-type": sets(
         "parallel.context",
         {"P2P": "ring", "ALL_GATHER": "gather", "A2A": "ulysses"},
-        "one method serves all layers and ranks: parallel.context is ulysses, gather or ring",
+        "all layers and ranks use the same method: parallel.context must be ulysses, gather or ring",
     ),
     "sequence-parallel": KeyRule(
         lambda value, source: (
@@ -433,7 +437,7 @@ TABLE: Table = {
     **each(
         "account-for-",
         "embedding-in-pipeline-split loss-in-pipeline-split",
-        never("stages are balanced by cost, head included"),
+        never("stages are balanced by cost, including the head"),
     ),
     RAMP: sets("train.rampup_batch_size"),
     "train-iters": sets("train.steps"),
@@ -446,21 +450,23 @@ TABLE: Table = {
     "lr-warmup-samples": _samples("optimizer.warmup_steps"),
     "lr-warmup-fraction": KeyRule(_warmup_fraction, "optimizer.warmup_steps"),
     "lr-warmup-init": only("0", "warm-up starts at 0"),
-    **each(
-        "decoupled-", "lr min-lr", missing("embedding and head have the same rate as the rest: optimizer.lr")
-    ),
+    **each("decoupled-", "lr min-lr", missing("all weights use the same learning rate, optimizer.lr")),
     "optimizer": only(
         "ADAM",
-        "set optimizer.name: muon for Muon, and muon.*; else AdamW, optimizer.*",
-        "AdamW is the optimizer here",
+        "only AdamW and Muon are supported: set optimizer.name and optimizer.* or muon.*",
+        "AdamW is the default",
     ),
     **each("", "adam-beta1 adam-beta2", KeyRule(_betas, "optimizer.betas")),
     "adam-eps": sets("optimizer.eps"),
     "weight-decay": sets("optimizer.weight_decay"),
     **each(
-        "", "start-weight-decay end-weight-decay", missing("weight decay is constant: optimizer.weight_decay")
+        "",
+        "start-weight-decay end-weight-decay",
+        missing("weight decay is always constant: set optimizer.weight_decay"),
     ),
-    "weight-decay-incr-style": only("CONSTANT", "weight decay is constant: optimizer.weight_decay"),
+    "weight-decay-incr-style": only(
+        "CONSTANT", "weight decay is always constant: set optimizer.weight_decay"
+    ),
     "clip-grad": sets("train.grad_clip"),
     "bf16": sets("train.precision", {"TRUE": "bf16"}),
     "fp16": sets("train.precision", {"TRUE": "fp16"}),
@@ -468,7 +474,7 @@ TABLE: Table = {
     "min-loss-scale": sets("fp16.min_loss_scale"),
     "loss-scale-window": sets("fp16.loss_scale_window"),
     "hysteresis": sets("fp16.hysteresis"),
-    "loss-scale": missing("the loss scale is always dynamic, from fp16.initial_scale_power on"),
+    "loss-scale": missing("the loss scale is always dynamic, starting from fp16.initial_scale_power"),
     "grad-reduce-in-bf16": sets("train.grad_dtype", {"TRUE": "bf16"}),
     "accumulate-allreduce-grads-in-fp32": never(
         "gradients are accumulated in fp32 by default (train.grad_dtype)"
@@ -482,20 +488,20 @@ TABLE: Table = {
         )
     ),
     "use-checkpoint-args": to_do(
-        "the model's shape is that of the checkpoint: export it to Hugging Face, and set model.from_hf"
+        "the architecture is read from the checkpoint: export it to Hugging Face format and set model.from_hf"
     ),
-    "yaml-cfg": to_do("arguments are in that file: give its values"),
+    "yaml-cfg": to_do("the arguments are in that file: pass them instead"),
     **each(
         "",
         "checkpoint-activations activations-checkpoint-method",
         KeyRule(_checkpoint_activations, "train.recompute"),
     ),
     "zero-stage": sets("parallel.zero"),
-    "deepspeed-config": to_do("`megalite import-config` translates this file, too"),
+    "deepspeed-config": to_do("convert this file with `megalite import-config` too"),
     **each(
         "",
         "deepspeed deepspeed-activation-checkpointing DDP-impl no-pipeline-parallel",
-        never("the other arguments say it"),
+        never("determined by the other arguments"),
     ),
     **each(
         "",
@@ -519,10 +525,12 @@ TABLE: Table = {
     **each("", "reset-position-ids reset-attention-mask", KeyRule(_documents, "data.reset_positions")),
     "eod-mask-loss": sets("data.eod_mask_loss"),
     **each("", "tokenizer-type tokenizer-model vocab-file merge-file tiktoken-*", never(TOKENS)),
-    "save": sets("run.dir", roughly="the run's own directory is run.dir/run.name"),
+    "save": sets("run.dir", roughly="the run directory is run.dir/run.name"),
     "load": KeyRule(_load, "checkpoint.load"),
     **each(
-        "", "finetune no-load-optim no-load-rng", to_do("model.init_from starts at step 0 with weights only")
+        "",
+        "finetune no-load-optim no-load-rng",
+        to_do("use model.init_from, which loads only the weights and starts at step 0"),
     ),
     "save-interval": sets("checkpoint.interval"),
     "async-save": sets("checkpoint.async_save"),
@@ -534,7 +542,7 @@ TABLE: Table = {
     "exit-duration-in-mins": KeyRule(
         lambda value, _: honoured({"train.stop_after": f"{value}m"}), "train.stop_after"
     ),
-    "exit-interval": missing("train.stop_after, a duration, is nearest"),
+    "exit-interval": missing("the closest option is train.stop_after, a duration"),
     "distributed-timeout-minutes": KeyRule(
         lambda value, _: honoured({"run.timeout": f"{value}m"}), "run.timeout"
     ),
@@ -542,7 +550,7 @@ TABLE: Table = {
     "eval-iters": _validation("validation.batches"),
     "log-interval": sets("logging.interval"),
     "tensorboard-dir": KeyRule(
-        lambda value, _: honoured({"logging.tensorboard": True}, "it is in the run's directory"),
+        lambda value, _: honoured({"logging.tensorboard": True}, "written to the run directory"),
         "logging.tensorboard",
     ),
     "wandb-project": sets("logging.wandb"),
@@ -550,9 +558,9 @@ TABLE: Table = {
     **each(
         "", "wandb-* tensorboard-* log-* timing-* no-one-logger one-logger-* logging-level", never(METRICS)
     ),
-    "profile*": missing("profiling.ranks and profiling.steps trace with torch.profiler"),
-    "use-cpu-initialization": never("weights are the same wherever they are drawn"),
-    "calculate-per-token-loss": never("the loss is always the mean over all tokens"),
+    "profile*": missing("use profiling.ranks and profiling.steps to trace with torch.profiler"),
+    "use-cpu-initialization": never("initial weights do not depend on the device"),
+    "calculate-per-token-loss": never("the loss is always averaged over all tokens"),
     **each(
         "",
         "overlap-* no-overlap-* delay-* align-* defer-* tp-comm-* ddp-* nccl-* use-nccl-ub high-priority-* "
@@ -574,19 +582,19 @@ TABLE: Table = {
     **each(
         "",
         "manual-gc* empty-unused-memory-level check-for-nan-* no-check-for-nan-* num-workers data-cache-path",
-        never("nothing here has it"),
+        never("no corresponding option"),
     ),
     **each(
         "",
         "no-create-attention-mask-in-dataloader no-mmap-bin-files dataloader-type distributed-backend",
-        never("nothing here has it"),
+        never("no corresponding option"),
     ),
-    "expert-*": missing("nothing here is its counterpart"),
+    "expert-*": missing("no corresponding option"),
 }
 
 
 def table(source: ImportedFile) -> Table:
-    """The rows for these arguments: those with a value that is not known are left open."""
+    """Return the rows for these arguments. Arguments with unknown values are left open."""
     rows = dict(TABLE)
     for key, value in source.leaves.items():
         row = row_of(TABLE, key)

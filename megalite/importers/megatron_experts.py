@@ -60,8 +60,10 @@ SWITCHES = frozenset(
 
 
 def pattern(value: Any, layers: int) -> list[bool] | None:
-    """Whether each layer is a mixture: every n-th from the first, or as a list such as ([0]*3+[1]*58) says;
-    None if it says neither."""
+    """Return whether each layer has experts, or None if the value is invalid.
+
+    The value is N for every N-th layer from the first, or a list such as ([0]*3+[1]*58).
+    """
     if type(value) is int and value > 0:
         return [layer % value == 0 for layer in range(layers)]
     try:
@@ -72,7 +74,7 @@ def pattern(value: Any, layers: int) -> list[bool] | None:
 
 
 def _list(node: ast.expr) -> Any:
-    """The value of an expression of lists and integers with + and *, of at most 10,000 elements."""
+    """Return the value of an expression of lists and integers with + and *, of at most 10,000 elements."""
     match node:
         case ast.Constant(value=int()):
             return node.value
@@ -90,7 +92,7 @@ def _list(node: ast.expr) -> Any:
 
 
 def _mixtures(source: ImportedFile) -> int | None:
-    """Number of layers with experts; None if it is not known."""
+    """Return the number of layers with experts, or None if it is not known."""
     layers = source.size("num-layers")
     mixtures = pattern(source.get("moe-layer-freq", 1), layers) if layers else None
     return sum(mixtures) if mixtures else None
@@ -103,25 +105,29 @@ def _layers(value: Any, source: ImportedFile) -> Verdict:
         return lost("set model.mlp_only_layers to the layers without experts")
     dense = [layer for layer, mixture in enumerate(mixtures) if not mixture]
     return (
-        honoured({"model.mlp_only_layers": dense}) if dense else harmless("every layer has experts, as here")
+        honoured({"model.mlp_only_layers": dense})
+        if dense
+        else harmless("experts in every layer are the default")
     )
 
 
 def _kind(value: Any) -> str:
-    """The kind of balance, which may be a list of one."""
+    """Return the kind of balance, which may be a list of one."""
     return word(value[0] if isinstance(value, list) and len(value) == 1 else value)
 
 
 def _loss(value: Any, source: ImportedFile) -> Verdict:
     kind, layers = _kind(source.get(TYPE, "aux_loss")), _mixtures(source)
     if type(value) in (int, float) and value == 0:
-        return harmless("there is no auxiliary loss, as here")
+        return harmless("no auxiliary loss, which is the default")
     if kind == "NONE":
         return harmless(f"{TYPE} is none")
     if source.on(BIAS):
-        return lost("with model.router_balance: bias there is no auxiliary loss")
+        return lost("model.router_balance: bias does not use an auxiliary loss")
     if kind not in BALANCES or type(value) not in (int, float):
-        return lost("set model.router_aux_loss_coef, for one kind of model.router_balance")
+        return lost(
+            "only one auxiliary loss is supported: set model.router_balance and model.router_aux_loss_coef"
+        )
     if layers is None:
         return lost(
             f"set model.router_aux_loss_coef to {value} * the number of layers with experts / "
@@ -135,7 +141,7 @@ def _loss(value: Any, source: ImportedFile) -> Verdict:
     coefficient = rounded(value * layers / topk)
     options = {"model.router_aux_loss_coef": coefficient, "model.router_balance": BALANCES[kind]}
     return honoured(
-        options, "" if kind == "SEQ_AUX_LOSS" else "the load is that of the previous step, over all ranks"
+        options, "" if kind == "SEQ_AUX_LOSS" else "the load is measured over all ranks in the previous step"
     )
 
 
@@ -144,14 +150,14 @@ def _balance(value: Any, source: ImportedFile) -> Verdict:
         return harmless(f"{BIAS} decides")
     kind = _kind(value)
     if kind == "NONE":
-        return harmless("there is no auxiliary loss, as here without router_aux_loss_coef")
+        return harmless("no auxiliary loss, which is the default")
     if kind not in BALANCES:
-        return lost("model.router_balance is global, sequence or bias")
+        return lost("model.router_balance must be global, sequence or bias")
     return honoured({"model.router_balance": BALANCES[kind]})
 
 
 def _bias(value: Any, source: ImportedFile) -> Verdict:
-    return honoured({"model.router_balance": "bias"}) if value is True else harmless("it is off")
+    return honoured({"model.router_balance": "bias"}) if value is True else harmless("disabled")
 
 
 def _z_loss(value: Any, source: ImportedFile) -> Verdict:
@@ -163,7 +169,7 @@ def _z_loss(value: Any, source: ImportedFile) -> Verdict:
 
 def _shared(value: Any, source: ImportedFile) -> Verdict:
     if not value:
-        return harmless("there is no shared expert, as here")
+        return harmless("no shared expert, which is the default")
     return honoured(
         {
             "model.shared_expert_intermediate_size": value,
@@ -173,27 +179,37 @@ def _shared(value: Any, source: ImportedFile) -> Verdict:
 
 
 def _probabilities(value: Any, source: ImportedFile) -> Verdict:
-    """Without it the softmax is over the experts that were chosen, which divides their probabilities by their
-    sum."""
+    """Map the order of softmax and top-k.
+
+    If the softmax comes last, it is computed over the chosen experts, which divides their probabilities by
+    their sum.
+
+    If the softmax is computed over the chosen experts, their probabilities are divided by their sum.
+    """
     if source.word("moe-router-score-function", "softmax") == "SIGMOID":
-        return harmless("scores are sigmoids")
+        return harmless("the scores are sigmoids")
     return honoured({"model.norm_topk_prob": value is not True})
 
 
 def _groups(value: Any, source: ImportedFile) -> Verdict:
-    """A group's score is there the sum of its best experts, as many as a token has in each of its groups."""
+    """Map the number of groups that a token may choose.
+
+    Megatron-LM scores a group by the sum of its best experts, as many as a token has in each of its groups.
+    """
     best = (source.count(TOPK, 2) or 0) // (source.count(BEST_GROUPS) or 1)
     here = 2 if source.word("moe-router-score-function", "softmax") == "SIGMOID" else 1
     same = best == here or source.size(BEST_GROUPS) == source.size(GROUPS)
     return honoured(
         {"model.n_group": value},
-        "" if same else f"a group's score is that of its best {here}, not {best}, experts",
+        "" if same else f"the score of a group is computed from its best {here} experts instead of {best}",
     )
 
 
 def _with_experts(row: KeyRule) -> KeyRule:
-    """A row of experts, which has no effect without --num-experts, unless what a script does not set may have
-    that."""
+    """Return a row of experts, which has no effect without --num-experts.
+
+    If unknown arguments of a script may set --num-experts, the row applies.
+    """
 
     def judge(value: Any, source: ImportedFile) -> Verdict:
         if source.get("num-experts", 0) in (0, None) and not source.unsettled():
@@ -204,26 +220,28 @@ def _with_experts(row: KeyRule) -> KeyRule:
 
 
 def _experts(value: Any, source: ImportedFile) -> Verdict:
-    return honoured({"model.num_experts": value}) if value != 0 else harmless("there are no experts, as here")
+    return (
+        honoured({"model.num_experts": value}) if value != 0 else harmless("no experts, which is the default")
+    )
 
 
-FUSED, OVERLAP = "fused operations are train.kernels", "it is always on, without an option"
+FUSED, OVERLAP = "fused operations are selected by train.kernels", "always enabled"
 _TABLE: Table = {
     "moe-expert-parallel-size": sets("parallel.ep"),
     "topk": sets("model.num_experts_per_tok"),
     "expert-model-parallel-size": sets("parallel.ep"),
     "expert-tensor-parallel-size": only(
-        "1", "an expert is whole on its rank: parallel.ep splits the experts over tp ranks, too"
+        "1", "experts are not split: parallel.ep also distributes them over tp ranks"
     ),
     "moe-layer-freq": KeyRule(_layers, "model.mlp_only_layers"),
     "moe-ffn-hidden-size": sets("model.moe_intermediate_size"),
     SHARED: KeyRule(_shared, "model.shared_expert_intermediate_size"),
-    "moe-shared-expert-gate": never("model.shared_expert_gate is set for it, if there is a shared expert"),
+    "moe-shared-expert-gate": never("model.shared_expert_gate is set if there is a shared expert"),
     TOPK: sets("model.num_experts_per_tok"),
     "moe-router-score-function": sets(
         "model.router_scores",
         {"SOFTMAX": "softmax", "SIGMOID": "sigmoid"},
-        "model.router_scores is softmax or sigmoid",
+        "model.router_scores must be softmax or sigmoid",
     ),
     "moe-router-pre-softmax": KeyRule(_probabilities, "model.norm_topk_prob"),
     GROUPS: KeyRule(_groups, "model.n_group"),
@@ -235,14 +253,16 @@ _TABLE: Table = {
     BIAS: KeyRule(_bias, "model.router_balance"),
     "moe-router-bias-update-rate": sets("model.router_bias_rate"),
     "moe-router-dtype": only(
-        "FP32", "routers compute in fp32, or in fp64 with train.precision: fp64", "routers compute in fp32"
+        "FP32",
+        "routers always compute in fp32, or in fp64 with train.precision: fp64",
+        "routers compute in fp32",
     ),
     "moe-expert-capacity-factor": sets(
         "model.expert_capacity_factor",
-        roughly="capacity is counted for each sequence, and first choices come first, then by position",
+        roughly="capacity applies to each sequence; tokens are kept by rank of the choice, then by position",
     ),
-    "moe-token-drop-policy": never("model.expert_capacity_factor says what is dropped, if it is set"),
-    "moe-pad-expert-input-to-capacity": never("padding changes no result"),
+    "moe-token-drop-policy": never("determined by model.expert_capacity_factor"),
+    "moe-pad-expert-input-to-capacity": never("padding does not affect the result"),
     "moe-token-dispatcher-type": sets(
         "parallel.expert_dispatch",
         {
@@ -251,23 +271,23 @@ _TABLE: Table = {
             "ALLTOALL_SEQ": "all_to_all",
             "FLEX": "all_to_all",
         },
-        "parallel.expert_dispatch is all_to_all or all_gather",
+        "parallel.expert_dispatch must be all_to_all or all_gather",
     ),
     **each(
         "moe-",
         "enable-deepep deepep-num-sms flex-dispatcher-backend",
-        never("all_to_all is one implementation here"),
+        never("all_to_all has a single implementation"),
     ),
     **each("moe-", "grouped-gemm use-legacy-grouped-gemm permute-fusion router-fusion", never(FUSED)),
     "moe-shared-expert-overlap": never(OVERLAP),
-    "moe-per-layer-logging": never("metrics.jsonl has it for each step"),
-    "moe-layer-recompute": missing("train.recompute: full, every-K or budget is nearest"),
-    "moe-*": missing("nothing here is its counterpart"),
+    "moe-per-layer-logging": never("written to metrics.jsonl for each step"),
+    "moe-layer-recompute": missing("the closest option is train.recompute: full, every-K or budget"),
+    "moe-*": missing("no corresponding option"),
 }
 TABLE: Table = {
     "num-experts": KeyRule(_experts, "model.num_experts"),
     **{key: _with_experts(row) for key, row in _TABLE.items()},
-    "mtp-*": missing("nothing here is its counterpart"),
+    "mtp-*": missing("no corresponding option"),
 }
 
 

@@ -25,29 +25,34 @@ def is_on(source: ImportedFile) -> bool:
 
 
 YARN = (
-    "set model.rope_scaling to {rope_type: yarn, ...} and model.attention_scale, as in model.preset "
-    "deepseek-v3"
+    "set model.rope_scaling to {rope_type: yarn, ...} and model.attention_scale, as model.preset "
+    "deepseek-v3 does"
 )
 DEFAULTS = {"kv-lora-rank": 32, "qk-head-dim": 128, "qk-pos-emb-head-dim": 64, "v-head-dim": 128}
 
 
 def _switch(value: Any, source: ImportedFile) -> Verdict:
-    """The sizes are keys of their own. The latents have norms there only with --qk-layernorm."""
+    """Map the switch of latent attention, whose sizes are separate keys.
+
+    Megatron-LM applies norms to the latents only with --qk-layernorm.
+    """
     if value is not True:
-        return harmless("it is off")
+        return harmless("disabled")
     rank = source.size("kv-lora-rank") if "kv-lora-rank" in source.leaves else None
     options = {"model.kv_lora_rank": rank} if rank else {}
     if not source.on("qk-layernorm"):
-        return honoured(options, "the latents have norms")
-    return honoured(options) if options else harmless("the sizes of its latents say it")
+        return honoured(options, "norms of the latents are always used")
+    return honoured(options) if options else harmless("determined by the sizes of the latents")
 
 
 def _scaling(value: Any, source: ImportedFile) -> Verdict:
-    """YaRN, which is the default of --rope-type: with rope nothing is scaled, except for attention by
-    --mscale-all-dim."""
+    """Check the scaling of positions, which is YaRN by default (--rope-type).
+
+    With rope, only attention is scaled, by --mscale-all-dim.
+    """
     if source.word("rope-type", "yarn") == "ROPE" and not source.get("mscale-all-dim"):
-        return harmless("rope-type is rope: nothing is scaled")
-    return only("1", YARN, "nothing is scaled, as here").judge(value, source)
+        return harmless("rope-type is rope, which does not scale positions")
+    return only("1", YARN, "no scaling, which is the default").judge(value, source)
 
 
 def _with_latents(row: KeyRule) -> KeyRule:
@@ -68,9 +73,7 @@ TABLE: Table = {
     **each(
         "",
         "rope-type mscale mscale-all-dim beta-fast beta-slow",
-        never("it has an effect only with rotary-scaling-factor"),
+        never("only used with rotary-scaling-factor"),
     ),
-    **each(
-        "", "original-max-position-embeddings cache-mla-latents", never("it has an effect only elsewhere")
-    ),
+    **each("", "original-max-position-embeddings cache-mla-latents", never("not used in training")),
 }

@@ -1,5 +1,7 @@
-"""Megatron-LM's arguments for the model's shape. Defaults are those of GPT: learned positions, LayerNorm,
-GELU, biases, tied embeddings."""
+"""Megatron-LM's arguments for the model's shape.
+
+Defaults are those of GPT: learned positions, LayerNorm, GELU, biases, tied embeddings.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def default_width(source: ImportedFile) -> int | None:
 def _kv_heads(value: Any, source: ImportedFile) -> Verdict:
     """Without --group-query-attention, and with latents, every head has its own key and value."""
     if latent_attention.is_on(source):
-        return harmless("with latents every head has its own key and value")
+        return harmless("every head has its own key and value in latent attention")
     if not source.on("group-query-attention"):
         return harmless("group-query-attention is off")
     return honoured({"model.num_key_value_heads": source.get("num-query-groups")})
@@ -47,7 +49,7 @@ def _position(value: Any, source: ImportedFile) -> Verdict:
         rotary = not learned or source.on("use-rotary-position-embeddings")
         return honoured(
             {"model.position": "rope"},
-            "" if rotary else "latent attention rotates positions, without learned ones beside that",
+            "" if rotary else "latent attention uses rotary positions only, without learned ones",
         )
     rotary = source.on("use-rotary-position-embeddings") or source.word("position-embedding-type") == "ROPE"
     kind = (
@@ -55,11 +57,13 @@ def _position(value: Any, source: ImportedFile) -> Verdict:
         if rotary
         else {"LEARNED_ABSOLUTE": "learned", "NONE": "none"}.get(source.word("position-embedding-type"))
     )
-    return honoured({"model.position": kind}) if kind else lost("model.position is rope, learned or none")
+    return (
+        honoured({"model.position": kind}) if kind else lost("model.position must be rope, learned or none")
+    )
 
 
 def _rotary(option: str) -> KeyRule:
-    """A row of rotary embeddings, which apply only where positions are rotary."""
+    """Return a row of rotary embeddings, which apply only where positions are rotary."""
 
     def judge(value: Any, source: ImportedFile) -> Verdict:
         position = _position(None, source)
@@ -75,7 +79,7 @@ def _rope_scaling(value: Any, source: ImportedFile) -> Verdict:
     if not source.on("use-rope-scaling"):
         return harmless("use-rope-scaling is off")
     if latent_attention.is_on(source):
-        return harmless("latent attention has rotary embeddings of its own, which this does not scale")
+        return harmless("does not apply to the rotary embeddings of latent attention")
     if _position(None, source).options.get("model.position", "rope") != "rope":
         return harmless("positions are not rotary")
     factor = source.number("rope-scaling-factor")
@@ -84,7 +88,7 @@ def _rope_scaling(value: Any, source: ImportedFile) -> Verdict:
     scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     options = {"model.rope_scaling": scaling | {"original_max_position_embeddings": 8192}}
     return honoured(
-        options, "" if factor == 8 else "pretrain_gpt.py scales by 8, whatever rope-scaling-factor says"
+        options, "" if factor == 8 else "pretrain_gpt.py always scales by 8 and ignores rope-scaling-factor"
     )
 
 
@@ -93,13 +97,16 @@ def _interpolation(value: Any, source: ImportedFile) -> Verdict:
         latent_attention.is_on(source)
         or _position(None, source).options.get("model.position", "rope") != "rope"
     ):
-        return harmless("it is for rotary positions outside of latent attention")
-    return lost("model.rope_scaling {rope_type: linear, factor: F} is the same")
+        return harmless("only applies to rotary positions without latent attention")
+    return lost("use model.rope_scaling {rope_type: linear, factor: F}")
 
 
 def _by_value(key: str, row: KeyRule) -> KeyRule:
-    """The row of a switch whose value is another key: if that is missing, its default is listed as such."""
-    missing_value = harmless(f"{key} says it")
+    """Return the row of a switch whose value is another key.
+
+    If that key is missing, its default is listed as such.
+    """
+    missing_value = harmless(f"determined by {key}")
 
     def judge(value: Any, source: ImportedFile) -> Verdict:
         verdict = row.judge(value, source)
@@ -136,15 +143,15 @@ def _hidden_dropout(value: Any, source: ImportedFile) -> Verdict:
 
 def _qk_norm(value: Any, source: ImportedFile) -> Verdict:
     if latent_attention.is_on(source):
-        return harmless("the latents have norms, as here")
+        return harmless("norms of the latents are always used")
     if source.word("normalization") != "RMSNORM":
-        return lost("model.qk_norm: head is an RMSNorm; with LayerNorm there is none that all heads share")
+        return lost("model.qk_norm: head is an RMSNorm; a LayerNorm shared by all heads is not supported")
     return honoured({"model.qk_norm": "head"})
 
 
 def _without_latents(row: KeyRule) -> KeyRule:
-    """A row of heads whose widths the arguments of latent attention give, if it is on."""
-    off = harmless("qk-head-dim, qk-pos-emb-head-dim and v-head-dim say it")
+    """Return a row of heads whose widths the arguments of latent attention give, if it is on."""
+    off = harmless("determined by qk-head-dim, qk-pos-emb-head-dim and v-head-dim")
     return KeyRule(
         lambda value, source: off if latent_attention.is_on(source) else row.judge(value, source), row.option
     )
@@ -165,8 +172,10 @@ def _window(value: Any, source: ImportedFile) -> Verdict:
 def _chosen_layers(
     option: str, chosen: Callable[[bool], bool], needs: Callable[[ImportedFile], str]
 ) -> KeyRule:
-    """A row for layers of a pattern: the last of every N, or a list such as ([0]*3+[1])*8. needs: why it has
-    no effect, or nothing."""
+    """Return a row for a pattern of layers: the last of every N, or a list such as ([0]*3+[1])*8.
+
+    needs: the reason why it has no effect, or an empty string.
+    """
 
     def judge(value: Any, source: ImportedFile) -> Verdict:
         if off := needs(source):
@@ -187,7 +196,10 @@ def _chosen_layers(
 
 
 def _full_layers(value: Any, source: ImportedFile) -> Verdict:
-    """The layers with a window: as an integer N all but the last of every N, as a list those with 1."""
+    """Return the layers with a sliding window.
+
+    An integer N selects all but the last of every N layers, a list the layers with 1.
+    """
     number = type(value) is int
     row = _chosen_layers(
         "model.sliding_window_layers",
@@ -205,7 +217,7 @@ def _no_rope(source: ImportedFile) -> str:
     )
 
 
-PADDED = "the vocabulary is not padded: any size can be split over tp"
+PADDED = "padding is not needed: any vocabulary size can be split over tp"
 TABLE: Table = {
     **each("", "num-layers encoder-num-layers", sets("model.num_hidden_layers")),
     HIDDEN: sets("model.hidden_size"),
@@ -219,16 +231,16 @@ TABLE: Table = {
     **each(
         "", "position-embedding-type use-rotary-position-embeddings", KeyRule(_position, "model.position")
     ),
-    "no-position-embedding": never("model.position says which positions there are"),
+    "no-position-embedding": never("determined by model.position"),
     "rotary-base": _rotary("model.rope_theta"),
     "rotary-percent": _without_latents(_rotary("model.partial_rotary_factor")),
-    "rotary-interleaved": missing("channels are rotated in halves"),
+    "rotary-interleaved": missing("interleaved rotary channels are not supported"),
     "rotary-seq-len-interpolation-factor": KeyRule(_interpolation, "model.rope_scaling"),
     "use-rope-scaling": _by_value("rope-scaling-factor", KeyRule(_rope_scaling, "model.rope_scaling")),
     "rope-scaling-factor": KeyRule(_rope_scaling, "model.rope_scaling"),
     "no-rope-freq": _chosen_layers("model.no_rope_layers", lambda marked: marked, _no_rope),
     "normalization": sets(
-        "model.norm", {"LAYERNORM": "layer", "RMSNORM": "rms"}, "model.norm is rms or layer"
+        "model.norm", {"LAYERNORM": "layer", "RMSNORM": "rms"}, "model.norm must be rms or layer"
     ),
     **each("", "norm-epsilon layernorm-epsilon", sets("model.rms_norm_eps")),
     "apply-layernorm-1p": sets("model.norm_offset", {"TRUE": 1.0}),
@@ -251,16 +263,19 @@ TABLE: Table = {
     "window-attn-skip-freq": KeyRule(_full_layers, "model.sliding_window_layers"),
     "vocab-size": sets("model.vocab_size"),
     "make-vocab-size-divisible-by": never(PADDED),
-    "parallel-block": missing("model.parallel_block is nearest"),
+    "parallel-block": missing("the closest option is model.parallel_block"),
     **each(
         "",
         "apply-query-key-layer-scaling attention-softmax-in-fp32 no-masked-softmax-fusion",
-        never("attention is computed in fp32 where needed"),
+        never("attention uses fp32 where needed"),
     ),
     "padded-vocab-size": sets("model.vocab_size"),
     "num-key-value-heads": sets("model.num_key_value_heads"),
-    "hybrid-*": missing("every layer has attention and a feed-forward block"),
-    "is-hybrid-model": missing("every layer has attention"),
+    "hybrid-*": missing(
+        "hybrid models are not supported: hybrid models are not supported: every layer has attention and a "
+        "feed-forward block"
+    ),
+    "is-hybrid-model": missing("hybrid models are not supported: every layer has attention"),
 }
 
 

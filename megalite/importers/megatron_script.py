@@ -34,7 +34,9 @@ _SWITCH = ("no-", "use-", "disable-", "enable-", "overlap-")
 def parse(
     text: str, marks: Collection[str], switches: Collection[str], read: Callable[[str], str | None], name: str
 ) -> dict[str, Any]:
-    """The arguments of the training command: name → value, true for a switch, a list for several values.
+    """Return the arguments of the training command: name → value.
+
+    The value is true for a switch, and a list for several values.
 
     marks: arguments by which the training command is found; switches: arguments without a value; read, name:
     as in `shell.script.commands`. A value with a part that is not known is a Word, which has the reason.
@@ -48,15 +50,15 @@ def parse(
     if not runs:
         sources = result.unread.get("source", [])
         why = (
-            f" It runs {', '.join(sources)}, which cannot be read from here: give that script."
+            f" It runs {', '.join(sources)}, which was not found: pass that script instead."
             if sources
             else ""
         )
         given = ", ".join(part.source for run in result.runs for word in run.words for part in word.unknown)
-        why += f" Its command takes {given} from outside." if given else ""
+        why += f" Its command uses {given}, which the script does not set." if given else ""
         raise ConfigError(
-            f"the text has no command that runs a .py file with --options.{why} Give the command, or the "
-            "script that has it."
+            f"No training command (a .py file with --options) found.{why} Pass the command or the script "
+            "that contains it."
         )
     best = max(reversed(runs), key=lambda run: _score(run.words, marks))
     arguments = _arguments(best, marks, switches)
@@ -75,7 +77,7 @@ def parse(
     if differing:
         lines = ", ".join(dict.fromkeys(str(run.line) for run in others if run is not best))
         notes["command"] = [
-            f"line {best.line}, and others in line {lines} that differ in {', '.join(differing[:8])}"
+            f"line {best.line}; the commands in line {lines} differ in {', '.join(differing[:8])}"
         ]
     return arguments | {
         f"{SCRIPT}{kind}": texts if len(texts) > 1 else texts[0] for kind, texts in notes.items()
@@ -83,7 +85,7 @@ def parse(
 
 
 def _of_variables(result: ScriptResult, marks: Collection[str]) -> list[ScriptCommand]:
-    """The arguments in the variables of a script that only sets them, for others to read."""
+    """Return the arguments in the variables of a script that only sets them, for others to read."""
     scores = {name: _score(words, marks) for name, words in result.variables.items()}
     names = [name for name, score in scores.items() if score] if max(scores.values(), default=0) > 1 else []
     if names:
@@ -109,7 +111,7 @@ def _name(word: str) -> str:
 
 
 def _start(words: list[str] | list[Word], marks: Collection[str]) -> int | None:
-    """The place of the first argument of the program; None if the words are no training command.
+    """Return the place of the first argument of the program, or None if the words are no training command.
 
     The program is the last .py file that is no option's value, a module, or what a launcher starts from a
     variable.
@@ -164,7 +166,7 @@ def _options(words: list[Word], switches: Collection[str]) -> dict[str, Any]:
 
 
 def _separated(words: list[Word]) -> list[Word]:
-    """The words; "--name value" as one word is two, as its author meant it."""
+    """Return the words, with "--name value" in one word split in two as its author intended."""
     result: list[Word] = []
     for word in words:
         parts = word.split() if re.match(r"--[\w-]+\s", word) else [word]
@@ -179,7 +181,7 @@ def _with(text: str, unknown: tuple[Unknown, ...]) -> Word:
 
 
 def _is_further(name: str, values: list[Any], given: Word, switches: Collection[str]) -> bool:
-    """Whether a variable holds further arguments, and not the value of the argument before it."""
+    """Return whether a variable holds further arguments, and not the value of the argument before it."""
     if name in DATA_PATHS and values and type(values[-1]) in (int, float):
         return False
     return (
@@ -200,8 +202,10 @@ def _value(text: Word) -> Any:
 
 
 def of_mapping(given: dict[Any, Any]) -> dict[str, Any]:
-    """The arguments --name: value of a mapping; false leaves a switch out. Other keys are kept, as unknown
-    ones."""
+    """Return the arguments --name: value of a mapping; false leaves a switch out.
+
+    Other keys are kept, as unknown ones.
+    """
     arguments: dict[str, Any] = {}
     for key, value in given.items():
         name = str(key)[2:].replace("_", "-") if str(key).startswith("--") else str(key)
@@ -224,26 +228,29 @@ def _of_text(part: Any) -> Any:
     if not isinstance(part, str):
         return part
     variables = re.findall(r"\$\{?\w+\}?", part)
-    return _value(_with(part, tuple(Unknown(name, "the file does not set it") for name in variables)))
+    return _value(_with(part, tuple(Unknown(name, "not set in the file") for name in variables)))
 
 
 def unknown_parts(value: Any) -> tuple[Unknown, ...]:
-    """The parts of a value that are not known."""
+    """Return the unknown parts of a value."""
     values = value if isinstance(value, list) else [value]
     return tuple(dict.fromkeys(part for each in values if isinstance(each, Word) for part in each.unknown))
 
 
 def explained(value: Any) -> str:
-    """Why a value is not known."""
+    """Return the reason why a value is unknown."""
     parts = unknown_parts(value)
     return (
         "; ".join(part.why if part.source == value else f"{part.source}: {part.why}" for part in parts)
-        or "it is not known"
+        or "unknown"
     )
 
 
 def open_row(row: KeyRule, value: Any) -> KeyRule:
-    """The row of a key whose value is not known: left open, unless the key has no effect with any value."""
+    """Return the row of a key with an unknown value.
+
+    It is left open unless the key has no effect with any value.
+    """
 
     def judge(_: Any, source: ImportedFile) -> Verdict:
         verdict = row.judge(value, source)
@@ -251,37 +258,36 @@ def open_row(row: KeyRule, value: Any) -> KeyRule:
             return verdict
         return left(
             f"{explained(value)}: "
-            + (f"set {row.option}" if row.option else verdict.why or "its meaning here depends on its value")
+            + (f"set {row.option}" if row.option else verdict.why or "its meaning depends on its value")
         )
 
     return KeyRule(judge, row.option)
 
 
 def _further(value: Any, source: ImportedFile) -> Verdict:
-    return left(f"{explained(value)}: arguments in it are not imported")
+    return left(f"{explained(value)}: its arguments are not imported")
 
 
-CUT = "a comment ends the command before it, so that bash does not pass these arguments: remove the comment"
+CUT = "bash does not pass these arguments because a comment ends the command before them: remove the comment"
 TABLE: Table = {
     **{f"{begin}*": KeyRule(_further) for begin in "$<"},
     f"{SCRIPT}source": KeyRule(
         lambda value, source: left(
-            "this script is not read, and may set what is open: give its variables, or put it beside"
+            "this script was not found and may set missing values: pass its variables, or put it next to "
+            "the file"
         )
     ),
     f"{SCRIPT}line": KeyRule(
-        lambda value, source: left("it cannot be read as bash: check which arguments it sets")
+        lambda value, source: left("could not be parsed as bash: check which arguments it sets")
     ),
     f"{SCRIPT}cut": KeyRule(lambda value, source: left(CUT)),
     f"{SCRIPT}variables": KeyRule(
-        lambda value, source: left(
-            "the script runs no training: the arguments in these variables are imported"
-        )
+        lambda value, source: left("no training command found: the arguments in these variables are imported")
     ),
     f"{SCRIPT}command": KeyRule(
-        lambda value, source: left("the script has several training commands: this one is imported")
+        lambda value, source: left("several training commands found: this one is imported")
     ),
     f"{LAUNCH}*": never(
-        "it is for the launcher: megalite train's or torchrun's --nproc, --nnodes and --rdzv-endpoint"
+        "launcher option: use --nproc, --nnodes and --rdzv-endpoint of megalite train or torchrun"
     ),
 }

@@ -68,7 +68,7 @@ _UNSUPPORTED: dict[str, list[set[str]]] = {
 
 
 def recognize(leaves: dict[str, Any]) -> str:
-    """The name, in PROJECTS, of the project whose configuration has these keys.
+    """Return the name, in PROJECTS, of the project whose configuration has these keys.
 
     Raises ConfigError if it is not supported, or not recognized.
     """
@@ -76,18 +76,16 @@ def recognize(leaves: dict[str, Any]) -> str:
     for project, key_sets in _UNSUPPORTED.items():
         if any(keys <= leaves.keys() for keys in key_sets):
             raise ConfigError(
-                f"the file is a configuration of {project}, which is not supported. Supported projects: "
-                f"{supported}."
+                f"Configurations of {project} are not supported. Supported projects: {supported}."
             )
     for name, module in PROJECTS.items():
         if module.recognizes(leaves):
             return name
     if any(key.replace("-", "_") == _TRAINER for key in leaves):
         raise ConfigError(
-            "the file has arguments of transformers' Trainer or of TRL, which are not imported. Set the "
-            "options by hand: docs/coming-from.md, under transformers Trainer, has ours beside theirs."
+            "Arguments of transformers' Trainer and of TRL are not supported. Set the options by hand; "
+            "docs/coming-from.md (transformers Trainer) lists the corresponding options."
         )
     raise ConfigError(
-        "the file has no keys by which its project is recognized. Name the project before the file, one of: "
-        f"{supported}."
+        f"Could not recognize the project of the file. Pass the project before the file, one of: {supported}."
     )

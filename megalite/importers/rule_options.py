@@ -36,14 +36,14 @@ _OF_DIMS = {
 
 
 def read_by(rule: Rule, context: RuleContext) -> set[str]:
-    """The options that a rule reads to judge a context, section.key."""
+    """Return the options that a rule reads to judge a context, section.key."""
     reads: set[str] = set()
     rule.broken(_recording(context, reads))
     return reads
 
 
 def left_open(options: set[str], given: Container[str], to_set: Container[str], has_shape: bool) -> list[str]:
-    """The options that neither a file nor its model gives.
+    """Return the options that neither a file nor its model gives.
 
     Args:
         given: options of the file and its model.
@@ -63,8 +63,10 @@ def left_open(options: set[str], given: Container[str], to_set: Container[str], 
 
 
 def _recording(context: RuleContext, reads: set[str]) -> RuleContext:
-    """The context as an object that adds to `reads` what is read of it; sizes of the mesh count as the
-    options that they depend on."""
+    """Return a context that records in `reads` which options are read.
+
+    Sizes of the mesh count as the options that they depend on.
+    """
     names = [section.name for section in fields(Config)]
     dims, shards = (
         context.dims,
@@ -85,8 +87,10 @@ def _recording(context: RuleContext, reads: set[str]) -> RuleContext:
 def _watched(
     value: Any, names: Mapping[str, tuple[str, ...]], reads: set[str], parts: Mapping[str, Any] | None = None
 ) -> Any:
-    """A copy of an object that adds names[attribute] to `reads` when the attribute is read. parts: attributes
-    with other values."""
+    """Return a copy of an object that adds names[attribute] to `reads` when an attribute is read.
+
+    parts: attributes with other values.
+    """
 
     class Watched(type(value)):  # type: ignore[misc]
         def __getattribute__(self, attribute: str) -> Any:

@@ -1,5 +1,8 @@
-"""torchtitan's TOML. Meanings and defaults are those of its config/job_config.py,
-distributed/parallel_dims.py and components/lr_scheduler.py; older names of a key have the same row."""
+"""torchtitan's TOML.
+
+Meanings and defaults are those of its config/job_config.py, distributed/parallel_dims.py and
+components/lr_scheduler.py; older names of a key have the same row.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,7 @@ def _shards(value: Any, source: ImportedFile) -> Verdict:
     if reshard == "NEVER" or (reshard == "DEFAULT" and pipeline > 1):
         options["parallel.zero3_reshard"] = "step"
     if source.dp is None:
-        return honoured(options, "parallel.dp is what is left of the ranks, as there")
+        return honoured(options, "parallel.dp is computed from the remaining ranks, as in torchtitan")
     replicas = source.size(REPLICATE) or 1
     if source.dp % replicas == 0 and replicas > 1:
         # its shards span cp too
@@ -85,7 +88,9 @@ def _replicas(value: Any, source: ImportedFile) -> Verdict:
     if source.dp:
         return _shards(source.get(SHARD), source)
     return (
-        harmless("it is so here") if value == 1 else left(f"set parallel.dp_shard to parallel.dp / {value}")
+        harmless("this is always the case")
+        if value == 1
+        else left(f"set parallel.dp_shard to parallel.dp / {value}")
     )
 
 
@@ -101,7 +106,7 @@ def _batch(value: Any, source: ImportedFile) -> Verdict:
     if total:
         if local and source.dp and total % (local * source.dp):
             raise ConfigError(
-                f"{GLOBAL} = {total} is not a multiple of {LOCAL} * data-parallel ranks = {local} * "
+                f"{GLOBAL}={total} must be a multiple of {LOCAL} * data-parallel ranks = {local} * "
                 f"{source.dp}. Correct one of them."
             )
         return honoured(options | {"train.global_batch_size": total})
@@ -115,9 +120,9 @@ def _decay(value: Any, source: ImportedFile) -> Verdict:
     ratio, kind = source.number(f"{SCHEDULE}decay_ratio"), source.word(f"{SCHEDULE}decay_type")
     if ratio is not None:
         options = {"optimizer.decay": "wsd", "optimizer.wsd_decay_fraction": ratio}
-        return honoured(options, "" if kind == "LINEAR" else "the decay of wsd is linear here")
+        return honoured(options, "" if kind == "LINEAR" else "the wsd decay is always linear")
     if kind == "SQRT":
-        return lost("set optimizer.decay: linear is nearest")
+        return lost("set optimizer.decay: the closest value is linear")
     return (
         honoured({"optimizer.decay": kind.lower()})
         if kind in ("LINEAR", "COSINE")
@@ -128,7 +133,7 @@ def _decay(value: Any, source: ImportedFile) -> Verdict:
 def _minimum(value: Any, source: ImportedFile) -> Verdict:
     lr = source.number("optimizer.lr")
     if lr is None or type(value) not in (int, float):
-        return lost("it is a fraction of the learning rate: set optimizer.min_lr")
+        return lost("a fraction of the learning rate: set optimizer.min_lr")
     return honoured({"optimizer.min_lr": rounded(value * lr)})
 
 
@@ -137,8 +142,11 @@ def _betas(value: Any, source: ImportedFile) -> Verdict:
 
 
 def _recompute(value: Any, source: ImportedFile) -> Verdict:
-    """Per-layer selective checkpointing recomputes every n-th layer; per-operation checkpointing saves the
-    expensive products."""
+    """Map activation checkpointing.
+
+    Per-layer selective checkpointing recomputes every n-th layer. Per-operation checkpointing saves the
+    expensive matmuls.
+    """
     mode, option = (
         source.word("activation_checkpoint.mode"),
         source.word("activation_checkpoint.selective_ac_option"),
@@ -149,9 +157,9 @@ def _recompute(value: Any, source: ImportedFile) -> Verdict:
         return honoured({"train.recompute": "full" if option == "1" else f"every-{option}"})
     if mode == "SELECTIVE":
         return honoured(
-            {"train.recompute": "selective"}, "selective recomputes attention here, not a list of operations"
+            {"train.recompute": "selective"}, "selective recomputes attention instead of a list of operations"
         )
-    return lost("set train.recompute: none, selective, full or every-K")
+    return lost("set train.recompute to none, selective, full or every-K")
 
 
 @cache
@@ -169,20 +177,12 @@ def _flavor(value: Any, source: ImportedFile) -> Verdict:
     name = f"{source.get('model.name')}/{source.get('model.flavor')}"
     shape = flavors().get(name)
     if shape is None:
-        return lost(
-            f"there is no table of its shape here ({', '.join(flavors())} are known): set model.preset or "
-            "model.from_hf"
-        )
+        return lost(f"unknown model (supported: {', '.join(flavors())}): set model.preset or model.from_hf")
     options = {f"model.{key}": size for key, size in shape.items()}
     remarks = {
-        "llama": "earlier versions of torchtitan have no rope_scaling there"
-        if "rope_scaling" in shape
-        else "",
-        "deepseek": "there rotary embeddings are scaled above 4,096 tokens only, and the bias on the choice "
-        "of experts is centred",
-        "qwen": "there the bias on the choice of experts is centred after each step"
-        if "router_balance" in shape
-        else "",
+        "llama": "earlier versions of torchtitan do not use rope_scaling" if "rope_scaling" in shape else "",
+        "deepseek": "torchtitan scales rotary embeddings above 4,096 tokens only and centers the expert bias",
+        "qwen": "torchtitan centers the expert bias after each step" if "router_balance" in shape else "",
     }
     return honoured(options, next(text for family, text in remarks.items() if family in name))
 
@@ -199,7 +199,7 @@ def _pipeline(value: Any, source: ImportedFile) -> Verdict:
     if value == 1:
         return honoured({"parallel.pp": 1})
     if schedule is None:
-        return honoured({"parallel.pp": value}, "its schedule is not one of parallel.schedule: set that")
+        return honoured({"parallel.pp": value}, "its schedule is not supported: set parallel.schedule")
     return honoured({"parallel.pp": value, "parallel.schedule": schedule})
 
 
@@ -211,7 +211,7 @@ def _context(value: Any, source: ImportedFile) -> Verdict:
 
 def _layers_per_stage(value: Any, source: ImportedFile) -> Verdict:
     return left(
-        f"set parallel.partition to stages of {show(value)} layers, or leave it out: stages are balanced by "
+        f"set parallel.partition to stages of {show(value)} layers, or leave it unset to balance stages by "
         "cost"
     )
 
@@ -221,7 +221,7 @@ def _checkpoint_interval(value: Any, source: ImportedFile) -> Verdict:
     return (
         honoured({"checkpoint.interval": value})
         if on
-        else harmless("off there; here checkpoint.minutes says when")
+        else harmless("disabled in torchtitan; use checkpoint.minutes")
     )
 
 
@@ -230,7 +230,7 @@ DATASETS = {"c4": ("hf:allenai/c4:en", "train"), "c4_validation": ("hf:allenai/c
 
 
 def _data(option: str) -> KeyRule:
-    """The row of a dataset and its path. option: data.train or data.validation."""
+    """Return the row of a dataset and its path. option: data.train or data.validation."""
     section = TRAINING if option == "data.train" else "validation."
 
     def judge(value: Any, source: ImportedFile) -> Verdict:
@@ -248,38 +248,38 @@ def _data(option: str) -> KeyRule:
     return KeyRule(judge, option)
 
 
-FLOAT8 = "there is no float8: train.precision: bf16 is nearest"
+FLOAT8 = "float8 is not supported: the closest option is train.precision: bf16"
 TABLE: Table = {
     "job.dump_folder": sets("run.dir"),
     **each(
         "job.",
         "description config_file print_args use_for_integration_test custom_config_module",
-        never("it changes nothing in a run"),
+        never("has no effect on the run"),
     ),
-    "profiling.*": missing("profiling.steps, ranks and timeline are nearest"),
+    "profiling.*": missing("the closest options are profiling.steps, ranks and timeline"),
     "metrics.log_freq": sets("logging.interval"),
     "metrics.enable_tensorboard": sets("logging.tensorboard"),
     "metrics.enable_wandb": sets("logging.wandb"),
-    "metrics.*": never("metrics are in the run's directory, of all ranks together"),
+    "metrics.*": never("metrics of all ranks are written to the run directory"),
     **each("model.", "name flavor", KeyRule(_flavor, "model.preset")),
-    "model.hf_assets_path": never("the command that prepares the data has it"),
+    "model.hf_assets_path": never("included in the `megalite prepare` command"),
     "model.tokenizer_path": to_do(
-        "give the Hugging Face directory of that tokenizer to `megalite prepare --tokenizer`"
+        "pass the Hugging Face directory of the tokenizer to `megalite prepare --tokenizer`"
     ),
     **each("model.", "converters print_after_conversion", missing(FLOAT8)),
     "optimizer.name": optimizer(
-        "ADAMW", "set muon.lr: optimizer.lr is that of the tensors which AdamW updates"
+        "ADAMW", "set muon.lr: optimizer.lr only applies to the tensors that AdamW updates"
     ),
     **{f"optimizer.{key}": sets(f"optimizer.{key}") for key in ("lr", "eps", "weight_decay")},
     **each("optimizer.", "beta1 beta2", KeyRule(_betas, "optimizer.betas")),
-    **each("optimizer.", "implementation fused foreach", never("one fused AdamW runs, over flat shards")),
+    **each("optimizer.", "implementation fused foreach", never("AdamW is always fused")),
     "optimizer.early_step_in_backward": missing(
-        "the step follows the backward, since clipping needs the global norm"
+        "the optimizer step runs after backward because clipping requires the global norm"
     ),
     f"{SCHEDULE}warmup_steps": sets("optimizer.warmup_steps"),
     **each(SCHEDULE, "decay_type decay_ratio", KeyRule(_decay, "optimizer.decay")),
     **each(SCHEDULE, "lr_min min_lr_factor", KeyRule(_minimum, "optimizer.min_lr")),
-    f"{SCHEDULE}total_steps": to_do("the schedule ends with train.steps"),
+    f"{SCHEDULE}total_steps": to_do("the schedule always ends at train.steps"),
     **each(
         TRAINING, "local_batch_size batch_size global_batch_size", KeyRule(_batch, "train.global_batch_size")
     ),
@@ -296,31 +296,35 @@ TABLE: Table = {
         )
     ),
     f"{TRAINING}mixed_precision_param": sets(
-        "train.precision", {"BFLOAT16": "bf16", "FLOAT32": "fp32"}, "train.precision: bf16 is nearest"
+        "train.precision",
+        {"BFLOAT16": "bf16", "FLOAT32": "fp32"},
+        "the closest option is train.precision: bf16",
     ),
     f"{TRAINING}mixed_precision_reduce": sets(
         "parallel.reduce_dtype",
         {"FLOAT32": "fp32", "BFLOAT16": "bf16"},
-        "parallel.reduce_dtype is fp32 or bf16",
+        "parallel.reduce_dtype must be fp32 or bf16",
     ),
-    f"{TRAINING}dtype": only("FLOAT32", "master weights are fp32"),
+    f"{TRAINING}dtype": only("FLOAT32", "master weights are always fp32"),
     **each("", f"{TRAINING}compile compile.enable", sets("train.compile")),
-    "compile.*": never("train.compile has no further choices"),
+    "compile.*": never("train.compile has no further options"),
     **each("", f"{TRAINING}seed debug.seed", sets("run.seed")),
     **each("", f"{TRAINING}deterministic debug.deterministic", sets("run.deterministic")),
-    **each(TRAINING, "gc_freq gc_debug", never("garbage collection has no options")),
-    "debug.*": never("it changes nothing in a run"),
+    **each(TRAINING, "gc_freq gc_debug", never("garbage collection is not configurable")),
+    "debug.*": never("has no effect on the run"),
     SHARD: KeyRule(_shards, "parallel.zero"),
     REPLICATE: KeyRule(_replicas, "parallel.dp_shard"),
-    f"{PARALLEL}fsdp_reshard_after_forward": never("parallel.zero3_reshard is set for it"),
+    f"{PARALLEL}fsdp_reshard_after_forward": never("parallel.zero3_reshard is set instead"),
     DEGREES["tensor"]: KeyRule(_tensor, "parallel.tp"),
     DEGREES["pipeline"]: KeyRule(_pipeline, "parallel.pp"),
     DEGREES["context"]: KeyRule(_context, "parallel.cp"),
     f"{PARALLEL}context_parallel_rotate_method": never(
-        "parallel.context is set for it, if there are ranks of a sequence"
+        "parallel.context is set instead if context parallelism is used"
     ),
-    f"{PARALLEL}context_parallel_*": never("it is how the ranks of one sequence communicate"),
-    f"{PARALLEL}pipeline_parallel_schedule": never("parallel.schedule is set for it, if there is a pipeline"),
+    f"{PARALLEL}context_parallel_*": never("only affects how context-parallel ranks communicate"),
+    f"{PARALLEL}pipeline_parallel_schedule": never(
+        "parallel.schedule is set if pipeline parallelism is used"
+    ),
     **each(
         PARALLEL,
         "pipeline_parallel_layers_per_stage pipeline_parallel_split_points module_fqns_per_model_part",
@@ -332,74 +336,78 @@ TABLE: Table = {
         never("stages are balanced by cost"),
     ),
     f"{PARALLEL}pipeline_parallel_schedule_csv": only(
-        "", "parallel.schedule has the schedules that run here"
+        "", "see parallel.schedule for the supported schedules"
     ),
     f"{PARALLEL}expert_parallel_degree": sets("parallel.ep"),
     f"{PARALLEL}expert_tensor_parallel_degree": only(
-        "1", "an expert is whole on its rank: parallel.ep splits the experts over tp ranks, too"
+        "1", "experts are not split: parallel.ep also distributes them over tp ranks"
     ),
     **each(
         PARALLEL,
         "expert_parallel_comm_backend expert_parallel_a2a_impl",
-        never("parallel.expert_dispatch is one implementation"),
+        never("parallel.expert_dispatch has a single implementation"),
     ),
     **each(
         PARALLEL,
         "disable_loss_parallel enable_async_tensor_parallel enable_compiled_autograd",
-        never("it is one implementation here"),
+        never("there is a single implementation"),
     ),
-    **each("checkpoint.", "enable enable_checkpoint", never("checkpoint.interval is set, if it is on")),
+    **each("checkpoint.", "enable enable_checkpoint", never("checkpoint.interval is set if enabled")),
     "checkpoint.interval": KeyRule(_checkpoint_interval, "checkpoint.interval"),
     "checkpoint.async_mode": KeyRule(
         lambda value, _: honoured({"checkpoint.async_save": word(value) != "DISABLED"}),
         "checkpoint.async_save",
     ),
     "checkpoint.keep_latest_k": KeyRule(
-        lambda value, _: honoured({"checkpoint.keep": value}) if value else harmless("all are kept, as here")
+        lambda value, _: (
+            honoured({"checkpoint.keep": value}) if value else harmless("all checkpoints are kept by default")
+        )
     ),
     "checkpoint.initial_load_path": to_do(
-        "convert its weights through Hugging Face (`megalite convert import`) and set model.init_from"
+        "convert the weights to Hugging Face format, run `megalite convert import` and set model.init_from"
     ),
     "checkpoint.load_step": only(
-        "-1", "set checkpoint.load to that step's directory", "the newest is loaded, as here"
+        "-1", "set checkpoint.load to that step's directory", "the newest checkpoint is loaded by default"
     ),
-    "checkpoint.*": never("a checkpoint holds the whole model, and any layout loads it"),
+    "checkpoint.*": never("checkpoints always contain the whole model and can be loaded with any layout"),
     **each("activation_checkpoint.", "mode selective_ac_option", KeyRule(_recompute, "train.recompute")),
-    "activation_checkpoint.*": never("train.recompute has no further choices"),
+    "activation_checkpoint.*": never("train.recompute has no further options"),
     **each(
         "",
         "float8.* mx.* quantize.*",
-        never("converters decides whether it is used; there is no float8 here"),
+        never("only used if converters selects it; float8 is not supported"),
     ),
     "comm.init_timeout_seconds": KeyRule(
         lambda value, _: honoured({"run.timeout": f"{value}s"}), "run.timeout"
     ),
-    "comm.*": never("run.timeout and the watchdog are all that there is"),
-    "memory_estimation.*": missing("`megalite train --dry_run` estimates memory"),
-    "fault_tolerance.*": missing("restarts are torchrun's --max-restarts; see docs/faults.md"),
-    "experimental.*": missing("what it imports runs in torchtitan only"),
+    "comm.*": never("only run.timeout and the watchdog are supported"),
+    "memory_estimation.*": missing("use `megalite train --dry_run` to estimate memory"),
+    "fault_tolerance.*": missing("use torchrun's --max-restarts; see docs/faults.md"),
+    "experimental.*": missing("the imported module only works with torchtitan"),
     "validation.freq": sets("validation.interval"),
     "validation.steps": KeyRule(
         lambda value, _: (
-            harmless("all of the data, as here") if value == -1 else honoured({"validation.batches": value})
+            harmless("all of the data is used by default")
+            if value == -1
+            else honoured({"validation.batches": value})
         )
     ),
     **each("validation.", "dataset dataset_path", _data("data.validation")),
     **each(
         "validation.",
         "enable enabled local_batch_size seq_len",
-        never("validation has the training's batch and sequence length"),
+        never("validation uses the batch size and sequence length of training"),
     ),
 }
 
 
 def table(source: ImportedFile) -> Table:
-    """The rows for this file's keys: those of sections that are off are harmless."""
+    """Return the rows for this file's keys: those of sections that are off are harmless."""
     rows = dict(TABLE)
     for section, switch in SWITCHES.items():
         if not any(source.on(f"{section}.{name}") for name in (switch, "enable", "enabled")):
             rows |= {
-                key: never(f"{section} is off") for key in source.leaves if key.startswith(f"{section}.")
+                key: never(f"{section} is disabled") for key in source.leaves if key.startswith(f"{section}.")
             }
     return rows
 

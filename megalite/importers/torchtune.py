@@ -1,5 +1,7 @@
-"""torchtune's recipe YAML. Meanings and defaults are those of its recipes/*_distributed.py and of the
-components that it names."""
+"""torchtune's recipe YAML.
+
+Meanings and defaults are those of its recipes/*_distributed.py and of the components that it names.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ def ranks(source: ImportedFile) -> int | None:
 
 
 def component(source: ImportedFile, section: str) -> str:
-    """The last part of a component's name."""
+    """Return the last part of a component's name."""
     return str(source.get(f"{section}.{COMPONENT}", "")).split(".")[-1]
 
 
@@ -60,14 +62,16 @@ def _directory(value: Any, source: ImportedFile) -> Verdict:
 
 
 def _model(value: Any, source: ImportedFile) -> Verdict:
-    """The builder of the model, whose shape is that of the checkpoint here. Those of adapters begin with
-    lora_, qlora_ or dora_."""
+    """Check the model builder, whose architecture is read from the checkpoint instead.
+
+    Those of adapters begin with lora_, qlora_ or dora_.
+    """
     name = component(source, "model")
     if name.startswith("qlora"):
         return lost(finetuning.QUANTIZED)
     if name.startswith("dora"):
         return honoured({"lora.dora": True})
-    return harmless("the shape is that of model.from_hf")
+    return harmless("the architecture is determined by model.from_hf")
 
 
 def _targets(value: Any, source: ImportedFile) -> Verdict:
@@ -90,13 +94,13 @@ def _schedule(value: Any, source: ImportedFile) -> Verdict:
     return (
         honoured({"optimizer.decay": decay})
         if decay
-        else lost("optimizer.decay is cosine, linear, wsd or constant")
+        else lost("optimizer.decay must be cosine, linear, wsd or constant")
     )
 
 
 def _loss(value: Any, source: ImportedFile) -> Verdict:
     if "CrossEntropy" in component(source, "loss") or component(source, "loss").startswith("CE"):
-        return harmless("the loss is cross-entropy; train.loss_chunk cuts it")
+        return harmless("the loss is always cross-entropy; use train.loss_chunk to compute it in chunks")
     return lost(finetuning.OBJECTIVE)
 
 
@@ -110,8 +114,10 @@ REFERENCE = re.compile(r"\$\{([^${}]+)\}")
 
 
 def resolved(source: ImportedFile) -> ImportedFile:
-    """The file with references to other keys, such as ${output_dir}/logs, replaced by their values; those
-    that lead nowhere stay."""
+    """Replace references to other keys, such as ${output_dir}/logs, by their values.
+
+    References to missing keys are kept.
+    """
 
     def value(given: Any, depth: int = 0) -> Any:
         if not isinstance(given, str) or depth > DEPTH:
@@ -145,34 +151,37 @@ def _length(value: Any, source: ImportedFile) -> Verdict:
 
 
 def _sharded(value: Any, source: ImportedFile) -> Verdict:
-    """A distributed recipe shards with FSDP2; weights stay gathered if fsdp_reshard_after_forward is off."""
+    """Map the sharding of a distributed recipe, which uses FSDP2.
+
+    Weights stay gathered if fsdp_reshard_after_forward is off.
+    """
     if word(value) not in ("TRUE", "FALSE"):
-        return lost("it is neither true nor false")
+        return lost("expected true or false")
     return honoured({"parallel.zero": 3} | ({} if value else {"parallel.zero3_reshard": "step"}))
 
 
 def _steps(value: Any, source: ImportedFile) -> Verdict:
-    """The steps of all epochs; an epoch that has fewer ends earlier there."""
+    """Return the number of steps over all epochs, which torchtune may end earlier."""
     count = source.size("epochs")
     if count is None or type(value) is not int:
-        return left("train.steps is their number over all epochs")
-    return honoured({"train.steps": value * count}, "an epoch there may have fewer")
+        return left("set train.steps to the number of steps over all epochs")
+    return honoured({"train.steps": value * count}, "an epoch may have fewer steps in torchtune")
 
 
 def _shards(value: Any, source: ImportedFile) -> Verdict:
     """Shards span the ranks of a sequence, too."""
     cp = source.size("context_parallel_dim") or 1
     return (
-        harmless("all ranks that are left, as here")
+        harmless("all remaining ranks are used by default")
         if value == -1
         else honoured({"parallel.dp": source.dp, "parallel.dp_shard": value * cp})
     )
 
 
 def _replicas(value: Any, source: ImportedFile) -> Verdict:
-    """The weights of each replica are sharded over the ranks that are left."""
+    """Shard the weights of each replica over the remaining ranks."""
     if value == 1:
-        return harmless("it is so here")
+        return harmless("this is always the case")
     if source.dp and type(value) is int and value > 0 and source.dp % value == 0:
         return honoured(
             {
@@ -197,10 +206,13 @@ def _offload(value: Any, source: ImportedFile) -> Verdict:
 
 
 def _decayed(value: Any, source: ImportedFile) -> Verdict:
-    return honoured({"optimizer.weight_decay": value}, "norms and biases never decay here" if value else "")
+    return honoured(
+        {"optimizer.weight_decay": value},
+        "weight decay is never applied to norms and biases" if value else "",
+    )
 
 
-DATA = "the command that prepares the data has it, or says that it has not"
+DATA = "handled by the `megalite prepare` command, as far as it is supported"
 TABLE: Table = {
     **BATCH.table(),
     f"model.{COMPONENT}": KeyRule(_model),
@@ -208,18 +220,18 @@ TABLE: Table = {
     "model.lora_alpha": sets("lora.alpha"),
     "model.lora_dropout": sets("lora.dropout"),
     **each("model.", "lora_attn_modules apply_lora_to_mlp", KeyRule(_targets, "lora.targets")),
-    "model.apply_lora_to_output": missing("the head is frozen under LoRA"),
+    "model.apply_lora_to_output": missing("the head is always frozen with LoRA"),
     "model.use_dora": finetuning.DORA,
     "model.quantize_base": missing(finetuning.QUANTIZED),
-    "model.*": to_do("the shape is that of model.from_hf: set model.* to change it"),
-    f"checkpointer.{COMPONENT}": never("weights are read from Hugging Face files"),
+    "model.*": to_do("the architecture is determined by model.from_hf: set model.* to change it"),
+    f"checkpointer.{COMPONENT}": never("weights are always read from Hugging Face files"),
     "checkpointer.checkpoint_dir": KeyRule(_directory, "model.from_hf"),
     "checkpointer.*": never(
-        "model.init_from reads all files of the directory; `megalite convert export` writes them"
+        "model.init_from reads all files of the directory; use `megalite convert export` to write them"
     ),
     "tokenizer.max_seq_len": KeyRule(_length, "data.sequence_length"),
     "tokenizer.prompt_template": finetuning.TEMPLATE,
-    "tokenizer.*": never("the tokenizer is that of model.from_hf, given to `megalite prepare`"),
+    "tokenizer.*": never("use the tokenizer of model.from_hf with `megalite prepare`"),
     f"dataset.{COMPONENT}": KeyRule(torchtune_data.training, "data.train"),
     "dataset": KeyRule(_datasets, "data.train"),
     "dataset.packed": KeyRule(_packing, "data.packing"),
@@ -234,38 +246,38 @@ TABLE: Table = {
     "optimizer.lr": sets("optimizer.lr"),
     "optimizer.weight_decay": KeyRule(_decayed, "optimizer.weight_decay"),
     **{f"optimizer.{key}": sets(f"optimizer.{key}") for key in ("betas", "eps")},
-    **each("optimizer.", "fused foreach", never("one fused AdamW runs, over flat shards")),
+    **each("optimizer.", "fused foreach", never("AdamW is always fused")),
     "optimizer_in_bwd": missing("the step follows the backward, since clipping needs the global norm"),
     f"lr_scheduler.{COMPONENT}": KeyRule(_schedule, "optimizer.decay"),
     "lr_scheduler.num_warmup_steps": sets("optimizer.warmup_steps"),
-    "lr_scheduler.num_cycles": only("0.5", "the cosine goes down once"),
+    "lr_scheduler.num_cycles": only("0.5", "the cosine schedule has no further cycles"),
     f"loss.{COMPONENT}": KeyRule(_loss),
     **each("", "loss.* teacher_* kd_* ref_* reward_* value_* policy_*", missing(finetuning.OBJECTIVE)),
     "quantizer.*": missing(finetuning.QUANTIZED),
-    "loss.num_output_chunks": never("train.loss_chunk is a number of tokens"),
+    "loss.num_output_chunks": never("use train.loss_chunk, a number of tokens"),
     "clip_grad_norm": KeyRule(_clip, "train.grad_clip"),
     "compile": sets("train.compile"),
-    "compile.*": to_do("train.compile compiles the pure functions between linears"),
+    "compile.*": to_do("use train.compile, which compiles the functions between linears"),
     "dtype": sets(
         "train.precision",
         {"BF16": "bf16", "FP32": "fp32", "FP16": "fp16"},
-        "train.precision is bf16, fp16 or fp32",
+        "train.precision must be bf16, fp16 or fp32",
     ),
     "enable_activation_checkpointing": KeyRule(finetuning.recompute, "train.recompute"),
     "enable_activation_offloading": missing(
-        "activations are recomputed, not offloaded: train.recompute: full"
+        "offloading activations is not supported: use train.recompute: full"
     ),
-    **each("ac_", "mode option", to_do("set train.recompute: selective, or every-K")),
+    **each("ac_", "mode option", to_do("set train.recompute to selective or every-K")),
     "fsdp_cpu_offload": KeyRule(_offload, "parallel.offload"),
     "fsdp_reshard_after_forward": KeyRule(_sharded, "parallel.zero"),
-    "custom_sharded_layers": never("embedding and head are sharded like the layers"),
+    "custom_sharded_layers": never("embedding and head are always sharded like the layers"),
     "tensor_parallel_dim": sets("parallel.tp"),
     "context_parallel_dim": KeyRule(_context, "parallel.cp"),
-    "context_parallel_rotate_method": never("parallel.context is set for it"),
+    "context_parallel_rotate_method": never("parallel.context is set instead"),
     "data_parallel_shard_dim": KeyRule(_shards, "parallel.dp_shard"),
     "data_parallel_replicate_dim": KeyRule(_replicas, "parallel.dp_shard"),
-    "tensor_parallel_plan.*": never("the model is split in one way"),
-    "output_dir": sets("run.dir", roughly="the run's own directory is run.dir/run.name"),
+    "tensor_parallel_plan.*": never("the tensor-parallel plan is fixed"),
+    "output_dir": sets("run.dir", roughly="the run directory is run.dir/run.name"),
     f"metric_logger.{COMPONENT}": KeyRule(
         lambda value, _: (
             honoured({"logging.tensorboard": True})
@@ -274,42 +286,46 @@ TABLE: Table = {
         )
     ),
     "metric_logger.project": sets("logging.wandb"),
-    "metric_logger.*": never("metrics are in the run's directory"),
+    "metric_logger.*": never("metrics are written to the run directory"),
     "log_every_n_steps": sets("logging.interval"),
-    **each("", "log_peak_memory_stats log_level", never("metrics.jsonl has each step's time and memory")),
+    **each(
+        "",
+        "log_peak_memory_stats log_level",
+        never("metrics.jsonl contains the time and memory of each step"),
+    ),
     "run_val_every_n_steps": sets("validation.interval"),
-    "batch_size_val": never("validation has the training's batch"),
+    "batch_size_val": never("validation uses the batch size of training"),
     "save_every_n_steps": sets("checkpoint.interval"),
-    "low_cpu_ram": never("weights are read as they are"),
+    "low_cpu_ram": never("weights are read directly"),
     "fsdp.cpu_offload": KeyRule(_offload, "parallel.offload"),
     **each(
         "",
         "resume_from_checkpoint should_load_recipe_state",
-        never("checkpoint.load: auto resumes the run in its directory"),
+        never("checkpoint.load: auto resumes from the run directory"),
     ),
     **each(
         "",
         "save_adapter_weights_only save_last_epoch_only",
-        never("`megalite convert adapter-export` writes the adapters alone"),
+        never("use `megalite convert adapter-export` to save only the adapters"),
     ),
     "enable_async_checkpointing": sets("checkpoint.async_save"),
-    "profiler.*": never("profiling.ranks and profiling.steps trace with torch.profiler"),
-    "device": only("CUDA", "a run uses the GPUs that it sees: hide them with CUDA_VISIBLE_DEVICES= (empty)"),
+    "profiler.*": never("use profiling.ranks and profiling.steps to trace with torch.profiler"),
+    "device": only("CUDA", "a run uses all visible GPUs: set CUDA_VISIBLE_DEVICES= (empty) to hide them"),
     "cudnn_deterministic_mode": sets("run.deterministic"),
-    "tokenizer": never("the tokenizer is that of model.from_hf"),
+    "tokenizer": never("the tokenizer of model.from_hf is used"),
 }
 
 
 def table(source: ImportedFile) -> Table:
-    """The rows for this file's keys, which judge the values that references lead to."""
+    """Return the rows for this file's keys, which judge the values that references lead to."""
     rows, whole = dict(TABLE), resolved(source)
     used = {name for value in source.leaves.values() for name in REFERENCE.findall(str(value))}
     for key, value in whole.leaves.items():
         row, open_name = row_of(TABLE, key), REFERENCE.search(str(value))
         if open_name:
-            rows[key] = to_do(f"the file does not have {open_name[1]}")
+            rows[key] = to_do(f"the file does not set {open_name[1]}")
         elif row is None and key in used:
-            rows[key] = never("it is judged where another key refers to it")
+            rows[key] = never("used by another key")
         elif row is not None:
             rows[key] = _following(row, value)
     return rows
@@ -317,15 +333,17 @@ def table(source: ImportedFile) -> Table:
 
 def _following(row: KeyRule, value: Any) -> KeyRule:
     return (
-        never("it is empty")
+        never("empty value")
         if value in (None, [])
         else KeyRule(lambda _, source: row.judge(value, resolved(source)), row.option)
     )
 
 
 def defaults(source: ImportedFile) -> dict[str, Any]:
-    """torchtune's defaults that differ from ours; those of torch's AdamW, and FSDP in a distributed
-    recipe."""
+    """Return torchtune's defaults that differ from megalite's.
+
+    They include the defaults of torch's AdamW, and of FSDP in a distributed recipe.
+    """
     source = resolved(source)
     adam = (
         {"optimizer.weight_decay": 0.01, "optimizer.betas": [0.9, 0.999]}

@@ -48,7 +48,7 @@ EXPRESSED = {
 
 
 def training(value: Any, source: ImportedFile) -> Verdict:
-    """A dataset, or a list of them."""
+    """Return a dataset, or a list of them."""
     return _prepared(_sections(source, "dataset"), source, "data.train", "PREFIX")
 
 
@@ -61,12 +61,12 @@ def is_text(source: ImportedFile) -> bool:
 
 
 def packed(source: ImportedFile) -> Any:
-    """Whether the datasets are packed; None if they do not say it."""
+    """Return whether the datasets are packed, or None if this is not set."""
     return next((section["packed"] for section in _sections(source, "dataset") if "packed" in section), None)
 
 
 def _sections(source: ImportedFile, name: str) -> list[dict[str, Any]]:
-    """The keys of each dataset in a section of the file, which may be a list."""
+    """Return the keys of each dataset in a section of the file, which may be a list."""
     whole = source.get(name)
     if isinstance(whole, list):
         return [part for part in whole if isinstance(part, dict)]
@@ -89,8 +89,8 @@ def _prepared(sections: list[dict[str, Any]], source: ImportedFile, option: str,
     others = [_name(section) for section in sections if _name(section) not in TEXTS | CHATS]
     if others:
         return lost(
-            f"data of {', '.join(map(show, others))} cannot be prepared here: make conversations or text of "
-            "it first"
+            f"data of {', '.join(map(show, others))} is not supported: convert it to conversations or text "
+            "first"
         )
     return data.prepared(
         [*map(_dataset, sections)] or [ImportedDataset()],
@@ -121,8 +121,10 @@ def _dataset(section: dict[str, Any]) -> ImportedDataset:
 
 
 def _keys(name: str, given: dict[str, Any]) -> tuple[str, ...]:
-    """Names of keys in the records: of a conversation's messages, or of instructions, whose names are those
-    of Alpaca here."""
+    """Return the key names in records: in messages of a conversation, or in instructions.
+
+    Instructions are mapped to the names of Alpaca.
+    """
     if name == "chat_dataset":
         ours = "messages" if given.get("conversation_style") == "openai" else "conversations"
         column = given.get("conversation_column", ours)

@@ -1,5 +1,4 @@
-"""How a key of another project's configuration is converted: the rows of the tables in the files beside this
-one."""
+"""Conversion rules of keys: the rows of the tables in the files of the projects."""
 
 from __future__ import annotations
 
@@ -35,22 +34,27 @@ Table = dict[str, KeyRule]
 
 
 def row_of(table: Table, key: str) -> KeyRule | None:
-    """The row of a key; None if the table does not know the key."""
+    """Return the row of a key, or None for an unknown key."""
     begins = [name for name in table if name.endswith("*") and key.startswith(name[:-1])]
     return table.get(key) or (table[max(begins, key=len)] if begins else None)
 
 
 @dataclass(frozen=True)
 class ImportedFile:
-    """The leaves of a file, section.key → value, its number of data-parallel ranks, if that is known, and the
-    values that its program gives to keys that the file does not have."""
+    """Configuration of another project.
+
+    Attributes:
+        leaves: section.key → value.
+        dp: number of data-parallel ranks, or None if it is unknown.
+        defaults: values that the project uses for missing keys.
+    """
 
     leaves: dict[str, Any]
     dp: int | None = None
     defaults: dict[str, Any] = field(default_factory=dict)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A value, or the default if the key is missing; None if it is empty or auto."""
+        """Return a value, or None if it is empty or auto. A missing key has the default."""
         value = self.leaves.get(key, self.defaults.get(key, default))
         return None if value == "auto" else value
 
@@ -58,31 +62,33 @@ class ImportedFile:
         return word(self.get(key, default))
 
     def size(self, key: str) -> int | None:
-        """A positive integer; None if the value is anything else."""
+        """Return a positive integer, or None for other values."""
         value = self.get(key)
         return int(value) if type(value) in (int, float) and value > 0 and value % 1 == 0 else None
 
     def count(self, key: str, default: int = 1) -> int | None:
-        """A positive integer, the default if the key is missing; None if the value is anything else."""
+        """Return a positive integer, or None for other values."""
         return self.size(key) if key in self.leaves or key in self.defaults else default
 
     def unsettled(self) -> list[str]:
-        """Keys such as ${MORE}: what a script does not set, which may have further keys."""
+        """Return keys such as ${MORE}, which the script does not set and which may contain further keys."""
         return [key for key in self.leaves if key[:1] in ("$", "<")]
 
     def number(self, key: str) -> float | None:
-        """A number; None if the value is anything else."""
+        """Return a number, or None for other values."""
         value = self.get(key)
         return value if type(value) in (int, float) else None
 
     def on(self, key: str) -> bool:
-        """Whether a switch is on."""
+        """Return whether a switch is on."""
         return self.get(key) is True
 
 
 def plain(value: Any) -> Any:
-    """Text that reads as a number, true or false as that value, in lists too: many projects convert a quoted
-    "2e-5" themselves."""
+    """Convert text that represents a number or a boolean, also in lists.
+
+    Many projects convert a quoted "2e-5" themselves.
+    """
     if isinstance(value, list):
         return [plain(each) for each in value]
     if not isinstance(value, str):
@@ -96,12 +102,12 @@ def plain(value: Any) -> Any:
 
 
 def word(value: Any) -> str:
-    """A value as the tables write it, for example TRUE, 2 or CPU."""
+    """Return a value in the notation of the tables, for example TRUE, 2 or CPU."""
     return f"{value:.15g}" if type(value) in (int, float) else str(value).upper()
 
 
 def rounded(value: float) -> float:
-    """A value rounded to 12 digits, without the rounding error of a product."""
+    """Return a value rounded to 12 digits, without the rounding error of a product."""
     return float(f"{value:.12g}")
 
 
@@ -118,15 +124,17 @@ def harmless(why: str) -> Verdict:
 
 
 def left(why: str) -> Verdict:
-    """The file leaves something to the user."""
+    """Return the file leaves something to the user."""
     return Verdict("open", {}, why)
 
 
 def sets(
     option: str, values: dict[str, Any] | None = None, why: str = "", roughly: str = "", scale: float = 1
 ) -> KeyRule:
-    """A row that sets the option to the value: times `scale`, or mapped by `values`, in which case other
-    values are lost."""
+    """Return a row that sets the option to the value, multiplied by `scale` or mapped by `values`.
+
+    Values that `values` does not contain are lost.
+    """
 
     def judge(value: Any, source: ImportedFile) -> Verdict:
         if values is None:
@@ -139,17 +147,17 @@ def sets(
     return KeyRule(judge, option)
 
 
-def only(words: str, why: str, here: str = "it is so here") -> KeyRule:
-    """A row for a key that is harmless with one of these words as value, and lost with any other."""
+def only(words: str, why: str, here: str = "this is always the case") -> KeyRule:
+    """Return a row that is harmless for these words and lost for other values."""
     return KeyRule(lambda value, source: harmless(here) if word(value) in words.split() else lost(why))
 
 
 def optimizer(adams: str, roughly: str = "") -> KeyRule:
-    """The row of the optimizer's name, which is Muon or one of these names of AdamW."""
+    """Return the row of the optimizer's name: Muon, or one of these names of AdamW."""
     others = sets(
         "optimizer.name",
         {"MUON": "muon"},
-        "optimizer.name is adamw or muon: set optimizer.* for the nearest",
+        "optimizer.name must be adamw or muon: set optimizer.* for the closest one",
         roughly,
     )
     return KeyRule(
@@ -160,24 +168,24 @@ def optimizer(adams: str, roughly: str = "") -> KeyRule:
 
 
 def never(reason: str) -> KeyRule:
-    """A row for a key that is harmless with any value."""
+    """Return a row that is harmless for any value."""
     return KeyRule(lambda value, source: harmless(reason))
 
 
 def to_do(why: str) -> KeyRule:
-    """A row for a key that leaves something to the user, with any value."""
+    """Return a row for a key that leaves something to the user, with any value."""
     return KeyRule(lambda value, source: left(why))
 
 
 def missing(why: str) -> KeyRule:
-    """A row for a key that is lost with any value that turns something on."""
+    """Return a row that is lost for any value that enables something."""
     return KeyRule(
         lambda value, source: (
-            harmless("it is off") if word(value) in ("FALSE", "0", "NONE", "NO") else lost(why)
+            harmless("disabled") if word(value) in ("FALSE", "0", "NONE", "NO") else lost(why)
         )
     )
 
 
 def each(prefix: str, keys: str, row: KeyRule) -> Table:
-    """The same row for several keys."""
+    """Return the same row for several keys."""
     return {prefix + key: row for key in keys.split()}

@@ -212,7 +212,9 @@ def test_another_format_is_named(tmp_path: Path) -> None:
     file = tmp_path / "step_00000001" / "manifest.json"
     body = file.read_text().replace('"format": 1', '"format": 2').rpartition(', "crc32c": ')[0]
     file.write_text(f'{body}, "crc32c": "{crc32c(body.encode()):08x}"}}\n')
-    with pytest.raises(CheckpointError, match="has format 2, and this version of megalite reads format 1") as error:
+    with pytest.raises(
+        CheckpointError, match="has format version 2, but this version of megalite only supports 1"
+    ) as error:
         checkpoint.manifest_of(file.parent)
     assert not isinstance(error.value, DamagedError)
 

@@ -60,7 +60,7 @@ def test_list_shows_what_is_whole_and_what_is_not(call: Callable[..., Any], tmp_
         first, second, third = content["checkpoints"]
         assert status == 0 and [entry["step"] for entry in content["checkpoints"]] == [1, 2, 3]
         assert "rank_00000.bin is damaged: expected 512 bytes, found 5" in first["problem"]
-        assert "it has no manifest.json" in second["problem"] and second["bytes"] is None
+        assert "manifest.json is missing" in second["problem"] and second["bytes"] is None
         assert third == {
             "name": "step_00000003",
             "step": 3,
@@ -177,8 +177,8 @@ def test_verify_and_consolidate_tell_how_far_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["list", "nowhere"], "nowhere holds no checkpoints"),
-        (["inspect", "nowhere"], "nowhere is not a checkpoint: there is no such directory"),
+        (["list", "nowhere"], "No checkpoints found in nowhere"),
+        (["inspect", "nowhere"], "nowhere is not a checkpoint: the directory does not exist"),
         (["verify", "damaged/checkpoints/step_00000001"], "manifest.json is damaged: expected b', "),
         (["diff", "whole", "nowhere"], "nowhere is not a checkpoint"),
         (["consolidate", "whole", "there.safetensors"], "there.safetensors exists"),

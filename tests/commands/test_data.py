@@ -143,7 +143,7 @@ def test_files_of_other_tools_are_shown_as_numbers(tmp_path, capsys):
     content = content_of(capsys, tmp_path / "x")
     assert (
         content["samples"][0]["parts"] == [{"text": "5 6 69999", "counts": True}]
-        and "names no tokenizer" in content["tokenizer_problem"]
+        and "does not specify a tokenizer" in content["tokenizer_problem"]
     )
     assert content["vocab_size"] is None and content["without_eos"] is None
     assert main(["inspect", str(tmp_path / "x")]) == 0
@@ -158,7 +158,7 @@ def test_files_of_other_tools_are_shown_as_numbers(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["none"], "none.idx is missing"),
-        (["x", "--document", "5"], "--document 5 is not one of 5 documents. Give 0 to 4."),
+        (["x", "--document", "5"], "--document must be between 0 and 4, got 5."),
     ],
 )
 def test_what_is_not_there_is_one_message(prefix, tmp_path, capsys, monkeypatch, arguments, message):

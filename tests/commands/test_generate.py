@@ -310,14 +310,14 @@ def test_what_can_not_be_loaded_ends_with_one_message(
     (tmp_path / "empty").write_text("\n")
     (tmp_path / "wrong.jsonl").write_text('{"text": "x"}\n')
     wrong: dict[str, list[str | Path]] = {
-        "is not a checkpoint: there is no such directory": [tmp_path / "nowhere", "--prompt", "x"],
-        "has no average of the weights: train.ema_decay was not set. Leave out --ema.": [
+        "is not a checkpoint: the directory does not exist": [tmp_path / "nowhere", "--prompt", "x"],
+        "does not contain averaged weights because train.ema_decay was not set. Remove --ema.": [
             checkpoint,
             "--prompt",
             "x",
             "--ema",
         ],
-        "holds no configuration": [tmp_path, "--prompt", "x"],
+        "does not contain a configuration": [tmp_path, "--prompt", "x"],
         "config.json cannot be read": [f"hf:{tmp_path}", "--prompt", "x"],
         "--tokenizer none.model does not exist": [checkpoint, "--prompt", "x", "--tokenizer", "none.model"],
         "parallel.tp = 3 does not divide model.num_attention_heads = 2": [checkpoint, "--prompt", "x", "--tp", "3"],

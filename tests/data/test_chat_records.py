@@ -102,8 +102,12 @@ def test_weights_are_read_and_do_not_reach_the_template(run, tmp_path):
 
 @pytest.mark.parametrize(
     ("role", "weight", "reason"),
-    [("assistant", 0.5, "has weight 0.5"), ("assistant", "1", "has weight '1'"), ("assistant", True, "has weight True")]
-    + [("user", 1, "is by user and has weight 1"), ("assistant", 2, "has weight 2")],
+    [
+        ("assistant", 0.5, "has an invalid weight 0.5"),
+        ("assistant", "1", "has an invalid weight '1'"),
+        ("assistant", True, "has an invalid weight True"),
+    ]
+    + [("user", 1, "has weight 1, but its role is user"), ("assistant", 2, "has an invalid weight 2")],
 )
 def test_other_weights_are_refused(role, weight, reason):
     record = {"messages": [{"role": "user", "content": "a"}, {"role": role, "content": "b", "weight": weight}]}
@@ -157,12 +161,12 @@ def test_a_pair_of_messages_is_learned_from_its_completion_on(run, tmp_path):
 
 def test_an_unwanted_completion_is_refused():
     assert READER.read({"prompt": "a", "completion": "b", "label": True}, "here") == PromptCompletion("a", "b")
-    with pytest.raises(BadRecord, match="here has label false: its completion is one to avoid"):
+    with pytest.raises(BadRecord, match="here has label=false"):
         READER.read({"prompt": "a", "completion": "b", "label": False}, "here")
 
 
 def test_a_text_with_messages_is_no_pair():
-    with pytest.raises(BadRecord, match="here: prompt and completion are of types str and list"):
+    with pytest.raises(BadRecord, match="here: prompt and completion must be both strings .*, got str and list"):
         READER.read({"prompt": "a", "completion": SHORT}, "here")
 
 
@@ -202,7 +206,9 @@ def test_keys_by_option(run, tmp_path):
 
 @pytest.mark.parametrize("text", ["messages", "talk=messages", "messages=", "role=a,=b"])
 def test_unknown_keys_are_refused(text):
-    with pytest.raises(DataError, match=f"--keys {text}: .* is not KEY=NAME_IN_THE_RECORDS. Keys: messages, "):
+    with pytest.raises(
+        DataError, match="Invalid value for --keys: .* Expected KEY=NAME_IN_THE_RECORDS, where KEY is one of messages, "
+    ):
         parsed_keys(text)
 
 
@@ -222,7 +228,10 @@ def test_text_parts_are_joined_and_others_are_refused_or_dropped(run, tmp_path, 
     write_lines(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": parts}, SHORT[1]]}])
     with pytest.raises(SystemExit):
         run("--chat", "--input", "a.jsonl")
-    assert "a.jsonl line 1: message 1 of messages has a part of type image_url. Only text" in capsys.readouterr().err
+    assert (
+        "a.jsonl line 1: message 1 of messages has a part of unsupported type image_url. Only text"
+        in capsys.readouterr().err
+    )
     run("--chat", "--input", "a.jsonl", "--other_parts", "drop")
     assert learned() == [b"It is 2.$"]
 
@@ -236,7 +245,7 @@ TOOLS = [{"type": "function", "function": {"name": "add"}}]
 
 def test_a_template_that_ignores_calls_or_tools_is_refused(tokenizer):
     ignoring, messages = ChatTemplate(tokenizer, unmarked(CHATML)), [SHORT[0], CALL]
-    with pytest.raises(DataError, match="ignores the tool_calls of message 2, .* Give a --chat_template FILE"):
+    with pytest.raises(DataError, match="ignores the tool_calls of message 2, .* Use a --chat_template FILE"):
         ignoring.render(messages)
     with pytest.raises(DataError, match="ignores the record's tools"):
         ignoring.render(SHORT, tools=TOOLS)
@@ -316,32 +325,32 @@ def test_the_earlier_format_of_calls_is_read():
     [
         (
             with_call('{"a": 1'),
-            r"line 3: message 2 of messages: arguments of call 1 \(add\): the text is not JSON \(.*\). Give an object, "
+            r"line 3: message 2 of messages: arguments of call 1 \(add\) is not valid JSON \(.*\). Expected an object  "
             r"or its",
         ),
         (
             with_call("[1]"),
-            r"message 2 of messages: arguments of call 1 \(add\): the JSON text is of type list, not an object. Give "
+            r"message 2 of messages: arguments of call 1 \(add\) must be an object, got list in JSON. Expected "
             r"an object",
         ),
-        (with_call(""), "arguments of call 1 .*: the text is not JSON"),
-        (with_call(3), "arguments of call 1 .*: it is of type int, not an object"),
+        (with_call(""), "arguments of call 1 .*is not valid JSON"),
+        (with_call(3), "arguments of call 1 .* must be an object, got int"),
         (
             {"messages": [{**CALL, "tool_calls": {"name": "add"}}]},
-            "message 1 of messages: tool_calls: it is of type dict, not a list",
+            "message 1 of messages: tool_calls must be a list, got dict",
         ),
         (
             {"messages": [{**CALL, "tool_calls": ["add"]}]},
-            "message 1 of messages: call 1 of tool_calls: the text is not JSON",
+            "message 1 of messages: call 1 of tool_calls is not valid JSON",
         ),
-        ({"messages": SHORT, "tools": "add"}, "line 3: tools: the text is not JSON"),
+        ({"messages": SHORT, "tools": "add"}, "line 3: tools is not valid JSON"),
         (
             {"messages": SHORT, "tools": [{"function": {**FUNCTION, "parameters": "{"}}]},
-            r"parameters of tool 1 \(add\): the text is not JSON",
+            r"parameters of tool 1 \(add\) is not valid JSON",
         ),
         (
             {"prompt": SHORT[:1], "completion": SHORT[1:], "tools": "{}"},
-            "tools: the JSON text is of type dict, not a list",
+            "tools must be a list, got dict in JSON",
         ),
     ],
 )
@@ -372,9 +381,9 @@ def test_csv_rows_are_texts_or_records(run, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("text,id\na\n", "a.csv row 1 has 1 fields, and the first row names 2"),
-        ("", "a.csv has no first row"),
-        ("body\na\n", "--text_key text"),
+        ("text,id\na\n", "a.csv row 1 has 1 fields, but the header has 2"),
+        ("", "a.csv has no header row"),
+        ("body\na\n", "(--text_key)"),
     ],
 )
 def test_damaged_csv_is_refused(run, tmp_path, capsys, content, message):

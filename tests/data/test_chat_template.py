@@ -269,9 +269,7 @@ NO_END = {
 @pytest.mark.parametrize("name", NO_END)
 def test_a_template_without_an_end_is_refused_if_one_is_required(name, tokenizer):
     messages = [ASKED, FOUR, ASKED, SIX]
-    with pytest.raises(
-        DataError, match=r"has no token that ends the assistant's message 2 and.*eos_token.*--end_of_turn optional"
-    ):
+    with pytest.raises(DataError, match=r"does not end the assistant's message 2 .*eos_token.*--end_of_turn optional"):
         ChatTemplate(tokenizer, NO_END[name], require_end=True).render(messages)
     template = ChatTemplate(tokenizer, NO_END[name])
     text = counted(template, tokenizer, messages)
@@ -337,7 +335,7 @@ def test_contents_are_given_as_the_template_reads_them(tokenizer):
 
 def test_a_template_that_refuses_is_quoted(tokenizer):
     strict = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('roles must alternate') }}{% endif %}"
-    with pytest.raises(DataError, match="cannot render it: roles must alternate"):
+    with pytest.raises(DataError, match="failed to render the conversation: roles must alternate"):
         ChatTemplate(tokenizer, strict).render(LONG)
 
 
@@ -352,7 +350,7 @@ def test_templates_without_a_default_are_not_replaced_by_ours(tmp_path):
         loaded._tokenizer.get_chat_template()
     with pytest.raises(
         DataError,
-        match=r"has no default chat template, only rag, tool_use. Give the one to use with --chat_template FILE",
+        match=r"\(rag, tool_use\) but no default one. Choose one with --chat_template FILE",
     ):
         ChatTemplate(loaded)
     assert ChatTemplate(loaded, CHATML).source == CHATML
@@ -510,23 +508,23 @@ def test_text_in_place_of_conversations_leaves_no_mask_behind(run, tmp_path, mon
 
 
 BAD = {
-    "no form": ([{"text": "a"}], "a.jsonl line 2 holds no conversation: its keys are text"),
+    "no form": ([{"text": "a"}], "a.jsonl line 2 is not a conversation; its keys are text"),
     "no object": ([["a"]], "a.jsonl line 2 is a list, not an object"),
     "no list": ([{"messages": "a"}], "line 2: messages is not a list of messages"),
     "no text": (
         [{"messages": [{"role": "user", "content": [{"type": "image"}]}]}],
-        "line 2: message 1 of messages has a part of type image. Only text",
+        "line 2: message 1 of messages has a part of unsupported type image. Only text",
     ),
     "mixed keys": (
         [{"conversations": [{"from": "human", "value": "a"}, {"role": "gpt"}]}],
-        "message 2 of conversations has no text under from",
+        "message 2 of conversations must have strings in from",
     ),
     "unknown speaker": (
         [{"conversations": [{"from": "bing", "value": "a"}]}],
-        "line 2: message 1 of conversations is by bing",
+        "line 2: message 1 of conversations has an unknown role 'bing'",
     ),
     "half an instruction": ([{"instruction": "a", "input": "b"}], "its keys are instruction, input"),
-    "number": ([{"instruction": "a", "output": 2}], "line 2: output is of type int, not text"),
+    "number": ([{"instruction": "a", "output": 2}], "line 2: output must be a string, got int"),
     "refused by the template": (
         [{"messages": [{"role": "system", "content": "no"}]}],
         "a.jsonl line 2: the chat template (hash ",
@@ -534,7 +532,7 @@ BAD = {
 }
 STRICT = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
 OPTIONS = {
-    "text file": (["--input", "b.txt"], "--input b.txt is text, and --chat reads conversations"),
+    "text file": (["--input", "b.txt"], "--input b.txt is a text file, but --chat requires records"),
     "json is no list": (["--input", "b.json"], "--input b.json is not a list of records"),
     "training a tokenizer": (
         ["--input", "ok.jsonl", "--train_tokenizer", "300"],
@@ -547,15 +545,15 @@ OPTIONS = {
     ),
     "no template": (
         ["--input", "ok.jsonl", "--chat_template", "none.jinja"],
-        "--chat_template none.jinja cannot be read: No such file",
+        "--chat_template none.jinja: No such file",
     ),
     "template of bytes": (
         ["--input", "ok.jsonl", "--chat_template", "bytes.jinja"],
-        "bytes.jinja cannot be read: it is not UTF-8",
+        "bytes.jinja: it is not UTF-8",
     ),
     "nothing left": (
         ["--input", "ok.jsonl", "--max_length", "2"],
-        "1 conversations were longer than --max_length 2, 0 had no token",
+        "1 conversations were longer than --max_length 2, 0 had no trained token",
     ),
 }
 

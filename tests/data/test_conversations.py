@@ -146,5 +146,5 @@ def test_bad_files(chats, write, tmp_path):
     with pytest.raises(DataError, match=r"x\.loss\.idx is missing"):
         IndexedTokens(tmp_path / "x")
     write("x.loss", [[1] * sum(SIZES)], code=1, metadata=None)
-    with pytest.raises(DataError, match=r"x\.loss is not of the same documents as .*x\. Prepare both again"):
+    with pytest.raises(DataError, match=r"x\.loss does not match the documents of .*x\. Prepare the data again"):
         IndexedTokens(tmp_path / "x")

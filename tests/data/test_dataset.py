@@ -234,7 +234,7 @@ def test_bad_data(counting, options, message):
 def test_two_tokenizers_do_not_mix(counting, mix):
     a, b = counting("a", 100).prefix, counting("b", 100).prefix
     Path(f"{b}.json").write_text(json.dumps({"vocab_size": 101, "eos": 99}))
-    with pytest.raises(DataError, match="differ in vocab_size: 100, 101"):
+    with pytest.raises(DataError, match="different values of vocab_size: 100, 101"):
         build(config(mix([a, b])), seed=1)
 
 

@@ -71,14 +71,14 @@ def damage(data: bytes, at: int, new: bytes) -> bytes:
 
 BAD = {
     "no idx": ("idx", lambda data: None, "x.idx is missing"),
-    "no bin": ("bin", lambda data: None, "x.bin is missing"),
+    "no bin": ("bin", lambda data: None, "x.bin does not exist"),
     "empty idx": ("idx", lambda data: b"", "0 bytes, fewer than its header"),
     "bad magic": ("idx", lambda data: damage(data, 0, b"TNTIDX"), "does not start with MMIDIDX"),
     "bad version": ("idx", lambda data: damage(data, 9, struct.pack("<Q", 2)), "version 2"),
     "float tokens": ("idx", lambda data: damage(data, 17, b"\x07"), "token type 7"),
     "truncated idx": ("idx", lambda data: data[:-1], "its header counts"),
-    "truncated bin": ("bin", lambda data: data[:-1], "x.bin has 15 bytes, its .idx counts 16"),
-    "other bin": ("bin", lambda data: data + b"\x00\x00", "x.bin has 18 bytes, its .idx counts 16"),
+    "truncated bin": ("bin", lambda data: data[:-1], "x.bin has 15 bytes, but its .idx file expects 16"),
+    "other bin": ("bin", lambda data: data + b"\x00\x00", "x.bin has 18 bytes, but its .idx file expects 16"),
     "broken json": ("json", lambda data: data[:-1], "x.json is not a JSON object"),
     "json list": ("json", lambda data: b"[]", "x.json is not a JSON object"),
 }
@@ -110,6 +110,6 @@ def test_nothing_has_its_name_before_the_end(tmp_path):
 
 
 def test_nothing_to_write_is_refused(tmp_path):
-    with pytest.raises(DataError, match="holds no text"), IndexedWriter(tmp_path / "x", 100) as writer:
+    with pytest.raises(DataError, match="contains no text"), IndexedWriter(tmp_path / "x", 100) as writer:
         writer.finish({})
     assert list(tmp_path.iterdir()) == []

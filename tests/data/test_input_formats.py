@@ -106,8 +106,8 @@ def test_one_object_is_a_record_if_it_has_the_text_and_a_text_if_not(run):
         Path("tsconfig.json").read_text(),
     ]
     assert (
-        printed
-        == "package.json and 1 more .json files hold no records with --text_key body: read as text, braces and all"
+        printed == "package.json and 1 more .json files have no records with --text_key body; "
+        "reading the whole file as plain text"
     )
     status, _, printed = run("--input", "line.json", "one.json", "--format", "text")
     assert (status, printed) == (0, "") and documents()[0] == Path("line.json").read_text(), (
@@ -130,8 +130,7 @@ def test_strings_are_documents(run, case):
     Path(name).write_text(content)
     assert run("--input", name)[::2] == (0, "") and documents() == TEXTS
     assert (
-        "a string, not an object with --text_key body. Leave out --text_key"
-        in run("--input", name, "--text_key", "body")[2]
+        "a string, not an object with the key body. Remove --text_key" in run("--input", name, "--text_key", "body")[2]
     )
 
 
@@ -143,17 +142,21 @@ def test_other_lists_and_quoted_lines_are_text(run):
 
 
 REFUSED = {
-    "records without the text": ({"a.json": LINES}, [], "a.json line 1 has no --text_key text; its keys: id, body."),
+    "records without the text": (
+        {"a.json": LINES},
+        [],
+        "a.json line 1 has no key text (--text_key). Available keys: id, body.",
+    ),
     "a list without the text": (
         {"a.json": json.dumps(RECORDS)},
         [],
-        "a.json record 1 has no --text_key text; its keys: id, body.",
+        "a.json record 1 has no key text (--text_key). Available keys: id, body.",
     ),
-    "a damaged line of .json": ({"a.json": '{"text": \n{"text": "b"}\n'}, [], "a.json line 1 is not JSON"),
+    "a damaged line of .json": ({"a.json": '{"text": \n{"text": "b"}\n'}, [], "a.json line 1 is not valid JSON"),
     "objects that are neither": (
         {"a.json": "".join(json.dumps({"text": text}, indent=1) + "\n" for text in TEXTS)},
         [],
-        "a.json holds objects of JSON that are neither one a line nor in a list. Put each on one line: jq -c . a.json.",
+        "a.json holds objects of JSON that are neither one a line nor in a list. `jq -c .  a.json.",
     ),
     "text_key of texts": (
         {"a.txt": "a"},
@@ -174,26 +177,30 @@ REFUSED = {
     "binary as text": (
         {"a.txt": b"\x7fELF\x02\x01\x01\0\0\0"},
         [],
-        "a.txt is a binary file, not text: it has NUL bytes. Leave it out with",
+        "a.txt contains NUL bytes and seems to be a binary file. Skip it with",
     ),
-    "binary without a suffix": ({"tool": b"abc\0\1\2"}, [], "tool is a binary file, not text"),
-    "binary in a compressed file": ({"a.txt.gz": gzip.compress(b"\0\1")}, [], "a.txt.gz is a binary file, not text"),
+    "binary without a suffix": ({"tool": b"abc\0\1\2"}, [], "tool contains NUL bytes and seems to be a binary file"),
+    "binary in a compressed file": (
+        {"a.txt.gz": gzip.compress(b"\0\1")},
+        [],
+        "a.txt.gz contains NUL bytes and seems to be a binary file",
+    ),
     "a PDF": ({"a.pdf": b"%PDF-1.7 ..."}, ["--format", "text"], "a.pdf is a PDF, not text"),
     "UTF-16": (
         {"a.txt": "wide".encode("utf-16")},
         [],
-        "a.txt is text in UTF-16 or UTF-32, not UTF-8. Convert it: iconv",
+        "a.txt is encoded in UTF-16 or UTF-32, but UTF-8 is required. Convert it with `iconv",
     ),
     "a binary table": ({"a.csv": b"PK\x03\x04\0\0"}, [], "a.csv is a ZIP archive, not text"),
     "a compressed file that is cut": (
         {"a.txt.gz": gzip.compress(b"a" * 99)[:-9]},
         [],
-        "a.txt.gz cannot be read: Compressed file ended before",
+        "a.txt.gz could not be read: Compressed file ended before",
     ),
     "compressed lines that are cut": (
         {"a.jsonl.zst": b"\x28\xb5\x2f\xfdgarbage"},
         [],
-        "a.jsonl.zst is damaged, and the rest of it cannot be read (ZSTD decompress failed",
+        "a.jsonl.zst is damaged and could only be read in part (ZSTD decompress failed",
     ),
     "a compressed table that is damaged": (
         {"a.csv.gz": gzip.compress(CSV.encode())[:-6]},
@@ -208,34 +215,37 @@ REFUSED = {
     "a part of a parquet file": (
         {"a.parquet": PARQUET[:-1]},
         [],
-        " It begins as one, so the rest is missing or damaged: copy it again.",
+        " It starts like a parquet file, so it is truncated or damaged. Copy it again.",
     ),
     "a table called .parquet": (
         {"a.parquet": gzip.compress(CSV.encode())},
         [],
-        ". It is compressed by gzip: decompress it",
+        ". It is compressed with gzip. Decompress it",
     ),
     "a pointer called .parquet": (
         {"a.parquet": POINTER},
         [],
-        " It is a pointer of Git LFS, not the file itself. Run git lfs pull",
+        " It is a Git LFS pointer, not the file itself. Run `git lfs pull`",
     ),
 }
 OTHERS = {
     "UTF-16": (
         json.dumps({"text": "wide"}).encode("utf-16"),
-        "is text in UTF-16 or UTF-32, not UTF-8. Convert it: iconv -f UTF-16",
+        "is encoded in UTF-16 or UTF-32, but UTF-8 is required. Convert it with `iconv -f UTF-16",
     ),
     "a part of a parquet file": (
         PARQUET[:-1],
-        "is a parquet file, not text. Add --format parquet, or leave it out with --exclude.",
+        "is a parquet file, not text. Add --format parquet, or skip the file with --exclude.",
     ),
-    "a ZIP archive": (b"PK\x03\x04\n\n", "is a ZIP archive, not text. Give its text, or leave it out with --exclude."),
+    "a ZIP archive": (
+        b"PK\x03\x04\n\n",
+        "is a ZIP archive, not text. Extract the text first, or skip the file with --exclude.",
+    ),
     "compressed twice": (
         gzip.compress(gzip.compress(LINES.encode())),
-        "is compressed by gzip, not text. Give its text",
+        "is a file compressed with gzip, not text. Extract the text",
     ),
-    "a pointer": (POINTER, "is a pointer of Git LFS, not the file itself. Run git lfs pull"),
+    "a pointer": (POINTER, "is a Git LFS pointer, not the file itself. Run `git lfs pull`"),
 }
 
 
@@ -311,7 +321,7 @@ def test_compressed_lines_are_the_same_with_any_workers(run, monkeypatch):
     for workers in ("1", "2"):
         status, result, _ = run("--input", "a.jsonl.gz", "--skip_bad", "1", "--workers", workers)
         assert (status, result["documents"], result["input_bytes"]) == (0, 299, os.path.getsize("a.jsonl.gz"))
-        assert result["skipped_first"][0].startswith("a.jsonl.gz line 201 is not JSON")
+        assert result["skipped_first"][0].startswith("a.jsonl.gz line 201 is not valid JSON")
         files.append([Path(f"x.{kind}").read_bytes() for kind in ("bin", "idx", "json")])
     assert files[0] == files[1]
 
@@ -328,7 +338,7 @@ def test_null_texts_are_empty_in_every_format(run):
         assert (status, result["empty_documents"], documents()) == (0, empty, TEXTS[:2]), name
     assert run("--input", "d.parquet", "e.parquet")[1]["empty_documents"] == 4
     Path("f.jsonl").write_text('{"text": "a"}\n{"other": "b"}\n')
-    assert "f.jsonl line 2 has no --text_key text" in run("--input", "f.jsonl")[2]
+    assert "f.jsonl line 2 has no key text (--text_key)" in run("--input", "f.jsonl")[2]
 
 
 def test_a_byte_order_mark_is_no_text(run, monkeypatch):

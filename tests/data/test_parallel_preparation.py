@@ -149,7 +149,7 @@ def test_two_workers_write_what_one_writes(tmp_path, monkeypatch):
             sources(tmp_path / "long.txt", tmp_path / "a.jsonl"), prefix, str(model), Texts(skip_bad=1), workers=workers
         )
         assert summary.skipped_first == [
-            f"{tmp_path}/a.jsonl line 31 is not JSON (Expecting value: line 1 column 1 (char 0))."
+            f"{tmp_path}/a.jsonl line 31 is not valid JSON (Expecting value: line 1 column 1 (char 0))."
         ]
         results.append({end: Path(f"{prefix}.{end}").read_bytes() for end in ("bin", "idx", "json")})
     assert results[0] == results[1]

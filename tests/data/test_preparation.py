@@ -138,8 +138,8 @@ def test_a_dataset_of_the_hub_without_a_network_is_one_message(refusal, monkeypa
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     message = refusal("--input", "hf:org/name:plain", "--tokenizer", "byte", "--output", "z")
     assert (
-        "Couldn't reach org/name. The Hub cannot be reached: run hf download --repo-type dataset org/name --local-dir "
-        "DIR" in message
+        "Couldn't reach org/name. The Hugging Face Hub is not reachable. Run "
+        "`hf download --repo-type dataset org/name --local-dir DIR`" in message
     )
 
 
@@ -154,8 +154,8 @@ def test_hugging_face_dataset_by_name(run, refusal, tmp_path, monkeypatch):
     run("--input", "hf:corpus", "--split", "test", "--text_key", "body", "--tokenizer", "byte", "--output", "y")
     assert texts_of("y") == ["other"]
     for arguments, message in (
-        (["--split", "dev"], "hf:corpus with --split dev"),
-        (["--text_key", "text"], "its keys: id, body"),
+        (["--split", "dev"], "Could not load split dev of --input hf:corpus"),
+        (["--text_key", "text"], "keys: id, body"),
     ):
         assert message in refusal("--input", "hf:corpus", *arguments, "--tokenizer", "byte", "--output", "z")
 
@@ -214,7 +214,7 @@ def test_training_reads_its_share_alone(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     stages = []
     sources = open_inputs([str(tmp_path / "a.jsonl")], exclude=[], file_format="auto", text_key="text", split="train")
-    with pytest.raises(DataError, match=r"a.jsonl line 14 has no --text_key text;"):
+    with pytest.raises(DataError, match=r"a.jsonl line 14 has no key text"):
         prepare(
             sources,
             tmp_path / "x",
@@ -265,29 +265,29 @@ def test_exclude_format_and_repeats(run, tmp_path):
 
 BAD = {
     "missing file": (["--input", "none.txt", "--tokenizer", "byte"], "--input none.txt does not exist"),
-    "empty glob": (["--input", "*.none", "--tokenizer", "byte"], "--input *.none matches no file"),
+    "empty glob": (["--input", "*.none", "--tokenizer", "byte"], "No files match --input *.none"),
     "directory": (["--input", "folder", "--tokenizer", "byte"], "--input folder is a directory"),
-    "unknown suffix": (["--input", "a.pdf", "--tokenizer", "byte"], "suffix .pdf says nothing about its format"),
-    "all excluded": (["--input", "ok.txt", "--exclude", "*", "--tokenizer", "byte"], "leaves nothing"),
-    "only empty text": (["--input", "empty.txt", "--tokenizer", "byte"], "the input holds no text"),
+    "unknown suffix": (["--input", "a.pdf", "--tokenizer", "byte"], "from its suffix '.pdf'"),
+    "all excluded": (["--input", "ok.txt", "--exclude", "*", "--tokenizer", "byte"], "excludes all files"),
+    "only empty text": (["--input", "empty.txt", "--tokenizer", "byte"], "the input contains no text"),
     "no text key": (
         ["--input", "ok.txt", "key.jsonl", "--tokenizer", "byte"],
-        "key.jsonl line 2 has no --text_key text; its keys: body",
+        "key.jsonl line 2 has no key text (--text_key). Available keys: body",
     ),
     "text is a number": (
         ["--input", "number.jsonl", "--tokenizer", "byte"],
-        "line 1: --text_key text is of type int, not text",
+        "line 1: the value of --text_key text must be a string, got int",
     ),
     "not an object": (["--input", "list.jsonl", "--tokenizer", "byte"], "list.jsonl line 1 is a list, not an object"),
-    "not JSON": (["--input", "broken.jsonl", "--tokenizer", "byte"], "broken.jsonl line 2 is not JSON"),
-    "not parquet": (["--input", "bad.parquet", "--tokenizer", "byte"], "bad.parquet is not a parquet file"),
+    "not JSON": (["--input", "broken.jsonl", "--tokenizer", "byte"], "broken.jsonl line 2 is not valid JSON"),
+    "not parquet": (["--input", "bad.parquet", "--tokenizer", "byte"], "bad.parquet as parquet"),
     "no column": (
         ["--input", "a.parquet", "--text_key", "body", "--tokenizer", "byte"],
-        "--text_key body is not in a.parquet; its keys: id, text",
+        "--text_key body not found in a.parquet. Available keys: id, text",
     ),
     "number column": (
         ["--input", "a.parquet", "--text_key", "id", "--tokenizer", "byte"],
-        "of a.parquet is int64, not text",
+        "of type int64 in a.parquet",
     ),
     "no tokenizer": (["--input", "ok.txt"], "--tokenizer is missing"),
     "missing tokenizer": (["--input", "ok.txt", "--tokenizer", "x.model"], "--tokenizer x.model does not exist"),
@@ -298,7 +298,7 @@ BAD = {
     ),
     "vocabulary too large": (
         ["--input", "ok.txt", "--train_tokenizer", "90000"],
-        "--train_tokenizer 90000 cannot be trained",
+        "Failed to train a tokenizer with --train_tokenizer 90000",
     ),
     "vocabulary is text": (["--input", "ok.txt", "--train_tokenizer", "many"], "invalid int value: 'many'"),
     "chat options for text": (
@@ -308,7 +308,7 @@ BAD = {
     "unknown option": (["--input", "ok.txt", "--tokenizer", "byte", "--fast"], "--fast"),
     "bad line after training": (
         ["--input", "long.txt", "key.jsonl", "--train_tokenizer", "300"],
-        "key.jsonl line 2 has no --text_key text",
+        "key.jsonl line 2 has no key text (--text_key)",
     ),
 }
 

@@ -42,25 +42,25 @@ FOR_TEXTS: list[tuple[dict[str, Any], str]] = [
         "are preference pairs, .* add --chat --keys messages=chosen.",
     ),
     ({"chosen": "1+1? 2", "rejected": "1+1? 3"}, "are preference pairs, .* add --text_key chosen."),
-    ({"id": "7", "content": TEXT, "url": "a.b"}, "look like texts under content: add --text_key content."),
+    ({"id": "7", "content": TEXT, "url": "a.b"}, "seem to have their text in content: add --text_key content."),
 ]
 FOR_CHATS: list[tuple[dict[str, Any], str]] = [
-    ({"text": TEXT, "id": "7"}, "look like texts: leave out --chat."),
-    ({"content": TEXT}, "look like texts: leave out --chat, and add --text_key content."),
+    ({"text": TEXT, "id": "7"}, "look like plain text: remove --chat."),
+    ({"content": TEXT}, "look like plain text: remove --chat and add --text_key content."),
     (
         {"dialog": TURNS},
-        "look like conversations under other names: add --keys messages=dialog,role=speaker,content=text.",
+        "look like conversations with different key names: add --keys messages=dialog,role=speaker,content=text.",
     ),
     (
         {"question": "1+1?", "answer": "2"},
-        "look like conversations under other names: add --keys instruction=question,output=answer.",
+        "look like conversations with different key names: add --keys instruction=question,output=answer.",
     ),
     (
         {"prompt": SHORT[:1], "chosen": SHORT[1:], "rejected": SHORT[1:]},
         "are preference pairs, .* add --keys completion=chosen.",
     ),
     ({"chosen": SHORT, "rejected": SHORT}, "are preference pairs, .* add --keys messages=chosen."),
-    ({"chosen": "1+1? 2", "rejected": "1+1? 3"}, "are preference pairs, .* add --text_key chosen in place of --chat."),
+    ({"chosen": "1+1? 2", "rejected": "1+1? 3"}, "are preference pairs, .* add --text_key chosen instead of --chat."),
 ]
 
 
@@ -111,7 +111,7 @@ def test_what_was_meant_is_proposed(options, record, message, run, tmp_path):
 def test_what_is_proposed_works(options, record, message, run, tmp_path):
     write_lines(tmp_path / "a.jsonl", [record])
     proposed = message.rstrip(".").rpartition("add ")[2].split() if "add " in message else []
-    if "leave" in message or "in place of" in message:
+    if "remove" in message or "instead of" in message:
         options, proposed = [], [word for word in proposed if word not in ("in", "place", "of", "--chat")]
     result = json.loads(run(*options, *proposed, "--input", "a.jsonl"))
     assert result["documents"] == 1
@@ -125,17 +125,17 @@ def test_columns_are_recognized(run, tmp_path):
 
     parquet.write_table(pyarrow.Table.from_pylist([{"messages": SHORT}]), tmp_path / "a.parquet")
     assert (
-        "--text_key text is not in a.parquet; its keys: messages. The records look like conversations: add --chat."
-        in run("--input", "a.parquet")
+        "--text_key text not found in a.parquet. Available keys: messages. "
+        "The records look like conversations: add --chat." in run("--input", "a.parquet")
     )
     assert re.search(
-        "--text_key messages of a.parquet is list.*, not text. The records look",
+        "--text_key messages refers to a column of type list.* in a.parquet. The records look",
         run("--input", "a.parquet", "--text_key", "messages"),
     )
     Path("a.csv").write_text("prompt,completion\na,b\n")
     assert (
-        "a.csv row 1 has no --text_key text; its keys: prompt, completion. The records look like conversations: add "
-        "--chat." in run("--input", "a.csv")
+        "a.csv row 1 has no key text (--text_key). Available keys: prompt, completion. "
+        "The records look like conversations: add --chat." in run("--input", "a.csv")
     )
 
 
@@ -145,9 +145,10 @@ def test_bad_records_that_may_be_skipped_are_no_other_kind(run, tmp_path):
     write_lines(tmp_path / "a.jsonl", [conversation] * 4)
     said = run("--input", "a.jsonl", "--skip_bad", "3")
     assert (
-        "--skip_bad 3: the input begins with more bad records. The records look like conversations: add --chat." in said
+        "The input starts with more bad records than --skip_bad 3 allows. "
+        "The records look like conversations: add --chat." in said
     )
-    assert said.count("has no --text_key text") == 4
+    assert said.count("has no key text") == 4
     write_lines(tmp_path / "a.jsonl", [conversation] * 3 + [text])
     with pytest.raises(AssertionError, match="byte is loaded"):
         run("--input", "a.jsonl", "--skip_bad", "3")
@@ -160,12 +161,12 @@ def test_bad_records_that_may_be_skipped_are_no_other_kind(run, tmp_path):
 def test_what_a_table_holds_besides_text_is_not_proposed(run, other):
     """All columns of a .csv are strings."""
     Path("a.csv").write_text(f"id,body\n{other},Fog lay.\n")
-    assert "look like texts under body: add --text_key body." in run("--input", "a.csv")
+    assert "seem to have their text in body: add --text_key body." in run("--input", "a.csv")
     Path("a.csv").write_text(f"id,body\n{other},\n")
-    assert "its keys: id, body. Choose the one that holds the text." in run("--input", "a.csv")
+    assert "Available keys: id, body. Choose the one with the text." in run("--input", "a.csv")
 
 
 def test_what_cannot_be_guessed_is_left_to_the_user(run, tmp_path):
     write_lines(tmp_path / "a.jsonl", [{"id": 7}])
-    assert "its keys: id. Choose the one that holds the text." in run("--input", "a.jsonl")
-    assert "its keys are id. Give one of messages" in run("--chat", "--input", "a.jsonl")
+    assert "Available keys: id. Choose the one with the text." in run("--input", "a.jsonl")
+    assert "its keys are id. Expected one of messages" in run("--chat", "--input", "a.jsonl")

@@ -120,7 +120,7 @@ def test_a_killed_preparation_continues(options, after):
     )
     assert asdict(done) == asdict(whole) | {"resumed_bytes": done.resumed_bytes}
     assert notes == [
-        f"x: continues an interrupted preparation at {done.resumed_bytes / 1e6:.1f} of {done.input_bytes / 1e6:.1f} MB"
+        f"x: resuming an interrupted preparation at {done.resumed_bytes / 1e6:.1f} of {done.input_bytes / 1e6:.1f} MB"
     ]
 
 
@@ -170,9 +170,7 @@ def test_another_preparation_begins_anew_and_says_so(name):
     expected = (run("y", **options), files("y"))[1]
     notes: list[str] = []
     assert run("x", **options, note=notes.append, overwrite=True).resumed_bytes == 0
-    assert notes == [
-        "x: an interrupted preparation of other inputs or with other options was there; this one begins anew"
-    ]
+    assert notes == ["x: discarding an interrupted preparation with different inputs or options and starting over"]
     mine = files("x")
     assert {end: mine[end] for end in (".bin", ".idx")} == {
         end: expected[end] for end in (".bin", ".idx")
@@ -193,9 +191,9 @@ def test_temporary_files_that_were_cut_are_not_used():
     notes: list[str] = []
     assert run("x", note=notes.append).resumed_bytes == 0
     assert files("x") == expected and left() == []
-    assert "cannot be continued (.x.preparing.bin is shorter than" in notes[0] and notes[0].endswith(
-        "this one begins anew"
-    )
+    assert "could not resume the interrupted preparation (.x.preparing.bin has fewer than" in notes[0] and notes[
+        0
+    ].endswith("starting over")
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError, DataError])
@@ -242,7 +240,7 @@ def test_two_preparations_of_one_prefix_exclude_each_other(tmp_path):
     while not Path("holds").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     with pytest.raises(
-        DataError, match=f"--output x is being prepared by process {process.pid} on .*give another PREFIX"
+        DataError, match=f"--output x is being written by process {process.pid} on .*choose another PREFIX"
     ):
         run("x")
     run("y")
@@ -296,7 +294,8 @@ def test_another_preparation_replaces_nothing_unasked(name):
     before = files("x")
     size = f"{first.documents} documents, {first.tokens:,} tokens"
     with pytest.raises(
-        DataError, match=rf"--output x holds data of .*\({size}, made 20.* with the tokenizer byte\).*another --output"
+        DataError,
+        match=rf"--output x already contains data .*\({size}, made 20.* with the tokenizer byte\).*another --output",
     ):
         run("x", **options)
     assert files("x") == before and left() == []
@@ -307,10 +306,11 @@ def test_another_preparation_replaces_nothing_unasked(name):
 def test_a_tokenizer_is_not_trained_over_that_of_other_data():
     run("x", **TRAINED)
     with pytest.raises(
-        DataError, match=r"--train_tokenizer would replace t\.model \(made .*Give another --tokenizer or --output, or"
+        DataError,
+        match=r"--train_tokenizer would overwrite t\.model \(made .*Choose another --tokenizer or --output, or",
     ):
         run("y", **TRAINED)
     Path("t.model").unlink()
-    with pytest.raises(DataError, match=r"with the tokenizer t\.model, which has changed since or is gone\)"):
+    with pytest.raises(DataError, match=r"with the tokenizer t\.model, which has since been changed or removed\)"):
         run("x", **TRAINED)
     assert not run("x", **TRAINED, overwrite=True).existing and run("x", **TRAINED).existing

@@ -223,19 +223,19 @@ def test_data_of_two_tokenizers_of_one_size_do_not_meet(tmp_path):
             build(config, 0)
         said = str(caught.value)
         assert (
-            f"= {other} was made with another tokenizer than data.train = {one} ({tmp_path}/0.model and "
+            f"= {other} uses a different tokenizer than data.train = {one} ({tmp_path}/0.model and "
             f"{tmp_path}/1.model)" in said
         )
         before, now = (json.dumps(each[first], ensure_ascii=False) for each in pieces)
-        assert f"id {first} is {before} there and {now} here" in said and said.count("there and") == 5
-        assert "Prepare both with one tokenizer" in said and said.endswith(
-            "accept the change with data.allow_tokenizer_change = true."
+        assert f"id {first} was {before} and is now {now}" in said and said.count("and is now") == 5
+        assert "Prepare both with the same tokenizer" in said and said.endswith(
+            "accept the change with data.allow_tokenizer_change=true."
         )
         config.allow_tokenizer_change = True
         build(config, 0)
-        assert "which data.allow_tokenizer_change = true accepts" in one_tokenizer(config)[0]
+        assert "which data.allow_tokenizer_change=true accepts" in one_tokenizer(config)[0]
     (tmp_path / "1.model").unlink()
-    with pytest.raises(ConfigError, match=r"Which ids differ cannot be shown: .*1\.model does not exist"):
+    with pytest.raises(ConfigError, match=r"Could not determine which ids differ:  .*1\.model does not exist"):
         build(data([one, other]), 0)
 
 
@@ -245,8 +245,8 @@ def test_data_from_before_is_accepted_with_a_note(tmp_path):
     Path(f"{other}.json").write_text(json.dumps({key: facts[key] for key in ("vocab_size", "eos")}))
     build(data([one, other]), 0)
     assert one_tokenizer(data([one, other])) == [
-        f"the tokenizer of data.train = {other} is not known, so whether it is that of data.train = {one} is not "
-        "checked"
+        f"the tokenizer of data.train = {other} is unknown, so it was not compared with the tokenizer of "
+        f"data.train = {one}"
     ]
     assert one_tokenizer(data([other])) == []
 
@@ -258,7 +258,7 @@ def test_several_chat_templates_are_noted(tmp_path):
         Path(f"{prefix}.json").write_text(json.dumps(facts | {"chat": {"template_hash": f"hash{number}"}}))
     (note,) = one_tokenizer(data([one, other]))
     assert (
-        note.startswith("the conversations were rendered with several chat templates: ")
+        note.startswith("the conversations were rendered with different chat templates: ")
         and "hash0" in note
         and "hash1" in note
     )

@@ -105,7 +105,7 @@ def test_one_long_line_is_learned_from(tmp_path):
 
 @pytest.mark.parametrize(("texts", "vocab"), [([], 600), ([""], 600), (["hello world"] * 5, 4096), (SOURCES[:1], 100)])
 def test_untrainable(tmp_path, texts, vocab):
-    with pytest.raises(DataError, match=f"--train_tokenizer {vocab} cannot be trained") as caught:
+    with pytest.raises(DataError, match=f"--train_tokenizer {vocab}") as caught:
         tokenizing.train_sentencepiece(texts, vocab, tmp_path / "x.model")
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
@@ -133,7 +133,7 @@ def test_directory_without_eos_is_refused(directory, tmp_path):
     del settings["eos_token"]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "tokenizer.json").write_bytes((directory / "tokenizer.json").read_bytes())
-    with pytest.raises(DataError, match="names no eos_token"):
+    with pytest.raises(DataError, match="has no eos_token"):
         tokenizing.load(tmp_path)
 
 
@@ -142,7 +142,7 @@ def test_unreadable(tmp_path):
     (tmp_path / "empty").mkdir()
     for name, message in (
         ("x.model", "is not a sentencepiece model"),
-        ("empty", "is not a tokenizer directory"),
+        ("empty", "as a tokenizer directory"),
         ("none", "does not exist"),
     ):
         with pytest.raises(DataError, match=message) as caught:
@@ -171,7 +171,7 @@ def test_a_tokenizer_json_alone_is_a_tokenizer(directory, tmp_path):
     for token in content["added_tokens"]:
         token["content"] = token["content"].replace("<|endoftext|>", "<the end>")
     (tmp_path / "mine.json").write_text(json.dumps(content))
-    with pytest.raises(DataError, match="names no eos_token.*Set it in tokenizer_config.json"):
+    with pytest.raises(DataError, match="has no eos_token.*Set it in tokenizer_config.json"):
         load(tmp_path / "mine.json")
 
 
@@ -194,5 +194,5 @@ def test_ids_may_leave_a_gap(directory, tmp_path):
     assert loaded.vocab_size == max(AutoTokenizer.from_pretrained(path.parent).get_vocab().values()) + 1 == before + 21
     assert loaded.unused_ids > 0
     check_vocabulary(path.parent, before + 21)
-    with pytest.raises(ConversionError, match=f"knows token {before + 20}"):
+    with pytest.raises(ConversionError, match=f"has token id {before + 20}"):
         check_vocabulary(path.parent, before + 20)

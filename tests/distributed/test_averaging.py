@@ -173,7 +173,9 @@ def test_a_resumed_run_can_begin_one(prefix, tmp_path):
     average, weights = global_tensors(run, ("ema",)), global_tensors(run)
     run.close()
     assert distance(average, weights) == 0
-    with pytest.raises(CheckpointError, match=r"has no average of the weights: train\.ema_decay was not set"):
+    with pytest.raises(
+        CheckpointError, match=r"does not contain averaged weights because train\.ema_decay was not set"
+    ):
         manifest_of(Path(directory)).averaged()
 
 

@@ -132,7 +132,7 @@ def test_a_run_whose_last_save_fails_does_not_end_well(background, ranks, prefix
     saves = {"interval": 2, "async_save": background}
     config = configuration(TWO_RANKS, prefix, tmp_path, checkpoint=saves, train={"steps": 4})
     for step, problem, left in ranks.run(2, jobs_saving.fit_with_full_disk, config, 1, 3, 4):
-        assert step == 4 and "could not save" in problem and "File too large" in problem and not left
+        assert step == 4 and "failed to save" in problem and "File too large" in problem and not left
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["latest", "step_00000002"]
 
 

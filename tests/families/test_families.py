@@ -574,10 +574,10 @@ def test_export_finds_the_family_and_refuses_what_none_expresses():
     assert to_hf_config(ModelConfig(**shape, attention_bias=True))["model_type"] == "qwen2"
     assert to_hf_config(ModelConfig(**preset("gpt2-124m")))["model_type"] == "gpt2"
     with pytest.raises(
-        ConfigError, match="model.qk_norm = 'head' where llama has 'none'; the llama family cannot express it"
+        ConfigError, match="model.qk_norm = 'head' where llama has 'none'; the llama family does not support this value"
     ):
         to_hf_config(ModelConfig(**shape, qk_norm="head"), "llama")
-    with pytest.raises(ConfigError, match="No Hugging Face family"):
+    with pytest.raises(ConfigError, match="not supported by any Hugging Face family"):
         to_hf_config(ModelConfig(**shape, logit_softcap=30.0))
 
 

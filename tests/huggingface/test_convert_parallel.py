@@ -109,13 +109,13 @@ def test_another_model_is_refused_and_a_context_may_be_extended(models, prefix):
     run_config = from_dict(config)
     Trainer(run_config, make_mesh(run_config)).close()
     run_config.model.rms_norm_eps = 1e-3
-    another = r"is another model: model.rms_norm_eps = 0.001 and there 1e-05. "
+    another = r"does not match the model of this run: model.rms_norm_eps is 0.001, but 1e-05 in the directory. "
     with pytest.raises(
-        ConversionError, match=another + r"model.from_hf has the right ones: remove model.rms_norm_eps beside it\."
+        ConversionError, match=another + r"Remove model.rms_norm_eps to use the values of model.from_hf\."
     ):
         Trainer(run_config, make_mesh(run_config))
     run_config.model.from_hf = None
-    with pytest.raises(ConversionError, match=another + "Set model.from_hf = "):
+    with pytest.raises(ConversionError, match=another + "Set model.from_hf="):
         Trainer(run_config, make_mesh(run_config))
 
 
@@ -158,4 +158,4 @@ def test_pretrain_starts_from_a_directory_and_names_what_is_wrong_with_it(models
     shutil.rmtree(tmp_path / "run")  # a run that can be resumed reads nothing else
     done = run(tmp_path / "damaged")
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-    assert "is not a safetensors file, or it is cut off: it has 7 bytes" in done.stderr
+    assert "is not a safetensors file or is truncated (7 bytes)" in done.stderr

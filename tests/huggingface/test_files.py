@@ -146,9 +146,9 @@ def test_fields_that_are_ignored_are_told(theirs: Path, tmp_path: Path, capsys: 
 
 def test_weights_to_which_transformers_adds_an_adapter_are_rejected(theirs: Path, tmp_path: Path):
     (theirs / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConversionError, match="holds an adapter beside the weights"):
+    with pytest.raises(ConversionError, match="next to the weights"):
         import_model(theirs, tmp_path / "ours")
-    with pytest.raises(ConversionError, match="holds an adapter beside the weights"):
+    with pytest.raises(ConversionError, match="next to the weights"):
         read_all(theirs)
 
 
@@ -192,7 +192,7 @@ def test_weights_that_are_not_finite_are_rejected_by_name_and_number(reader: Cal
     with pytest.raises(CheckpointError) as rejected:
         reader(theirs)
     said = str(rejected.value)
-    assert f"{theirs} has values that are NaN or infinite" in said and "model.norm.weight: 2\n" in said
+    assert f"{theirs} contains NaN or infinite values" in said and "model.norm.weight: 2\n" in said
     assert "model.layers.1.mlp.down_proj.weight: 3\n" in said and "Take the weights from an earlier checkpoint" in said
     assert not theirs.with_name("ours").exists()
 

@@ -169,21 +169,21 @@ FILES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
     "no matrix": (lambda t: t.pop(MATRIX), f"{MATRIX} is missing"),
     "one scale": (
         lambda t: t.update({f"{MATRIX}_scale_inv": torch.ones(())}),
-        f"{MATRIX}_scale_inv is [], and {MATRIX} [256, 128] has [2, 1]",
+        f"{MATRIX}_scale_inv has shape [], expected [2, 1] for {MATRIX} [256, 128]",
     ),
     "scales of a matrix in bf16": (
         lambda t: t.update({MATRIX: torch.ones(256, 128).bfloat16()}),
-        f"{MATRIX} is of type torch.bfloat16",
+        f"{MATRIX} has type torch.bfloat16",
     ),
     "scales in bytes": (
         lambda t: t.update({f"{MATRIX}_scale_inv": torch.ones(2, 1, dtype=torch.uint8)}),
-        "scales are of type torch.uint8",
+        "scales of type torch.uint8",
     ),
     "a scale that is no number": (
         lambda t: t[f"{MATRIX}_scale_inv"].fill_(torch.nan),
-        f"{MATRIX}_scale_inv is negative or not a number",
+        f"{MATRIX}_scale_inv contains a negative or NaN scale",
     ),
-    "a NaN": (lambda t: t[MATRIX].view(torch.uint8)[7, 5:6].fill_(0xFF), f"{MATRIX} has elements that are NaN"),
+    "a NaN": (lambda t: t[MATRIX].view(torch.uint8)[7, 5:6].fill_(0xFF), f"{MATRIX} contains NaN"),
 }
 
 

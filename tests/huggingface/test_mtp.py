@@ -113,7 +113,7 @@ def test_a_module_with_an_embedding_of_its_own_is_refused(
     tensors[f"model.layers.{LAYERS}.embed_tokens.weight"][3, 5] += 1
     save_file(tensors, theirs / "model.safetensors")
     said = refusal(capsys, "import", theirs, tmp_path / "ours")
-    assert f"model.layers.{LAYERS}.embed_tokens.weight is not equal to model.embed_tokens.weight" in said
+    assert f"model.layers.{LAYERS}.embed_tokens.weight and model.embed_tokens.weight differ" in said
 
 
 def losses_of(model: Any, parts: dict[str, Tensor], rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -203,8 +203,8 @@ def test_weights_never_leave_with_the_files_of_another_tokenizer(tmp_path, capsy
     out = exported(run, tmp_path / "out")
     assert of_tokenizer(out).is_same(of_tokenizer(second)) and not of_tokenizer(out).is_same(of_tokenizer(first))
     said = refused(capsys, run, tmp_path / "like", "--like", start)
-    assert f"--like {start} is another tokenizer than that of {run}/checkpoints/step_00000001" in said
-    assert 'is "b" there and "a" here' in said and "accept the change with --allow_tokenizer_change" in said
+    assert f"--like {start} is not the tokenizer of {run}/checkpoints/step_00000001" in said
+    assert 'was "b" and is now "a"' in said and "use --allow_tokenizer_change" in said
     assert not (tmp_path / "like").exists()
     like = exported(run, tmp_path / "like", "--like", start, "--allow_tokenizer_change")
     assert of_tokenizer(like).is_same(of_tokenizer(first))
@@ -212,7 +212,7 @@ def test_weights_never_leave_with_the_files_of_another_tokenizer(tmp_path, capsy
     capsys.readouterr()
     alone = exported(run, tmp_path / "alone")
     assert (
-        "there is no tokenizer in the export: " in capsys.readouterr().out and not (alone / "tokenizer.json").exists()
+        "the export does not include a tokenizer" in capsys.readouterr().out and not (alone / "tokenizer.json").exists()
     )
     assert of_tokenizer(alone).is_same(of_tokenizer(out)), "the record remains"
     shutil.copytree(out, tmp_path / "moved")
@@ -264,7 +264,7 @@ def test_where_transformers_has_rules_of_its_own_the_export_says_so(tmp_path, ca
     out = exported(trained(tmp_path, prefix, model={"attention_bias": True}), tmp_path / "out")
     text = "e\u0301"
     same = AutoTokenizer.from_pretrained(out)(text)["input_ids"] == list(text.encode())
-    assert ("AutoTokenizer gives some texts other ids than byte" in capsys.readouterr().out) == (not same)
+    assert ("AutoTokenizer encodes some texts differently from byte" in capsys.readouterr().out) == (not same)
     assert ('PreTrainedTokenizerFast.from_pretrained("out")' in (out / "README.md").read_text()) == (not same)
     assert PreTrainedTokenizerFast.from_pretrained(out)(text)["input_ids"] == list(text.encode())
 
@@ -277,7 +277,7 @@ def test_a_template_that_is_gone_is_missed(tmp_path, capsys):
     Path(f"{prefix}.json").write_text(json.dumps(facts))
     out = exported(run, tmp_path / "out")
     assert (
-        f"the chat template that the model was trained with (hash {facts['chat']['template_hash']}) is not"
+        f"the chat template that the model was trained with (hash {facts['chat']['template_hash']}) was not found"
         in capsys.readouterr().out
     )
     assert not (out / "chat_template.jinja").exists()

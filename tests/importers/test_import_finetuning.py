@@ -177,7 +177,7 @@ def test_every_key_is_accounted_for_and_the_project_is_recognized(written, tmp_p
     assert options == imported(capsys, tmp_path, name, path, "--dp", 4)[0]
     result = convert(yaml.safe_load(path.read_text()), 4)
     assert set(leaves(FILES[name])) <= {*result.honoured, *(remark.key for remark in result.remarks)}
-    assert "not known as a key of" in lost["made_up"]
+    assert "unknown key of" in lost["made_up"]
     model = str(tmp_path / "model")
     assert (config.model.from_hf, config.model.init_from, config.model.hidden_size) == (model, f"hf:{model}", 64)
     assert (
@@ -376,7 +376,7 @@ def test_arguments_of_transformers_trainer_are_named_as_such():
         {"per_device_train_batch_size": 4, "learning_rate": 1e-4},
         {"per-device-train-batch-size": 4, "output-dir": "x"},
     ):
-        with pytest.raises(ConfigError, match="arguments of transformers' Trainer"):
+        with pytest.raises(ConfigError, match="Arguments of transformers' Trainer"):
             convert(content)
 
 

@@ -78,7 +78,7 @@ def titan(**changes: str) -> str:
 def test_a_torchtitan_file_trains_the_same(tmp_path, capsys):
     (tmp_path / "llama3_8b.toml").write_text(TITAN)
     options, lost, notes, config = imported(capsys, tmp_path, tmp_path / "llama3_8b.toml", "--dp", 8)
-    assert lost.keys() == {"experiment.sauce"} and "not known as a key of torchtitan" in lost["experiment.sauce"]
+    assert lost.keys() == {"experiment.sauce"} and "unknown key of torchtitan" in lost["experiment.sauce"]
     assert (config.model.hidden_size, config.model.num_hidden_layers, config.model.kv_heads) == (4096, 32, 8)
     assert config.model.intermediate_size == 1024 * math.ceil(int(1.3 * int(8 * 4096 / 3)) / 1024)
     assert config.train.global_batch_size == 4 * 8 and ParallelDims.of(config).microbatches == 1
@@ -217,7 +217,7 @@ def test_a_script_of_megatron_trains_the_same(tmp_path, capsys):
     )
     assert (config.parallel.zero, config.train.recompute, config.train.stop_after) == (1, "selective", "235m")
     assert options["data.validation"] == 0.01 and options["validation.interval"] == 100
-    assert lost.keys() == {"made-up"} and "not known as a key of Megatron-LM" in lost["made-up"]
+    assert lost.keys() == {"made-up"} and "unknown key of Megatron-LM" in lost["made-up"]
     assert notes["open"].keys() == {"data-path", "${MORE}", "$FP8"} and "set data.train" in notes["open"]["data-path"]
 
 
@@ -422,7 +422,7 @@ def test_data_of_megatron(tmp_path, capsys):
     options, _, notes, _ = imported(capsys, tmp_path, "megatron", command)
     assert options["data.train"] == {f"{tmp_path}/a": 1.0}
     assert (options["data.validation"], options["validation.interval"]) == (0.03, 1000)
-    assert "by default" in notes["approximate"]["split"]
+    assert "default of the project" in notes["approximate"]["split"]
 
 
 @pytest.mark.parametrize("comment", ["---", "# axolotl train --debug x"])

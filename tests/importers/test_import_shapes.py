@@ -129,7 +129,7 @@ def test_a_model_of_the_hub_needs_no_remark():
 def test_sizes_that_depend_on_the_ranks_are_judged_where_these_are_known():
     tree = {"zero_optimization": {"stage": 3, "mics_shard_size": 8}}
     (remark,) = (remark for remark in convert(tree).remarks if remark.key.endswith("mics_shard_size"))
-    assert remark.kind == "open" and "has to fit parallel.dp" in remark.why and "--dp N" in remark.why
+    assert remark.kind == "open" and "depends on parallel.dp" in remark.why and "--dp N" in remark.why
     assert "does not divide dp * cp = 4 * 1" in lost(convert(tree, 4))["zero_optimization.mics_shard_size"]
     assert not lost(convert(tree, 16))
 

@@ -30,21 +30,21 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str]]]] = {
     f"{ROPE} --use-rope-scaling": (
         {"model.rope_scaling": LLAMA3 | {"factor": 8.0}},
         {
-            "rope-scaling-factor": ("assumed", "default there"),
-            "use-rope-scaling": ("harmless", "rope-scaling-factor says it"),
+            "rope-scaling-factor": ("assumed", "default of the project"),
+            "use-rope-scaling": ("harmless", "determined by rope-scaling-factor"),
         },
     ),
     f"{ROPE} --use-rope-scaling --rope-scaling-factor 32": (
         {"model.rope_scaling": LLAMA3 | {"factor": 32.0}},
-        {"use-rope-scaling": ("approximate", "pretrain_gpt.py scales by 8")},
+        {"use-rope-scaling": ("approximate", "pretrain_gpt.py always scales by 8")},
     ),
     f"{ROPE} {LATENT} --use-rope-scaling": (
         {"model.rope_scaling": ABSENT, "model.position": "rope"},
-        {"use-rope-scaling": ("harmless", "latent attention"), "kv-lora-rank": ("assumed", "default there")},
+        {"use-rope-scaling": ("harmless", "latent attention"), "kv-lora-rank": ("assumed", "default of the project")},
     ),
     f"{ROPE} {LATENT} --use-rope-scaling --rope-scaling-factor 8": (
         {"model.rope_scaling": ABSENT},
-        {"use-rope-scaling": ("harmless", "latent attention has rotary embeddings of its own")},
+        {"use-rope-scaling": ("harmless", "rotary embeddings of latent attention")},
     ),
     "--use-rope-scaling --rope-scaling-factor 8": (
         {"model.rope_scaling": ABSENT, "model.position": "learned"},
@@ -58,12 +58,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str]]]] = {
         {"model.position": "rope", "model.kv_lora_rank": 32, "model.qk_nope_head_dim": 128, "model.v_head_dim": 128},
         {
             "position-embedding-type": ("approximate", "without learned ones"),
-            "v-head-dim": ("assumed", "default there"),
+            "v-head-dim": ("assumed", "default of the project"),
         },
     ),
     f"{ROPE} {LATENT} --kv-lora-rank 64 ${{MORE[@]}}": (
         {"model.kv_lora_rank": 64, "model.v_head_dim": 128},
-        {"v-head-dim": ("assumed", "unless ${MORE[@]} sets it"), "${MORE[@]}": ("open", "does not set it")},
+        {"v-head-dim": ("assumed", "unless ${MORE[@]} overrides it"), "${MORE[@]}": ("open", "not set in the script")},
     ),
     f"{ROPE} {LATENT} --kv-lora-rank $RANK": (
         {"model.kv_lora_rank": ABSENT},
@@ -71,7 +71,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str]]]] = {
     ),
     f"{ROPE} {LATENT} --rotary-scaling-factor 40 --rope-type rope": (
         {},
-        {"rotary-scaling-factor": ("harmless", "nothing is scaled")},
+        {"rotary-scaling-factor": ("harmless", "does not scale positions")},
     ),
     f"{ROPE} {LATENT} --rotary-scaling-factor 40": ({}, {"rotary-scaling-factor": ("lost", "yarn")}),
     f"{ROPE} {LATENT} --rotary-percent 0.5 --kv-channels 64": (
@@ -100,8 +100,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str]]]] = {
     "--group-query-attention": (
         {"model.num_key_value_heads": 1},
         {
-            "num-query-groups": ("assumed", "default there"),
-            "group-query-attention": ("harmless", "num-query-groups says it"),
+            "num-query-groups": ("assumed", "default of the project"),
+            "group-query-attention": ("harmless", "determined by num-query-groups"),
         },
     ),
     "--group-query-attention --num-query-groups $KV": (
@@ -129,7 +129,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str]]]] = {
     ),
     "--num-experts 8 --moe-aux-loss-coeff 1e-2": (
         {"model.num_experts_per_tok": 2, "model.router_aux_loss_coef": pytest.approx(0.01 * 8 / 2)},
-        {"moe-router-topk": ("assumed", "default there")},
+        {"moe-router-topk": ("assumed", "default of the project")},
     ),
     "--num-experts 8 --moe-router-topk $K --moe-aux-loss-coeff 1e-2": (
         {"model.router_aux_loss_coef": ABSENT},
@@ -145,7 +145,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str]]]] = {
     "--fp8-amax-history-len 1024": ({}, {"fp8-amax-history-len": ("harmless", "fp8-format is not set")}),
     "--fp8-format hybrid --fp8-recipe delayed": (
         {},
-        {"fp8-format": ("lost", "no float8"), "fp8-recipe": ("lost", "no float8")},
+        {"fp8-format": ("lost", "float8 is not supported"), "fp8-recipe": ("lost", "float8 is not supported")},
     ),
     "--recompute-method uniform --recompute-num-layers 1": (
         {"train.recompute": ABSENT},
@@ -157,13 +157,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str]]]] = {
     ),
     "--recompute-granularity selective --recompute-modules moe": (
         {},
-        {"recompute-modules": ("lost", "attention only")},
+        {"recompute-modules": ("lost", "only attention is supported")},
     ),
     "--checkpoint-activations": ({"train.recompute": "full"}, {}),
     "--tensor-model-parallel-size $TP --sequence-parallel": (
         {"parallel.dp": ABSENT, "parallel.sequence_parallel": True},
         {
-            "torchrun.nproc-per-node": ("open", "parallel.dp is"),
+            "torchrun.nproc-per-node": ("open", "set parallel.dp to"),
             "tensor-model-parallel-size": ("open", "set parallel.tp"),
         },
     ),
@@ -175,12 +175,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str]]]] = {
     "--tokenizer-model $TOKENIZER --lr $LR": (
         {"optimizer.lr": ABSENT},
         {
-            "tokenizer-model": ("harmless", "token files"),
-            "lr": ("open", "the script does not set it: set optimizer.lr"),
+            "tokenizer-model": ("harmless", "PREFIX.json"),
+            "lr": ("open", "not set in the script: set optimizer.lr"),
         },
     ),
-    "--use-checkpoint-args": ({}, {"use-checkpoint-args": ("open", "that of the checkpoint")}),
-    "--data-path 0.5 $A 0.5 $B": ({"data.train": ABSENT}, {"data-path": ("open", "$A: the script does not set it")}),
+    "--use-checkpoint-args": ({}, {"use-checkpoint-args": ("open", "read from the checkpoint")}),
+    "--data-path 0.5 $A 0.5 $B": ({"data.train": ABSENT}, {"data-path": ("open", "$A: not set in the script")}),
     "--bf16 $MORE --lr 1e-3 $EXTRA_ARGS": (
         {"optimizer.lr": 1e-3},
         {"$MORE": ("open", "not imported"), "$EXTRA_ARGS": ("open", "not imported")},

@@ -34,7 +34,7 @@ class Real:
     dp: int | None = None
 
 
-UNKNOWN, OBJECTIVE, MOMENTS = "not known as a key", "on the next token alone", "moments are fp32"
+UNKNOWN, OBJECTIVE, MOMENTS = "unknown key", "only next-token prediction", "moments are always fp32"
 REAL = {
     "axolotl/lora-8b.yml": Real(
         {
@@ -68,7 +68,7 @@ REAL = {
                 "optimizer.weight_decay": 0,
             },
         },
-        lost={"load_in_8bit": "not quantized", "optimizer": MOMENTS},
+        lost={"load_in_8bit": "quantized training is not supported", "optimizer": MOMENTS},
         said={
             "datasets": "`megalite prepare --chat --input hf:example/recipes-alpaca --tokenizer "
             "example/llama-3-8b-mirror --output PREFIX`"
@@ -163,7 +163,7 @@ REAL = {
                 "run.seed": 7,
             },
         },
-        said={"evals_per_epoch": "it is off", "num_epochs": "max_steps replaces it"},
+        said={"evals_per_epoch": "disabled", "num_epochs": "overridden by max_steps"},
         without=("train.epochs", "data.packing"),
         dp=1,
     ),
@@ -187,7 +187,7 @@ REAL = {
             "data.packing": False,
         },
         lost={"optimizer": MOMENTS},
-        said={"lora_target_modules": "out_proj cannot have adapters", "gradient_checkpointing": "turns it on"},
+        said={"lora_target_modules": "adapters are not supported for out_proj", "gradient_checkpointing": "enabled by"},
         dp=2,
     ),
     "axolotl/preferences.yaml": Real({"optimizer.lr": 1e-4}, lost={"rl": OBJECTIVE, "datasets": "preferences"}, dp=2),
@@ -207,7 +207,7 @@ REAL = {
                 "run.overwrite": True,
             },
         },
-        lost={"max_samples": "cut the input"},
+        lost={"max_samples": "reduce the input"},
         said={"dataset": "`megalite prepare --input FILE --tokenizer example/qwen3-4b --output PREFIX`"},
         without=("data.packing", "data.reset_positions"),
         dp=4,
@@ -237,7 +237,7 @@ REAL = {
             **{"optimizer.name": "muon", "muon.lr": 2e-5, "muon.weight_decay": 0, "optimizer.weight_decay": 0},
             **{"optimizer.warmup_steps": 30, "logging.tensorboard": True, "train.global_batch_size": 4 * 2 * 2},
         },
-        lost={"max_samples": "cut the input"},
+        lost={"max_samples": "reduce the input"},
         dp=2,
     ),
     "llama-factory/megatron-adapter.yaml": Real(
@@ -251,7 +251,7 @@ REAL = {
             },
             **{"train.global_batch_size": 8 * 2, "checkpoint.interval": 100},
         },
-        lost={"image_max_pixels": "text alone", "video_max_pixels": "text alone"},
+        lost={"image_max_pixels": "only text data", "video_max_pixels": "only text data"},
         dp=2,
     ),
     "llama-factory/lora-dpo.yaml": Real(
@@ -278,7 +278,7 @@ REAL = {
         said={
             "dataset._component_": "--chat --split 'train[:90%]' --loss_on all --input hf:yahma/alpaca-cleaned "
             "--tokenizer /tmp/",
-            "dataset_val._component_": "--output VALIDATION`, and set data.validation to VALIDATION",
+            "dataset_val._component_": "--output VALIDATION`, then set data.validation to VALIDATION",
         },
         without=("run.seed", "data.sequence_length"),
         dp=4,
@@ -309,7 +309,7 @@ REAL = {
     ),
     "torchtune/qlora-2b-single.yaml": Real(
         {"lora.rank": 32, "lora.targets": ["q", "v", "o", "gate", "up", "down"], "optimizer.warmup_steps": 10},
-        lost={"model._component_": "not quantized", "optimizer._component_": "adamw or muon"},
+        lost={"model._component_": "quantized training is not supported", "optimizer._component_": "adamw or muon"},
         said={"output_dir": "does not have oc.env:SCRATCH"},
         without=("run.dir",),
         dp=1,
@@ -347,7 +347,7 @@ REAL = {
             },
             **{"parallel.reduce_dtype": "bf16", "train.compile": True, "train.steps": 1500, "train.precision": "bf16"},
         },
-        lost={"training.dtype": "master weights are fp32", "optimizer.early_step_in_backward": "global norm"},
+        lost={"training.dtype": "master weights are always fp32", "optimizer.early_step_in_backward": "global norm"},
         said={
             "training.dataset": "`megalite prepare --input hf:allenai/c4:en --tokenizer ./assets/hf/moe-16b --output "
             "PREFIX`"
@@ -436,7 +436,7 @@ REAL = {
         lost={
             "optimizer.type": "adamw or muon",
             **{
-                f"optimizer.params.{key}": "meant for OneBitAdam"
+                f"optimizer.params.{key}": "only applies to OneBitAdam"
                 for key in ("lr", "weight_decay", "bias_correction", "freeze_step", "cuda_aware", "comm_backend_name")
             },
         },
@@ -465,7 +465,7 @@ REAL = {
             **{"train.grad_clip": 0.5, "parallel.bucket_mb": 1000},
         },
         lost={"tensor_parallel.autotp_size": "set parallel.tp"},
-        said={"fp16.initial_scale_power": "fp16 is off"},
+        said={"fp16.initial_scale_power": "fp16 is disabled"},
         without=("fp16.initial_scale_power",),
     ),
     "deepspeed/layer-drop.json": Real(
@@ -478,7 +478,7 @@ REAL = {
         lost={
             "prescale_gradients": "only summed",
             "gradient_predivide_factor": "only summed",
-            "optimizer.params.bias_correction": "corrects its bias",
+            "optimizer.params.bias_correction": "applies bias correction",
             **{f"progressive_layer_drop.{key}": "what a step computes" for key in ("enabled", "theta", "gamma")},
         },
     ),
@@ -542,18 +542,20 @@ REAL = {
         },
         lost={"megatron_lm_config.megatron_lm_num_micro_batches": "train.micro_batch_size * 4 * 4"},
     ),
-    "accelerate/float8.yaml": Real({}, lost={"mixed_precision": "bf16 is nearest"}, without=("train.precision",)),
+    "accelerate/float8.yaml": Real(
+        {}, lost={"mixed_precision": "the closest option is train.precision: bf16"}, without=("train.precision",)
+    ),
     "accelerate/tpu.yaml": Real(
         {"train.precision": "fp32"},
         lost={
-            "distributed_type": "CUDA GPUs or CPUs",
+            "distributed_type": "CUDA GPUs and CPUs",
             "num_processes": "set parallel.dp",
             **dict.fromkeys(("tpu_name", "tpu_zone", "command_file"), UNKNOWN),
         },
     ),
 }
 REJECTED = {
-    "llama-factory/new-format.yaml": "no keys by which its project is recognized",
+    "llama-factory/new-format.yaml": "Could not recognize the project",
     "deepspeed/template.json": "is not valid JSON: Expecting value: line 2 column 24",
     "accelerate/sagemaker.yaml": "the key debug appears twice",
 }

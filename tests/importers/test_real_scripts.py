@@ -77,7 +77,7 @@ FILES: dict[str, Verdict] = {
             "run.dir": ABSENT,
         },
         {"lr-decay-iters"},
-        dict.fromkeys(("load", "save", "data-path", "tensorboard-dir"), "given it as an argument"),
+        dict.fromkeys(("load", "save", "data-path", "tensorboard-dir"), "an argument of the script"),
     ),
     "option_parser.sh": Verdict(
         {
@@ -105,7 +105,7 @@ FILES: dict[str, Verdict] = {
         }
         | {"model.num_hidden_layers": ABSENT},
         {"hybrid-layer-pattern", "spec"},
-        {"data-path": "given it as an argument"},
+        {"data-path": "an argument of the script"},
     ),
     "latent_fsdp.sbatch": Verdict(
         LLAMA
@@ -156,9 +156,9 @@ FILES: dict[str, Verdict] = {
         },
         {"loss-scale"},
         {
-            "script.variables": "runs no training",
-            "tensor-model-parallel-size": "does not set it",
-            "hidden-size": "does not set it",
+            "script.variables": "no training command found",
+            "tensor-model-parallel-size": "not set in the",
+            "hidden-size": "not set in the",
         },
     ),
     "exported_command.slurm": Verdict(
@@ -221,8 +221,8 @@ FILES: dict[str, Verdict] = {
         | {"model.rope_theta": 1e6, "model.qk_norm": "head", "model.vocab_size": 32000, "model.head_dim": 128},
         {"max-padding-length"},
         {
-            "num-layers": "sets it to 16 or 24 or $NUM_LAYERS, under a condition",
-            "tensor-model-parallel-size": "given it as an argument",
+            "num-layers": "set in the script to 16 or 24 or $NUM_LAYERS, under a condition",
+            "tensor-model-parallel-size": "an argument of the script",
             "$do_option": "--use-distributed-optimizer or nothing",
         },
     ),
@@ -262,7 +262,7 @@ FILES: dict[str, Verdict] = {
             "train.global_batch_size": ABSENT,
         },
         set(),
-        {"script.variables": "runs no training"},
+        {"script.variables": "no training command found"},
     ),
     "rl/model.sh": Verdict(
         LLAMA
@@ -275,7 +275,7 @@ FILES: dict[str, Verdict] = {
         }
         | {"train.micro_batch_size": 1, "train.global_batch_size": 64},
         {"grpo-group-size", "langrl-env-config", "pretrained-checkpoint"},
-        {"script.variables": "runs no training"},
+        {"script.variables": "no training command found"},
     ),
     "model_config.yaml": Verdict(
         {
@@ -292,7 +292,7 @@ FILES: dict[str, Verdict] = {
             "data.validation": 0.01,
         },
         {"decoupled-lr"},
-        {"data-path": "does not set it"},
+        {"data-path": "not set in the"},
     ),
     "grid.sh": Verdict(
         GPT
@@ -346,11 +346,11 @@ COMMANDS = {
     ),
 }
 REJECTED = {
-    "stages/job.sh": "takes ${MEGATRON_CODE_DIR}, ${MEGATRON_PARAMS} from outside",
-    "stages/submit.sh": "takes ${MEGATRON_CODE_DIR}, ${MEGATRON_PARAMS} from outside",
-    "nemo.yaml": "a configuration of NeMo, which is not supported",
-    "neox.yml": "a configuration of GPT-NeoX, which is not supported",
-    "other_trainer.sh": "no keys by which its project is recognized",
+    "stages/job.sh": "uses ${MEGATRON_CODE_DIR}, ${MEGATRON_PARAMS}, which the script does not set",
+    "stages/submit.sh": "uses ${MEGATRON_CODE_DIR}, ${MEGATRON_PARAMS}, which the script does not set",
+    "nemo.yaml": "Configurations of NeMo are not supported",
+    "neox.yml": "Configurations of GPT-NeoX are not supported",
+    "other_trainer.sh": "Could not recognize the project",
 }
 
 

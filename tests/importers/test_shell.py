@@ -194,29 +194,29 @@ def test_the_words_are_those_that_bash_passes(name, tmp_path):
 
 
 UNKNOWN = {  # a script → a word of its command, and what its reason says
-    "python x.py --a $LR": ("$LR", "the script does not set it"),
-    "python x.py --a ${1}": ("${1}", "given it as an argument"),
+    "python x.py --a $LR": ("$LR", "not set in the script"),
+    "python x.py --a ${1}": ("${1}", "an argument of the script"),
     "python x.py --a $(nproc)": ("$(nproc)", "output of a command"),
-    "python x.py --a $((N / 2))": ("$((N / 2))", "$N: the script does not set it"),
+    "python x.py --a $((N / 2))": ("$((N / 2))", "$N: not set in the script"),
     "python x.py --a <your path>": ("<your path>", "placeholder"),
     "if [ $N -gt 1 ]; then T=2; else T=4; fi\npython x.py --a $T": (
         "$T",
-        "sets it to 2 or 4, under a condition in line 1",
+        "set in the script to 2 or 4, under a condition in line 1",
     ),
-    "T=1\n[ $N ] && T=2\npython x.py --a $T": ("$T", "sets it to 2 or 1, under a condition in line 2"),
-    "T=1\ncommand -v nvcc || T=2\npython x.py --a $T": ("$T", "sets it to 2 or 1"),
-    'T=1\ncase $X in a) T=2;; "b") T=4;; esac\npython x.py --a $T': ("$T", "sets it to 2 or 4 or 1"),
-    "for t in 1 $TS; do python x.py --a $t; done": ("$t", "each of 1 $TS in turn"),
+    "T=1\n[ $N ] && T=2\npython x.py --a $T": ("$T", "set in the script to 2 or 1, under a condition in line 2"),
+    "T=1\ncommand -v nvcc || T=2\npython x.py --a $T": ("$T", "set in the script to 2 or 1"),
+    'T=1\ncase $X in a) T=2;; "b") T=4;; esac\npython x.py --a $T': ("$T", "set in the script to 2 or 4 or 1"),
+    "for t in 1 $TS; do python x.py --a $t; done": ("$t", "a loop variable over 1 $TS"),
     "A=1\nbash -c 'python x.py --a $A'": ("$A", "without export"),
-    'python x.py --a "${@:2}"': ("${@:2}", "given it as an argument"),
+    'python x.py --a "${@:2}"': ("${@:2}", "an argument of the script"),
     "python x.py --a $(< sizes.txt)": ("$(< sizes.txt)", "output of a command"),
-    "false\nR=$?\npython x.py --a $R": ("$?", "status of a command that fails"),
+    "false\nR=$?\npython x.py --a $R": ("$?", "exit status of a failed command"),
     "A=x\npython x.py --a ${A@Q}": ("${A@Q}", "quoted text"),
     'F=(--b)\nif [[ $D == 8 ]]; then F+=(--c 2); fi\npython x.py "${F[@]}"': ("$F", "--c 2 or nothing"),
-    "read -r X < list\npython x.py --a $X": ("$X", "read from input"),
+    "read -r X < list\npython x.py --a $X": ("$X", "read from standard input"),
     'M=llama-7b; T=1\nif [[ $M =~ .*"7b" ]]; then T=2; fi\npython x.py --a $T': (
         "$T",
-        "sets it to 2 or 1, under a condition in line 2",
+        "set in the script to 2 or 1, under a condition in line 2",
     ),
 }
 
@@ -267,7 +267,7 @@ def test_a_script_is_not_run(tmp_path):
     ids=["text", "function", "loop"],
 )
 def test_a_script_without_end_is_rejected(script):
-    with pytest.raises(ConfigError, match="Give the command alone"):
+    with pytest.raises(ConfigError, match="Pass only the training command"):
         script_result(script)
 
 

@@ -135,12 +135,12 @@ def test_what_another_tokenizer_made_is_refused_by_name(name, world, names, tmp_
         checked(config)
     said = str(caught.value)
     a, b = (load(world.tokenizers[0]).encode(letter)[0] for letter in "ab")
-    assert said.startswith(f"data.train = {world.data[1]} was made with another tokenizer than {option} (")
-    assert f'id {a} is "a" there and "b" here; id {b} is "b" there and "a" here. Use data prepared with ' in said
-    assert said.endswith(", or accept the change with data.allow_tokenizer_change = true.")
+    assert said.startswith(f"data.train = {world.data[1]} uses a different tokenizer than {option} (")
+    assert f'id {a} was "a" and is now "b"; id {b} was "b" and is now "a". Use data prepared with ' in said
+    assert said.endswith(", or use data.allow_tokenizer_change=true to continue anyway.")
     config.data.allow_tokenizer_change = True
     (note,) = checked(config)
-    assert option in note and note.endswith("which data.allow_tokenizer_change = true accepts")
+    assert option in note and note.endswith("which data.allow_tokenizer_change=true accepts")
 
 
 def test_a_tokenizer_with_added_tokens_is_that_of_the_model_and_resizes_it(world, names, tmp_path, capsys):
@@ -167,12 +167,14 @@ def test_a_tokenizer_with_added_tokens_is_that_of_the_model_and_resizes_it(world
     for more in ([], ["--model.vocab_size", str(VOCAB + 2)]):
         with pytest.raises(SystemExit) as ended:
             check_run(load_config([*shape, *more], world_size=1))
-        assert ended.value.code == 2 and "resize_embeddings = mean" in capsys.readouterr().err
+        assert ended.value.code == 2 and "resize_embeddings=mean" in capsys.readouterr().err
     config = load_config([*shape, "--model.resize_embeddings", "mean"], world_size=1)
     assert config.model.vocab_size == VOCAB + 2
     notes = checked(config)
     assert [
-        note for note in notes if "adds 2 tokens to that of model.init_from" in note and '"<tool>", "abba"' in note
+        note
+        for note in notes
+        if "adds 2 tokens to the tokenizer of model.init_from" in note and '"<tool>", "abba"' in note
     ], notes
     trainer = Trainer(config, build.make_mesh(config))
     trainer.step()
@@ -187,12 +189,12 @@ def test_a_tokenizer_with_added_tokens_is_that_of_the_model_and_resizes_it(world
 def test_a_run_ends_with_the_message_before_it_starts(world, names, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         check_run(options(world.data[1], tmp_path, model={"init_from": names["run"]}))
-    assert ended.value.code == 2 and "was made with another tokenizer than model.init_from" in capsys.readouterr().err
+    assert ended.value.code == 2 and "uses a different tokenizer than model.init_from" in capsys.readouterr().err
 
 
 def test_the_trainer_refuses_it_too(world):
     config = options(world.data[1], world.run.parent, checkpoint={"allow": ["data"]})
-    with pytest.raises(ConfigError, match="was made with another tokenizer than checkpoint.load"):
+    with pytest.raises(ConfigError, match="uses a different tokenizer than checkpoint.load"):
         Trainer(config, build.make_mesh(config))
     config.data.allow_tokenizer_change = True
     trainer = Trainer(config, build.make_mesh(config))
@@ -219,9 +221,8 @@ def test_what_is_from_before_is_accepted_with_a_note(world, tmp_path):
     old = str(tmp_path / "old")
     (note,) = checked(options(old, tmp_path, model={"init_from": str(world.run)}))
     assert (
-        note
-        == f"the tokenizer of data.train = {old} is not known, so whether it is that of model.init_from = {world.run} "
-        "is not checked"
+        note == f"the tokenizer of data.train = {old} is unknown, so it was not compared with "
+        f"the tokenizer of model.init_from = {world.run}"
     )
     assert checked(options(old, tmp_path)) == []
 
@@ -233,13 +234,8 @@ def test_a_text_is_not_read_with_another_tokenizer(world, capfd):
     with pytest.raises(SystemExit):
         generate([*arguments, str(world.tokenizers[1])])
     said = capfd.readouterr().err
-    assert (
-        f"--tokenizer {world.tokenizers[1]} is another tokenizer than that of {world.run}/checkpoints/step_00000001"
-        in said
-    )
+    assert f"--tokenizer {world.tokenizers[1]} is not the tokenizer of {world.run}/checkpoints/step_00000001" in said
     assert f"Give the tokenizer that the model was trained with, {world.tokenizers[0]}, with --tokenizer" in said
-    assert 'is "a" there and "b" here' in said and said.endswith(
-        "or accept the change with --allow_tokenizer_change.\n"
-    )
+    assert 'was "a" and is now "b"' in said and said.endswith("or use --allow_tokenizer_change to continue anyway.\n")
     assert generate([*arguments, str(world.tokenizers[1]), "--allow_tokenizer_change"]) == 0
-    assert "which --allow_tokenizer_change accepts" in capfd.readouterr().err
+    assert "continuing because of --allow_tokenizer_change" in capfd.readouterr().err

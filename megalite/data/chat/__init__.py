@@ -1,1 +1,1 @@
-"""Chat data: records → messages (records.py) → tokens and loss mask (template.py)."""
+"""Chat data: records.py converts records to messages, template.py messages to tokens and loss mask."""

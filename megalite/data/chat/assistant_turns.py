@@ -1,5 +1,6 @@
-"""Where the assistant's turns are in a rendered conversation, for chat templates without {% generation %}
-marks.
+"""Location of the assistant's turns in a rendered conversation.
+
+This is used for chat templates without {% generation %} marks.
 
 The conversation is rendered up to each turn and including it; the difference is the turn. It ends with a
 token after the message (ChatML, Llama 3), in some templates followed by another one that ends the
@@ -18,15 +19,17 @@ from megalite.data.indexed import DataError
 Message = dict[str, Any]
 Span = tuple[int, int]  # characters [start, stop)
 PROBE = "\ue000said\ue001"
-"""Replaces a content to locate it: private-use characters, which no template has."""
+"""Placeholder that replaces a content to locate it: private-use characters, which no template contains."""
 
 REASONING = "<think>"
-"""Begins the assistant's reasoning, also where a generation prompt ends with it: the header of a turn ends
-before it."""
+"""Start of the assistant's reasoning.
+
+The header of a turn ends before it, even if a generation prompt ends with it.
+"""
 
 
 class NotLocated(Exception):
-    """The template's text does not show where a turn is."""
+    """Raised if a turn cannot be located in the output of the template."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +49,13 @@ class Turn:
 
     @property
     def spans(self) -> list[Span]:
-        """The spans whose tokens have loss."""
+        """Return the spans whose tokens are trained on."""
         return [(self.start, self.stop)] + ([] if self.closing is None else [self.closing])
 
 
 @dataclass
 class TemplateLayout:
-    """What a template writes around messages.
+    """Layout of a template: the tokens that it writes around messages.
 
     Attributes:
         added: the texts of tokens that can end a turn.
@@ -79,8 +82,12 @@ class TurnFinder:
         self._write, self._layout = write, layout
 
     def turn(self, messages: list[Message], i: int, whole: str) -> Turn:
-        """Where message i, the assistant's, is in `whole`, the rendered messages. Raises NotLocated or
-        DataError."""
+        """Locate the assistant's message i in `whole`, the rendered messages.
+
+        Raises NotLocated or DataError.
+
+        Raises NotLocated or DataError.
+        """
         before, opened = [self._write(messages[:i], prompt) if i else "" for prompt in (False, True)]
         after = self._write(messages[: i + 1], False)
         earlier, body = _common(before, whole, self._layout.added), _common(after, whole, self._layout.added)
@@ -104,8 +111,10 @@ class TurnFinder:
         return Turn(start, start + len(text if plain else stripped), False)
 
     def closes(self, messages: list[Message]) -> bool:
-        """Whether the template writes a token after the assistant's message, here one that follows these
-        messages. Determined once."""
+        """Return whether the template writes a token after the assistant's last message.
+
+        The result is determined once, with a token that follows these messages.
+        """
         if self._layout.closes is None:
             try:
                 text = self._write([*messages, {"role": "assistant", "content": PROBE}], False)
@@ -115,10 +124,11 @@ class TurnFinder:
         return self._layout.closes
 
     def missing_end(self, messages: list[Message], whole: str) -> str:
-        """What ends the last message, the assistant's, if the template itself does not: the text up to the
-        marker of the role that follows, a tool after a call, else the user. A marker that ends the model's
-        texts is preferred. Empty if the template ends the message or writes no marker, or if the message
-        cannot be located.
+        """Return the text that ends the assistant's last message if the template itself does not end it.
+
+        This is the text up to the marker of the next role: a tool after a call, otherwise the user. A marker
+        that ends the model's texts is preferred. The result is empty if the template ends the message or
+        writes no marker, or if the message cannot be located.
         """
         try:
             if self.closes(messages[:-1]) or self.turn(messages, len(messages) - 1, whole).ended:
@@ -142,8 +152,11 @@ class TurnFinder:
         return max(candidates, key=lambda candidate: candidate[0])[1] if candidates else ""
 
     def _start(self, messages: list[Message], opened: str, body: str, earlier: int) -> int:
-        """Where the last message begins: after the generation prompt, up to REASONING; without one, with its
-        content. Raises NotLocated."""
+        """Return the start of the last message.
+
+        It is the end of the generation prompt, up to REASONING, or the start of the content without such a
+        prompt. Raises NotLocated.
+        """
         reasoning = opened.find(REASONING, earlier)
         if not body.startswith(opened if reasoning < 0 else opened[: reasoning + len(REASONING)]):
             raise NotLocated
@@ -152,8 +165,11 @@ class TurnFinder:
         return len(opened) if len(opened) > earlier else self._content(messages, body, earlier)
 
     def _content(self, messages: list[Message], body: str, earlier: int) -> int:
-        """Where the content of the last message begins, with white space before it if nothing else is. Raises
-        NotLocated.
+        """Return the start of the content of the last message.
+
+        White space before it is included if there is nothing else. Raises NotLocated.
+
+        Raises NotLocated.
 
         The message is rendered again with PROBE as the content: unlike a short content, PROBE cannot occur in
         the header.
@@ -168,8 +184,7 @@ class TurnFinder:
         return start if body[earlier:start].strip() else earlier
 
     def _closing(self, messages: list[Message], whole: str, token: str) -> Span | None:
-        """Where the token at the end of a conversation is if layout separates it from the token that ends the
-        last message.
+        """Locate the token that ends a conversation if text separates it from the end of the last message.
 
         Such a token is not written where a generation prompt follows.
         """
@@ -183,7 +198,7 @@ class TurnFinder:
 
 
 def _common(text: str, whole: str, added: tuple[str, ...]) -> str | None:
-    """The text without the token and white space that only a last message ends with.
+    """Remove the token and white space that only a last message ends with.
 
     None if `whole` does not begin with the rest.
     """
@@ -195,12 +210,12 @@ def _common(text: str, whole: str, added: tuple[str, ...]) -> str | None:
 
 
 def _last(text: str, tokens: tuple[str, ...]) -> str:
-    """The token with which a text ends, or an empty text."""
+    """Return the token with which a text ends, or an empty text."""
     return max((token for token in tokens if text.endswith(token)), key=len) if text.endswith(tokens) else ""
 
 
 def _first(text: str, start: int, tokens: tuple[str, ...]) -> Span | None:
-    """Where the token is that a text has at a place, after white space; None if there is none."""
+    """Locate the token at a position of a text, after white space, or return None."""
     start = len(text) - len(text[start:].lstrip())
     if not text.startswith(tokens, start):
         return None

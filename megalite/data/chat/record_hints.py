@@ -1,4 +1,4 @@
-"""What a record that cannot be read most likely is, and the options that read it."""
+"""Hints for records that cannot be read: their probable format and the options that read it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 TEXT_KEY = "text"
-"""The usual key of a text, and that of a record which is a string alone, as in Hugging Face's `datasets`."""
+"""The usual key of a text, also used for records that are strings, as in Hugging Face's `datasets`."""
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
 ROLES |= dict.fromkeys(("observation", "function_response", "function"), "tool")
 """Role names of ShareGPT and of OpenAI's earlier format that differ from those of chat templates."""
@@ -23,7 +23,7 @@ Record = Mapping[str, Any]
 
 
 def for_texts(record: Record) -> str:
-    """The way out for a record without the text that was asked for; empty if the record suggests none.
+    """Return a hint for a record without the requested text, or an empty string.
 
     record: a record, or None for each of its keys if only these are known.
     """
@@ -32,26 +32,26 @@ def for_texts(record: Record) -> str:
     if options := _conversation(record):
         return f"The records look like conversations: add {options}."
     if TEXT_KEY not in record and (key := _text_key(record)):
-        return f"The records look like texts under {key}: add --text_key {key}."
+        return f"The records seem to have their text in {key}: add --text_key {key}."
     return ""
 
 
 def for_chats(record: Record) -> str:
-    """The way out for a record that is no conversation, likewise."""
+    """Return a hint for a record that is not a conversation, or an empty string."""
     if preferred := _preference(record, ""):
         return preferred
     if options := _conversation(record).removeprefix("--chat").strip():
-        return f"The records look like conversations under other names: add {options}."
+        return f"The records look like conversations with different key names: add {options}."
     if key := _text_key(record):
         return (
-            "The records look like texts: leave out "
-            f"--chat{'' if key == TEXT_KEY else f', and add --text_key {key}'}."
+            "The records look like plain text: remove "
+            f"--chat{'' if key == TEXT_KEY else f' and add --text_key {key}'}."
         )
     return ""
 
 
 def _conversation(record: Record) -> str:
-    """The options that read the record as a conversation; empty if it does not look like one."""
+    """Return the options that read the record as a conversation, or an empty string."""
     forms = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})
     if any(form <= record.keys() for form in forms):
         return "--chat"
@@ -76,8 +76,11 @@ def _conversation(record: Record) -> str:
 
 
 def _names_in_message(turn: Record) -> list[str] | None:
-    """The names of role and content in a message as --keys gives them, none if they are known ones; None if
-    it is no message."""
+    """Return the names of role and content in a message as arguments of --keys, or None if it is not a
+    message.
+
+    Names that are known are left out.
+    """
     role = next(
         (key for key, value in turn.items() if isinstance(value, str) and value in (*KNOWN_ROLES, *ROLES)),
         None,
@@ -92,23 +95,23 @@ def _names_in_message(turn: Record) -> list[str] | None:
 
 
 def _preference(record: Record, chat: str) -> str:
-    """The way out for a pair of a chosen and a rejected answer; empty for another record."""
+    """Return a hint for a pair of a chosen and a rejected answer, or an empty string."""
     if not {"chosen", "rejected"} <= record.keys():
         return ""
     if isinstance(record["chosen"], str) and "prompt" not in record:
-        options = "--text_key chosen" if chat else "--text_key chosen in place of --chat"
+        options = "--text_key chosen" if chat else "--text_key chosen instead of --chat"
     elif type(record["chosen"]) is type(record.get("prompt")):
         options = f"{chat}--keys completion=chosen"
     else:
         options = f"{chat}--keys messages=chosen"
     return (
-        "The records are preference pairs, from which megalite does not train. To train on the chosen "
-        f"answers alone, add {options}."
+        "The records are preference pairs, which megalite does not support. To train on the chosen answers "
+        f"only, add {options}."
     )
 
 
 def _text_key(record: Record) -> str:
-    """The key with the longest text; empty if no value is a text."""
+    """Return the key with the longest text, or an empty string if no value is a text."""
     texts = {
         key: value
         for key, value in record.items()

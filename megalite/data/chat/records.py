@@ -1,5 +1,7 @@
-"""Formats of chat data: OpenAI's messages, ShareGPT's conversations, Alpaca's instructions, TRL's prompts
-with completions.
+"""Formats of chat data.
+
+Supported are OpenAI's messages, ShareGPT's conversations, Alpaca's instructions, and TRL's prompts with
+completions.
 
 A record's keys determine its format. `RecordReader` can map other keys to these, and reads contents that are
 lists of text parts.
@@ -18,12 +20,11 @@ from megalite.data.chat.tool_calls import BadTools, calls_of, tools_of, without_
 from megalite.data.indexed import DataError
 
 FORMS = (
-    'messages ({"messages": [{"role": …, "content": …}, …]}), sharegpt ({"conversations": [{"from": …, '
-    '"value": …}, …]}), alpaca '
-    '({"instruction": …, "input": …, "output": …}) or prompt-completion ({"prompt": …, "completion": …}, '
-    "both texts or both messages)"
+    'messages ({"messages": [{"role": …, "content": …}, …]}), sharegpt ({"conversations": [{"from": '
+    '…, "value": …}, …]}), alpaca ({"instruction": …, "input": …, "output": …}) or prompt-completion '
+    '({"prompt": …, "completion": …}, both strings or both lists of messages)'
 )
-WAY_OUT = f"Give one of {FORMS}, or say with --keys what its keys mean."
+WAY_OUT = f"Expected one of {FORMS}. Use --keys to map other key names to these."
 KEYS_OF_RECORDS = (
     "messages",
     "conversations",
@@ -40,8 +41,10 @@ KEYS_OF_MESSAGES = ("role", "content", "from", "value", "weight", "tool_calls", 
 
 
 class BadRecord(DataError):
-    """A record that cannot be used: its place, which is formatted only when it is shown, what is wrong with
-    it, and a way out."""
+    """Raised for a record that cannot be used.
+
+    It has the location of the record, which is formatted only when it is shown, the problem, and a way out.
+    """
 
     def __init__(self, where: object, problem: str, way_out: str = ""):
         super().__init__(where, problem, way_out)
@@ -49,7 +52,7 @@ class BadRecord(DataError):
 
     @property
     def reason(self) -> str:
-        """The place and the problem."""
+        """Return the location and the problem."""
         return f"{self.where}{self.problem}"
 
     def __str__(self) -> str:
@@ -58,7 +61,7 @@ class BadRecord(DataError):
 
 @dataclass(frozen=True)
 class MessageAt:
-    """The place of a message: `number` of the list `key` of a record."""
+    """Location of a message: its `number` in the list `key` of a record."""
 
     where: object
     number: int
@@ -108,11 +111,15 @@ class RecordReader:
     drop_other_parts: bool = False
 
     def read(self, record: Any, where: object) -> Conversation | PromptCompletion:
-        """The conversation in a record. Raises BadRecord with `where` and the reason if the record is not a
-        conversation."""
+        """Read a conversation from a record.
+
+        Raises BadRecord with `where` and the reason if the record is not a conversation.
+
+        Raises BadRecord with `where` and the reason if the record is not a conversation.
+        """
         if not isinstance(record, dict):
             raise BadRecord(
-                where, f" is a {type(record).__name__}, not an object.", f"A conversation is one of {FORMS}."
+                where, f" is a {type(record).__name__}, not an object.", f"Expected one of {FORMS}."
             )
         record = self._renamed(record, KEYS_OF_RECORDS)
         for key in ("messages", "conversations"):
@@ -131,7 +138,7 @@ class RecordReader:
             if record.get(key) is not None:
                 self._messages(record[key], key, where)  # says what is wrong with it
         keys = ", ".join(map(str, record)) or "none"
-        raise BadRecord(where, f" holds no conversation: its keys are {keys}.", for_chats(record) or WAY_OUT)
+        raise BadRecord(where, f" is not a conversation; its keys are {keys}.", for_chats(record) or WAY_OUT)
 
     def _renamed(self, item: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
         mapped = {theirs: ours for ours, theirs in self.keys if ours in names and theirs in item}
@@ -139,15 +146,15 @@ class RecordReader:
         return {ours: item[theirs] for theirs, ours in mapped.items()} | kept if mapped else item
 
     def _from_pair(self, record: dict[str, Any], where: object) -> Conversation | PromptCompletion:
-        """Two texts are a PromptCompletion; two lists of messages are one conversation.
+        """Read two texts as a PromptCompletion, or two lists of messages as a conversation.
 
         The loss is computed on the completion.
         """
         if record.get("label") is False:  # TRL's unpaired preferences
             raise BadRecord(
                 where,
-                " has label false: its completion is one to avoid.",
-                "Remove such records: the loss is computed on every completion.",
+                " has label=false, so its completion is a rejected one.",
+                "Remove such records, because megalite trains on every completion.",
             )
         prompt, completion = record["prompt"], record["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
@@ -158,7 +165,7 @@ class RecordReader:
             kinds = f"{type(prompt).__name__} and {type(completion).__name__}"
             raise BadRecord(
                 where,
-                f": prompt and completion are of types {kinds}, not both texts or both messages.",
+                f": prompt and completion must be both strings or both lists of messages, got {kinds}.",
                 WAY_OUT,
             )
         read = [self._messages(record[key], key, where) for key in ("prompt", "completion")]
@@ -186,10 +193,12 @@ class RecordReader:
             if content is None and others.get("tool_calls"):
                 content = ""
             if not isinstance(role, str) or content is None:
-                raise BadRecord(place, f" has no text under {who} and {what}.", WAY_OUT)
+                raise BadRecord(place, f" must have strings in {who} and {what}.", WAY_OUT)
             if (role := ROLES.get(role, role)) not in KNOWN_ROLES:
                 raise BadRecord(
-                    place, f" is by {turn[who]}.", f"Known roles: {', '.join((*KNOWN_ROLES, *ROLES))}."
+                    place,
+                    f" has an unknown role {turn[who]!r}.",
+                    f"Supported roles: {', '.join((*KNOWN_ROLES, *ROLES))}.",
                 )
             if not _weight(turn, role, place):
                 parsed.unweighted.add(number)
@@ -197,7 +206,7 @@ class RecordReader:
         return parsed
 
     def _text(self, content: Any, place: object) -> str | None:
-        """A content that is a text, or a list of text parts, which are joined; None if it is neither."""
+        """Return the text of a content, or None if it is neither text nor a list of text parts."""
         if not isinstance(content, list):
             return content if isinstance(content, str) else None
         texts = []
@@ -206,11 +215,11 @@ class RecordReader:
             if kind == "text" and isinstance(part.get("text"), str):
                 texts.append(part["text"])
             elif kind == "text" or not self.drop_other_parts:
-                what = f"of type {kind}" if kind != "text" else "without text"
+                what = f"of unsupported type {kind}" if kind != "text" else "without text"
                 raise BadRecord(
                     place,
                     f" has a part {what}.",
-                    "Only text can be trained on. --other_parts drop leaves other parts out.",
+                    "Only text parts are supported. Pass --other_parts drop to ignore the others.",
                 )
         return "".join(texts)
 
@@ -223,17 +232,17 @@ class _Messages:
 
 
 def _system(record: dict[str, Any], read: _Messages, where: object) -> list[dict[str, Any]]:
-    """The message that a record's key `system` stands for, as some of ShareGPT's form have."""
+    """Return the system message of a record with a key `system`, as in some ShareGPT data."""
     text = record.get("system")
     if text in (None, "") or read.messages[0]["role"] == "system":
         return []
     if not isinstance(text, str):
-        raise BadRecord(where, f": system is of type {type(text).__name__}, not text.", WAY_OUT)
+        raise BadRecord(where, f": system must be a string, got {type(text).__name__}.", WAY_OUT)
     return [{"role": "system", "content": text}]
 
 
 def _tools(record: dict[str, Any], where: object) -> list[dict[str, Any]] | None:
-    """The tools of a record."""
+    """Return the tools of a record."""
     try:
         return tools_of(record)
     except BadTools as error:
@@ -241,7 +250,7 @@ def _tools(record: dict[str, Any], where: object) -> list[dict[str, Any]] | None
 
 
 def _other_keys(turn: dict[str, Any], place: object) -> dict[str, Any]:
-    """What a message holds besides role, content and weight."""
+    """Return the keys of a message other than role, content and weight."""
     try:
         calls = calls_of(turn)
     except BadTools as error:
@@ -252,33 +261,38 @@ def _other_keys(turn: dict[str, Any], place: object) -> dict[str, Any]:
 
 
 def _weight(turn: dict[str, Any], role: str, place: object) -> bool:
-    """Whether a message counts, by its `weight`: OpenAI's 0 or 1 on the assistant's messages; absent or null,
-    it counts."""
+    """Return whether the loss of a message is counted.
+
+    OpenAI's `weight` of an assistant's message is 0 or 1. Without it, the message counts.
+    """
     weight = turn.get("weight")
     if weight is None:
         return True
     if isinstance(weight, bool) or weight not in (0, 1):
         raise BadRecord(
             place,
-            f" has weight {weight!r}.",
-            "A weight is 0 or 1; without it, an assistant's message counts as 1.",
+            f" has an invalid weight {weight!r}.",
+            "The weight must be 0 or 1 (default: 1).",
         )
     if weight and role != "assistant":
         raise BadRecord(
             place,
-            f" is by {role} and has weight 1.",
-            "Only the assistant's messages count; --loss_on all counts everything.",
+            f" has weight 1, but its role is {role}.",
+            "Only messages of the assistant can have a weight of 1. Use --loss_on all to train on all "
+            "messages.",
         )
     return bool(weight) or role != "assistant"
 
 
 def _from_alpaca(record: dict[str, Any], where: object) -> list[dict[str, Any]]:
-    """The `system` text, if any; the instruction followed by the input, as the user's message; then the
-    output."""
+    """Return the messages of an Alpaca record.
+
+    The user's message is the instruction followed by the input. A `system` text comes first.
+    """
     texts = {key: record.get(key) or "" for key in ("system", "instruction", "input", "output")}
     for key, value in texts.items():
         if not isinstance(value, str):
-            raise BadRecord(where, f": {key} is of type {type(value).__name__}, not text.", WAY_OUT)
+            raise BadRecord(where, f": {key} must be a string, got {type(value).__name__}.", WAY_OUT)
     if not any(texts.values()):
         raise BadRecord(where, ": instruction and output are empty.", "Remove the record.")
     prompt = "\n\n".join(text for text in (texts["instruction"], texts["input"]) if text)
@@ -287,13 +301,19 @@ def _from_alpaca(record: dict[str, Any], where: object) -> list[dict[str, Any]]:
 
 
 def parsed_keys(text: str | None) -> tuple[tuple[str, str], ...]:
-    """`--keys OURS=THEIRS,…` as pairs. Raises DataError for a key that no format has."""
+    """Parse `--keys OURS=THEIRS,…` to pairs.
+
+    Raises DataError for a key that no format has.
+    """
     pairs = []
     for part in (text or "").split(","):
         ours, equals, theirs = part.partition("=")
         if part and not (equals and theirs and ours in (*KEYS_OF_RECORDS, *KEYS_OF_MESSAGES)):
             known = ", ".join((*KEYS_OF_RECORDS, *KEYS_OF_MESSAGES))
-            raise DataError(f"--keys {text}: {part} is not KEY=NAME_IN_THE_RECORDS. Keys: {known}.")
+            raise DataError(
+                f"Invalid value for --keys: {part!r}. Expected KEY=NAME_IN_THE_RECORDS, where KEY is one of "
+                f"{known}."
+            )
         if part:
             pairs.append((ours, theirs))
     return tuple(pairs)

@@ -1,4 +1,4 @@
-"""Messages to text by a chat template's Jinja source, in the form in which the template reads them.
+"""Rendering of messages by the Jinja source of a chat template.
 
 Templates differ in two things: contents are texts, or lists of parts (Idefics 3, LLaVA); and arguments of
 tool calls are objects, or JSON text that the template writes as it is (DeepSeek-V3). Which one a template
@@ -40,8 +40,9 @@ class Renderer:
         self._reads_json: bool | None = None
 
     def write(self, messages: list[Message], tools: Any, prompt: bool = False) -> tuple[str, list[Span]]:
-        """The rendered messages, with `prompt` and the header of the assistant's next turn; and the spans
-        that the template marks.
+        """Render messages and return the text with the spans that the template marks.
+
+        With `prompt`, the text ends with the header of the assistant's next turn.
 
         Raises DataError if the template cannot render them.
         """
@@ -78,20 +79,25 @@ class Renderer:
                 [messages], return_assistant_tokens_mask=self.has_marks, **options
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            raise DataError(f"{self._name} cannot render it: {str(error) or type(error).__name__}.") from None
+            raise DataError(
+                f"{self._name} failed to render the conversation: {str(error) or type(error).__name__}."
+            ) from None
         texts, spans = written
         return texts[0], spans[0] if spans else []
 
     def _finds_parts(self, messages: list[Message], tools: Any) -> bool | None:
-        """Whether the template writes contents that are lists of parts, and not those that are texts; None if
-        neither."""
+        """Return whether the template requires contents as lists of parts, or None if it supports neither
+        form.
+        """
         probes = [{**message, "content": PROBE} for message in messages]
         as_text, as_parts = (self._written(probes, tools, parts=parts) for parts in (False, True))
         return False if PROBE in as_text else True if PROBE in as_parts else None
 
     def _finds_json(self, messages: list[Message], tools: Any) -> bool | None:
-        """Whether the template writes arguments that are JSON text, and objects not at all or as Python
-        spells them; None if neither."""
+        """Return whether the template requires arguments as JSON text, or None if it supports neither form.
+
+        It does if it ignores objects or writes them in Python's notation.
+        """
         probes = [_with_arguments(message, lambda _: PROBED) for message in messages]
         objects, texts = (
             self._written(probes, tools, parts=bool(self._reads_parts), as_json=as_json)
@@ -102,7 +108,7 @@ class Renderer:
         return True if WORD in texts else None
 
     def _written(self, messages: list[Message], tools: Any, *, parts: bool, as_json: bool = False) -> str:
-        """The rendered messages; empty if the template cannot render them."""
+        """Return the rendered messages; empty if the template cannot render them."""
         try:
             return self._rendered(messages, tools, parts, as_json)[0]
         except DataError:
@@ -110,12 +116,12 @@ class Renderer:
 
 
 def _has_arguments(message: Message) -> bool:
-    """Whether a message calls a tool with arguments."""
+    """Return whether a message calls a tool with arguments."""
     return _with_arguments(message, lambda _: PROBED) != message
 
 
 def _with_arguments(message: Message, change: Callable[[Any], Any]) -> Message:
-    """The message with other arguments of its calls, where these are objects."""
+    """Return the message with `change` applied to the arguments of its calls that are objects."""
     calls = message.get("tool_calls")
     return (
         {**message, "tool_calls": [_changed(call, change) for call in calls]}

@@ -1,4 +1,4 @@
-"""Conversations → tokens by a chat template, and a mask of the tokens that the assistant writes.
+"""Tokenization of conversations with a chat template, and the loss mask.
 
 A template is Jinja source as in Hugging Face tokenizers, rendered as they render it. The assistant's text, up
 to and including the token that ends its turn, is located exactly: by the template's {% generation %} marks if
@@ -21,24 +21,24 @@ from megalite.data.indexed import DataError
 from megalite.data.tokenizer.tokenizers import CLOSE, OPEN, Placed, Tokenizer
 
 DEFAULT_TEMPLATE = Path(__file__).with_name("default.jinja")
-"""For tokenizers without a template: <|role|> on a line of its own, the content, and EOS after the
-assistant's content."""
+"""Template for tokenizers without one: <|role|> on a separate line, the content, and EOS after the assistant.
+"""
 LossOn = Literal["assistant", "last", "all"]
 
 
 def read_template(path: Path) -> str:
-    """The Jinja source in a file. Raises DataError if it cannot be read."""
+    """Return the Jinja source in a file. Raises DataError if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise DataError(
-            f"--chat_template {path} cannot be read: {reason}. Give a file with the template's Jinja source."
+            f"Could not read --chat_template {path}: {reason}. Expected a UTF-8 file with a Jinja template."
         ) from None
 
 
 def template_hash(source: str) -> str:
-    """Returns the hash that identifies a template."""
+    """Return the hash that identifies a template."""
     return sha256(source.encode()).hexdigest()[:16]
 
 
@@ -61,14 +61,14 @@ class ChatTemplate:
         self._tokenizer, self._require_end = tokenizer, require_end
         if source is None and tokenizer.chat_template is None and tokenizer.other_templates:
             raise DataError(
-                f"--tokenizer {tokenizer.name} has no default chat template, only "
-                f"{', '.join(tokenizer.other_templates)}. "
-                "Give the one to use with --chat_template FILE."
+                f"--tokenizer {tokenizer.name} has several chat templates "
+                f"({', '.join(tokenizer.other_templates)}) but no default one. Choose one with "
+                "--chat_template FILE."
             )
         self.source = source or tokenizer.chat_template or DEFAULT_TEMPLATE.read_text(encoding="utf-8")
         self.hash = template_hash(self.source)
         self._name = (
-            f"the chat template (hash {self.hash}) {'given for' if source else 'of'} {tokenizer.name}"
+            f"the chat template (hash {self.hash}) {'passed for' if source else 'of'} {tokenizer.name}"
         )
         self._renderer = Renderer(self.source, tokenizer.special_tokens, self._name)
         self._controls = re.compile(
@@ -87,7 +87,7 @@ class ChatTemplate:
         loss_on: LossOn = "assistant",
         without: Collection[int] = (),
     ) -> tuple[list[int], list[int]]:
-        """The tokens of a whole conversation, and for each token 1 if its loss is counted, else 0.
+        """Return the tokens of a conversation and its loss mask, which is 1 for tokens whose loss is counted.
 
         If the marker of the next role ends a turn, it counts with the turn, and one is added after a last
         turn.
@@ -119,8 +119,9 @@ class ChatTemplate:
     def pair(
         self, prompt: str, completion: str, *, loss_on: LossOn = "assistant"
     ) -> tuple[list[int], list[int]]:
-        """The tokens of a text and its continuation, without a template: BOS if the tokenizer adds it, both
-        texts, EOS.
+        """Tokenize a text and its continuation without a template.
+
+        The tokens are BOS, if the tokenizer adds it, both texts, and EOS.
 
         As `render`, with a mask; the continuation and EOS count, or with `all` everything.
         """
@@ -132,13 +133,15 @@ class ChatTemplate:
         return [*begin, *tokens, self._tokenizer.eos], [*(int(loss_on == "all") for _ in begin), *mask, 1]
 
     def prompt(self, messages: Sequence[Message], *, tools: Any = None) -> list[int]:
-        """The tokens of a conversation for the assistant to continue, including the header of its turn.
-        Raises DataError as `render`."""
+        """Tokenize a conversation up to the header of the assistant's next turn.
+
+        Raises DataError as `render`.
+        """
         text, _ = self._renderer.write(self._marked(list(messages)), self._marked(tools), prompt=True)
         return [token for token, _, _ in self._tokenizer.encode_rendered(text)]
 
     def end_of_turn(self) -> int | None:
-        """The token that ends the assistant's turn: the last with loss that does not end the conversation.
+        """Return the token that ends the assistant's turn, not the conversation.
 
         None if text ends the turn, such as a line break, which can also be within a turn. Raises DataError as
         `render`.
@@ -156,8 +159,7 @@ class ChatTemplate:
         return [token for token, start, _ in placed if start < len(text)][-1]
 
     def _marked(self, value: Any) -> Any:
-        """The value with marks around text that is spelled like a control token, and lone surrogates
-        replaced."""
+        """Replace lone surrogates, and enclose text that is spelled like a control token in marks."""
         if isinstance(value, str):
             valid = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             return self._controls.sub(rf"{OPEN}\g<0>{CLOSE}", valid)
@@ -186,7 +188,7 @@ class ChatTemplate:
                     read.written, [*read.messages[:i], without, *read.messages[i + 1 :]], read.tools
                 ):
                     self._refuse(
-                        f"the tool_calls of message {i + 1}, which would be trained on as a turn without them"
+                        f"the tool_calls of message {i + 1}, so the model would be trained on an empty turn"
                     )
         if read.tools and self._writes(read.written, read.messages, None):
             self._refuse("the record's tools")
@@ -198,14 +200,13 @@ class ChatTemplate:
             return False
 
     def _refuse(self, ignored: str) -> NoReturn:
-        way_out = "Give a --chat_template FILE that writes them, or remove them from the records."
+        way_out = "Use a --chat_template FILE that supports them, or remove them from the records."
         raise DataError(f"{self._name} ignores {ignored}. {way_out}")
 
     def _spans(
         self, read: _Rendered, wanted: list[int], *, every: bool = False, require_end: bool = False
     ) -> list[Span]:
-        """The spans of the wanted messages, which are the assistant's; with `every`, they are all of its
-        messages."""
+        """Return the spans of the wanted messages of the assistant, or with `every` of all its messages."""
         if read.marks is None:
             return [span for i in wanted for span in self._turn(read, i, require_end).spans]
         spans = read.marks if every else self._attributed(read, read.marks, wanted)
@@ -218,7 +219,7 @@ class ChatTemplate:
         return spans
 
     def _attributed(self, read: _Rendered, marks: list[Span], wanted: list[int]) -> list[Span]:
-        """The marked spans of the wanted messages."""
+        """Return the marked spans of the wanted messages."""
         spans = []
         for i in wanted:
             first, last = [
@@ -241,17 +242,18 @@ class ChatTemplate:
 
     def _cannot_end(self, i: int) -> NoReturn:
         raise DataError(
-            f"{self._name} has no token that ends the assistant's message {i + 1} and counts in the loss: "
-            "the model would not learn to stop. Give a --chat_template FILE that writes eos_token after it, "
-            "or accept that with --end_of_turn optional."
+            f"{self._name} does not end the assistant's message {i + 1} with a token that is trained on, so "
+            "the model would not learn to stop. Use a --chat_template FILE that writes eos_token after it, "
+            "or pass --end_of_turn optional to train anyway."
         )
 
     def _cannot_locate(self, i: int) -> NoReturn:
         raise DataError(
-            f"{self._name} renders the messages up to number {i + 1} differently when others follow, or "
-            "opens the assistant's turn differently than its prompt: what the assistant writes cannot be "
-            "located. Give a --chat_template FILE that has {% generation %} … {% endgeneration %} around it, "
-            "or use --loss_on all, or, if only earlier turns differ, --loss_on last."
+            f"Could not locate the assistant's message {i + 1} in the output of {self._name}: the template "
+            "renders earlier messages differently when others follow, or its generation prompt differs "
+            "from the start of the turn. Use a --chat_template FILE with {% generation %} … {% "
+            "endgeneration %} around the assistant's messages, or --loss_on all. If only earlier turns "
+            "differ, --loss_on last also works."
         )
 
 
@@ -284,7 +286,7 @@ def _set(counts: bytearray, spans: Iterable[Span], value: int) -> None:
 
 
 def _masked(tokens: Placed, counts: bytearray) -> tuple[list[int], list[int]]:
-    """The tokens, and for each 1 if one of its characters counts."""
+    """Return the tokens and their loss mask, which is 1 if a character of the token counts."""
     return [token for token, _, _ in tokens], [
         int(1 in counts[start : max(stop, start + 1)]) for _, start, stop in tokens
     ]

@@ -1,4 +1,4 @@
-"""Tools and tool calls of chat records: JSON text is parsed to the objects that chat templates read.
+"""Parsing of tools and tool calls in chat records from JSON text to objects.
 
 OpenAI's `function.arguments` is always JSON text, and data sets often store `tools` and `parameters` as text,
 since their values have no common schema. A template that writes `arguments | tojson` would quote such text a
@@ -16,7 +16,7 @@ Fields = dict[str, Any]
 
 
 class BadTools(DataError):
-    """Tools or tool calls that no template can read: the problem, and a way out."""
+    """Raised for tools or tool calls that cannot be parsed, with the problem and a way out."""
 
     def __init__(self, problem: str, way_out: str):
         super().__init__(problem, way_out)
@@ -24,8 +24,10 @@ class BadTools(DataError):
 
 
 def tools_of(record: Fields) -> list[Fields] | None:
-    """The `tools` of a record, or its `functions` in OpenAI's earlier format, as objects; None if it has
-    neither. Raises BadTools."""
+    """Return the `tools` of a record as objects, or None.
+
+    OpenAI's earlier format has `functions` instead. Raises BadTools.
+    """
     tools = _list(without_nulls(record.get("tools")), "tools", "tool")
     if (
         tools is None
@@ -41,8 +43,9 @@ def tools_of(record: Fields) -> list[Fields] | None:
 
 
 def calls_of(message: Fields) -> list[Fields] | None:
-    """The `tool_calls` of a message, or its `function_call` in OpenAI's earlier format, as objects; None if
-    it has neither.
+    """Return the `tool_calls` of a message as objects, or None.
+
+    OpenAI's earlier format has `function_call` instead.
 
     Raises BadTools.
     """
@@ -58,7 +61,12 @@ def calls_of(message: Fields) -> list[Fields] | None:
 
 
 def _list(value: Any, name: str, item: str) -> list[Fields] | None:
-    """A list of objects; the list or an object in it may be JSON text. None, or an empty text, is None."""
+    """Return a list of objects, parsing JSON text of the list or its items.
+
+    None and an empty text result in None.
+
+    None, or an empty text, is None.
+    """
     if value is None or value == "":
         return None
     return [
@@ -68,15 +76,17 @@ def _list(value: Any, name: str, item: str) -> list[Fields] | None:
 
 
 def _with_function(item: Fields, what: str) -> Fields:
-    """A tool or call with its `function` as an object; the ones without `function` have its keys
-    themselves."""
+    """Return a tool or call with its `function` parsed.
+
+    In tools without `function`, its keys are at the top level.
+    """
     if item.get("function") is None:
         return item
     return {**item, "function": _decoded(item["function"], f"function of {what}", dict)}
 
 
 def _with_object(item: Fields, key: str, what: str) -> Fields:
-    """A tool or call with this key of its function, or its own, as an object."""
+    """Return a tool or call with a key of its function parsed."""
     if isinstance(function := item.get("function"), dict):
         return {**item, "function": _with_object(function, key, what)}
     if item.get(key) is None:
@@ -86,24 +96,26 @@ def _with_object(item: Fields, key: str, what: str) -> Fields:
 
 
 def _decoded(value: Any, what: str, kind: type) -> Any:
-    """A value of the kind, or the one that a JSON text stands for. Raises BadTools for another."""
+    """Return a value of type `kind`, parsing JSON text. Raises BadTools for other types."""
     wanted = "a list" if kind is list else "an object"
-    way_out = f"Give {wanted}, or its JSON text."
+    way_out = f"Expected {wanted} or a JSON string."
     decoded = value
     if isinstance(value, str):
         try:
             decoded = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise BadTools(f"{what}: the text is not JSON ({error}).", way_out) from None
+            raise BadTools(f"{what} is not valid JSON ({error}).", way_out) from None
     if not isinstance(decoded, kind):
-        read = "the JSON text is" if decoded is not value else "it is"
-        raise BadTools(f"{what}: {read} of type {type(decoded).__name__}, not {wanted}.", way_out)
+        read = " in JSON" if decoded is not value else ""
+        raise BadTools(f"{what} must be {wanted}, got {type(decoded).__name__}{read}.", way_out)
     return decoded
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without the None values of its objects: tables fill in None for each key that another row
-    has."""
+    """Remove None values from objects.
+
+    Tables fill in None for each key that only other rows have.
+    """
     if isinstance(value, dict):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}
     return [without_nulls(each) for each in value] if isinstance(value, list) else value

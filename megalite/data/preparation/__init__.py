@@ -1,2 +1,4 @@
-"""From texts and conversations to a token file: start at prepare.py; sources.py reads inputs, writer.py
-writes."""
+"""Preparation of token files from texts and conversations, which starts in prepare.py.
+
+sources.py reads inputs, writer.py writes token files.
+"""

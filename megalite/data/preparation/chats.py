@@ -1,4 +1,4 @@
-"""Chat data: the records of a task to tokens and their loss mask, one document per conversation."""
+"""Encoding of chat data: one document with a loss mask per conversation."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from megalite.data.tokenizer.tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class Chats:
-    """How conversations are converted to documents.
+    """Encodes conversations as documents.
 
     Attributes:
         template: Jinja source to use instead of the tokenizer's own
-        (`megalite.data.chat.template.ChatTemplate`). loss_on: the tokens whose loss is counted.
-        require_end: reject a conversation with a turn that counts and that no token ends. max_length: maximum
-        number of tokens of a conversation; longer ones are dropped or, with `truncate`, cut. None: no limit.
-        reader: how records are read.
-        skip_bad: maximum number of bad records of the whole input, which are skipped.
+            (`megalite.data.chat.template.ChatTemplate`).
+        loss_on: the tokens whose loss is counted.
+        require_end: reject a conversation with a turn that is trained on and does not end with a token.
+        max_length: maximum number of tokens of a conversation, or None. Longer ones are dropped or, with
+            `truncate`, cut.
+        reader: reader of the records.
+        skip_bad: maximum number of bad records to skip in the whole input.
     """
 
     template: str | None = None
@@ -38,8 +40,11 @@ class Chats:
     require_end: bool = True
 
     def encode(self, task: Task, tokenizer: Tokenizer) -> Encoded:
-        """Encode a task. Raises DataError naming file, line and reason for the first record that is no
-        conversation or that the template cannot render, if none may be skipped."""
+        """Encode a task.
+
+        Raises DataError naming file, line and reason for the first record that is no conversation or that the
+        template cannot render, if none may be skipped.
+        """
         template = ChatTemplate(tokenizer, self.template, require_end=self.require_end)
         tokens, mask, sizes = array("i"), bytearray(), array("i")
         bad, done = BadRecords(self.skip_bad > 0), Encoded(input_bytes=task.size)

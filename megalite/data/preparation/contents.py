@@ -1,5 +1,4 @@
-"""What the bytes of an input say, whatever it is called: how they are compressed, whether they are text, and
-which records of JSON."""
+"""Detection of compression, text and JSON records from the content of a file, not its name."""
 
 from __future__ import annotations
 
@@ -18,16 +17,18 @@ from typing import Any, BinaryIO, Literal, NamedTuple, cast
 from megalite.data.chat.record_hints import TEXT_KEY
 
 MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
-"""The first bytes of a compressed file → its compression."""
+"""Compression by the first bytes of a file."""
 SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".zstd")
 PARQUET = b"PAR1"
 OTHERS = {
     b"%PDF-": "a PDF",
     PARQUET: "a parquet file",
     b"PK\x03\x04": "a ZIP archive",
-    b"\x1f\x9d": "compressed by compress",
+    b"\x1f\x9d": "a file compressed with compress",
 }
-OTHERS |= {magic: f"compressed by {name}" for magic, name in MAGIC.items()}  # within a compressed file
+OTHERS |= {
+    magic: f"a file compressed with {name}" for magic, name in MAGIC.items()
+}  # within a compressed file
 GIT_LFS = b"version https://git-lfs.github.com/spec/"
 # one of UTF-32's begins with the first, the other one has NUL bytes
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -43,11 +44,14 @@ STRINGS = re.compile(
 
 
 class Damage(Exception):
-    """The bytes of a file cannot be read, or not decompressed; the text is the reason."""
+    """Raised if a file cannot be read or decompressed, with the reason."""
 
 
 def compression(path: Path) -> str | None:
-    """The name of a file's compression; None if it is not compressed. Raises OSError if it cannot be read."""
+    """Return the compression of a file, or None. Raises OSError if the file cannot be read.
+
+    Raises OSError if it cannot be read.
+    """
     with path.open("rb") as file:
         start = file.read(6)
     # a frame to skip, with which pzstd begins
@@ -58,8 +62,7 @@ def compression(path: Path) -> str | None:
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """A file's bytes, decompressed, to be read once; and the file itself, whose position says how far it has
-    been read.
+    """Open a file and yield its decompressed stream and the file itself, whose position shows the progress.
 
     Raises Damage, here or where the bytes are read, if they cannot be read or decompressed.
     """
@@ -78,7 +81,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _decompressed(file: BinaryIO, kind: str | None) -> BinaryIO:
-    """The file itself if it is not compressed."""
+    """Return the file itself if it is not compressed."""
     if kind == "gzip":
         import gzip
 
@@ -96,20 +99,20 @@ def _decompressed(file: BinaryIO, kind: str | None) -> BinaryIO:
             import pyarrow
         except ImportError:
             raise OSError(
-                "zstd is decompressed by pyarrow, which is not installed: pip install 'megalite[data]'"
+                "reading zstd files requires pyarrow. Install it with `pip install 'megalite[data]'`"
             ) from None
         return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
     return file
 
 
 def contents(path: Path) -> bytes:
-    """All bytes of a file, decompressed. Raises Damage if they cannot be read."""
+    """Read a file and decompress it. Raises Damage if it cannot be read."""
     with opened(path) as (plain, _):
         return plain.read()
 
 
 def is_parquet(path: Path) -> bool:
-    """Whether a file begins and ends as a parquet file does; text may begin with the same letters."""
+    """Return whether a file starts and ends like a parquet file. Text may start with the same letters."""
     try:
         with path.open("rb") as file:
             start = file.read(len(PARQUET))
@@ -120,28 +123,30 @@ def is_parquet(path: Path) -> bool:
 
 
 def without_mark(raw: bytes) -> bytes:
-    """The bytes without the byte-order mark of UTF-8 at their beginning."""
+    """Remove a UTF-8 byte-order mark."""
     return raw.removeprefix(codecs.BOM_UTF8)
 
 
 def other_kind(raw: bytes) -> tuple[str, str] | None:
-    """What the beginning of a file is by its first bytes instead of text in UTF-8, and a way out; None if
-    they do not say so.
+    """Return the problem and a way out if the first bytes of a file show that it is not UTF-8 text.
 
     Text in encodings other than UTF-16 is text, whose bytes are replaced where they are not UTF-8.
     """
     if raw.startswith(UTF_16):
-        return "is text in UTF-16 or UTF-32, not UTF-8", "Convert it: iconv -f UTF-16 -t UTF-8."
+        return (
+            "is encoded in UTF-16 or UTF-32, but UTF-8 is required",
+            "Convert it with `iconv -f UTF-16 -t UTF-8`.",
+        )
     if raw.startswith(GIT_LFS):
-        return "is a pointer of Git LFS, not the file itself", "Run git lfs pull where it was cloned."
+        return "is a Git LFS pointer, not the file itself", "Run `git lfs pull` in the clone."
     if (kind := next((name for magic, name in OTHERS.items() if raw.startswith(magic)), None)) is not None:
-        way_out = "Add --format parquet" if raw.startswith(PARQUET) else "Give its text"
-        return f"is {kind}, not text", f"{way_out}, or leave it out with --exclude."
+        way_out = "Add --format parquet" if raw.startswith(PARQUET) else "Extract the text first"
+        return f"is {kind}, not text", f"{way_out}, or skip the file with --exclude."
     return None
 
 
 def other_kind_of(path: Path) -> tuple[str, str] | None:
-    """`other_kind` of what a file holds; None if it cannot be read."""
+    """Return `other_kind` of a file's content, or None if it cannot be read."""
     try:
         with opened(path) as (plain, _):
             return other_kind(plain.read(LOOKED_AT))
@@ -150,11 +155,11 @@ def other_kind_of(path: Path) -> tuple[str, str] | None:
 
 
 def not_text(raw: bytes) -> tuple[str, str] | None:
-    """As `other_kind`, and what else is no text: a file with NUL bytes in its beginning."""
+    """Return `other_kind`, which also detects files with NUL bytes at their beginning."""
     if (kind := other_kind(raw)) is not None:
         return kind
     if b"\0" in raw[:LOOKED_AT]:
-        return "is a binary file, not text: it has NUL bytes", "Leave it out with --exclude."
+        return "contains NUL bytes and seems to be a binary file", "Skip it with --exclude."
     return None
 
 
@@ -162,13 +167,14 @@ def not_text(raw: bytes) -> tuple[str, str] | None:
 
 
 class Records(NamedTuple):
-    """How a file holds records.
+    """Layout of the records in a file.
 
     Attributes:
-        form: a record a line, a list of records, or one object over several lines; apart: objects that are
-        neither. keys: those of the first record; TEXT_KEY alone if the records are strings. several: more
-        than one.
-        strings: the records are strings, not objects.
+        form: one record per line, a list of records, or one object over several lines; apart: objects in
+            neither form.
+        keys: keys of the first record, or TEXT_KEY alone if the records are strings.
+        several: whether there is more than one record.
+        strings: whether the records are strings instead of objects.
     """
 
     form: Literal["lines", "list", "one", "apart"]
@@ -178,7 +184,7 @@ class Records(NamedTuple):
 
 
 def records_in(path: Path) -> Records | None:
-    """The records of JSON with which a file begins; None if it does not, or cannot be read."""
+    """Return the layout of the JSON records in a file, or None if it has none or cannot be read."""
     try:
         with opened(path) as (plain, _):
             return _records(plain)
@@ -220,7 +226,7 @@ def _records(plain: BinaryIO) -> Records | None:
 
 
 def _object(raw: bytes) -> dict[str, Any] | None:
-    """An object that has keys; None if the bytes are anything else."""
+    """Parse a non-empty object, or return None for anything else."""
     try:
         value = json.loads(raw.decode(errors="replace"))
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Long texts in pieces: one document, tokenized by several tasks as if it were tokenized at once.
+"""Splitting of long texts into pieces that are tokenized in parallel with the same result.
 
 A text is cut after the first line end of each range where encoding both sides apart gives the tokens of
 encoding them together, tried on WINDOW bytes on either side. Each task finds the cuts around its range by
@@ -20,8 +20,10 @@ CANDIDATES = 32  # line ends that are tried in a range; a range without a cut is
 
 
 def read_piece(span: ByteRange, tokenizer: Tokenizer) -> tuple[bytes, bool]:
-    """The bytes between the cuts around a range, empty if no piece begins in it; and whether they reach the
-    end of the file."""
+    """Return the bytes between the cuts around a range, and whether they reach the end of the file.
+
+    They are empty if no piece begins in the range.
+    """
     with span.path.open("rb") as file:
         size = file.seek(0, 2)
         start: int | None = 0 if span.start == 0 else _cut(file, span.start, span.stop, tokenizer)
@@ -38,8 +40,10 @@ def read_piece(span: ByteRange, tokenizer: Tokenizer) -> tuple[bytes, bool]:
 
 
 def _cut(file: BinaryIO, start: int, stop: int, tokenizer: Tokenizer) -> int | None:
-    """The first place in [start, stop) where the text can be cut, or None if there is none among the
-    CANDIDATES first line ends."""
+    """Return the first position in [start, stop) where the text can be cut, or None.
+
+    Only the CANDIDATES first line ends are tried.
+    """
     file.seek(start)
     content = file.read(min(stop - start, CANDIDATES * WINDOW))
     at = -1
@@ -57,7 +61,7 @@ def _cut(file: BinaryIO, start: int, stop: int, tokenizer: Tokenizer) -> int | N
 
 
 def continued(text: str, tokenizer: Tokenizer) -> Sequence[int] | None:
-    """The tokens of a text that follows a line end; None if the line end is part of one of them."""
+    """Tokenize a text that follows a line end, or return None if the line end is part of a token."""
     line_end = tokenizer.encode("\n")
     tokens = tokenizer.encode("\n" + text)
     return tokens[len(line_end) :] if tokens[: len(line_end)] == line_end else None

@@ -1,5 +1,4 @@
-"""What an earlier preparation has left at PREFIX: the same one again has nothing to do, and another one must
-not replace it unasked.
+"""Detection of an earlier preparation of PREFIX, which is neither repeated nor replaced without --overwrite.
 
 Models that were trained on PREFIX need its tokens and its tokenizer as they are.
 """
@@ -17,12 +16,13 @@ from megalite.data.indexed import DataError, companion
 from megalite.data.tokenizer.identity import digest_of, of_token_file, tokenizer_files
 from megalite.system.messages import counted
 
-REPLACE = "or replace it with --overwrite, after which models that were trained with it no longer fit."
+REPLACE = "or pass --overwrite to replace it. Models trained with the old files then no longer match it."
 
 
 def summary_of(prefix: Path, key: str) -> dict[str, Any] | None:
-    """The stored summary of a complete preparation of PREFIX with the same key, whose files and tokenizer are
-    all as it left them; None if PREFIX is free.
+    """Return the summary of a complete preparation of PREFIX with the same key, or None if PREFIX is free.
+
+    Its files and its tokenizer must be unchanged.
 
     Raises:
         DataError: PREFIX holds something else.
@@ -40,33 +40,35 @@ def summary_of(prefix: Path, key: str) -> dict[str, Any] | None:
             summary = {name: facts[name] for name in TOP} | stored | {"existing": True}
             del summary["key"]
             return summary
-        changed = "" if _tokenizer_is_unchanged(prefix) else ", which has changed since or is gone"
+        changed = "" if _tokenizer_is_unchanged(prefix) else ", which has since been changed or removed"
     except ConfigError:
         facts, changed = {}, ""
     held = f"({_described(prefix, facts)}{changed})"
     raise DataError(
-        f"--output {prefix} holds data of other inputs, options or tokenizer {held}. Give another --output, "
-        f"{REPLACE}"
+        f"--output {prefix} already contains data prepared from other inputs or with other options {held}. "
+        f"Choose another --output, {REPLACE}"
     )
 
 
 def check_new(tokenizer: Path) -> None:
-    """Raise DataError if a tokenizer that is to be trained would replace a file."""
+    """Raise DataError if training a tokenizer would overwrite a file."""
     if tokenizer.exists():
         written = f"made {_time(tokenizer)}"
         raise DataError(
-            f"--train_tokenizer would replace {tokenizer} ({written}). Give another --tokenizer or --output, "
-            f"{REPLACE}"
+            f"--train_tokenizer would overwrite {tokenizer} ({written}). Choose another --tokenizer or "
+            f"--output, {REPLACE}"
         )
 
 
 TOP = ("vocab_size", "eos", "tokenizer", "documents", "tokens")
-"""What of a summary PREFIX.json names at its top level."""
+"""Keys of a summary at the top level of PREFIX.json."""
 
 
 def entry(key: str, summary: dict[str, Any]) -> dict[str, Any]:
-    """The entry `preparation` of PREFIX.json: the rest of the summary, the same wherever and in however many
-    parts it was prepared."""
+    """Return the entry `preparation` of PREFIX.json with the rest of the summary.
+
+    It does not depend on the location or on the number of interruptions.
+    """
     return {"key": key} | {
         name: value
         for name, value in summary.items()
@@ -82,7 +84,7 @@ def _tokenizer_is_unchanged(prefix: Path) -> bool:
 
 
 def _described(prefix: Path, facts: dict[str, Any]) -> str:
-    """Documents, tokens, tokenizer, and when it was made."""
+    """Describe a token file by its documents, tokens, tokenizer and time."""
     try:
         index = TokenIndex(prefix)
         size = f"{counted(len(index.sizes), 'document')}, {len(index):,} tokens, "

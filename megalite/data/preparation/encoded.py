@@ -12,7 +12,7 @@ from megalite.data.chat.records import BadRecord
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The token type, as Megatron-LM chooses it: uint16 if the vocabulary fits, else int32."""
+    """Return the token type that Megatron-LM chooses: uint16 if the vocabulary fits, otherwise int32."""
     return np.dtype("<u2" if vocab_size < 65500 else "<i4")
 
 
@@ -22,16 +22,19 @@ def _none() -> NDArray[np.int32]:
 
 @dataclass
 class Encoded:
-    """A task's documents as tokens.
+    """The tokenized documents of a task.
 
     Attributes:
-        tokens: those of all documents, one after another; a text ends in EOS, a conversation as its template
-        ends it. sizes: number of tokens of each document.
-        continues: the first one is not a document but the continuation of the last one of the task before.
-        mask: 1 for each token whose loss is counted, else 0; None if all are counted. empty, too_long,
-        without_loss: number of documents without text, longer than the maximum, and without a token with loss
-        from. replaced: number of documents with bytes that are not valid UTF-8. bad, bad_first: number of bad
-        records that were skipped, and the first of them. forms: formats of the conversations.
+        tokens: tokens of all documents, concatenated. A text ends with EOS, a conversation as its template
+            ends it.
+        sizes: number of tokens of each document.
+        continues: the first entry continues the last document of the previous task.
+        mask: 1 for each token whose loss is counted, 0 for others; None if all are counted.
+        empty, too_long, without_loss: number of documents that were dropped because they have no text, exceed
+            the maximum length, or have no token with loss.
+        replaced: number of documents with bytes that are not valid UTF-8.
+        bad, bad_first: number of bad records that were skipped, and the first of them.
+        forms: formats of the conversations.
     """
 
     input_bytes: int

@@ -1,5 +1,4 @@
-"""A look at the first records of the input, so that records of another kind are reported before a tokenizer
-is loaded."""
+"""Check of the first records, which reports a wrong format before a tokenizer is loaded."""
 
 from __future__ import annotations
 
@@ -13,11 +12,11 @@ from megalite.data.preparation.sources import InputSource
 from megalite.data.preparation.tasks import BadRecords, listed, records
 
 SOURCES, RECORDS = 64, 1000
-"""Maximum numbers of sources to look into, and of records in one."""
+"""Maximum number of sources to check, and of records in each."""
 
 
 class Reader(Protocol):
-    """Reads the records. `skip_bad`: how many may be bad."""
+    """Reader of records. `skip_bad` is the number of bad records that are allowed."""
 
     @property
     def skip_bad(self) -> int: ...
@@ -26,8 +25,7 @@ class Reader(Protocol):
 
 
 def check_first(sources: Sequence[InputSource], reader: Reader) -> None:
-    """Raise DataError if more records at the beginning of the sources are of another kind than may be
-    skipped."""
+    """Raise DataError if the sources begin with more bad records than may be skipped."""
     bad = BadRecords(reader.skip_bad > 0)
     for source in sources[:SOURCES]:
         for record, where in islice(_first(source), RECORDS):
@@ -40,13 +38,17 @@ def check_first(sources: Sequence[InputSource], reader: Reader) -> None:
             if bad.count > reader.skip_bad:
                 reasons = listed([error.reason for error in bad.first])
                 raise DataError(
-                    f"--skip_bad {reader.skip_bad}: the input begins with more bad records. "
+                    f"The input starts with more bad records than --skip_bad {reader.skip_bad} allows. "
                     f"{bad.first[0].way_out}{reasons}"
                 )
 
 
 def _first(source: InputSource) -> Iterator[tuple[Any, object]]:
-    """The records of the first task of a source; none if it holds texts. What is damaged is reported later,
-    in the order of the input."""
+    """Yield the records of the first task of a source.
+
+    Texts have none. Damage is reported later, in the order of the input.
+
+    What is damaged is reported later, in the order of the input.
+    """
     for task in islice(source.tasks(), 1):
         yield from ((record, where) for record, where, _ in records(task, BadRecords(skip=True)))

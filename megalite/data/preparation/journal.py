@@ -1,5 +1,4 @@
-"""What an interrupted preparation continues from: a journal next to its temporary files, and the lock of a
-PREFIX.
+"""The journal from which an interrupted preparation resumes, and the lock of a PREFIX.
 
 A process that is killed leaves its temporary files and the journal, which says how far they are right. A
 later preparation of the same inputs with the same tokenizer and options continues there; any other begins
@@ -31,18 +30,19 @@ Note = Callable[[str], None]
 
 
 def key_of(*parts: Any) -> str:
-    """What identifies a preparation: a hash of everything that its result depends on."""
+    """Return a hash of everything that the result of a preparation depends on."""
     return sha256(json.dumps([__version__, *parts], default=str).encode()).hexdigest()
 
 
 def digest(path: Path) -> str:
-    """The hash of a file's content; empty if it is not a file."""
+    """Return the hash of a file's content, or an empty string if it is not a file."""
     return sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
 class Journal:
-    """The journal of a preparation of PREFIX; a context manager that removes it at the end, unless `kept` is
-    set.
+    """The journal of a preparation of PREFIX.
+
+    A context manager that removes the journal on exit unless `kept` is set.
 
     Attributes:
         state: what an interrupted preparation with the same key has saved; None if there is none.
@@ -60,12 +60,14 @@ class Journal:
             self._clear(journal)
 
     def due(self) -> bool:
-        """Whether the last save is long enough ago."""
+        """Return whether the next save is due."""
         return time.monotonic() - self._saved >= SAVE_S
 
     def save(self, state: dict[str, Any], others: list[Path]) -> None:
-        """Store the state atomically. others: temporary files outside of PREFIX's own, which a preparation
-        with another key removes."""
+        """Save the state atomically.
+
+        others: temporary files of other names, which a preparation with another key removes.
+        """
         with replacing(self._path, temporary(self._prefix, "journal.new")) as fresh:
             write_synced(
                 fresh,
@@ -74,7 +76,7 @@ class Journal:
         self._saved = time.monotonic()
 
     def reject(self) -> None:
-        """Begin anew although the key is right: the temporary files are not as they were."""
+        """Start over because the temporary files have changed, although the key matches."""
         self.state, self.foreign = None, True
         self._clear({})
 
@@ -117,7 +119,8 @@ def locked(prefix: Path) -> Iterator[None]:
                 file.seek(0)
                 holder = file.read().strip() or "another process"
                 raise DataError(
-                    f"--output {prefix} is being prepared by {holder}. Wait for it, or give another PREFIX."
+                    f"--output {prefix} is being written by {holder}. Wait until it finishes, or choose "
+                    "another PREFIX."
                 ) from None
             except OSError:
                 pass  # a file system without locks: two preparations are then not noticed

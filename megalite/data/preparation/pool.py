@@ -1,4 +1,4 @@
-"""Tasks to results, in the order of the tasks, in this process or in several.
+"""Encoding of tasks in one or several processes, with the results in the order of the tasks.
 
 Workers receive the tokenizer once, and tasks, which name what to read; they return tokens. At most
 TASKS_AHEAD tasks per worker are in flight, so that memory is bounded for any input.
@@ -25,8 +25,10 @@ from megalite.system.processes import blocked, watch_parent
 TASKS_AHEAD = 4
 BYTES_PER_WORKER = 4 << 20  # of input, below which starting a process costs more than it saves
 QUIET = "ignore:resource_tracker:UserWarning"
-"""Option -W of the process that Python starts to remove semaphores: Ctrl-C may leave some of the pool to it,
-which it would warn of."""
+"""Option -W of the process in which Python removes semaphores.
+
+Ctrl-C may leave some semaphores of the pool to it, which would cause warnings.
+"""
 
 
 class Encoder(Protocol):
@@ -36,21 +38,24 @@ class Encoder(Protocol):
 
 
 class WorkerLost(DataError):
-    """A worker was killed. The preparation can be continued."""
+    """Raised if a worker was killed. The preparation can be resumed."""
 
 
 def default_workers(size: int) -> int:
-    """One worker per usable core, fewer for little input."""
+    """Return the number of usable cores, or fewer for little input."""
     return max(1, min(usable_cores(), size // BYTES_PER_WORKER))
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def encoded(tasks: Iterator[Task], tokenizer: Tokenizer, encoder: Encoder, workers: int) -> Iterator[Encoded]:
-    """The results of the tasks, in their order. Raises DataError of a task, and WorkerLost."""
+    """Yield the results of the tasks in order.
+
+    Raises DataError of a task, or WorkerLost.
+    """
     if workers == 1:
         yield from (encoder.encode(task, tokenizer) for task in tasks)
         return
@@ -73,9 +78,9 @@ def encoded(tasks: Iterator[Task], tokenizer: Tokenizer, encoder: Encoder, worke
         while ahead:
             yield ahead.popleft().result()
     except BrokenProcessPool:
-        way_out = "Start again with fewer --workers, which continues from here."
+        way_out = "Run the command again with fewer --workers to continue from this point."
         raise WorkerLost(
-            f"--workers {workers}: a worker was killed, most likely because memory ran out. {way_out}"
+            f"one of {workers} workers was killed, probably because the machine ran out of memory. {way_out}"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)

@@ -1,5 +1,4 @@
-"""Text or conversations to a token file: read, tokenize in parallel, and write in the order of the input for
-any number of workers.
+"""Preparation of token files: reads and tokenizes in parallel, and writes in the order of the input.
 
 A preparation that was killed continues from its journal; one that is complete is neither done again nor
 replaced unasked.
@@ -39,17 +38,18 @@ TRAINING_BYTES = 8_000_000
 
 @dataclass
 class PreparationSummary:
-    """What was written.
+    """Summary of a preparation.
 
     Attributes:
         loss_tokens: number of tokens whose loss is counted.
         longest: number of tokens of the longest document.
-        packed_rows: number of rows into which conversations can be packed, each as long as the maximum length
-        or, without one, as the
-            longest conversation.
-        skipped, skipped_first: number of bad records that were skipped, and the first of them with their
-        place and the reason. resumed_bytes: bytes of the input that an interrupted preparation had done.
-        existing: the same preparation was complete already, and nothing was written. others: as in `Encoded`.
+        packed_rows: number of rows after packing conversations into rows of the maximum length or, without
+            one, the length of the longest conversation.
+        skipped, skipped_first: number of bad records that were skipped, and the first of them with location
+            and reason.
+        resumed_bytes: bytes of the input that an interrupted preparation had processed.
+        existing: the same preparation was complete already, and nothing was written.
+        others: as in `Encoded`.
     """
 
     prefix: str
@@ -74,8 +74,10 @@ class PreparationSummary:
     existing: bool = False
 
     def add(self, part: Encoded, replaced_before: bool) -> None:
-        """Count a result. replaced_before: the document that it continues has been counted as one with
-        replaced bytes."""
+        """Add the counts of a result.
+
+        replaced_before: the document that it continues has already been counted for replaced bytes.
+        """
         self.documents += len(part.sizes) - part.continues
         self.tokens += len(part.tokens)
         self.empty_documents += part.empty
@@ -91,7 +93,10 @@ class PreparationSummary:
 
 @dataclass(frozen=True)
 class _Job:
-    """A preparation. loaded: the tokenizer's current path; named: its final path, which PREFIX.json names."""
+    """A preparation.
+
+    loaded: the current path of the tokenizer; named: its final path, which PREFIX.json records.
+    """
 
     sources: list[InputSource]
     prefix: Path
@@ -124,31 +129,33 @@ def prepare(
     progress: Report = silent,
     note: Note = lambda line: None,
 ) -> PreparationSummary:
-    """Tokenize every document of the sources and write PREFIX.bin, .idx and .json, and for conversations
-    PREFIX.loss.bin and .idx.
+    """Tokenize the documents of the sources and write a token file.
+
+    Writes PREFIX.bin, .idx and .json, and for conversations PREFIX.loss.bin and .idx.
 
     Args:
         sources: inputs, in the order of the documents.
-        prefix: the start of the names of the files.
-        tokenizer: byte, a sentencepiece model, or a Hugging Face directory. encoder: whether the sources hold
-        texts or conversations, and how they are read. train_tokenizer: a vocabulary size: a sentencepiece
-        model is first trained on the sources, texts, and written to `tokenizer`. overwrite: replace an
-        earlier preparation of PREFIX, and the file of a tokenizer that is to be trained. workers: number of
-        processes; None: the usable cores, fewer for little input. progress: called with the phase, the input
-        bytes done, and their total. note: called with lines for the user.
+        prefix: path prefix of the files.
+        tokenizer: byte, a sentencepiece model, or a Hugging Face directory.
+        encoder: encoder for texts or conversations, which also reads them.
+        train_tokenizer: vocabulary size of a sentencepiece model that is first trained on the sources, which
+            must be texts, and written to `tokenizer`.
+        overwrite: replace an earlier preparation of PREFIX, and the file of a tokenizer that is trained.
+        workers: number of processes; None: the usable cores, or fewer for little input.
+        progress: called with the phase, the processed input bytes, and their total.
+        note: called with lines for the user.
 
     Raises:
-        DataError: on bad input, if PREFIX holds another preparation, or if another process prepares it. After
-        an error or an interrupt no
-            files are left.
+        DataError: on bad input, if PREFIX contains another preparation, or if another process writes it.
+            After an error or an interrupt no files are left.
     """
     check_first(sources, encoder)
     if train_tokenizer is None:
         vocabulary = tokenizing.load(tokenizer)
         if vocabulary.unused_ids:
             note(
-                f"{tokenizer}: {vocabulary.unused_ids} of {vocabulary.vocab_size} ids have no token; the "
-                "model has rows for them"
+                f"{tokenizer}: {vocabulary.unused_ids} of {vocabulary.vocab_size} ids are unused; the "
+                "embedding still has rows for them"
             )
         identity: list[Any] = [
             vocabulary.vocab_size,
@@ -175,8 +182,8 @@ def prepare(
         with Journal(prefix, key) as journal:
             if journal.foreign:
                 note(
-                    f"{prefix}: an interrupted preparation of other inputs or with other options was there; "
-                    "this one begins anew"
+                    f"{prefix}: discarding an interrupted preparation with different inputs or options and "
+                    "starting over"
                 )
             job = _Job(sources, prefix, tokenizer, tokenizer, encoder, workers, progress, note, journal, key)
             if train_tokenizer is None:
@@ -202,7 +209,7 @@ def _encode(job: _Job, vocabulary: tokenizing.Tokenizer) -> PreparationSummary:
             summary.packed_rows = _packed_rows(sizes, encoder.max_length or summary.longest)
         if not summary.documents and summary.skipped:
             raise DataError(
-                f"{prefix}: the input holds nothing else than bad records. Nothing was "
+                f"{prefix}: all records of the input are bad. Nothing was "
                 f"written.{listed(summary.skipped_first)}"
             )
         if job.loaded != named:
@@ -220,23 +227,22 @@ def _encode(job: _Job, vocabulary: tokenizing.Tokenizer) -> PreparationSummary:
 
 
 def _writer(job: _Job, vocabulary: tokenizing.Tokenizer, summary: PreparationSummary) -> IndexedWriter:
-    """The writer, at the position of an interrupted preparation if there is one, whose counts are then in the
-    summary."""
+    """Return the writer, positioned after the data of an interrupted preparation.
+
+    The counts of that preparation are added to the summary.
+    """
     masked, state = isinstance(job.encoder, Chats), job.journal.state
     if state is not None and state.get("position"):
         try:
             writer = IndexedWriter(job.prefix, vocabulary.vocab_size, masked, state["position"])
         except (OSError, EOFError) as error:
-            job.note(
-                f"{job.prefix}: an interrupted preparation cannot be continued ({error}); this one begins "
-                "anew"
-            )
+            job.note(f"{job.prefix}: could not resume the interrupted preparation ({error}); starting over")
             job.journal.reject()
         else:
             summary.__dict__.update(state["summary"])
             summary.resumed_bytes = summary.input_bytes
             job.note(
-                f"{job.prefix}: continues an interrupted preparation at {summary.input_bytes / 1e6:.1f} of "
+                f"{job.prefix}: resuming an interrupted preparation at {summary.input_bytes / 1e6:.1f} of "
                 f"{job.size / 1e6:.1f} MB"
             )
             return writer
@@ -246,8 +252,12 @@ def _writer(job: _Job, vocabulary: tokenizing.Tokenizer, summary: PreparationSum
 def _write_parts(
     job: _Job, vocabulary: tokenizing.Tokenizer, writer: IndexedWriter, summary: PreparationSummary
 ) -> None:
-    """Append the result of every task, and save the journal now and then. Raises DataError if there are too
-    many bad records."""
+    """Append the results of all tasks, and save the journal periodically.
+
+    Raises DataError if there are too many bad records.
+
+    Raises DataError if there are too many bad records.
+    """
     state = job.journal.state or {}
     done, replaced = state.get("tasks", 0), state.get("replaced", False)
 
@@ -272,8 +282,8 @@ def _write_parts(
             )
             if summary.skipped > job.encoder.skip_bad:
                 raise DataError(
-                    f"--skip_bad {job.encoder.skip_bad}: {summary.prefix} has more bad "
-                    f"records.{listed(summary.skipped_first)}"
+                    f"{summary.prefix}: the input has more bad records than --skip_bad "
+                    f"{job.encoder.skip_bad} allows.{listed(summary.skipped_first)}"
                 )
             if job.journal.due():
                 save()
@@ -293,18 +303,20 @@ def _check_left(summary: PreparationSummary, chat: Chats) -> None:
             else ""
         )
         raise DataError(
-            f"{summary.prefix}: the input has nothing to train on: {long}{summary.without_loss:,} had no "
-            f"token with loss under --loss_on {chat.loss_on}. Nothing was written."
+            f"{summary.prefix}: no conversation can be trained on: {long}{summary.without_loss:,} had no "
+            f"trained token with --loss_on {chat.loss_on}. Nothing was written."
         )
 
 
 def _packed_rows(sizes: NDArray[np.int32], longest: int) -> int:
-    """Number of rows into which conversations of these sizes are packed, each as long as the longest one."""
+    """Return the number of rows after packing conversations into rows of the longest length."""
     return int(best_fit(sizes - 1, longest - 1).max(initial=-1)) + 1
 
 
 def _chat_facts(chat: Chats, tokenizer: tokenizing.Tokenizer, summary: PreparationSummary) -> dict[str, Any]:
-    """The entry `chat` of PREFIX.json: enough to render further conversations in the same way."""
+    """Return the entry `chat` of PREFIX.json, with which further conversations can be rendered in the same
+    way.
+    """
     template = ChatTemplate(tokenizer, chat.template)
     facts = {
         "template_hash": template.hash,
@@ -317,8 +329,11 @@ def _chat_facts(chat: Chats, tokenizer: tokenizing.Tokenizer, summary: Preparati
 
 @contextmanager
 def _trained(job: _Job, vocab_size: int) -> Iterator[Path]:
-    """A sentencepiece model trained on TRAINING_BYTES spread evenly over the input, or the one of an
-    interrupted preparation; a temporary file in the directory of the tokenizer."""
+    """Train a sentencepiece model on TRAINING_BYTES, spread evenly over the input.
+
+    Yields a temporary file in the directory of the tokenizer. The model of an interrupted preparation is
+    reused.
+    """
     path, total = Path(job.named), job.size
     every = -(-total // TRAINING_BYTES) or 1
 
@@ -347,7 +362,7 @@ def _trained(job: _Job, vocab_size: int) -> Iterator[Path]:
 
 
 def _training_texts(task: Task, encoder: Texts | Chats) -> Iterator[str]:
-    """The texts of a task; of a long text the range itself, wherever it will be cut."""
+    """Yield the texts of a task. Of a long text, the exact byte range is used."""
     if task.piece is None:
         assert isinstance(encoder, Texts)
         yield from (text for text, _ in documents(task, encoder.text_key, BadRecords(encoder.skip_bad > 0)))
@@ -359,8 +374,11 @@ def _training_texts(task: Task, encoder: Texts | Chats) -> Iterator[str]:
 
 
 def _beside(tokenizer: str, prefix: Path) -> str:
-    """The tokenizer's name in PREFIX.json: its file name if it is in PREFIX's directory, which may then move;
-    else its absolute path."""
+    """Return the tokenizer's name in PREFIX.json.
+
+    A tokenizer in PREFIX's directory is recorded by its file name, so the directory can be moved. Others are
+    recorded by their absolute path.
+    """
     if tokenizer == "byte":
         return tokenizer
     path = Path(tokenizer).resolve()

@@ -1,5 +1,4 @@
-"""Sources of documents: text files, .jsonl, .csv, .parquet and Hugging Face datasets, cut into tasks to
-distribute over workers.
+"""Input sources: text files, .jsonl, .csv, .parquet and Hugging Face datasets, split into tasks for workers.
 
 A document is a text or, for chat data, a whole record (then `text_key` is None, and records are sent as lines
 of JSON). Documents are in the order of the tasks, whichever worker runs them. Text files and .jsonl are cut
@@ -91,8 +90,7 @@ FORMATS = {
 }
 FORMATS |= dict.fromkeys(TEXT_SUFFIXES, "text")
 UNSAID = ("", ".txt", ".text")
-"""Suffixes of text, and of files that are called so because nothing else was said, such as the parts that
-Spark writes."""
+"""Suffixes of text files, and of files with an arbitrary suffix, such as part files of Spark."""
 
 
 class InputSource(Protocol):
@@ -112,8 +110,7 @@ class InputSource(Protocol):
 
 
 def _unusable(path: Path, size: int, lines: bool = False) -> Task | None:
-    """The only task of a file that cannot be opened or is no text, which counts as one bad record; None if it
-    can be read.
+    """Return a task with one bad record if a file cannot be opened or is not text, or None if it can be read.
 
     lines: it holds records, each of which is checked: NUL bytes may be one bad line, as a crash of the
     machine that wrote it leaves them.
@@ -129,17 +126,17 @@ def _unusable(path: Path, size: int, lines: bool = False) -> Task | None:
 
 
 def _unreadable(path: Path, size: int, error: Damage) -> Task:
-    return _only_bad(path, size, f"cannot be read: {error}")
+    return _only_bad(path, size, f"could not be read: {error}")
 
 
 def _only_bad(path: Path, size: int, reason: str, way_out: str = "") -> Task:
-    """The task of a file that is one bad record."""
+    """Return a task with a single bad record."""
     return Task(size, damage=(BadRecord(f"--input {path}", f" {reason}.", way_out),))
 
 
 def _damaged(path: Path, error: object) -> BadRecord:
-    """What cannot be read of a file whose beginning could."""
-    return BadRecord(f"--input {path}", f" is damaged, and the rest of it cannot be read ({error}).")
+    """Return the bad record for the unreadable rest of a file."""
+    return BadRecord(f"--input {path}", f" is damaged and could only be read in part ({error}).")
 
 
 class TextFiles:
@@ -189,8 +186,10 @@ class JsonLines:
             )
 
     def _decompressed(self) -> Iterator[Task]:
-        """The lines themselves, about TASK_BYTES of them; the size is that of the file's bytes that were read
-        for them."""
+        """Yield tasks with about TASK_BYTES of lines.
+
+        The size of a task is the number of compressed bytes read for it.
+        """
         lines: list[tuple[int, bytes]] = []
         length = before = 0
         damage: tuple[BadRecord, ...] = ()
@@ -212,8 +211,12 @@ class JsonLines:
 
 
 class JsonDocument:
-    """A file that is one list of records, as Alpaca's and ShareGPT's, or one record. If it is neither, its
-    only task says so."""
+    """A JSON file with a list of records, as in Alpaca and ShareGPT data, or a single record.
+
+    If it is neither, its only task is an error.
+
+    If it is neither, its only task says so.
+    """
 
     uses_text_key = True
 
@@ -221,7 +224,7 @@ class JsonDocument:
         self._path, self.size, self.identity = path, path.stat().st_size, [_stamp(path)]
 
     def tasks(self) -> Iterator[Task]:
-        way_out = "If it holds one object a line, add --format jsonl."
+        way_out = "If it contains one JSON object per line, add --format jsonl."
         try:
             raw = contents(self._path)
         except Damage as error:
@@ -235,7 +238,7 @@ class JsonDocument:
             # is read.
             content = json.loads(without_mark(raw).decode(errors="surrogateescape"))
         except (ValueError, RecursionError) as error:
-            yield _only_bad(self._path, self.size, f"is not JSON ({error})", way_out)
+            yield _only_bad(self._path, self.size, f"is not valid JSON ({error})", way_out)
             return
         if isinstance(content, dict) and content:
             content = [content]
@@ -246,8 +249,12 @@ class JsonDocument:
 
 
 class Csv:
-    """A .csv or, with tabs, .tsv file, whose first row names the columns. Raises DataError if it has no such
-    row."""
+    """A .csv or, with tabs, .tsv file with a header row.
+
+    Raises DataError if it has no header row.
+
+    Raises DataError if it has no such row.
+    """
 
     uses_text_key = True
 
@@ -261,7 +268,7 @@ class Csv:
             yield from _record_tasks(self._rows(), f"{self._path} row")
 
     def _rows(self) -> Iterator[dict[str, str] | BadRecord]:
-        """The rows as records; the first one after the header is row 1."""
+        """Yield the rows as records. The first row after the header is row 1."""
         csv.field_size_limit(LONGEST_FIELD)
         delimiter = "\t" if _suffix(self._path) == ".tsv" else ","
         try:
@@ -277,31 +284,29 @@ class Csv:
         try:
             names = next(rows, [])
         except csv.Error as error:
-            raise DataError(
-                f"--input {self._path}: its first row, which names its columns, cannot be read ({error})."
-            ) from None
+            raise DataError(f"Could not read the header row of --input {self._path}: {error}.") from None
         if not names:
-            raise DataError(
-                f"--input {self._path} has no first row that names its columns. Add one, or --format text."
-            )
+            raise DataError(f"--input {self._path} has no header row. Add one, or pass --format text.")
         for number in count(1):
             where = Numbered(f"{self._path} row", number)
             try:
                 row = next(filter(None, rows), None)
             except csv.Error as error:
-                yield BadRecord(where, f" cannot be read ({error}).")
+                yield BadRecord(where, f" could not be parsed ({error}).")
                 continue
             if row is None:
                 return
             if len(row) == len(names):
                 yield dict(zip(names, row, strict=True))
             else:
-                yield BadRecord(where, f" has {len(row)} fields, and the first row names {len(names)}.")
+                yield BadRecord(where, f" has {len(row)} fields, but the header has {len(names)}.")
 
 
 class Parquet:
-    """A parquet file with its text in one column. Raises DataError if it cannot be read or has no such
-    column."""
+    """A parquet file with its text in one column.
+
+    Raises DataError if it cannot be read or has no such column.
+    """
 
     uses_text_key = True
 
@@ -314,8 +319,7 @@ class Parquet:
         except (pyarrow.ArrowException, OSError) as error:
             reason = str(error).splitlines()[0].rstrip(".")
             raise DataError(
-                f"--input {path} is not a parquet file that pyarrow reads "
-                f"({reason}).{_instead_of_parquet(path)}"
+                f"Could not read --input {path} as parquet: {reason}.{_instead_of_parquet(path)}"
             ) from None
         schema = self._file.schema_arrow
         if text_key is not None:
@@ -324,8 +328,10 @@ class Parquet:
             values = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
             # null: of a file whose texts are all null
             if values not in (pyarrow.string(), pyarrow.large_string(), pyarrow.null()):
-                way_out = for_texts(dict.fromkeys(schema.names)) or "Choose the column that holds text."
-                raise DataError(f"--text_key {text_key} of {path} is {kind}, not text. {way_out}")
+                way_out = for_texts(dict.fromkeys(schema.names)) or "Choose a column with text."
+                raise DataError(
+                    f"--text_key {text_key} refers to a column of type {kind} in {path}. {way_out}"
+                )
         self._path, self._key, self.identity = path, text_key, [_stamp(path)]
         columns = [
             column
@@ -338,7 +344,7 @@ class Parquet:
         )
 
     def _name(self, column: int) -> str:
-        """The key of a record to which a stored column belongs."""
+        """Return the key of a record that a stored column belongs to."""
         return str(self._file.metadata.schema.column(column).path).split(".")[0]
 
     def tasks(self) -> Iterator[Task]:
@@ -357,8 +363,10 @@ class Parquet:
 
 
 class HuggingFace:
-    """hf:NAME or hf:NAME:CONFIG, one split, through `datasets`. Raises DataError if it cannot be loaded or
-    has no such column."""
+    """hf:NAME or hf:NAME:CONFIG, one split, through `datasets`.
+
+    Raises DataError if it cannot be loaded or has no such column.
+    """
 
     uses_text_key = True
 
@@ -382,18 +390,18 @@ class HuggingFace:
             way_out = (
                 ""
                 if online
-                else f". The Hub cannot be reached: run {download} where there is a network, and give hf:DIR"
+                else f". The Hugging Face Hub is not reachable. Run `{download}` on a machine with network "
+                "access and pass hf:DIR"
             )
             raise DataError(
-                f"--input hf:{name} with --split {split} cannot be loaded: {reason.rstrip('.')}{way_out}."
+                f"Could not load split {split} of --input hf:{name}: {reason.rstrip('.')}{way_out}."
             ) from None
         if text_key is not None:
             _check_column(self._rows.column_names, text_key, f"hf:{name}")
             kind = getattr(self._rows.features[text_key], "dtype", "a list")
             if kind not in ("string", "large_string", "null"):
                 raise DataError(
-                    f"--text_key {text_key} of hf:{name} is {kind}, not text. Choose the column that holds "
-                    "text."
+                    f"--text_key {text_key} of hf:{name} is {kind}, not text. Choose a column with text."
                 )
         self._name, self._key, count = name, text_key, len(self._rows)
         sample = self._rows.select(range(0, count, max(1, count // 64)))
@@ -418,7 +426,7 @@ class HuggingFace:
 
 
 class Damaged:
-    """A file that cannot be opened as what it should be."""
+    """A file that could not be opened in its format."""
 
     uses_text_key = True
 
@@ -439,8 +447,11 @@ def open_inputs(
     skip_bad: bool = False,
     note: Callable[[str], None] = lambda line: None,
 ) -> list[InputSource]:
-    """The sources named by `--input`, in order; a file named twice is read once. Raises DataError on a bad
-    input.
+    """Open the sources of `--input`, in order. A file that is listed twice is read once.
+
+    Raises DataError on bad input.
+
+    Raises DataError on a bad input.
 
     Args:
         text_key: the key of a record's text; None for whole records.
@@ -450,7 +461,7 @@ def open_inputs(
     paths = dict.fromkeys(item for name in names for item in _expand(name))
     kept = [p for p in paths if not any(fnmatch.fnmatch(p, pattern) for pattern in exclude)]
     if not kept:
-        raise DataError(f"--exclude {' '.join(exclude)} leaves nothing of --input {' '.join(names)}.")
+        raise DataError(f"--exclude {' '.join(exclude)} excludes all files of --input {' '.join(names)}.")
     of_file: dict[str, Callable[[Path], InputSource]] = {"json": JsonDocument, "jsonl": JsonLines, "csv": Csv}
     of_file["parquet"] = lambda path: _parquet(path, text_key, skip_bad)
     formats = {path: _format(path, file_format, text_key) for path in kept}
@@ -467,24 +478,28 @@ def open_inputs(
             path for path, kind in formats.items() if kind == "text" and _suffix(Path(path)) == ".json"
         ]
         if as_text:
-            more = f" and {len(as_text) - 1} more .json files hold" if len(as_text) > 1 else " holds"
-            note(f"{as_text[0]}{more} no records with --text_key {text_key}: read as text, braces and all")
+            more = f" and {len(as_text) - 1} more .json files have" if len(as_text) > 1 else " has"
+            note(
+                f"{as_text[0]}{more} no records with --text_key {text_key}; reading the whole file as plain "
+                "text"
+            )
     return sources
 
 
 def _instead_of_parquet(path: Path) -> str:
-    """What a file is that should be parquet and is not, and a way out; empty if its beginning does not say
-    so."""
+    """Return a hint on the actual format of a file that is not valid parquet, or an empty string."""
     if (method := compression(path)) is not None:
-        return f" It is compressed by {method}: decompress it, as parquet is compressed inside."
+        return (
+            f" It is compressed with {method}. Decompress it first; parquet files are compressed internally."
+        )
     if records_in(path) is not None:
-        return " It holds JSON: name it .json."
+        return " It contains JSON. Rename it to .json."
     if (problem := other_kind_of(path)) is None:
         return ""
     with path.open("rb") as file:
         begins = file.read(len(PARQUET)) == PARQUET
     if begins:
-        return " It begins as one, so the rest is missing or damaged: copy it again."
+        return " It starts like a parquet file, so it is truncated or damaged. Copy it again."
     return f" It {problem[0]}. {problem[1]}"
 
 
@@ -498,36 +513,38 @@ def _parquet(path: Path, text_key: str | None, skip_bad: bool) -> InputSource:
 
 
 def _stamp(path: Path) -> list[Any]:
-    """A file's name, size and time of its last change."""
+    """Return a file's name, size and time of its last change."""
     stat = path.stat()
     return [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
 
 
 def _expand(name: str) -> list[str]:
-    """The files of a path or a glob (** crosses directories), sorted; hf:NAME is returned as it is."""
+    """Return the sorted files of a path or a glob, in which ** crosses directories.
+
+    hf:NAME is returned unchanged.
+    """
     if name.startswith("hf:") or Path(name).is_file():
         return [name]
     if Path(name).is_dir():
         raise DataError(
-            f"--input {name} is a directory. Say which of its files, for example "
+            f"--input {name} is a directory. Select its files with a glob, for example "
             f"'{Path(name) / '**' / '*.txt'}'."
         )
     if not glob.has_magic(name):
-        raise DataError(f"--input {name} does not exist. Give a file, a glob, or hf:NAME.")
+        raise DataError(f"--input {name} does not exist. Expected a file, a glob, or hf:NAME.")
     files = sorted(p for p in glob.glob(name, recursive=True) if Path(p).is_file())
     if not files:
-        raise DataError(f"--input {name} matches no file. ** crosses directories, * does not.")
+        raise DataError(f"No files match --input {name}. Use ** to match files in subdirectories.")
     return files
 
 
 def _suffix(path: Path) -> str:
-    """The suffix that names the format, without the one of a compression."""
+    """Return the suffix of the format, without the suffix of a compression."""
     return Path(path.stem if path.suffix.lower() in SUFFIXES else path.name).suffix.lower()
 
 
 def _format(name: str, file_format: str, text_key: str | None) -> str:
-    """The format of an input: what was asked for, else what its suffix says; which records of JSON it holds,
-    its content says.
+    """Return the format of an input from the option, its suffix or its content.
 
     Raises DataError if nothing says what it is, or if it is text where records are asked for (text_key None).
     """
@@ -548,20 +565,19 @@ def _format(name: str, file_format: str, text_key: str | None) -> str:
         kind = "json" if records is not None and records.form in ("list", "one") else kind
     if kind is None:
         raise DataError(
-            f"--input {name}: the suffix {_suffix(path)} says nothing about its format. Add --format text, "
-            "jsonl, csv or parquet."
+            f"Could not determine the format of --input {name} from its suffix {_suffix(path)!r}. Pass "
+            "--format text, jsonl, csv or parquet."
         )
     if kind == "text" and text_key is None:
         raise DataError(
-            f"--input {name} is text, and --chat reads conversations. Give .jsonl, .json, .csv, .parquet or "
-            "hf:NAME, or add --format jsonl."
+            f"--input {name} is a text file, but --chat requires records. Use .jsonl, .json, .csv, .parquet "
+            "or hf:NAME, or add --format jsonl."
         )
     return kind
 
 
 def _format_of_records(path: Path, text_key: str | None, said: bool = True) -> str | None:
-    """json or jsonl if a file holds such records; None if it is text, as a file of JSON is that belongs to a
-    program.
+    """Return json or jsonl if a file contains records, or None if it is read as text.
 
     Several objects are records. One alone is a record if it has a text, and so are the objects of a file
     whose name does not say JSON. Strings are records where the name says JSON.
@@ -579,17 +595,19 @@ def _format_of_records(path: Path, text_key: str | None, said: bool = True) -> s
     ):
         return None
     if records.form == "apart":
-        way_out = f"Put each on one line: jq -c . {path}"
+        way_out = f"Convert it to one object per line with `jq -c . {path}`"
         raise DataError(
-            f"--input {path} holds objects of JSON that are neither one a line nor in a list. {way_out}."
+            f"--input {path} contains JSON objects that are neither one per line nor in a list. {way_out}."
         )
     return "jsonl" if records.form == "lines" else "json"
 
 
 def _check_column(names: list[str], text_key: str, where: str) -> None:
     if text_key not in names:
-        way_out = for_texts(dict.fromkeys(names)) or "Choose the one that holds the text."
-        raise DataError(f"--text_key {text_key} is not in {where}; its keys: {', '.join(names)}. {way_out}")
+        way_out = for_texts(dict.fromkeys(names)) or "Choose the one with the text."
+        raise DataError(
+            f"--text_key {text_key} not found in {where}. Available keys: {', '.join(names)}. {way_out}"
+        )
 
 
 def _spans(path: Path, size: int, step: int) -> Iterator[ByteRange]:
@@ -597,7 +615,7 @@ def _spans(path: Path, size: int, step: int) -> Iterator[ByteRange]:
 
 
 def _chunks(items: Iterable[Any], size: Any) -> Iterator[list[Any]]:
-    """Items in lists of about TASK_BYTES each."""
+    """Yield lists of items with about TASK_BYTES each."""
     chunk, total = [], 0
     for item in items:
         chunk.append(item)
@@ -615,8 +633,10 @@ def _text_tasks(texts: Iterable[str | None]) -> Iterator[Task]:
 
 
 def _record_tasks(rows: Iterable[Any], source: str) -> Iterator[Task]:
-    """Tasks of records, numbered from 1; a BadRecord among them takes the place of one that cannot be
-    read."""
+    """Yield tasks of records, which are numbered from 1.
+
+    A BadRecord takes the place of a record that could not be read.
+    """
     numbered = enumerate(
         (row if isinstance(row, BadRecord) else json.dumps(row, default=str).encode() for row in rows), 1
     )

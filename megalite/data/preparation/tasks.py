@@ -1,5 +1,9 @@
-"""A task: plain data from which a worker makes documents. Files are named by it and read by the worker, not
-sent to it."""
+"""Tasks: plain data from which workers create documents.
+
+Workers read the files of a task themselves.
+
+Files are named by it and read by the worker, not sent to it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ SHOWN = 10  # bad records that a message lists
 
 @dataclass(frozen=True)
 class ByteRange:
-    """A range of bytes of a file, cut without reading it. What begins in the range belongs to it."""
+    """A byte range of a file. It contains whatever begins in the range."""
 
     path: Path
     start: int
@@ -28,7 +32,7 @@ class ByteRange:
 
 @dataclass(frozen=True)
 class Task:
-    """About as many bytes of input as `size`, for progress.
+    """A unit of work with about `size` bytes of input, used for progress.
 
     Attributes:
         files: whole text files.
@@ -51,7 +55,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Numbered:
-    """A record's place by its number."""
+    """Location of a record by its number."""
 
     source: str
     number: int
@@ -62,8 +66,10 @@ class Numbered:
 
 @dataclass(frozen=True)
 class LineAt:
-    """A line's place by its first byte; its number is counted when it is shown, which reads the file up to
-    it."""
+    """Location of a line by the offset of its first byte.
+
+    The line number is counted when it is shown, which reads the file up to the line.
+    """
 
     path: Path
     offset: int
@@ -78,7 +84,7 @@ class LineAt:
 
 @dataclass
 class BadRecords:
-    """The bad records of a task: skipped, or with `skip` false the first one ends the preparation.
+    """The bad records of a task. With `skip` false, the first one ends the preparation.
 
     Attributes: `count`, and `first`, the first SHOWN of them.
     """
@@ -88,21 +94,21 @@ class BadRecords:
     first: list[BadRecord] = field(default_factory=list)
 
     def add(self, error: BadRecord) -> None:
-        """Skip a record. Raises DataError if none may be skipped."""
+        """Skip a record. Raises DataError if no record may be skipped."""
         if not self.skip:
-            raise DataError(f"{error} --skip_bad N skips up to N such records.")
+            raise DataError(f"{error} Pass --skip_bad N to skip up to N bad records.")
         self.count += 1
         if len(self.first) < SHOWN:
             self.first.append(error)
 
 
 def listed(reasons: list[str]) -> str:
-    """Why records are bad, a line each."""
+    """Format reasons, one per line."""
     return "".join(f"\n  {reason}" for reason in reasons)
 
 
 def lines_of(span: ByteRange) -> Iterator[tuple[int, bytes]]:
-    """The lines that begin in a range, each with its first byte."""
+    """Yield the lines that begin in a range, with the offset of their first byte."""
     with span.path.open("rb") as file:
         at = span.start
         if at > 0:  # the line before the range ends in it, unless it ended just before
@@ -117,13 +123,17 @@ def lines_of(span: ByteRange) -> Iterator[tuple[int, bytes]]:
 
 
 def documents(task: Task, text_key: str, bad: BadRecords) -> Iterator[tuple[str, bool]]:
-    """A task's documents, and for each whether it had invalid Unicode, which is replaced by U+FFFD. Pieces of
-    long texts are not read."""
+    """Yield the documents of a task, and whether invalid Unicode in them was replaced by U+FFFD.
+
+    Pieces of long texts are not read.
+
+    Pieces of long texts are not read.
+    """
     for path in task.files:
         try:
             raw = contents(path)
         except Damage as error:
-            bad.add(BadRecord(f"--input {path}", f" cannot be read: {error}."))
+            bad.add(BadRecord(f"--input {path}", f" could not be read: {error}."))
             continue
         if (problem := not_text(raw)) is not None:
             bad.add(BadRecord(f"--input {path}", f" {problem[0]}.", problem[1]))
@@ -141,8 +151,7 @@ def documents(task: Task, text_key: str, bad: BadRecords) -> Iterator[tuple[str,
 
 
 def records(task: Task, bad: BadRecords) -> Iterator[tuple[Any, object, bool]]:
-    """A task's records of JSON, the place of each, and whether it had invalid Unicode, which is replaced by
-    U+FFFD."""
+    """Yield the JSON records of a task with their locations, and whether invalid Unicode was replaced."""
     for damage in task.damage:
         bad.add(damage)
     for where, line in _lines(task, bad):
@@ -154,7 +163,9 @@ def records(task: Task, bad: BadRecords) -> Iterator[tuple[Any, object, bool]]:
             except (ValueError, RecursionError) as error:
                 bad.add(
                     BadRecord(
-                        where, f" is not JSON ({error}).", "A .jsonl file holds one JSON object a line."
+                        where,
+                        f" is not valid JSON ({error}).",
+                        "A .jsonl file must contain one JSON object per line.",
                     )
                 )
             else:
@@ -169,11 +180,11 @@ def _lines(task: Task, bad: BadRecords) -> Iterator[tuple[object, bytes]]:
             for offset, line in lines_of(task.span):
                 yield LineAt(task.span.path, offset), line
         except OSError as error:  # a part of the file: no record to skip
-            raise DataError(f"--input {task.span.path} cannot be read any more: {error.strerror}.") from None
+            raise DataError(f"Failed to read --input {task.span.path}: {error.strerror}.") from None
 
 
 def decoded(raw: bytes) -> tuple[str, bool]:
-    """UTF-8 as text, and whether it had invalid bytes, which are replaced by U+FFFD."""
+    """Decode UTF-8, and return whether invalid bytes were replaced by U+FFFD."""
     try:
         return raw.decode(), False
     except UnicodeDecodeError:
@@ -181,8 +192,10 @@ def decoded(raw: bytes) -> tuple[str, bool]:
 
 
 def text_of(record: Any, where: object, text_key: str) -> str:
-    """The text of a record, or the record itself if it is a string and TEXT_KEY is asked for; null is an
-    empty text, as in a .parquet.
+    """Return the text of a record.
+
+    A record that is a string is its own text if TEXT_KEY is requested. As in .parquet files, null is an empty
+    text.
 
     Raises BadRecord with `where` and the reason if it has none.
     """
@@ -191,23 +204,23 @@ def text_of(record: Any, where: object, text_key: str) -> str:
             return record
         raise BadRecord(
             where,
-            f" is a string, not an object with --text_key {text_key}.",
-            "Leave out --text_key to read strings as texts.",
+            f" is a string, not an object with the key {text_key}.",
+            "Remove --text_key to read strings as documents.",
         )
     if not isinstance(record, dict):
         raise BadRecord(
             where,
             f" is a {type(record).__name__}, not an object.",
-            "A .jsonl file holds one JSON object a line.",
+            "A .jsonl file must contain one JSON object per line.",
         )
     if text_key not in record:
         keys = ", ".join(record)
-        way_out = for_texts(record) or "Choose the one that holds the text."
-        raise BadRecord(where, f" has no --text_key {text_key}; its keys: {keys}.", way_out)
+        way_out = for_texts(record) or "Choose the one with the text."
+        raise BadRecord(where, f" has no key {text_key} (--text_key). Available keys: {keys}.", way_out)
     if record[text_key] is None:
         return ""
     if not isinstance(record[text_key], str):
         kind = type(record[text_key]).__name__
-        way_out = for_texts(record) or "Choose the key that holds the text."
-        raise BadRecord(where, f": --text_key {text_key} is of type {kind}, not text.", way_out)
+        way_out = for_texts(record) or "Choose the key with the text."
+        raise BadRecord(where, f": the value of --text_key {text_key} must be a string, got {kind}.", way_out)
     return record[text_key]

@@ -1,4 +1,4 @@
-"""Texts: the documents of a task to tokens, each ending in EOS."""
+"""Encoding of texts as documents that end in EOS."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Texts:
         try:
             raw, last = read_piece(span, tokenizer)
         except OSError as error:  # a part of a document
-            raise DataError(f"--input {span.path} cannot be read any more: {error.strerror}.") from None
+            raise DataError(f"Failed to read --input {span.path}: {error.strerror}.") from None
         if raw:
             text, invalid = decoded(without_mark(raw) if span.start == 0 else raw)
             done.replaced, done.continues = int(invalid), span.start > 0
@@ -65,7 +65,7 @@ class Texts:
 def _put(
     done: Encoded, batch: Sequence[Sequence[int] | NDArray[np.integer]], tokenizer: Tokenizer, end: bool
 ) -> None:
-    """Store the tokens of documents, each with EOS if they end."""
+    """Append the tokens of documents, with EOS after those that end."""
     done.sizes = np.fromiter((len(ids) + end for ids in batch), np.int32, len(batch))
     done.tokens = np.full(int(done.sizes.sum()), tokenizer.eos, token_dtype(tokenizer.vocab_size))
     at = 0

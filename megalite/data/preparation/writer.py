@@ -1,5 +1,7 @@
-"""Writes the indexed token file that `megalite.data.indexed` describes: one sequence per document, and a loss
-mask for chat data."""
+"""Writer of indexed token files, with one sequence per document and a loss mask for chat data.
+
+The format is described in `megalite.data.indexed`.
+"""
 
 import json
 import os
@@ -20,17 +22,21 @@ LONGEST = (1 << 31) - 1  # tokens of a document: the index has 32 bits for it
 
 
 def temporary(prefix: Path, ending: str) -> Path:
-    """The name of a file while it is prepared. It is the same in a later process, which can continue."""
+    """Return the temporary name of a file.
+
+    It does not depend on the process, so that a later process can resume.
+
+    It is the same in a later process, which can continue.
+    """
     return prefix.parent / f".{prefix.name}.preparing.{ending}"
 
 
 class IndexedWriter:
-    """Writes a token file as a stream, and with `masked` its PREFIX.loss; files have temporary names until
-    `finish`.
+    """Writes a token file sequentially, with `masked` also its PREFIX.loss.
 
-    A context manager: exiting it without `finish`, or by an exception, removes the temporary files, unless
-    `kept` is set. With `position`, another writer's `position()`, it continues the temporary files of that
-    one, of which what follows is cut off.
+    Files have temporary names until `finish`. As a context manager, the writer removes them on exit without
+    `finish` or by an exception, unless `kept` is set. With `position`, the result of another writer's
+    `position()`, it truncates the temporary files of that writer to it and continues them.
     """
 
     def __init__(
@@ -65,8 +71,14 @@ class IndexedWriter:
         mask: NDArray[np.uint8] | None = None,
         continues: bool = False,
     ) -> None:
-        """Append documents. tokens: those of all documents; sizes: tokens of each; mask: 1 for each token
-        whose loss is counted; continues: the first one continues the last one that was added."""
+        """Append documents.
+
+        Args:
+            tokens: tokens of all documents, concatenated.
+            sizes: number of tokens of each document.
+            mask: 1 for each token whose loss is counted.
+            continues: the first entry continues the last document that was added.
+        """
         self._file.write(tokens.astype(self.dtype, copy=False).tobytes())
         if self._loss is not None:
             assert mask is not None and len(mask) == len(tokens)
@@ -77,14 +89,15 @@ class IndexedWriter:
             lengths[0] += self.sizes.pop()
         if lengths.max(initial=0) > LONGEST:
             raise DataError(
-                f"{self.prefix}: a document has more than {LONGEST:,} tokens, which the format cannot "
-                "index. Cut it."
+                f"{self.prefix}: a document has more than {LONGEST:,} tokens, the maximum of the file "
+                "format. Split the document."
             )
         self.sizes.frombytes(lengths.astype(np.intc).tobytes())
 
     def position(self) -> dict[str, int]:
-        """Bytes of each temporary file, all on disk, and the size of the last document, which may
-        continue."""
+        """Sync the temporary files and return their sizes and the size of the last document, which may
+        continue.
+        """
         if not self.sizes:
             return dict.fromkeys((*self._streams, "last"), 0)
         stored = self._sizes_file.tell() // self.sizes.itemsize
@@ -95,10 +108,10 @@ class IndexedWriter:
         return {end: file.tell() for end, file in self._streams.items()} | {"last": self.sizes[-1]}
 
     def _continue(self, position: dict[str, int]) -> None:
-        """Raises OSError or EOFError if the files are shorter than they were."""
+        """Open the temporary files at a position. Raises OSError or EOFError if they are shorter."""
         for end, file in self._streams.items():
             if file.seek(0, 2) < position[end]:
-                raise EOFError(f"{self._temporary[end]} is shorter than {position[end]} bytes")
+                raise EOFError(f"{self._temporary[end]} has fewer than {position[end]} bytes")
             file.truncate(position[end])
         self._sizes_file.seek(0)
         self.sizes.frombytes(self._sizes_file.read())
@@ -108,10 +121,12 @@ class IndexedWriter:
             file.seek(0, 2)
 
     def finish(self, metadata: dict[str, Any]) -> None:
-        """Write the index and PREFIX.json, then give all files their final names, the index last: without it
-        there is no token file."""
+        """Write the index and PREFIX.json, then rename all files to their final names.
+
+        The index is renamed last, because a token file without it does not count as complete.
+        """
         if not self.sizes:
-            raise DataError(f"{self.prefix}: the input holds no text. Nothing was written.")
+            raise DataError(f"{self.prefix}: the input contains no text. Nothing was written.")
         _close_to_disk(self._file)
         self._write_index("idx", self.dtype)
         if self._loss is not None:

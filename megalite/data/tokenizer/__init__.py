@@ -1,1 +1,1 @@
-"""Tokenizers: text ↔ tokens (tokenizers.py), and whether two are the same (identity.py, comparison.py)."""
+"""Tokenizers (tokenizers.py) and their comparison (identity.py, comparison.py)."""

@@ -1,5 +1,4 @@
-"""Refuses to bring together what different tokenizers made: the same id would mean one piece there and
-another here."""
+"""Comparison of tokenizers, which rejects combining data and weights of different ones."""
 
 from __future__ import annotations
 
@@ -17,14 +16,16 @@ if TYPE_CHECKING:
     from megalite.data.tokenizer.tokenizers import Tokenizer
 
 SHOWN = 5
-"""Differing ids in a message."""
-OPTION = "data.allow_tokenizer_change = true"
+"""Maximum number of differing ids in a message."""
+OPTION = "data.allow_tokenizer_change=true"
 
 
 @dataclass(frozen=True)
 class Tokenized:
-    """Something made with a tokenizer, or the tokenizer itself. what: its option and value, as messages name
-    it."""
+    """A tokenizer, or an object that was made with one.
+
+    what: option and value of the object, for messages.
+    """
 
     what: str
     tokenizer: TokenizerIdentity
@@ -43,17 +44,17 @@ def compare(
     """Raise ConfigError if two things were made with different tokenizers, unless that is allowed.
 
     Args:
-        way_out: how to avoid the change, as the beginning of a sentence that goes on with the option that
-        accepts it. option: the option that accepts it.
-        may_add: the tokenizer here may have tokens after those of the other one.
+        way_out: how to avoid the difference, as the start of a sentence that ends with `option`.
+        option: the option that accepts the difference.
+        may_add: the tokenizer of `here` may have additional tokens at the end.
 
     Returns:
-        a line for the user if a change is accepted, or if only one of the tokenizers is known; else none.
+        A note if a difference is accepted, or if only one of the tokenizers is known; otherwise none.
     """
     try:
         same = here.tokenizer.is_same(there.tokenizer)
     except (ConfigError, ImportError) as error:
-        return [f"the tokenizers of {here.what} and {there.what} cannot be compared: {_reason(error)}"]
+        return [f"could not compare the tokenizers of {here.what} and {there.what}: {_reason(error)}"]
     if same:
         return []
     if same is None:
@@ -62,28 +63,31 @@ def compare(
         unknown = there if here.tokenizer.can_be_known else here
         other = here if unknown is there else there
         return [
-            f"the tokenizer of {unknown.what} is not known, so whether it is that of {other.what} is not "
-            "checked"
+            f"the tokenizer of {unknown.what} is unknown, so it was not compared with the tokenizer of "
+            f"{other.what}"
         ]
     loaded = _loaded(there.tokenizer, here.tokenizer) if may_add or not allow else ""
     if may_add and not isinstance(loaded, str) and (added := added_pieces(*loaded)) is not None:
         pieces = ", ".join(map(_piece, islice(added, SHOWN))) + (", …" if len(added) > SHOWN else "")
-        return [f"the tokenizer of {here.what} adds {len(added)} tokens to that of {there.what}: {pieces}"]
+        return [
+            f"the tokenizer of {here.what} adds {len(added)} tokens to the tokenizer of {there.what}: "
+            f"{pieces}"
+        ]
     names = " and ".join(dict.fromkeys(f"{each.tokenizer.name}" for each in (there, here)))
-    verb, whose = ("is", "that of ") if here.itself else ("was made with", "")
-    changed = f"{here.what} {verb} another tokenizer than {whose}{there.what} ({names})"
+    differs = "is not the tokenizer of" if here.itself else "uses a different tokenizer than"
+    changed = f"{here.what} {differs} {there.what} ({names})"
     if allow:
-        return [f"{changed}, which {option} accepts"]
+        return [f"{changed}; continuing because of {option}"]
     shown = loaded if isinstance(loaded, str) else "; ".join(islice(differences(*loaded), SHOWN))
-    raise ConfigError(f"{changed}. {shown}. {way_out}, or accept the change with {option}.")
+    raise ConfigError(f"{changed}. {shown}. {way_out}, or use {option} to continue anyway.")
 
 
 def _reason(error: Exception) -> str:
-    return f"the package {error.name} is not installed" if isinstance(error, ImportError) else str(error)
+    return f"{error.name} is not installed" if isinstance(error, ImportError) else str(error)
 
 
 def _loaded(*identities: TokenizerIdentity) -> list[Tokenizer] | str:
-    """The tokenizers, or why they cannot be read as they were any more."""
+    """Load the tokenizers, or return the reason why they cannot be loaded unchanged."""
     from megalite.data.tokenizer.tokenizers import load
 
     loaded = []
@@ -91,16 +95,15 @@ def _loaded(*identities: TokenizerIdentity) -> list[Tokenizer] | str:
         try:
             tokenizer = load(identity.name or "")
             if fingerprint(tokenizer) != identity.known():
-                return f"Which ids differ cannot be shown: {identity.name} has changed since"
+                return f"Could not determine which ids differ: {identity.name} has changed"
         except (ConfigError, ImportError, OSError) as error:
-            return f"Which ids differ cannot be shown: {_reason(error).removesuffix('.')}"
+            return f"Could not determine which ids differ: {_reason(error).removesuffix('.')}"
         loaded.append(tokenizer)
     return loaded
 
 
 def added_pieces(there: Tokenizer, here: Tokenizer) -> list[str] | None:
-    """What the second tokenizer adds to the first one; None if any id of the first means something else in
-    it."""
+    """Return the pieces that the second tokenizer adds to the first, or None if existing ids differ."""
     old, new = there.structure(), here.structure()
     changed = any(
         before not in ("", now)
@@ -113,23 +116,24 @@ def added_pieces(there: Tokenizer, here: Tokenizer) -> list[str] | None:
 
 
 def differences(there: Tokenizer, here: Tokenizer) -> Iterator[str]:
-    """The ids with different pieces; if there are none, a text with different ids."""
+    """Yield the ids with different pieces or, if there are none, a text with different ids."""
     structure = there.structure()
     pieces = (structure.pieces, here.structure().pieces)
     differs = False
     for i, (before, now) in enumerate(zip_longest(*pieces, fillvalue="")):
         if before != now:
             differs = True
-            yield f"id {i} is {_piece(before)} there and {_piece(now)} here"
+            yield f"id {i} was {_piece(before)} and is now {_piece(now)}"
     if differs:
         return
     for text in probes(structure):
         before_ids, now_ids = there.encode(text), here.encode(text)
         if before_ids != now_ids:
-            yield f"all pieces are the same, and {_difference(before_ids, now_ids, pieces[0])}"
+            yield f"all pieces are the same, but {_difference(before_ids, now_ids, pieces[0])}"
             return
     yield (
-        "all pieces and the ids of the probe texts are the same, but not the merges, scores or control tokens"
+        "the merges, scores or control tokens differ, although all pieces and the ids of the probe texts "
+        "are equal"
     )
 
 
@@ -138,13 +142,13 @@ def _piece(piece: str) -> str:
 
 
 def _difference(before: Sequence[int], now: Sequence[int], pieces: Sequence[str]) -> str:
-    """Where two encodings of a text first differ."""
+    """Describe where two encodings of a text first differ."""
     same = next(
         (i for i, (one, other) in enumerate(zip(before, now, strict=False)) if one != other),
         min(len(before), len(now)),
     )
     one, other = (_ids(ids[same : same + SHOWN], pieces) for ids in (before, now))
-    return f"a text becomes {one} there and {other} here"
+    return f"a text was encoded as {one} and is now encoded as {other}"
 
 
 def _ids(ids: Sequence[int], pieces: Sequence[str]) -> str:
@@ -155,15 +159,19 @@ def _ids(ids: Sequence[int], pieces: Sequence[str]) -> str:
 
 
 def of_data(data: DataConfig) -> TokenizerIdentity:
-    """The tokenizer of the training data: that of its first token file of which it is known."""
+    """Return the tokenizer of the training data, from the first token file that records one."""
     identities = [of_token_file(prefix) for prefix in prefixes(data.train)]
     first = identities[0] if identities else TokenizerIdentity()
     return next((identity for identity in identities if identity.can_be_known), first)
 
 
 def one_tokenizer(data: DataConfig) -> list[str]:
-    """Check that all token files of training and validation data were made with one tokenizer. Raises
-    ConfigError; returns lines for the user."""
+    """Check that all token files of training and validation data were made with the same tokenizer.
+
+    Returns lines for the user. Raises ConfigError.
+
+    Raises ConfigError; returns lines for the user.
+    """
     files = [
         (option, prefix) for option in ("train", "validation") for prefix in prefixes(getattr(data, option))
     ]
@@ -172,13 +180,13 @@ def one_tokenizer(data: DataConfig) -> list[str]:
     notes = _templates(tokenized)
     for each in tokenized if known else ():
         if each is not known[0]:
-            way_out = f"Prepare both with one tokenizer, {known[0].tokenizer.name}"
+            way_out = f"Prepare both with the same tokenizer ({known[0].tokenizer.name})"
             notes += compare(each, known[0], allow=data.allow_tokenizer_change, way_out=way_out)
     return notes
 
 
 def _templates(tokenized: Sequence[Tokenized]) -> list[str]:
-    """A line for the user if conversations were rendered with several chat templates, which may be meant."""
+    """Return a note if conversations were rendered with different chat templates, which may be intended."""
     first = {
         each.tokenizer.template_hash: each.what
         for each in reversed(tokenized)
@@ -186,5 +194,5 @@ def _templates(tokenized: Sequence[Tokenized]) -> list[str]:
     }
     listed = ", ".join(f"{what} (hash {template})" for template, what in first.items())
     return (
-        [f"the conversations were rendered with several chat templates: {listed}"] if len(first) > 1 else []
+        [f"the conversations were rendered with different chat templates: {listed}"] if len(first) > 1 else []
     )

@@ -1,5 +1,4 @@
-"""Which tokenizer made data, weights or an export: a fingerprint of what it does, recorded with them and
-compared where they meet.
+"""Identity of the tokenizer of data, weights or an export, by a fingerprint of its behavior.
 
 Tokenizers that give every text the same ids have one fingerprint, whatever their files are: a sentencepiece
 model and the tokenizer.json made of it, vocab.json with merges.txt and tokenizer.json, files of other
@@ -42,11 +41,11 @@ FILES = "tokenizer* vocab* merges* special_tokens_map.json added_tokens.json cha
 FILES += f" {TEMPLATES}/*.jinja"
 """Patterns of the files of a Hugging Face tokenizer."""
 TOKENIZER_JSON, SETTINGS = "tokenizer.json", "tokenizer_config.json"
-"""A Hugging Face tokenizer, and what it does not say, such as which token is EOS."""
+"""Files of a Hugging Face tokenizer, and its settings, such as the EOS token."""
 ENTRY = "megalite.json"
 """The file of an export in which its tokenizer is recorded."""
 VERSION = "1"
-"""Of the definition of fingerprints: those of different versions cannot be compared."""
+"""Version of the fingerprint. Fingerprints of different versions cannot be compared."""
 PROBES = (
     "The quick brown fox's 12 don't, they'LL we've I'm O'Neill—“quoted” text; e.g. U.S.A. 3.14159, 1,000,000 "
     "and 1234567890 12:34:56.",
@@ -73,15 +72,15 @@ TOGETHER = 256  # pieces of the vocabulary in one probe
 
 @dataclass(frozen=True)
 class TokenizerIdentity:
-    """A tokenizer as it is recorded.
+    """Recorded identity of a tokenizer.
 
     Attributes:
-        name: byte, or the path of its files when it was recorded; None if that is not known.
-        fingerprint: None if it is not known, or not computed.
-        digest: of its files; None if it is not known.
-        template_hash: of the chat template that conversations were rendered with, or None. readable: `name`
-        is the tokenizer itself, not a record of it, so that its fingerprint can be computed where none is
-        stored.
+        name: byte, or the path of its files when it was recorded; None if unknown.
+        fingerprint: None if it is unknown or not computed.
+        digest: hash of its files; None if unknown.
+        template_hash: hash of the chat template that conversations were rendered with, or None.
+        readable: `name` is the tokenizer itself, not a record of it, so a missing fingerprint can be
+            computed.
     """
 
     name: str | None = None
@@ -98,14 +97,23 @@ class TokenizerIdentity:
         )
 
     def known(self) -> str | None:
-        """The fingerprint, computed where it is not stored; None if it is not known. Raises DataError if
-        files cannot be read."""
+        """Return the fingerprint, which is computed if it is not stored, or None if it is unknown.
+
+        Raises DataError if files cannot be read.
+
+        Raises DataError if files cannot be read.
+        """
         if self.fingerprint is None and self.name is not None and self.can_be_known:
             return fingerprint_of(self.name, self.digest)
         return self.fingerprint
 
     def is_same(self, other: TokenizerIdentity) -> bool | None:
-        """Whether both are the same tokenizer; None if that cannot be known. Raises DataError as `known`."""
+        """Return whether both tokenizers are the same, or None if that is unknown.
+
+        Raises DataError as `known`.
+
+        Raises DataError as `known`.
+        """
         if self.digest is not None and self.digest == other.digest:
             return True
         if not (self.can_be_known and other.can_be_known):
@@ -114,12 +122,12 @@ class TokenizerIdentity:
         return one == two if one.partition("-")[0] == two.partition("-")[0] else None
 
     def record(self) -> dict[str, str | None]:
-        """As plain data, for a checkpoint or an export; nothing is computed."""
+        """Return the identity as JSON data, for a checkpoint or an export. Nothing is computed."""
         return {key: value for key, value in asdict(self).items() if key != "readable"}
 
 
 def of_record(record: Mapping[str, Any] | None) -> TokenizerIdentity:
-    """The inverse of `TokenizerIdentity.record`; nothing is known where there is none."""
+    """Return the identity of a record, which is unknown without a record."""
     record = record or {}
     name, fingerprint, digest, template_hash = (
         record.get(key) for key in ("name", "fingerprint", "digest", "template_hash")
@@ -128,7 +136,7 @@ def of_record(record: Mapping[str, Any] | None) -> TokenizerIdentity:
 
 
 def of_tokenizer(name: str | Path) -> TokenizerIdentity:
-    """The tokenizer `byte`, FILE.model, tokenizer.json or a Hugging Face directory as it is now.
+    """Return the current identity of `byte`, FILE.model, tokenizer.json or a Hugging Face directory.
 
     The fingerprint is that of a megalite.json next to unchanged files, else it is computed when it is needed.
     Of a directory without a tokenizer only what megalite.json records is known.
@@ -144,7 +152,7 @@ def of_tokenizer(name: str | Path) -> TokenizerIdentity:
 
 
 def _entry(directory: Path) -> TokenizerIdentity:
-    """What an export records of its tokenizer."""
+    """Return the identity that an export records."""
     try:
         return of_record(json.loads((directory / ENTRY).read_text(encoding="utf-8")).get("tokenizer"))
     except (OSError, ValueError, AttributeError):
@@ -152,8 +160,12 @@ def _entry(directory: Path) -> TokenizerIdentity:
 
 
 def of_token_file(prefix: str | Path) -> TokenizerIdentity:
-    """The tokenizer that made a token file, as PREFIX.json records it. Raises ConfigError if that is
-    broken."""
+    """Return the identity of the tokenizer of a token file, as recorded in PREFIX.json.
+
+    Raises ConfigError if PREFIX.json is broken.
+
+    Raises ConfigError if that is broken.
+    """
     facts = metadata(prefix)
     name = facts.get("tokenizer")
     place = name if name in (None, "byte") else _absolute(Path(prefix).parent / name)
@@ -168,16 +180,20 @@ def _absolute(name: str | Path) -> str:
 
 
 def place_of(name: str | Path) -> str | Path:
-    """The name of a tokenizer as given, but the directory in place of its tokenizer.json where that has its
-    settings beside it."""
+    """Return the name of a tokenizer.
+
+    A tokenizer.json with settings next to it is replaced by its directory.
+    """
     path = Path(name)
     has_settings = path.name == TOKENIZER_JSON and path.is_file() and path.with_name(SETTINGS).is_file()
     return path.parent if has_settings else name
 
 
 def tokenizer_files(name: str | Path) -> list[Path]:
-    """The files of the tokenizer `byte`, FILE.model, tokenizer.json or a Hugging Face directory, sorted;
-    empty if there are none."""
+    """Return the sorted files of a tokenizer; empty if there are none.
+
+    name: `byte`, FILE.model, tokenizer.json or a Hugging Face directory.
+    """
     path = Path(name)
     if str(name) == "byte" or not path.is_dir():
         return [path] if path.is_file() else []
@@ -193,13 +209,15 @@ def copy_tokenizer(name: str | Path, target: Path) -> None:
 
 
 def _place_of(file: Path, name: str | Path) -> str:
-    """The name of one of its files in the directory of a tokenizer."""
+    """Return the name of a file relative to the directory of the tokenizer."""
     return file.relative_to(name).as_posix() if Path(name).is_dir() else file.name
 
 
 def digest_of(name: str | Path, files: list[Path]) -> str:
-    """A hash of a tokenizer's files and, since AutoTokenizer reads it, of the model_type in a config.json
-    next to them."""
+    """Return a hash of a tokenizer's files.
+
+    It includes the model_type of a config.json next to them, which AutoTokenizer reads.
+    """
     digest = sha256(b"byte" if str(name) == "byte" else b"")
     for path in files:
         content = path.read_bytes()
@@ -211,15 +229,19 @@ def digest_of(name: str | Path, files: list[Path]) -> str:
             digest.update(str(json.loads(config.read_bytes()).get("model_type")).encode())
         except (ValueError, AttributeError):
             raise ConfigError(
-                f"{config} is not a JSON object. Give the directory of a tokenizer or a model."
+                f"{config} is not a JSON object. Expected the directory of a tokenizer or a model."
             ) from None
     return digest.hexdigest()[:32]
 
 
 @cache
 def fingerprint_of(name: str, digest: str | None) -> str:
-    """The fingerprint of the tokenizer with these files; computed once for each content. Raises DataError if
-    they cannot be read."""
+    """Return the fingerprint of the tokenizer with these files, computed once for each content.
+
+    Raises DataError if the files cannot be read.
+
+    Raises DataError if they cannot be read.
+    """
     # training needs it only where it cannot rely on what is recorded
     from megalite.data.tokenizer.tokenizers import load
 
@@ -227,7 +249,7 @@ def fingerprint_of(name: str, digest: str | None) -> str:
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """The fingerprint of a tokenizer."""
+    """Return the fingerprint of a tokenizer."""
     structure = tokenizer.structure()
     digest = sha256()
     for part in (structure.pieces, sorted(structure.special.items()), structure.rules):
@@ -238,8 +260,7 @@ def fingerprint(tokenizer: Tokenizer) -> str:
 
 
 def probes(structure: TokenizerStructure) -> Iterator[str]:
-    """The texts whose ids are part of the fingerprint: PROBES, and all pieces and control tokens of the
-    vocabulary."""
+    """Yield the texts of the fingerprint: PROBES, and all pieces and control tokens of the vocabulary."""
     yield from PROBES
     texts = structure.texts()
     for start in range(0, len(texts), TOGETHER):

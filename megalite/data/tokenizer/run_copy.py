@@ -1,5 +1,4 @@
-"""A run's own copy of the tokenizer of its data, RUN/tokenizer/: its model can be used when the tokenizer's
-place is gone or has changed.
+"""The copy of the data's tokenizer in RUN/tokenizer/, used if the original has been moved or changed.
 
 The copy is found by the digest of its files, so that it is exactly what the checkpoint records. A run whose
 tokenizer was changed (data.allow_tokenizer_change) has the second one in RUN/tokenizer-2/. Bytes need no
@@ -23,8 +22,10 @@ from megalite.data.tokenizer.identity import TokenizerIdentity, copy_tokenizer, 
 
 
 def keep(data: DataConfig, run: Path) -> None:
-    """Store the tokenizer of the training data in a run's directory, unless it is there or is not what made
-    the data. Never fails."""
+    """Copy the tokenizer of the training data to a run directory. Never fails.
+
+    Nothing is copied if the copy exists or the tokenizer has changed since the data was made.
+    """
     with suppress(OSError, ConfigError):
         identity = of_data(data)
         if (
@@ -47,8 +48,7 @@ def keep(data: DataConfig, run: Path) -> None:
 
 
 def located(recorded: TokenizerIdentity, checkpoint: Path) -> TokenizerIdentity:
-    """The tokenizer that a checkpoint records, under the name of its run's copy where its own place does not
-    hold it any more."""
+    """Return the tokenizer of a checkpoint, with the path of the run's copy if the original is gone."""
     if recorded.name is None or is_there(recorded):
         return recorded
     place = _copy(recorded, checkpoint.resolve().parent.parent)
@@ -56,7 +56,7 @@ def located(recorded: TokenizerIdentity, checkpoint: Path) -> TokenizerIdentity:
 
 
 def is_there(recorded: TokenizerIdentity) -> bool:
-    """Whether the place of a recorded tokenizer still holds it."""
+    """Return whether a recorded tokenizer is still at its path."""
     return recorded.name == "byte" or (recorded.name is not None and _is_at(recorded, Path(recorded.name)))
 
 
@@ -67,13 +67,13 @@ def _copy(recorded: TokenizerIdentity, run: Path) -> Path | None:
 
 
 def _places(directory: Path) -> Iterator[Path]:
-    """A copy: a directory of Hugging Face's form, or the sentencepiece model in it."""
+    """Yield a copy: a directory of Hugging Face's form, or the sentencepiece model in it."""
     yield directory
     yield from (file for file in directory.glob("*") if file.is_file())
 
 
 def _is_at(recorded: TokenizerIdentity, place: Path) -> bool:
-    """Whether a place holds the files with the recorded digest."""
+    """Return whether a path contains the files with the recorded digest."""
     with suppress(OSError, ConfigError):
         files = tokenizer_files(place)
         return bool(files) and recorded.digest is not None and digest_of(place, files) == recorded.digest

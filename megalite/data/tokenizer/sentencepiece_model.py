@@ -1,5 +1,6 @@
-"""What a sentencepiece model file holds: pieces, scores, and the options of its normalizer, which its library
-does not give access to.
+"""Parser of sentencepiece model files: pieces, scores and normalizer options.
+
+The library does not give access to all of them.
 
 The file is a protocol buffer (sentencepiece_model.proto): each field is a key, number · 8 + type, and a
 value.
@@ -16,7 +17,10 @@ Value = int | bytes
 
 
 class PieceType(IntEnum):
-    """Types of pieces. Only NORMAL ones result from merges; CONTROL ones are never found in a text."""
+    """Types of pieces.
+
+    Only NORMAL pieces result from merges, and CONTROL pieces never occur in a text.
+    """
 
     NORMAL = 1
     UNKNOWN = 2
@@ -35,12 +39,13 @@ class ModelType(IntEnum):
 
 @dataclass
 class SentencePieceModel:
-    """The content of a model file.
+    """Content of a sentencepiece model file.
 
     Attributes:
-        pieces, scores, types: those of each id.
-        charsmap: compiled normalization rules; empty if text is not normalized. add_dummy_prefix: a text
-        begins with a space. remove_extra_whitespaces: so does none other, and runs of spaces are one.
+        pieces, scores, types: piece, score and type of each id.
+        charsmap: compiled normalization rules; empty if text is not normalized.
+        add_dummy_prefix: whether a space is added at the start of a text.
+        remove_extra_whitespaces: whether other leading spaces are removed and runs of spaces are merged.
     """
 
     model_type: int = ModelType.UNIGRAM
@@ -56,7 +61,7 @@ class SentencePieceModel:
 
 
 def parse(content: bytes) -> SentencePieceModel:
-    """The content of a model file that sentencepiece has loaded."""
+    """Parse a model file that sentencepiece has loaded."""
     model = SentencePieceModel()
     for number, value in _fields(content):
         if number == 1:
@@ -91,7 +96,7 @@ def _int(value: Value) -> int:
 
 
 def _fields(content: bytes) -> Iterator[tuple[int, Value]]:
-    """Number and value of each field of a message."""
+    """Yield the number and value of each field of a message."""
     at = 0
     while at < len(content):
         key, at = _varint(content, at)
@@ -106,7 +111,7 @@ def _fields(content: bytes) -> Iterator[tuple[int, Value]]:
 
 
 def _varint(content: bytes, at: int) -> tuple[int, int]:
-    """The number at a place, seven bits in each byte, and the place after it."""
+    """Decode a varint, and return its value and the offset after it."""
     value = shift = 0
     while True:
         byte = content[at]

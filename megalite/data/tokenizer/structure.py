@@ -1,5 +1,4 @@
-"""The parts of a tokenizer that its files determine, in a form that does not depend on the kind of file or on
-the library's version.
+"""Structure of a tokenizer, independent of the file format and the library version.
 
 Of a byte-pair encoding the merges are listed in order. Where every way to split a piece into two pieces is a
 merge, as in a sentencepiece model, whose ranks belong to pieces, the pieces in that order say the same; so a
@@ -24,12 +23,13 @@ SPACE = "\u2581"
 
 @dataclass(frozen=True)
 class TokenizerStructure:
-    """What a tokenizer is made of.
+    """Structure of a tokenizer.
 
     Attributes:
-        pieces: the spelling of each id, as in its files; empty if the id has none. special: ids that text
-        never becomes, only a chat template → the white space that they take in, mostly none. rules: the
-        model's type, followed by merges or scores.
+        pieces: the spelling of each id, as in its files; empty if the id has none.
+        special: ids that never result from text, only from a chat template → the white space that they
+            absorb, usually none.
+        rules: type of the model, followed by merges or scores.
     """
 
     pieces: list[str]
@@ -37,7 +37,7 @@ class TokenizerStructure:
     rules: list[str]
 
     def texts(self) -> list[str]:
-        """The text of each piece, as far as it is valid UTF-8."""
+        """Return the text of each piece, as far as it is valid UTF-8."""
         to_byte = {letter: byte for byte, letter in enumerate(byte_letters())}
         if not {"\u0120", byte_letters()[0]} & set(self.pieces):  # not byte-level
             return [piece.replace(SPACE, " ") for piece in self.pieces]
@@ -51,15 +51,17 @@ def _decoded(piece: str, to_byte: dict[str, int]) -> str:
 
 
 def byte_letters() -> list[str]:
-    """The letter for each byte in the pieces of a byte-level tokenizer (GPT-2's): its own where it is
-    visible, else from U+0100 on."""
+    """Return the letter of each byte in GPT-2's byte-level pieces.
+
+    Visible characters represent themselves, others are mapped to U+0100 and above.
+    """
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte) if byte in visible else chr(next(others)) for byte in range(256)]
 
 
 def of_bytes(eos: str) -> TokenizerStructure:
-    """The structure of the tokenizer whose ids are bytes, and EOS."""
+    """Return the structure of the byte tokenizer with EOS."""
     return TokenizerStructure([*byte_letters(), eos], {256: ""}, ["BPE"])
 
 
@@ -79,8 +81,12 @@ def of_sentencepiece(model: SentencePieceModel) -> TokenizerStructure:
 
 
 def of_tokenizer_json(content: dict[str, Any], pieces: dict[str, int]) -> TokenizerStructure:
-    """The structure of a tokenizer of the tokenizers library. content: tokenizer.json; pieces: all pieces →
-    ids, added ones included."""
+    """Return the structure of a tokenizer of the tokenizers library.
+
+    Args:
+        content: tokenizer.json.
+        pieces: piece → id, including added tokens.
+    """
     model, added = content["model"], content.get("added_tokens") or []
     kind = model.get("type", "BPE" if "merges" in model else "WordPiece")  # old files do not name it
     reserved = BYTE_PIECES | {token["content"] for token in added}
@@ -95,7 +101,7 @@ def of_tokenizer_json(content: dict[str, Any], pieces: dict[str, int]) -> Tokeni
 
 
 def spelled(pieces: dict[str, int]) -> list[str]:
-    """The spelling of each id."""
+    """Return the spelling of each id."""
     by_id = [""] * (max(pieces.values(), default=-1) + 1)
     for piece, i in pieces.items():
         by_id[i] = piece
@@ -103,7 +109,7 @@ def spelled(pieces: dict[str, int]) -> list[str]:
 
 
 def splits(piece: str, whole: Collection[str]) -> Iterator[tuple[str, str]]:
-    """All pairs of pieces that make up a piece."""
+    """Yield all pairs of pieces that form a piece."""
     pairs = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
     return ((left, right) for left, right in pairs if left in whole and right in whole)
 
@@ -111,8 +117,7 @@ def splits(piece: str, whole: Collection[str]) -> Iterator[tuple[str, str]]:
 def _merges(
     merges: Sequence[str | Sequence[str]], vocabulary: Iterable[str], reserved: frozenset[str]
 ) -> list[str]:
-    """The pieces in the order in which they are merged if the merges are all their splits, else the merges in
-    order.
+    """Return the pieces in merge order if the merges are all their splits, otherwise the ordered merges.
 
     Merges to control tokens and bytes, which sentencepiece does not know and conversions of it have, are left
     out: where they occur in a text, its ids differ.
@@ -127,7 +132,10 @@ def _merges(
 
 
 def _scored(entries: Iterable[tuple[str, float]]) -> list[str]:
-    """Pieces with their scores, which sentencepiece stores in 32 bits and tokenizer.json in 64."""
+    """Format pieces with their scores.
+
+    sentencepiece stores scores in 32 bits, tokenizer.json in 64.
+    """
     return [f"{piece} {struct.pack('<f', score).hex()}" for piece, score in entries]
 
 

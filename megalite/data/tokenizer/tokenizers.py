@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, a sentencepiece model, or a Hugging Face tokenizer directory.
+"""Tokenizers: bytes, a sentencepiece model, or a Hugging Face tokenizer directory.
 
 Libraries are imported by the tokenizer that needs them. `encode` adds no special tokens: the caller ends each
 document with `eos`. `encode_rendered` encodes the output of a chat template, in which control tokens are
@@ -29,12 +29,11 @@ OPEN, CLOSE, EOS_TEXT = "\udc00", "\udc01", "\udc02"
 """Lone surrogates, which no valid text has. OPEN and CLOSE enclose text that is spelled like a control token
 but is not one; EOS_TEXT is replaced by EOS."""
 BYTE_EOS = "<|endoftext|>"
-"""How an export spells the EOS of `byte`, which no text has as its own."""
+"""Spelling of the EOS of `byte` in an export. It has no meaning in other texts."""
 USUAL_EOS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<|eos|>", "<eos>", "[EOS]", "<｜end▁of▁sentence｜>")
-"""Names of EOS. A tokenizer.json without settings does not say which token it is: it is the one with such a
-name."""
+"""Usual names of EOS, by which it is found in a tokenizer.json without settings."""
 Placed = list[tuple[int, int, int]]
-"""(token, start, stop): tokens with the characters [start, stop) of the text that each encodes."""
+"""Tokens as (token, start, stop), where each encodes the characters [start, stop) of the text."""
 
 
 class Tokenizer(Protocol):
@@ -113,8 +112,10 @@ class ByteTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A sentencepiece model file. The only character that does not survive a round trip is U+2581,
-    sentencepiece's mark for a space."""
+    """A sentencepiece model file.
+
+    The only character that does not survive a round trip is U+2581, sentencepiece's mark for a space.
+    """
 
     other_templates: tuple[str, ...] = ()
 
@@ -125,8 +126,8 @@ class SentencePieceTokenizer:
             self._model = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
         except RuntimeError:
             raise DataError(
-                f"--tokenizer {path} is not a sentencepiece model. Give a .model file, a Hugging Face "
-                "tokenizer directory, or byte."
+                f"--tokenizer {path} is not a sentencepiece model. Expected byte, a .model file, or a "
+                "Hugging Face tokenizer directory."
             ) from None
         self.name, self.files, self.vocab_size, self.eos = (
             str(path),
@@ -137,8 +138,8 @@ class SentencePieceTokenizer:
         self.unused_ids = 0
         if self.eos < 0:
             raise DataError(
-                f"--tokenizer {path} has no end-of-sentence piece, in which every document must end. Train "
-                "it with an eos_id."
+                f"--tokenizer {path} has no end-of-sentence piece, which is required to end each document. "
+                "Train it with an eos_id."
             )
         self.bos, self.adds_bos = self._model.bos_id() if self._model.bos_id() >= 0 else None, False
         self.chat_template, self.special_tokens = _no_chat()
@@ -168,7 +169,7 @@ class SentencePieceTokenizer:
 
     @property
     def content(self) -> SentencePieceModel:
-        """What its file holds."""
+        """Return the content of its file."""
         return parse(self._model.serialized_model_proto())
 
     def structure(self) -> TokenizerStructure:
@@ -183,7 +184,7 @@ class SentencePieceTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A directory that AutoTokenizer of transformers reads, or a tokenizer.json alone.
+    """A tokenizer directory that AutoTokenizer of transformers reads, or a single tokenizer.json.
 
     `encode` makes no special tokens: EOS spelled out in a text does not end it.
     """
@@ -210,17 +211,23 @@ class HuggingFaceTokenizer:
         self.ends = [added[i].content for i in _end_ids(path) if i in added]
 
     def __getstate__(self) -> dict[str, Any]:
-        """A worker gets the tokenizer without transformers' object, whose import takes seconds; it encodes,
-        and cannot decode."""
+        """Return the state for a worker, without the object of transformers, whose import takes seconds.
+
+        Workers can encode but not decode.
+        """
         return {**self.__dict__, "_tokenizer": None} if self._backend is not None else self.__dict__
 
     def encode_rendered(self, text: str) -> Placed:
-        """Text between OPEN and CLOSE never becomes a control token. Raises DataError if the tokenizer has no
-        offsets."""
+        """Encode a rendered text. Text between OPEN and CLOSE never becomes a control token.
+
+        Raises DataError if the tokenizer has no offsets.
+
+        Raises DataError if the tokenizer has no offsets.
+        """
         if self._backend is None and not self._tokenizer.is_fast:
             raise DataError(
-                f"--tokenizer {self.name} does not say where its tokens are in a text. Chat data needs one "
-                "with a tokenizer.json."
+                f"--tokenizer {self.name} does not support offsets, which chat data requires. Use a "
+                "tokenizer with a tokenizer.json."
             )
         placed_tokens: Placed = []
         at = 0
@@ -231,7 +238,7 @@ class HuggingFaceTokenizer:
         return placed_tokens
 
     def _with_offsets(self, text: str, plain: bool) -> tuple[list[int], list[tuple[int, int]]]:
-        """Tokens and their characters. plain: nothing in the text is a control token."""
+        """Return tokens and their character offsets. plain: the text contains no control tokens."""
         if self._backend is None:
             options = {"add_special_tokens": False, "split_special_tokens": plain, "verbose": False}
             encoded = self._tokenizer(text, return_offsets_mapping=True, **options)
@@ -273,7 +280,7 @@ class HuggingFaceTokenizer:
 
 
 def _read(path: Path) -> Any:
-    """transformers' tokenizer. Raises DataError if there is none, or if no token ends a document."""
+    """Load a tokenizer with transformers. Raises DataError if there is none, or if it has no EOS."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # preparation runs several workers
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -289,7 +296,7 @@ def _read(path: Path) -> Any:
     ) as error:  # transformers raises OSError, ValueError, KeyError and others for files that it cannot read
         what = "a tokenizer.json" if alone else "a tokenizer directory"
         raise DataError(
-            f"--tokenizer {path} is not {what} that transformers reads ({_first_line(error)})."
+            f"Could not load --tokenizer {path} as {what} with transformers: {_first_line(error)}."
         ) from None
     if tokenizer.eos_token_id is None and (alone or not (path / SETTINGS).is_file()):
         usual = [
@@ -299,15 +306,16 @@ def _read(path: Path) -> Any:
             tokenizer.eos_token = usual[0]
     if tokenizer.eos_token_id is None:
         raise DataError(
-            f"--tokenizer {path} names no eos_token, in which every document must end. Set it in {SETTINGS} "
-            "beside tokenizer.json."
+            f"--tokenizer {path} has no eos_token, which is required to end each document. Set it in "
+            f"{SETTINGS} next to tokenizer.json."
         )
     return tokenizer
 
 
 def _backend(tokenizer: Any) -> Any:
-    """A copy of the tokenizer of the `tokenizers` library that transformers wraps; None if there is none, or
-    if its class changes texts.
+    """Return a copy of the wrapped tokenizer of the `tokenizers` library, or None.
+
+    The result is None if there is none, or if the class in transformers changes texts.
 
     It gives the same tokens in less time, and a process can use it without importing transformers.
     """
@@ -327,8 +335,7 @@ def _backend(tokenizer: Any) -> Any:
 
 
 def _end_ids(path: Path) -> list[int]:
-    """The tokens that end the texts of the model in a directory; none if its configuration cannot be read,
-    which a tokenizer needs not."""
+    """Return the EOS ids in a model's directory; empty if its configuration cannot be read."""
     try:
         return end_ids(path)
     except ConfigError:
@@ -336,13 +343,17 @@ def _end_ids(path: Path) -> list[int]:
 
 
 def _no_chat() -> tuple[str | None, dict[str, Any]]:
-    """Chat template and special tokens of a tokenizer whose only control token is EOS."""
+    """Return chat template and special tokens of a tokenizer whose only control token is EOS."""
     return None, {"bos_token": "", "eos_token": EOS_TEXT}
 
 
 def _only_eos() -> tuple[list[str], list[str], list[str]]:
-    """`controls`, `added` and `ends` of such a tokenizer. A text cannot spell its EOS, so `controls` leaves
-    it out."""
+    """Return `controls`, `added` and `ends` of such a tokenizer.
+
+    A text cannot spell its EOS, so `controls` does not contain it.
+
+    A text cannot spell its EOS, so `controls` leaves it out.
+    """
     return [], [EOS_TEXT], [EOS_TEXT]
 
 
@@ -351,8 +362,12 @@ def _first_line(error: Exception) -> str:
 
 
 def load(name: str | Path) -> Tokenizer:
-    """The tokenizer `byte`, a sentencepiece FILE.model, tokenizer.json, or a Hugging Face directory. Raises
-    DataError if there is none."""
+    """Load `byte`, a sentencepiece FILE.model, a tokenizer.json, or a Hugging Face directory.
+
+    Raises DataError if it does not exist.
+
+    Raises DataError if there is none.
+    """
     path = Path(place_of(name))
     if str(name) == "byte":
         return ByteTokenizer()
@@ -361,26 +376,27 @@ def load(name: str | Path) -> Tokenizer:
     if path.is_file():
         return SentencePieceTokenizer(path)
     raise DataError(
-        f"--tokenizer {name} does not exist. Give byte, a sentencepiece FILE.model, or a tokenizer.json or a "
-        "directory of Hugging Face."
+        f"--tokenizer {name} does not exist. Expected byte, a sentencepiece FILE.model, a tokenizer.json, "
+        "or a Hugging Face tokenizer directory."
     )
 
 
 def load_for(prefix: str | Path) -> Tokenizer:
-    """The tokenizer of a token file, as named in PREFIX.json (a relative name is relative to PREFIX's
-    directory)."""
+    """Load the tokenizer of a token file, as named in PREFIX.json.
+
+    A relative name is relative to the directory of PREFIX.
+    """
     name = IndexedTokens(prefix).metadata.get("tokenizer")
     if name is None:
         raise DataError(
-            f"{prefix}.json names no tokenizer. Prepare the data with megalite prepare, or give the "
-            "tokenizer."
+            f"{prefix}.json does not specify a tokenizer. Prepare the data with `megalite prepare`, or pass "
+            "the tokenizer explicitly."
         )
     return load(name if name == "byte" else Path(prefix).parent / name)
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> None:
-    """Train a BPE model that decodes every text exactly, newlines and indentation included, and write it to
-    `path`.
+    """Train a BPE model that decodes every text exactly, including white space, and write it to `path`.
 
     Text is not normalized, runs of spaces are pieces, and characters without a piece fall back to bytes. The
     model depends on the texts only.
@@ -410,16 +426,19 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> No
             )
     except RuntimeError as error:
         path.unlink(missing_ok=True)
-        reason = _first_line(error).rpartition("] ")[2] or "the input holds no text"
-        raise DataError(f"--train_tokenizer {vocab_size} cannot be trained on this input: {reason}") from None
+        reason = _first_line(error).rpartition("] ")[2] or "the input contains no text"
+        raise DataError(
+            f"Failed to train a tokenizer with --train_tokenizer {vocab_size}: {reason}"
+        ) from None
 
 
 PASSAGE = 4096  # characters; sentencepiece skips longer sentences
 
 
 def _passages(texts: Iterable[str]) -> Iterator[str]:
-    """Texts cut into passages of whole lines, newlines kept, so that pieces such as ")\\n" are learned across
-    line ends."""
+    """Yield passages of whole lines with their newlines, so that pieces such as ")\n" are learned across
+    lines.
+    """
     for text in texts:
         start = 0
         while start < len(text):

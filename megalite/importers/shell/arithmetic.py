@@ -41,11 +41,11 @@ def _quotient(left: int, right: int) -> int:
 
 
 def _bounded(operation: Callable[[int, int], int]) -> Callable[[int, int], int]:
-    """An operation that is given exponents of 64 bits at most."""
+    """Return an operation with exponents of at most 64 bits."""
 
     def run(left: int, right: int) -> int:
         if not 0 <= right < 64:
-            raise NotKnown("an exponent out of range")
+            raise NotKnown("exponent out of range")
         return operation(left, right)
 
     return run
@@ -84,7 +84,7 @@ _UNARY: dict[str, Callable[[int], int]] = {
 
 
 def calculate(text: str, read: Callable[[str], str | None], write: Callable[[str, str], None]) -> int:
-    """The value of an expression; its assignments are written. Raises NotKnown.
+    """Evaluate an expression and apply its assignments. Raises NotKnown.
 
     read: a variable's text, None if it is not known; an element of an array is NAME[NUMBER]. write: sets a
     variable.
@@ -93,8 +93,10 @@ def calculate(text: str, read: Callable[[str], str | None], write: Callable[[str
 
 
 class _Expression:
-    """A parser by precedence. Each part becomes a function, so that what `&&`, `||` or `?:` leave out is not
-    computed."""
+    """A parser by precedence.
+
+    Each part becomes a function, so that what `&&`, `||` or `?:` leave out is not computed.
+    """
 
     def __init__(
         self, text: str, read: Callable[[str], str | None], write: Callable[[str, str], None], depth: int
@@ -104,13 +106,13 @@ class _Expression:
         self.tokens, self.read, self.write, self.depth = [*_tokens(text)], read, write, depth
 
     def value(self) -> int:
-        """The value of the whole text; an empty one is 0."""
+        """Evaluate the whole text. An empty text is 0."""
         if not self.tokens:
             return 0
         try:
             thunk = self._list()
         except RecursionError:
-            raise NotKnown("it is nested too deeply") from None
+            raise NotKnown("the expression is nested too deeply") from None
         if self.tokens:
             raise NotKnown(self.tokens[0])
         return thunk()
@@ -119,7 +121,7 @@ class _Expression:
         return self.tokens[0] if self.tokens else ""
 
     def _take(self, *signs: str) -> str:
-        """The next token if it is one of these, otherwise nothing."""
+        """Consume and return the next token if it is one of these."""
         return self.tokens.pop(0) if self.tokens and self.tokens[0] in signs else ""
 
     def _need(self, sign: str) -> None:
@@ -133,7 +135,7 @@ class _Expression:
         return lambda: [part() for part in parts][-1]
 
     def _choice(self) -> Thunk:
-        """An assignment, or A ? B : C."""
+        """Return an assignment, or A ? B : C."""
         if len(self.tokens) > 1 and _is_name(self.tokens[0]) and self.tokens[1] in _ASSIGNMENTS:
             name, sign = self.tokens.pop(0), self.tokens.pop(0)
             right = self._choice()
@@ -196,7 +198,7 @@ class _Expression:
         return lambda: self._variable(token)
 
     def _variable(self, name: str) -> int:
-        """The value of a variable, which is an expression, too."""
+        """Evaluate a variable, whose value is an expression too."""
         text = self.read(name)
         if text is None:
             raise NotKnown(name)
@@ -227,7 +229,7 @@ def _tokens(text: str) -> list[str]:
 
 
 def _number(token: str) -> int:
-    """A number: decimal, 0x… (16), 0… (8) or BASE#…"""
+    """Return a number: decimal, 0x… (16), 0… (8) or BASE#…"""
     base, sign, digits = token.partition("#")
     try:
         if sign:
@@ -243,5 +245,5 @@ def _is_name(token: str) -> bool:
 
 def _checked(value: int) -> int:
     if abs(value) >= LARGEST:
-        raise NotKnown("a number of more than 64 bits")
+        raise NotKnown("the number does not fit in 64 bits")
     return int(value)

@@ -34,18 +34,18 @@ class IndexedArray:
         return max(self.by_index, default=-1) + 1
 
     def place(self, index: int) -> int:
-        """An index from the beginning."""
+        """Return an index from the beginning."""
         return index if index >= 0 else self.end + index
 
     def get(self, index: int) -> str | None:
         return self.by_index.get(self.place(index))
 
     def with_elements(self, others: Mapping[int, str]) -> IndexedArray:
-        """The array after assignments to elements."""
+        """Return the array after assignments to elements."""
         return IndexedArray(dict(sorted({**self.by_index, **others}.items())))
 
     def without(self, index: int) -> IndexedArray:
-        """The array after `unset NAME[index]`."""
+        """Return the array after `unset NAME[index]`."""
         removed = self.place(index)
         return IndexedArray({place: text for place, text in self.by_index.items() if place != removed})
 

@@ -70,7 +70,7 @@ class Assignments:
         number = self.script.expander(state).arithmetic(index, index)
         place = array.place(int(number)) if re.fullmatch(r"-?\d+", number) else -1
         if place < 0:
-            value = self.script.unknowns.mark(f"${name}", "the place of an element is not known")
+            value = self.script.unknowns.mark(f"${name}", "the index of an element is unknown")
             place = array.end
         elif appends:
             value = (array.get(place) or "") + value

@@ -128,7 +128,7 @@ class Commands:
         return True if name in SUCCEEDING or output is not None else None
 
     def _call(self, name: str, arguments: list[str], state: ShellState) -> Status:
-        """Call a function, and give the variables that it has declared local their values before the call."""
+        """Run a function, and restore the variables of the caller that are local in it."""
         body = self.script.functions[name]
         before, outer = state.arguments, state.fork()
         state.arguments, state.local_names = arguments, set()
@@ -157,7 +157,7 @@ class Commands:
         return self.run(words, own) if words else None
 
     def _started(self, words: list[str], state: ShellState) -> bool:
-        """Whether the command starts a shell or a script that can be read, which is then run."""
+        """Return whether the command starts a shell or a script that can be read, which is then run."""
         for place, word in enumerate(words):
             name = posixpath.basename(word)
             if name in SHELLS:
@@ -252,12 +252,14 @@ class Commands:
         return True
 
     def _getopts(self, words: list[str], state: ShellState) -> Status:
-        """getopts LETTERS NAME [ARGUMENT …]: the next option, its argument in OPTARG, the place after it in
-        OPTIND."""
+        """Run getopts LETTERS NAME [ARGUMENT …].
+
+        It sets NAME to the next option, OPTARG to its argument, and OPTIND to the next index.
+        """
         if state.arguments is None and len(words) < 3:
             state.assign(
                 words[1] if len(words) > 1 else "?",
-                self.script.unknowns.mark("$@", "the script is given it as an argument"),
+                self.script.unknowns.mark("$@", "an argument of the script"),
             )
             return None
         arguments, index = words[2:] or state.arguments or [], state.variables.get("OPTIND", "1")
@@ -285,8 +287,10 @@ class Commands:
         return status
 
     def _read(self, words: list[str], state: ShellState) -> Status:
-        """read: the whole input with -d '', otherwise its first line, split if there are several names or
-        with -a."""
+        """Run read, which reads the whole input with -d '', otherwise its first line.
+
+        The input is split if there are several names or with -a.
+        """
         names: list[str] = []
         whole = array = False
         while words:
@@ -301,7 +305,7 @@ class Commands:
         text = self.script.stdin
         if text is None:
             for name in names:
-                state.assign(name, self.script.unknowns.mark(f"${name}", "it is read from input"))
+                state.assign(name, self.script.unknowns.mark(f"${name}", "read from standard input"))
             return None
         separators = state.separators
         line, end, rest = (text, "", "") if whole else text.partition("\n")
@@ -319,7 +323,7 @@ class Commands:
         names = [word for word in words if not word.startswith("-")]
         text = self.script.stdin
         if names:
-            unknown = self.script.unknowns.mark(f"${names[-1]}", "it is read from input")
+            unknown = self.script.unknowns.mark(f"${names[-1]}", "read from standard input")
             state.assign(names[-1], IndexedArray.of([unknown] if text is None else text.splitlines()))
         return True
 
@@ -328,7 +332,7 @@ class Commands:
             text = formatted(words[2:])
             state.assign(
                 words[1],
-                self.script.unknowns.mark(f"${words[1]}", "it is formatted text") if text is None else text,
+                self.script.unknowns.mark(f"${words[1]}", "formatted text") if text is None else text,
             )
         else:
             text = formatted([word for word in words if word != "--"])
@@ -373,8 +377,10 @@ def _spaces(separators: str) -> str:
 
 
 def _split(line: str, separators: str, most: int = 0) -> list[str]:
-    """The fields of a line, the last one with all that is left: between separators that are no spaces, one
-    can be empty."""
+    """Return the fields of a line, the last one with the rest of the line.
+
+    Between separators other than spaces, a field can be empty.
+    """
     spaces, others = _spaces(separators), "".join(each for each in separators if not each.isspace())
     line = line.strip(spaces)
     if not line or not separators:

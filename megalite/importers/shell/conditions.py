@@ -13,8 +13,12 @@ _UNARY = {f"-{letter}" for letter in "abcdefghknoprstuvwxzGLNOS"}
 
 
 class Token(NamedTuple):
-    """A word or an operator of a condition. quoted: whether all of it is; glob, regular: the pattern that it
-    is after == and =~, None if it is not known."""
+    """A word or an operator of a condition.
+
+    Attributes:
+        quoted: whether all of it is quoted.
+        glob, regular: its pattern after == and =~; None if unknown.
+    """
 
     text: str
     quoted: bool = False
@@ -31,8 +35,9 @@ def both(left: bool | None, right: bool | None) -> bool | None:
 
 
 class Condition:
-    """A reader of the tokens of one condition. double: whether it is [[ … ]], where == compares with a
-    pattern.
+    """A parser of the tokens of one condition.
+
+    double: whether it is [[ … ]], where == compares with a pattern.
 
     groups: what a regular expression of the condition and its parentheses have matched; None without one.
     """
@@ -136,7 +141,7 @@ class Condition:
 
 
 def matches(text: str, patterns: list[Token]) -> bool | None:
-    """Whether one of the patterns of a case matches."""
+    """Return whether one of the patterns of a case matches."""
     if has_unknown(text) or any(has_unknown(pattern.text) for pattern in patterns):
         return True if any(pattern.text == "*" and not pattern.quoted for pattern in patterns) else None
     return any(globs.regular(pattern.glob).fullmatch(text) is not None for pattern in patterns)

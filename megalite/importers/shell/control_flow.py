@@ -26,7 +26,7 @@ class ControlFlow:
         self.script = script
 
     def and_or(self, node: Node, state: ShellState) -> Status:
-        """A && B, A || B."""
+        """Return a && B, A || B."""
         first, second = node.named_children[0], node.named_children[-1]
         ends = [child for child in node.children if child.type in ("&&", "||")]
         status = self.script.run(first, state)
@@ -54,7 +54,7 @@ class ControlFlow:
     def _joined(
         self, before: ShellState, ends: list[ShellState], node: Node, condition: Node | None
     ) -> ShellState:
-        """The state after branches.
+        """Return the state after branches.
 
         A variable that the condition tests, and that only one branch sets, has the value of that branch: it
         is a default.
@@ -69,7 +69,7 @@ class ControlFlow:
         return result
 
     def if_statement(self, node: Node, state: ShellState) -> Status:
-        """The branches that may be taken, each from the state before it."""
+        """Return the branches that may be taken, each from the state before it."""
         ends: list[ShellState] = []
         certain = False
         condition: Node | None = None
@@ -131,7 +131,7 @@ class ControlFlow:
                     break
             return True
         source = self.script.unknowns.show(" ".join(words)) or "$@"
-        self._perhaps(body, state, node, name, f"it is each of {source} in turn")
+        self._perhaps(body, state, node, name, f"a loop variable over {source}")
         return None
 
     def _round(self, body: Node, state: ShellState) -> bool:
@@ -195,13 +195,13 @@ class ControlFlow:
 
 
 def _reads_arguments(condition: str, body: str) -> bool:
-    """Whether a loop goes over positional parameters."""
+    """Return whether a loop goes over positional parameters."""
     over = re.search(r"\$\{?[#1@*]|\bgetopts\b|^\s*(:|true)\s*$", condition)
     return bool(over and re.search(r"\bshift\b|\bgetopts\b", condition + body))
 
 
 def _arms(node: Node) -> list[tuple[list[Node], list[Node]]]:
-    """The conditions and bodies of an if, its elifs and its else."""
+    """Return the conditions and bodies of an if, its elifs and its else."""
     arms: list[tuple[list[Node], list[Node]]] = []
     tests: list[Node] = []
     body: list[Node] = []

@@ -1,5 +1,4 @@
-"""Words of a script → the words that a command gets: variables, quotes, arithmetic and word splitting, as
-bash has them."""
+"""Expansion of the words of a script as in bash: variables, quotes, arithmetic and word splitting."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from megalite.importers.shell.values import ShellState, Unknowns, Value, as_arra
 if TYPE_CHECKING:
     from tree_sitter import Node
 
-UNSET = "the script does not set it"
+UNSET = "not set in the script"
 _PARAMETER = re.compile(
     r"(?P<indirect>!?)(?P<length>#?)(?P<name>[A-Za-z_]\w*|\d+|[@*#?$!-])(?:\[(?P<index>(?:[^\[\]]|\[[^\[\]]*\])*)\])?(?P<rest>.*)",
     re.DOTALL,
@@ -45,8 +44,10 @@ _DELIMITER = "END_OF_A_TEXT"
 
 
 class WordPiece(NamedTuple):
-    """A part of a word: literal, expanded (split at spaces unless it is quoted), or the break between two
-    elements of an array."""
+    """A part of a word: literal, expanded, or the break between two elements of an array.
+
+    Expanded text is split at spaces unless it is quoted.
+    """
 
     text: str
     kind: Literal["literal", "quoted", "split", "break"]
@@ -75,7 +76,7 @@ class Expander:
         return [word for node in nodes for word in self.fields(node)]
 
     def fields(self, node: Node) -> list[str]:
-        """The words that one word of the script becomes."""
+        """Return the words that one word of the script becomes."""
         if _BRACES.match(grammar.text_of(node)) and node.type in (
             "word",
             "concatenation",
@@ -92,14 +93,16 @@ class Expander:
         return self._split(self.pieces(node, False))
 
     def text(self, node: Node | None) -> str:
-        """The text of a word that is not split, such as the value of an assignment."""
+        """Expand a word without splitting it, such as the value of an assignment."""
         if node is None:
             return ""
         return _whole(self.pieces(node, False))
 
     def token(self, node: Node) -> Token:
-        """A word of a condition, and the patterns that it can be, in which quoted characters stand for
-        themselves."""
+        """Expand a word of a condition, and return it with its possible patterns.
+
+        Quoted characters stand for themselves in a pattern.
+        """
         pieces = [*self.pieces(node, False)]
         # the grammar does not say which part of it is quoted
         if node.type == "regex" and re.search("[\"']", grammar.text_of(node)):
@@ -111,8 +114,7 @@ class Expander:
         return Token(_whole(pieces), node.type in ("string", "raw_string"), _pattern(pieces), regular)
 
     def string(self, text: str) -> str:
-        """A text as in double quotes, or of a here document: variables are replaced, quotes are
-        characters."""
+        """Expand a text as in double quotes or in a here document: only variables are replaced."""
         if not re.search(r"[$`\\]", text):
             return text
         # the grammar misses a variable that only spaces precede
@@ -130,8 +132,7 @@ class Expander:
         return "".join(" " if piece.kind == "break" else piece.text for piece in self.pieces(node, True))
 
     def _unescaped(self, text: str, kept: str = "") -> str:
-        """A text without the backslashes that double quotes remove; those before characters in `kept` stay,
-        too."""
+        """Remove the backslashes that double quotes remove, except before characters in `kept`."""
         return re.sub(
             r"\\([$`\"\\\n])",
             lambda match: "" if match[1] == "\n" else match[0] if match[1] in kept else match[1],
@@ -158,7 +159,7 @@ class Expander:
         return [*words, word] if word is not None else words
 
     def pieces(self, node: Node, quoted: bool) -> Iterator[WordPiece]:
-        """The parts of a word. quoted: whether it is inside of double quotes."""
+        """Yield the parts of a word. quoted: whether it is inside of double quotes."""
         text = grammar.text_of(node)
         match node.type:
             case "string" | "translated_string":
@@ -204,7 +205,7 @@ class Expander:
                 yield from self.pieces(part, True)
 
     def arithmetic(self, inner: str, source: str) -> str:
-        """The value of $((inner)), or an unknown part that is shown as `source`."""
+        """Return the value of $((inner)), or an unknown part that is shown as `source`."""
         expression = (
             re.sub(r"\$(\w+)", r"\1", inner) if re.fullmatch(r"[^`{(]*", inner.replace("$((", "")) else inner
         )
@@ -235,12 +236,12 @@ class Expander:
             why = (
                 f"{', '.join(names)}: {parts[0].why if parts else UNSET}"
                 if names
-                else "it is no integer arithmetic"
+                else "not an integer expression"
             )
             return self.unknowns.mark(source, why)
 
     def _parameter(self, inner: str, source: str, quoted: bool) -> Iterator[WordPiece]:
-        """The pieces of ${inner}: those of an array are separate words."""
+        """Yield the pieces of ${inner}: those of an array are separate words."""
         kind: Literal["quoted", "split"] = "quoted" if quoted else "split"
         parameter = _PARAMETER.fullmatch(inner)
         if parameter is None:
@@ -262,7 +263,7 @@ class Expander:
                 yield WordPiece(element, kind)
 
     def _operated(self, parameter: re.Match[str], source: str) -> Expanded:
-        """The value of a parameter after its operator."""
+        """Return the value of a parameter after its operator."""
         name, index = parameter["name"], parameter["index"]
         if parameter["indirect"] and index in ("@", "*"):
             keys = self.state.keys(name)
@@ -318,11 +319,14 @@ class Expander:
         return default
 
     def _unknown(self, name: str, source: str) -> str:
-        """The unknown part for a parameter that is not set."""
+        """Return the unknown part for an unset parameter."""
         return self.unknowns.mark(source, self.why_unset(name))
 
     def alternative(self, word: str) -> Alternative:
-        """The text after :- and its kind; it is split at spaces outside of quotes."""
+        """Expand the text after :- and return it with its kind.
+
+        It is split at spaces outside of quotes.
+        """
         if not re.search(r"[\"'\\]", word):
             return Alternative([WordPiece(self.string(word), "split")])
         tree = grammar.parse(f"echo {word}")
@@ -350,7 +354,7 @@ class Expander:
         return array.slice(int(first), int(count) if length else None)
 
     def _edited(self, value: str, sign: str, word: str, source: str) -> str:
-        """A value with a part removed, replaced or in another case."""
+        """Return a value with a part removed, replaced or in another case."""
         if has_unknown(value):
             names = self.unknowns.within(value)
             return self.unknowns.mark(source, f"{names[0].source}: {names[0].why}")
@@ -359,7 +363,7 @@ class Expander:
             return change(value) if len(sign) == 2 else change(value[:1]) + value[1:]
         if sign == "@":
             cased = {"U": str.upper, "L": str.lower}.get(word)
-            return self.unknowns.mark(source, "it is quoted text") if cased is None else cased(value)
+            return self.unknowns.mark(source, "quoted text") if cased is None else cased(value)
         if sign == ":":
             return "".join(self._slice(IndexedArray.of(value), word, source))
         if sign in ("#", "##", "%", "%%"):
@@ -384,14 +388,16 @@ class Expander:
 
     def why_unset(self, name: str) -> str:
         if name.isdigit() or name in "@*#":
-            return "the script is given it as an argument"
+            return "an argument of the script"
         if name in self.state.withheld:
-            return "the script sets it without export, so that this command does not have it"
+            return "set in the script without export, so the command does not see it"
         return UNSET
 
     def _looked_up(self, name: str, index: str | None) -> str | list[str] | None:
-        """The value of a variable or parameter: a list for all elements of an array; None if it is not
-        set."""
+        """Return the value of a variable or parameter, or None if it is not set.
+
+        All elements of an array are returned as a list.
+        """
         arguments = self.state.arguments
         if name in ("@", "*"):
             return arguments if arguments is not None else [self._unknown(name, f"${name}")]
@@ -405,9 +411,7 @@ class Expander:
             )
         if name == "?":
             return (
-                self.unknowns.mark("$?", "it is the status of a command that fails")
-                if self.state.failed
-                else "0"
+                self.unknowns.mark("$?", "the exit status of a failed command") if self.state.failed else "0"
             )
         value = self.state.variables.get(self.state.named(name))
         if value is None and name == "BASH_SOURCE":
@@ -415,7 +419,7 @@ class Expander:
         return self._element(value, index)
 
     def _element(self, value: Value | None, index: str | None) -> str | list[str] | None:
-        """An element of a variable: an empty list if it is known to be unset, None if nothing is known."""
+        """Return an element of a variable: an empty list if it is unset, or None if it is unknown."""
         if value is None:
             return None
         if isinstance(value, dict):
@@ -433,7 +437,7 @@ class Expander:
 
 
 def braces(text: str) -> Iterator[str]:
-    """The words of a{1..3} or a{b,c}; the text itself if it has quotes or no such braces."""
+    """Yield the words of a{1..3} or a{b,c}; the text itself if it has quotes or no such braces."""
     match = _BRACES.fullmatch(text)
     if match is None or re.search(r"[\"'`\\]", text) or match[1].endswith("$"):
         yield text
@@ -443,14 +447,14 @@ def braces(text: str) -> Iterator[str]:
 
 
 def _unquoted(text: str) -> Iterator[WordPiece]:
-    """A text outside of quotes, in which a backslash quotes a character."""
+    """Yield a text outside of quotes, in which a backslash quotes a character."""
     for place, part in enumerate(re.split(r"\\(\n|.)", text)):
         if part not in ("", "\n"):
             yield WordPiece(part, "quoted" if place % 2 else "literal")
 
 
 def _counted(first: str, last: str, step: str = "1") -> list[str]:
-    """The words of {1..9..2}, {01..10} or {a..c}."""
+    """Return the words of {1..9..2}, {01..10} or {a..c}."""
     letters = first.isalpha()
     start, end = (ord(first), ord(last)) if letters else (int(first), int(last))
     stride = (abs(int(step)) or 1) * (1 if end >= start else -1)
@@ -468,8 +472,7 @@ def _pattern(pieces: Iterable[WordPiece]) -> str:
 
 
 def trimmed(value: str, sign: str, pattern: str) -> str:
-    """The value without the shortest (#, %) or longest (##, %%) match of the pattern at its beginning or
-    end."""
+    """Remove the shortest (#, %) or longest (##, %%) match of the pattern at the start or end of a value."""
     lengths = range(len(value) + 1) if len(sign) == 1 else range(len(value), -1, -1)
     matcher = globs.regular(pattern)
     for length in lengths:

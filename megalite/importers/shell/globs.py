@@ -22,13 +22,15 @@ _MANY = {"@": "", "?": "?", "*": "*", "+": "+"}
 
 
 def quoted(text: str) -> str:
-    """A text as a pattern that matches it alone."""
+    """Return a text as a pattern that matches it alone."""
     return re.sub(r"([][\\*?+@!()|^#%])", r"\\\1", text)
 
 
 def regular(pattern: str) -> re.Pattern[str]:
-    """The regular expression of a pattern, in which a backslash quotes the character after it: for
-    `fullmatch`, or anywhere in a text."""
+    """Convert a pattern to a regular expression for `fullmatch`, or for a search anywhere in a text.
+
+    A backslash quotes the next character.
+    """
     result: list[str] = []
     lists: list[str] = []
     for part in _PART.finditer(pattern):
@@ -48,11 +50,11 @@ def regular(pattern: str) -> re.Pattern[str]:
 
 
 def with_classes(text: str) -> str:
-    """A regular expression of bash in which [:digit:] and the like are ranges."""
+    """Convert classes such as [:digit:] in a regular expression of bash to ranges."""
     return re.sub(r"\[:(\w+):\]", lambda match: _CLASSES.get(match[1], ""), text)
 
 
 def _characters(inner: str, negative: bool) -> str:
-    """A set such as [^a-z_] or [[:digit:]]."""
+    """Return a set such as [^a-z_] or [[:digit:]]."""
     escaped = re.sub(r"(?<!\\)([\[\]&~|])", r"\\\1", with_classes(inner))
     return f"[{'^' if negative else ''}{escaped}]"

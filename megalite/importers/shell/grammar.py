@@ -24,13 +24,14 @@ def _parser() -> Parser:
         import tree_sitter_bash
     except ImportError as error:
         raise ConfigError(
-            f"a shell script cannot be read: {error}. Run `pip install tree-sitter tree-sitter-bash`."
+            f"reading shell scripts requires tree-sitter ({error}). Install it with `pip install "
+            "tree-sitter tree-sitter-bash`."
         ) from None
     return tree_sitter.Parser(tree_sitter.Language(tree_sitter_bash.language()))
 
 
 def parse(text: str) -> Node:
-    """The tree of a script. A part of it that is no bash is a node with `is_error`."""
+    """Parse a script. Invalid parts are nodes with `is_error`."""
     return _parser().parse(re.sub(r"\\\s*\Z", "", text).encode()).root_node
 
 
@@ -39,8 +40,7 @@ def without_private_characters(text: str) -> str:
 
 
 def text_of(node: Node) -> str:
-    """The text of a node, without the spaces and continued lines before it that the grammar counts to
-    some."""
+    """Return the text of a node without leading spaces and line continuations."""
     text = node.text or b""
     return text[_leading(text) :].decode()
 
@@ -55,8 +55,7 @@ def line_of(node: Node) -> int:
 
 
 def parts(node: Node, opening: int = 0, closing: int = 0) -> Iterator[str | Node]:
-    """The children of a text that are expansions, and the literal text between them, without the first and
-    last bytes.
+    """Yield the expansions in a text and the literal text between them, without the first and last bytes.
 
     The literal text is what no expansion covers: the grammar has no node for some of it, and begins some
     expansions with spaces.
@@ -74,14 +73,14 @@ def parts(node: Node, opening: int = 0, closing: int = 0) -> Iterator[str | Node
 
 
 def open_quote(error: Node, end: int) -> bool:
-    """Whether a part that is no bash is a quote without an end. end: the length of the script."""
+    """Return whether an invalid part is an unterminated quote. end: length of the script."""
     if error.is_missing:
         return error.type in ('"', "'")
     return text_of(error)[:1] in ("'", '"') and error.end_byte >= end
 
 
 def errors(node: Node) -> Iterator[Node]:
-    """The parts that are no bash."""
+    """Yield the parts that are no bash."""
     if node.is_error or (node.is_missing and node.type not in ("word", "heredoc_end")):
         yield node
     elif node.has_error:

@@ -1,5 +1,7 @@
-"""Programs whose output is known without running them: what they print for these words and this input; None
-if it is not known."""
+"""Output of known programs, computed without running them.
+
+The output for given words and input is None if it is unknown.
+"""
 
 from __future__ import annotations
 

@@ -39,7 +39,10 @@ class Redirections:
         return status
 
     def redirected_statement(self, node: Node, state: ShellState) -> Status:
-        """A command with a here document or files. A file that it writes can be run as a script later."""
+        """Return a command with a here document or files.
+
+        A file that it writes can be run as a script later.
+        """
         expander = self.script.expander(state)
         body = node.child_by_field_name("body")
         redirects = [child for child in node.named_children if child.type.endswith("_redirect")]
@@ -80,7 +83,7 @@ class Redirections:
         return status
 
     def _input(self, redirect: Node, expander: Expander) -> str | None:
-        """The text of <<, <<< or <; None if it is not known."""
+        """Return the input of <<, <<< or <, or None if it is unknown."""
         if redirect.type == "heredoc_redirect":
             return self._document(redirect, expander)
         source = redirect.named_children[-1]
@@ -111,7 +114,7 @@ class Redirections:
 
 
 def operator_of(redirect: Node) -> str:
-    """The sign of a redirection, such as >>."""
+    """Return the sign of a redirection, such as >>."""
     return next((child.type for child in redirect.children if not child.is_named), "")
 
 

@@ -1,5 +1,6 @@
-"""The commands that a shell script starts, with the words they get. Nothing is executed, and this process's
-environment is not read.
+"""The commands that a shell script starts, with the words they get.
+
+Nothing is executed, and this process's environment is not read.
 
 A script is followed as bash would run it, over values of which some are not known: variables from outside,
 outputs of programs, and what is set differently in branches whose condition is not known. Such parts keep
@@ -68,7 +69,7 @@ def commands(
     read: Callable[[str], str | None] = lambda path: None,
     name: str = "",
 ) -> ScriptResult:
-    """The commands of a script that are `wanted`, in the order in which they would be started.
+    """Return the `wanted` commands of a script in the order in which they would run.
 
     Args:
         wanted: whether a command with these words is wanted.
@@ -83,7 +84,7 @@ def commands(
         script.run_text(text, state)
     except RecursionError:
         raise ConfigError(
-            "the script cannot be read: it is nested too deeply. Give the command alone."
+            "Could not parse the script: it is nested too deeply. Pass only the training command."
         ) from None
     words = {}
     for key, value in state.variables.items():
@@ -158,15 +159,13 @@ class Script:
         for error in grammar.errors(tree):
             if grammar.open_quote(error, len(text.rstrip().encode())):
                 where = grammar.line_of(error) if self.depth == 1 else self.line
-                raise ConfigError(
-                    f"the script cannot be read: a quotation in line {where} has no end. Correct its quotes."
-                )
+                raise ConfigError(f"Could not parse the script: unterminated quote in line {where}.")
             self.note("line", f"{grammar.line_of(error)}: {' '.join(grammar.text_of(error).split())[:60]}")
         return self.block(tree.named_children, state)
 
     def _placeholders(self, text: str) -> str:
-        """A text in which <a placeholder> is an unknown part, not a redirection."""
-        return _PLACEHOLDER.sub(lambda match: self.unknowns.mark(match[0], "it is a placeholder"), text)
+        """Replace <a placeholder> by an unknown part instead of a redirection."""
+        return _PLACEHOLDER.sub(lambda match: self.unknowns.mark(match[0], "a placeholder"), text)
 
     def note(self, kind: str, text: str) -> None:
         """Record a text that was not read, once."""
@@ -194,7 +193,7 @@ class Script:
         return text, status
 
     def substituted(self, node: Node, state: ShellState) -> str:
-        """The output of $(…), in which an unknown output is shown as the whole substitution."""
+        """Return the output of $(…). An unknown output is shown as the whole substitution."""
         source = grammar.text_of(node)
         if source.startswith("`"):
             inner = re.sub(r"\\([`$\\])", r"\1", source[1:-1])
@@ -202,10 +201,10 @@ class Script:
         else:
             text, status = self.captured(lambda: self._shown(node, state.fork()))
         self.substitution_status = status
-        return re.sub("\0+", lambda _: self.unknowns.mark(source, "it is the output of a command"), text)
+        return re.sub("\0+", lambda _: self.unknowns.mark(source, "the output of a command"), text)
 
     def _shown(self, node: Node, state: ShellState) -> Status:
-        """The commands in $(…), or the file of $(< FILE)."""
+        """Return the commands in $(…), or the file of $(< FILE)."""
         redirects = [child for child in node.named_children if child.type == "file_redirect"]
         files = [redirect for redirect in redirects if operator_of(redirect) == "<"]
         if not files or len(node.named_children) > 1:
@@ -215,7 +214,7 @@ class Script:
         return None if text is None else True
 
     def content(self, path: str) -> str | None:
-        """The text of a file that the script has written, or of one beside it; None if it cannot be read."""
+        """Return the text of a file that the script has written or that is next to it, or None."""
         if path in self.files:
             return self.files[path]
         return None if has_unknown(path) else self.read(path)
@@ -248,7 +247,8 @@ class Script:
         self.steps += 1
         if self.steps > MOST_STEPS:
             raise ConfigError(
-                f"the script cannot be read: it runs over {MOST_STEPS} commands. Give the command alone."
+                f"Could not follow the script: it runs more than {MOST_STEPS} commands. Pass only the "
+                "training command."
             )
         if self.depth == 1:
             self.line = grammar.line_of(node)
@@ -302,7 +302,7 @@ class Script:
         return self.block(node.named_children, state)
 
     def truth(self, expression: str, state: ShellState) -> Status:
-        """The status of ((expression))."""
+        """Return the status of ((expression))."""
         value = self.expander(state).arithmetic(expression, expression)
         return None if has_unknown(value) else value != "0"
 
@@ -322,7 +322,7 @@ class Script:
         return status
 
     def _tokens(self, node: Node, expander: Expander) -> list[Token]:
-        """The words and operators of a condition."""
+        """Return the words and operators of a condition."""
         if node.type in (
             "binary_expression",
             "unary_expression",
@@ -359,7 +359,7 @@ _WORDS = frozenset(
 
 
 def _directives(text: str) -> Iterable[tuple[str, str]]:
-    """The variables that Slurm sets from the #SBATCH lines."""
+    """Return the variables that Slurm sets from the #SBATCH lines."""
     options: dict[str, str] = {}
     for line in _DIRECTIVE.findall(text):
         for long, short, value in re.findall(r"(?:--([\w-]+)[= ]|-(\w)[= ]?)(\d+)(?=\s|$)", line):

@@ -38,12 +38,13 @@ class Unknowns:
     parts: list[Unknown] = field(default_factory=list)
 
     def mark(self, source: str, why: str) -> str:
-        """The character that stands for an unknown part."""
+        """Return the character that stands for an unknown part."""
         part = Unknown(source.strip(), why)
         if part not in self.parts:
             if len(self.parts) > LAST - FIRST:
                 raise ConfigError(
-                    "the script cannot be read: too much of it comes from outside. Give the command alone."
+                    "Could not follow the script: too many of its values are not set in it. Pass only the "
+                    "training command."
                 )
             self.parts.append(part)
         return chr(FIRST + self.parts.index(part))
@@ -52,7 +53,7 @@ class Unknowns:
         return tuple(self.parts[ord(each) - FIRST] for each in text if ord(each) >= FIRST)
 
     def show(self, text: str) -> str:
-        """A text with its unknown parts as in the script."""
+        """Return a text with its unknown parts as in the script."""
         return "".join(self.parts[ord(each) - FIRST].source if ord(each) >= FIRST else each for each in text)
 
     def word(self, text: str) -> Word:
@@ -66,10 +67,10 @@ def has_unknown(text: str) -> bool:
 
 
 def checked(text: str) -> str:
-    """The text. Raises ConfigError if its variables make it endless."""
+    """Return the text. Raises ConfigError if its variables make it endless."""
     if len(text) > LONGEST:
-        excess = f"{text[:40].strip()} … has over {LONGEST} characters where its variables are replaced"
-        raise ConfigError(f"the script cannot be read: {excess}. Give the command alone.")
+        excess = f"{text[:40].strip()} … is longer than {LONGEST} characters after expansion"
+        raise ConfigError(f"Could not follow the script: {excess}. Pass only the training command.")
     return text
 
 
@@ -117,7 +118,7 @@ class ShellState:
         )
 
     def child(self, arguments: list[str] | None, program: str) -> ShellState:
-        """The state of a new process: it has what is exported."""
+        """Return the state of a new process, which only has exported variables."""
         variables: dict[str, Value] = {
             name: value
             for name, value in self.variables.items()
@@ -137,7 +138,7 @@ class ShellState:
         self.local_names = other.local_names
 
     def named(self, name: str) -> str:
-        """The variable that a name stands for."""
+        """Return the variable that a name stands for."""
         for _ in self.references:
             name = self.references.get(name, name)
         return name
@@ -162,7 +163,7 @@ class ShellState:
         return value if isinstance(value, str) else " \t\n"
 
     def keys(self, name: str) -> list[str] | None:
-        """The indices of an array; None if it is not set."""
+        """Return the indices of an array, or None if it is not set."""
         value = self.variables.get(self.named(name))
         if value is None or isinstance(value, dict):
             return None if value is None else [*value]
@@ -198,13 +199,15 @@ class ShellState:
 
 
 def as_array(value: str | IndexedArray) -> IndexedArray:
-    """A variable that is a text, as the array whose element 0 is the text."""
+    """Convert a text variable to an array with the text as element 0."""
     return value if isinstance(value, IndexedArray) else IndexedArray({0: value})
 
 
 def joined(before: ShellState, ends: list[ShellState], unknowns: Unknowns, why: str) -> ShellState:
-    """The state after branches of which it is not known which one was taken: what is equal in all of them is
-    known."""
+    """Merge the states of branches when it is unknown which one was taken.
+
+    Values that are equal in all of them stay known.
+    """
     going = [end for end in ends if end.ended != "exit"] or [before]
     result = going[0].fork()
     result.ended = going[0].ended if len({end.ended for end in going}) == 1 else ""
@@ -229,7 +232,7 @@ def _either(name: str, values: list[Value | None], unknowns: Unknowns, why: str)
         ]
         return IndexedArray.of(_either_list(name, lists, unknowns, why))
     texts = [
-        value if isinstance(value, str) else unknowns.mark(f"${name}", "the script does not set it")
+        value if isinstance(value, str) else unknowns.mark(f"${name}", "not set in the script")
         for value in values
     ]
     texts = [*dict.fromkeys(texts)]
@@ -263,4 +266,4 @@ def _reason(texts: list[str], unknowns: Unknowns, why: str) -> str:
     shown = [text if len(text) <= 80 else f"{text[:77]}..." for text in shown[:6]] + ["..."] * (
         len(shown) > 6
     )
-    return f"the script sets it to {' or '.join(dict.fromkeys(shown))}, {why}"
+    return f"set in the script to {' or '.join(dict.fromkeys(shown))}, {why}"
