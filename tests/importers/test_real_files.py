@@ -112,7 +112,7 @@ REAL = {
         lost={
             "optimizer": MOMENTS,
             "activation_offloading": "offloading activations is not supported",
-            "min_sample_len": "keeps short ones",
+            "min_sample_len": "keeps short samples",
         },
         said={
             "datasets": "--text_key chapter --input hf:example/textbooks --tokenizer example/llama-3.1-8b --output "
