@@ -156,7 +156,7 @@ REFUSED = {
     "objects that are neither": (
         {"a.json": "".join(json.dumps({"text": text}, indent=1) + "\n" for text in TEXTS)},
         [],
-        "a.json contains JSON objects that are neither one per line nor in a list. Convert it to one object per line with `jq -c . a.json`.",
+        "a.json contains JSON objects that are neither one per line nor in a list.",
     ),
     "text_key of texts": (
         {"a.txt": "a"},
