@@ -113,7 +113,9 @@ class ResizedEmbeddings:
             part.tensor.copy_(rows[:, column : column + width])
 
     def _mean(self, name: str) -> Tensor:
-        """[1, hidden], fp64.
+        """Return the mean of the stored rows, [1, hidden] in fp64.
+
+        All columns are summed at once, so that a sum does not depend on the columns of a rank.
 
         All columns at once, so that a sum does not depend on the columns that a rank holds.
         """
@@ -127,6 +129,6 @@ class ResizedEmbeddings:
         return (total / self._rows)[None]
 
     def _drawn(self, seed: int, name: str) -> Tensor:
-        """[new rows, hidden], fp32."""
+        """Draw the new rows, [new rows, hidden] in fp32."""
         table = self._tables[name]
         return torch.cat(list(rng.drawn_rows(table, self._rows, table.shape[0], seed)))

@@ -36,7 +36,7 @@ class WithMtpTargets:
 
 
 def shifted(tokens: Tensor, targets: Tensor, document_start: Tensor | None, modules: int) -> MtpTargets:
-    """Tokens and targets of every MTP module from whole rows: [seq, batch] → [modules, seq, batch].
+    """Return the tokens and targets of all MTP modules from whole rows: [seq, batch] → [modules, seq, batch].
 
     Tokens after the end of a row are 0: no position whose target counts reads them.
     """

@@ -105,7 +105,7 @@ def _replicas(value: Any, source: ImportedFile) -> Verdict:
 
 
 def _strategy(value: Any, source: ImportedFile) -> Verdict:
-    """HYBRID shards within a machine and replicates over machines."""
+    """Map the sharding strategy. HYBRID shards within a machine and replicates across machines."""
     name, machines = word(value), source.size("num_machines") or 1
     if name not in STRATEGIES:
         return lost("unknown strategy: set parallel.zero (3 for FULL_SHARD) and parallel.dp_shard")
@@ -120,24 +120,24 @@ def _strategy(value: Any, source: ImportedFile) -> Verdict:
 
 
 def _shards(value: Any, source: ImportedFile) -> Verdict:
-    """Its shards span cp as well; parallel.dp_shard counts all data ranks."""
+    """Map the shard size. Shards also span cp, and parallel.dp_shard counts all data ranks."""
     shards = value * (source.size(f"{SIZES}cp_size") or 1) if type(value) is int else value
     return honoured({"parallel.dp_shard": shards} | ({"parallel.dp": source.dp} if source.dp else {}))
 
 
 def _context(value: Any, source: ImportedFile) -> Verdict:
-    """Keys and values are gathered by default."""
+    """Map the method of context parallelism, which gathers keys and values by default."""
     method = {"ALLTOALL": "ring"}.get(source.word(f"{SIZES}cp_comm_strategy"), "gather")
     return honoured({"parallel.cp": value} | ({} if value == 1 else {"parallel.context": method}))
 
 
 def _microbatches(value: Any, source: ImportedFile) -> Verdict:
-    """Microbatches of one rank in a step: accumulation steps, whether or not there is a pipeline."""
+    """Return the microbatches per rank and step: the accumulation steps, with and without a pipeline."""
     return deepspeed.BATCH._replace(steps=f"{MEGATRON}num_micro_batches").accumulation(value, source)
 
 
 def _offload(prefix: str) -> KeyRule:
-    """FSDP updates parameters where they are stored: if they are offloaded, so is the optimizer state."""
+    """Map offloading. FSDP offloads the optimizer state together with the parameters."""
 
     def judge(value: Any, source: ImportedFile) -> Verdict:
         if word(value) not in ("TRUE", "FALSE"):
@@ -285,7 +285,7 @@ def table(source: ImportedFile) -> Table:
 
 
 def defaults(source: ImportedFile) -> dict[str, Any]:
-    """Accelerate's default sharding, for keys that the file does not have."""
+    """Return Accelerate's default sharding for missing keys."""
     kind = source.word(MARK)
     if kind == "FSDP" and f"{FSDP}reshard_after_forward" not in source.leaves:
         return {f"{FSDP}sharding_strategy": "FULL_SHARD"}

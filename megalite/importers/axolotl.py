@@ -67,7 +67,7 @@ def _with_adapter(row: KeyRule) -> KeyRule:
 
 
 def _targets(value: Any, source: ImportedFile) -> Verdict:
-    """lora_target_linear adds all projections to those of the list."""
+    """Map the LoRA targets. lora_target_linear adds all projections to the list."""
     return (
         harmless("lora_target_linear includes all projections")
         if source.on("lora_target_linear")
@@ -76,7 +76,7 @@ def _targets(value: Any, source: ImportedFile) -> Verdict:
 
 
 def _precision(value: Any, source: ImportedFile) -> Verdict:
-    """bf16: auto is bf16 on GPUs that have it, and fp16 on others."""
+    """Map the precision. bf16: auto selects bf16 on GPUs that support it, and fp16 on others."""
     if word(value) == "AUTO":
         return honoured({"train.precision": "bf16"}, "auto selects fp16 on GPUs without bf16")
     return honoured({"train.precision": "bf16"}) if word(value) in ("TRUE", "FULL") else harmless("disabled")
@@ -109,7 +109,7 @@ def _batch_size(value: Any, source: ImportedFile) -> Verdict:
 
 
 def _fsdp(value: Any, source: ImportedFile) -> Verdict:
-    """Words of transformers' fsdp option; fsdp_config has the strategy in more detail."""
+    """Map transformers' fsdp option, whose strategy fsdp_config specifies in more detail."""
     names = {word(name) for name in (value if isinstance(value, list) else str(value).split())}
     stages = [accelerate.STRATEGIES[name] for name in names if name in accelerate.STRATEGIES]
     strategy = any(key.endswith(("sharding_strategy", "reshard_after_forward")) for key in source.leaves)
@@ -122,7 +122,7 @@ def _fsdp(value: Any, source: ImportedFile) -> Verdict:
 
 
 def _recompute(value: Any, source: ImportedFile) -> Verdict:
-    """FSDP's own switch checkpoints the layers, too."""
+    """Map activation checkpointing, which FSDP's own switch also enables."""
     if (
         any(source.on(f"fsdp_config.{prefix}activation_checkpointing") for prefix in ("", "fsdp_"))
         and word(value) == "FALSE"
@@ -135,13 +135,13 @@ METHODS = {"VARLEN_LLAMA3": "gather", "BATCH_RING": "ring", "BATCH_ZIGZAG": "rin
 
 
 def _context(value: Any, source: ImportedFile) -> Verdict:
-    """By default packed rows gather keys and values, and others pass them around."""
+    """Map context parallelism. By default, packed rows gather keys and values, and others use a ring."""
     method = METHODS.get(source.word("ring_attn_func"), "gather" if source.on("sample_packing") else "ring")
     return honoured({"parallel.cp": value} | ({} if value == 1 else {"parallel.context": method}))
 
 
 def _shards(value: Any, source: ImportedFile) -> Verdict:
-    """Shards span the ranks of a sequence, too."""
+    """Map the number of shards, which also span the context-parallel ranks."""
     cp = source.size("context_parallel_size") or source.size("sequence_parallel_degree") or 1
     return honoured(
         {"parallel.dp": source.dp, "parallel.dp_shard": value * cp if type(value) is int else value}
@@ -149,7 +149,7 @@ def _shards(value: Any, source: ImportedFile) -> Verdict:
 
 
 def _replicas(value: Any, source: ImportedFile) -> Verdict:
-    """Each replica is sharded over the ranks that are left, if dp_shard_size does not say over how many."""
+    """Map the number of replicas. Without dp_shard_size, each is sharded over all remaining ranks."""
     if value == 1 or source.size("dp_shard_size"):
         return honoured({"parallel.dp": source.dp}) if source.dp else harmless("this is always the case")
     if source.dp and type(value) is int and value > 0 and source.dp % value == 0:

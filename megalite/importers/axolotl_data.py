@@ -153,7 +153,7 @@ def _keys(entry: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _of_conversations(source: ImportedFile) -> list[str]:
-    """Longer conversations are dropped by default, as in a run here."""
+    """Map the preparation of conversations. By default, longer ones are dropped, as in megalite."""
     length = source.size("sequence_len")
     cut = word(source.get("excess_length_strategy")) == "TRUNCATE" and length
     return ["--max_length", str(length + 1), "--too_long", "truncate"] if cut and length else []

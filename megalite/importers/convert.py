@@ -131,7 +131,7 @@ class Imported:
 
 
 def leaves_of(tree: Any) -> dict[str, Any]:
-    """section.key → value of every leaf; an empty section is a leaf."""
+    """Return section.key → value of all leaves. An empty section is a leaf."""
 
     def walk(tree: dict[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         for key, value in tree.items():

@@ -76,13 +76,18 @@ VALIDATION = "requires validation data: set data.validation first"
 
 
 def base_model(value: Any, source: ImportedFile) -> Verdict:
-    """Shape and weights of a Hugging Face model; the shape alone where the run starts from random weights."""
+    """Map a Hugging Face model to its architecture and weights.
+
+    A run that starts from random weights uses only the architecture.
+    """
     random = any(source.on(key) for key in FROM_SCRATCH)
     return honoured({"model.from_hf": value, "model.init_from": "none" if random else f"hf:{value}"})
 
 
 def _named(option: str, value: Any, own: dict[str, str], source: ImportedFile) -> tuple[list[str], list[str]]:
-    """Our names of those in a list, or separated by commas, and the names that an adapter cannot have.
+    """Return our names of the listed modules, and the names that do not support adapters.
+
+    The names are in a list or separated by commas.
 
     Names that only some families have, for example of fused projections, stay as they are: `megalite train`
     knows them.
@@ -100,7 +105,7 @@ def _named(option: str, value: Any, own: dict[str, str], source: ImportedFile) -
 
 
 def targets(value: Any, source: ImportedFile) -> Verdict:
-    """Names of projections, in a list or separated by commas."""
+    """Map the names of projections, in a list or separated by commas."""
     names = value if isinstance(value, list) else str(value).split(",")
     names = [str(name).strip() for name in names]
     if any(word(name) in ("ALL", "ALL-LINEAR") for name in names):
@@ -114,7 +119,7 @@ def targets(value: Any, source: ImportedFile) -> Verdict:
 
 
 def modules_to_save(value: Any, source: ImportedFile) -> Verdict:
-    """Modules trained in full, in a list or separated by commas."""
+    """Map the modules that are trained in full, in a list or separated by commas."""
     known, unknown = _named("lora.modules_to_save", value, SAVED, source)
     if not known:
         return lost("lora.modules_to_save only supports embedding, head and norms")
@@ -241,7 +246,7 @@ def switch(option: str, on: Any) -> KeyRule:
 
 
 def recompute(value: Any, source: ImportedFile) -> Verdict:
-    """Activations can be offloaded there, too."""
+    """Map activation checkpointing, which other projects combine with offloading."""
     if word(value) in ("FALSE", "NONE"):
         return honoured({"train.recompute": "none"})
     return honoured(

@@ -66,7 +66,7 @@ def _is_text(source: ImportedFile) -> bool:
 
 
 def _datasets(value: Any, source: ImportedFile) -> Verdict:
-    """Names of dataset_info.json, which has their files."""
+    """Map the dataset names, whose files dataset_info.json lists."""
     if source.word("stage", "sft") not in ("SFT", "PT"):
         return lost("preference and reward data is not supported")
     names = ", ".join(
@@ -100,7 +100,7 @@ def _validation(value: Any, source: ImportedFile) -> Verdict:
 
 
 def _packing(value: Any, source: ImportedFile) -> Verdict:
-    """packing lets conversations attend to each other; neat_packing, which turns packing on, does not.
+    """Map packing. With packing, conversations attend to each other; with neat_packing, they do not.
 
     Text is packed by default.
     """

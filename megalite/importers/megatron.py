@@ -167,7 +167,7 @@ def _instances(value: Any, source: ImportedFile) -> Verdict:
 
 
 def _virtual(value: Any, source: ImportedFile) -> Verdict:
-    """Stages per rank, or layers per stage."""
+    """Map the virtual pipeline: stages per rank, or layers per stage."""
     layers, stages = source.size("num-layers"), source.count(PP)
     per_rank = source.size("num-virtual-stages-per-pipeline-rank")
     per_stage = source.size("num-layers-per-virtual-pipeline-stage")
@@ -183,7 +183,7 @@ def _virtual(value: Any, source: ImportedFile) -> Verdict:
 
 
 def _partition(value: Any, source: ImportedFile) -> Verdict:
-    """Layers of the first and of the last stage; the others share the rest evenly."""
+    """Map the layers of the first and the last stage. The others share the rest evenly."""
     layers, stages = source.size("num-layers"), source.count(PP) or 0
     first, last = (source.size(f"decoder-{place}-pipeline-num-layers") for place in ("first", "last"))
     inner = stages - (first is not None) - (last is not None)
@@ -315,7 +315,7 @@ def _modules(value: Any, source: ImportedFile) -> Verdict:
 
 
 def _data(value: Any, source: ImportedFile) -> Verdict:
-    """PREFIX, or WEIGHT PREFIX WEIGHT PREFIX …; token files have the same format."""
+    """Map the data: PREFIX, or WEIGHT PREFIX WEIGHT PREFIX …. The format of token files is the same."""
     parts = value if isinstance(value, list) else [value]
     numbers = [type(part) in (int, float) for part in parts]
     if len(parts) > 1 and numbers == [True, False] * (len(parts) // 2):
@@ -327,7 +327,7 @@ def _data(value: Any, source: ImportedFile) -> Verdict:
 
 
 def _split(value: Any, source: ImportedFile) -> Verdict:
-    """Shares of training, validation and test."""
+    """Map the split into training, validation and test data."""
     parts = [float(part) for part in re.findall(r"\d+\.?\d*|\.\d+", str(value))] + [0.0, 0.0]
     if not sum(parts):
         return lost("set data.validation to a fraction of the data")
@@ -604,7 +604,7 @@ def table(source: ImportedFile) -> Table:
 
 
 def defaults(source: ImportedFile) -> dict[str, Any]:
-    """Megatron-LM's defaults that differ from ours."""
+    """Return Megatron-LM's defaults that differ from megalite's."""
     values = {
         **{
             "use-distributed-optimizer": False,

@@ -292,7 +292,7 @@ TABLE: Table = {
 
 
 def defaults(source: ImportedFile) -> dict[str, Any]:
-    """Defaults of mixtures that differ from ours; nothing without experts."""
+    """Return the defaults of mixtures of experts that differ from megalite's; empty without experts."""
     if source.get("num-experts", 0) in (0, None):
         return {}
     values: dict[str, Any] = (

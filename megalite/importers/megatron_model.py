@@ -28,13 +28,19 @@ HIDDEN, FEED_FORWARD = "hidden-size", "ffn-hidden-size"
 
 
 def default_width(source: ImportedFile) -> int | None:
-    """Width of the feed-forward block: 4 * hidden_size, or two thirds of it for a gated one, in whole 64."""
+    """Return the default width of the feed-forward block.
+
+    It is 4 * hidden_size, or two thirds of it for a gated block, rounded to a multiple of 64.
+    """
     hidden = source.size(HIDDEN)
     return hidden and (int(4 * hidden * 2 / 3 / 64) * 64 if source.on("swiglu") else 4 * hidden)
 
 
 def _kv_heads(value: Any, source: ImportedFile) -> Verdict:
-    """Without --group-query-attention, and with latents, every head has its own key and value."""
+    """Map the number of key-value heads.
+
+    Without --group-query-attention, and in latent attention, every head has its own key and value.
+    """
     if latent_attention.is_on(source):
         return harmless("every head has its own key and value in latent attention")
     if not source.on("group-query-attention"):
@@ -43,7 +49,7 @@ def _kv_heads(value: Any, source: ImportedFile) -> Verdict:
 
 
 def _position(value: Any, source: ImportedFile) -> Verdict:
-    """Latent attention rotates positions itself, whatever the model's positions are."""
+    """Map the positions. Latent attention always uses rotary positions."""
     if latent_attention.is_on(source):
         learned = source.word("position-embedding-type", "learned_absolute") == "LEARNED_ABSOLUTE"
         rotary = not learned or source.on("use-rotary-position-embeddings")
@@ -75,7 +81,7 @@ def _rotary(option: str) -> KeyRule:
 
 
 def _rope_scaling(value: Any, source: ImportedFile) -> Verdict:
-    """Llama 3's scaling, which is that of the model's rotary embeddings: latent attention has its own."""
+    """Map Llama 3's scaling of the model's rotary embeddings. Latent attention has separate ones."""
     if not source.on("use-rope-scaling"):
         return harmless("use-rope-scaling is off")
     if latent_attention.is_on(source):
@@ -116,7 +122,7 @@ def _by_value(key: str, row: KeyRule) -> KeyRule:
 
 
 def _activation(value: Any, source: ImportedFile) -> Verdict:
-    """GELU is the tanh approximation where it is fused with a bias, or OpenAI's; otherwise it is exact."""
+    """Map the activation. GELU is the tanh approximation if it is fused with a bias or OpenAI's."""
     if source.on("swiglu"):
         return honoured({"model.hidden_act": "silu", "model.gated_mlp": True})
     if source.on("squared-relu"):
@@ -158,7 +164,7 @@ def _without_latents(row: KeyRule) -> KeyRule:
 
 
 def _window(value: Any, source: ImportedFile) -> Verdict:
-    """(left, right) positions beside the token's own; -1 is unlimited."""
+    """Map the window: (left, right) positions next to the token's own; -1 is unlimited."""
     sizes = [
         int(part)
         for part in str(value).replace("[", "").replace("]", "").strip("()").split(",")
@@ -280,7 +286,7 @@ TABLE: Table = {
 
 
 def defaults(source: ImportedFile) -> dict[str, Any]:
-    """GPT's defaults that differ from ours; nothing if no model is given."""
+    """Return GPT's defaults that differ from megalite's; empty if the file does not specify a model."""
     values: dict[str, Any] = {}
     if source.on("group-query-attention") and not latent_attention.is_on(source):
         values["num-query-groups"] = 1

@@ -59,13 +59,13 @@ def recognizes(leaves: dict[str, Any]) -> bool:
 
 
 def ranks(source: ImportedFile) -> int | None:
-    """Replicas times shards. The number of shards is -1 by default: all ranks that are left."""
+    """Return replicas · shards. By default, the number of shards is -1: all remaining ranks."""
     shards, replicas = source.size(SHARD), source.size(REPLICATE) or 1
     return shards * replicas if shards else source.dp
 
 
 def _shards(value: Any, source: ImportedFile) -> Verdict:
-    """Sharding is over these ranks; without them weights are replicated (DDP)."""
+    """Map the number of shards. Without it, weights are replicated (DDP)."""
     reshard, pipeline = (
         source.word(f"{PARALLEL}fsdp_reshard_after_forward", "default"),
         source.size(DEGREES["pipeline"]) or 1,
@@ -95,7 +95,7 @@ def _replicas(value: Any, source: ImportedFile) -> Verdict:
 
 
 def _batch(value: Any, source: ImportedFile) -> Verdict:
-    """local_batch_size is what a rank reads at once; a pipeline cuts it into microbatches."""
+    """Map the batch size. A pipeline splits local_batch_size into microbatches."""
     local, total, stages = (
         source.size(LOCAL) or source.size(f"{TRAINING}batch_size"),
         source.size(GLOBAL),
@@ -116,7 +116,7 @@ def _batch(value: Any, source: ImportedFile) -> Verdict:
 
 
 def _decay(value: Any, source: ImportedFile) -> Verdict:
-    """With decay_ratio the rate is constant until the decay starts."""
+    """Map the decay. With decay_ratio, the learning rate is constant until the decay starts."""
     ratio, kind = source.number(f"{SCHEDULE}decay_ratio"), source.word(f"{SCHEDULE}decay_type")
     if ratio is not None:
         options = {"optimizer.decay": "wsd", "optimizer.wsd_decay_fraction": ratio}
@@ -164,7 +164,7 @@ def _recompute(value: Any, source: ImportedFile) -> Verdict:
 
 @cache
 def flavors() -> dict[str, dict[str, Any]]:
-    """name/flavor → options of the section model."""
+    """Return name/flavor → options of the section model."""
     import yaml
 
     table: dict[str, dict[str, Any]] = yaml.safe_load(
@@ -188,7 +188,7 @@ def _flavor(value: Any, source: ImportedFile) -> Verdict:
 
 
 def _tensor(value: Any, source: ImportedFile) -> Verdict:
-    """Tensor parallelism there always splits the activations between its regions along the sequence."""
+    """Map tensor parallelism, which always includes sequence parallelism in torchtitan."""
     return honoured(
         {"parallel.tp": value, "parallel.sequence_parallel": True} if value != 1 else {"parallel.tp": 1}
     )
@@ -204,7 +204,7 @@ def _pipeline(value: Any, source: ImportedFile) -> Verdict:
 
 
 def _context(value: Any, source: ImportedFile) -> Verdict:
-    """Keys and values are gathered by default."""
+    """Map the method of context parallelism, which gathers keys and values by default."""
     method = {"ALLTOALL": "ring"}.get(source.word(f"{PARALLEL}context_parallel_rotate_method"), "gather")
     return honoured({"parallel.cp": value} | ({} if value == 1 else {"parallel.context": method}))
 
@@ -413,7 +413,7 @@ def table(source: ImportedFile) -> Table:
 
 
 def defaults(source: ImportedFile) -> dict[str, Any]:
-    """torchtitan's defaults that differ from ours."""
+    """Return torchtitan's defaults that differ from megalite's."""
     factor = "lr_min" if f"{SCHEDULE}lr_min" in source.leaves else "min_lr_factor"
     batch = {} if f"{TRAINING}batch_size" in source.leaves else {LOCAL: 8}
     return {

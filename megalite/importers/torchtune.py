@@ -46,7 +46,7 @@ def recognizes(leaves: dict[str, Any]) -> bool:
 
 
 def ranks(source: ImportedFile) -> int | None:
-    """Shards times replicas, where the file gives them."""
+    """Return shards · replicas if the file sets them."""
     source = resolved(source)
     shards, replicas = source.size("data_parallel_shard_dim"), source.size("data_parallel_replicate_dim") or 1
     return shards * replicas if shards else source.dp
@@ -75,7 +75,7 @@ def _model(value: Any, source: ImportedFile) -> Verdict:
 
 
 def _targets(value: Any, source: ImportedFile) -> Verdict:
-    """lora_attn_modules, and all of the feed-forward with apply_lora_to_mlp."""
+    """Map lora_attn_modules, and with apply_lora_to_mlp all projections of the feed-forward block."""
     names = source.get("model.lora_attn_modules")
     names = [*names] if isinstance(names, list) else []
     if source.on("model.apply_lora_to_mlp"):
@@ -136,12 +136,12 @@ def resolved(source: ImportedFile) -> ImportedFile:
 
 
 def _packing(value: Any, source: ImportedFile) -> Verdict:
-    """Packed documents and conversations do not attend to each other there."""
+    """Map packing. Packed documents and conversations do not attend to each other in torchtune."""
     return data.packing(value, torchtune_data.is_text(source))
 
 
 def _datasets(value: Any, source: ImportedFile) -> Verdict:
-    """Several datasets, which may be packed, too."""
+    """Map several datasets, which may be packed."""
     verdict, packed = torchtune_data.training(value, source), torchtune_data.packed(source)
     return verdict if packed is None else verdict._replace(options=_packing(packed, source).options)
 
@@ -169,7 +169,7 @@ def _steps(value: Any, source: ImportedFile) -> Verdict:
 
 
 def _shards(value: Any, source: ImportedFile) -> Verdict:
-    """Shards span the ranks of a sequence, too."""
+    """Map the number of shards, which also span the context-parallel ranks."""
     cp = source.size("context_parallel_dim") or 1
     return (
         harmless("all remaining ranks are used by default")
@@ -179,7 +179,7 @@ def _shards(value: Any, source: ImportedFile) -> Verdict:
 
 
 def _replicas(value: Any, source: ImportedFile) -> Verdict:
-    """Shard the weights of each replica over the remaining ranks."""
+    """Map the number of replicas, each sharded over the remaining ranks."""
     if value == 1:
         return harmless("this is always the case")
     if source.dp and type(value) is int and value > 0 and source.dp % value == 0:

@@ -325,8 +325,8 @@ def test_the_earlier_format_of_calls_is_read():
     [
         (
             with_call('{"a": 1'),
-            r"line 3: message 2 of messages: arguments of call 1 \(add\) is not valid JSON \(.*\). Expected an object  "
-            r"or its",
+            r"line 3: message 2 of messages: arguments of call 1 \(add\) is not valid JSON \(.*\). Expected an object "
+            r"or a JSON string",
         ),
         (
             with_call("[1]"),

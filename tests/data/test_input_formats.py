@@ -156,7 +156,7 @@ REFUSED = {
     "objects that are neither": (
         {"a.json": "".join(json.dumps({"text": text}, indent=1) + "\n" for text in TEXTS)},
         [],
-        "a.json holds objects of JSON that are neither one a line nor in a list. `jq -c .  a.json.",
+        "a.json contains JSON objects that are neither one per line nor in a list.",
     ),
     "text_key of texts": (
         {"a.txt": "a"},
@@ -205,12 +205,12 @@ REFUSED = {
     "a compressed table that is damaged": (
         {"a.csv.gz": gzip.compress(CSV.encode())[:-6]},
         [],
-        "a.csv.gz cannot be read: Compressed file ended",
+        "a.csv.gz could not be read: Compressed file ended",
     ),
     "a compressed list that is damaged": (
         {"a.json.gz": gzip.compress(json.dumps(RECORDS).encode())[:-6]},
         ["--chat"],
-        "a.json.gz cannot be read: Compressed",
+        "a.json.gz could not be read: Compressed",
     ),
     "a part of a parquet file": (
         {"a.parquet": PARQUET[:-1]},

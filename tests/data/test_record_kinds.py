@@ -112,7 +112,7 @@ def test_what_is_proposed_works(options, record, message, run, tmp_path):
     write_lines(tmp_path / "a.jsonl", [record])
     proposed = message.rstrip(".").rpartition("add ")[2].split() if "add " in message else []
     if "remove" in message or "instead of" in message:
-        options, proposed = [], [word for word in proposed if word not in ("in", "place", "of", "--chat")]
+        options, proposed = [], [word for word in proposed if word not in ("instead", "of", "--chat")]
     result = json.loads(run(*options, *proposed, "--input", "a.jsonl"))
     assert result["documents"] == 1
 

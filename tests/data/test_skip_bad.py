@@ -128,7 +128,7 @@ def test_bad_conversations_are_skipped(run, tmp_path):
         and "no system" in result["skipped_first"][2]
     )
     status, _, err = run(*command, "6")
-    assert status == 2 and "--skip_bad 6: x has more bad records.\n  a.jsonl line 1 holds no conversation" in err
+    assert status == 2 and "--skip_bad 6 allows.\n  a.jsonl line 1 is not a conversation" in err
 
 
 def test_rows_of_csv_and_json_lists_are_skipped_by_number(run, tmp_path, monkeypatch, request):

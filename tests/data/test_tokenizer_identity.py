@@ -229,13 +229,13 @@ def test_data_of_two_tokenizers_of_one_size_do_not_meet(tmp_path):
         before, now = (json.dumps(each[first], ensure_ascii=False) for each in pieces)
         assert f"id {first} was {before} and is now {now}" in said and said.count("and is now") == 5
         assert "Prepare both with the same tokenizer" in said and said.endswith(
-            "accept the change with data.allow_tokenizer_change=true."
+            "use data.allow_tokenizer_change=true to continue anyway."
         )
         config.allow_tokenizer_change = True
         build(config, 0)
-        assert "which data.allow_tokenizer_change=true accepts" in one_tokenizer(config)[0]
+        assert "continuing because of data.allow_tokenizer_change=true" in one_tokenizer(config)[0]
     (tmp_path / "1.model").unlink()
-    with pytest.raises(ConfigError, match=r"Could not determine which ids differ:  .*1\.model does not exist"):
+    with pytest.raises(ConfigError, match=r"Could not determine which ids differ: .*1\.model does not exist"):
         build(data([one, other]), 0)
 
 

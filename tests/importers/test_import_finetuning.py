@@ -311,7 +311,7 @@ def test_references_of_torchtune_are_followed():
     }
     options, said = judged("torchtune", content)
     assert (options["optimizer.lr"], options["run.dir"]) == (3e-4, "/r/out")
-    assert said["lr"][0] == said["base_lr"][0] == "harmless" and "does not have gone" in said["dtype"][1]
+    assert said["lr"][0] == said["base_lr"][0] == "harmless" and "does not set gone" in said["dtype"][1]
     assert judged("torchtune", {"a": "${b}", "b": "${a}"})[1]["a"][0] == "open"
 
 
@@ -337,7 +337,7 @@ def test_the_length_of_a_run_is_that_of_the_other_project():
     options, said = judged("llama-factory", {"model_name_or_path": "m"})
     assert options["train.epochs"] == 3 and said["num_train_epochs"][0] == "assumed"
     options, said = judged("axolotl", {"base_model": "m"})
-    assert (options["train.epochs"], options["optimizer.warmup_steps"]) == (1, "3%") and "at most 100" in said[
+    assert (options["train.epochs"], options["optimizer.warmup_steps"]) == (1, "3%") and "limited to 100 steps" in said[
         "warmup_ratio"
     ][1]
     for steps, warmup in ((1000, 30), (10_000, 100)):
@@ -391,7 +391,7 @@ def test_the_targets_of_any_family_are_kept():
     options, said = judged("axolotl", content)
     assert (
         options["lora.targets"] == ["qkv_proj", "gate_up_proj", "q"]
-        and "lm_head cannot" in said["lora_target_modules"][1]
+        and "adapters are not supported for lm_head" in said["lora_target_modules"][1]
     )
     assert "lora.targets" not in judged("axolotl", content | {"lora_target_linear": True})[0]
     options, _ = judged("llama-factory", {"model_name_or_path": "m", "lora_target": "query_key_value,c_attn"})
@@ -403,7 +403,7 @@ def test_steps_of_validation_count_where_data_is_held_out(project, held_out):
     content = {"eval_steps": 50, "eval_strategy": "steps"}
     assert judged(project, content | {held_out: 0.1})[0]["validation.interval"] == 50
     assert "validation.interval" not in judged(project, content | {held_out: 0.1, "eval_strategy": "no"})[0]
-    assert "no validation data yet" in judged(project, content)[1]["eval_steps"][1]
+    assert "requires validation data" in judged(project, content)[1]["eval_steps"][1]
 
 
 def test_names_and_sharding_of_axolotl_and_torchtune():

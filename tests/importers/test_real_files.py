@@ -109,7 +109,11 @@ REAL = {
             },
             **{"optimizer.warmup_steps": 50, "train.epochs": 1, "train.micro_batch_size": 1},
         },
-        lost={"optimizer": MOMENTS, "activation_offloading": "not offloaded", "min_sample_len": "keeps short ones"},
+        lost={
+            "optimizer": MOMENTS,
+            "activation_offloading": "offloading activations is not supported",
+            "min_sample_len": "keeps short samples",
+        },
         said={
             "datasets": "--text_key chapter --input hf:example/textbooks --tokenizer example/llama-3.1-8b --output "
             "PREFIX-2`",
@@ -190,7 +194,9 @@ REAL = {
         said={"lora_target_modules": "adapters are not supported for out_proj", "gradient_checkpointing": "enabled by"},
         dp=2,
     ),
-    "axolotl/preferences.yaml": Real({"optimizer.lr": 1e-4}, lost={"rl": OBJECTIVE, "datasets": "preferences"}, dp=2),
+    "axolotl/preferences.yaml": Real(
+        {"optimizer.lr": 1e-4}, lost={"rl": OBJECTIVE, "datasets": "preference and reward data"}, dp=2
+    ),
     "llama-factory/lora-pretrain.yaml": Real(
         {
             **{
@@ -256,7 +262,12 @@ REAL = {
     ),
     "llama-factory/lora-dpo.yaml": Real(
         {"lora.rank": 16, "lora.alpha": 32, "lora.targets": ["q", "v"]},
-        lost={"stage": OBJECTIVE, "pref_beta": OBJECTIVE, "pref_loss": OBJECTIVE, "dataset": "preferences"},
+        lost={
+            "stage": OBJECTIVE,
+            "pref_beta": OBJECTIVE,
+            "pref_loss": OBJECTIVE,
+            "dataset": "preference and reward data",
+        },
         dp=1,
     ),
     "torchtune/full-8b.yaml": Real(
@@ -310,7 +321,7 @@ REAL = {
     "torchtune/qlora-2b-single.yaml": Real(
         {"lora.rank": 32, "lora.targets": ["q", "v", "o", "gate", "up", "down"], "optimizer.warmup_steps": 10},
         lost={"model._component_": "quantized training is not supported", "optimizer._component_": "adamw or muon"},
-        said={"output_dir": "does not have oc.env:SCRATCH"},
+        said={"output_dir": "does not set oc.env:SCRATCH"},
         without=("run.dir",),
         dp=1,
     ),
@@ -328,7 +339,7 @@ REAL = {
     ),
     "torchtune/lora-dpo.yaml": Real(
         {"train.steps": 1000, "optimizer.weight_decay": 0.05},
-        lost={"loss._component_": OBJECTIVE, "loss.beta": OBJECTIVE, "dataset._component_": "cannot be prepared"},
+        lost={"loss._component_": OBJECTIVE, "loss.beta": OBJECTIVE, "dataset._component_": "is not supported"},
         dp=1,
     ),
     "torchtitan/deepseek-16b.toml": Real(
@@ -479,7 +490,9 @@ REAL = {
             "prescale_gradients": "only summed",
             "gradient_predivide_factor": "only summed",
             "optimizer.params.bias_correction": "applies bias correction",
-            **{f"progressive_layer_drop.{key}": "what a step computes" for key in ("enabled", "theta", "gamma")},
+            **{
+                f"progressive_layer_drop.{key}": "changes the result of a step" for key in ("enabled", "theta", "gamma")
+            },
         },
     ),
     "deepspeed/autotuned.json": Real(

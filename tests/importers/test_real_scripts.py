@@ -183,7 +183,7 @@ FILES: dict[str, Verdict] = {
             "position-embedding-type",
             "train-weighted-split-paths-path",
         },
-        {"save": "$SCRATCH", "load": "$SCRATCH", "script.source": "not read"},
+        {"save": "$SCRATCH", "load": "$SCRATCH", "script.source": "was not found"},
     ),
     "deepspeed_llama.sh": Verdict(
         LLAMA
@@ -200,7 +200,7 @@ FILES: dict[str, Verdict] = {
             "data.validation": 0.05,
         },
         {"data-impl"},
-        {"deepspeed-config": "translates this file, too"},
+        {"deepspeed-config": "megalite import-config"},
     ),
     "deepspeed_experts.sh": Verdict(
         GPT

@@ -104,7 +104,7 @@ def test_a_model_is_used_with_the_copy_of_its_run(kind: Callable[[], str], place
         tokenizer_of(source, "data/x.model")
     with pytest.raises(
         ConfigError,
-        match=rf"uses a different tokenizer than checkpoint\.load.* id \d+ is .*Use data prepared with {copy}, or",
+        match=rf"uses a different tokenizer than checkpoint\.load.* id \d+ was .*Use data prepared with {copy}, or",
     ):
         check_tokenizers(config, "another")
     assert convert.main(["export", "runs/run", "out"]) == 0

@@ -209,7 +209,7 @@ class _Expression:
         return value
 
     def _stepped(self, name: str, sign: str, after: int) -> int:
-        """NAME++ and the like: the value before (after = 0) or after the step."""
+        """Increment or decrement a variable, and return the value before (after = 0) or after the step."""
         before = self._variable(name)
         step = 1 if sign == "++" else -1
         self._assigned(name, before + step)

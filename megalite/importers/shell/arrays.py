@@ -50,7 +50,7 @@ class IndexedArray:
         return IndexedArray({place: text for place, text in self.by_index.items() if place != removed})
 
     def slice(self, first: int, count: int | None) -> list[str]:
-        """${NAME[@]:first:count}: `count` of the elements whose index is at least `first`."""
+        """Return ${NAME[@]:first:count}: `count` of the elements with an index of at least `first`."""
         start = self.place(first)
         if start < 0:
             return []

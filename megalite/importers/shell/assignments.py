@@ -61,7 +61,7 @@ class Assignments:
         return name
 
     def _assign_element(self, name: str, index: str, value: str, state: ShellState, appends: bool) -> None:
-        """NAME[index]=value, or NAME[index]+=value."""
+        """Run NAME[index]=value or NAME[index]+=value."""
         before = state.variables.get(name, IndexedArray())
         if isinstance(before, dict):
             state.assign(name, before | {index: (before.get(index, "") if appends else "") + value})
@@ -112,7 +112,7 @@ class Assignments:
         return self.unset([word for word in words if word], state)
 
     def unset(self, words: list[str], state: ShellState) -> bool:
-        """unset NAME or NAME[INDEX]; with -f, functions."""
+        """Run unset NAME or NAME[INDEX], which unsets functions with -f."""
         for word in words:
             element = _ELEMENT.fullmatch(word)
             if word.startswith("-"):
@@ -160,7 +160,10 @@ def _associative(node: Node, expander: Expander) -> dict[str, str]:
 
 
 def _indexed(node: Node, expander: Expander, first: int) -> IndexedArray:
-    """(a [3]=b c): an element without an index follows the one before it. first: the index of the first."""
+    """Index the elements of (a [3]=b c), where an element without an index follows the previous one.
+
+    first: index of the first element.
+    """
     elements: dict[int, str] = {}
     place = first
     for child in _elements(node):

@@ -100,7 +100,7 @@ class Commands:
         return self._program(words, state)
 
     def _program(self, words: list[str], state: ShellState) -> Status:
-        """Another program: its output, where it is known, and the commands in its arguments."""
+        """Run another program: record its output, if known, and the commands in its arguments."""
         name = posixpath.basename(words[0])
         if name not in QUIET:
             for word in words[1:]:
@@ -147,7 +147,7 @@ class Commands:
         return status
 
     def _environment(self, words: list[str], state: ShellState) -> Status:
-        """env NAME=VALUE COMMAND."""
+        """Run env NAME=VALUE COMMAND."""
         own = state.fork()
         while words and (words[0].startswith("-") or _ASSIGNED.fullmatch(words[0])):
             if assignment := _ASSIGNED.fullmatch(words[0]):
@@ -186,7 +186,7 @@ class Commands:
         return value if equals else words[place + 1] if place + 1 < len(words) else ""
 
     def _shell(self, words: list[str], state: ShellState) -> bool:
-        """bash -c TEXT, bash FILE, or bash with commands as its input."""
+        """Run bash -c TEXT, bash FILE, or bash with commands as its input."""
         while words and words[0][:1] in ("-", "+"):
             flags, words = words[0], words[1:]
             if flags == "-s":
@@ -281,7 +281,7 @@ class Commands:
         return True
 
     def _exec(self, words: list[str], state: ShellState) -> Status:
-        """exec COMMAND, after which the shell is gone."""
+        """Run exec COMMAND, which replaces the shell."""
         status = self.run(words, state) if words else True
         state.ended = "exit" if words else state.ended
         return status

@@ -97,7 +97,7 @@ class Condition:
         return self._unary("-n", left)
 
     def _lone_unary(self) -> bool:
-        """-z or -n before an empty word."""
+        """Evaluate -z or -n before an empty word."""
         return (
             self._peek() in ("-z", "-n")
             and self.place + 1 < len(self.tokens)

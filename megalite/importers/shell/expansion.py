@@ -140,7 +140,7 @@ class Expander:
         )
 
     def _split(self, pieces: Iterable[WordPiece]) -> list[str]:
-        """Word splitting."""
+        """Split words at spaces."""
         separators = self.state.separators
         pattern = f"[{re.escape(separators)}]+" if separators else r"(?!)"
         words: list[str] = []
@@ -305,7 +305,10 @@ class Expander:
     def _alternative_or(
         self, value: str | list[str] | None, sign: str, word: str, name: str, source: str
     ) -> Expanded:
-        """${NAME-WORD}, ${NAME=WORD}, ${NAME+WORD}, ${NAME?WORD}; with :, an empty value counts as unset."""
+        """Expand ${NAME-WORD}, ${NAME=WORD}, ${NAME+WORD} or ${NAME?WORD}.
+
+        With :, an empty value counts as unset.
+        """
         empty = not value if sign[0] == ":" else value in (None, [])
         if sign[-1] == "+":
             return "" if empty else self.alternative(word)
@@ -338,7 +341,7 @@ class Expander:
         return Alternative(pieces)
 
     def _parameters(self, value: list[str], word: str, source: str) -> str | list[str]:
-        """${@:FIRST:COUNT}: the parameters begin with $1, and $0 is before them."""
+        """Expand ${@:FIRST:COUNT}. The parameters begin with $1, after $0."""
         if self.state.arguments is None:
             return self._unknown("@", source)
         start = self.arithmetic(word.partition(":")[0], source)
@@ -346,7 +349,7 @@ class Expander:
         return self._slice(IndexedArray.of(parameters), word, source)
 
     def _slice(self, array: IndexedArray, word: str, source: str) -> str | list[str]:
-        """FIRST:COUNT of an array, or of the characters of a text."""
+        """Return FIRST:COUNT of an array or of the characters of a text."""
         start, _, length = word.partition(":")
         first, count = (self.arithmetic(part, source) for part in (start, length or "0"))
         if has_unknown(first) or has_unknown(count):
@@ -371,7 +374,10 @@ class Expander:
         return self._replaced(value, sign, word) if sign in ("/", "//") else value
 
     def _replaced(self, value: str, sign: str, word: str) -> str:
-        """${NAME/OLD/NEW}, with // all of them, with /# and /% the one that the value begins or ends with."""
+        """Expand ${NAME/OLD/NEW}.
+
+        // replaces all matches, /# and /% a match at the start or the end of the value.
+        """
         replacement = _REPLACEMENT.fullmatch(word)
         if replacement is None or not (replacement["anchor"] or replacement["old"]):
             return value

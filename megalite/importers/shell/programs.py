@@ -30,7 +30,7 @@ def _echo(words: list[str], stdin: str | None) -> str:
 
 
 def formatted(words: list[str]) -> str | None:
-    """What printf prints; only %s and %d are known."""
+    """Return the output of printf, which supports only %s and %d."""
     if not words:
         return None
     pattern, values = _unescape(words[0]), words[1:]
@@ -69,7 +69,7 @@ def _sequence(words: list[str], stdin: str | None) -> str | None:
 
 
 def _expression(words: list[str], stdin: str | None) -> str | None:
-    """expr A \\* B, and bc on an expression of integers."""
+    """Evaluate expr A \\* B, or bc on an integer expression."""
     text = " ".join(words) if words else (stdin or "")
     if has_unknown(text) or re.search(r"[^\d\s()+*/%<>=!&|^-]", text):
         return None

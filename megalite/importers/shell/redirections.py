@@ -23,7 +23,7 @@ class Redirections:
         self.script = script
 
     def pipeline(self, node: Node, state: ShellState) -> Status:
-        """Each command reads the output of the command before it."""
+        """Run a pipeline, in which each command reads the output of the previous one."""
         commands = [child for child in node.named_children if child.type != "comment"]
         return self._piped(commands, state, self.script.stdin)
 

@@ -280,7 +280,7 @@ class Script:
         return status
 
     def _assignments(self, node: Node, state: ShellState) -> Status:
-        """A=1, or A=1 B=2."""
+        """Run A=1, or A=1 B=2."""
         self.substitution_status = True
         for assignment in [node] if node.type == "variable_assignment" else node.named_children:
             self.assignments.assign(assignment, state)

@@ -170,13 +170,13 @@ class ShellState:
         return [str(index) for index in as_array(value).by_index]
 
     def unset(self, name: str) -> None:
-        """unset NAME."""
+        """Unset a variable."""
         name = self.named(name)
         self.variables[name] = IndexedArray()
         self.exported.discard(name)
 
     def assign(self, name: str, value: Value) -> None:
-        """NAME=VALUE; of an array, a text becomes element 0."""
+        """Assign NAME=VALUE. A text assigned to an array becomes element 0."""
         name = self.named(name)
         before = self.variables.get(name)
         if isinstance(value, str) and isinstance(before, IndexedArray) and before:
@@ -186,7 +186,7 @@ class ShellState:
             self.exported.add(name)
 
     def append(self, name: str, value: Value) -> None:
-        """NAME+=VALUE."""
+        """Append to a variable, as NAME+=VALUE does."""
         before = self.variables.get(self.named(name), IndexedArray())
         if isinstance(before, dict) and isinstance(value, dict):
             self.assign(name, before | value)
@@ -224,7 +224,7 @@ def joined(before: ShellState, ends: list[ShellState], unknowns: Unknowns, why: 
 
 
 def _either(name: str, values: list[Value | None], unknowns: Unknowns, why: str) -> Value:
-    """One of several values: what they begin and end with in common, and between that an unknown part."""
+    """Merge alternative values: their common start and end, with an unknown part between them."""
     if any(isinstance(value, IndexedArray) for value in values):
         lists = [
             value.elements if isinstance(value, IndexedArray) else [str(value)] if value else []
@@ -253,7 +253,7 @@ def _either_list(name: str, values: list[list[str]], unknowns: Unknowns, why: st
 
 
 def _common(rows: list[list[str]]) -> tuple[int, int]:
-    """How many elements the rows begin with in common, and how many of the rest they end with."""
+    """Return the number of common elements at the start of the rows, and of the rest at the end."""
     shortest = min(map(len, rows))
     start = next((place for place in range(shortest) if len({row[place] for row in rows}) > 1), shortest)
     room = shortest - start
