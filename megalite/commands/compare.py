@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> None:
     tool = parser()
     options = tool.parse_args(argv)
     if len(options.runs) < 2:
-        tool.error("a comparison needs two runs or more. `megalite report` shows one.")
+        tool.error("at least two runs are required. Use `megalite report` for a single run.")
     runs = write_page(tool, options.runs, options.output, options.json)
     if options.json:
         written = options.output and str(options.output)

@@ -61,12 +61,12 @@ def main() -> None:
         show_sample()
     except subprocess.CalledProcessError as error:
         sys.exit(
-            f"{tool.prog}: this command ended with status {error.returncode}: "
+            f"{tool.prog}: command failed with exit status {error.returncode}: "
             f"{shlex.join(map(str, error.cmd))}"
         )
     print(
-        f"\n{time.monotonic() - started:.0f} s. The run is in {RUN}/; megalite generate continues other "
-        "texts with its model."
+        f"\n{time.monotonic() - started:.0f} s. The run is in {RUN}/. Use megalite generate to "
+        "continue other texts with the model."
     )
 
 
@@ -75,7 +75,7 @@ def main() -> None:
 
 def prepare() -> None:
     """Make the token file, unless it exists from an earlier demo."""
-    heading("Data: the Python standard library's own source")
+    heading("Data: the source of the Python standard library")
     if all(Path(f"{TOKENS}{suffix}").exists() for suffix in (".bin", ".idx", ".json")):
         print(f"{TOKENS} already exists")
         return
@@ -110,11 +110,11 @@ def choose_layout(gpus: int) -> DemoLayout:
     if gpus >= 8:
         return DemoLayout(2, 2, 2, f"{gpus} GPUs: NCCL")
     if gpus >= 4:
-        return DemoLayout(2, 2, 1, f"{gpus} GPUs, too few for eight ranks: four ranks, NCCL")
+        return DemoLayout(2, 2, 1, f"{gpus} GPUs, not enough for eight ranks: four ranks, NCCL")
     if gpus >= 2:
-        return DemoLayout(2, 1, 1, f"{gpus} GPUs, too few for eight ranks: two ranks, NCCL")
+        return DemoLayout(2, 1, 1, f"{gpus} GPUs, not enough for eight ranks: two ranks, NCCL")
     if gpus == 1:
-        return DemoLayout(2, 2, 2, "1 GPU, and NCCL needs one GPU per rank: eight ranks on the CPU, gloo")
+        return DemoLayout(2, 2, 2, "1 GPU, but NCCL needs one per rank: eight ranks on the CPU, gloo")
     return DemoLayout(2, 2, 2, "no GPU: eight ranks on the CPU, gloo")
 
 
@@ -163,7 +163,7 @@ def draw_losses(training: dict[int, float], validation: dict[int, float], path: 
 
 
 def show_sample() -> None:
-    heading("The model continues")
+    heading("Sample from the model")
     print(PROMPT, end="", flush=True)
     run("generate", str(RUN), "--prompt", PROMPT, "--tokens", "100", quiet=True)
 

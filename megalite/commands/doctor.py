@@ -50,10 +50,10 @@ def parser() -> Parser:
         type=as_path,
         default=Path("runs"),
         metavar="DIR",
-        help="directory of the runs, whose disk is tested (runs)",
+        help="directory for runs; its disk is tested (default runs)",
     )
     tool.add_argument(
-        "--quick", action="store_true", help="leave out the two processes that try torch, gloo and Triton"
+        "--quick", action="store_true", help="skip the two processes that test torch, gloo and Triton"
     )
     tool.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
     return tool
@@ -92,7 +92,7 @@ def show(findings: list[Finding], usable: bool) -> None:
         console.print(f"This machine can train{f'; {remark}' if notes else ''}.", style="bold green")
     else:
         console.print(
-            f"Training does not work here: {counted(bad, 'problem')}, and {remark}.", style="bold red"
+            f"This machine cannot train: {counted(bad, 'problem')}, and {remark}.", style="bold red"
         )
 
 

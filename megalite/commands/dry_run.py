@@ -60,7 +60,7 @@ def parser() -> Parser:
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
-        help="device type that is planned for (default cuda)",
+        help="device type to plan for (default cuda)",
     )
     parser.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
     return parser

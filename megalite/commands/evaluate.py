@@ -48,12 +48,15 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
         if get_close_matches(words[0], COMMANDS, n=1) and not Path(words[0]).exists():
-            tool.error(f"{words[0]} is neither perplexity nor tasks.{nearest_legal(words[0], COMMANDS)}")
+            tool.error(
+                f"unknown command {words[0]!r}; expected perplexity or "
+                f"tasks.{nearest_legal(words[0], COMMANDS)}"
+            )
         ways = (
             f"megalite evaluate perplexity {words[0]} --text FILE, or megalite evaluate tasks {words[0]} "
             "--tasks NAME"
         )
-        tool.error(f"{words[0]} is neither perplexity nor tasks. Write {ways}.")
+        tool.error(f"unknown command {words[0]!r}; expected perplexity or tasks. Use {ways}.")
     options = tool.parse_args(words)
     try:
         options.model = weights_of(options.model)
@@ -103,19 +106,17 @@ def parser() -> Parser:
         "--stride",
         type=count,
         metavar="N",
-        help="tokens that each window predicts (default: half of the sequence length)",
+        help="tokens predicted per window (default: half the sequence length)",
     )
     add = commands.add_parser("tasks", parents=[common], help="tasks of lm-evaluation-harness").add_argument
     add("--tasks", type=names, required=True, metavar="NAME,…", help="tasks, groups or tags of the harness")
-    add("--include_path", type=as_path, metavar="DIR", help="directory with YAML files of further tasks")
-    add(
-        "--num_fewshot", type=int, metavar="N", help="examples before each question (default: the task's own)"
-    )
+    add("--include_path", type=as_path, metavar="DIR", help="directory with YAML files of additional tasks")
+    add("--num_fewshot", type=int, metavar="N", help="number of few-shot examples (default: set by the task)")
     add(
         "--limit",
         type=count,
         metavar="N",
-        help="at most this many questions of each task, for a quick test (default: all)",
+        help="maximum number of examples per task, for a quick test (default: all)",
     )
     return tool
 
@@ -198,7 +199,7 @@ def read(path: Path) -> str:
         text = path.read_bytes().decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"--text {path} is not UTF-8: byte {error.start} begins no character. Convert the file."
+            f"--text {path} is not valid UTF-8 (at byte {error.start}). Convert the file to UTF-8."
         ) from None
     except OSError as error:
         raise ConfigError(f"--text {path} cannot be read: {error.strerror or error}.") from None
@@ -215,13 +216,14 @@ def lengths(options: argparse.Namespace, model: LanguageModel) -> tuple[int, int
     length = options.sequence_length or trained
     if length > model.longest:
         raise ConfigError(
-            f"--sequence_length {length}: the model has positions for {model.longest}. Give at most that."
+            f"--sequence_length must be at most {model.longest}, the number of positions of the model, "
+            f"got {length}."
         )
     stride = options.stride or max(1, length // 2)
     if stride > length:
         raise ConfigError(
-            f"--stride {stride} is more than the sequence length {length}: tokens would be left out. Give at "
-            f"most {length}."
+            f"--stride must be at most the sequence length ({length}), got {stride}: a larger stride "
+            "would skip tokens."
         )
     return length, stride
 
@@ -229,11 +231,11 @@ def lengths(options: argparse.Namespace, model: LanguageModel) -> tuple[int, int
 def tasks(options: argparse.Namespace, progress: Report) -> Answer:
     if options.include_path is not None and not options.include_path.is_dir():
         raise ConfigError(
-            f"--include_path {options.include_path} is not a directory. Give the one with the YAML files of "
-            "your tasks."
+            f"--include_path {options.include_path} is not a directory. Pass a directory with the YAML "
+            "files of your tasks."
         )
     if options.num_fewshot is not None and options.num_fewshot < 0:
-        raise ConfigError(f"--num_fewshot {options.num_fewshot} is negative. Give 0 for no examples.")
+        raise ConfigError(f"--num_fewshot must be non-negative, got {options.num_fewshot}.")
     from megalite.evaluation import harness
 
     harness_model = harness.as_harness_model()

@@ -13,7 +13,7 @@ name, the keys of the file tell which one it is.
 
 stderr lists every key that is not honoured, with the reason and the nearest option; every key that is
 honoured approximately; keys that the file leaves open, with the `megalite prepare` command for its data; and
-keys without meaning here. The exit status is 2 if no key could be imported. A DeepSpeed file that an
+keys that do not apply. The exit status is 2 if no key could be imported. A DeepSpeed file that an
 Accelerate file names, and scripts that a script starts, are read relative to that file. What the file does
 not have, for example the data, is given to `megalite train`, or in a second --config.
 """
@@ -42,9 +42,9 @@ from megalite.importers.projects import PROJECTS
 HEADINGS = {
     "lost": "not honoured",
     "approximate": "honoured approximately",
-    "assumed": "not in the file, taken from its project's defaults",
-    "open": "left open by the file",
-    "harmless": "without meaning here",
+    "assumed": "not in the file, set to the project's defaults",
+    "open": "not set by the file",
+    "harmless": "not applicable",
 }
 
 _JSON = re.compile(r"(?:\s|//[^\n]*|/\*.*?\*/)*\{", re.DOTALL)
@@ -73,18 +73,18 @@ def main(argv: list[str] | None = None) -> None:
         print(report(imported, options.file), file=sys.stderr)
     if imported.is_empty:
         tool.error(
-            f"no key of {name_of(options.file)} could be imported. Set the options by hand: `megalite train "
-            "--help` lists them."
+            f"none of the keys in {name_of(options.file)} could be imported. Set the options by hand; "
+            "`megalite train --help` lists them."
         )
 
 
 def parser() -> Parser:
     tool = Parser(description=__doc__, allow_abbrev=False)
-    what = "the configuration, - for stdin, or in quotes the command that starts Megatron-LM"
+    what = "the configuration, - for stdin, or the command line of Megatron-LM in quotes"
     tool.add_argument("project", nargs="?", metavar="PROJECT", choices=PROJECTS, help=", ".join(PROJECTS))
     tool.add_argument("file", metavar="FILE", type=as_name, help=what)
     tool.add_argument(
-        "--dp", type=positive, metavar="N", help="number of data-parallel ranks, if the file does not set it"
+        "--dp", type=positive, metavar="N", help="number of data-parallel ranks, if not set in the file"
     )
     tool.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
     return tool
@@ -125,7 +125,7 @@ def read(file: str, project: str | None = None) -> Any:
             return tomllib.loads(text)
     except ValueError as error:
         kind = "TOML" if isinstance(error, tomllib.TOMLDecodeError) else "JSON"
-        raise ConfigError(f"FILE = {file} is not valid {kind}: {error}. Correct it there.") from None
+        raise ConfigError(f"FILE {file} is not valid {kind}: {error}. Fix the file and try again.") from None
     return megatron.of_yaml(parse_yaml(text, file, "FILE"))
 
 

@@ -68,7 +68,7 @@ def parser() -> Parser:
         "--data",
         type=as_name,
         metavar="PREFIX",
-        help="token file to train on; it need not exist yet (default: the configuration's own, or "
+        help="token file to train on, which may not exist yet (default: from the configuration, or "
         "data/train)",
     )
     add(
@@ -93,10 +93,10 @@ def parser() -> Parser:
         type=as_new_file,
         default=Path("run.yaml"),
         metavar="FILE",
-        help="file to write (default run.yaml)",
+        help="output file (default run.yaml)",
     )
-    add("--force", action="store_true", help="replace FILE if it exists")
-    add("--json", action="store_true", help="print only one JSON object on stdout, and ask nothing")
+    add("--force", action="store_true", help="overwrite FILE if it exists")
+    add("--json", action="store_true", help="print only one JSON object on stdout; do not prompt")
     return parser
 
 
@@ -109,8 +109,8 @@ def complete(options: argparse.Namespace) -> None:
     if options.source is None:
         if not asks:
             raise ConfigError(
-                "--from is missing. Give a preset, a configuration, or a Hugging Face model, for example "
-                "--from llama-3.2-1b."
+                "--from is required: a preset, a configuration, or a Hugging Face model, for example --from "
+                "llama-3.2-1b."
             )
         from megalite.families.presets import presets
 
@@ -123,7 +123,7 @@ def complete(options: argparse.Namespace) -> None:
     if options.gpus is None:
         options.gpus = ask("GPUs", len(gpus)) if asks else len(gpus)
     if options.gpus < 0:
-        raise ConfigError(f"--gpus {options.gpus} is negative. Give the number of GPUs, or 0 for the CPU.")
+        raise ConfigError(f"--gpus must be the number of GPUs, or 0 for the CPU, got {options.gpus}.")
     if options.gpu is None and options.gpus:
         options.gpu = kind_of_gpu(gpus[0].name if gpus else None, asks)
 
@@ -152,9 +152,9 @@ def kind_of_gpu(name: str | None, asks: bool) -> str:
     if name is not None and (known := found_as(name)) is not None:
         return known.name
     if not asks:
-        what = "there is no GPU here" if name is None else f"the planner does not know {name}"
+        what = "this machine has no GPU" if name is None else f"the planner has no description of {name}"
         raise ConfigError(
-            f"--gpu is missing, and {what}. Legal values: {', '.join(known_devices())}, or a device's "
+            f"--gpu is required because {what}. Legal values: {', '.join(known_devices())}, or a device's "
             "FILE.yaml."
         )
     print(f"Kinds of GPUs: {', '.join(known_devices())}, or a device's FILE.yaml.")
@@ -164,7 +164,9 @@ def kind_of_gpu(name: str | None, asks: bool) -> str:
 def check_output(options: argparse.Namespace) -> None:
     output: Path = options.output
     if output.exists() and not options.force:
-        raise ConfigError(f"--output {output} exists. Give another name, or --force to replace it.")
+        raise ConfigError(
+            f"--output {output} already exists. Choose another path or pass --force to overwrite it."
+        )
 
 
 def wanted_by(options: argparse.Namespace) -> tuple[Wanted, NamedModel]:
@@ -294,7 +296,7 @@ def report(options: argparse.Namespace, wanted: Wanted, config: Config, plan: Pl
         if config.train.epochs is None
         else f"{config.train.epochs:g} epoch{'s' * (config.train.epochs != 1)} in steps"
     )
-    print(f"{options.output} is written: {described(plan.choice)}; {length} of {tokens:,} tokens.")
+    print(f"wrote {options.output}: {described(plan.choice)}; {length} of {tokens:,} tokens.")
     for line in notes:
         print(f"Note: {line}")
     print("Next:", *(f"  {line}" for line in steps), sep="\n")

@@ -113,7 +113,7 @@ class Parser(argparse.ArgumentParser):
             legal = list(action.choices)
             if isinstance(action, argparse._SubParsersAction):
                 commands = f"Commands: {', '.join(legal)}.{suggestion(value, legal)}"
-                raise argparse.ArgumentError(None, f"{value} is not a command of {self.prog}. {commands}")
+                raise argparse.ArgumentError(None, f"{value!r} is not a {self.prog} command. {commands}")
             listed = ", ".join(map(repr, legal))
             raise argparse.ArgumentError(
                 action, f"invalid choice: {value!r} (choose from {listed}).{nearest_legal(value, legal)}"
@@ -129,8 +129,8 @@ class Parser(argparse.ArgumentParser):
         there is none."""
         if CHECKOUT is None:
             self.error(
-                f"{what} needs files that are not part of an installed megalite. Run it in a checkout of its "
-                "source."
+                f"{what} requires files that are not installed with the package. Run it from a source "
+                "checkout."
             )
         if str(CHECKOUT) not in sys.path:
             sys.path.insert(0, str(CHECKOUT))
@@ -146,7 +146,7 @@ def said(error: Exception, output: Path | None = None) -> str:
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error)
     if error.errno in FULL and output is not None:
-        return f"{output} cannot be written: {error.strerror}. Make room there, or choose another place."
+        return f"{output} cannot be written: {error.strerror}. Free some space or choose another path."
     if error.filename is None:
         return os_error_text(error)
     path = Path(os.fsdecode(error.filename))
@@ -154,9 +154,7 @@ def said(error: Exception, output: Path | None = None) -> str:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and (
         not path.exists() or os.access(path, os.R_OK)
     ):
-        return (
-            f"{shown} cannot be written: {error.strerror}. Choose another place, or change its permissions."
-        )
+        return f"{shown} cannot be written: {error.strerror}. Check its permissions or choose another path."
     return os_error_text(error, shown)
 
 
@@ -185,9 +183,7 @@ def as_tokens(text: str) -> int:
 
     number = count(text) or 0
     if number < 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of tokens; write it as 300M, 10B or 15e12"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens such as 300M, 10B or 15e12")
     return number
 
 
@@ -202,7 +198,7 @@ def as_output(text: str) -> Path:
     path = as_path(text)
     why = None if path.exists() and not path.is_file() else why_not_written(path.parent)
     if why is not None:
-        raise argparse.ArgumentTypeError(f"{text} cannot be written: {why}. Choose another place.")
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {why}. Choose another path.")
     return path
 
 
@@ -211,7 +207,7 @@ def as_new_file(text: str) -> Path:
     path = as_output(text)
     if not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(
-            f"{text} cannot be written: there is no directory {path.parent}. Make it first."
+            f"{text} cannot be written: the directory {path.parent} does not exist. Create it first."
         )
     return path
 

@@ -88,7 +88,7 @@ def main() -> int:
             job.running()
             announce(trainer, remarks + notes)
             status = fit(trainer, observers(trainer, environment, hardware, kernels(trainer)))
-        signals.end_training_on_signal(" after the last step: everything is saved")
+        signals.end_training_on_signal(" after the last step; everything is saved")
         trainer.close()
     except failures as error:
         status = ExitStatus.FAILED if trainer else ExitStatus.CONFIGURATION
@@ -247,9 +247,11 @@ def random_weights(trainer: Trainer) -> list[str]:
     intent = (
         "as model.init_from = none asks"
         if model.init_from
-        else f"for its own set model.init_from = hf:{model.from_hf}"
+        else f"to load the weights, set model.init_from=hf:{model.from_hf}"
     )
-    return [f"the weights are random: model.from_hf = {model.from_hf} gives the shape alone; {intent}"]
+    return [
+        f"the weights are initialized randomly: model.from_hf={model.from_hf} only sets the shape; {intent}"
+    ]
 
 
 def ignored_fields(config: Config) -> list[str]:

@@ -67,8 +67,8 @@ class Answers:
         for _, context, continuation in requests:
             if len(continuation) > self.max_length:
                 raise ConfigError(
-                    f"a task asks for a continuation of {len(continuation)} tokens; the model sees at most "
-                    f"{self.max_length}."
+                    f"a task requests a continuation of {len(continuation)} tokens, but the model supports "
+                    f"at most {self.max_length}."
                 )
             rows.append(ScoredTokens((context + continuation)[-(self.max_length + 1) :], len(continuation)))
         return [
@@ -116,9 +116,8 @@ class Answers:
         count = next((int(options[name]) for name in LENGTHS if options.get(name) is not None), MAX_TOKENS)
         if not 0 < count < self.max_length:
             raise ConfigError(
-                f"a task generates {count} tokens, and the model has positions for {self.max_length}, its "
-                "question included. "
-                "Set max_gen_toks in a copy of its YAML."
+                f"a task generates {count} tokens, but the model supports at most {self.max_length}, "
+                "including the prompt. Set max_gen_toks in a copy of the task's YAML file."
             )
         prompts = [
             self.tok_encode(context)[-(self.max_length - count) :] or [self.prefix_token_id]
@@ -173,8 +172,8 @@ def sampling_of(options: dict[str, Any], seed: int) -> Sampling:
     unknown = sorted(options.keys() - OPTIONS)
     if unknown:
         raise ConfigError(
-            f"a task generates with {unknown[0]} = {options[unknown[0]]!r}, which is not handled here. It "
-            f"may set {sorted(OPTIONS)}."
+            f"a task sets the generation option {unknown[0]}={options[unknown[0]]!r}, which is not "
+            f"supported. Supported options: {sorted(OPTIONS)}."
         )
     temperature = float(options.get("temperature") or 0.0)
     sampled = options.get("do_sample")
@@ -193,7 +192,7 @@ def as_harness_model() -> type[Any]:
         from lm_eval.api.model import TemplateLM
     except ImportError as error:
         raise ConfigError(
-            f"tasks need lm-evaluation-harness ({error}). Install it with: pip install 'megalite[eval]'"
+            f"tasks require lm-evaluation-harness ({error}). Install it with `pip install 'megalite[eval]'`."
         ) from None
     return type("Megalite", (Answers, TemplateLM), {})
 
@@ -214,10 +213,10 @@ def run(
         manager = _manager(tasks, include_path)
         unknown = [name for name in tasks if name not in manager.all_tasks]
         if unknown:
-            place = "" if include_path is None else f" nor of {include_path}"
+            place = "" if include_path is None else f" or {include_path}"
             raise ConfigError(
-                f"--tasks {unknown[0]} is no task, group or tag of lm-evaluation-harness{place}. `lm-eval ls "
-                "tasks` lists its own."
+                f"--tasks {unknown[0]} is not a task, group or tag of lm-evaluation-harness{place}. Run "
+                "`lm-eval ls tasks` for a list."
             )
         options: dict[str, Any] = {
             "num_fewshot": num_fewshot,

@@ -60,8 +60,7 @@ def compare(
     for name, logits in theirs.items():
         if logits.shape[-1] != model.vocabulary:
             raise ConversionError(
-                f"{hf} has {logits.shape[-1]} logits on {name}, and {directory} {model.vocabulary}: they are "
-                "two models"
+                f"{hf} does not match {directory}: {logits.shape[-1]} logits on {name} vs {model.vocabulary}"
             )
     progress(f"opening {directory}")
     stage, differences = load_stage(manifest), []
@@ -79,8 +78,8 @@ def rounding(directory: Path, hf: Path) -> str | None:
     if dtype not in ("bfloat16", "float16") or not {"float32", "float64"}.intersection(weights):
         return None
     return (
-        f"{hf} is rounded to {dtype}: an export of the checkpoint with --dtype float32 shows whether "
-        "anything else differs"
+        f"the weights in {hf} are rounded to {dtype}. Export the checkpoint with --dtype float32 to "
+        "see whether anything else differs"
     )
 
 
@@ -100,7 +99,7 @@ def _encode(text: str, hf: Path, vocabulary: int, longest: int) -> Tensor:
     ids = load(hf).encode(text)[:longest]
     if not ids or max(ids) >= vocabulary:
         raise ConversionError(
-            f"the tokenizer of {hf} makes {'nothing' if not ids else f'token {max(ids)}'} of "
+            f"the tokenizer of {hf} returns {'no tokens' if not ids else f'token {max(ids)}'} for "
             f"{show_text(text)}"
         )
     return torch.tensor([ids])
@@ -108,7 +107,7 @@ def _encode(text: str, hf: Path, vocabulary: int, longest: int) -> Tensor:
 
 def _their_logits(hf: Path, inputs: dict[str, Tensor], progress: Report) -> dict[str, Tensor]:
     """The logits of transformers, [rows, tokens, vocabulary] for each input."""
-    progress(f"opening {hf} with transformers")
+    progress(f"loading {hf} with transformers")
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -123,7 +122,8 @@ def _their_logits(hf: Path, inputs: dict[str, Tensor], progress: Report) -> dict
         model, report = opened
     except Exception as error:  # transformers raises exceptions of many types
         raise ConversionError(
-            f"transformers cannot open {hf}: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
+            f"transformers failed to load {hf}: "
+            f"{(str(error).strip() or type(error).__name__).splitlines()[0]}"
         ) from None
     wrong = [
         f"{kind.replace('_', ' ')}: {sorted(map(str, keys))[0]}"
@@ -131,7 +131,7 @@ def _their_logits(hf: Path, inputs: dict[str, Tensor], progress: Report) -> dict
         if keys and kind != "error_msgs"
     ]
     if wrong:
-        raise ConversionError(f"transformers opens {hf} with {'; '.join(wrong)}")
+        raise ConversionError(f"transformers loads {hf} with {'; '.join(wrong)}")
     logits: dict[str, Tensor] = {}
     with torch.no_grad():
         for name, ids in inputs.items():
@@ -143,7 +143,7 @@ def _their_logits(hf: Path, inputs: dict[str, Tensor], progress: Report) -> dict
 def load_stage(manifest: Manifest) -> Stage:
     """The whole model of a checkpoint in this process, in fp32, for forward passes only."""
     if "config" not in manifest.state:
-        raise CheckpointError(f"{manifest.directory} holds no configuration")
+        raise CheckpointError(f"{manifest.directory} contains no configuration")
     config = for_inference(from_dict(manifest.state["config"]))
     parts = build.build_parts(config, build.make_mesh(config), "cpu", training=False)
     checkpoint.load(manifest, parts.to_load(), convert=True)

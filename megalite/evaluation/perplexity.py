@@ -84,8 +84,5 @@ def measure(
     rows = list(windows(tokens, length, stride))
     nats = -math.fsum(scored.log_probability for scored in score(model, rows, batch_size, progress))
     if not nats < HIGHEST * (len(tokens) - 1):
-        raise ConfigError(
-            f"{name}: the model gives its tokens no finite probability (their loss is {nats:g}), so there is "
-            "no perplexity."
-        )
+        raise ConfigError(f"{name}: cannot compute the perplexity, the loss is {nats:g}.")
     return Text(name, len(tokens) - 1, size, nats)

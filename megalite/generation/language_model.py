@@ -249,7 +249,7 @@ class LanguageModel:
         longest = max(map(len, rows))
         if longest > self.longest or not all(rows):
             raise ValueError(
-                f"rows of {min(map(len, rows))} to {longest} tokens: the model takes 1 to {self.longest}"
+                f"rows must have 1 to {self.longest} tokens, got {min(map(len, rows))} to {longest}"
             )
         longrope = self.config.model.longrope_context
         length = min(
@@ -325,7 +325,7 @@ class LanguageModel:
 
         channel = self.mesh.channels["forward_up"]
         message(
-            getattr(dist, operation), x, peer, channel, "activations of a pass", self.mesh.activity
+            getattr(dist, operation), x, peer, channel, "activations of a forward pass", self.mesh.activity
         ).wait()
 
     def _logits(self, x: Tensor) -> Tensor:

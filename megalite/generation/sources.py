@@ -72,8 +72,8 @@ def open_source(name: Path | str, average: bool = False) -> ModelSource:
     if str(name).startswith(HF):
         if average:
             raise ConfigError(
-                f"--ema: {name} is a Hugging Face model, which has no average of its weights. Leave out "
-                "--ema."
+                f"--ema is not supported for Hugging Face models ({name}), which have no moving average. "
+                "Remove --ema."
             )
         directory = Path(str(name).removeprefix(HF))
         model = replace(HuggingFaceSource.of(directory).model, init_from=str(name))
@@ -85,7 +85,8 @@ def open_source(name: Path | str, average: bool = False) -> ModelSource:
     manifest = manifest.averaged() if average else manifest
     if "config" not in manifest.state:
         raise CheckpointError(
-            f"{directory} holds no configuration. Give one that megalite train or megalite convert wrote."
+            f"{directory} contains no configuration. Use a checkpoint written by megalite train or "
+            "megalite convert."
         )
     config = from_dict(manifest.state["config"])
     read = partial(checkpoint.load, manifest, convert=True)
@@ -169,18 +170,18 @@ def tokenizer_of(
     vocabulary = source.config.model.vocabulary
     if tokenizer.vocab_size > vocabulary:
         raise ConfigError(
-            f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, the model only {vocabulary}. "
-            "Give the one that made its training data with --tokenizer."
+            f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, but the model only "
+            f"{vocabulary}. Pass the tokenizer of the training data with --tokenizer."
         )
     if name is not None or source.tokenizer.can_be_known:
         tokenized = Tokenized(
-            "its training data's tokenizer" if name is None else f"--tokenizer {name}",
+            "the tokenizer of the training data" if name is None else f"--tokenizer {name}",
             of_tokenizer(tokenizer.name),
             itself=True,
         )
-        then = "" if is_there(source.tokenizer) else " as it was then"
+        then = "" if is_there(source.tokenizer) else " in its original version"
         trained = f", {source.tokenizer.name}{then}," if source.tokenizer.name else ""
-        way_out = f"Give the tokenizer that the model was trained with{trained} with --tokenizer"
+        way_out = f"Pass the tokenizer used in training{trained} with --tokenizer"
         for line in compare(
             tokenized,
             Tokenized(source.name, source.tokenizer),
@@ -204,15 +205,20 @@ def _own_tokenizer(source: ModelSource) -> Tokenizer:
     prefix = _training_data(source)
     if prefix is None and source.companions is None:
         raise ConfigError(
-            "the checkpoint names no training data, so its tokenizer is unknown. Give it with --tokenizer."
+            "the checkpoint does not record its training data, so the tokenizer is unknown. Pass it with "
+            "--tokenizer."
         )
     try:
         return tokenizing.load_for(prefix) if prefix is not None else tokenizing.load(source.companions or "")
     except ConfigError as error:
         what = (
-            "the training data's tokenizer" if prefix is not None else f"the tokenizer in {source.companions}"
+            "the tokenizer of the training data"
+            if prefix is not None
+            else f"the tokenizer in {source.companions}"
         )
-        raise ConfigError(f"{what} cannot be read: {error} Or give another with --tokenizer.") from None
+        raise ConfigError(
+            f"{what} cannot be read: {error} Or pass another tokenizer with --tokenizer."
+        ) from None
 
 
 def opening(source: ModelSource, tokenizer: Tokenizer) -> list[int]:
@@ -247,8 +253,7 @@ def chat_template(source: ModelSource, tokenizer: Tokenizer, named: bool, file: 
     expected = None if named else source.tokenizer.template_hash
     if expected is not None and template.hash != expected:
         raise ConfigError(
-            f"the chat template that {source.name} was trained with (hash {expected}) is not in "
-            f"{prefix}.json any more. "
-            "Give it with --chat_template."
+            f"{prefix}.json no longer contains the chat template that {source.name} was trained with "
+            f"(hash {expected}). Pass it with --chat_template."
         )
     return template

@@ -172,7 +172,7 @@ class _Agent(LocalElasticAgent):
             if self.received or self._ends[0].status in REFUSED:
                 self._remaining_restarts = 0
             elif self._remaining_restarts:
-                say(f"{self._ends[0]}: starting all ranks again")
+                say(f"{self._ends[0]}; restarting all ranks")
         return result
 
     def _note_ended(self, worker_group: WorkerGroup) -> bool:
@@ -210,7 +210,7 @@ class _Agent(LocalElasticAgent):
         listener's thread."""
         if not self.pids:
             end_at_once(
-                f"{signal_message(number)} before the first step: nothing was changed",
+                f"{signal_message(number)} before the first step; nothing was changed",
                 training_status(number),
             )
         again = number == signal.SIGINT and self._repeated.arrived()
@@ -229,7 +229,7 @@ class _Agent(LocalElasticAgent):
 
     def _kill(self) -> None:
         self._killed = True
-        say("the ranks have not ended in time after the signal and are killed (run.timeout)")
+        say("the ranks did not exit in time after the signal (run.timeout); killing them")
         self._send(signal.SIGKILL)
 
     def finish(self) -> None:

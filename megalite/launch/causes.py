@@ -89,7 +89,7 @@ class End:
             return (
                 self.lost.reason
                 if self.lost and self.lost.reason
-                else f"rank {self.rank} {ended(self.status)}: it lost another rank"
+                else f"rank {self.rank} {ended(self.status)}, after losing another rank"
             )
         return f"rank {self.rank} {ended(self.status)}" + (f": {self.note}" if self.note else "")
 
@@ -139,7 +139,7 @@ def across_hosts(ends: Iterable[_H], losses: Iterable[int | None] = ()) -> list[
 
 def ended(status: int) -> str:
     """How a process has ended, from its exit status, or minus the number of a signal."""
-    return f"ended with status {status}" if status >= 0 else f"was ended by {signal_name(-status)}"
+    return f"exited with status {status}" if status >= 0 else f"was killed by {signal_name(-status)}"
 
 
 def signal_name(number: int) -> str:

@@ -192,7 +192,7 @@ def launcher_failed(
 
 def _part(end: End, logs: Path, job: str) -> RankReport:
     """What a launcher knows of a rank that has written no part."""
-    reason = "ended by the launcher" if end.kind is ExitCause.ENDED else str(end)
+    reason = "stopped by the launcher" if end.kind is ExitCause.ENDED else str(end)
     lines = log_of(logs, end.rank)[-MOST_LINES:]
     return RankReport(
         end.rank, reason, lines=lines, written=end.written, kind=end.kind, status=end.status, job=job
@@ -291,19 +291,21 @@ def report(config: Config, parts: Sequence[RankReport], reason: str | None = Non
         for part in sorted(ordered, key=lambda part: part.rank)
     ]
     logs = [
-        _section(f"Rank {part.rank}: its last lines", "\n".join(part.lines))
+        _section(f"Rank {part.rank}: last lines of output", "\n".join(part.lines))
         for part in ordered[:MOST_LOGS]
         if part.lines
     ]
     memory = [f"rank {part.rank}: {line}" for part in ordered for line in part.memory]
-    more = f"\n\nAt most {MOST_PARTS} ranks are listed." if len(parts) >= MOST_PARTS else ""
+    more = f"\n\nOnly {MOST_PARTS} ranks are listed." if len(parts) >= MOST_PARTS else ""
     return (
         "\n\n".join(
             [
                 f"# {config.run.name} has failed",
                 time.strftime("%Y-%m-%d %H:%M:%S %z"),
                 _section("Reason", "\n".join([*reasons, *([reason] if reason else [])])),
-                "## Ranks\n\n| rank | host | ended | was in |\n|---|---|---|---|\n" + "\n".join(rows) + more,
+                "## Ranks\n\n| rank | host | reason | activity |\n|---|---|---|---|\n"
+                + "\n".join(rows)
+                + more,
                 *(
                     _section(f"Rank {part.rank}: traceback", part.trace)
                     for part in ordered[:MOST_LOGS]

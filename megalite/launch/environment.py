@@ -65,9 +65,9 @@ def set_variables(network: NetworkConfig, environment: MutableMapping[str, str] 
     fragment no memory.
     """
     notes = [
-        f"{name} = {present} in the environment overrides {value} from the section network"
+        f"{name} = {present} in the environment overrides {value} of the network section"
         if name.startswith(SHOWN)
-        else f"{name} in the environment overrides that of the section network"
+        else f"{name} in the environment overrides the value in the network section"
         for name, value in variables(network).items()
         if (present := environment.setdefault(name, value)) != value
     ]
@@ -147,8 +147,8 @@ def short_of_memory(environments: Sequence[RankEnvironment]) -> list[str]:
     """A line for each host whose /dev/shm may be too small for its ranks."""
     hosts = {own["host"]: own for own in environments}
     return [
-        f"{host}: /dev/shm has {own['shared_memory'] / 2**20:,.0f} MiB free, and its ranks may need"
-        f" {own['wanted_shared_memory'] / 2**20:,.0f} MiB (docker run --shm-size, or --ipc host)"
+        f"{host}: /dev/shm has {own['shared_memory'] / 2**20:,.0f} MiB free, but its ranks may need "
+        f"{own['wanted_shared_memory'] / 2**20:,.0f} MiB (docker run --shm-size, or --ipc host)"
         for host, own in hosts.items()
         if own["shared_memory"] is not None and own["shared_memory"] < own["wanted_shared_memory"]
     ]
@@ -162,7 +162,7 @@ def on_one_gpu(environments: Sequence[RankEnvironment]) -> list[str]:
         if own["gpu"] is not None:
             users.setdefault((own["host"], own["gpu"]), []).append(rank)
     return [
-        f"ranks{_listed(ranks)[1:]} have the same GPU of {host}"
+        f"ranks{_listed(ranks)[1:]} share the same GPU on {host}"
         for (host, _), ranks in users.items()
         if len(ranks) > 1
     ]
@@ -175,10 +175,9 @@ def across_hosts(environments: Sequence[RankEnvironment], tp: int) -> list[str]:
     if not spread:
         return []
     return [
-        f"parallel.tp = {tp}: {len(spread)} of {len(groups)} tp groups span several hosts, the first of them "
-        "ranks"
-        f" {spread[0] * tp} to {spread[0] * tp + tp - 1}: every layer waits for the network. Choose a tp "
-        "that divides the ranks of a host."
+        f"parallel.tp={tp}: {len(spread)} of {len(groups)} tp groups span several hosts (first: ranks "
+        f"{spread[0] * tp} to {spread[0] * tp + tp - 1}), so every layer waits for the network. "
+        "Choose a parallel.tp that divides the number of ranks per host."
     ]
 
 
@@ -212,15 +211,14 @@ def compare_ranks(own: RankEnvironment, store: Store, rank: int, size: int, *, t
     if verdict["different"]:
         listed = "\n  ".join(verdict["different"])
         way_out = (
-            "Install the same everywhere, give train.precision a value if it is auto, or exclude these "
-            "machines."
+            "Install the same versions on all machines, set train.precision if it is auto, or exclude "
+            "these machines."
         )
-        raise ConfigError(f"Ranks differ where they must not:\n  {listed}\n{way_out}")
+        raise ConfigError(f"The environment must be the same on all ranks:\n  {listed}\n{way_out}")
     if verdict["shared"]:
         listed = "\n  ".join(verdict["shared"])
         raise ConfigError(
-            f"NCCL gives no GPU to two ranks:\n  {listed}\nStart as many ranks per machine as it has GPUs, "
-            "or set CUDA_VISIBLE_DEVICES="
-            " (empty) to compute on the CPU."
+            f"NCCL does not support several ranks on one GPU:\n  {listed}\nStart one rank per GPU, or set "
+            "CUDA_VISIBLE_DEVICES= (empty) to train on the CPU."
         )
     return verdict["notes"]

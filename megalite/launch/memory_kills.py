@@ -50,11 +50,11 @@ class MemoryKills:
             more = count - self._before.get(name, 0)
             if more > 0:
                 killed = (
-                    f"the kernel has killed {more} process{'es' * (more > 1)} of its container for that "
+                    f"the kernel killed {more} process{'es' * (more > 1)} in its container, out of memory "
                     f"({name}, oom_kill)"
                 )
-                limit = f"its container has reached its memory limit ({name})"
-                return f"it may have been out of memory: since the start {killed if KILLS[name] else limit}"
+                limit = f"its container reached its memory limit ({name})"
+                return f"it may have run out of memory: since the start {killed if KILLS[name] else limit}"
         return ""
 
     def _counts(self) -> dict[str, int]:

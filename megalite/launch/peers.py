@@ -52,10 +52,10 @@ class PeerState(StrEnum):
 
     ANSWERS = "answers"
     ENDED = "its process has ended"
-    STOPPED = "its process exists but does not answer: it is stopped, or its host is overloaded"
-    UNREACHABLE = "its host does not answer: it is lost, or the network to it"
+    STOPPED = "its process exists but does not respond; it may be stopped, or its host overloaded"
+    UNREACHABLE = "its host does not respond; the host or the network may be down"
     FAILED = "it failed"
-    STUCK = "it is alive, but does not move"
+    STUCK = "it is alive but makes no progress"
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ class LostRank:
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank} {'is awaited' if self.state is PeerState.STUCK else 'was lost first'}: "
+            f"rank {self.rank} "
+            f"{'is stuck' if self.state is PeerState.STUCK else 'was lost first'}: "
             f"{self._reason()}"
         )
 
@@ -86,7 +87,7 @@ class LostRank:
 
     def described(self) -> str:
         """The same of a rank that may come back."""
-        return f"rank {self.rank} is silent: {self._reason()}"
+        return f"rank {self.rank} does not respond: {self._reason()}"
 
     def _reason(self) -> str:
         reason = self.place.get("failed") if self.state is PeerState.FAILED else self.state.value
@@ -96,7 +97,7 @@ class LostRank:
 def described(place: Place) -> str:
     """A place in words."""
     if not place:
-        return "an unknown place"
+        return "an unknown action"
     words = f"step {place['step']}, {place['action']}"
     if place.get("number") is not None:
         words += f", action {place['number'] + 1} of {place['actions']}"

@@ -55,9 +55,9 @@ def choose_device() -> torch.device:
     visible, ranks = torch.cuda.device_count(), local_world_size()
     if 1 < visible < ranks:
         raise ConfigError(
-            f"This machine has {ranks} ranks, but {visible} visible GPUs: each rank needs a GPU of its own. "
-            f"Start at most {visible} ranks"
-            " per machine, or set CUDA_VISIBLE_DEVICES= (empty) to compute on the CPU."
+            f"Each rank requires its own GPU, but this machine has {ranks} ranks and {visible} visible "
+            f"GPUs. Start at most {visible} ranks per machine, or set CUDA_VISIBLE_DEVICES= (empty) to "
+            "train on the CPU."
         )
     return torch.device("cuda", 0 if visible == 1 else local_rank())
 

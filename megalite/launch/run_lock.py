@@ -150,9 +150,8 @@ class RunLock:
                 continue
             if why is None:
                 raise InUseError(
-                    f"{self.path.parent} is in use by {holder}. Give this run another run.name, or end that "
-                    "job first. "
-                    f"If it is gone, wait until its lock is stale ({self._stale_s:.0f} s), or remove "
+                    f"{self.path.parent} is locked by {holder}. Set another run.name or stop that job first. "
+                    f"If the job is gone, wait until its lock expires ({self._stale_s:.0f} s) or remove "
                     f"{self.path}."
                 )
             if self._remove_stale(holder):
@@ -168,7 +167,7 @@ class RunLock:
             created = self._create(self.path)
             (target / FILE).unlink()
         if not created:
-            raise InUseError(f"{self.path.parent} is in use by {read(self.path)}, which has just started.")
+            raise InUseError(f"{self.path.parent} is locked by {read(self.path)}, which has just started.")
 
     def release(self) -> None:
         """Remove the lock, if it is still this job's."""
@@ -180,7 +179,7 @@ class RunLock:
             if holder is not None and holder.token == self.holder.token:
                 self.path.unlink(missing_ok=True)
         except OSError as error:  # it is stale once this process has ended
-            say(f"the lock of this run, {self.path}, cannot be removed: {error.strerror}")
+            say(f"could not remove the run lock {self.path}: {error.strerror}")
 
     def _create(self, path: Path) -> bool:
         """Create a file that names this job, unless it exists. A reader never sees a part of it."""
@@ -205,9 +204,9 @@ class RunLock:
         if holder is None:
             return None, None
         if holder.machine == self.holder.machine and holder.started is not None:
-            return holder, None if start_of(holder.pid) == holder.started else "that process has ended"
+            return holder, None if start_of(holder.pid) == holder.started else "the process has ended"
         if holder.job is not None and holder.job == self.holder.job and holder.restart < self.holder.restart:
-            return holder, "the job was started again"
+            return holder, "the job was restarted"
         before = self._age()
         if before is None:
             return None, None
@@ -218,7 +217,9 @@ class RunLock:
         after = self._age()
         if after is None:
             return None, None
-        return holder, None if after[1] != before[1] else f"it has not been renewed for {after[0]:.0f} s"
+        return holder, None if after[1] != before[
+            1
+        ] else f"the lock has not been renewed for {after[0]:.0f} s"
 
     def _age(self) -> tuple[float, int] | None:
         """Seconds since the last renewal, by the clock of the file system, and the time of that renewal;
@@ -261,7 +262,7 @@ class RunLock:
                 problem = self._renew_once()
             if problem is not None and not reported:
                 reported = True
-                say(f"the lock of this run, {self.path}, {problem}")
+                say(f"the run lock {self.path} {problem}")
 
     def _renew_once(self) -> str | None:
         """Renew the lock, or take it again if it is gone. Returns what is wrong, or None."""
@@ -269,17 +270,14 @@ class RunLock:
             holder = read(self.path)
             if holder is None:
                 self._create(self.path)
-                return "was removed, and was created again"
+                return "was removed and has been recreated"
             # this process was suspended for longer than a lock lives
             if holder.token not in ("", self.holder.token):
-                say(
-                    f"the lock of this run, {self.path}, is now held by {holder}: this job ends without "
-                    "saving"
-                )
+                say(f"the run lock {self.path} was taken over by {holder}; stopping without saving")
                 os._exit(ExitStatus.IN_USE)
             os.utime(self.path)
         except OSError as error:
-            return f"cannot be renewed: {error.strerror}"
+            return f"could not be renewed: {error.strerror}"
         return None
 
 

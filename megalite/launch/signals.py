@@ -105,7 +105,7 @@ def end_at_once(line: str, status: int) -> NoReturn:
 
 def signal_message(number: int) -> str:
     """The message of a command that a signal has ended."""
-    return "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+    return "interrupted" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}"
 
 
 class RepeatedSignal:

@@ -150,8 +150,7 @@ def _end() -> NoReturn:
     with suppress(OSError):  # the terminal may have gone with the launcher
         os.write(
             2,
-            f"rank {os.environ.get('RANK', '?')}: its launcher has ended, so this process ends without "
-            "saving\n".encode(),
+            f"rank {os.environ.get('RANK', '?')}: the launcher has ended; exiting without saving\n".encode(),
         )
     os._exit(ORPHANED)
 

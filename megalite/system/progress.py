@@ -51,7 +51,7 @@ class Phase:
         """What is done, the rate, and the time left."""
         seconds, gained = now - self.since, self.done - self.start
         if self.total is None and not self.done:
-            return f"{duration(seconds)} so far"
+            return f"{duration(seconds)} elapsed"
         parts = [amount(self.done, self.unit)]
         if self.total is not None:
             done = amount(self.done, "B" if self.unit == "B" else "")

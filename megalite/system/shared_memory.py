@@ -121,7 +121,7 @@ class SharedMemory:
         for reader in self._others if number >= SLOTS else ():
             while self._released[reader * SLOTS + number % SLOTS] <= number - SLOTS:
                 if monotonic() > deadline:
-                    raise PeerLost(reader, f"it has read nothing for {self._timeout:g} s")
+                    raise PeerLost(reader, f"no message was read for {self._timeout:g} s")
                 sleep(0)
         self._view(self.rank, number, x).copy_(x)
         for reader in self._others:

@@ -392,7 +392,7 @@ def test_products_are_those_that_model_flops_count(model: dict[str, Any]) -> Non
         (["overhead", "--threads", "0"], "--threads 0: there must be at least one"),
         (["step", "--machine", "a/b"], "--machine a/b becomes a part of a file name"),
         (["step", "--precision", "fp64"], "invalid choice: 'fp64'"),
-        (["kernel"], "kernel is not a command of"),
+        (["kernel"], "'kernel' is not a"),
         (["scaling", "--layout", "tp2"], "--layout tp2 is no layout. Give the axis that grows"),
         (["scaling", "--layout", "tp2xdp"], "--worlds 1 is no multiple of 2, which --layout tp2xdp needs"),
         (["scaling", "--layout", "tp", "--worlds", "1,3", "--smoke"], "parallel.tp = 3 does not divide"),

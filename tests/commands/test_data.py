@@ -117,7 +117,7 @@ def test_text_is_printed_as_it_is(prefix, capsys):
     out = capsys.readouterr().out
     assert "two 🎉<EOS>" in out and "document 3: 43 tokens, the first 11\na longer te\n" in out
     assert "        3          43 tokens  a longer text [bold]than[/b" in out
-    assert "2 documents have the tokens of an earlier one (40.0%)" in out and "⟦" not in out
+    assert "2 documents repeat an earlier one (40.0%)" in out and "⟦" not in out
     bars = [line.count("█") for line in out.splitlines() if " of the tokens" in line]
     assert bars == [40, 14, 0, 14]
 

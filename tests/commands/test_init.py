@@ -94,10 +94,10 @@ def test_a_model_of_the_hub_keeps_its_name(tmp_path: Path, capsys):
 
 def test_nothing_is_replaced_or_guessed(capsys):
     assert "--from is missing" in refusal(capsys)
-    assert "--gpu is missing, and there is no GPU here" in refusal(capsys, "--from", "tiny", "--gpus", "8")
+    assert "--gpu is required because this machine has no GPU" in refusal(capsys, "--from", "tiny", "--gpus", "8")
     assert "--from nothing is not a known model" in refusal(capsys, "--from", "nothing")
     Path("run.yaml").write_text("mine")
-    assert "--output run.yaml exists. Give another name, or --force" in refusal(capsys, "--from", "tiny")
+    assert "--output run.yaml already exists. Choose another path or pass --force" in refusal(capsys, "--from", "tiny")
     assert Path("run.yaml").read_text() == "mine"
     main(["--from", "tiny", "--force", "--json"])
     assert json.loads(capsys.readouterr().out)["written"] == "run.yaml" and Path("run.yaml").read_text() != "mine"

@@ -75,7 +75,7 @@ def test_ranks_that_share_a_gpu_are_named():
         {"host": host, "gpu": gpu}
         for host, gpu in (("a", "x"), ("a", "y"), ("b", "x"), ("a", "x"), ("c", None), ("c", None))
     ]
-    assert on_one_gpu(results) == ["ranks 0, 3 have the same GPU of a"]
+    assert on_one_gpu(results) == ["ranks 0, 3 share the same GPU on a"]
 
 
 def test_the_report_names_attentions_implementation_and_why_not_a_faster_one(monkeypatch):

@@ -58,7 +58,7 @@ def add(rank: int, store: str) -> float:
     started, values = time.monotonic(), torch.full((1024,), float(rank + 1))
     dist.all_reduce(values)
     if values.tolist() != [3.0] * 1024:
-        raise RuntimeError(f"the sum of 1 and 2 is {values[0]}")
+        raise RuntimeError(f"expected 3 from the sum of 1 and 2, got {values[0]}")
     return time.monotonic() - started
 
 
@@ -69,7 +69,7 @@ def matmul() -> str:
     for index in range(torch.cuda.device_count()):
         ones = torch.ones(256, 256, device=f"cuda:{index}")
         if (ones @ ones).sum().item() != 256.0**3:
-            return f"GPU {index} computes a wrong product"
+            return f"GPU {index} computes a wrong matrix product"
     return ""
 
 

@@ -27,7 +27,10 @@ def findings() -> Iterator[Finding]:
         metadata = importlib.metadata.metadata("megalite")
     except importlib.metadata.PackageNotFoundError:
         yield Finding(
-            "megalite", "not installed", "note", f"Its requirements are not known here: {install('')}"
+            "megalite",
+            "not installed",
+            "note",
+            f"The requirements of megalite could not be read. Reinstall it: {install('')}",
         )
         return
     needed = (metadata["Requires-Python"] or "").removeprefix(">=")
@@ -65,17 +68,17 @@ def _version(name: str, version: str | None, needed: str, advice: str) -> Findin
     if version is None:
         return Finding(name, "not installed", "bad", advice)
     if needed and is_older(version, needed):
-        return Finding(name, f"{version}, and {needed} or newer is needed", "bad", advice)
+        return Finding(name, f"{version}, but {needed} or newer is required", "bad", advice)
     return Finding(name, version)
 
 
 def _package(line: str) -> Finding:
     name, needed = _parsed(line)
     if name == "triton" and platform.system() != "Linux":
-        return Finding(name, "not needed here")
+        return Finding(name, "not required on this machine")
     finding = _version(name, machine.version_of(name), needed, f"Install it: {install('')}")
     if name == "triton" and finding.verdict == "bad":  # kernels in plain torch take its place
-        return Finding(name, finding.value, "note", f"Only GPUs need it. {finding.advice}")
+        return Finding(name, finding.value, "note", f"Only required for GPUs. {finding.advice}")
     return finding
 
 

@@ -35,9 +35,9 @@ def findings(directory: Path) -> Iterator[Finding]:
     except OSError as error:
         yield Finding(
             name,
-            f"cannot be written: {error.strerror or error}",
+            f"not writable: {error.strerror or error}",
             "bad",
-            "Give another directory with --run.dir, or its rights.",
+            "Choose another directory with --run.dir or change its permissions.",
         )
         return
     value = f"{written / 1e6:,.0f} MB/s written and synced, {read / 1e6:,.0f} MB/s read"
@@ -54,9 +54,11 @@ def _clock(path: str) -> Finding:
     after, stamped = time.time(), os.stat(path).st_mtime
     difference = max(before - stamped, stamped - after, 0.0)
     if difference > APART_S:
-        advice = "Times of files are compared with the host's: let both keep time by NTP."
-        return Finding("clocks", f"host and file system differ by {difference:,.0f} s", "note", advice)
-    return Finding("clocks", "host and file system agree")
+        advice = "File times are compared with the clock of the host. Synchronize both with NTP."
+        return Finding(
+            "clocks", f"clocks of host and file system differ by {difference:,.0f} s", "note", advice
+        )
+    return Finding("clocks", "clocks of host and file system agree")
 
 
 def _speed(file: int) -> tuple[float, float]:
