@@ -140,7 +140,7 @@ def sizes(text: str) -> tuple[Literal["microbatches", "pp"], list[int]]:
 
 
 def check(tool: Parser, options: argparse.Namespace) -> None:
-    """End with an error if options exclude each other or are missing; fills in the default durations."""
+    """Exit with an error if options conflict or are missing. Fills in the default durations."""
     # 0 is given
     given = {name for name, value in vars(options).items() if value is not None and value is not False}
     times = Costs()._asdict()
@@ -173,7 +173,7 @@ def check(tool: Parser, options: argparse.Namespace) -> None:
 
 
 def calculate(options: argparse.Namespace) -> tuple[list[BubblePlan], Any]:
-    """The requested plans, and what to print of them: an object for JSON, or text."""
+    """Return the requested plans and their output: an object for JSON, or text."""
     costs = Costs(*(getattr(options, name) for name in Costs._fields))
     shared = {
         name: value for name in GatheredWeights._fields if (value := getattr(options, name)) is not None
@@ -206,7 +206,7 @@ def calculate(options: argparse.Namespace) -> tuple[list[BubblePlan], Any]:
 
 
 def single(bubble_plan: BubblePlan, options: argparse.Namespace) -> Any:
-    """Every measure of a plan, its timeline if it is small, and its actions if requested."""
+    """Format the measures of a plan, its timeline if it is small, and its actions if requested."""
     schedule = bubble_plan.with_messages() if options.print == "messages" else bubble_plan.schedule
     if options.json:
         actions = {"actions": [list(map(repr, rank)) for rank in schedule.actions]} if options.print else {}
@@ -218,7 +218,7 @@ def single(bubble_plan: BubblePlan, options: argparse.Namespace) -> Any:
 
 
 def compared(plans: list[BubblePlan], options: argparse.Namespace) -> Any:
-    """Every schedule at one size."""
+    """Compare all schedules at one size."""
     if options.json:
         return {"plans": [bubble_plan.measures() for bubble_plan in plans]}
     first = plans[0]
@@ -261,7 +261,7 @@ def from_run(options: argparse.Namespace) -> tuple[list[BubblePlan], Any]:
 
 
 def write(plans: list[BubblePlan], path: Path) -> None:
-    """Write the plans in the format of the path's suffix."""
+    """Write the plans in the format given by the suffix of the path."""
     if path.suffix == ".json":
         write_whole(path, json.dumps(trace.chrome_trace(plans[0])))
         return

@@ -52,7 +52,7 @@ def parser() -> Parser:
 
 
 def lines_of(runs: list[RecordedRun]) -> list[str]:
-    """The figures and the differing options, aligned."""
+    """Format the figures and the differing options as aligned lines."""
     options = figures.difference_rows(runs) or [["the configurations do not differ", *("" for _ in runs)]]
     rows = [["", *(run.name for run in runs)], *figures.summary(runs), [""] * (len(runs) + 1), *options]
     cells = [[cell if len(cell) <= WIDEST else f"{cell[: WIDEST - 1]}…" for cell in row] for row in rows]

@@ -131,7 +131,7 @@ def parser() -> Parser:
 
 
 def size(text: str) -> int:
-    """Bytes of 500MB, 5GB, 2GiB or a plain number."""
+    """Parse a size in bytes: 500MB, 5GB, 2GiB or a plain number."""
     number = byte_size(text) or 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB or 5GB")
@@ -195,7 +195,7 @@ def bring_adapter_out(options: argparse.Namespace) -> Answer:
 
 
 def checkpoint_of(options: argparse.Namespace) -> Path:
-    """The checkpoint that CHECKPOINT_DIR names."""
+    """Return the checkpoint that CHECKPOINT_DIR names."""
     return find(Path(weights_of(options.checkpoint_dir, "CHECKPOINT_DIR")))
 
 

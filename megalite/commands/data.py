@@ -74,7 +74,7 @@ def inspect(options: argparse.Namespace) -> Answer:
 
 
 def lines_of(facts: dict[str, Any], samples: list[Sample], longest: list[Sample]) -> list[str]:
-    """The report, with colours if stdout is a terminal."""
+    """Format the report, with colors if stdout is a terminal."""
     from rich.console import Console
     from rich.text import Text
 
@@ -105,7 +105,7 @@ def lines_of(facts: dict[str, Any], samples: list[Sample], longest: list[Sample]
 
 
 def _marked(sample: Sample, chat: bool, colour: bool) -> Any:
-    """The text of a document; what counts is green, or between brackets."""
+    """Format the text of a document. Tokens in the loss are green, or in brackets."""
     from rich.text import Text
 
     text = Text()

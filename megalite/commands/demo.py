@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def prepare() -> None:
-    """Make the token file, unless it exists from an earlier demo."""
+    """Write the token file, unless it exists from an earlier demo."""
     heading("Data: the source of the Python standard library")
     if all(Path(f"{TOKENS}{suffix}").exists() for suffix in (".bin", ".idx", ".json")):
         print(f"{TOKENS} already exists")
@@ -105,8 +105,10 @@ def gpu_count() -> int:
 
 
 def choose_layout(gpus: int) -> DemoLayout:
-    """The largest layout with one rank per GPU of this machine; with fewer than two GPUs, eight ranks on the
-    CPU."""
+    """Choose the largest layout with one rank per GPU.
+
+    With fewer than two GPUs, use eight ranks on the CPU.
+    """
     if gpus >= 8:
         return DemoLayout(2, 2, 2, f"{gpus} GPUs: NCCL")
     if gpus >= 4:
@@ -119,7 +121,7 @@ def choose_layout(gpus: int) -> DemoLayout:
 
 
 def train(layout: DemoLayout) -> None:
-    """Train, or resume an interrupted run; a finished run returns at once."""
+    """Train, or resume an interrupted run. A finished run returns at once."""
     heading(f"Training: TP{layout.tp} × PP{layout.pp} × DP{layout.dp} ({layout.why})")
     sizes = ["--tp", str(layout.tp), "--pp", str(layout.pp), "--dp", str(layout.dp)]
     run("train", "--nproc", str(layout.ranks), "--config", str(CONFIG), *sizes)
@@ -140,7 +142,7 @@ def show_losses() -> None:
 
 
 def read_losses(metrics: Path) -> tuple[dict[int, float], dict[int, float]]:
-    """Step → training loss and step → validation loss, from a metrics.jsonl."""
+    """Return the training and validation losses by step from a metrics.jsonl."""
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     training = {line["step"]: line["loss"] for line in lines if line.get("loss") is not None}
     return training, {line["step"]: line["val_loss"] for line in lines if line.get("val_loss") is not None}
@@ -176,7 +178,7 @@ def heading(text: str) -> None:
 
 
 def run(*words: str, quiet: bool = False) -> None:
-    """Print and run a command of megalite. Raises CalledProcessError if it fails."""
+    """Print and run a megalite command. Raises CalledProcessError if it fails."""
     if not quiet:
         print(f"$ megalite {shlex.join(words)}", flush=True)
     child = subprocess.Popen([sys.executable, "-m", "megalite", *words], env={**os.environ, **marked()})

@@ -60,7 +60,7 @@ def parser() -> Parser:
 
 
 def examine(directory: Path, *, quick: bool = False, report: Report = silent) -> Iterator[Finding]:
-    """The findings of all checks. quick: without those that start processes with torch."""
+    """Run all checks. quick: skip those that start processes with torch."""
     checks: list[tuple[str, Check, float]] = [
         ("software", software.findings, SHORT_S),
         ("GPUs", host.gpus, SHORT_S),
@@ -78,7 +78,7 @@ def examine(directory: Path, *, quick: bool = False, report: Report = silent) ->
 
 
 def show(findings: list[Finding], usable: bool) -> None:
-    """A table with a row for each finding, and a line that sums up."""
+    """Format a table with a row for each finding, and a summary line."""
     from rich.console import Console
 
     console = Console(file=sys.stdout, highlight=False)

@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def calculated(config: Config, ranks: list[int], device: Device) -> dict[str, Any]:
-    """All numbers; ends with status 1 if a rank that was built differs from the planned one."""
+    """Return all figures. Exits with status 1 if a rank that was built differs from its plan."""
     # imports torch, so only after the configuration is checked
     from megalite.training.meta_device import Disagreement
 

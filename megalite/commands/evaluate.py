@@ -135,8 +135,10 @@ def names(text: str) -> list[str]:
 
 
 def check_ranks(options: argparse.Namespace) -> int:
-    """The number of ranks. Raises ConfigError if the layout does not divide the model, or does not match the
-    number of started ranks."""
+    """Return the number of ranks.
+
+    Raises ConfigError if the layout does not divide the model or does not match the started ranks.
+    """
     layout = layout_of(options)
     ranks = prod(layout.values())
     if ranks > 1:
@@ -147,7 +149,7 @@ def check_ranks(options: argparse.Namespace) -> int:
 
 
 def opened(options: argparse.Namespace, progress: Report) -> tuple[LanguageModel, Tokenizer]:
-    """The model, distributed over the ranks, and its tokenizer."""
+    """Load the model, distributed over the ranks, and its tokenizer."""
     progress(f"opening {options.model}")
     from megalite.generation.language_model import LanguageModel
     from megalite.generation.sources import TIMEOUT, tokenizer_of
@@ -194,7 +196,7 @@ def perplexity(options: argparse.Namespace, progress: Report) -> Answer:
 
 
 def read(path: Path) -> str:
-    """The text of a file without a byte-order mark, with its newlines unchanged."""
+    """Read a text file without its byte-order mark, keeping newlines."""
     try:
         text = path.read_bytes().decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
@@ -209,7 +211,7 @@ def read(path: Path) -> str:
 
 
 def lengths(options: argparse.Namespace, model: LanguageModel) -> tuple[int, int]:
-    """The window's length and its stride. Raises ConfigError if they do not fit the model or each other."""
+    """Return the window length and stride. Raises ConfigError if they do not fit the model."""
     trained = (
         min(model.config.data.sequence_length, model.longest) if model.config.data.train else model.longest
     )
@@ -259,7 +261,10 @@ def tasks(options: argparse.Namespace, progress: Report) -> Answer:
 
 
 def table(results: dict[str, dict[str, Any]]) -> list[str]:
-    """A line for each metric of each task; the harness names them METRIC,FILTER and METRIC_stderr,FILTER."""
+    """Format a line for each metric of each task.
+
+    The harness names metrics METRIC,FILTER and METRIC_stderr,FILTER.
+    """
     lines = []
     for task, figures in results.items():
         for name, value in figures.items():

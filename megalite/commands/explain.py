@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def text(explanation: Explanation, ranks: Mapping[int, Rank]) -> str:
-    """The explanation in lines."""
+    """Format the explanation."""
     lines = [f"{len(ranks)} ranks have records: {', '.join(map(str, sorted(ranks)))}"]
     if explanation.unmatched is not None:
         lines.append(f"first unmatched action: {explanation.unmatched}")

@@ -212,7 +212,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def prompts_of(options: argparse.Namespace) -> list[str]:
-    """The texts to continue. Raises ConfigError if their file cannot be parsed."""
+    """Return the prompts. Raises ConfigError if their file cannot be parsed."""
     path: Path | None = options.prompts
     if path is None:
         return [whole(prompt)[0] for prompt in options.prompt or []]  # of a command line that is not UTF-8
@@ -307,5 +307,5 @@ def described(model: LanguageModel, prompt: str, reply: Reply, seconds: float) -
 
 
 def printer(model: LanguageModel) -> Callable[[str], object]:
-    """A function that prints a piece of text at once on rank 0, and does nothing on other ranks."""
+    """Return a function that prints text at once on rank 0 and does nothing on other ranks."""
     return (lambda piece: print(piece, end="", flush=True)) if model.mesh.rank == 0 else (lambda piece: None)

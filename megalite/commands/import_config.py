@@ -97,8 +97,10 @@ def positive(text: str) -> int:
 
 
 def read(file: str, project: str | None = None) -> Any:
-    """A file's content, by its ending or, on stdin, by what it looks like. Raises ConfigError if it cannot be
-    read."""
+    """Read a file, detecting its format by suffix or, on stdin, by content.
+
+    Raises ConfigError if it cannot be read.
+    """
     path = Path(file)
     script = project in (None, "megatron")
     if script and is_command(file):
@@ -130,7 +132,7 @@ def read(file: str, project: str | None = None) -> Any:
 
 
 def beside(path: Path) -> Callable[[str], str | None]:
-    """What reads another script that a script names: one in its directory or below."""
+    """Return a function that reads scripts in the directory of a script or below."""
 
     def read(name: str) -> str | None:
         directory = path.parent.resolve()
@@ -150,8 +152,10 @@ def beside(path: Path) -> Callable[[str], str | None]:
 
 
 def is_command(text: str) -> bool:
-    """Whether a text is a command line or a script, and not a path or a configuration, whose comments may
-    have options."""
+    """Return whether a text is a command line or a script, not a path or a configuration.
+
+    Comments in a configuration may contain options.
+    """
     without_comments = re.sub(r"(^|\s)#.*", "", text)
     if (
         re.match(r"(\w+=\S*\s+)*((bash|sh|sbatch)\s+\S|\S+\.(sh|sbatch|slurm|bash)\s+[^\s:])", text)
@@ -173,8 +177,10 @@ def parse_json(text: str) -> Any:
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object as a dict. Raises ValueError for duplicate keys, of which Python would silently keep the
-    last."""
+    """Build a dict from a JSON object.
+
+    Raises ValueError for duplicate keys, for which Python would silently keep the last value.
+    """
     keys = [key for key, _ in pairs]
     for key in keys:
         if keys.count(key) > 1:
@@ -183,7 +189,7 @@ def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def as_json(imported: Imported) -> dict[str, Any]:
-    """The result as JSON: every key of the file is in honoured, not_honoured or notes."""
+    """Return the result as JSON. Every key of the file is in honoured, not_honoured or notes."""
     return {
         "config": nest(imported.options),
         "honoured": imported.honoured,
@@ -203,7 +209,7 @@ def as_yaml(imported: Imported) -> str:
 
 
 def report(imported: Imported, file: str) -> str:
-    """The remarks by kind, keys with the same value and reason on one line."""
+    """Format the remarks by kind. Keys with the same value and reason share a line."""
     lines = [f"{name_of(file)}, {imported.format}'s configuration: {len(imported.honoured)} keys honoured"]
     for kind, heading in HEADINGS.items():
         remarks = [remark for remark in imported.remarks if remark.kind == kind]

@@ -101,7 +101,7 @@ def parser() -> Parser:
 
 
 def complete(options: argparse.Namespace) -> None:
-    """Ask for what was not given, or take the defaults. Raises ConfigError for what has none."""
+    """Ask for missing options or use defaults. Raises ConfigError for options without a default."""
     from megalite.launch import machine
 
     asks = sys.stdin.isatty() and sys.stdout.isatty() and not options.json
@@ -170,7 +170,7 @@ def check_output(options: argparse.Namespace) -> None:
 
 
 def wanted_by(options: argparse.Namespace) -> tuple[Wanted, NamedModel]:
-    """What the options ask for. Raises ConfigError for a model that cannot be read."""
+    """Return what the options ask for. Raises ConfigError if the model cannot be read."""
     from megalite.commands.models import config_of, find_model, weights_of
     from megalite.planner.first_config import Wanted
 
@@ -210,7 +210,10 @@ def device_of(options: argparse.Namespace) -> Device:
 def text_of(
     options: argparse.Namespace, wanted: Wanted, config: Config, plan: Plan, named: NamedModel
 ) -> str:
-    """The file. A model of the Hub keeps its name, so that the file can be used on other machines."""
+    """Return the text of the file.
+
+    A model on the Hub keeps its name, so that the file can be used on other machines.
+    """
     from megalite.planner.report import explanation
     from megalite.planner.search.run_config import commented
 
@@ -244,7 +247,7 @@ def names_of_hub(options: argparse.Namespace, named: NamedModel) -> dict[str, st
 
 
 def start(options: argparse.Namespace, wanted: Wanted) -> str:
-    """The command that starts the run."""
+    """Return the command that starts the run."""
     from megalite.planner.search.run_config import nodes_for
 
     file, node = shlex.quote(str(options.output)), wanted.device.per_node

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def wanted(words: Sequence[str]) -> bool:
-    """Whether a command line asks to start ranks."""
+    """Return whether a command line asks to start ranks."""
     return any(word.partition("=")[0] in {f"--{name}" for name in LAUNCH} for word in words)
 
 
@@ -92,7 +92,7 @@ def number_of_ranks(text: str) -> str:
 
 
 def check(tool: Parser, options: argparse.Namespace) -> None:
-    """End with status 2 and one message if the options do not fit each other."""
+    """Exit with status 2 and one message if the options are inconsistent."""
     if "RANK" in os.environ:
         tool.error(
             "--nproc cannot be used under torchrun, which has already started the ranks. Remove --nproc."

@@ -47,8 +47,10 @@ class NamedModel:
 
 
 def find_model(given: str, part: hub.Part, option: str) -> NamedModel | None:
-    """The model with a name; None if nothing is called so. A path goes before a name. Raises ConfigError for
-    what cannot be fetched."""
+    """Find the model with a name, or None if there is none. Paths take precedence over names.
+
+    Raises ConfigError if a model cannot be fetched.
+    """
     name = os.path.expanduser(given.removeprefix(HF))
     if given.startswith(HF):
         return NamedModel(
@@ -87,7 +89,7 @@ def _hf_directory(directory: str, option: str, given: str) -> str:
 
 
 def shape_named(given: str, option: str) -> NamedModel:
-    """The model whose shape a name stands for. Raises ConfigError if there is none."""
+    """Return the named model shape. Raises ConfigError if it does not exist."""
     model = find_model(given, "shape", option)
     if model is None:
         near = suggestion(given, [*presets(), *shipped_configs()])
@@ -144,8 +146,10 @@ def config_of(
 
 
 def options_in(file: str, option: str) -> dict[str, Any]:
-    """The options that a configuration file sets, section.key → value. Raises ConfigError if it cannot be
-    read."""
+    """Return the options set in a configuration file, section.key → value.
+
+    Raises ConfigError if it cannot be read.
+    """
     tree = read_tree(file, option)
     return {} if tree is None else flatten(tree, f"in {file}")
 
@@ -199,7 +203,7 @@ def weights_of(given: str, option: str = "the model") -> str:
 
 
 def _run_of(given: str, file: Path, option: str) -> str:
-    """The directory of a configuration's run."""
+    """Return the run directory of a configuration."""
     run = resolve(Arguments(files=[str(file)]), 1, weights=False).run.directory
     if not is_checkpoint(str(run)):
         raise ConfigError(
@@ -223,7 +227,7 @@ def hf_directory(given: str, part: hub.Part, option: str) -> Path:
 
 
 def add_tokenizer_options(add: Callable[..., Any]) -> None:
-    """Declare which tokenizer goes with a model. `add` is the `add_argument` of a parser."""
+    """Add the options that select a tokenizer. `add` is the `add_argument` of a parser."""
     add(
         "--tokenizer",
         type=as_tokenizer,
@@ -238,7 +242,7 @@ def add_tokenizer_options(add: Callable[..., Any]) -> None:
 
 
 def add_average_option(add: Callable[..., Any]) -> None:
-    """Declare that the moving average stands in for the weights."""
+    """Add the option that selects the moving average of the weights."""
     add(
         "--ema",
         action="store_true",

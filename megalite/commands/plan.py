@@ -207,7 +207,7 @@ def calibrate(path: Path) -> str:
 
 
 def check_model(options: argparse.Namespace) -> None:
-    """Raise ConfigError if a model is given and there is no such model."""
+    """Raise ConfigError if the given model does not exist."""
     from megalite.commands.models import config_of
 
     if options.model is not None:
@@ -312,7 +312,7 @@ def active(config: Config) -> int:
 
 
 def cost(job: PlannedJob, plan: Plan, device: Device, options: argparse.Namespace) -> dict[str, float | None]:
-    """Days and dollars for --tokens."""
+    """Return the days and dollars for --tokens."""
     if options.tokens is None:
         return {}
     seconds = options.tokens / (job.global_batch_size * job.sequence_length) * plan.step.total
@@ -339,7 +339,7 @@ def text(search: Search, plans: list[Plan], cost: dict[str, float | None], sente
 
 
 def heading(search: Search, plan: Plan, path: Path) -> str:
-    """The heading of the written file."""
+    """Return the heading of the written file."""
     job = search.job
     nodes = nodes_for(search.gpus, job.device.per_node)
     start = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint NODE0:29500 " if nodes > 1 else ""

@@ -204,7 +204,7 @@ def say(line: str) -> None:
 
 
 def check_used(options: argparse.Namespace, sources: list[InputSource]) -> None:
-    """Raise DataError if an option was given that no input has a use for."""
+    """Raise DataError if an option has no effect on any input."""
     if options.text_key is not None and not any(source.uses_text_key for source in sources):
         raise DataError(
             f"--text_key {options.text_key} has no effect on plain text input. Remove it, or set the "
@@ -215,7 +215,7 @@ def check_used(options: argparse.Namespace, sources: list[InputSource]) -> None:
 
 
 def chosen_tokenizer(options: argparse.Namespace) -> str:
-    """The tokenizer argument of `prepare`. Raises DataError if the options exclude each other."""
+    """Return the tokenizer argument of `prepare`. Raises DataError if options conflict."""
     if options.workers is not None and options.workers < 1:
         raise DataError(f"--workers must be at least 1, got {options.workers}.")
     if options.skip_bad < 0:
@@ -241,7 +241,7 @@ def chosen_tokenizer(options: argparse.Namespace) -> str:
 
 
 def chosen_chat(options: argparse.Namespace) -> Chats | None:
-    """How conversations are tokenized; None for texts. Raises DataError if the options exclude each other."""
+    """Return how to tokenize conversations; None for texts. Raises DataError if options conflict."""
     if not options.chat:
         unset = {
             "chat_template": None,

@@ -38,8 +38,10 @@ def main(argv: list[str] | None = None) -> None:
 def write_page(
     tool: Parser, directories: list[Path], output: Path | None, as_json: bool = False
 ) -> list[RecordedRun]:
-    """Read the runs, and write their page if there is a path for it. Ends with one message if that is not
-    possible."""
+    """Read the runs and write their page if a path is given.
+
+    Exits with an error message if that fails.
+    """
     try:
         with progress_of(as_json) as progress:
             progress("reading the runs")
@@ -83,7 +85,7 @@ def serve(tool: Parser, options: argparse.Namespace) -> None:
 
 
 def wait_for(tool: Parser, directory: Path) -> None:
-    """Wait until a run has made its directory."""
+    """Wait until a run has created its directory."""
     if directory.exists() and not directory.is_dir():
         tool.error(
             f"{directory} is not a directory. Pass a run directory; the run does not have to be started yet."

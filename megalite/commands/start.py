@@ -61,8 +61,7 @@ def start(name: str, arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def prepare_process(name: str) -> None:
-    """What every process does first: the launcher may be killed, and Ctrl-C pressed, while it still
-    imports."""
+    """Set up a process before its imports, when the launcher may be killed or Ctrl-C pressed."""
     # until there is a handler: Python's own one prints a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.set_threshold(NEW_OBJECTS)
@@ -101,7 +100,7 @@ def interruptible(main: Callable[[], int | None]) -> int | None:
 
 
 def end(name: str, status: int) -> NoReturn:
-    """End the process, together with the other ranks where there are any and this one has not failed."""
+    """End the process, together with the other ranks unless this one has failed."""
     distributed = sys.modules.get("torch.distributed")
     if name != "train" and not (distributed and distributed.is_available() and distributed.is_initialized()):
         sys.exit(status)

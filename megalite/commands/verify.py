@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def size_of(word: str) -> int:
-    """A number of ranks; 1 for what is none, which the configuration reports."""
+    """Parse a number of ranks; 1 if it is invalid, which the configuration reports."""
     return max(1, int(word)) if word.strip().isdecimal() else 1
 
 

@@ -28,8 +28,10 @@ SEED = 0
 
 @dataclass(frozen=True)
 class LogitComparison:
-    """The result for one input: the largest absolute difference of logits at each position, and the largest
-    absolute logit."""
+    """Differences of logits for one input.
+
+    The largest absolute difference at each position, and the largest absolute logit.
+    """
 
     name: str
     worst: list[float]
@@ -71,8 +73,7 @@ def compare(
 
 
 def rounding(directory: Path, hf: Path) -> str | None:
-    """An explanation of a difference, if the directory has a lower precision than the checkpoint; else
-    None."""
+    """Explain a difference if the directory has a lower precision than the checkpoint; else None."""
     manifest, dtype = checkpoint.manifest_of(directory), stored_dtype(hf_config(hf))
     weights = [stored.dtype for name, stored in manifest.tensors.items() if name.startswith(WEIGHT)]
     if dtype not in ("bfloat16", "float16") or not {"float32", "float64"}.intersection(weights):
@@ -106,7 +107,7 @@ def _encode(text: str, hf: Path, vocabulary: int, longest: int) -> Tensor:
 
 
 def _their_logits(hf: Path, inputs: dict[str, Tensor], progress: Report) -> dict[str, Tensor]:
-    """The logits of transformers, [rows, tokens, vocabulary] for each input."""
+    """Compute the logits of transformers, [rows, tokens, vocabulary], for each input."""
     progress(f"loading {hf} with transformers")
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -141,7 +142,7 @@ def _their_logits(hf: Path, inputs: dict[str, Tensor], progress: Report) -> dict
 
 
 def load_stage(manifest: Manifest) -> Stage:
-    """The whole model of a checkpoint in this process, in fp32, for forward passes only."""
+    """Load the whole model of a checkpoint in this process, in fp32, for forward passes only."""
     if "config" not in manifest.state:
         raise CheckpointError(f"{manifest.directory} contains no configuration")
     config = for_inference(from_dict(manifest.state["config"]))
@@ -153,7 +154,7 @@ def load_stage(manifest: Manifest) -> Stage:
 
 @torch.no_grad()
 def our_logits(stage: Stage, ids: Tensor) -> Tensor:
-    """Logits of ids [rows, tokens]: [rows, tokens, vocabulary]."""
+    """Compute the logits [rows, tokens, vocabulary] of ids [rows, tokens]."""
     tokens = ids.t().contiguous()  # [tokens, rows]
     state = stage.forward_state(
         Microbatch.of(tokens, tokens, torch.zeros(len(ids), dtype=torch.int64)), step=0, training=False

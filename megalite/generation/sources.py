@@ -54,8 +54,9 @@ class ModelSource:
 
     @cached_property
     def trained_here(self) -> bool:
-        """Whether the model was trained only on our training data, whose documents end with EOS and have no
-        token at their beginning.
+        """Return whether the model was trained only on our data.
+
+        Documents in our data end with EOS and have no token at the start.
 
         A model fine-tuned from Hugging Face weights has learned how its tokenizer begins texts, and is
         prompted as its export would be.
@@ -64,7 +65,7 @@ class ModelSource:
 
 
 def open_source(name: Path | str, average: bool = False) -> ModelSource:
-    """The model of a checkpoint, a run's directory (its newest checkpoint) or hf:DIR. Reads no weights.
+    """Open a checkpoint, a run directory (its newest checkpoint) or hf:DIR without reading weights.
 
     average: with the moving average of the weights (`train.ema_decay`) in their place. Raises CheckpointError
     or ConfigError.
@@ -95,8 +96,10 @@ def open_source(name: Path | str, average: bool = False) -> ModelSource:
 
 
 def _began_elsewhere(config: Config) -> bool:
-    """Whether a run's weights originate from a Hugging Face model, directly or through other runs whose
-    checkpoints can still be read."""
+    """Return whether the weights of a run originate from a Hugging Face model.
+
+    Follows runs that started from other runs, as long as their checkpoints can be read.
+    """
     while (start := config.model.initial_weights) is not None:
         if start.startswith(HF):
             return True
@@ -112,8 +115,10 @@ def _began_elsewhere(config: Config) -> bool:
 def for_inference(
     config: Config, *, tp: int = 1, pp: int = 1, cp: int = 1, precision: str = "fp32"
 ) -> Config:
-    """The configuration of the same model for forward passes only, on its own layout, independent of the
-    layout of training. Modules of multi-token prediction, which only training uses, are left out.
+    """Return the configuration of the same model for forward passes only, on its own layout.
+
+    It is independent of the training layout, and has no modules of multi-token prediction, which only
+    training uses.
 
     cp ranks gather keys and values: the key-value cache needs them whole in any case.
     """
@@ -160,8 +165,9 @@ def tokenizer_of(
     allow_change: bool = False,
     tell: Callable[[str], object] = lambda line: None,
 ) -> Tokenizer:
-    """The tokenizer given by name, else that of the training data, else the one that came with the weights.
-    The training data's is read from the run's copy where its own place does not hold it any more.
+    """Return the named tokenizer, else that of the training data, else the one stored with the weights.
+
+    The tokenizer of the training data is read from the copy in the run if its original is gone.
 
     allow_change: accept another tokenizer than the weights were trained with; `tell` is called with a line
     about it. Raises ConfigError if there is no tokenizer or it does not fit the model.
@@ -194,7 +200,7 @@ def tokenizer_of(
 
 
 def _training_data(source: ModelSource) -> str | None:
-    """PREFIX of the token file that a model was trained on; the first one if there are several."""
+    """Return the PREFIX of the token file that a model was trained on, the first if there are several."""
     train = source.config.data.train
     return train if train is None or isinstance(train, str) else next(iter(train), None)
 
@@ -222,8 +228,10 @@ def _own_tokenizer(source: ModelSource) -> Tokenizer:
 
 
 def opening(source: ModelSource, tokenizer: Tokenizer) -> list[int]:
-    """The tokens before a prompt: BOS if the tokenizer adds one and the model was trained on texts that begin
-    with it."""
+    """Return the tokens before a prompt.
+
+    BOS if the tokenizer adds one and the model was trained on texts that begin with it.
+    """
     return (
         [tokenizer.bos]
         if tokenizer.adds_bos and tokenizer.bos is not None and not source.trained_here
@@ -232,14 +240,17 @@ def opening(source: ModelSource, tokenizer: Tokenizer) -> list[int]:
 
 
 def end_tokens(source: ModelSource, tokenizer: Tokenizer) -> frozenset[int]:
-    """The tokens that end a text: the tokenizer's EOS, and those in generation_config.json or else
-    config.json."""
+    """Return the tokens that end a text.
+
+    The EOS of the tokenizer, and those in generation_config.json or else config.json.
+    """
     return frozenset((tokenizer.eos, *([] if source.companions is None else end_ids(source.companions))))
 
 
 def chat_template(source: ModelSource, tokenizer: Tokenizer, named: bool, file: Path | None) -> ChatTemplate:
-    """The model's chat template: that of the file, else of its training data, else of its tokenizer, else our
-    default.
+    """Return the chat template of the model.
+
+    It is read from the given file, else the training data, else the tokenizer, else our default.
 
     named: whether the tokenizer was given by name, whose own template then goes before that of the training
     data. Raises ConfigError if a file cannot be read, or if the template of the training data is gone.

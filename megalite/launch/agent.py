@@ -96,7 +96,7 @@ def launch(options: Launch, command: Sequence[str]) -> int:
 
 
 def _environment(options: Launch, end_file: Path) -> dict[str, str]:
-    """What the ranks inherit."""
+    """Return the environment that the ranks inherit."""
     variables = {
         END_FILE: str(end_file),
         LOGS: str(end_file.parent),
@@ -112,8 +112,7 @@ def _environment(options: Launch, end_file: Path) -> dict[str, str]:
 
 
 def _meeting(options: Launch) -> RendezvousParameters:
-    """How the agents of all nodes meet: with node ranks at a fixed store, without them in the order of
-    arrival."""
+    """Return the rendezvous of the agents: a fixed store with node ranks, else in order of arrival."""
     job = os.environ.get("SLURM_JOB_ID", "megalite")
     common: dict[str, Any] = {"run_id": job, "min_nodes": options.nodes, "max_nodes": options.nodes}
     waits: dict[str, Any] = dict.fromkeys(
@@ -191,7 +190,7 @@ class _Agent(LocalElasticAgent):
         return any(statuses) or None not in statuses
 
     def _end(self, rank: int, failure: ProcessFailure) -> End:
-        """How a rank has ended, by its exit status and by what it has left in its error file."""
+        """Describe the exit of a rank from its exit status and its error file."""
         message = failure.error_file_data.get("message")
         content = message.get("extraInfo", {}) if isinstance(message, dict) else {}
         lost, status, noted = lost_in(content.get("lost")), failure.exitcode, self._ended.get(rank)
@@ -206,8 +205,10 @@ class _Agent(LocalElasticAgent):
         return End(rank, status, kind, at, lost, self._kills.explanation(failure.pid) if killed else "")
 
     def forward(self, number: int) -> None:
-        """Pass a signal on to the ranks, and end those that have not ended after a time. Called on the
-        listener's thread."""
+        """Forward a signal to the ranks, and kill those that do not exit in time.
+
+        Called on the listener's thread.
+        """
         if not self.pids:
             end_at_once(
                 f"{signal_message(number)} before the first step; nothing was changed",
@@ -233,14 +234,16 @@ class _Agent(LocalElasticAgent):
         self._send(signal.SIGKILL)
 
     def finish(self) -> None:
-        """Leave the meeting."""
+        """Leave the rendezvous."""
         self._timer.cancel()
         with suppress(Exception):  # the store's node may have ended
             self._rdzv_handler.shutdown()
 
     def outcome(self, result: RunResult | None) -> int:
-        """The exit status of the run. Prints a line about a rank that has failed, unless it has said itself
-        why."""
+        """Return the exit status of the run.
+
+        Prints a line about the failed rank, unless the rank has reported its failure itself.
+        """
         if result is None:  # another node has closed the meeting
             say("the other nodes have ended")
             return int(ExitStatus.FAILED)

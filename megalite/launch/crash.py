@@ -86,7 +86,7 @@ VARIABLES = (
 
 @dataclass(frozen=True)
 class RankReport:
-    """What is known of one rank.
+    """The part of one rank in a crash report.
 
     Attributes:
         written: seconds since the epoch.
@@ -191,7 +191,7 @@ def launcher_failed(
 
 
 def _part(end: End, logs: Path, job: str) -> RankReport:
-    """What a launcher knows of a rank that has written no part."""
+    """Return what the launcher knows about a rank that has not written its part."""
     reason = "stopped by the launcher" if end.kind is ExitCause.ENDED else str(end)
     lines = log_of(logs, end.rank)[-MOST_LINES:]
     return RankReport(
@@ -200,7 +200,7 @@ def _part(end: End, logs: Path, job: str) -> RankReport:
 
 
 def best_effort(action: Callable[[], None]) -> None:
-    """Run an action that may fail, and may hang on a disk that does not answer."""
+    """Run an action that may fail, or may hang on an unresponsive disk."""
 
     def run() -> None:
         with suppress(Exception):
@@ -212,7 +212,7 @@ def best_effort(action: Callable[[], None]) -> None:
 
 
 def set_aside(directory: Path) -> None:
-    """A run that trains again keeps the report of its last failure under another name."""
+    """Rename the report of the last failure when a run starts to train again."""
     with suppress(OSError):
         (directory / FILE).replace(directory / PREVIOUS)
     shutil.rmtree(directory / PARTS, ignore_errors=True)
@@ -231,8 +231,10 @@ def _write_part(directory: Path, part: RankReport, always: bool = False) -> None
 
 
 def _parts(directory: Path, since: float, job: str) -> list[RankReport]:
-    """The parts of this job, the earliest first. Times of other hosts count only where a part does not say of
-    which job it is."""
+    """Return the parts of this job, the earliest first.
+
+    Times of other hosts are only used if a part does not name its job.
+    """
     parts = []
     for path in sorted((directory / PARTS).glob("rank_*.json")):
         with suppress(OSError, ValueError, TypeError):
@@ -251,7 +253,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _compose(config: Config, since: float, job: str, reason: str | None) -> None:
-    """Write crash.md from all parts, again if another one has arrived meanwhile."""
+    """Write crash.md from all parts, again if another part has arrived meanwhile."""
     directory, written = config.run.directory, list[RankReport]()
     while (parts := _parts(directory, since, job)) != written:
         _replace(directory / FILE, report(config, parts, reason))
@@ -259,8 +261,7 @@ def _compose(config: Config, since: float, job: str, reason: str | None) -> None
 
 
 def completed(parts: Iterable[RankReport]) -> list[RankReport]:
-    """The parts, what caused the others first; with what they say of a rank that they have lost and that has
-    said nothing itself."""
+    """Sort the parts by cause and add parts for lost ranks that have not written one."""
     by_rank = {part.rank: part for part in parts}
     for part in by_cause(by_rank.values()):
         lost = lost_in(part.lost)
@@ -283,7 +284,7 @@ def completed(parts: Iterable[RankReport]) -> list[RankReport]:
 
 
 def report(config: Config, parts: Sequence[RankReport], reason: str | None = None) -> str:
-    """The text of crash.md. reason: how it ended, in the launcher's words."""
+    """Return the text of crash.md. reason: the launcher's description of the failure."""
     ordered = completed(parts)
     reasons = [part.reason for part in ordered[:1] if part.reason not in (reason or "")]
     rows = [
@@ -330,7 +331,7 @@ def report(config: Config, parts: Sequence[RankReport], reason: str | None = Non
 
 
 def _section(title: str, text: str, language: str = "") -> str:
-    """A heading and a block of text, whose fence is longer than any in the text."""
+    """Format a heading and a text block with a fence longer than any in the text."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"## {title}\n\n{fence}{language}\n{text.strip()}\n{fence}"
 
@@ -341,8 +342,10 @@ def _cell(text: str) -> str:
 
 
 def changed_options(config: Config) -> dict[str, dict[str, Any]]:
-    """The options that differ from their defaults, by section. Of network.variables only known ones have
-    their values."""
+    """Return the options that differ from their defaults, by section.
+
+    Values of network.variables are only shown for known variables.
+    """
     defaults, changed = to_dict(from_dict({})), dict[str, dict[str, Any]]()
     for section, options in to_dict(config).items():
         if own := {name: value for name, value in options.items() if value != defaults[section].get(name)}:
@@ -355,7 +358,7 @@ def changed_options(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def _environment(directory: Path) -> dict[str, Any]:
-    """Versions, devices as the run has recorded them, and known environment variables."""
+    """Return versions, devices as recorded by the run, and known environment variables."""
     recorded: dict[str, Any] = {}
     with suppress(OSError, ValueError):
         recorded = json.loads((directory / "environment.json").read_text(encoding="utf-8"))
@@ -374,7 +377,7 @@ def _environment(directory: Path) -> dict[str, Any]:
 
 
 def _own_memory() -> list[str]:
-    """What this process uses, on the host and on its GPU."""
+    """Return the host and GPU memory that this process uses."""
     import torch
 
     lines = []
@@ -402,7 +405,7 @@ def _own_memory() -> list[str]:
 
 
 def _host_memory(directory: Path) -> list[str]:
-    """What this host has: memory, that of its container, and room on its disks."""
+    """Return the memory of this host and container, and the free space on its disks."""
     lines = []
     with suppress(OSError):
         amounts = dict(

@@ -42,7 +42,7 @@ SHOWN = ("NCCL_", "GLOO_", "CUDA_", "TORCH_", "PYTORCH_", "OMP_", "UCX_", "FI_")
 
 
 def variables(network: NetworkConfig) -> dict[str, str]:
-    """The environment variables that the options set."""
+    """Return the environment variables that the options set."""
     values = {
         "NCCL_SOCKET_IFNAME": network.interface,
         "GLOO_SOCKET_IFNAME": network.interface,
@@ -77,7 +77,7 @@ def set_variables(network: NetworkConfig, environment: MutableMapping[str, str] 
 
 
 def facts(device: torch.device, local_world_size: int) -> RankEnvironment:
-    """This rank's software and hardware."""
+    """Return the software and hardware of this rank."""
     import torch
 
     gpu = device.type == "cuda"
@@ -95,7 +95,7 @@ def facts(device: torch.device, local_world_size: int) -> RankEnvironment:
 
 
 def software() -> dict[str, str]:
-    """Versions of what computes."""
+    """Return the versions of the libraries that affect results."""
     import torch
 
     return {
@@ -106,7 +106,7 @@ def software() -> dict[str, str]:
 
 @cache
 def _digest(package: Path) -> str:
-    """Eight hexadecimal digits of a hash of the package's sources."""
+    """Return eight hexadecimal digits of a hash of the package's sources."""
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -120,8 +120,10 @@ def _free_shared_memory() -> int | None:
 
 
 def odd_ranks(environments: Sequence[RankEnvironment], names: Sequence[str]) -> list[str]:
-    """A line for each name whose value differs between ranks: the most common value, and the ranks with
-    another one."""
+    """Return a line for each name whose value differs between ranks.
+
+    It shows the most common value, and the ranks with other values.
+    """
     lines = []
     for name in names:
         counts = Counter(own.get(name) for own in environments)
@@ -144,7 +146,7 @@ def _listed(ranks: Sequence[int], most: int = 8) -> str:
 
 
 def short_of_memory(environments: Sequence[RankEnvironment]) -> list[str]:
-    """A line for each host whose /dev/shm may be too small for its ranks."""
+    """Return a line for each host whose /dev/shm may be too small for its ranks."""
     hosts = {own["host"]: own for own in environments}
     return [
         f"{host}: /dev/shm has {own['shared_memory'] / 2**20:,.0f} MiB free, but its ranks may need "
@@ -155,8 +157,10 @@ def short_of_memory(environments: Sequence[RankEnvironment]) -> list[str]:
 
 
 def on_one_gpu(environments: Sequence[RankEnvironment]) -> list[str]:
-    """A line for each GPU that several ranks have. NCCL tells hosts apart by NCCL_HOSTID, and so does
-    this."""
+    """Return a line for each GPU that several ranks share.
+
+    Hosts are identified by NCCL_HOSTID, as in NCCL.
+    """
     users: dict[tuple[str, str], list[int]] = {}
     for rank, own in enumerate(environments):
         if own["gpu"] is not None:
@@ -169,7 +173,7 @@ def on_one_gpu(environments: Sequence[RankEnvironment]) -> list[str]:
 
 
 def across_hosts(environments: Sequence[RankEnvironment], tp: int) -> list[str]:
-    """A line if tensor-parallel ranks, which are neighbours (`megalite.mesh`), span hosts."""
+    """Return a line if tensor-parallel ranks, which are neighbors (`megalite.mesh`), span hosts."""
     groups = [environments[first : first + tp] for first in range(0, len(environments), tp)]
     spread = [number for number, group in enumerate(groups) if len({own["host"] for own in group}) > 1]
     if not spread:

@@ -27,8 +27,9 @@ MOST_FLOPS = 1e8  # of a measured product, about 1 ms on one core: a larger one 
 
 
 class MatmulShape(NamedTuple):
-    """`times` equal products of a step: [batch, rows, inner] · [batch, inner, columns], or two-dimensional
-    ones if `batch` is 0.
+    """A matrix product that a step computes `times` times.
+
+    The shape is [batch, rows, inner] · [batch, inner, columns], or two-dimensional if `batch` is 0.
 
     Attributes:
         transposed: which factors are transposed views, as a linear layer's weight is in its forward pass.
@@ -43,13 +44,13 @@ class MatmulShape(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Of one of them."""
+        """FLOPs of one product."""
         return 2.0 * max(self.batch, 1) * self.rows * self.inner * self.columns
 
 
 @functools.cache
 def rounds() -> bool:
-    """Whether this process's oneDNN rounds fp32 factors to bf16."""
+    """Return whether oneDNN rounds fp32 factors to bf16 in this process."""
     before = torch.get_float32_matmul_precision()
     factor = torch.full((128, 128), 1.0 + 2.0**-12)  # is 1 in bf16
     try:
@@ -60,24 +61,24 @@ def rounds() -> bool:
 
 
 def default() -> Path:
-    """The library without a measurement, and in deterministic runs."""
+    """Return the library used in deterministic runs and without a measurement."""
     return "mkl" if rounds() else "onednn"
 
 
 def use(path: Path) -> None:
-    """Compute this process's fp32 products with a library."""
+    """Select the library for fp32 matrix products in this process."""
     torch.set_float32_matmul_precision(SETTINGS[path])
 
 
 def in_use() -> str:
-    """The name of the library that this process computes fp32 products with."""
+    """Return the name of the library that computes fp32 products in this process."""
     if torch.get_float32_matmul_precision() == SETTINGS["mkl"]:
         return NAMES["mkl"]
     return NAMES["bf16" if rounds() else "onednn"]
 
 
 def candidates(option: str, rounded: bool) -> tuple[Path, ...]:
-    """The libraries that an option, `train.fp32_matmul`, allows, the preferred one first.
+    """Return the libraries that `train.fp32_matmul` allows, the preferred one first.
 
     Args:
         rounded: oneDNN rounds factors to bf16 (`rounds`, on any rank).
@@ -90,8 +91,7 @@ def candidates(option: str, rounded: bool) -> tuple[Path, ...]:
 
 
 def measure(products: Sequence[MatmulShape], paths: Sequence[Path]) -> dict[Path, float]:
-    """Processor seconds of a step's products in each library. Takes about two tenths of one, whatever the
-    model.
+    """Measure the processor seconds of a step's products in each library, in about 0.2 s.
 
     The libraries alternate product by product, the list is repeated, and the best time of each counts, in
     seconds of all threads that the process was running: ranks that share cores and other programs then change
@@ -117,7 +117,7 @@ def measure(products: Sequence[MatmulShape], paths: Sequence[Path]) -> dict[Path
 
 
 def _operands(product: MatmulShape) -> tuple[Tensor, Tensor, float]:
-    """Two factors, and the ratio of the whole product's FLOPs to theirs: those of a large product are cut."""
+    """Return two factors, cut if large, and the ratio of the whole product's FLOPs to theirs."""
     batch, rows, inner, columns = (
         min(size, 2048) for size in (product.batch, product.rows, product.inner, product.columns)
     )
@@ -136,6 +136,6 @@ def _operands(product: MatmulShape) -> tuple[Tensor, Tensor, float]:
 
 
 def _filled(shape: tuple[int, int], batch: int, transposed: bool) -> Tensor:
-    """A matrix of constants, or a batch of them. Random numbers would advance the process's generator."""
+    """Return a constant matrix or batch. Random numbers would advance the generator of the process."""
     leading = [batch] if batch else []
     return torch.full([*leading, *shape[::-1]], 0.5).mT if transposed else torch.full([*leading, *shape], 0.5)

@@ -24,8 +24,9 @@ RECORD = 8192  # bytes, at least the longest record of the kernel's log
 
 
 class MemoryKills:
-    """What the counters say now, for a comparison later. Processes that are started afterwards are children
-    of this one.
+    """A snapshot of the kernel's counters of out-of-memory kills, for a later comparison.
+
+    Processes that are started afterwards are children of this one.
 
     Args:
         own, groups, log: where the kernel says in which group this process is, has the groups, and has its
@@ -37,7 +38,7 @@ class MemoryKills:
         self._since, self._before = monotonic(), self._counts()
 
     def explanation(self, pid: int | None = None) -> str:
-        """Says that the kernel has killed a process since then for lack of memory; empty if not.
+        """Describe an out-of-memory kill since the snapshot; empty if there was none.
 
         The log names the process. The counters are those of all processes of the group: what they say may be
         true of another one.
@@ -58,8 +59,10 @@ class MemoryKills:
         return ""
 
     def _counts(self) -> dict[str, int]:
-        """The counters by file. `memory.failcnt` counts only where nothing counts kills: a limit may be
-        reached without one."""
+        """Return the counters by file.
+
+        `memory.failcnt` is only used if no file counts kills, since a limit may be reached without a kill.
+        """
         counts: dict[str, int] = {}
         for group in groups(self._own, self._groups):
             for name, key in KILLS.items():
@@ -71,8 +74,10 @@ class MemoryKills:
         return counts
 
     def _messages(self) -> str:
-        """The kernel's log since the beginning; empty where it may not be read. A record is
-        `priority,number,microseconds,…;message`."""
+        """Read the kernel log; empty if it is not readable.
+
+        A record is `priority,number,microseconds,…;message`.
+        """
         text = ""
         with suppress(OSError):
             log = os.open(self._log, os.O_RDONLY | os.O_NONBLOCK)
@@ -86,7 +91,7 @@ class MemoryKills:
 
 
 def _next(log: int) -> str:
-    """The next record; empty at the end."""
+    """Return the next record, or an empty text at the end."""
     while True:
         try:
             return os.read(log, RECORD).decode(errors="replace")
@@ -97,14 +102,13 @@ def _next(log: int) -> str:
 
 
 def _microseconds(line: str) -> float:
-    """When a record was written, after the kernel's start; -1 for a line that continues one."""
+    """Return the time of a record since the kernel's start, or -1 for a continuation line."""
     match = re.match(r"\d+,\d+,(\d+),", line)
     return float(match[1]) if match else -1.0
 
 
 def groups(own: Path = OWN, root: Path = GROUPS) -> list[Path]:
-    """The directories that may have the memory's counters of this process's control group; the most exact one
-    first."""
+    """Return the directories that may have the memory counters of this control group, the best first."""
     return list(dict.fromkeys(place for place in _places(own, root) if place.is_dir()))
 
 
@@ -120,7 +124,7 @@ def _places(own: Path, root: Path) -> Iterator[Path]:
 
 
 def describe() -> list[str]:
-    """Limit, use and counters of this process's control group, a line each."""
+    """Return the limit, use and counters of this process's control group, one per line."""
     lines: dict[str, str] = {}
     for group in groups():
         for name in (*LIMITS, *KILLS):

@@ -33,7 +33,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
 
 def world_size() -> int:
-    """Number of ranks that torchrun started; 1 without it."""
+    """Return the number of ranks that torchrun started; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -42,7 +42,7 @@ def local_rank() -> int:
 
 
 def choose_device() -> torch.device:
-    """The local rank's own GPU; the CPU if no GPU is visible.
+    """Return the GPU of the local rank, or the CPU if no GPU is visible.
 
     If one GPU is visible it is this rank's: some launchers show each rank its own only (SLURM's
     --gpus-per-task=1). `compare_ranks` finds out if it is the same one for several ranks.
@@ -63,8 +63,10 @@ def choose_device() -> torch.device:
 
 
 def configure_process(device: torch.device, deterministic: bool = False) -> None:
-    """Set what makes it fast without changing results beyond rounding, and deterministic algorithms on
-    request."""
+    """Configure torch for speed and, on request, for deterministic algorithms.
+
+    The settings change results by rounding at most.
+    """
     if device.type == "cpu":
         configure_cpu()
     else:
@@ -170,8 +172,10 @@ def exit_after_failure(
 
 
 def _origin(error: object, reason: str) -> str:
-    """Names the rank that failed first, as far as the ranks have stored it. `reason`: why this rank failed,
-    if it is the first."""
+    """Describe the rank that failed first, as far as the ranks have stored it.
+
+    reason: why this rank failed, if it is the first.
+    """
     import torch.distributed as dist
 
     if world_size() == 1 or not (reason or hasattr(error, "peer")):

@@ -34,7 +34,7 @@ REFRESH_S, STALE_S = 10.0, 60.0
 
 
 class InUseError(ConfigError):
-    """Another job uses the run's directory; the message names it."""
+    """Another job uses the run directory. The message names the job."""
 
 
 @dataclass(frozen=True)
@@ -94,14 +94,13 @@ def _machine() -> str:
 
 
 def start_of(pid: int) -> int | None:
-    """When a process of this machine started, in ticks since the kernel's start; None if it has ended, or
-    without /proc."""
+    """Return when a process started, in ticks since boot; None if it has ended or without /proc."""
     process = look(pid)
     return None if process is None else process.started
 
 
 class RunLock:
-    """Holds the lock of a directory from `acquire` to `release`, renewed by a thread in between.
+    """A lock of a run directory, renewed by a thread until it is released.
 
     Args:
         directory: of the run; created if it does not exist.
@@ -142,7 +141,7 @@ class RunLock:
         return note
 
     def _take(self) -> str | None:
-        """Create the lock; a stale one is removed before. Returns a line about that one, or None."""
+        """Create the lock, removing a stale one. Returns a line about the stale lock, or None."""
         note = None
         while not self._create(self.path):
             holder, why = self._judge()
@@ -170,7 +169,7 @@ class RunLock:
             raise InUseError(f"{self.path.parent} is locked by {read(self.path)}, which has just started.")
 
     def release(self) -> None:
-        """Remove the lock, if it is still this job's."""
+        """Remove the lock if this job still owns it."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()
@@ -182,7 +181,7 @@ class RunLock:
             say(f"could not remove the run lock {self.path}: {error.strerror}")
 
     def _create(self, path: Path) -> bool:
-        """Create a file that names this job, unless it exists. A reader never sees a part of it."""
+        """Create the lock file unless it exists. Readers never see a partial file."""
         own = path.with_name(f".{path.name}.{self.holder.token}")
         text = json.dumps(asdict(self.holder)) + "\n"
         try:
@@ -199,7 +198,7 @@ class RunLock:
         return True
 
     def _judge(self) -> tuple[Holder | None, str | None]:
-        """The holder (None: there is none any more), and why its lock is stale (None: it is not)."""
+        """Return the holder (None: no lock) and why its lock is stale (None: it is not)."""
         holder = read(self.path)
         if holder is None:
             return None, None
@@ -222,8 +221,10 @@ class RunLock:
         ] else f"the lock has not been renewed for {after[0]:.0f} s"
 
     def _age(self) -> tuple[float, int] | None:
-        """Seconds since the last renewal, by the clock of the file system, and the time of that renewal;
-        None: there is no lock."""
+        """Return the seconds since the last renewal and its time, or None if there is no lock.
+
+        Ages are measured with the clock of the file system.
+        """
         probe = self.path.with_name(f".{FILE}.{self.holder.token}")
         probe.touch()
         try:
@@ -235,8 +236,10 @@ class RunLock:
             probe.unlink()
 
     def _remove_stale(self, stale: Holder) -> bool:
-        """Remove a stale lock; returns whether this job did. One at a time, so that none removes the lock
-        that another has just taken."""
+        """Remove a stale lock and return whether this job did.
+
+        Only one job at a time removes locks, so that none removes a lock that another job has just taken.
+        """
         guard = self.path.with_name(f"{FILE}.takeover")
         if not self._create(guard):
             with suppress(FileNotFoundError):  # left by a job that was killed at this very point
@@ -254,8 +257,7 @@ class RunLock:
             guard.unlink(missing_ok=True)
 
     def _renew(self) -> None:
-        """Renew the lock until `release`; says once if another job has taken it, or if it has gone with its
-        directory."""
+        """Renew the lock until `release`, and report once if it was taken over or removed."""
         reported = False
         while not self._over.wait(self._refresh_s):
             with self._moving:
@@ -265,7 +267,7 @@ class RunLock:
                 say(f"the run lock {self.path} {problem}")
 
     def _renew_once(self) -> str | None:
-        """Renew the lock, or take it again if it is gone. Returns what is wrong, or None."""
+        """Renew the lock, or recreate it if it is gone. Returns an error message, or None."""
         try:
             holder = read(self.path)
             if holder is None:
@@ -296,8 +298,10 @@ def _create_exclusively(path: Path, text: str) -> bool:
 
 
 def read(path: Path) -> Holder | None:
-    """The holder named in a lock; None if there is no lock. A damaged one has an unknown holder, and is
-    judged by its age."""
+    """Return the holder named in a lock, or None if there is no lock.
+
+    A damaged lock has an unknown holder and is judged by its age.
+    """
     try:
         return Holder(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:

@@ -158,7 +158,7 @@ REFUSED = {
     "text_key of texts": (
         {"a.txt": "a"},
         ["--text_key", "body"],
-        "--text_key body names the text of a record, and the input is read as text",
+        "--text_key body has no effect on plain text input",
     ),
     "text_key of forced texts": (
         {"a.jsonl": LINES},

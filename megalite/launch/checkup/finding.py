@@ -29,7 +29,7 @@ Check = Callable[[], Iterable[Finding]]
 
 
 def bounded(name: str, check: Check, seconds: float) -> list[Finding]:
-    """The findings of a check; one that says so if it fails, or does not end in time."""
+    """Return the findings of a check, or one that reports that it failed or timed out."""
     findings: list[Finding] = []
 
     def run() -> None:

@@ -133,7 +133,7 @@ def host_name() -> Iterator[Finding]:
 
 
 def compiler() -> Iterator[Finding]:
-    """Triton compiles a launcher in C, against Python's headers, when a kernel first runs."""
+    """Check the C compiler and the Python headers, which Triton needs to launch its first kernel."""
     verdict = "bad" if machine.gpus() else "note"
     words = os.environ.get("CC", "").split() or next(
         ([name] for name in ("gcc", "clang", "cc") if shutil.which(name)), []

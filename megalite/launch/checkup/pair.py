@@ -22,7 +22,7 @@ LIMIT_S = 120.0  # importing torch from a slow file system takes a minute
 
 
 def findings() -> Iterator[Finding]:
-    """The findings about torch, gloo and Triton."""
+    """Check torch, gloo and Triton in two processes."""
     if machine.version_of("torch") is None:
         return  # a finding of its own
     answers, error, hangs = _run()
@@ -80,7 +80,7 @@ def _gloo(seconds: float | None, error: str, hangs: bool) -> Finding:
 
 
 def _run() -> tuple[dict[str, Any], str, bool]:
-    """The answers of both processes by name, the last line of an error, and whether one had to be ended."""
+    """Return the answers of both processes by name, the last error line, and whether one was killed."""
     own = {**os.environ, **marked(), "PYTHONPATH": package_path(), "OMP_NUM_THREADS": "1"}
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         own.pop(name, None)
@@ -111,8 +111,10 @@ def _run() -> tuple[dict[str, Any], str, bool]:
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> bool:
-    """Wait for both, and end them at the limit or if one has failed. Returns whether one was ended at the
-    limit."""
+    """Wait for both processes and kill them at the limit or if one fails.
+
+    Returns whether one was killed at the limit.
+    """
     end = time.monotonic() + LIMIT_S
     try:
         while (

@@ -48,7 +48,7 @@ def torch_facts() -> dict[str, Any]:
 
 
 def add(rank: int, store: str) -> float:
-    """Seconds of a sum over both processes."""
+    """Return the seconds of an all-reduce over both processes."""
     import torch
     import torch.distributed as dist
 
@@ -63,7 +63,7 @@ def add(rank: int, store: str) -> float:
 
 
 def matmul() -> str:
-    """A matmul on every GPU."""
+    """Run a matmul on every GPU."""
     import torch
 
     for index in range(torch.cuda.device_count()):
@@ -74,8 +74,10 @@ def matmul() -> str:
 
 
 def compiled() -> str:
-    """An empty text if Triton compiles a kernel for the GPU, or where there is none for an A100; else the
-    reason why it does not."""
+    """Return why Triton cannot compile a kernel, or an empty text if it can.
+
+    Without a GPU, the kernel is compiled for an A100.
+    """
     import torch
 
     try:

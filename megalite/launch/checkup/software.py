@@ -22,7 +22,7 @@ REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[\w,]+\])?\s*(?:>=\s*([\d.]+))?")
 
 
 def findings() -> Iterator[Finding]:
-    """Python, the packages that every run needs, and the extras."""
+    """Check Python, the packages that every run needs, and the extras."""
     try:
         metadata = importlib.metadata.metadata("megalite")
     except importlib.metadata.PackageNotFoundError:
@@ -46,7 +46,7 @@ def findings() -> Iterator[Finding]:
 
 
 def install(extra: str) -> str:
-    """The command that installs megalite with an extra."""
+    """Return the command that installs megalite with an extra."""
     suffix = f"[{extra}]" if extra else ""
     return (
         f"pip install 'megalite{suffix}'"
@@ -56,7 +56,7 @@ def install(extra: str) -> str:
 
 
 def is_older(version: str, needed: str) -> bool:
-    """Whether a version is below another; parts that are no numbers, such as a local build, do not count."""
+    """Return whether a version is older than another, ignoring parts that are not numbers."""
 
     def numbers(text: str) -> list[int]:
         return [int(part) for part in re.match(r"[\d.]*", text)[0].split(".") if part]  # type: ignore[index]
@@ -96,7 +96,7 @@ def _extra(extra: str, purpose: str, lines: list[str]) -> Finding:
 
 
 def _parsed(line: str) -> tuple[str, str]:
-    """The name of a requirement and its lowest version, or an empty text."""
+    """Return the name of a requirement and its minimum version, or an empty text."""
     match = REQUIREMENT.match(line)
     assert match is not None
     return match[1], match[2] or ""

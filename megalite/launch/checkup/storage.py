@@ -19,7 +19,7 @@ APART_S = 2.0  # seconds by which two clocks may differ
 
 
 def findings(directory: Path) -> Iterator[Finding]:
-    """Checks of a directory, or of the nearest one above that exists; what is written there is removed."""
+    """Check a directory, or its nearest existing parent. Test files are removed."""
     place = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.is_dir())
     name = f"disk {directory}"
     free = shutil.disk_usage(place).free
@@ -48,7 +48,7 @@ def findings(directory: Path) -> Iterator[Finding]:
 
 
 def _clock(path: str) -> Finding:
-    """A file system may have a clock of its own: that of its server."""
+    """Compare the clock of the file system, which may be that of a server, with the host's."""
     before = time.time()
     os.utime(path)
     after, stamped = time.time(), os.stat(path).st_mtime
@@ -62,7 +62,7 @@ def _clock(path: str) -> Finding:
 
 
 def _speed(file: int) -> tuple[float, float]:
-    """Bytes/s of writing with fsync, and of reading what is no longer in memory."""
+    """Measure the speed in bytes/s of writing with fsync, and of reading uncached data."""
     block = os.urandom(BLOCK)
     started, blocks = time.monotonic(), 0
     while blocks < MOST_BLOCKS and (time.monotonic() - started < MOST_S or blocks == 0):
