@@ -1,7 +1,7 @@
 """Continue texts with a trained model.
 
-    megalite generate runs/quickstart --prompt 'def main(' [--tokens 100 --temperature 0.8 --top_k 50 --top_p
-    1 --seed 0] megalite generate hf:DIR --prompts FILE --tp 2 --pp 2 --json
+    megalite generate runs/quickstart --prompt 'def main(' [--tokens 100 --temperature 0.8 --top_k 50]
+    megalite generate hf:DIR --prompts FILE --tp 2 --pp 2 --json
     megalite generate hf:DIR --chat [--system TEXT]
 
 The model is a checkpoint (step_00000100) of any topology, a run's directory or configuration for its newest

@@ -1,9 +1,8 @@
 """Write a configuration for this machine, with the planner's layout and a comment on every option.
 
-    megalite init                                                    asks
+    megalite init                                                    ask for everything
     megalite init --from llama-3.2-1b --data data/corpus --output run.yaml
-    megalite init --from org/name --weights --data data/chats        continue from a model's weights, or
-    fine-tune it
+    megalite init --from org/name --weights --data data/chats        continue training or fine-tune
     megalite init --from llama-3-8b --gpus 64 --gpu h100             for other machines
 
 The model is a preset, a configuration (.yaml, or shipped), a run, a checkpoint, or a Hugging Face directory

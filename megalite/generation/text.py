@@ -1,4 +1,4 @@
-"""The text of a model's reply, piece by piece: whole characters only, and nothing of a stop text."""
+"""Decode the reply of a model piece by piece, in whole characters and without stop texts."""
 
 from __future__ import annotations
 

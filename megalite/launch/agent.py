@@ -50,17 +50,17 @@ AT_ONCE_S = 5.0  # from a second Ctrl-C to SIGKILL
 
 @dataclass(frozen=True)
 class Launch:
-    """Which ranks to start, and how they meet those of other nodes.
+    """A launch of the ranks on this node, and their rendezvous with other nodes.
 
     Attributes:
-        ranks: on this machine.
-        node_rank: the place of this node; None: places are given as nodes arrive. endpoint: HOST:PORT of the
-        node where all meet; None with one node. restarts: how often the ranks are started again after one has
-        failed. patience_s: seconds for the ranks to save and end after a signal, and for the other nodes to
-        arrive. newest: returns the newest checkpoint, for the message about a failure. crashed: called with
-        how each rank ended, the message, and as keywords when they were started, and the directory with their
-        last
-            lines.
+        ranks: number of ranks on this machine.
+        node_rank: rank of this node; None: nodes are numbered in order of arrival.
+        endpoint: HOST:PORT of the rendezvous; None with one node.
+        restarts: how often the ranks are restarted after a failure.
+        patience_s: seconds for the ranks to save and exit after a signal, and for other nodes to arrive.
+        newest: returns the newest checkpoint, for the message about a failure.
+        crashed: called with the exit of each rank and the message, and as keywords their start time and the
+            directory with their last lines of output.
     """
 
     ranks: int

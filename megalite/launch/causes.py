@@ -1,5 +1,6 @@
-"""Which of several ranks failed first: a rank that is killed, or fails by itself, makes the ranks that wait
-for it fail as well.
+"""Find the rank that failed first.
+
+A rank that is killed or fails makes the ranks that wait for it fail as well.
 
 Kinds count before times: the operating system tells of several ends in no order, and the clocks of hosts
 differ. For the same reason what ranks say that they have lost counts before times of different hosts. Imports
@@ -37,10 +38,10 @@ class Lost:
     """The loss of another rank that made a rank fail.
 
     Attributes:
-        rank: the rank that was lost first; None if that is not known.
-        reason: the same in words: which rank, how it was lost, on which host, and where it was.
-        host, place: its host, and the last place that is known.
-        silent: its process has ended without a word, as it does when it is killed.
+        rank: the rank that was lost first; None if unknown.
+        reason: a description of the rank, how it was lost, its host and its place.
+        host, place: its host and its last known place.
+        silent: its process exited without a message, for example because it was killed.
     """
 
     rank: int | None = None
@@ -73,8 +74,8 @@ class End:
     Attributes:
         status: its exit status; minus a signal's number.
         written: seconds since the epoch.
-        lost: what it has lost, if it has said so.
-        note: what else is known about it.
+        lost: the loss of another rank that it has reported.
+        note: additional information.
     """
 
     rank: int

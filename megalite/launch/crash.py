@@ -1,4 +1,4 @@
-"""crash.md in a run's directory: what one needs to know about a run that has failed, in one file to paste.
+"""crash.md in a run directory: one file to paste that describes the failure of a run.
 
 Each rank that fails writes its part to .crash/. The launcher (`train --nproc`) adds those of ranks that could
 not, from the lines that they printed, and writes crash.md from all parts; without it, each rank does, so that
@@ -91,9 +91,10 @@ class RankReport:
     Attributes:
         written: seconds since the epoch.
         trace: the traceback of an unexpected error.
-        kind, lost: why it ended, and what it had lost: a `Lost` as plain data.
-        status: that it ended with, as of `End`; of a rank that wrote its part itself 1.
-        job: identifies the job on all hosts; empty if its ranks had not begun it.
+        kind: why the rank exited.
+        lost: the loss that made it fail: a `Lost` as plain data.
+        status: exit status, as in `End`; 1 if the rank wrote its part itself.
+        job: identifies the job on all hosts; empty if its ranks had not started it.
     """
 
     rank: int
@@ -125,10 +126,11 @@ def rank_failed(
     """Report this rank's failure.
 
     Args:
-        since: when the job began, in seconds since the epoch: older parts are another job's, where they do
-        not say whose they are. job: identifies it.
-        lost: what this rank has lost; None: it failed by itself.
-        kills: made when the job began.
+        since: start of the job, in seconds since the epoch. Older parts that do not name their job belong
+            to another one.
+        job: identifies the job.
+        lost: the loss that made this rank fail; None if the error is its own.
+        kills: a snapshot from the start of the job.
     """
 
     def write() -> None:
@@ -164,13 +166,14 @@ def rank_failed(
 def launcher_failed(
     config: Config, ends: Sequence[End], reason: str, *, since: float, logs: Path
 ) -> RankReport:
-    """Report the failure of the ranks of this node. Returns what is known of the rank of all nodes that
-    failed first.
+    """Report the failure of the ranks of this node.
+
+    Returns the report of the rank that failed first on any node.
 
     Args:
-        ends: how each rank has ended.
-        reason: the launcher's line.
-        logs: the directory with what the ranks have printed.
+        ends: the exit of each rank.
+        reason: the message of the launcher.
+        logs: the directory with the output of the ranks.
     """
 
     job = job_of(logs)

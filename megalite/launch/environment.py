@@ -57,12 +57,11 @@ def variables(network: NetworkConfig) -> dict[str, str]:
 
 
 def set_variables(network: NetworkConfig, environment: MutableMapping[str, str] = os.environ) -> list[str]:
-    """Set the variables that are not set yet. Returns a line for each that has another value, which is kept.
-    Call before importing torch.
+    """Set the variables that are not set yet. Call before importing torch.
 
-    Values of variables that others than these libraries read may be secret, and are not part of the line.
-    Without settings of torch's allocator its segments are expandable: activations of varying sizes then
-    fragment no memory.
+    Returns a line for each variable that already has another value, which is kept. The line omits values of
+    variables that other programs read, since they may be secret. Unless torch's allocator is configured, its
+    segments are made expandable, so that activations of varying sizes do not fragment memory.
     """
     notes = [
         f"{name} = {present} in the environment overrides {value} of the network section"

@@ -1,7 +1,6 @@
-"""Whether the kernel has killed a process of this host for lack of memory, from its log and from the counters
-of the control group.
+"""Detect out-of-memory kills on this host, from the kernel log and the counters of the control group.
 
-A process that is ended by SIGKILL says nothing itself. The log (/dev/kmsg) names the process, where it may be
+A process that is killed by SIGKILL cannot report it. The log (/dev/kmsg) names the process, where it may be
 read; the control group of a container or of a job counts kills (memory.events of version 2,
 memory.oom_control and memory.failcnt of version 1).
 """

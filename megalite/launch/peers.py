@@ -1,5 +1,4 @@
-"""Which other ranks are alive, and where they are: over the rendezvous store and plain sockets, so also where
-communication hangs.
+"""Monitor the other ranks over the rendezvous store and plain sockets, even while communication hangs.
 
 Every `BEAT_S` a thread of each rank stores the rank's place, and looks at that of the next rank and at a
 verdict of others. A second thread answers a socket with the rank's place. A rank whose stored place has not
@@ -109,17 +108,18 @@ def described(place: Place) -> str:
 
 
 class Peers:
-    """This rank's view of the others.
+    """A monitor of the other ranks.
 
     Args:
-        store: the rendezvous store of a process group; a connection of its own is made.
-        place: returns where this rank is. Called by other threads.
-        store_rank: the rank whose process holds the store; None: another process does.
+        store: the rendezvous store of a process group; opens a separate connection.
+        place: returns the current place of this rank. Called by other threads.
+        store_rank: the rank whose process hosts the store; None if another process does.
 
     Attributes:
-        own: how this rank ends, part of its place: `lost` is a rank that it waited for, `failed` a reason of
-        its own, `left` a planned end. verdict: the one that ends the run, the same on every rank; or None.
-        start: the same on every rank, and another one for every start of the ranks.
+        own: the exit of this rank, part of its place: `lost` is a rank that it waited for, `failed` the
+            reason of its failure, `left` a planned exit.
+        verdict: the lost rank that ends the run, equal on every rank; or None.
+        start: equal on every rank, and different for every start of the ranks.
     """
 
     def __init__(

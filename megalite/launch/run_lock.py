@@ -42,11 +42,12 @@ class Holder:
     """The job that holds a lock.
 
     Attributes:
-        machine: identifies the running kernel and the namespace of its process numbers; containers of one
-        host have several. pid, started: number and start of the process, the latter in ticks since the
-        kernel's start; None where /proc does not exist. job, restart: the scheduler's name of the job, None
-        without one, and how often the scheduler has started it again. since: when the lock was taken, for
-        people.
+        machine: identifies the running kernel and its pid namespace; containers on one host have several.
+        pid: process id.
+        started: start of the process in ticks since boot; None where /proc does not exist.
+        job: the scheduler's name of the job; None without a scheduler.
+        restart: how often the scheduler has restarted the job.
+        since: when the lock was taken, for messages.
     """
 
     host: str

@@ -220,13 +220,13 @@ def test_ranks_that_do_not_end_after_a_signal_are_killed_after_the_time_to_save(
         ("--nproc 0", "'0' is not a positive integer"),
         ("--nproc all", "'all' is not a positive integer"),
         ("--nnodes 2", "require --nproc"),
-        ("--nproc 2 --nnodes 2", "--rdzv_endpoint is missing: 2 nodes meet there"),
+        ("--nproc 2 --nnodes 2", "--nnodes 2 requires --rdzv_endpoint HOST:PORT, got none"),
         (
             "--nproc 2 --nnodes 2 --rdzv_endpoint node0:29500 --node_rank 2",
             "--node_rank must be between 0 and 1 for --nnodes 2, got 2",
         ),
         ("--nproc 2 --node_rank 0", "require more than one node"),
-        ("--nproc 2 --max_restarts -1", "--max_restarts -1 is negative"),
+        ("--nproc 2 --max_restarts -1", "--max_restarts must be non-negative, got -1"),
         ("--nproc 2 --tp 3 --data.train nothing --model.vocab_size 96", "parallel.tp = 3"),
     ],
 )
