@@ -158,7 +158,7 @@ def rank_failed(
         if LOGS not in os.environ:
             _compose(config, since, job, reason=None)
             if int(os.environ.get("WORLD_SIZE", 1)) == 1:
-                say(f"{directory / FILE} has what is known about it")
+                say(f"See {directory / FILE} for details")
 
     best_effort(write)
 
@@ -187,7 +187,7 @@ def launcher_failed(
                 _write_part(directory, _part(end, logs, job), always=place == 0)
         cause[:] = completed(_parts(directory, since, job))[:1] or cause
         _compose(config, since, job, reason)
-        say(f"{directory / FILE} has what is known about it")
+        say(f"See {directory / FILE} for details")
 
     best_effort(write)
     return cause[0]

@@ -42,7 +42,7 @@ MISSING: dict[str, tuple[list[str], str]] = {
     "report": ([GONE], "no/gone: config.yaml cannot be read: No such file"),
     "compare": ([GONE, "model"], "no/gone: config.yaml cannot be read: No such file"),
     "timeline": ([GONE], "no/gone/config.yaml: No such file"),
-    "explain": ([GONE], "no/gone/stalls has no records"),
+    "explain": ([GONE], "no records found in no/gone/stalls"),
     "import-config": ([GONE], "./no/gone cannot be read: No such file"),
     "bubble": (["--from_run", GONE], "no/gone/traces/timeline.json: No such file"),
 }

@@ -176,8 +176,8 @@ def test_gathering_of_shared_weights_is_costed_and_drawn(tool, tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ("", "--pp is missing"),
-        ("--pp 4", "--microbatches is missing"),
+        ("", "--pp is required"),
+        ("--pp 4", "--microbatches is required"),
         ("--pp 4 --microbatches 8", "--schedule is required, unless --compare or --from_run"),
         ("--pp 0 --microbatches 8 --compare", "--pp: '0' is not a positive integer"),
         ("--pp 4 --microbatches many --compare", "--microbatches: 'many' is not a positive integer"),
@@ -201,8 +201,8 @@ def test_gathering_of_shared_weights_is_costed_and_drawn(tool, tmp_path):
             "--microbatches and --sweep microbatches are mutually exclusive",
         ),
         ("--pp 4 --sweep microbatches=1,2 --compare --timeline a.svg", "--timeline and --sweep are mutually exclusive"),
-        ("--pp 4 --microbatches 8 --schedule 1f1b --timeline a.gif", "ends in .png or .svg or .html or .json"),
-        ("--pp 4 --microbatches 8 --compare --timeline a.json", "ends in .png or .svg or .html."),
+        ("--pp 4 --microbatches 8 --schedule 1f1b --timeline a.gif", "must end in .png or .svg or .html or .json"),
+        ("--pp 4 --microbatches 8 --compare --timeline a.json", "must end in .png or .svg or .html, got a.json"),
         (
             "--pp 4 --microbatches 8 --schedule 1f1b --timeline missing/a.svg",
             "--timeline: missing/a.svg cannot be written: the directory missing does not exist",

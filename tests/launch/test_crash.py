@@ -290,7 +290,7 @@ def test_the_launcher_has_the_last_lines_of_ranks_that_were_killed(tmp_path, cap
     assert "Segmentation fault" in lines and "step 99 of rank 1" in lines and "step 10 of rank 1" not in lines
     assert report.index("## Rank 1: last") < report.index("## Rank 0: last"), "the first to fail is first"
     assert "step 99 of rank 0" in section(report, "Rank 0: last lines of output")
-    assert "has what is known about it" in capfd.readouterr().err
+    assert "crash.md for details" in capfd.readouterr().err
 
 
 def test_the_file_of_a_rank_stays_small_and_has_the_end(tmp_path):
