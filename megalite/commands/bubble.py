@@ -63,40 +63,44 @@ def parser() -> Parser:
     add("--schedule", choices=SCHEDULES, metavar="NAME", help=f"one of {', '.join(SCHEDULES)}")
     add("--virtual_stages", type=positive, metavar="V", help="stages per rank, for interleaved (default 2)")
     for name, value, what in (
-        ("forward", 1, "of the forward"),
-        ("input_backward", 1, "of the gradient of the input"),
+        ("forward", 1, "of a forward pass"),
+        ("input_backward", 1, "of the gradient with respect to the input"),
         (
             "weight_backward",
             1,
-            "of the gradient of the weights; gpipe, 1f1b and interleaved run both gradients as one",
+            "of the gradient with respect to the weights; gpipe, 1f1b and interleaved compute both "
+            "gradients in one pass",
         ),
-        ("comm", 0, "of a message between two ranks"),
+        ("comm", 0, "of sending a message between two ranks"),
     ):
         add(f"--{name}", type=duration, metavar="T", help=f"duration {what} (default {value})")
     add(
         "--gather",
         type=duration,
         metavar="T",
-        help="simulate ZeRO-3: duration of gathering a rank's weights over data parallelism",
+        help="simulate ZeRO-3: duration of all-gathering the weights of a rank",
     )
     add(
         "--buckets",
         type=positive,
         metavar="N",
-        help=f"buckets in which a rank's weights are gathered (default {GatheredWeights(0).buckets})",
+        help=(
+            "number of buckets in which the weights of a rank are gathered (default "
+            f"{GatheredWeights(0).buckets})"
+        ),
     )
     add(
         "--reshard",
         choices=("action", "step"),
         help="free gathered weights after each use (default), or at the end of the step",
     )
-    add("--compare", action="store_true", help="compare every schedule in one table")
-    add("--sweep", type=sizes, metavar="microbatches=M,M,…|pp=P,P,…", help="simulate several sizes")
+    add("--compare", action="store_true", help="compare all schedules in one table")
+    add("--sweep", type=sizes, metavar="microbatches=M,M,…|pp=P,P,…", help="simulate a range of sizes")
     add(
         "--from_run",
         type=as_path,
         metavar="RUN_DIR",
-        help="take the schedule and the durations from a run's traces/timeline.json",
+        help="read the schedule and the durations from traces/timeline.json of a run",
     )
     add(
         "--timeline",
@@ -130,13 +134,13 @@ def sizes(text: str) -> tuple[Literal["microbatches", "pp"], list[int]]:
     axis: Literal["microbatches", "pp"] = "pp" if name == "pp" else "microbatches"
     if name != axis:
         raise argparse.ArgumentTypeError(
-            f"{text!r} varies neither microbatches nor pp. Give, for example, microbatches=4,8,16"
+            f"{text!r} must vary microbatches or pp, for example microbatches=4,8,16"
         )
     return axis, [positive(value) for value in values.split(",")]
 
 
 def check(tool: Parser, options: argparse.Namespace) -> None:
-    """End with an error if options exclude each other or are missing; fills in the default durations."""
+    """Exit with an error if options conflict or are missing. Fills in the default durations."""
     # 0 is given
     given = {name for name, value in vars(options).items() if value is not None and value is not False}
     times = Costs()._asdict()
@@ -148,30 +152,28 @@ def check(tool: Parser, options: argparse.Namespace) -> None:
     together += [("sweep", "timeline"), ("sweep", "print"), ("compare", "schedule"), ("compare", "print")]
     for one, other in together:
         if {one, other} <= given:
-            tool.error(f"--{other} does not go with --{one}. Leave one of them out.")
+            tool.error(f"--{other} and --{one} are mutually exclusive. Remove one of them.")
     for name in ("buckets", "reshard"):
         if name in given and "gather" not in given:
-            tool.error(
-                f"--{name} says how weights are gathered. Give --gather T too, the duration of gathering."
-            )
+            tool.error(f"--{name} requires --gather T, the duration of gathering.")
     for name in () if options.from_run else ("pp", "microbatches"):
         if (name in given) == (name == swept):
             tool.error(
-                f"--{name} is given by --sweep too. Leave one of them out."
+                f"--{name} and --sweep {name} are mutually exclusive. Remove one of them."
                 if name == swept
-                else f"--{name} is missing."
+                else f"--{name} is required."
             )
     if not given & {"schedule", "compare", "from_run"}:
-        tool.error("--schedule is missing. Give one, --compare for all, or --from_run RUN_DIR.")
+        tool.error("--schedule is required, unless --compare or --from_run RUN_DIR is given.")
     if options.timeline:
         formats = FORMATS[:-1] if options.compare else FORMATS  # a trace holds one schedule
         if options.timeline.suffix not in formats:
-            tool.error(f"--timeline {options.timeline}: give a name that ends in {' or '.join(formats)}.")
+            tool.error(f"--timeline must end in {' or '.join(formats)}, got {options.timeline}.")
     vars(options).update({name: value for name, value in times.items() if name not in given})
 
 
 def calculate(options: argparse.Namespace) -> tuple[list[BubblePlan], Any]:
-    """The requested plans, and what to print of them: an object for JSON, or text."""
+    """Return the requested plans and their output: an object for JSON, or text."""
     costs = Costs(*(getattr(options, name) for name in Costs._fields))
     shared = {
         name: value for name in GatheredWeights._fields if (value := getattr(options, name)) is not None
@@ -204,7 +206,7 @@ def calculate(options: argparse.Namespace) -> tuple[list[BubblePlan], Any]:
 
 
 def single(bubble_plan: BubblePlan, options: argparse.Namespace) -> Any:
-    """Every measure of a plan, its timeline if it is small, and its actions if requested."""
+    """Format the measures of a plan, its timeline if it is small, and its actions if requested."""
     schedule = bubble_plan.with_messages() if options.print == "messages" else bubble_plan.schedule
     if options.json:
         actions = {"actions": [list(map(repr, rank)) for rank in schedule.actions]} if options.print else {}
@@ -216,7 +218,7 @@ def single(bubble_plan: BubblePlan, options: argparse.Namespace) -> Any:
 
 
 def compared(plans: list[BubblePlan], options: argparse.Namespace) -> Any:
-    """Every schedule at one size."""
+    """Compare all schedules at one size."""
     if options.json:
         return {"plans": [bubble_plan.measures() for bubble_plan in plans]}
     first = plans[0]
@@ -254,12 +256,12 @@ def from_run(options: argparse.Namespace) -> tuple[list[BubblePlan], Any]:
     parts = [run.beside(), single(run.plan, options)]
     if options.compare:
         halves = "" if run.plan.splits else " (each gradient counts as half of a backward)"
-        parts.append(f"Every schedule with the mean of these durations{halves}: {compared(plans, options)}")
+        parts.append(f"All schedules with the mean of these durations{halves}: {compared(plans, options)}")
     return plans, "\n\n".join(parts)
 
 
 def write(plans: list[BubblePlan], path: Path) -> None:
-    """Write the plans in the format of the path's suffix."""
+    """Write the plans in the format given by the suffix of the path."""
     if path.suffix == ".json":
         write_whole(path, json.dumps(trace.chrome_trace(plans[0])))
         return

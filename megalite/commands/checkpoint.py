@@ -54,11 +54,11 @@ def parser() -> Parser:
     add("inspect", "print the contents of a checkpoint", "checkpoint")
     add("verify", "read every byte of a checkpoint", "checkpoint")
     add("diff", "compare two checkpoints tensor by tensor", "one", "other")
-    out = add("consolidate", "write whole tensors into one safetensors file", "checkpoint", "file")
+    out = add("consolidate", "write unsharded tensors to one safetensors file", "checkpoint", "file")
     out.add_argument(
         "--optimizer",
         action="store_true",
-        help="include optimizer state and all other tensors, under the checkpoint's names",
+        help="also write the optimizer state and all other tensors, under their names in the checkpoint",
     )
     return tool
 
@@ -103,7 +103,7 @@ def verify(options: argparse.Namespace) -> Answer:
     return (
         content,
         damages
-        or [f"{manifest.directory} is whole: {_size(size)} in {counted(len(manifest.files), 'file')}"],
+        or [f"{manifest.directory} is intact: {_size(size)} in {counted(len(manifest.files), 'file')}"],
         int(bool(damages)),
     )
 
@@ -133,7 +133,7 @@ def diff(options: argparse.Namespace) -> Answer:
 
 def consolidate(options: argparse.Namespace) -> Answer:
     if options.file.exists():
-        raise CheckpointError(f"{options.file} exists. Give a new name, or remove it.")
+        raise CheckpointError(f"{options.file} already exists. Choose another path or remove it.")
     manifest = opened(options.checkpoint)
     with progress_of(options.json) as progress:
         size = inspecting.consolidate(manifest, options.file, options.optimizer, progress)

@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> None:
     tool = parser()
     options = tool.parse_args(argv)
     if len(options.runs) < 2:
-        tool.error("a comparison needs two runs or more. `megalite report` shows one.")
+        tool.error("at least two runs are required. Use `megalite report` for a single run.")
     runs = write_page(tool, options.runs, options.output, options.json)
     if options.json:
         written = options.output and str(options.output)
@@ -52,7 +52,7 @@ def parser() -> Parser:
 
 
 def lines_of(runs: list[RecordedRun]) -> list[str]:
-    """The figures and the differing options, aligned."""
+    """Format the figures and the differing options as aligned lines."""
     options = figures.difference_rows(runs) or [["the configurations do not differ", *("" for _ in runs)]]
     rows = [["", *(run.name for run in runs)], *figures.summary(runs), [""] * (len(runs) + 1), *options]
     cells = [[cell if len(cell) <= WIDEST else f"{cell[: WIDEST - 1]}…" for cell in row] for row in rows]

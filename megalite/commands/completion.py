@@ -27,8 +27,10 @@ ELSEWHERE = ("benchmark", "demo")  # commands of a checkout: their options are n
 
 @dataclass
 class Grammar:
-    """What may follow a command: `options` maps each to its values (None: it takes none; empty: a file),
-    `words` are subcommands."""
+    """The words that may follow a command.
+
+    `options` maps each option to its values (None: takes none; empty: a file). `words` are subcommands.
+    """
 
     what: str = ""
     options: dict[str, list[str] | None] = field(default_factory=dict)
@@ -48,7 +50,7 @@ def parser() -> Parser:
 
 
 def commands() -> dict[str, Grammar]:
-    """Command → what may follow it."""
+    """Return what may follow each command."""
     grammars = {}
     for name, what in COMMANDS.items():
         make_parser = (
@@ -94,7 +96,7 @@ def model_names() -> list[str]:
 
 
 def training() -> Grammar:
-    """Options of the configuration, of the launcher and of a dry run."""
+    """Return the options of the configuration, the launcher and dry runs."""
     from megalite.commands.dry_run import parser as dry_run
     from megalite.config.arguments import LAUNCH
     from megalite.config.files import shipped_configs
@@ -109,7 +111,7 @@ def training() -> Grammar:
 
 
 def choices(hint: object) -> list[str]:
-    """The values of an option of the configuration that can be listed."""
+    """Return the values of a configuration option, if they can be listed."""
     if hint is bool:
         return ["true", "false"]
     return [
@@ -124,7 +126,7 @@ def choices(hint: object) -> list[str]:
 
 
 def cases(grammars: dict[str, Grammar]) -> Iterator[tuple[str, Grammar]]:
-    """Every command and subcommand: `plan`, `convert`, `convert import` … with what may follow it."""
+    """Yield every command and subcommand with what may follow it."""
     for name, grammar in grammars.items():
         yield name, grammar
         yield from ((f"{name} {word}", sub) for word, sub in grammar.words.items())
@@ -149,7 +151,7 @@ def bash(grammars: dict[str, Grammar]) -> str:
 
 
 def zsh(grammars: dict[str, Grammar]) -> str:
-    """zsh runs the function of bash."""
+    """Wrap the bash completion for zsh."""
     return f"#compdef megalite\nautoload -U +X bashcompinit && bashcompinit\n{bash(grammars)}"
 
 

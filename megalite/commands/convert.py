@@ -61,45 +61,50 @@ def parser() -> Parser:
         added.add_argument(second.lower(), type=as_name if name == "check" else as_output, metavar=second)
         return added.add_argument
 
-    add = command("import", "Hugging Face directory to checkpoint (weights only)", "HF_DIR", "CHECKPOINT_DIR")
+    add = command(
+        "import",
+        "convert a Hugging Face directory to a checkpoint (weights only)",
+        "HF_DIR",
+        "CHECKPOINT_DIR",
+    )
     add(
         "--drop_mtp",
         action="store_true",
-        help="leave out the modules of multi-token prediction (num_nextn_predict_layers)",
+        help="skip the multi-token prediction modules (num_nextn_predict_layers)",
     )
-    add = command("export", "checkpoint to Hugging Face directory", "CHECKPOINT_DIR", "HF_DIR")
+    add = command("export", "convert a checkpoint to a Hugging Face directory", "CHECKPOINT_DIR", "HF_DIR")
     add(
         "--like",
         type=as_name,
         metavar="HF_DIR",
-        help="source of tokenizer, token ids and generation settings (default: the directory that the model "
-        "was imported from)",
+        help="source of the tokenizer, token ids and generation settings (default: the directory the "
+        "model was imported from)",
     )
     add(
         "--tokenizer",
         type=as_tokenizer,
         metavar="byte|FILE.model|HF_DIR",
-        help="tokenizer (default: that of the training data, else that of --like)",
+        help="tokenizer (default: from the training data, else from --like)",
     )
     add(
         "--allow_tokenizer_change",
         action="store_true",
-        help="accept another tokenizer than the model was trained with",
+        help="accept a tokenizer that differs from the one used in training",
     )
     add(
         "--family",
         choices=list(families().rows),
-        help="target family (default: the one imported from, or the first that fits the model)",
+        help="target family (default: the family of the imported model, or the first that fits)",
     )
     add(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
-        help="dtype of all tensors (default: each keeps its stored dtype)",
+        help="dtype of all tensors (default: keep the stored dtypes)",
     )
     add(
         "--ema",
         action="store_true",
-        help="export the moving average of the weights (train.ema_decay) in place of the weights",
+        help="export the moving average of the weights (train.ema_decay) instead of the weights",
     )
     add(
         "--shard_size",
@@ -109,7 +114,10 @@ def parser() -> Parser:
         help="maximum bytes per file, for example 500MB (default 5GB)",
     )
     command(
-        "adapter-export", "a checkpoint's adapters (LoRA) to PEFT directory", "CHECKPOINT_DIR", "PEFT_DIR"
+        "adapter-export",
+        "convert the adapters (LoRA) of a checkpoint to a PEFT directory",
+        "CHECKPOINT_DIR",
+        "PEFT_DIR",
     )
     add = command(
         "check", "compare logits with transformers; exit status 1 if they differ", "CHECKPOINT_DIR", "HF_DIR"
@@ -118,7 +126,7 @@ def parser() -> Parser:
         "--text",
         action="append",
         default=[],
-        help="also compare on this text, tokenized by HF_DIR's tokenizer; may be repeated",
+        help="also compare on this text, using the tokenizer in HF_DIR; may be repeated",
     )
     add("--tokens", type=positive, default=64, help="random tokens per row (default 64)")
     add("--rows", type=positive, default=2, help="number of rows of random tokens (default 2)")
@@ -126,16 +134,16 @@ def parser() -> Parser:
         "--tolerance",
         type=float,
         default=TOLERANCE,
-        help=f"largest allowed difference of two logits (default {TOLERANCE:g})",
+        help=f"maximum difference between logits (default {TOLERANCE:g})",
     )
     return tool
 
 
 def size(text: str) -> int:
-    """Bytes of 500MB, 5GB, 2GiB or a plain number."""
+    """Parse a size in bytes: 500MB, 5GB, 2GiB or a plain number."""
     number = byte_size(text) or 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a size; write it as 500MB or 5GB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB or 5GB")
     return number
 
 
@@ -190,7 +198,7 @@ def bring_adapter_out(options: argparse.Namespace) -> Answer:
 
 
 def checkpoint_of(options: argparse.Namespace) -> Path:
-    """The checkpoint that CHECKPOINT_DIR names."""
+    """Return the checkpoint that CHECKPOINT_DIR names."""
     return find(Path(weights_of(options.checkpoint_dir, "CHECKPOINT_DIR")))
 
 
@@ -224,7 +232,7 @@ def check(options: argparse.Namespace) -> Answer:
                 f"  {start:5}  "
                 + " ".join(f"{value:8.1e}" for value in difference.worst[start : start + ROW])
             )
-    lines.append(f"{'the same' if equal else 'NOT the same'} within {options.tolerance:g}")
+    lines.append(f"{'equal' if equal else 'NOT equal'} within {options.tolerance:g}")
     if not equal and (why := rounding(directory, theirs)):
         lines.append(why)
     inputs = [

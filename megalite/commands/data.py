@@ -30,10 +30,14 @@ def main(argv: list[str] | None = None) -> int:
 def parser() -> Parser:
     tool = Parser(description=__doc__)
     commands = tool.add_subparsers(dest="command", required=True, metavar="inspect")
-    add = commands.add_parser("inspect", help="print what a token file contains").add_argument
-    add("prefix", type=as_name, metavar="PREFIX", help="the start of the names of PREFIX.bin and PREFIX.idx")
+    add = commands.add_parser("inspect", help="print the contents of a token file").add_argument
+    add("prefix", type=as_name, metavar="PREFIX", help="path of the token file, without .bin or .idx")
     add(
-        "--samples", type=int, default=3, metavar="N", help="documents to show, at even distances (default 3)"
+        "--samples",
+        type=int,
+        default=3,
+        metavar="N",
+        help="number of documents to show, evenly spaced (default 3)",
     )
     add(
         "--document",
@@ -42,15 +46,13 @@ def parser() -> Parser:
         metavar="I",
         help="show this document instead; may be repeated",
     )
-    add("--longest", type=int, default=5, metavar="N", help="longest documents to list (default 5)")
-    add(
-        "--length", type=positive, default=200, metavar="N", help="tokens of a document to show (default 200)"
-    )
+    add("--longest", type=int, default=5, metavar="N", help="number of longest documents to list (default 5)")
+    add("--length", type=positive, default=200, metavar="N", help="tokens to show per document (default 200)")
     add(
         "--tokenizer",
         type=as_tokenizer,
         metavar="byte|FILE.model|HF_DIR",
-        help="decode with this tokenizer (default: the one that PREFIX.json names)",
+        help="tokenizer to decode with (default: the one named in PREFIX.json)",
     )
     add("--json", action="store_true", help="print only one JSON object on stdout")
     return tool
@@ -72,7 +74,7 @@ def inspect(options: argparse.Namespace) -> Answer:
 
 
 def lines_of(facts: dict[str, Any], samples: list[Sample], longest: list[Sample]) -> list[str]:
-    """The report, with colours if stdout is a terminal."""
+    """Format the report, with colors if stdout is a terminal."""
     from rich.console import Console
     from rich.text import Text
 
@@ -87,8 +89,8 @@ def lines_of(facts: dict[str, Any], samples: list[Sample], longest: list[Sample]
             console.print(Text.assemble(label, (bar, "cyan"), share), soft_wrap=True)
         for sample in samples:
             heading = f"document {sample.document:,}: {sample.tokens:,} tokens"
-            heading += f", {sample.loss_tokens:,} count" if facts["kind"] == "chat" else ""
-            heading += f", the first {sample.shown:,}" if sample.shown < sample.tokens else ""
+            heading += f", {sample.loss_tokens:,} in the loss" if facts["kind"] == "chat" else ""
+            heading += f", showing the first {sample.shown:,}" if sample.shown < sample.tokens else ""
             console.print(Text.assemble("\n", (heading, "bold")), soft_wrap=True)
             console.print(_marked(sample, facts["kind"] == "chat", console.is_terminal), soft_wrap=True)
         console.print(Text.assemble("\n", ("longest documents", "bold")), soft_wrap=True)
@@ -103,7 +105,7 @@ def lines_of(facts: dict[str, Any], samples: list[Sample], longest: list[Sample]
 
 
 def _marked(sample: Sample, chat: bool, colour: bool) -> Any:
-    """The text of a document; what counts is green, or between brackets."""
+    """Format the text of a document. Tokens in the loss are green, or in brackets."""
     from rich.text import Text
 
     text = Text()
@@ -120,18 +122,18 @@ def _counts(facts: dict[str, Any]) -> list[str]:
         f"lengths: {lengths['min']:,.0f} to {lengths['max']:,.0f}, median {lengths['median']:,.0f}, mean "
         f"{lengths['mean']:,.1f}, "
         f"95 % up to {lengths['p95']:,.0f}",
-        f"duplicates: {facts['duplicates']:,} documents have the tokens of an earlier one "
+        f"duplicates: {facts['duplicates']:,} documents repeat an earlier one "
         f"({facts['duplicate_share']:.1%})",
         f"vocabulary: {_number(facts['vocab_size'])}, largest token {facts['largest_id']:,}, EOS "
         f"{_number(facts['eos'])}",
     ]
     if facts["vocab_size"] is not None and facts["largest_id"] >= facts["vocab_size"]:
-        lines.append("warning: there are tokens outside of the vocabulary; the files do not belong together")
+        lines.append("warning: some tokens are outside the vocabulary; the .bin and .json files do not match")
     if facts["kind"] == "chat":
         lines.append(
-            f"conversations ({', '.join(facts['forms'] or [])}): {facts['loss_tokens']:,} tokens count "
-            f"({facts['loss_tokens'] / max(1, facts['tokens']):.1%}), in {facts['without_loss']:,} documents "
-            "none"
+            f"conversations ({', '.join(facts['forms'] or [])}): {facts['loss_tokens']:,} tokens in the "
+            f"loss ({facts['loss_tokens'] / max(1, facts['tokens']):.1%}), {facts['without_loss']:,} "
+            "documents have none"
         )
     elif facts["without_eos"]:
         lines.append(f"{facts['without_eos']:,} documents do not end in EOS")

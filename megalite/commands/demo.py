@@ -62,12 +62,12 @@ def main() -> None:
         show_sample()
     except subprocess.CalledProcessError as error:
         sys.exit(
-            f"{tool.prog}: this command ended with status {error.returncode}: "
+            f"{tool.prog}: command failed with exit status {error.returncode}: "
             f"{shlex.join(map(str, error.cmd))}"
         )
     print(
-        f"\n{time.monotonic() - started:.0f} s. The run is in {RUN}/; megalite generate continues other "
-        "texts with its model."
+        f"\n{time.monotonic() - started:.0f} s. The run is in {RUN}/. Use megalite generate to "
+        "continue other texts with the model."
     )
 
 
@@ -75,8 +75,8 @@ def main() -> None:
 
 
 def prepare() -> None:
-    """Make the token file, unless it exists from an earlier demo."""
-    heading("Data: the Python standard library's own source")
+    """Write the token file, unless it exists from an earlier demo."""
+    heading("Data: the source of the Python standard library")
     if all(Path(f"{TOKENS}{suffix}").exists() for suffix in (".bin", ".idx", ".json")):
         print(f"{TOKENS} already exists")
         return
@@ -106,21 +106,23 @@ def gpu_count() -> int:
 
 
 def choose_layout(gpus: int) -> DemoLayout:
-    """The largest layout with one rank per GPU of this machine; with fewer than two GPUs, eight ranks on the
-    CPU."""
+    """Choose the largest layout with one rank per GPU.
+
+    With fewer than two GPUs, use eight ranks on the CPU.
+    """
     if gpus >= 8:
         return DemoLayout(2, 2, 2, f"{gpus} GPUs: NCCL")
     if gpus >= 4:
-        return DemoLayout(2, 2, 1, f"{gpus} GPUs, too few for eight ranks: four ranks, NCCL")
+        return DemoLayout(2, 2, 1, f"{gpus} GPUs, not enough for eight ranks: four ranks, NCCL")
     if gpus >= 2:
-        return DemoLayout(2, 1, 1, f"{gpus} GPUs, too few for eight ranks: two ranks, NCCL")
+        return DemoLayout(2, 1, 1, f"{gpus} GPUs, not enough for eight ranks: two ranks, NCCL")
     if gpus == 1:
-        return DemoLayout(2, 2, 2, "1 GPU, and NCCL needs one GPU per rank: eight ranks on the CPU, gloo")
+        return DemoLayout(2, 2, 2, "1 GPU, but NCCL needs one per rank: eight ranks on the CPU, gloo")
     return DemoLayout(2, 2, 2, "no GPU: eight ranks on the CPU, gloo")
 
 
 def train(layout: DemoLayout) -> None:
-    """Train, or resume an interrupted run; a finished run returns at once."""
+    """Train, or resume an interrupted run. A finished run returns at once."""
     heading(f"Training: TP{layout.tp} × PP{layout.pp} × DP{layout.dp} ({layout.why})")
     sizes = ["--tp", str(layout.tp), "--pp", str(layout.pp), "--dp", str(layout.dp)]
     run("train", "--nproc", str(layout.ranks), "--config", str(CONFIG), *sizes)
@@ -141,7 +143,7 @@ def show_losses() -> None:
 
 
 def read_losses(metrics: Path) -> tuple[dict[int, float], dict[int, float]]:
-    """Step → training loss and step → validation loss, from a metrics.jsonl."""
+    """Return the training and validation losses by step from a metrics.jsonl."""
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     training = {line["step"]: line["loss"] for line in lines if line.get("loss") is not None}
     return training, {line["step"]: line["val_loss"] for line in lines if line.get("val_loss") is not None}
@@ -164,7 +166,7 @@ def draw_losses(training: dict[int, float], validation: dict[int, float], path: 
 
 
 def show_sample() -> None:
-    heading("The model continues")
+    heading("Sample from the model")
     print(PROMPT, end="", flush=True)
     run("generate", str(RUN), "--prompt", PROMPT, "--tokens", "100", quiet=True)
 
@@ -177,7 +179,7 @@ def heading(text: str) -> None:
 
 
 def run(*words: str, quiet: bool = False) -> None:
-    """Print and run a command of megalite. Raises CalledProcessError if it fails."""
+    """Print and run a megalite command. Raises CalledProcessError if it fails."""
     if not quiet:
         print(f"$ megalite {shlex.join(words)}", flush=True)
     child = subprocess.Popen([sys.executable, "-m", "megalite", *words], env={**os.environ, **marked()})

@@ -50,17 +50,17 @@ def parser() -> Parser:
         type=as_path,
         default=Path("runs"),
         metavar="DIR",
-        help="directory of the runs, whose disk is tested (runs)",
+        help="directory for runs; its disk is tested (default runs)",
     )
     tool.add_argument(
-        "--quick", action="store_true", help="leave out the two processes that try torch, gloo and Triton"
+        "--quick", action="store_true", help="skip the two processes that test torch, gloo and Triton"
     )
     tool.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
     return tool
 
 
 def examine(directory: Path, *, quick: bool = False, report: Report = silent) -> Iterator[Finding]:
-    """The findings of all checks. quick: without those that start processes with torch."""
+    """Run all checks. quick: skip those that start processes with torch."""
     checks: list[tuple[str, Check, float]] = [
         ("software", software.findings, SHORT_S),
         ("GPUs", host.gpus, SHORT_S),
@@ -78,7 +78,7 @@ def examine(directory: Path, *, quick: bool = False, report: Report = silent) ->
 
 
 def show(findings: list[Finding], usable: bool) -> None:
-    """A table with a row for each finding, and a line that sums up."""
+    """Format a table with a row for each finding, and a summary line."""
     from rich.console import Console
 
     console = Console(file=sys.stdout, highlight=False)
@@ -92,7 +92,7 @@ def show(findings: list[Finding], usable: bool) -> None:
         console.print(f"This machine can train{f'; {remark}' if notes else ''}.", style="bold green")
     else:
         console.print(
-            f"Training does not work here: {counted(bad, 'problem')}, and {remark}.", style="bold red"
+            f"This machine cannot train: {counted(bad, 'problem')}, and {remark}.", style="bold red"
         )
 
 

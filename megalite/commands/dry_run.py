@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def calculated(config: Config, ranks: list[int], device: Device) -> dict[str, Any]:
-    """All numbers; ends with status 1 if a rank that was built differs from the planned one."""
+    """Return all figures. Exits with status 1 if a rank that was built differs from its plan."""
     # imports torch, so only after the configuration is checked
     from megalite.training.meta_device import Disagreement
 
@@ -60,7 +60,7 @@ def parser() -> Parser:
         "--device",
         choices=("cuda", "cpu"),
         default="cuda",
-        help="device type that is planned for (default cuda)",
+        help="device type to plan for (default cuda)",
     )
     parser.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
     return parser

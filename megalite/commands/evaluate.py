@@ -48,12 +48,15 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
         if get_close_matches(words[0], COMMANDS, n=1) and not Path(words[0]).exists():
-            tool.error(f"{words[0]} is neither perplexity nor tasks.{nearest_legal(words[0], COMMANDS)}")
+            tool.error(
+                f"unknown command {words[0]!r}; expected perplexity or "
+                f"tasks.{nearest_legal(words[0], COMMANDS)}"
+            )
         ways = (
             f"megalite evaluate perplexity {words[0]} --text FILE, or megalite evaluate tasks {words[0]} "
             "--tasks NAME"
         )
-        tool.error(f"{words[0]} is neither perplexity nor tasks. Write {ways}.")
+        tool.error(f"unknown command {words[0]!r}; expected perplexity or tasks. Use {ways}.")
     options = tool.parse_args(words)
     try:
         options.model = weights_of(options.model)
@@ -103,19 +106,17 @@ def parser() -> Parser:
         "--stride",
         type=positive,
         metavar="N",
-        help="tokens that each window predicts (default: half of the sequence length)",
+        help="tokens predicted per window (default: half the sequence length)",
     )
     add = commands.add_parser("tasks", parents=[common], help="tasks of lm-evaluation-harness").add_argument
     add("--tasks", type=names, required=True, metavar="NAME,…", help="tasks, groups or tags of the harness")
-    add("--include_path", type=as_path, metavar="DIR", help="directory with YAML files of further tasks")
-    add(
-        "--num_fewshot", type=int, metavar="N", help="examples before each question (default: the task's own)"
-    )
+    add("--include_path", type=as_path, metavar="DIR", help="directory with YAML files of additional tasks")
+    add("--num_fewshot", type=int, metavar="N", help="number of few-shot examples (default: set by the task)")
     add(
         "--limit",
         type=positive,
         metavar="N",
-        help="at most this many questions of each task, for a quick test (default: all)",
+        help="maximum number of examples per task, for a quick test (default: all)",
     )
     return tool
 
@@ -128,8 +129,10 @@ def names(text: str) -> list[str]:
 
 
 def check_ranks(options: argparse.Namespace) -> int:
-    """The number of ranks. Raises ConfigError if the layout does not divide the model, or does not match the
-    number of started ranks."""
+    """Return the number of ranks.
+
+    Raises ConfigError if the layout does not divide the model or does not match the started ranks.
+    """
     layout = layout_of(options)
     ranks = prod(layout.values())
     if ranks > 1:
@@ -140,7 +143,7 @@ def check_ranks(options: argparse.Namespace) -> int:
 
 
 def opened(options: argparse.Namespace, progress: Report) -> tuple[LanguageModel, Tokenizer]:
-    """The model, distributed over the ranks, and its tokenizer."""
+    """Load the model, distributed over the ranks, and its tokenizer."""
     progress(f"opening {options.model}")
     from megalite.generation.language_model import LanguageModel
     from megalite.generation.sources import TIMEOUT, tokenizer_of
@@ -187,12 +190,12 @@ def perplexity(options: argparse.Namespace, progress: Report) -> Answer:
 
 
 def read(path: Path) -> str:
-    """The text of a file without a byte-order mark, with its newlines unchanged."""
+    """Read a text file without its byte-order mark, keeping newlines."""
     try:
         text = path.read_bytes().decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"--text {path} is not UTF-8: byte {error.start} begins no character. Convert the file."
+            f"--text {path} is not valid UTF-8 (at byte {error.start}). Convert the file to UTF-8."
         ) from None
     except OSError as error:
         raise ConfigError(f"--text {path} cannot be read: {error.strerror or error}.") from None
@@ -202,20 +205,21 @@ def read(path: Path) -> str:
 
 
 def lengths(options: argparse.Namespace, model: LanguageModel) -> tuple[int, int]:
-    """The window's length and its stride. Raises ConfigError if they do not fit the model or each other."""
+    """Return the window length and stride. Raises ConfigError if they do not fit the model."""
     trained = (
         min(model.config.data.sequence_length, model.longest) if model.config.data.train else model.longest
     )
     length = options.sequence_length or trained
     if length > model.longest:
         raise ConfigError(
-            f"--sequence_length {length}: the model has positions for {model.longest}. Give at most that."
+            f"--sequence_length must be at most {model.longest}, the number of positions of the model, "
+            f"got {length}."
         )
     stride = options.stride or max(1, length // 2)
     if stride > length:
         raise ConfigError(
-            f"--stride {stride} is more than the sequence length {length}: tokens would be left out. Give at "
-            f"most {length}."
+            f"--stride must be at most the sequence length ({length}), got {stride}: a larger stride "
+            "would skip tokens."
         )
     return length, stride
 
@@ -223,11 +227,11 @@ def lengths(options: argparse.Namespace, model: LanguageModel) -> tuple[int, int
 def tasks(options: argparse.Namespace, progress: Report) -> Answer:
     if options.include_path is not None and not options.include_path.is_dir():
         raise ConfigError(
-            f"--include_path {options.include_path} is not a directory. Give the one with the YAML files of "
-            "your tasks."
+            f"--include_path {options.include_path} is not a directory. Pass a directory with the YAML "
+            "files of your tasks."
         )
     if options.num_fewshot is not None and options.num_fewshot < 0:
-        raise ConfigError(f"--num_fewshot {options.num_fewshot} is negative. Give 0 for no examples.")
+        raise ConfigError(f"--num_fewshot must be non-negative, got {options.num_fewshot}.")
     from megalite.evaluation import harness
 
     harness_model = harness.as_harness_model()
@@ -251,7 +255,10 @@ def tasks(options: argparse.Namespace, progress: Report) -> Answer:
 
 
 def table(results: dict[str, dict[str, Any]]) -> list[str]:
-    """A line for each metric of each task; the harness names them METRIC,FILTER and METRIC_stderr,FILTER."""
+    """Format a line for each metric of each task.
+
+    The harness names metrics METRIC,FILTER and METRIC_stderr,FILTER.
+    """
     lines = []
     for task, figures in results.items():
         for name, value in figures.items():

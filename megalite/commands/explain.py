@@ -23,8 +23,8 @@ def main(argv: list[str] | None = None) -> int:
     ranks = load(options.run)
     if not ranks:
         tool.error(
-            f"{options.run}/stalls has no records: no rank of this run has stalled (train.watchdog), or it "
-            "is not a run's directory."
+            f"no records found in {options.run}/stalls. Either no rank has stalled (train.watchdog), or "
+            f"{options.run} is not a run directory."
         )
     explanation = explain(ranks)
     print(json.dumps(asdict(explanation)) if options.json else text(explanation, ranks))
@@ -32,22 +32,22 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def text(explanation: Explanation, ranks: Mapping[int, Rank]) -> str:
-    """The explanation in lines."""
-    lines = [f"{len(ranks)} ranks are known: {', '.join(map(str, sorted(ranks)))}"]
+    """Format the explanation."""
+    lines = [f"{len(ranks)} ranks have records: {', '.join(map(str, sorted(ranks)))}"]
     if explanation.unmatched is not None:
         lines.append(f"first unmatched action: {explanation.unmatched}")
     shown = explanation.chain[-MOST_LINES:]
     if len(shown) < len(explanation.chain):
-        lines.append(f"{len(explanation.chain) - len(shown)} more ranks wait for those below")
+        lines.append(f"{len(explanation.chain) - len(shown)} more ranks wait for the ones below")
     lines += shown
     if explanation.culprit is not None:
         host = ranks[explanation.culprit].host if explanation.culprit in ranks else "unknown"
-        lines.append(f"rank {explanation.culprit} (host {host}) did not do its part: {explanation.instead}")
+        lines.append(f"rank {explanation.culprit} (host {host}) caused the hang: {explanation.instead}")
     elif explanation.waits:
-        lines.append("these ranks wait for each other in a cycle")
+        lines.append("these ranks wait for each other (deadlock)")
     else:
         lines.append(
-            "no rank waits for another one in vain: "
+            "no rank waits for an action that another rank skipped: "
             + "; ".join(f"rank {rank.rank} in {rank}" for rank in ranks.values())
         )
     return "\n".join(lines)

@@ -29,12 +29,14 @@ def main(argv: list[str] | None = None) -> int:
     from benchmarks.first_light.parts import NAMES
 
     if unknown := [name for name in options.parts if name not in NAMES]:
-        tool.error(f"--parts {unknown[0]} is no part. Legal values: {', '.join(NAMES)}.")
+        tool.error(f"--parts {unknown[0]} does not exist. Legal values: {', '.join(NAMES)}.")
     gpus = [] if options.rehearse else report.gpus()
     if not gpus and not options.rehearse:
-        tool.error("the driver reports no NVIDIA GPU. --rehearse runs the same code on the CPU.")
+        tool.error("no NVIDIA GPU found. Pass --rehearse to run the same code on the CPU.")
     if options.calibrate is not None and "predictions" not in (options.parts or NAMES):
-        tool.error("--calibrate is written by the part predictions, which --parts leaves out.")
+        tool.error(
+            "--calibrate requires the part predictions. Add predictions to --parts or remove --calibrate."
+        )
     output: Path = options.output or run.default_output(gpus)
     order = run.Order(options.parts or NAMES, output, gpus, options.short, options.calibrate)
     try:
@@ -52,8 +54,8 @@ def main(argv: list[str] | None = None) -> int:
 def parser() -> Parser:
     tool = Parser(description=__doc__)
     add = tool.add_argument
-    add("--short", action="store_true", help="eight minutes in all")
-    add("--rehearse", action="store_true", help="run on the CPU with gloo, in two minutes")
+    add("--short", action="store_true", help="takes about eight minutes")
+    add("--rehearse", action="store_true", help="run on the CPU with gloo (about two minutes)")
     add(
         "--parts",
         nargs="+",
@@ -65,13 +67,13 @@ def parser() -> Parser:
         "--calibrate",
         type=as_new_file,
         metavar="FILE",
-        help="write what was measured as a device file for megalite plan --gpu",
+        help="write the measurements as a device file for megalite plan --gpu",
     )
     add(
         "--output",
         type=as_new_file,
         metavar="FILE",
-        help="the results (default benchmarks/results/first-light-<gpu>.json)",
+        help="output file (default benchmarks/results/first-light-<gpu>.json)",
     )
     add("--json", action="store_true", help="print only the JSON on stdout")
     return tool

@@ -1,7 +1,7 @@
 """Continue texts with a trained model.
 
-    megalite generate runs/quickstart --prompt 'def main(' [--tokens 100 --temperature 0.8 --top_k 50 --top_p
-    1 --seed 0] megalite generate hf:DIR --prompts FILE --tp 2 --pp 2 --json
+    megalite generate runs/quickstart --prompt 'def main(' [--tokens 100 --temperature 0.8 --top_k 50]
+    megalite generate hf:DIR --prompts FILE --tp 2 --pp 2 --json
     megalite generate hf:DIR --chat [--system TEXT]
 
 The model is a checkpoint (step_00000100) of any topology, a run's directory or configuration for its newest
@@ -72,46 +72,49 @@ def parser() -> Parser:
         "--prompt",
         action="append",
         metavar="TEXT",
-        help="text to continue; empty starts a document. Repeat it for a batch of prompts",
+        help="text to continue; an empty text starts a new document. Repeat for a batch of prompts",
     )
     add(
         "--prompts",
         type=as_path,
         metavar="FILE",
-        help="a prompt per line; in FILE.jsonl, a string or an object with `prompt`",
+        help="file with one prompt per line; in FILE.jsonl, a string or an object with the key `prompt`",
     )
     add(
         "--chat",
         action="store_true",
-        help="chat through a chat template, one message per input line, until the input ends",
+        help="chat with the model, one message per input line, until the end of the input",
     )
     add(
         "--chat_template",
         type=as_path,
         metavar="FILE",
-        help="Jinja source that replaces the template of the training data or the tokenizer",
+        help="Jinja source that replaces the chat template of the training data or the tokenizer",
     )
-    add("--system", metavar="TEXT", help="the system message of a chat")
+    add("--system", metavar="TEXT", help="system message of the chat")
     add_average_option(add)
     add("--tokens", type=int, default=100, help="maximum number of new tokens (default 100)")
     add("--temperature", type=float, default=0.8, help="sampling temperature; 0 is greedy (default 0.8)")
     add(
-        "--top_k", type=int, default=50, help="sample from the K most likely tokens; 0: from all (default 50)"
+        "--top_k",
+        type=int,
+        default=50,
+        help="sample from the K most likely tokens; 0: all tokens (default 50)",
     )
     add(
         "--top_p",
         type=float,
         default=1.0,
-        help="sample from the most likely tokens with this total probability (default 1)",
+        help="sample from the smallest set of tokens with this total probability (default 1)",
     )
     add("--seed", type=int, default=0, help="seed of the sampling (default 0)")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
+    add("--stop", action="append", default=[], metavar="TEXT", help="stop before this text; may be repeated")
     add_tokenizer_options(add)
     add_layout_options(add, int, rows="prompt")
     add(
         "--stream",
         action=argparse.BooleanOptionalAction,
-        help="print text as it is generated (default: for one prompt on a terminal)",
+        help="print text as it is generated (default: on a terminal with a single prompt)",
     )
     add(
         "--json",
@@ -128,36 +131,33 @@ def check(options: argparse.Namespace) -> None:
         if not condition:
             raise ConfigError(message)
 
-    need(options.tokens >= 1, f"--tokens {options.tokens}: there must be at least one token to generate.")
+    need(options.tokens >= 1, f"--tokens must be at least 1, got {options.tokens}.")
     temperature = options.temperature
     need(
         math.isfinite(temperature) and temperature >= 0,
-        f"--temperature {temperature} is not a non-negative number. 0 is greedy.",
+        f"--temperature must be a non-negative number, got {temperature}. Use 0 for greedy decoding.",
     )
     need(
         options.top_k >= 0,
-        f"--top_k {options.top_k} is negative. Give the number of tokens to sample from, or 0 for all.",
+        f"--top_k must be non-negative, got {options.top_k}. Use 0 to sample from all tokens.",
     )
     need(
         0 < options.top_p <= 1,
-        f"--top_p {options.top_p} is not a probability above 0. 1 samples from all tokens.",
+        f"--top_p must be in (0, 1], got {options.top_p}. Use 1 to sample from all tokens.",
     )
-    need("" not in options.stop, '--stop "" is before every text. Give the text at which to end.')
+    need("" not in options.stop, "--stop must not be empty.")
     for axis in AXES:
-        need(
-            getattr(options, axis) >= 1, f"--{axis} {getattr(options, axis)}: an axis has at least one rank."
-        )
+        need(getattr(options, axis) >= 1, f"--{axis} must be at least 1, got {getattr(options, axis)}.")
     inputs = (options.prompt is not None) + (options.prompts is not None) + options.chat
     need(
         inputs == 1,
-        f"{'nothing' if inputs == 0 else 'too much'} to do: give --prompt, --prompts or --chat, one of the "
-        "three.",
+        f"--prompt, --prompts and --chat are mutually exclusive and one is required, got {inputs} of them.",
     )
     for name in ("system", "chat_template"):
-        need(getattr(options, name) is None or options.chat, f"--{name} belongs to --chat.")
+        need(getattr(options, name) is None or options.chat, f"--{name} requires --chat.")
     need(
         not (options.json and (options.chat or options.stream)),
-        "--json prints everything at the end: leave out --chat or --stream.",
+        "--json is not supported with --chat or --stream. Remove one of them.",
     )
     layout_of(options)
 
@@ -212,7 +212,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def prompts_of(options: argparse.Namespace) -> list[str]:
-    """The texts to continue. Raises ConfigError if their file cannot be parsed."""
+    """Return the prompts. Raises ConfigError if their file cannot be parsed."""
     path: Path | None = options.prompts
     if path is None:
         return [whole(prompt)[0] for prompt in options.prompt or []]  # of a command line that is not UTF-8
@@ -226,12 +226,12 @@ def prompts_of(options: argparse.Namespace) -> list[str]:
     except OSError as error:
         raise ConfigError(f"--prompts {path} cannot be read: {error.strerror or error}.") from None
     except (ValueError, KeyError, RecursionError) as error:
-        way = "an object with `prompt`, or a JSON string" if path.suffix == ".jsonl" else "a text in UTF-8"
-        raise ConfigError(f"--prompts {path} cannot be read ({error!r}). Each line is {way}.") from None
+        way = "a JSON string or an object with the key `prompt`" if path.suffix == ".jsonl" else "UTF-8 text"
+        raise ConfigError(f"--prompts {path} cannot be read: {error!r}. Each line must be {way}.") from None
     if not records or not all(isinstance(record, str) for record in records):
         raise ConfigError(
-            f"--prompts {path} holds {'no' if not records else 'something that is no'} text. Each line is a "
-            "prompt."
+            f"--prompts {path} {'is empty' if not records else 'contains a prompt that is not a string'}. "
+            "Each line must be a prompt."
         )
     return records
 
@@ -268,10 +268,7 @@ def write(
         else options.stream
     )
     if streams and len(prompts) > 1:
-        raise ConfigError(
-            f"--stream prints one text as it is generated, and there are {len(prompts)} prompts. Leave it "
-            "out."
-        )
+        raise ConfigError(f"--stream supports a single prompt, got {len(prompts)}. Remove --stream.")
     rows = [(before + tokenizer.encode(prompt)) or [tokenizer.eos] for prompt in prompts]
     started = perf_counter()
     shown = {"show": show} if streams else {}
@@ -310,5 +307,5 @@ def described(model: LanguageModel, prompt: str, reply: Reply, seconds: float) -
 
 
 def printer(model: LanguageModel) -> Callable[[str], object]:
-    """A function that prints a piece of text at once on rank 0, and does nothing on other ranks."""
+    """Return a function that prints text at once on rank 0 and does nothing on other ranks."""
     return (lambda piece: print(piece, end="", flush=True)) if model.mesh.rank == 0 else (lambda piece: None)

@@ -13,7 +13,7 @@ name, the keys of the file tell which one it is.
 
 stderr lists every key that is not honoured, with the reason and the nearest option; every key that is
 honoured approximately; keys that the file leaves open, with the `megalite prepare` command for its data; and
-keys without meaning here. The exit status is 2 if no key could be imported. A DeepSpeed file that an
+keys that do not apply. The exit status is 2 if no key could be imported. A DeepSpeed file that an
 Accelerate file names, and scripts that a script starts, are read relative to that file. What the file does
 not have, for example the data, is given to `megalite train`, or in a second --config.
 """
@@ -41,9 +41,9 @@ from megalite.importers.projects import PROJECTS
 HEADINGS = {
     "lost": "not honoured",
     "approximate": "honoured approximately",
-    "assumed": "not in the file, taken from its project's defaults",
-    "open": "left open by the file",
-    "harmless": "without meaning here",
+    "assumed": "not in the file, set to the project's defaults",
+    "open": "not set by the file",
+    "harmless": "not applicable",
 }
 
 _JSON = re.compile(r"(?:\s|//[^\n]*|/\*.*?\*/)*\{", re.DOTALL)
@@ -72,26 +72,28 @@ def main(argv: list[str] | None = None) -> None:
         print(report(imported, options.file), file=sys.stderr)
     if imported.is_empty:
         tool.error(
-            f"no key of {name_of(options.file)} could be imported. Set the options by hand: `megalite train "
-            "--help` lists them."
+            f"none of the keys in {name_of(options.file)} could be imported. Set the options by hand; "
+            "`megalite train --help` lists them."
         )
 
 
 def parser() -> Parser:
     tool = Parser(description=__doc__, allow_abbrev=False)
-    what = "the configuration, - for stdin, or in quotes the command that starts Megatron-LM"
+    what = "the configuration, - for stdin, or the command line of Megatron-LM in quotes"
     tool.add_argument("project", nargs="?", metavar="PROJECT", choices=PROJECTS, help=", ".join(PROJECTS))
     tool.add_argument("file", metavar="FILE", type=as_name, help=what)
     tool.add_argument(
-        "--dp", type=positive, metavar="N", help="number of data-parallel ranks, if the file does not set it"
+        "--dp", type=positive, metavar="N", help="number of data-parallel ranks, if not set in the file"
     )
     tool.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
     return tool
 
 
 def read(file: str, project: str | None = None) -> Any:
-    """A file's content, by its ending or, on stdin, by what it looks like. Raises ConfigError if it cannot be
-    read."""
+    """Read a file, detecting its format by suffix or, on stdin, by content.
+
+    Raises ConfigError if it cannot be read.
+    """
     path = Path(file)
     script = project in (None, "megatron")
     if script and is_command(file):
@@ -118,12 +120,12 @@ def read(file: str, project: str | None = None) -> Any:
             return tomllib.loads(text)
     except ValueError as error:
         kind = "TOML" if isinstance(error, tomllib.TOMLDecodeError) else "JSON"
-        raise ConfigError(f"FILE = {file} is not valid {kind}: {error}. Correct it there.") from None
+        raise ConfigError(f"FILE {file} is not valid {kind}: {error}. Fix the file and try again.") from None
     return megatron.of_yaml(parse_yaml(text, file, "FILE"))
 
 
 def beside(path: Path) -> Callable[[str], str | None]:
-    """What reads another script that a script names: one in its directory or below."""
+    """Return a function that reads scripts in the directory of a script or below."""
 
     def read(name: str) -> str | None:
         directory = path.parent.resolve()
@@ -143,8 +145,10 @@ def beside(path: Path) -> Callable[[str], str | None]:
 
 
 def is_command(text: str) -> bool:
-    """Whether a text is a command line or a script, and not a path or a configuration, whose comments may
-    have options."""
+    """Return whether a text is a command line or a script, not a path or a configuration.
+
+    Comments in a configuration may contain options.
+    """
     without_comments = re.sub(r"(^|\s)#.*", "", text)
     if (
         re.match(r"(\w+=\S*\s+)*((bash|sh|sbatch)\s+\S|\S+\.(sh|sbatch|slurm|bash)\s+[^\s:])", text)
@@ -166,8 +170,10 @@ def parse_json(text: str) -> Any:
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object as a dict. Raises ValueError for duplicate keys, of which Python would silently keep the
-    last."""
+    """Build a dict from a JSON object.
+
+    Raises ValueError for duplicate keys, for which Python would silently keep the last value.
+    """
     keys = [key for key, _ in pairs]
     for key in keys:
         if keys.count(key) > 1:
@@ -176,7 +182,7 @@ def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def as_json(imported: Imported) -> dict[str, Any]:
-    """The result as JSON: every key of the file is in honoured, not_honoured or notes."""
+    """Return the result as JSON. Every key of the file is in honoured, not_honoured or notes."""
     return {
         "config": nest(imported.options),
         "honoured": imported.honoured,
@@ -196,7 +202,7 @@ def as_yaml(imported: Imported) -> str:
 
 
 def report(imported: Imported, file: str) -> str:
-    """The remarks by kind, keys with the same value and reason on one line."""
+    """Format the remarks by kind. Keys with the same value and reason share a line."""
     lines = [f"{name_of(file)}, {imported.format}'s configuration: {len(imported.honoured)} keys honoured"]
     for kind, heading in HEADINGS.items():
         remarks = [remark for remark in imported.remarks if remark.kind == kind]

@@ -1,9 +1,8 @@
 """Write a configuration for this machine, with the planner's layout and a comment on every option.
 
-    megalite init                                                    asks
+    megalite init                                                    ask for everything
     megalite init --from llama-3.2-1b --data data/corpus --output run.yaml
-    megalite init --from org/name --weights --data data/chats        continue from a model's weights, or
-    fine-tune it
+    megalite init --from org/name --weights --data data/chats        continue training or fine-tune
     megalite init --from llama-3-8b --gpus 64 --gpu h100             for other machines
 
 The model is a preset, a configuration (.yaml, or shipped), a run, a checkpoint, or a Hugging Face directory
@@ -68,7 +67,7 @@ def parser() -> Parser:
         "--data",
         type=as_name,
         metavar="PREFIX",
-        help="token file to train on; it need not exist yet (default: the configuration's own, or "
+        help="token file to train on, which may not exist yet (default: from the configuration, or "
         "data/train)",
     )
     add(
@@ -93,15 +92,15 @@ def parser() -> Parser:
         type=as_new_file,
         default=Path("run.yaml"),
         metavar="FILE",
-        help="file to write (default run.yaml)",
+        help="output file (default run.yaml)",
     )
-    add("--force", action="store_true", help="replace FILE if it exists")
-    add("--json", action="store_true", help="print only one JSON object on stdout, and ask nothing")
+    add("--force", action="store_true", help="overwrite FILE if it exists")
+    add("--json", action="store_true", help="print only one JSON object on stdout; do not prompt")
     return parser
 
 
 def complete(options: argparse.Namespace) -> None:
-    """Ask for what was not given, or take the defaults. Raises ConfigError for what has none."""
+    """Ask for missing options or use defaults. Raises ConfigError for options without a default."""
     from megalite.launch import machine
 
     asks = sys.stdin.isatty() and sys.stdout.isatty() and not options.json
@@ -109,8 +108,8 @@ def complete(options: argparse.Namespace) -> None:
     if options.source is None:
         if not asks:
             raise ConfigError(
-                "--from is missing. Give a preset, a configuration, or a Hugging Face model, for example "
-                "--from llama-3.2-1b."
+                "--from is required: a preset, a configuration, or a Hugging Face model, for example --from "
+                "llama-3.2-1b."
             )
         from megalite.families.presets import presets
 
@@ -123,7 +122,7 @@ def complete(options: argparse.Namespace) -> None:
     if options.gpus is None:
         options.gpus = ask("GPUs", len(gpus)) if asks else len(gpus)
     if options.gpus < 0:
-        raise ConfigError(f"--gpus {options.gpus} is negative. Give the number of GPUs, or 0 for the CPU.")
+        raise ConfigError(f"--gpus must be the number of GPUs, or 0 for the CPU, got {options.gpus}.")
     if options.gpu is None and options.gpus:
         options.gpu = kind_of_gpu(gpus[0].name if gpus else None, asks)
 
@@ -152,9 +151,9 @@ def kind_of_gpu(name: str | None, asks: bool) -> str:
     if name is not None and (known := found_as(name)) is not None:
         return known.name
     if not asks:
-        what = "there is no GPU here" if name is None else f"the planner does not know {name}"
+        what = "this machine has no GPU" if name is None else f"the planner has no description of {name}"
         raise ConfigError(
-            f"--gpu is missing, and {what}. Legal values: {', '.join(known_devices())}, or a device's "
+            f"--gpu is required because {what}. Legal values: {', '.join(known_devices())}, or a device's "
             "FILE.yaml."
         )
     print(f"Kinds of GPUs: {', '.join(known_devices())}, or a device's FILE.yaml.")
@@ -164,11 +163,13 @@ def kind_of_gpu(name: str | None, asks: bool) -> str:
 def check_output(options: argparse.Namespace) -> None:
     output: Path = options.output
     if output.exists() and not options.force:
-        raise ConfigError(f"--output {output} exists. Give another name, or --force to replace it.")
+        raise ConfigError(
+            f"--output {output} already exists. Choose another path or pass --force to overwrite it."
+        )
 
 
 def wanted_by(options: argparse.Namespace) -> tuple[Wanted, NamedModel]:
-    """What the options ask for. Raises ConfigError for a model that cannot be read."""
+    """Return what the options ask for. Raises ConfigError if the model cannot be read."""
     from megalite.commands.models import config_of, find_model, weights_of
     from megalite.planner.first_config import Wanted
 
@@ -208,7 +209,10 @@ def device_of(options: argparse.Namespace) -> Device:
 def text_of(
     options: argparse.Namespace, wanted: Wanted, config: Config, plan: Plan, named: NamedModel
 ) -> str:
-    """The file. A model of the Hub keeps its name, so that the file can be used on other machines."""
+    """Return the text of the file.
+
+    A model on the Hub keeps its name, so that the file can be used on other machines.
+    """
     from megalite.planner.report import explanation
     from megalite.planner.search.run_config import commented
 
@@ -242,7 +246,7 @@ def names_of_hub(options: argparse.Namespace, named: NamedModel) -> dict[str, st
 
 
 def start(options: argparse.Namespace, wanted: Wanted) -> str:
-    """The command that starts the run."""
+    """Return the command that starts the run."""
     from megalite.planner.search.run_config import nodes_for
 
     file, node = shlex.quote(str(options.output)), wanted.device.per_node
@@ -294,7 +298,7 @@ def report(options: argparse.Namespace, wanted: Wanted, config: Config, plan: Pl
         if config.train.epochs is None
         else f"{config.train.epochs:g} epoch{'s' * (config.train.epochs != 1)} in steps"
     )
-    print(f"{options.output} is written: {described(plan.choice)}; {length} of {tokens:,} tokens.")
+    print(f"wrote {options.output}: {described(plan.choice)}; {length} of {tokens:,} tokens.")
     for line in notes:
         print(f"Note: {line}")
     print("Next:", *(f"  {line}" for line in steps), sep="\n")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def wanted(words: Sequence[str]) -> bool:
-    """Whether a command line asks to start ranks."""
+    """Return whether a command line asks to start ranks."""
     return any(word.partition("=")[0] in {f"--{name}" for name in LAUNCH} for word in words)
 
 
@@ -93,41 +93,35 @@ def number_of_ranks(text: str) -> str:
 
 
 def check(tool: Parser, options: argparse.Namespace) -> None:
-    """End with status 2 and one message if the options do not fit each other."""
+    """Exit with status 2 and one message if the options are inconsistent."""
     if "RANK" in os.environ:
         tool.error(
-            "--nproc starts ranks, and this process is already one of them. Leave it out under torchrun."
+            "--nproc cannot be used under torchrun, which has already started the ranks. Remove --nproc."
         )
     if options.nproc is None:
         tool.error(
-            "--nnodes, --node_rank, --rdzv_endpoint and --max_restarts belong to --nproc N. Give it, or "
-            "leave them out."
+            "--nnodes, --node_rank, --rdzv_endpoint and --max_restarts require --nproc. Add --nproc N or "
+            "remove them."
         )
     if options.max_restarts < 0:
-        tool.error(
-            f"--max_restarts {options.max_restarts} is negative. Give the number of restarts, or leave it "
-            "out."
-        )
+        tool.error(f"--max_restarts must be non-negative, got {options.max_restarts}.")
     host, _, port = (options.rdzv_endpoint or "").rpartition(":")
     if options.nnodes > 1 and not (host and port.isdecimal()):
         tool.error(
-            f"--rdzv_endpoint {options.rdzv_endpoint or 'is missing'}: {options.nnodes} nodes meet there. "
-            "Give HOST:PORT."
+            f"--nnodes {options.nnodes} requires --rdzv_endpoint HOST:PORT, got "
+            f"{options.rdzv_endpoint or 'none'}."
         )
     if options.nnodes == 1 and (options.rdzv_endpoint is not None or options.node_rank is not None):
         tool.error(
-            "--rdzv_endpoint and --node_rank belong to several nodes. Give --nnodes M, or leave them out."
+            "--rdzv_endpoint and --node_rank require more than one node. Add --nnodes M or remove them."
         )
     # the store of fixed places keeps the entries of ended ranks
     if options.node_rank is not None and options.max_restarts:
-        tool.error(
-            "--max_restarts needs nodes that take places as they arrive. Leave --node_rank out, or "
-            "--max_restarts."
-        )
+        tool.error("--max_restarts is not supported with --node_rank. Remove one of them.")
     if options.node_rank is not None and not 0 <= options.node_rank < options.nnodes:
         tool.error(
-            f"--node_rank {options.node_rank} is not a place among {options.nnodes} nodes. Give 0 to "
-            f"{options.nnodes - 1}."
+            f"--node_rank must be between 0 and {options.nnodes - 1} for --nnodes {options.nnodes}, got "
+            f"{options.node_rank}."
         )
 
 
@@ -136,5 +130,5 @@ def gpu_count(tool: Parser) -> int:
 
     count = torch.cuda.device_count()
     if count == 0:
-        tool.error("--nproc gpu: this machine has no GPU. Give the number of ranks.")
+        tool.error("--nproc gpu requires a GPU, but this machine has none. Pass the number of ranks instead.")
     return count

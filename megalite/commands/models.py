@@ -48,8 +48,10 @@ class NamedModel:
 
 
 def find_model(given: str, part: hub.Part, option: str) -> NamedModel | None:
-    """The model with a name; None if nothing is called so. A path goes before a name. Raises ConfigError for
-    what cannot be fetched."""
+    """Find the model with a name, or None if there is none. Paths take precedence over names.
+
+    Raises ConfigError if a model cannot be fetched.
+    """
     name = os.path.expanduser(given.removeprefix(HF))
     if given.startswith(HF):
         return NamedModel(
@@ -88,12 +90,12 @@ def _hf_directory(directory: str, option: str, given: str) -> str:
 
 
 def shape_named(given: str, option: str) -> NamedModel:
-    """The model whose shape a name stands for. Raises ConfigError if there is none."""
+    """Return the named model shape. Raises ConfigError if it does not exist."""
     model = find_model(given, "shape", option)
     if model is None:
         near = suggestion(given, [*presets(), *shipped_configs()])
         raise ConfigError(
-            f"{option} {given} is not a known model. Give {KINDS}. Presets: {', '.join(presets())}.{near}"
+            f"{option} {given} is not a known model. Expected {KINDS}. Presets: {', '.join(presets())}.{near}"
         )
     return model
 
@@ -145,8 +147,10 @@ def config_of(
 
 
 def options_in(file: str, option: str) -> dict[str, Any]:
-    """The options that a configuration file sets, section.key → value. Raises ConfigError if it cannot be
-    read."""
+    """Return the options set in a configuration file, section.key → value.
+
+    Raises ConfigError if it cannot be read.
+    """
     tree = read_tree(file, option)
     return {} if tree is None else flatten(tree, f"in {file}")
 
@@ -158,7 +162,8 @@ def _of_checkpoint(path: Path) -> Config:
         raise ConfigError(str(error)) from None
     if "config" not in state:
         raise ConfigError(
-            f"{path} holds no configuration. Give a checkpoint that megalite train or megalite convert wrote."
+            f"{path} contains no configuration. Use a checkpoint written by megalite train or megalite "
+            "convert."
         )
     return from_dict(state["config"])
 
@@ -168,13 +173,13 @@ def _json(path: Path, option: str) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            f"{option} {path} cannot be read: {error.strerror}. Give the config.json of a Hugging Face model."
+            f"{option} {path} cannot be read: {error.strerror}. Pass the config.json of a Hugging Face model."
         ) from None
     except ValueError as error:
-        raise ConfigError(f"{option} {path} is not JSON: {error}.") from None
+        raise ConfigError(f"{option} {path} is not valid JSON: {error}.") from None
     if not isinstance(content, dict):
         raise ConfigError(
-            f"{option} {path} is not a JSON object. Give the config.json of a Hugging Face model."
+            f"{option} {path} is not a JSON object. Pass the config.json of a Hugging Face model."
         )
     return content
 
@@ -190,7 +195,7 @@ def weights_of(given: str, option: str = "the model") -> str:
         return given
     if model.kind == "preset":
         raise ConfigError(
-            f"{option} {given} is a preset, a shape without weights. Give a checkpoint, a run, hf:DIR or "
+            f"{option} {given} is a preset, which has no weights. Pass a checkpoint, a run, hf:DIR or "
             "org/name."
         )
     if model.kind == "configuration":
@@ -199,12 +204,11 @@ def weights_of(given: str, option: str = "the model") -> str:
 
 
 def _run_of(given: str, file: Path, option: str) -> str:
-    """The directory of a configuration's run."""
+    """Return the run directory of a configuration."""
     run = resolve(Arguments(files=[str(file)]), 1, weights=False).run.directory
     if not is_checkpoint(str(run)):
         raise ConfigError(
-            f"{option} {given} stands for the run {run}, which has saved no checkpoint. Train it first: "
-            "megalite train."
+            f"{option} {given}: no checkpoint found in run {run}. Train it first with megalite train."
         )
     return str(run)
 
@@ -215,7 +219,7 @@ def hf_directory(given: str, part: hub.Part, option: str) -> Path:
     model = find_model(given, part, option)
     if model is not None and model.kind != "huggingface":
         raise ConfigError(
-            f"{option} {given} is not a Hugging Face model. Give its directory, or org/name on the Hub."
+            f"{option} {given} is not a Hugging Face model. Pass a model directory, or org/name on the Hub."
         )
     directory = Path(given if model is None else model.name)
     if part == "weights":
@@ -224,7 +228,7 @@ def hf_directory(given: str, part: hub.Part, option: str) -> Path:
 
 
 def add_tokenizer_options(add: Callable[..., Any]) -> None:
-    """Declare which tokenizer goes with a model. `add` is the `add_argument` of a parser."""
+    """Add the options that select a tokenizer. `add` is the `add_argument` of a parser."""
     add(
         "--tokenizer",
         type=as_tokenizer,
@@ -234,16 +238,16 @@ def add_tokenizer_options(add: Callable[..., Any]) -> None:
     add(
         "--allow_tokenizer_change",
         action="store_true",
-        help="accept another tokenizer than the model was trained with",
+        help="accept a tokenizer that differs from the one used in training",
     )
 
 
 def add_average_option(add: Callable[..., Any]) -> None:
-    """Declare that the moving average stands in for the weights."""
+    """Add the option that selects the moving average of the weights."""
     add(
         "--ema",
         action="store_true",
-        help="use the moving average of the weights (train.ema_decay) in place of the weights",
+        help="use the moving average of the weights (train.ema_decay) instead of the weights",
     )
 
 
@@ -256,7 +260,7 @@ def add_layout_options(add: Callable[..., Any], size: Callable[[str], int], rows
         "--cp",
         type=size,
         default=1,
-        help=f"context-parallel ranks, each of which reads a part of every {rows} (default 1)",
+        help=f"context-parallel ranks, which split every {rows} (default 1)",
     )
     add(
         "--precision",
@@ -273,5 +277,5 @@ def layout_of(options: argparse.Namespace) -> dict[str, Any]:
     world = int(os.environ.get("WORLD_SIZE", ranks))
     if world != ranks:
         requested = ", ".join(f"--{axis} {size}" for axis, size in layout.items())
-        raise ConfigError(f"{requested} need {ranks} ranks, but {world} were started.")
+        raise ConfigError(f"{requested} requires {ranks} ranks, but {world} were started.")
     return layout

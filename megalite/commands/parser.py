@@ -36,8 +36,10 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 def fill(text: str, width: int, indent: str = "") -> str:
-    """Paragraphs filled to a width. An indented line stays one; a remark after a wide gap goes below it if
-    both are too long."""
+    """Fill paragraphs to a width.
+
+    An indented line is kept; a remark after a wide gap goes below it if both are too long.
+    """
 
     def wrapped(words: str, first: str, others: str) -> list[str]:
         return textwrap.wrap(
@@ -69,13 +71,13 @@ def fill(text: str, width: int, indent: str = "") -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Exits with status 2 and one message, without the usage, on an error."""
+    """An argument parser that exits with status 2 and one message, without the usage, on an error."""
 
     def __init__(self, **options: object):
         super().__init__(**{"formatter_class": HelpFormatter, **options})  # type: ignore[arg-type]
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """As usual; an argument that is not known gets the nearest one."""
+        """Parse as usual, and suggest the nearest option for an unknown argument."""
         options, others = self.parse_known_args(args, namespace)
         if others:
             known = sorted(self._names())
@@ -92,7 +94,7 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def _names(self) -> set[str]:
-        """The long options, without dashes, of this parser and its subcommands."""
+        """Return the long options, without dashes, of this parser and its subcommands."""
         below = [
             parser
             for action in self._actions
@@ -108,20 +110,22 @@ class Parser(argparse.ArgumentParser):
         return own.union(*(parser._names() for parser in below if isinstance(parser, Parser)))
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """As usual; a value that is not one of the choices gets the nearest one, if one is similar."""
+        """Check as usual, and suggest the nearest choice for an invalid value."""
         if action.choices is not None and value not in action.choices:
             legal = list(action.choices)
             if isinstance(action, argparse._SubParsersAction):
                 commands = f"Commands: {', '.join(legal)}.{suggestion(value, legal)}"
-                raise argparse.ArgumentError(None, f"{value} is not a command of {self.prog}. {commands}")
+                raise argparse.ArgumentError(None, f"{value!r} is not a {self.prog} command. {commands}")
             listed = ", ".join(map(repr, legal))
             raise argparse.ArgumentError(
                 action, f"invalid choice: {value!r} (choose from {listed}).{nearest_legal(value, legal)}"
             )
 
     def error(self, message: str | Exception, output: Path | None = None) -> NoReturn:
-        """Exit with a message, or that of an exception; the system's say which path. output: what the command
-        writes."""
+        """Exit with a message, or the message of an exception.
+
+        output: the path that the command writes, for operating system errors.
+        """
         self.exit(2, f"{self.prog}: {message if isinstance(message, str) else said(message, output)}\n")
 
     def enter_checkout(self, what: str = "it") -> Path:
@@ -129,8 +133,8 @@ class Parser(argparse.ArgumentParser):
         there is none."""
         if CHECKOUT is None:
             self.error(
-                f"{what} needs files that are not part of an installed megalite. Run it in a checkout of its "
-                "source."
+                f"{what} requires files that are not installed with the package. Run it from a source "
+                "checkout."
             )
         if str(CHECKOUT) not in sys.path:
             sys.path.insert(0, str(CHECKOUT))
@@ -146,7 +150,7 @@ def said(error: Exception, output: Path | None = None) -> str:
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error)
     if error.errno in FULL and output is not None:
-        return f"{output} cannot be written: {error.strerror}. Make room there, or choose another place."
+        return f"{output} cannot be written: {error.strerror}. Free some space or choose another path."
     if error.filename is None:
         return os_error_text(error)
     path = Path(os.fsdecode(error.filename))
@@ -154,9 +158,7 @@ def said(error: Exception, output: Path | None = None) -> str:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and (
         not path.exists() or os.access(path, os.R_OK)
     ):
-        return (
-            f"{shown} cannot be written: {error.strerror}. Choose another place, or change its permissions."
-        )
+        return f"{shown} cannot be written: {error.strerror}. Check its permissions or choose another path."
     return os_error_text(error, shown)
 
 
@@ -167,65 +169,68 @@ def warn(line: str) -> None:
 
 
 def progress_of(as_json: bool) -> Progress:
-    """The display of a command's progress. With --json it is a bar on a terminal, and no lines that might end
-    up beside the object."""
+    """Return the progress display of a command.
+
+    With --json it is a bar on a terminal only, so that no lines are mixed with the object.
+    """
     return Progress(quiet=as_json and not sys.stderr.isatty())
 
 
 def positive(text: str) -> int:
-    """The argparse type of a positive integer."""
+    """Argparse type for a positive integer."""
     if not text.strip().isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 
 def as_tokens(text: str) -> int:
-    """The argparse type of a number of tokens: 300M, 10B or 15e12."""
+    """Argparse type for a number of tokens: 300M, 10B or 15e12."""
     from megalite.config.amounts import count
 
     number = count(text) or 0
     if number < 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of tokens; write it as 300M, 10B or 15e12"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens such as 300M, 10B or 15e12")
     return number
 
 
 def as_path(text: str) -> Path:
-    """The argparse type of a file or directory; ~ is the home directory."""
+    """Argparse type for a file or directory; ~ is the home directory."""
     return Path(os.path.expanduser(text))
 
 
 def as_output(text: str) -> Path:
-    """The argparse type of a file or directory that a command writes, with the directories above it. Checked
-    before any work is done."""
+    """Argparse type for an output file or directory, whose parents are created.
+
+    Checked before any work is done.
+    """
     path = as_path(text)
     why = None if path.exists() and not path.is_file() else why_not_written(path.parent)
     if why is not None:
-        raise argparse.ArgumentTypeError(f"{text} cannot be written: {why}. Choose another place.")
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {why}. Choose another path.")
     return path
 
 
 def as_new_file(text: str) -> Path:
-    """The argparse type of a file that a command writes into a directory that exists."""
+    """Argparse type for an output file in an existing directory."""
     path = as_output(text)
     if not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(
-            f"{text} cannot be written: there is no directory {path.parent}. Make it first."
+            f"{text} cannot be written: the directory {path.parent} does not exist. Create it first."
         )
     return path
 
 
 def as_name(text: str) -> str:
-    """The argparse type of what may be a path or something else: PATH, hf:PATH or a name; ~ is the home
-    directory."""
+    """Argparse type for PATH, hf:PATH or a name; ~ is the home directory."""
     scheme = "hf:" if text.startswith("hf:") else ""
     return scheme + os.path.expanduser(text.removeprefix(scheme))
 
 
 def as_tokenizer(text: str) -> str:
-    """The argparse type of a tokenizer: byte, FILE.model, a directory, or org/name on the Hugging Face Hub,
-    which becomes a directory."""
+    """Argparse type for a tokenizer: byte, FILE.model, a directory, or org/name on the Hugging Face Hub.
+
+    A name on the Hub is resolved to a directory.
+    """
     from megalite.config.schema import ConfigError
     from megalite.families import hub
 
@@ -236,8 +241,7 @@ def as_tokenizer(text: str) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that has its name only when it is complete. What is no file, such as /dev/stdout, is
-    written to."""
+    """Write a file atomically. If the path is not a file, such as /dev/stdout, write to it directly."""
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
         return

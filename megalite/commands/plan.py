@@ -102,15 +102,15 @@ def parser() -> Parser:
         "--model",
         type=as_name,
         metavar="NAME|FILE",
-        help="a preset, a configuration (.yaml, or shipped), a run, a checkpoint, config.json, or a Hugging "
-        "Face directory or org/name",
+        help="a preset, a configuration (.yaml, or one that is shipped), a run, a checkpoint, a "
+        "config.json, or a Hugging Face directory or org/name",
     )
-    add("--gpus", type=positive, metavar="N", help="number of devices; plans use all of them")
+    add("--gpus", type=positive, metavar="N", help="number of devices; every plan uses all of them")
     add(
         "--gpu",
         type=as_name,
         metavar="NAME|FILE",
-        help=f"{', '.join(known_devices())}, or a YAML file of a device, as written by --calibrate",
+        help=f"{', '.join(known_devices())}, or a device file (YAML) written by --calibrate",
     )
     add("--sequence_length", type=positive, metavar="S", help="tokens per sequence")
     add("--global_batch_size", type=positive, metavar="B", help="sequences per step")
@@ -118,7 +118,7 @@ def parser() -> Parser:
         "--vocab_size",
         type=positive,
         metavar="V",
-        help="size of the vocabulary, for a configuration that leaves it to the data",
+        help="vocabulary size, if the configuration takes it from the data",
     )
     add(
         "--precision",
@@ -130,12 +130,12 @@ def parser() -> Parser:
     add(
         "--context",
         choices=("ulysses", "gather", "ring"),
-        help="fix how attention exchanges parts of sequences, with cp > 1",
+        help="fix how attention communicates, with cp > 1",
     )
     add(
         "--context_parts",
         choices=("zigzag", "balanced"),
-        help="fix the parts of a row that ranks hold, with context gather or ring",
+        help="fix how rows are split over ranks, with context gather or ring",
     )
     add(
         "--expert_dispatch",
@@ -155,25 +155,25 @@ def parser() -> Parser:
         help="fix the recomputation: none, selective, full, every-K or budget (default)",
     )
     add("--schedule", choices=SCHEDULES, help="fix the pipeline schedule")
-    add("--offload", choices=("none", "cpu", "disk"), help="fix where optimizer state is stored")
+    add("--offload", choices=("none", "cpu", "disk"), help="fix the device of the optimizer state")
     add("--plans", type=positive, default=10, metavar="N", help="number of plans to print (default 10)")
     add(
         "--tokens",
         type=as_tokens,
         metavar="T",
-        help="tokens to train on, for example 300B or 15e12: prints days and cost",
+        help="tokens to train on, for example 300B or 15e12; adds training time and cost",
     )
     add(
         "--price_per_hour",
         type=amount,
         metavar="P",
-        help="US dollars per device and hour (default: from the hardware table)",
+        help="US dollars per device hour (default: from the hardware table)",
     )
     add("--write", type=as_new_file, metavar="FILE", help="write the best plan as a run's configuration")
     add(
         "--explain",
         action="store_true",
-        help="show this model's memory and step time from one GPU up to ZeRO-3 with offload",
+        help="show memory and step time of this model from one GPU up to ZeRO-3 with offload",
     )
     add(
         "--calibrate",
@@ -191,7 +191,7 @@ def amount(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return value
 
 
@@ -203,11 +203,11 @@ def calibrate(path: Path) -> str:
         plan.write_device(path, plan.calibrate())
     except report.BenchmarkError as error:
         raise HardwareError(f"--calibrate: {error}") from None
-    return f"{path} is written. megalite benchmark plan measures the error of predictions for this machine."
+    return f"wrote {path}. Run megalite benchmark plan to measure the prediction error on this machine."
 
 
 def check_model(options: argparse.Namespace) -> None:
-    """Raise ConfigError if a model is given and there is no such model."""
+    """Raise ConfigError if the given model does not exist."""
     from megalite.commands.models import config_of
 
     if options.model is not None:
@@ -230,7 +230,7 @@ def base_config(options: argparse.Namespace) -> Config:
         config.model.vocab_size = options.vocab_size
     if config.model.vocab_size is None:
         raise ConfigError(
-            f"--model {options.model} leaves the vocabulary to the data, which is not there. Give "
+            f"--model {options.model} takes the vocabulary size from the data, which does not exist. Pass "
             "--vocab_size N."
         )
     data = replace(config.data, sequence_length=options.sequence_length)
@@ -262,7 +262,7 @@ def answer(options: argparse.Namespace, progress: Report = silent) -> tuple[dict
     content |= {"active_parameters": active(base)} if base.model.num_experts else {}
     content |= {"considered": search.considered, "simulated": search.timed, "complete": complete}
     if not plans and not complete:
-        message = "The search was interrupted before it found a plan."
+        message = "Search interrupted before any plan was found."
         return {**content, "explanation": [message]}, message
     if not plans:
         if not search.considered:
@@ -279,7 +279,7 @@ def answer(options: argparse.Namespace, progress: Report = silent) -> tuple[dict
     between = hint(configured(base, plans[0].choice), options.gpus, device.per_node)
     sentences = explanation.winner(search, plans) + ([] if between is None else [f"{between}."])
     if not complete:
-        sentences.append(f"The search was interrupted: plans after the fastest {len(plans)} are missing.")
+        sentences.append(f"The search was interrupted: only the fastest {len(plans)} are required.")
     content["plans"] = [explanation.as_json(job, plan, its) for plan, its in zip(plans, costs, strict=True)]
     content["explanation"] = [*sentences, *walked]
     return content, text(search, plans, costs[0], [*sentences, *([""] if walked else []), *walked])
@@ -312,7 +312,7 @@ def active(config: Config) -> int:
 
 
 def cost(job: PlannedJob, plan: Plan, device: Device, options: argparse.Namespace) -> dict[str, float | None]:
-    """Days and dollars for --tokens."""
+    """Return the days and dollars for --tokens."""
     if options.tokens is None:
         return {}
     seconds = options.tokens / (job.global_batch_size * job.sequence_length) * plan.step.total
@@ -325,7 +325,7 @@ def cost(job: PlannedJob, plan: Plan, device: Device, options: argparse.Namespac
 
 def text(search: Search, plans: list[Plan], cost: dict[str, float | None], sentences: list[str]) -> str:
     job = search.job
-    per_token = f" ({active(search.base):,} of them for each token)" if job.model.num_experts else ""
+    per_token = f" ({active(search.base):,} active per token)" if job.model.num_experts else ""
     head = (
         f"{parameters(search.base):,} parameters{per_token} on {search.gpus} × {job.device.name}; "
         f"{search.considered:,} legal layouts, "
@@ -334,12 +334,12 @@ def text(search: Search, plans: list[Plan], cost: dict[str, float | None], sente
     lines = [head, "", explanation.table([explanation.row(job, plan) for plan in plans]), "", *sentences]
     if cost:
         dollars = "" if cost["cost"] is None else f", ${cost['cost']:,.0f}"
-        lines.append(f"Training on the tokens takes {cost['days']:,.1f} days{dollars}.")
+        lines.append(f"Training takes {cost['days']:,.1f} days{dollars}.")
     return "\n".join(lines)
 
 
 def heading(search: Search, plan: Plan, path: Path) -> str:
-    """The heading of the written file."""
+    """Return the heading of the written file."""
     job = search.job
     nodes = nodes_for(search.gpus, job.device.per_node)
     start = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint NODE0:29500 " if nodes > 1 else ""

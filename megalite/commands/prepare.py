@@ -70,41 +70,41 @@ def parser() -> Parser:
         required=True,
         type=as_output,
         metavar="PREFIX",
-        help="writes PREFIX.bin, PREFIX.idx and PREFIX.json",
+        help="output path; writes PREFIX.bin, PREFIX.idx and PREFIX.json",
     )
     add(
         "--overwrite",
         action="store_true",
-        help="replace what PREFIX holds, and the file of a trained tokenizer",
+        help="overwrite the files of PREFIX and of a trained tokenizer",
     )
     add(
         "--tokenizer",
         type=as_tokenizer,
         metavar="byte|FILE.model|HF_DIR",
-        help="bytes, a sentencepiece model, or a Hugging Face tokenizer directory",
+        help="byte, a sentencepiece model, or a Hugging Face tokenizer directory",
     )
     add(
         "--train_tokenizer",
         type=int,
         metavar="VOCAB",
-        help="first train a sentencepiece model (to --tokenizer or PREFIX.model)",
+        help="train a sentencepiece model first (written to --tokenizer or PREFIX.model)",
     )
     add(
         "--format",
         choices=["auto", "text", "jsonl", "csv", "parquet"],
         default="auto",
-        help="format of the input files; auto: by suffix, and JSON by content",
+        help="format of the input files; auto detects it from the suffix and, for JSON, the content",
     )
     add(
         "--text_key",
         metavar="KEY",
-        help=f"key or column of the text in a record of JSON, .csv, .parquet or hf: (default {TEXT_KEY})",
+        help=f"key or column with the text in JSON, .csv, .parquet or hf: records (default {TEXT_KEY})",
     )
     add("--split", metavar="NAME", help=f"split of hf:NAME (default {SPLIT})")
     add(
         "--chat",
         action="store_true",
-        help="the input contains conversations; their form is detected by their keys",
+        help="the input contains conversations; their format is detected from their keys",
     )
     add(
         "--chat_template",
@@ -116,14 +116,14 @@ def parser() -> Parser:
         "--loss_on",
         choices=["assistant", "last", "all"],
         default="assistant",
-        help="turns that count in the loss (default assistant)",
+        help="turns to include in the loss (default assistant)",
     )
     add(
         "--end_of_turn",
         choices=["required", "optional"],
         default="required",
-        help="optional: accept a chat template in which no token ends the assistant's turns, so that the "
-        "model does not learn to stop",
+        help="optional: accept a chat template without a token at the end of assistant turns; the model "
+        "does not learn to stop",
     )
     add(
         "--max_length",
@@ -140,28 +140,28 @@ def parser() -> Parser:
     add(
         "--keys",
         metavar="KEY=NAME,…",
-        help="names that keys have in the records, as messages=dialog,role=speaker; only with --chat",
+        help="names of the keys in the records, for example messages=dialog,role=speaker; only with --chat",
     )
     add(
         "--other_parts",
         choices=["refuse", "drop"],
         default="refuse",
-        help="parts of a message's content that are not text",
+        help="what to do with message parts that are not text",
     )
     add(
         "--skip_bad",
         type=int,
         default=0,
         metavar="N",
-        help="skip up to N damaged or unusable records and files (default 0)",
+        help="skip up to N bad records and files (default 0)",
     )
     add(
         "--workers",
         type=int,
         metavar="N",
-        help="tokenizing processes (default: the usable cores); the result does not depend on it",
+        help="number of tokenizing processes (default: available cores); does not affect the result",
     )
-    add("--json", action="store_true", help="print only the result, as JSON, on stdout")
+    add("--json", action="store_true", help="print only the result on stdout, as JSON")
     return tool
 
 
@@ -204,45 +204,44 @@ def say(line: str) -> None:
 
 
 def check_used(options: argparse.Namespace, sources: list[InputSource]) -> None:
-    """Raise DataError if an option was given that no input has a use for."""
+    """Raise DataError if an option has no effect on any input."""
     if options.text_key is not None and not any(source.uses_text_key for source in sources):
         raise DataError(
-            f"--text_key {options.text_key} names the text of a record, and the input is read as text alone. "
-            "Leave it out, or give "
-            "the format of the records with --format."
+            f"--text_key {options.text_key} has no effect on plain text input. Remove it, or set the "
+            "format of the records with --format."
         )
     if options.split is not None and not any(name.startswith("hf:") for name in options.input):
-        raise DataError(f"--split {options.split} belongs to hf:NAME, and no --input is one. Leave it out.")
+        raise DataError(f"--split {options.split} requires an --input of the form hf:NAME. Remove --split.")
 
 
 def chosen_tokenizer(options: argparse.Namespace) -> str:
-    """The tokenizer argument of `prepare`. Raises DataError if the options exclude each other."""
+    """Return the tokenizer argument of `prepare`. Raises DataError if options conflict."""
     if options.workers is not None and options.workers < 1:
-        raise DataError(f"--workers {options.workers} must be at least 1.")
+        raise DataError(f"--workers must be at least 1, got {options.workers}.")
     if options.skip_bad < 0:
-        raise DataError(f"--skip_bad {options.skip_bad} must be at least 0.")
+        raise DataError(f"--skip_bad must be at least 0, got {options.skip_bad}.")
     if options.output.is_dir() or not options.output.name:
         raise DataError(
-            f"--output {options.output} is a directory. Give the start of a file name in it: "
+            f"--output {options.output} is a directory. Add a file name prefix, for example "
             f"{options.output / 'train'}."
         )
     if options.train_tokenizer is None:
         if options.tokenizer is None:
             raise DataError(
-                "--tokenizer is missing. Give byte, FILE.model or a Hugging Face directory, or "
+                "--tokenizer is required: byte, FILE.model or a Hugging Face directory. To train one, pass "
                 "--train_tokenizer VOCAB."
             )
         return str(place_of(options.tokenizer))
     if options.tokenizer is not None and not options.tokenizer.endswith(".model"):
         raise DataError(
-            f"--tokenizer {options.tokenizer} does not end in .model, and --train_tokenizer writes one. "
-            "Leave it out for PREFIX.model."
+            f"--tokenizer must end in .model with --train_tokenizer, got {options.tokenizer}. Remove "
+            "--tokenizer to write PREFIX.model."
         )
     return options.tokenizer or f"{options.output}.model"
 
 
 def chosen_chat(options: argparse.Namespace) -> Chats | None:
-    """How conversations are tokenized; None for texts. Raises DataError if the options exclude each other."""
+    """Return how to tokenize conversations; None for texts. Raises DataError if options conflict."""
     if not options.chat:
         unset = {
             "chat_template": None,
@@ -255,27 +254,27 @@ def chosen_chat(options: argparse.Namespace) -> Chats | None:
         }
         options_set = [f"--{name}" for name, value in unset.items() if getattr(options, name) != value]
         if options_set:
-            raise DataError(f"{' and '.join(options_set)} belongs to chat data. Add --chat, or leave it out.")
+            raise DataError(
+                f"{' and '.join(options_set)} can only be used with --chat. Add --chat or remove "
+                f"{'it' if len(options_set) == 1 else 'them'}."
+            )
         return None
     if options.text_key is not None:
         raise DataError(
-            f"--text_key {options.text_key} belongs to texts. With --chat, --keys says what the keys of a "
-            "record mean."
+            f"--text_key {options.text_key} is not supported with --chat. Use --keys to rename the keys "
+            "of the records."
         )
     if options.train_tokenizer is not None:
         raise DataError(
-            "--train_tokenizer learns from texts, and --chat needs the tokenizer of the model. Give it with "
+            "--train_tokenizer is not supported with --chat. Pass the tokenizer of the model with "
             "--tokenizer."
         )
     if options.max_length is not None and options.max_length < 2:
         raise DataError(
-            f"--max_length {options.max_length} leaves nothing to predict. Give data.sequence_length + 1."
+            f"--max_length must be at least 2, got {options.max_length}. Use data.sequence_length + 1."
         )
     if options.max_length is None and options.too_long == "truncate":
-        raise DataError(
-            "--too_long truncate cuts conversations of more than --max_length tokens, and there is none. "
-            "Give it."
-        )
+        raise DataError("--too_long truncate requires --max_length.")
     template = None if options.chat_template is None else read_template(options.chat_template)
     reader = RecordReader(parsed_keys(options.keys), options.other_parts == "drop")
     return Chats(
@@ -306,20 +305,17 @@ def report(summary: PreparationSummary, seconds: float, longest: int | None, as_
     )
     print(f"{summary.prefix}: {size}, {seconds:.1f} s")
     if summary.empty_documents:
-        print(f"{summary.empty_documents:,} empty documents left out")
+        print(f"{summary.empty_documents:,} empty documents skipped")
     if summary.forms:
         share, length = summary.loss_tokens / summary.tokens, (longest or summary.longest) - 1
         print(
-            f"conversations ({', '.join(summary.forms)}): {summary.loss_tokens:,} tokens count "
+            f"conversations ({', '.join(summary.forms)}): {summary.loss_tokens:,} tokens in the loss "
             f"({share:.1%}), longest {summary.longest:,}"
         )
-        print(
-            f"with data.packing they fill {summary.packed_rows:,} rows of data.sequence_length {length:,}: "
-            "that is an epoch"
-        )
+        print(f"one epoch with data.packing: {summary.packed_rows:,} rows of data.sequence_length {length:,}")
     for count, what in (
-        (summary.too_long, "were longer than --max_length"),
-        (summary.without_loss, "had nothing to learn from"),
+        (summary.too_long, "are longer than --max_length"),
+        (summary.without_loss, "have no tokens in the loss"),
     ):
         if count:
             print(f"{count:,} conversations {what}")
@@ -331,6 +327,6 @@ def report(summary: PreparationSummary, seconds: float, longest: int | None, as_
         )
     if summary.replaced_documents:
         print(
-            f"{summary.replaced_documents:,} documents contained bytes that are not UTF-8: each was replaced "
-            "with U+FFFD"
+            f"{summary.replaced_documents:,} documents contain invalid UTF-8; each invalid byte was "
+            "replaced with U+FFFD"
         )

@@ -39,8 +39,10 @@ def main(argv: list[str] | None = None) -> None:
 def write_page(
     tool: Parser, directories: list[Path], output: Path | None, as_json: bool = False
 ) -> list[RecordedRun]:
-    """Read the runs, and write their page if there is a path for it. Ends with one message if that is not
-    possible."""
+    """Read the runs and write their page if a path is given.
+
+    Exits with an error message if that fails.
+    """
     try:
         with progress_of(as_json) as progress:
             progress("reading the runs")
@@ -51,7 +53,7 @@ def write_page(
     except ReportError as error:
         tool.error(error)
     except OSError as error:
-        tool.error(f"{output} cannot be written: {error.strerror}. Choose another with --output.")
+        tool.error(f"{output} cannot be written: {error.strerror}. Choose another file with --output.")
     return runs
 
 
@@ -61,31 +63,34 @@ def serve(tool: Parser, options: argparse.Namespace) -> None:
 
     if len(options.runs) > 1 or options.output is not None:
         tool.error(
-            "--live serves the page of one run and writes no file. Give one directory, without --output."
+            "--live serves the page of a single run and writes no file. Pass one run directory and "
+            "remove --output."
         )
     directory = options.runs[0]
     try:
         server = LiveServer(LivePage(directory), options.port)
     except (OSError, OverflowError) as error:
         tool.error(
-            f"--port {options.port}: {getattr(error, 'strerror', None) or error}. Choose another, or leave "
-            "it out for a free one."
+            f"--port {options.port}: {getattr(error, 'strerror', None) or error}. Choose another port, or "
+            "omit --port to use a free one."
         )
     with server:
         wait_for(tool, directory)
         print(
             json.dumps({"url": server.url})
             if options.json
-            else f"{server.url} shows {directory}; Ctrl-C ends it",
+            else f"serving {directory} at {server.url} (press Ctrl-C to stop)",
             flush=True,
         )
         server.serve_forever()
 
 
 def wait_for(tool: Parser, directory: Path) -> None:
-    """Wait until a run has made its directory."""
+    """Wait until a run has created its directory."""
     if directory.exists() and not directory.is_dir():
-        tool.error(f"{directory} is no directory. Give that of a run; one that has not begun will do.")
+        tool.error(
+            f"{directory} is not a directory. Pass a run directory; the run does not have to be started yet."
+        )
     if not directory.exists():
         say(f"waiting for {directory} …")
     while not directory.is_dir():
@@ -95,7 +100,13 @@ def wait_for(tool: Parser, directory: Path) -> None:
 def parser() -> Parser:
     tool = Parser(description=__doc__)
     add = tool.add_argument
-    add("runs", type=as_path, nargs="+", metavar="RUN_DIR", help="run directories; several are compared")
+    add(
+        "runs",
+        type=as_path,
+        nargs="+",
+        metavar="RUN_DIR",
+        help="run directories; if several are given, they are compared",
+    )
     add(
         "--output",
         type=as_new_file,

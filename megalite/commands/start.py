@@ -14,24 +14,24 @@ COMMANDS = {
     "doctor": "check this machine: versions, GPUs, communication, limits, disk, and what is missing",
     "init": "write a configuration for this machine",
     "train": "train a model, on one process or on many",
-    "plan": "choose a layout for a number of GPUs: memory, step time, throughput",
-    "bubble": "cost of a pipeline schedule: bubble, memory, messages, timeline",
-    "prepare": "turn text or conversations into a token file",
-    "data": "look into a token file: counts, lengths, duplicates, samples with what counts in the loss",
+    "plan": "search for the best parallel layout: memory, step time, throughput",
+    "bubble": "simulate a pipeline schedule: bubble, memory, messages, timeline",
+    "prepare": "tokenize texts or conversations into a token file",
+    "data": "inspect a token file: counts, lengths, duplicates, samples with their loss mask",
     "convert": "import, export and check Hugging Face models",
-    "generate": "continue texts, or chat, with a trained model",
+    "generate": "generate text or chat with a trained model",
     "evaluate": "compute perplexity, or run tasks of lm-evaluation-harness",
     "verify": "compare a layout with one process, step by step",
-    "benchmark": "measure this machine (in a checkout only)",
-    "first-light": "prove and measure a machine's GPUs in one run (in a checkout only)",
+    "benchmark": "benchmark this machine (source checkout only)",
+    "first-light": "test and benchmark the GPUs of a machine in one run (source checkout only)",
     "checkpoint": "list, inspect, verify, compare and consolidate checkpoints",
-    "report": "write an HTML page about one run or several, or serve that of a run that trains",
+    "report": "write an HTML report of one or more runs, or serve a live one during training",
     "compare": "compare runs: final figures, differing options, curves",
-    "explain": "explain a hang: which rank did not do its part, and who waited for it",
-    "timeline": "compare the recorded steps of a run with the simulator's",
+    "explain": "explain a hang: the rank that caused it, and the ranks that waited for it",
+    "timeline": "compare the recorded steps of a run with the simulator",
     "import-config": "translate another project's configuration",
-    "completion": "print a script that lets a shell complete commands and options",
-    "demo": "prepare data and train a small model in minutes (in a checkout only)",
+    "completion": "print a shell completion script",
+    "demo": "prepare data and train a small model in minutes (source checkout only)",
 }
 NEW_OBJECTS = 100_000
 """Between collections of garbage. With Python's 700, importing torch and megalite collects 400 times and
@@ -61,8 +61,7 @@ def start(name: str, arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def prepare_process(name: str) -> None:
-    """What every process does first: the launcher may be killed, and Ctrl-C pressed, while it still
-    imports."""
+    """Set up a process before its imports, when the launcher may be killed or Ctrl-C pressed."""
     # until there is a handler: Python's own one prints a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.set_threshold(NEW_OBJECTS)
@@ -71,7 +70,7 @@ def prepare_process(name: str) -> None:
     from megalite.system import processes
 
     if name == "train":
-        signals.end_training_on_signal(" before the first step: nothing was changed")
+        signals.end_training_on_signal(" before the first step; nothing was changed")
     else:
         signals.end_on_signal(quiet=_is_rank())  # the process that started the ranks says what has happened
     if name == "train" or not _is_rank():
@@ -101,7 +100,7 @@ def interruptible(main: Callable[[], int | None]) -> int | None:
 
 
 def end(name: str, status: int) -> NoReturn:
-    """End the process, together with the other ranks where there are any and this one has not failed."""
+    """End the process, together with the other ranks unless this one has failed."""
     distributed = sys.modules.get("torch.distributed")
     if name != "train" and not (distributed and distributed.is_available() and distributed.is_initialized()):
         sys.exit(status)

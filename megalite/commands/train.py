@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """One rank of a run, from its options to its end. Returns the exit status of this process."""
+    """Run one rank of a run, from its options to its end. Returns the exit status of this process."""
     if "--dry_run" in sys.argv:
         from megalite.commands.dry_run import main as dry_run
 
@@ -88,7 +88,7 @@ def main() -> int:
             job.running()
             announce(trainer, remarks + notes)
             status = fit(trainer, observers(trainer, environment, hardware, kernels(trainer)))
-        signals.end_training_on_signal(" after the last step: everything is saved")
+        signals.end_training_on_signal(" after the last step; everything is saved")
         trainer.close()
     except failures as error:
         status = ExitStatus.FAILED if trainer else ExitStatus.CONFIGURATION
@@ -230,7 +230,7 @@ def announce(trainer: Trainer, notes: list[str]) -> None:
 
 
 def placement(trainer: Trainer) -> list[str]:
-    """A line about a layout that fits this machine's nodes better, if there is one."""
+    """Suggest a layout that fits the nodes of this machine better, if there is one."""
     from megalite.launch.machine import local_world_size
     from megalite.planner.report.zero2_hint import hint
 
@@ -239,21 +239,22 @@ def placement(trainer: Trainer) -> list[str]:
 
 
 def random_weights(trainer: Trainer) -> list[str]:
-    """A line for a run that has the shape of a Hugging Face model and random weights, which is rarely
-    meant."""
+    """Warn about random weights in a run with the shape of a Hugging Face model."""
     model = trainer.config.model
     if model.from_hf is None or model.initial_weights is not None or trainer.step_done > 0:
         return []
     intent = (
         "as model.init_from = none asks"
         if model.init_from
-        else f"for its own set model.init_from = hf:{model.from_hf}"
+        else f"to load the weights, set model.init_from=hf:{model.from_hf}"
     )
-    return [f"the weights are random: model.from_hf = {model.from_hf} gives the shape alone; {intent}"]
+    return [
+        f"the weights are initialized randomly: model.from_hf={model.from_hf} only sets the shape; {intent}"
+    ]
 
 
 def ignored_fields(config: Config) -> list[str]:
-    """A line about the fields of model.from_hf's config.json that are ignored."""
+    """Return a line about ignored fields in the config.json of model.from_hf."""
     from megalite.families.model_config import hf_config, unread_note
 
     if config.model.from_hf is None:
@@ -266,7 +267,7 @@ def ignored_fields(config: Config) -> list[str]:
 def end_run(
     error: Exception, config: Config, device: torch.device, mesh: Mesh, job: Job, status: ExitStatus | None
 ) -> NoReturn:
-    """End the process with one message; `status` where every rank ends with the same error, else None."""
+    """End the process with one message. `status`: set if every rank ends with the same error."""
     import torch
 
     from megalite.launch.process import exit_after_failure

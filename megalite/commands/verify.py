@@ -37,7 +37,7 @@ TOLERANCES = {  # relative (loss, norm), absolute (weights)
 def main(argv: list[str] | None = None) -> int:
     own, rest = parser().parse_known_args(argv)
     if own.steps < 1:
-        exit_with(f"--steps = {own.steps}: there must be at least one step to compare.")
+        exit_with(f"--steps must be at least 1, got {own.steps}.")
     overrides = read_arguments(rest).overrides  # --parallel.tp means the same as --tp
     layout = {axis: getattr(own, axis) or size_of(overrides.get(f"parallel.{axis}", "1")) for axis in AXES}
     rest += [word for axis, size in layout.items() for word in (f"--{axis}", str(size))]
@@ -75,8 +75,8 @@ def main(argv: list[str] | None = None) -> int:
     elif difference is None:
         sizes = " × ".join(f"{axis} {size}" for axis, size in layout.items() if size > 1) or "one process"
         print(
-            f"equal: {own.steps} steps on {sizes} give one process's losses and norms within {relative:g}, "
-            f"weights within {absolute:g}"
+            f"equal: {own.steps} steps on {sizes} match one process: losses and norms within "
+            f"{relative:g}, weights within {absolute:g}"
         )
     else:
         print(f"different: {difference}")
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def size_of(word: str) -> int:
-    """A number of ranks; 1 for what is none, which the configuration reports."""
+    """Parse a number of ranks; 1 if it is invalid, which the configuration reports."""
     return max(1, int(word)) if word.strip().isdecimal() else 1
 
 

@@ -30,8 +30,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def facts() -> dict[str, Any]:
-    """What runs here, by name. A package that is not installed, and the state of a package that is no
-    checkout, is None."""
+    """Return the versions of the software by name.
+
+    The value is None for a package that is not installed, and for the commit outside a checkout.
+    """
     return {
         "megalite": megalite.__version__,
         "commit": commit(),
@@ -46,8 +48,7 @@ def facts() -> dict[str, Any]:
 
 
 def commit() -> dict[str, Any] | None:
-    """The commit of the checkout, and whether its files differ from it; None if there is no checkout, or no
-    git."""
+    """Return the commit of the checkout and whether it is modified; None without a checkout or git."""
     # a checkout inside another repository is not that one's
     if CHECKOUT is None or not (CHECKOUT / ".git").exists():
         return None

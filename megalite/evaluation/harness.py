@@ -30,8 +30,10 @@ OPTIONS = {"until", "do_sample", "temperature", "top_k", "top_p", *LENGTHS}
 
 
 class Answers:
-    """The harness's interface of a language model. `as_harness_model` combines it with the harness's base
-    class."""
+    """The interface of the harness to a model.
+
+    `as_harness_model` combines it with the base class of the harness.
+    """
 
     def __init__(
         self, model: LanguageModel, tokenizer: Tokenizer, batch_size: int, progress: Progress | None = None
@@ -55,20 +57,22 @@ class Answers:
         return self._tokenizer.eos
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Tokens of a string; special tokens spelled out in it are encoded as text."""
+        """Encode a string. Special tokens that are spelled out in it are encoded as text."""
         return [*([] if add_special_tokens is False else self._opening), *self._tokenizer.encode(string)]
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """The log-probability of each continuation, and whether greedy decoding gives it. A request: strings,
-        context and continuation."""
+        """Compute the log-probability of each continuation, and whether it is the greedy one.
+
+        A request has two strings, context and continuation.
+        """
         rows = []
         for _, context, continuation in requests:
             if len(continuation) > self.max_length:
                 raise ConfigError(
-                    f"a task asks for a continuation of {len(continuation)} tokens; the model sees at most "
-                    f"{self.max_length}."
+                    f"a task requests a continuation of {len(continuation)} tokens, but the model supports "
+                    f"at most {self.max_length}."
                 )
             rows.append(ScoredTokens((context + continuation)[-(self.max_length + 1) :], len(continuation)))
         return [
@@ -77,8 +81,10 @@ class Answers:
         ]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
-        """The log-probability of each whole text, in windows of the model's maximum length without overlap
-        (except the last)."""
+        """Compute the log-probability of each whole text.
+
+        Windows have the maximum length of the model and do not overlap, except the last one.
+        """
         texts = [
             list(
                 windows(
@@ -95,8 +101,10 @@ class Answers:
         return [sum(next(scores).log_probability for _ in rows) for rows in texts]
 
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
-        """The continuation of each text, up to the first of its stop texts. Requests with equal options are
-        batched."""
+        """Generate a continuation of each text, up to its first stop text.
+
+        Requests with equal options are batched.
+        """
         alike: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
@@ -116,9 +124,8 @@ class Answers:
         count = next((int(options[name]) for name in LENGTHS if options.get(name) is not None), MAX_TOKENS)
         if not 0 < count < self.max_length:
             raise ConfigError(
-                f"a task generates {count} tokens, and the model has positions for {self.max_length}, its "
-                "question included. "
-                "Set max_gen_toks in a copy of its YAML."
+                f"a task generates {count} tokens, but the model supports at most {self.max_length}, "
+                "including the prompt. Set max_gen_toks in a copy of the task's YAML file."
             )
         prompts = [
             self.tok_encode(context)[-(self.max_length - count) :] or [self.prefix_token_id]
@@ -144,8 +151,10 @@ class Answers:
 
 
 class _Reply:
-    """The text of an answer while it is generated. As in the harness, its tokens are decoded without those of
-    the context."""
+    """The text of an answer during generation.
+
+    As in the harness, its tokens are decoded without those of the context.
+    """
 
     def __init__(self, tokenizer: Tokenizer, stops: list[str], ends: Collection[int]):
         self._tokenizer, self._stops, self._ends = tokenizer, stops, ends
@@ -163,18 +172,20 @@ class _Reply:
 
 
 def document_start(source: ModelSource, tokenizer: Tokenizer) -> int:
-    """The token before a text without context: BOS if there is one and the model's training documents had it,
-    else EOS."""
+    """Return the token before a text without context.
+
+    BOS if the training documents of the model had it, else EOS.
+    """
     return tokenizer.eos if tokenizer.bos is None or source.trained_here else tokenizer.bos
 
 
 def sampling_of(options: dict[str, Any], seed: int) -> Sampling:
-    """The sampling that a task's options ask for. Raises ConfigError for an option that is not supported."""
+    """Return the sampling options of a task. Raises ConfigError for an unsupported option."""
     unknown = sorted(options.keys() - OPTIONS)
     if unknown:
         raise ConfigError(
-            f"a task generates with {unknown[0]} = {options[unknown[0]]!r}, which is not handled here. It "
-            f"may set {sorted(OPTIONS)}."
+            f"a task sets the generation option {unknown[0]}={options[unknown[0]]!r}, which is not "
+            f"supported. Supported options: {sorted(OPTIONS)}."
         )
     temperature = float(options.get("temperature") or 0.0)
     sampled = options.get("do_sample")
@@ -188,12 +199,15 @@ def sampling_of(options: dict[str, Any], seed: int) -> Sampling:
 
 
 def as_harness_model() -> type[Any]:
-    """`Answers` as a subclass of lm_eval.api.model.LM. Raises ConfigError if the harness is not installed."""
+    """Return `Answers` as a subclass of lm_eval.api.model.LM.
+
+    Raises ConfigError if the harness is not installed.
+    """
     try:
         from lm_eval.api.model import TemplateLM
     except ImportError as error:
         raise ConfigError(
-            f"tasks need lm-evaluation-harness ({error}). Install it with: pip install 'megalite[eval]'"
+            f"tasks require lm-evaluation-harness ({error}). Install it with `pip install 'megalite[eval]'`."
         ) from None
     return type("Megalite", (Answers, TemplateLM), {})
 
@@ -206,18 +220,20 @@ def run(
     num_fewshot: int | None,
     limit: int | None,
 ) -> dict[str, Any]:
-    """The harness's results on the tasks. Its output is redirected to stderr. Raises ConfigError if a task is
-    unknown."""
+    """Run the tasks and return the results of the harness.
+
+    Its output is redirected to stderr. Raises ConfigError if a task is unknown.
+    """
     from lm_eval import simple_evaluate
 
     with redirect_stdout(sys.stderr):
         manager = _manager(tasks, include_path)
         unknown = [name for name in tasks if name not in manager.all_tasks]
         if unknown:
-            place = "" if include_path is None else f" nor of {include_path}"
+            place = "" if include_path is None else f" or {include_path}"
             raise ConfigError(
-                f"--tasks {unknown[0]} is no task, group or tag of lm-evaluation-harness{place}. `lm-eval ls "
-                "tasks` lists its own."
+                f"--tasks {unknown[0]} is not a task, group or tag of lm-evaluation-harness{place}. Run "
+                "`lm-eval ls tasks` for a list."
             )
         options: dict[str, Any] = {
             "num_fewshot": num_fewshot,
@@ -230,8 +246,11 @@ def run(
 
 
 def _manager(tasks: Sequence[str], include_path: Path | None) -> Any:
-    """The harness's task manager. Indexing the harness's own thousands of tasks costs many seconds: skipped
-    if `include_path` has all."""
+    """Return the task manager of the harness.
+
+    Indexing the thousands of built-in tasks takes many seconds; it is skipped if `include_path` has all
+    tasks.
+    """
     from lm_eval.tasks import TaskManager
 
     if include_path is not None:

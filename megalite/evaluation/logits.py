@@ -28,8 +28,10 @@ SEED = 0
 
 @dataclass(frozen=True)
 class LogitComparison:
-    """The result for one input: the largest absolute difference of logits at each position, and the largest
-    absolute logit."""
+    """Differences of logits for one input.
+
+    The largest absolute difference at each position, and the largest absolute logit.
+    """
 
     name: str
     worst: list[float]
@@ -60,8 +62,7 @@ def compare(
     for name, logits in theirs.items():
         if logits.shape[-1] != model.vocabulary:
             raise ConversionError(
-                f"{hf} has {logits.shape[-1]} logits on {name}, and {directory} {model.vocabulary}: they are "
-                "two models"
+                f"{hf} does not match {directory}: {logits.shape[-1]} logits on {name} vs {model.vocabulary}"
             )
     progress(f"opening {directory}")
     stage, differences = load_stage(manifest), []
@@ -72,15 +73,14 @@ def compare(
 
 
 def rounding(directory: Path, hf: Path) -> str | None:
-    """An explanation of a difference, if the directory has a lower precision than the checkpoint; else
-    None."""
+    """Explain a difference if the directory has a lower precision than the checkpoint; else None."""
     manifest, dtype = checkpoint.manifest_of(directory), stored_dtype(hf_config(hf))
     weights = [stored.dtype for name, stored in manifest.tensors.items() if name.startswith(WEIGHT)]
     if dtype not in ("bfloat16", "float16") or not {"float32", "float64"}.intersection(weights):
         return None
     return (
-        f"{hf} is rounded to {dtype}: an export of the checkpoint with --dtype float32 shows whether "
-        "anything else differs"
+        f"the weights in {hf} are rounded to {dtype}. Export the checkpoint with --dtype float32 to "
+        "see whether anything else differs"
     )
 
 
@@ -100,15 +100,15 @@ def _encode(text: str, hf: Path, vocabulary: int, longest: int) -> Tensor:
     ids = load(hf).encode(text)[:longest]
     if not ids or max(ids) >= vocabulary:
         raise ConversionError(
-            f"the tokenizer of {hf} makes {'nothing' if not ids else f'token {max(ids)}'} of "
+            f"the tokenizer of {hf} returns {'no tokens' if not ids else f'token {max(ids)}'} for "
             f"{show_text(text)}"
         )
     return torch.tensor([ids])
 
 
 def _their_logits(hf: Path, inputs: dict[str, Tensor], progress: Report) -> dict[str, Tensor]:
-    """The logits of transformers, [rows, tokens, vocabulary] for each input."""
-    progress(f"opening {hf} with transformers")
+    """Compute the logits of transformers, [rows, tokens, vocabulary], for each input."""
+    progress(f"loading {hf} with transformers")
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -123,7 +123,8 @@ def _their_logits(hf: Path, inputs: dict[str, Tensor], progress: Report) -> dict
         model, report = opened
     except Exception as error:  # transformers raises exceptions of many types
         raise ConversionError(
-            f"transformers cannot open {hf}: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
+            f"transformers failed to load {hf}: "
+            f"{(str(error).strip() or type(error).__name__).splitlines()[0]}"
         ) from None
     wrong = [
         f"{kind.replace('_', ' ')}: {sorted(map(str, keys))[0]}"
@@ -131,7 +132,7 @@ def _their_logits(hf: Path, inputs: dict[str, Tensor], progress: Report) -> dict
         if keys and kind != "error_msgs"
     ]
     if wrong:
-        raise ConversionError(f"transformers opens {hf} with {'; '.join(wrong)}")
+        raise ConversionError(f"transformers loads {hf} with {'; '.join(wrong)}")
     logits: dict[str, Tensor] = {}
     with torch.no_grad():
         for name, ids in inputs.items():
@@ -141,9 +142,9 @@ def _their_logits(hf: Path, inputs: dict[str, Tensor], progress: Report) -> dict
 
 
 def load_stage(manifest: Manifest) -> Stage:
-    """The whole model of a checkpoint in this process, in fp32, for forward passes only."""
+    """Load the whole model of a checkpoint in this process, in fp32, for forward passes only."""
     if "config" not in manifest.state:
-        raise CheckpointError(f"{manifest.directory} holds no configuration")
+        raise CheckpointError(f"{manifest.directory} contains no configuration")
     config = for_inference(from_dict(manifest.state["config"]))
     parts = build.build_parts(config, build.make_mesh(config), "cpu", training=False)
     checkpoint.load(manifest, parts.to_load(), convert=True)
@@ -153,7 +154,7 @@ def load_stage(manifest: Manifest) -> Stage:
 
 @torch.no_grad()
 def our_logits(stage: Stage, ids: Tensor) -> Tensor:
-    """Logits of ids [rows, tokens]: [rows, tokens, vocabulary]."""
+    """Compute the logits [rows, tokens, vocabulary] of ids [rows, tokens]."""
     tokens = ids.t().contiguous()  # [tokens, rows]
     state = stage.forward_state(
         Microbatch.of(tokens, tokens, torch.zeros(len(ids), dtype=torch.int64)), step=0, training=False

@@ -29,8 +29,10 @@ HIGHEST = 700.0  # loss per token; the perplexity of a higher one overflows a fl
 
 @dataclass(frozen=True)
 class Text:
-    """The result for a text, or for several together: number of tokens and bytes, and the negative
-    log-probability of all tokens."""
+    """The result for one or more texts.
+
+    The number of tokens and bytes, and the negative log-probability of all tokens.
+    """
 
     name: str
     tokens: int
@@ -53,14 +55,14 @@ class Text:
 
 
 def together(texts: Sequence[Text]) -> Text:
-    """The combined result of several texts, each of which was predicted on its own."""
+    """Combine the results of several texts that were predicted independently."""
     return Text(
         "total", *(sum(getattr(text, name) for text in texts) for name in ("tokens", "bytes", "nats"))
     )
 
 
 def windows(tokens: Sequence[int], length: int, stride: int) -> Iterator[ScoredTokens]:
-    """Rows of at most `length` inputs that score every token except the first once."""
+    """Split a text into rows of at most `length` inputs that score every token except the first once."""
     done, last = 0, len(tokens) - 1
     while done < last:
         stop = min(done + (stride if done else length), last)
@@ -79,13 +81,13 @@ def measure(
     batch_size: int,
     progress: Progress | None = None,
 ) -> Text:
-    """The perplexity of a text. tokens: the one that begins a document, then those of the text; size: bytes
-    of the text. Raises ConfigError if the loss is not finite or too large."""
+    """Compute the perplexity of a text.
+
+    tokens: the token that begins a document, then the text; size: bytes of the text. Raises ConfigError if
+    the loss is not finite or too large.
+    """
     rows = list(windows(tokens, length, stride))
     nats = -math.fsum(scored.log_probability for scored in score(model, rows, batch_size, progress))
     if not nats < HIGHEST * (len(tokens) - 1):
-        raise ConfigError(
-            f"{name}: the model gives its tokens no finite probability (their loss is {nats:g}), so there is "
-            "no perplexity."
-        )
+        raise ConfigError(f"{name}: cannot compute the perplexity, the loss is {nats:g}.")
     return Text(name, len(tokens) - 1, size, nats)

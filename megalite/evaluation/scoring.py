@@ -12,8 +12,10 @@ Progress = Callable[[int, int], None]  # rows done, rows in all
 
 
 class ScoredTokens(NamedTuple):
-    """Tokens of which the last `scored` are scored, each given all before it. The last token is never an
-    input of the model."""
+    """A row of tokens and the number at its end (`scored`) to score, each given all tokens before it.
+
+    The last token is never an input of the model.
+    """
 
     tokens: Sequence[int]
     scored: int
@@ -21,8 +23,11 @@ class ScoredTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Score:
-    """The summed log-probability (natural logarithm) of a row's scored tokens, and whether each is the most
-    likely at its position."""
+    """The score of a row.
+
+    The log-probability (natural logarithm) of its scored tokens, and whether each token is the most likely
+    one.
+    """
 
     log_probability: float
     greedy: bool
@@ -31,8 +36,9 @@ class Score:
 def score(
     model: LanguageModel, rows: Sequence[ScoredTokens], batch_size: int, progress: Progress | None = None
 ) -> list[Score]:
-    """The scores of the rows, in order, summed in fp64. Collective over the model's ranks, with the same rows
-    on each.
+    """Score the rows, in order, summed in fp64.
+
+    Collective over the ranks of the model, with the same rows on each.
 
     Rows that differ only in their last token, as one-token answers to a question, share one pass through the
     model. Batches have rows of similar length, the longest first: padding is small, and if memory does not
@@ -55,7 +61,7 @@ def score(
 def _score_batch(
     model: LanguageModel, inputs: list[tuple[int, ...]], columns: dict[int, int], rows: Sequence[ScoredTokens]
 ) -> dict[int, Score]:
-    """The scores of one batch. columns: number of a row → column of its inputs in the batch."""
+    """Score one batch. columns: the index of a row → the column of its inputs in the batch."""
     places, targets = [], list[int]()
     for number, column in columns.items():
         tokens, count = rows[number]

@@ -36,8 +36,10 @@ ROUND_UP = 64
 
 
 def padded(length: int) -> int:
-    """A length rounded up to a multiple of ROUND_UP: with few shapes, rotary tables and matrix-product
-    kernels are reused."""
+    """Round a length up to a multiple of ROUND_UP.
+
+    Rotary tables and matrix-product kernels are reused if there are few shapes.
+    """
     return -(-length // ROUND_UP) * ROUND_UP
 
 
@@ -71,8 +73,10 @@ class _Kept(NamedTuple):
 
 
 class _CacheSlots(NamedTuple):
-    """Where the tokens of one pass are stored in layers with one number of slots, and which slots they attend
-    to."""
+    """The slots that store the tokens of one pass, and the slots that they attend to.
+
+    Shared by the layers with the same number of slots.
+    """
 
     rows: Tensor  # [batch, 1]
     slot: Tensor  # [batch, seq]
@@ -105,8 +109,10 @@ class KeyValueCache:
         )
 
     def begin_prompts(self, lengths: list[int], padded: int) -> None:
-        """Prepare for a pass that reads every row from its beginning, `lengths` tokens each, padded to one
-        length. Clears the cache."""
+        """Prepare a pass that reads every row from its start, padded to one length. Clears the cache.
+
+        lengths: the number of tokens of each row.
+        """
         stop = self._column(lengths)
         position = torch.arange(padded, device=self.device)
 
@@ -118,8 +124,10 @@ class KeyValueCache:
         self._begin(place)
 
     def begin_tokens(self, positions: list[int]) -> None:
-        """Prepare for a pass that reads one token of each row, at these positions; all earlier positions have
-        been read."""
+        """Prepare a pass that reads one token of each row at these positions.
+
+        All earlier positions must have been read.
+        """
         position = self._column(positions)
 
         def place(slots: int) -> tuple[Tensor, Tensor]:
@@ -152,12 +160,11 @@ class KeyValueCache:
         )
 
     def whole(self, x: Tensor, options: dict[str, Any]) -> Tensor:
-        """Whole rows [seq, …] of this cp rank's part of them; all-gather over cp. Without parts x is
-        whole."""
+        """All-gather whole rows [seq, …] from this cp rank's part. Without parts x is whole."""
         return x if "part" not in options else whole(x, self.cp, options["part"])
 
     def within_prompts(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-        """Attention of rows, or of this cp rank's part of them, to whole rows from their beginning."""
+        """Compute the attention of rows, or this cp rank's part, to whole rows from their start."""
         part, sinks = options.get("part"), options.get("sinks")
         if part is None and sinks is None:
             return attention(q, k, v, **options)[0]
@@ -169,7 +176,7 @@ class KeyValueCache:
 
     @property
     def reads_prompts(self) -> bool:
-        """Whether the current pass reads rows from their beginning, which attend only to themselves."""
+        """Return whether the current pass reads rows from their start, which attend only to themselves."""
         return all(place.empty is None for place in self._places.values())
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -213,14 +220,13 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, empty: Tensor, options: dic
 
 @dataclass(kw_only=True)
 class CachedState(ForwardState):
-    """A forward pass that reads and extends a cache."""
+    """The state of a forward pass that reads and extends a cache."""
 
     cache: KeyValueCache
 
 
 class CachedAttention(nn.Module):
-    """Replaces a layer's attention: attends through the cache of a `CachedState`, and is the layer's own
-    attention otherwise."""
+    """An attention layer that uses the cache of a `CachedState`, and is unchanged without one."""
 
     def __init__(self, attention: Attention):
         super().__init__()

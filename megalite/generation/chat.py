@@ -33,8 +33,9 @@ def converse(
     system: str | None,
     show: Callable[[str], object],
 ) -> None:
-    """Answer the input line by line until it ends. When the model's context is full, the oldest turns are
-    dropped.
+    """Answer the input line by line until it ends.
+
+    When the context of the model is full, the oldest turns are dropped.
 
     Raises DataError if the template cannot render the conversation.
     """

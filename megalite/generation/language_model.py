@@ -55,8 +55,10 @@ Rows = Sequence[Sequence[int]]
 
 
 def in_parts(rectangles: Sequence[Rectangle]) -> Iterator[list[Rectangle]]:
-    """Rectangles in groups of about READ bytes: each chunk of a file is checked once for each group that it
-    overlaps."""
+    """Group rectangles into about READ bytes each.
+
+    Each chunk of a file is checked once for each group that it overlaps.
+    """
     sizes = accumulate(rectangle.tensor.nbytes for rectangle in rectangles)
     for _, group in groupby(zip(rectangles, sizes, strict=True), key=lambda pair: (pair[1] - 1) // READ):
         yield [rectangle for rectangle, _ in group]
@@ -113,7 +115,7 @@ class LanguageModel:
 
     @property
     def longest(self) -> int:
-        """Maximum number of tokens in the model's context."""
+        """Maximum number of tokens in the context of the model."""
         return self.config.model.max_position_embeddings
 
     # ---- generation
@@ -143,7 +145,7 @@ class LanguageModel:
     def continuation(
         self, prompt: Sequence[int], count: int, sampling: Sampling, *, vocab_size: int | None = None
     ) -> Iterator[int]:
-        """`continuations` for one row."""
+        """Yield `continuations` of one row."""
         return (token for (token,) in self.continuations([prompt], count, sampling, vocab_size=vocab_size))
 
     def _next(self, cache: KeyValueCache, rows: Rows, starts: list[int]) -> Tensor | None:
@@ -178,7 +180,7 @@ class LanguageModel:
 
     @torch.no_grad()
     def extend(self, cache: KeyValueCache, tokens: Sequence[int], positions: Sequence[int]) -> Tensor | None:
-        """Read one more token of each row, at these positions. Returns logits as `read`."""
+        """Read one more token of each row at these positions. Returns logits like `read`."""
         read, where = torch.tensor([[tokens], [positions]], device=self.device)  # [1, rows] each
         microbatch = Microbatch(read, read, where, self._samples(len(tokens)))
         cache.begin_tokens(list(positions))
@@ -189,7 +191,7 @@ class LanguageModel:
     def _drawn(
         self, logits: Tensor | None, sampling: Sampling, positions: list[int], vocab_size: int | None
     ) -> list[int]:
-        """The next token of every row, the same on every rank."""
+        """Draw the next token of every row, the same on every rank."""
         tokens = torch.empty(len(positions), dtype=torch.int64, device=self.device)
         if self.mesh.rank == self._speaker:
             assert logits is not None
@@ -245,11 +247,11 @@ class LanguageModel:
     # ---- passes
 
     def _padded(self, rows: Rows) -> tuple[Tensor, ForwardState]:
-        """Rows as columns, [seq/cp, rows], padded after their ends, which causal attention never reads."""
+        """Return rows as columns [seq/cp, rows], padded at the end, which causal attention never reads."""
         longest = max(map(len, rows))
         if longest > self.longest or not all(rows):
             raise ValueError(
-                f"rows of {min(map(len, rows))} to {longest} tokens: the model takes 1 to {self.longest}"
+                f"rows must have 1 to {self.longest} tokens, got {min(map(len, rows))} to {longest}"
             )
         longrope = self.config.model.longrope_context
         length = min(
@@ -266,7 +268,7 @@ class LanguageModel:
         return microbatch.tokens, self._state(microbatch, [len(row) for row in rows])
 
     def _part(self, tokens: Tensor) -> Microbatch:
-        """This cp rank's part of rows [seq, rows]; without cp the rows."""
+        """Return this cp rank's part of rows [seq, rows], or the rows without cp."""
         cp, samples = self.mesh.cp, self._samples(tokens.shape[1])
         if cp.size == 1:
             return Microbatch.of(tokens, tokens, samples)
@@ -298,7 +300,7 @@ class LanguageModel:
         return state
 
     def _samples(self, rows: int) -> Tensor:
-        """Placeholders for the sample indices, the keys of dropout: inference has no dropout."""
+        """Return placeholders for the sample indices. Inference has no dropout."""
         return torch.zeros(rows, dtype=torch.int64, device=self.device)
 
     def _activations(self, tokens: Tensor, state: ForwardState) -> Tensor | None:
@@ -325,7 +327,7 @@ class LanguageModel:
 
         channel = self.mesh.channels["forward_up"]
         message(
-            getattr(dist, operation), x, peer, channel, "activations of a pass", self.mesh.activity
+            getattr(dist, operation), x, peer, channel, "activations of a forward pass", self.mesh.activity
         ).wait()
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -337,7 +339,7 @@ class LanguageModel:
         return parts.movedim(0, -2).flatten(-2)[..., : self.config.model.vocabulary]
 
     def _from_speaker(self, x: Tensor, what: str) -> Tensor:
-        """The speaker's `x`, on every rank. Broadcast over the world."""
+        """Broadcast the speaker's `x` to every rank."""
         import torch.distributed as dist
 
         world = self.mesh.world

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class LatentReader:
-    """One layer's attention through the cache.
+    """Attention of one layer with latent attention through the cache.
 
     Args:
         layer: its attention, whose weights do not change any more.
@@ -37,7 +37,10 @@ class LatentReader:
         self._matrix: Tensor | None = None
 
     def attend(self, x: Tensor, state: CachedState) -> Tensor:
-        """The output of this rank's heads, [seq, batch, heads/tp, value_size], of x [seq, batch, hidden]."""
+        """Compute the output of this rank's heads, [seq, batch, heads/tp, value_size].
+
+        x: [seq, batch, hidden].
+        """
         layer, cache = self.layer, state.cache
         queries, (latent, key) = layer.queries(x, state), layer.latent(x, state)
         options = layer.operation(state)

@@ -19,7 +19,7 @@ KEYS = 2**63  # rng.key is below this
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn.
+    """Sampling options for the next token.
 
     Attributes:
         temperature: divisor of the logits; 0: always the most likely token.
@@ -37,13 +37,15 @@ class Sampling:
 
 
 def uniform(seed: int, row: int, position: int) -> float:
-    """The random number in [0, 1) that selects the token at a position of a row."""
+    """Return the random number in [0, 1) that selects the token at a position of a row."""
     return rng.key(seed, "draw", row, position) / KEYS
 
 
 def draw(logits: Tensor, sampling: Sampling, numbers: Sequence[float]) -> Tensor:
-    """One token per row of logits [rows, vocabulary]: [rows] int64. numbers: a uniform random number per
-    row."""
+    """Draw one token per row of logits [rows, vocabulary]: [rows] int64.
+
+    numbers: a uniform random number per row.
+    """
     if sampling.temperature == 0:
         return logits.argmax(-1)
     count = logits.shape[-1]

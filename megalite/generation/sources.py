@@ -54,8 +54,9 @@ class ModelSource:
 
     @cached_property
     def trained_here(self) -> bool:
-        """Whether the model was trained only on our training data, whose documents end with EOS and have no
-        token at their beginning.
+        """Return whether the model was trained only on our data.
+
+        Documents in our data end with EOS and have no token at the start.
 
         A model fine-tuned from Hugging Face weights has learned how its tokenizer begins texts, and is
         prompted as its export would be.
@@ -64,7 +65,7 @@ class ModelSource:
 
 
 def open_source(name: Path | str, average: bool = False) -> ModelSource:
-    """The model of a checkpoint, a run's directory (its newest checkpoint) or hf:DIR. Reads no weights.
+    """Open a checkpoint, a run directory (its newest checkpoint) or hf:DIR without reading weights.
 
     average: with the moving average of the weights (`train.ema_decay`) in their place. Raises CheckpointError
     or ConfigError.
@@ -72,8 +73,8 @@ def open_source(name: Path | str, average: bool = False) -> ModelSource:
     if str(name).startswith(HF):
         if average:
             raise ConfigError(
-                f"--ema: {name} is a Hugging Face model, which has no average of its weights. Leave out "
-                "--ema."
+                f"--ema is not supported for Hugging Face models ({name}), which have no moving average. "
+                "Remove --ema."
             )
         directory = Path(str(name).removeprefix(HF))
         model = replace(HuggingFaceSource.of(directory).model, init_from=str(name))
@@ -85,7 +86,8 @@ def open_source(name: Path | str, average: bool = False) -> ModelSource:
     manifest = manifest.averaged() if average else manifest
     if "config" not in manifest.state:
         raise CheckpointError(
-            f"{directory} holds no configuration. Give one that megalite train or megalite convert wrote."
+            f"{directory} contains no configuration. Use a checkpoint written by megalite train or "
+            "megalite convert."
         )
     config = from_dict(manifest.state["config"])
     read = partial(checkpoint.load, manifest, convert=True)
@@ -94,8 +96,10 @@ def open_source(name: Path | str, average: bool = False) -> ModelSource:
 
 
 def _began_elsewhere(config: Config) -> bool:
-    """Whether a run's weights originate from a Hugging Face model, directly or through other runs whose
-    checkpoints can still be read."""
+    """Return whether the weights of a run originate from a Hugging Face model.
+
+    Follows runs that started from other runs, as long as their checkpoints can be read.
+    """
     while (start := config.model.initial_weights) is not None:
         if start.startswith(HF):
             return True
@@ -111,8 +115,10 @@ def _began_elsewhere(config: Config) -> bool:
 def for_inference(
     config: Config, *, tp: int = 1, pp: int = 1, cp: int = 1, precision: str = "fp32"
 ) -> Config:
-    """The configuration of the same model for forward passes only, on its own layout, independent of the
-    layout of training. Modules of multi-token prediction, which only training uses, are left out.
+    """Return the configuration of the same model for forward passes only, on its own layout.
+
+    It is independent of the training layout, and has no modules of multi-token prediction, which only
+    training uses.
 
     cp ranks gather keys and values: the key-value cache needs them whole in any case.
     """
@@ -159,8 +165,9 @@ def tokenizer_of(
     allow_change: bool = False,
     tell: Callable[[str], object] = lambda line: None,
 ) -> Tokenizer:
-    """The tokenizer given by name, else that of the training data, else the one that came with the weights.
-    The training data's is read from the run's copy where its own place does not hold it any more.
+    """Return the named tokenizer, else that of the training data, else the one stored with the weights.
+
+    The tokenizer of the training data is read from the copy in the run if its original is gone.
 
     allow_change: accept another tokenizer than the weights were trained with; `tell` is called with a line
     about it. Raises ConfigError if there is no tokenizer or it does not fit the model.
@@ -169,18 +176,18 @@ def tokenizer_of(
     vocabulary = source.config.model.vocabulary
     if tokenizer.vocab_size > vocabulary:
         raise ConfigError(
-            f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, the model only {vocabulary}. "
-            "Give the one that made its training data with --tokenizer."
+            f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, but the model only "
+            f"{vocabulary}. Pass the tokenizer of the training data with --tokenizer."
         )
     if name is not None or source.tokenizer.can_be_known:
         tokenized = Tokenized(
-            "its training data's tokenizer" if name is None else f"--tokenizer {name}",
+            "the tokenizer of the training data" if name is None else f"--tokenizer {name}",
             of_tokenizer(tokenizer.name),
             itself=True,
         )
-        then = "" if is_there(source.tokenizer) else " as it was then"
+        then = "" if is_there(source.tokenizer) else " in its original version"
         trained = f", {source.tokenizer.name}{then}," if source.tokenizer.name else ""
-        way_out = f"Give the tokenizer that the model was trained with{trained} with --tokenizer"
+        way_out = f"Pass the tokenizer used in training{trained} with --tokenizer"
         for line in compare(
             tokenized,
             Tokenized(source.name, source.tokenizer),
@@ -193,7 +200,7 @@ def tokenizer_of(
 
 
 def _training_data(source: ModelSource) -> str | None:
-    """PREFIX of the token file that a model was trained on; the first one if there are several."""
+    """Return the PREFIX of the token file that a model was trained on, the first if there are several."""
     train = source.config.data.train
     return train if train is None or isinstance(train, str) else next(iter(train), None)
 
@@ -204,20 +211,27 @@ def _own_tokenizer(source: ModelSource) -> Tokenizer:
     prefix = _training_data(source)
     if prefix is None and source.companions is None:
         raise ConfigError(
-            "the checkpoint names no training data, so its tokenizer is unknown. Give it with --tokenizer."
+            "the checkpoint does not record its training data, so the tokenizer is unknown. Pass it with "
+            "--tokenizer."
         )
     try:
         return tokenizing.load_for(prefix) if prefix is not None else tokenizing.load(source.companions or "")
     except ConfigError as error:
         what = (
-            "the training data's tokenizer" if prefix is not None else f"the tokenizer in {source.companions}"
+            "the tokenizer of the training data"
+            if prefix is not None
+            else f"the tokenizer in {source.companions}"
         )
-        raise ConfigError(f"{what} cannot be read: {error} Or give another with --tokenizer.") from None
+        raise ConfigError(
+            f"{what} cannot be read: {error} Or pass another tokenizer with --tokenizer."
+        ) from None
 
 
 def opening(source: ModelSource, tokenizer: Tokenizer) -> list[int]:
-    """The tokens before a prompt: BOS if the tokenizer adds one and the model was trained on texts that begin
-    with it."""
+    """Return the tokens before a prompt.
+
+    BOS if the tokenizer adds one and the model was trained on texts that begin with it.
+    """
     return (
         [tokenizer.bos]
         if tokenizer.adds_bos and tokenizer.bos is not None and not source.trained_here
@@ -226,14 +240,17 @@ def opening(source: ModelSource, tokenizer: Tokenizer) -> list[int]:
 
 
 def end_tokens(source: ModelSource, tokenizer: Tokenizer) -> frozenset[int]:
-    """The tokens that end a text: the tokenizer's EOS, and those in generation_config.json or else
-    config.json."""
+    """Return the tokens that end a text.
+
+    The EOS of the tokenizer, and those in generation_config.json or else config.json.
+    """
     return frozenset((tokenizer.eos, *([] if source.companions is None else end_ids(source.companions))))
 
 
 def chat_template(source: ModelSource, tokenizer: Tokenizer, named: bool, file: Path | None) -> ChatTemplate:
-    """The model's chat template: that of the file, else of its training data, else of its tokenizer, else our
-    default.
+    """Return the chat template of the model.
+
+    It is read from the given file, else the training data, else the tokenizer, else our default.
 
     named: whether the tokenizer was given by name, whose own template then goes before that of the training
     data. Raises ConfigError if a file cannot be read, or if the template of the training data is gone.
@@ -247,8 +264,7 @@ def chat_template(source: ModelSource, tokenizer: Tokenizer, named: bool, file: 
     expected = None if named else source.tokenizer.template_hash
     if expected is not None and template.hash != expected:
         raise ConfigError(
-            f"the chat template that {source.name} was trained with (hash {expected}) is not in "
-            f"{prefix}.json any more. "
-            "Give it with --chat_template."
+            f"{prefix}.json no longer contains the chat template that {source.name} was trained with "
+            f"(hash {expected}). Pass it with --chat_template."
         )
     return template

@@ -1,4 +1,4 @@
-"""The text of a model's reply, piece by piece: whole characters only, and nothing of a stop text."""
+"""Decode the reply of a model piece by piece, in whole characters and without stop texts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Reply:
         return shown + rest
 
     def _decoded(self) -> str:
-        """The text of the unread tokens."""
+        """Decode the unread tokens."""
         return self._tokenizer.decode(self._read + self._unread)[len(self._tokenizer.decode(self._read)) :]
 
     def _show(self, new: str) -> str:
@@ -82,7 +82,7 @@ class Reply:
         return shown
 
     def _beginning_of_stop(self, text: str) -> int:
-        """Number of characters at the end of a text that are the beginning of a stop text."""
+        """Return the length of the longest suffix of a text that is a prefix of a stop text."""
         return max(
             (size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size])),
             default=0,
@@ -100,8 +100,9 @@ def reply_to(
     stops: Sequence[str] = (),
     show: Callable[[str], object] = lambda piece: None,
 ) -> list[Reply]:
-    """Replies of at most `count` tokens to a batch of non-empty prompts. `show` is called with the pieces of
-    the first reply's text.
+    """Generate replies of at most `count` tokens to a batch of non-empty prompts.
+
+    `show` is called with the pieces of the first reply's text.
 
     Collective, with the same arguments on every rank.
     """

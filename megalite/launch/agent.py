@@ -50,17 +50,17 @@ AT_ONCE_S = 5.0  # from a second Ctrl-C to SIGKILL
 
 @dataclass(frozen=True)
 class Launch:
-    """Which ranks to start, and how they meet those of other nodes.
+    """A launch of the ranks on this node, and their rendezvous with other nodes.
 
     Attributes:
-        ranks: on this machine.
-        node_rank: the place of this node; None: places are given as nodes arrive. endpoint: HOST:PORT of the
-        node where all meet; None with one node. restarts: how often the ranks are started again after one has
-        failed. patience_s: seconds for the ranks to save and end after a signal, and for the other nodes to
-        arrive. newest: returns the newest checkpoint, for the message about a failure. crashed: called with
-        how each rank ended, the message, and as keywords when they were started, and the directory with their
-        last
-            lines.
+        ranks: number of ranks on this machine.
+        node_rank: rank of this node; None: nodes are numbered in order of arrival.
+        endpoint: HOST:PORT of the rendezvous; None with one node.
+        restarts: how often the ranks are restarted after a failure.
+        patience_s: seconds for the ranks to save and exit after a signal, and for other nodes to arrive.
+        newest: returns the newest checkpoint, for the message about a failure.
+        crashed: called with the exit of each rank and the message, and as keywords their start time and the
+            directory with their last lines of output.
     """
 
     ranks: int
@@ -96,7 +96,7 @@ def launch(options: Launch, command: Sequence[str]) -> int:
 
 
 def _environment(options: Launch, end_file: Path) -> dict[str, str]:
-    """What the ranks inherit."""
+    """Return the environment that the ranks inherit."""
     variables = {
         END_FILE: str(end_file),
         LOGS: str(end_file.parent),
@@ -112,8 +112,7 @@ def _environment(options: Launch, end_file: Path) -> dict[str, str]:
 
 
 def _meeting(options: Launch) -> RendezvousParameters:
-    """How the agents of all nodes meet: with node ranks at a fixed store, without them in the order of
-    arrival."""
+    """Return the rendezvous of the agents: a fixed store with node ranks, else in order of arrival."""
     job = os.environ.get("SLURM_JOB_ID", "megalite")
     common: dict[str, Any] = {"run_id": job, "min_nodes": options.nodes, "max_nodes": options.nodes}
     waits: dict[str, Any] = dict.fromkeys(
@@ -172,7 +171,7 @@ class _Agent(LocalElasticAgent):
             if self.received or self._ends[0].status in REFUSED:
                 self._remaining_restarts = 0
             elif self._remaining_restarts:
-                say(f"{self._ends[0]}: starting all ranks again")
+                say(f"{self._ends[0]}; restarting all ranks")
         return result
 
     def _note_ended(self, worker_group: WorkerGroup) -> bool:
@@ -191,7 +190,7 @@ class _Agent(LocalElasticAgent):
         return any(statuses) or None not in statuses
 
     def _end(self, rank: int, failure: ProcessFailure) -> End:
-        """How a rank has ended, by its exit status and by what it has left in its error file."""
+        """Describe the exit of a rank from its exit status and its error file."""
         message = failure.error_file_data.get("message")
         content = message.get("extraInfo", {}) if isinstance(message, dict) else {}
         lost, status, noted = lost_in(content.get("lost")), failure.exitcode, self._ended.get(rank)
@@ -206,11 +205,13 @@ class _Agent(LocalElasticAgent):
         return End(rank, status, kind, at, lost, self._kills.explanation(failure.pid) if killed else "")
 
     def forward(self, number: int) -> None:
-        """Pass a signal on to the ranks, and end those that have not ended after a time. Called on the
-        listener's thread."""
+        """Forward a signal to the ranks, and kill those that do not exit in time.
+
+        Called on the listener's thread.
+        """
         if not self.pids:
             end_at_once(
-                f"{signal_message(number)} before the first step: nothing was changed",
+                f"{signal_message(number)} before the first step; nothing was changed",
                 training_status(number),
             )
         again = number == signal.SIGINT and self._repeated.arrived()
@@ -229,18 +230,20 @@ class _Agent(LocalElasticAgent):
 
     def _kill(self) -> None:
         self._killed = True
-        say("the ranks have not ended in time after the signal and are killed (run.timeout)")
+        say("the ranks did not exit in time after the signal (run.timeout); killing them")
         self._send(signal.SIGKILL)
 
     def finish(self) -> None:
-        """Leave the meeting."""
+        """Leave the rendezvous."""
         self._timer.cancel()
         with suppress(Exception):  # the store's node may have ended
             self._rdzv_handler.shutdown()
 
     def outcome(self, result: RunResult | None) -> int:
-        """The exit status of the run. Prints a line about a rank that has failed, unless it has said itself
-        why."""
+        """Return the exit status of the run.
+
+        Prints a line about the failed rank, unless the rank has reported its failure itself.
+        """
         if result is None:  # another node has closed the meeting
             say("the other nodes have ended")
             return int(ExitStatus.FAILED)

@@ -1,5 +1,6 @@
-"""Which of several ranks failed first: a rank that is killed, or fails by itself, makes the ranks that wait
-for it fail as well.
+"""Find the rank that failed first.
+
+A rank that is killed or fails makes the ranks that wait for it fail as well.
 
 Kinds count before times: the operating system tells of several ends in no order, and the clocks of hosts
 differ. For the same reason what ranks say that they have lost counts before times of different hosts. Imports
@@ -24,7 +25,7 @@ gone."""
 
 
 class ExitCause(IntEnum):
-    """Why a rank has ended. A smaller one is a cause of larger ones."""
+    """The reason why a rank exited, ordered from cause to consequence."""
 
     OWN = 0  # by a signal from elsewhere, or by an error of its own
     ABORTED = 1  # SIGABRT: torch's watchdog aborts a process that waits for a lost rank
@@ -34,13 +35,13 @@ class ExitCause(IntEnum):
 
 @dataclass(frozen=True)
 class Lost:
-    """A rank fails because it lost another one.
+    """The loss of another rank that made a rank fail.
 
     Attributes:
-        rank: the rank that was lost first; None if that is not known.
-        reason: the same in words: which rank, how it was lost, on which host, and where it was.
-        host, place: its host, and the last place that is known.
-        silent: its process has ended without a word, as it does when it is killed.
+        rank: the rank that was lost first; None if unknown.
+        reason: a description of the rank, how it was lost, its host and its place.
+        host, place: its host and its last known place.
+        silent: its process exited without a message, for example because it was killed.
     """
 
     rank: int | None = None
@@ -51,7 +52,7 @@ class Lost:
 
 
 def lost_by(error: object) -> Lost | None:
-    """What a rank has lost that fails with an error; None: the error is its own."""
+    """Return the loss that caused an error, or None if the error is the rank's own."""
     while isinstance(error, BaseException):
         if isinstance(lost := getattr(error, "lost", None), Lost):
             return lost
@@ -68,13 +69,13 @@ def _is_of_connection(error: RuntimeError) -> bool:
 
 @dataclass(frozen=True)
 class End:
-    """How the process of a rank has ended.
+    """The exit of a rank's process.
 
     Attributes:
         status: its exit status; minus a signal's number.
         written: seconds since the epoch.
-        lost: what it has lost, if it has said so.
-        note: what else is known about it.
+        lost: the loss of another rank that it has reported.
+        note: additional information.
     """
 
     rank: int
@@ -89,7 +90,7 @@ class End:
             return (
                 self.lost.reason
                 if self.lost and self.lost.reason
-                else f"rank {self.rank} {ended(self.status)}: it lost another rank"
+                else f"rank {self.rank} {ended(self.status)}, after losing another rank"
             )
         return f"rank {self.rank} {ended(self.status)}" + (f": {self.note}" if self.note else "")
 
@@ -107,7 +108,7 @@ _T = TypeVar("_T", bound=_Cause)
 
 
 def by_cause(ends: Iterable[_T]) -> list[_T]:
-    """Ends of ranks, what caused the others first."""
+    """Sort the exits of ranks so that causes come before consequences."""
     return sorted(ends, key=lambda end: (end.kind, end.written, end.rank))
 
 
@@ -120,7 +121,7 @@ _H = TypeVar("_H", bound=_CauseOnHost)
 
 
 def across_hosts(ends: Iterable[_H], losses: Iterable[int | None] = ()) -> list[_H]:
-    """As `by_cause`, of ends on several hosts, whose clocks may differ by minutes.
+    """Sort exits on several hosts, whose clocks may differ by minutes, like `by_cause`.
 
     Times tell which of a host's ends is its first. Of the first ones the cause is, within a kind, the one on
     the host whose ranks most others have lost; times of different hosts count only if that tells nothing.
@@ -138,12 +139,12 @@ def across_hosts(ends: Iterable[_H], losses: Iterable[int | None] = ()) -> list[
 
 
 def ended(status: int) -> str:
-    """How a process has ended, from its exit status, or minus the number of a signal."""
-    return f"ended with status {status}" if status >= 0 else f"was ended by {signal_name(-status)}"
+    """Describe an exit status, or minus the number of a signal."""
+    return f"exited with status {status}" if status >= 0 else f"was killed by {signal_name(-status)}"
 
 
 def signal_name(number: int) -> str:
-    """SIGKILL for 9; "signal 40" for one without a name."""
+    """Return the name of a signal, such as SIGKILL for 9, or "signal 40" if it has none."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -151,8 +152,7 @@ def signal_name(number: int) -> str:
 
 
 def lost_in(content: Any) -> Lost | None:
-    """What `Lost` says as plain data, read from a file that a rank has written; None if it is no such
-    data."""
+    """Parse a `Lost` from plain data that a rank has written; None if the data is invalid."""
     try:
         return None if content is None else Lost(**content)
     except TypeError:

@@ -1,4 +1,4 @@
-"""crash.md in a run's directory: what one needs to know about a run that has failed, in one file to paste.
+"""crash.md in a run directory: one file to paste that describes the failure of a run.
 
 Each rank that fails writes its part to .crash/. The launcher (`train --nproc`) adds those of ranks that could
 not, from the lines that they printed, and writes crash.md from all parts; without it, each rank does, so that
@@ -86,14 +86,15 @@ VARIABLES = (
 
 @dataclass(frozen=True)
 class RankReport:
-    """What is known of one rank.
+    """The part of one rank in a crash report.
 
     Attributes:
         written: seconds since the epoch.
         trace: the traceback of an unexpected error.
-        kind, lost: why it ended, and what it had lost: a `Lost` as plain data.
-        status: that it ended with, as of `End`; of a rank that wrote its part itself 1.
-        job: identifies the job on all hosts; empty if its ranks had not begun it.
+        kind: why the rank exited.
+        lost: the loss that made it fail: a `Lost` as plain data.
+        status: exit status, as in `End`; 1 if the rank wrote its part itself.
+        job: identifies the job on all hosts; empty if its ranks had not started it.
     """
 
     rank: int
@@ -125,10 +126,11 @@ def rank_failed(
     """Report this rank's failure.
 
     Args:
-        since: when the job began, in seconds since the epoch: older parts are another job's, where they do
-        not say whose they are. job: identifies it.
-        lost: what this rank has lost; None: it failed by itself.
-        kills: made when the job began.
+        since: start of the job, in seconds since the epoch. Older parts that do not name their job belong
+            to another one.
+        job: identifies the job.
+        lost: the loss that made this rank fail; None if the error is its own.
+        kills: a snapshot from the start of the job.
     """
 
     def write() -> None:
@@ -156,7 +158,7 @@ def rank_failed(
         if LOGS not in os.environ:
             _compose(config, since, job, reason=None)
             if int(os.environ.get("WORLD_SIZE", 1)) == 1:
-                say(f"{directory / run_files.CRASH} has what is known about it")
+                say(f"See {directory / run_files.CRASH} for details")
 
     best_effort(write)
 
@@ -164,13 +166,14 @@ def rank_failed(
 def launcher_failed(
     config: Config, ends: Sequence[End], reason: str, *, since: float, logs: Path
 ) -> RankReport:
-    """Report the failure of the ranks of this node. Returns what is known of the rank of all nodes that
-    failed first.
+    """Report the failure of the ranks of this node.
+
+    Returns the report of the rank that failed first on any node.
 
     Args:
-        ends: how each rank has ended.
-        reason: the launcher's line.
-        logs: the directory with what the ranks have printed.
+        ends: the exit of each rank.
+        reason: the message of the launcher.
+        logs: the directory with the output of the ranks.
     """
 
     job = job_of(logs)
@@ -184,15 +187,15 @@ def launcher_failed(
                 _write_part(directory, _part(end, logs, job), always=place == 0)
         cause[:] = completed(_parts(directory, since, job))[:1] or cause
         _compose(config, since, job, reason)
-        say(f"{directory / run_files.CRASH} has what is known about it")
+        say(f"See {directory / run_files.CRASH} for details")
 
     best_effort(write)
     return cause[0]
 
 
 def _part(end: End, logs: Path, job: str) -> RankReport:
-    """What a launcher knows of a rank that has written no part."""
-    reason = "ended by the launcher" if end.kind is ExitCause.ENDED else str(end)
+    """Return what the launcher knows about a rank that has not written its part."""
+    reason = "stopped by the launcher" if end.kind is ExitCause.ENDED else str(end)
     lines = log_of(logs, end.rank)[-MOST_LINES:]
     return RankReport(
         end.rank, reason, lines=lines, written=end.written, kind=end.kind, status=end.status, job=job
@@ -200,7 +203,7 @@ def _part(end: End, logs: Path, job: str) -> RankReport:
 
 
 def best_effort(action: Callable[[], None]) -> None:
-    """Run an action that may fail, and may hang on a disk that does not answer."""
+    """Run an action that may fail, or may hang on an unresponsive disk."""
 
     def run() -> None:
         with suppress(Exception):
@@ -212,7 +215,7 @@ def best_effort(action: Callable[[], None]) -> None:
 
 
 def set_aside(directory: Path) -> None:
-    """A run that trains again keeps the report of its last failure under another name."""
+    """Rename the report of the last failure when a run starts to train again."""
     with suppress(OSError):
         (directory / run_files.CRASH).replace(directory / run_files.PREVIOUS_CRASH)
     shutil.rmtree(directory / run_files.CRASH_PARTS, ignore_errors=True)
@@ -231,8 +234,10 @@ def _write_part(directory: Path, part: RankReport, always: bool = False) -> None
 
 
 def _parts(directory: Path, since: float, job: str) -> list[RankReport]:
-    """The parts of this job, the earliest first. Times of other hosts count only where a part does not say of
-    which job it is."""
+    """Return the parts of this job, the earliest first.
+
+    Times of other hosts are only used if a part does not name its job.
+    """
     parts = []
     for path in sorted((directory / run_files.CRASH_PARTS).glob("rank_*.json")):
         with suppress(OSError, ValueError, TypeError):
@@ -251,7 +256,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _compose(config: Config, since: float, job: str, reason: str | None) -> None:
-    """Write crash.md from all parts, again if another one has arrived meanwhile."""
+    """Write crash.md from all parts, again if another part has arrived meanwhile."""
     directory, written = config.run.directory, list[RankReport]()
     while (parts := _parts(directory, since, job)) != written:
         _replace(directory / run_files.CRASH, report(config, parts, reason))
@@ -259,8 +264,7 @@ def _compose(config: Config, since: float, job: str, reason: str | None) -> None
 
 
 def completed(parts: Iterable[RankReport]) -> list[RankReport]:
-    """The parts, what caused the others first; with what they say of a rank that they have lost and that has
-    said nothing itself."""
+    """Sort the parts by cause and add parts for lost ranks that have not written one."""
     by_rank = {part.rank: part for part in parts}
     for part in by_cause(by_rank.values()):
         lost = lost_in(part.lost)
@@ -283,7 +287,7 @@ def completed(parts: Iterable[RankReport]) -> list[RankReport]:
 
 
 def report(config: Config, parts: Sequence[RankReport], reason: str | None = None) -> str:
-    """The text of crash.md. reason: how it ended, in the launcher's words."""
+    """Return the text of crash.md. reason: the launcher's description of the failure."""
     ordered = completed(parts)
     reasons = [part.reason for part in ordered[:1] if part.reason not in (reason or "")]
     rows = [
@@ -291,19 +295,21 @@ def report(config: Config, parts: Sequence[RankReport], reason: str | None = Non
         for part in sorted(ordered, key=lambda part: part.rank)
     ]
     logs = [
-        _section(f"Rank {part.rank}: its last lines", "\n".join(part.lines))
+        _section(f"Rank {part.rank}: last lines of output", "\n".join(part.lines))
         for part in ordered[:MOST_LOGS]
         if part.lines
     ]
     memory = [f"rank {part.rank}: {line}" for part in ordered for line in part.memory]
-    more = f"\n\nAt most {MOST_PARTS} ranks are listed." if len(parts) >= MOST_PARTS else ""
+    more = f"\n\nOnly {MOST_PARTS} ranks are listed." if len(parts) >= MOST_PARTS else ""
     return (
         "\n\n".join(
             [
                 f"# {config.run.name} has failed",
                 time.strftime("%Y-%m-%d %H:%M:%S %z"),
                 _section("Reason", "\n".join([*reasons, *([reason] if reason else [])])),
-                "## Ranks\n\n| rank | host | ended | was in |\n|---|---|---|---|\n" + "\n".join(rows) + more,
+                "## Ranks\n\n| rank | host | reason | activity |\n|---|---|---|---|\n"
+                + "\n".join(rows)
+                + more,
                 *(
                     _section(f"Rank {part.rank}: traceback", part.trace)
                     for part in ordered[:MOST_LOGS]
@@ -328,7 +334,7 @@ def report(config: Config, parts: Sequence[RankReport], reason: str | None = Non
 
 
 def _section(title: str, text: str, language: str = "") -> str:
-    """A heading and a block of text, whose fence is longer than any in the text."""
+    """Format a heading and a text block with a fence longer than any in the text."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"## {title}\n\n{fence}{language}\n{text.strip()}\n{fence}"
 
@@ -339,8 +345,10 @@ def _cell(text: str) -> str:
 
 
 def changed_options(config: Config) -> dict[str, dict[str, Any]]:
-    """The options that differ from their defaults, by section. Of network.variables only known ones have
-    their values."""
+    """Return the options that differ from their defaults, by section.
+
+    Values of network.variables are only shown for known variables.
+    """
     defaults, changed = to_dict(from_dict({})), dict[str, dict[str, Any]]()
     for section, options in to_dict(config).items():
         if own := {name: value for name, value in options.items() if value != defaults[section].get(name)}:
@@ -353,7 +361,7 @@ def changed_options(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def _environment(directory: Path) -> dict[str, Any]:
-    """Versions, devices as the run has recorded them, and known environment variables."""
+    """Return versions, devices as recorded by the run, and known environment variables."""
     recorded: dict[str, Any] = {}
     with suppress(OSError, ValueError):
         recorded = json.loads((directory / run_files.ENVIRONMENT).read_text(encoding="utf-8"))
@@ -372,7 +380,7 @@ def _environment(directory: Path) -> dict[str, Any]:
 
 
 def _own_memory() -> list[str]:
-    """What this process uses, on the host and on its GPU."""
+    """Return the host and GPU memory that this process uses."""
     import torch
 
     lines = []
@@ -400,7 +408,7 @@ def _own_memory() -> list[str]:
 
 
 def _host_memory(directory: Path) -> list[str]:
-    """What this host has: memory, that of its container, and room on its disks."""
+    """Return the memory of this host and container, and the free space on its disks."""
     lines = []
     with suppress(OSError):
         amounts = dict(

@@ -43,7 +43,7 @@ SHOWN = ("NCCL_", "GLOO_", "CUDA_", "TORCH_", "PYTORCH_", "OMP_", "UCX_", "FI_")
 
 
 def variables(network: NetworkConfig) -> dict[str, str]:
-    """The environment variables that the options set."""
+    """Return the environment variables that the options set."""
     values = {
         "NCCL_SOCKET_IFNAME": network.interface,
         "GLOO_SOCKET_IFNAME": network.interface,
@@ -58,17 +58,16 @@ def variables(network: NetworkConfig) -> dict[str, str]:
 
 
 def set_variables(network: NetworkConfig, environment: MutableMapping[str, str] = os.environ) -> list[str]:
-    """Set the variables that are not set yet. Returns a line for each that has another value, which is kept.
-    Call before importing torch.
+    """Set the variables that are not set yet. Call before importing torch.
 
-    Values of variables that others than these libraries read may be secret, and are not part of the line.
-    Without settings of torch's allocator its segments are expandable: activations of varying sizes then
-    fragment no memory.
+    Returns a line for each variable that already has another value, which is kept. The line omits values of
+    variables that other programs read, since they may be secret. Unless torch's allocator is configured, its
+    segments are made expandable, so that activations of varying sizes do not fragment memory.
     """
     notes = [
-        f"{name} = {present} in the environment overrides {value} from the section network"
+        f"{name} = {present} in the environment overrides {value} of the network section"
         if name.startswith(SHOWN)
-        else f"{name} in the environment overrides that of the section network"
+        else f"{name} in the environment overrides the value in the network section"
         for name, value in variables(network).items()
         if (present := environment.setdefault(name, value)) != value
     ]
@@ -78,7 +77,7 @@ def set_variables(network: NetworkConfig, environment: MutableMapping[str, str] 
 
 
 def facts(device: torch.device, local_world_size: int) -> RankEnvironment:
-    """This rank's software and hardware."""
+    """Return the software and hardware of this rank."""
     import torch
 
     gpu = device.type == "cuda"
@@ -96,7 +95,7 @@ def facts(device: torch.device, local_world_size: int) -> RankEnvironment:
 
 
 def software() -> dict[str, str]:
-    """Versions of what computes."""
+    """Return the versions of the libraries that affect results."""
     import torch
 
     return {
@@ -107,7 +106,7 @@ def software() -> dict[str, str]:
 
 @cache
 def _digest(package: Path) -> str:
-    """Eight hexadecimal digits of a hash of the package's sources."""
+    """Return eight hexadecimal digits of a hash of the package's sources."""
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -121,8 +120,10 @@ def _free_shared_memory() -> int | None:
 
 
 def odd_ranks(environments: Sequence[RankEnvironment], names: Sequence[str]) -> list[str]:
-    """A line for each name whose value differs between ranks: the most common value, and the ranks with
-    another one."""
+    """Return a line for each name whose value differs between ranks.
+
+    It shows the most common value, and the ranks with other values.
+    """
     lines = []
     for name in names:
         counts = Counter(own.get(name) for own in environments)
@@ -142,41 +143,42 @@ def _listed(ranks: Sequence[int], most: int = 8) -> str:
 
 
 def short_of_memory(environments: Sequence[RankEnvironment]) -> list[str]:
-    """A line for each host whose /dev/shm may be too small for its ranks."""
+    """Return a line for each host whose /dev/shm may be too small for its ranks."""
     hosts = {own["host"]: own for own in environments}
     return [
-        f"{host}: /dev/shm has {own['shared_memory'] / 2**20:,.0f} MiB free, and its ranks may need"
-        f" {own['wanted_shared_memory'] / 2**20:,.0f} MiB (docker run --shm-size, or --ipc host)"
+        f"{host}: /dev/shm has {own['shared_memory'] / 2**20:,.0f} MiB free, but its ranks may need "
+        f"{own['wanted_shared_memory'] / 2**20:,.0f} MiB (docker run --shm-size, or --ipc host)"
         for host, own in hosts.items()
         if own["shared_memory"] is not None and own["shared_memory"] < own["wanted_shared_memory"]
     ]
 
 
 def on_one_gpu(environments: Sequence[RankEnvironment]) -> list[str]:
-    """A line for each GPU that several ranks have. NCCL tells hosts apart by NCCL_HOSTID, and so does
-    this."""
+    """Return a line for each GPU that several ranks share.
+
+    Hosts are identified by NCCL_HOSTID, as in NCCL.
+    """
     users: dict[tuple[str, str], list[int]] = {}
     for rank, own in enumerate(environments):
         if own["gpu"] is not None:
             users.setdefault((own["host"], own["gpu"]), []).append(rank)
     return [
-        f"ranks{_listed(ranks)[1:]} have the same GPU of {host}"
+        f"ranks{_listed(ranks)[1:]} share the same GPU on {host}"
         for (host, _), ranks in users.items()
         if len(ranks) > 1
     ]
 
 
 def across_hosts(environments: Sequence[RankEnvironment], tp: int) -> list[str]:
-    """A line if tensor-parallel ranks, which are neighbours (`megalite.mesh`), span hosts."""
+    """Return a line if tensor-parallel ranks, which are neighbors (`megalite.mesh`), span hosts."""
     groups = [environments[first : first + tp] for first in range(0, len(environments), tp)]
     spread = [number for number, group in enumerate(groups) if len({own["host"] for own in group}) > 1]
     if not spread:
         return []
     return [
-        f"parallel.tp = {tp}: {len(spread)} of {len(groups)} tp groups span several hosts, the first of them "
-        "ranks"
-        f" {spread[0] * tp} to {spread[0] * tp + tp - 1}: every layer waits for the network. Choose a tp "
-        "that divides the ranks of a host."
+        f"parallel.tp={tp}: {len(spread)} of {len(groups)} tp groups span several hosts (first: ranks "
+        f"{spread[0] * tp} to {spread[0] * tp + tp - 1}), so every layer waits for the network. "
+        "Choose a parallel.tp that divides the number of ranks per host."
     ]
 
 
@@ -210,15 +212,14 @@ def compare_ranks(own: RankEnvironment, store: Store, rank: int, size: int, *, t
     if verdict["different"]:
         listed = "\n  ".join(verdict["different"])
         way_out = (
-            "Install the same everywhere, give train.precision a value if it is auto, or exclude these "
-            "machines."
+            "Install the same versions on all machines, set train.precision if it is auto, or exclude "
+            "these machines."
         )
-        raise ConfigError(f"Ranks differ where they must not:\n  {listed}\n{way_out}")
+        raise ConfigError(f"The environment must be the same on all ranks:\n  {listed}\n{way_out}")
     if verdict["shared"]:
         listed = "\n  ".join(verdict["shared"])
         raise ConfigError(
-            f"NCCL gives no GPU to two ranks:\n  {listed}\nStart as many ranks per machine as it has GPUs, "
-            "or set CUDA_VISIBLE_DEVICES="
-            " (empty) to compute on the CPU."
+            f"NCCL does not support several ranks on one GPU:\n  {listed}\nStart one rank per GPU, or set "
+            "CUDA_VISIBLE_DEVICES= (empty) to train on the CPU."
         )
     return verdict["notes"]

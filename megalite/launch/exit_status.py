@@ -14,7 +14,7 @@ launcher that restarts every process whose exit status is not 0 cannot read it f
 
 
 class ExitStatus(IntEnum):
-    """The result of a run."""
+    """The exit status of a run."""
 
     DONE = 0  # every step is done
     FAILED = 1  # the reason is on stderr; the newest checkpoint can be resumed
@@ -25,24 +25,25 @@ class ExitStatus(IntEnum):
 
 
 def signal_status(number: int) -> int:
-    """The exit status of a process that a signal has ended, as in a shell."""
+    """Return the exit status of a process that was stopped by a signal, as in a shell."""
     return 128 + number
 
 
 def shell_status(status: int) -> int:
-    """The exit status for a `subprocess` status: the same, or that of a signal, which is negative there."""
+    """Convert a `subprocess` status, which is negative after a signal, to a shell exit status."""
     return status if status >= 0 else signal_status(-status)
 
 
 def training_status(number: int) -> ExitStatus:
-    """The status of a training process that a signal ends before or after its steps."""
+    """Return the exit status of training that a signal stops before or after its steps."""
     return ExitStatus.INTERRUPTED if number == signal.SIGINT else ExitStatus.STOPPED
 
 
 def process_status(status: ExitStatus) -> int:
-    """Returns this rank's exit status, given how the run ended. Local rank 0 also writes END_FILE.
+    """Return the exit status of this rank for the result of the run.
 
-    Under torchrun a run that has saved exits with 0: torchrun would restart it, or report a failure.
+    Local rank 0 also writes END_FILE. Under torchrun a run that has saved exits with 0, because torchrun
+    would otherwise restart it or report a failure.
     """
     if (file := os.environ.get(END_FILE)) and int(os.environ.get("LOCAL_RANK", 0)) == 0:
         with suppress(OSError):  # the launcher then knows only that its processes ended

@@ -67,7 +67,7 @@ def run_ranks(
 
 
 def _environment(rank: int, count: int, port: int) -> dict[str, str]:
-    """The environment that torchrun would set."""
+    """Return the environment that torchrun would set."""
     numbers = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -93,13 +93,15 @@ def _environment(rank: int, count: int, port: int) -> dict[str, str]:
 
 
 def package_path() -> str:
-    """PYTHONPATH with which ranks import the same package as this process."""
+    """Return a PYTHONPATH with which ranks import the same package as this process."""
     return os.pathsep.join(filter(None, [_PACKAGE_ROOT, os.environ.get("PYTHONPATH")]))
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], poll: Callable[[], object], kills: MemoryKills) -> int:
-    """Wait until all ranks have ended, or one has failed. Returns its status, 128 + the signal's number after
-    a signal; else 0."""
+    """Wait until all ranks have ended or one has failed.
+
+    Returns the status of the failed rank, 128 + the signal's number after a signal, or 0.
+    """
     while True:
         statuses = [rank.poll() for rank in ranks]
         failed = [(rank, status) for rank, status in enumerate(statuses) if status]

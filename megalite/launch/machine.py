@@ -19,14 +19,14 @@ Docker's default is 64 MB."""
 
 @dataclass(frozen=True)
 class GpuInfo:
-    """A GPU; memory in bytes, None if nvidia-ml-py is not installed."""
+    """A GPU of this machine. Memory is in bytes, None if nvidia-ml-py is not installed."""
 
     name: str
     memory: int | None = None
 
 
 def gpus() -> list[GpuInfo]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves visible."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES makes visible."""
     devices = _from_nvml()
     if devices is None:
         devices = _from_driver()
@@ -42,7 +42,7 @@ def gpus() -> list[GpuInfo]:
 
 
 def _from_nvml() -> list[GpuInfo] | None:
-    """By nvidia-ml-py; None if it is not installed or finds no driver."""
+    """Query nvidia-ml-py; None if it is not installed or finds no driver."""
     try:
         import pynvml
     except ImportError:
@@ -67,7 +67,7 @@ def _from_driver() -> list[GpuInfo]:
 
 
 def driver_version() -> str | None:
-    """The version of NVIDIA's kernel module."""
+    """Return the version of the NVIDIA kernel module."""
     with suppress(OSError):
         if match := re.search(r"\s(\d+\.[\d.]+)\s", (DRIVER / "version").read_text(encoding="utf-8")):
             return match[1]
@@ -75,7 +75,10 @@ def driver_version() -> str | None:
 
 
 def usable_cores() -> int:
-    """The cores that this process may use: its affinity and, in a container, its share of CPU time."""
+    """Return the number of cores available to this process.
+
+    Respects its affinity and, in a container, its CPU quota.
+    """
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with suppress(OSError, ValueError, ZeroDivisionError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
@@ -84,12 +87,12 @@ def usable_cores() -> int:
 
 
 def local_world_size() -> int:
-    """Number of ranks that torchrun started on this machine; 1 without it."""
+    """Return the number of ranks that torchrun started on this machine; 1 without torchrun."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def memory_bytes() -> int:
-    """The host's memory, or the container's limit if it is less."""
+    """Return the memory of the host, or the container's limit if it is lower."""
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):
         size = min(size, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8")))
@@ -97,7 +100,7 @@ def memory_bytes() -> int:
 
 
 def version_of(package: str) -> str | None:
-    """The version of an installed distribution, None if there is none."""
+    """Return the version of an installed distribution, or None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

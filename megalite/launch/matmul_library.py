@@ -27,7 +27,9 @@ MOST_FLOPS = 1e8  # of a measured matmul, about 1 ms on one core: a larger one i
 
 
 class MatmulShape(NamedTuple):
-    """A matmul of a step: [batch, rows, inner] · [batch, inner, columns], or two-dimensional if `batch` is 0.
+    """A matmul that a step computes `times` times.
+
+    The shape is [batch, rows, inner] · [batch, inner, columns], or two-dimensional if `batch` is 0.
 
     Attributes:
         times: how often a step computes it.
@@ -49,7 +51,7 @@ class MatmulShape(NamedTuple):
 
 @functools.cache
 def rounds() -> bool:
-    """Whether this process's oneDNN rounds fp32 factors to bf16."""
+    """Return whether oneDNN rounds fp32 factors to bf16 in this process."""
     before = torch.get_float32_matmul_precision()
     factor = torch.full((128, 128), 1.0 + 2.0**-12)  # is 1 in bf16
     try:
@@ -60,24 +62,24 @@ def rounds() -> bool:
 
 
 def default() -> Path:
-    """The library without a measurement, and in deterministic runs."""
+    """Return the library used in deterministic runs and without a measurement."""
     return "mkl" if rounds() else "onednn"
 
 
 def use(path: Path) -> None:
-    """Compute this process's fp32 matmuls with a library."""
+    """Select the library for fp32 matmuls in this process."""
     torch.set_float32_matmul_precision(SETTINGS[path])
 
 
 def in_use() -> str:
-    """Return the name of the library that computes this process's fp32 matmuls."""
+    """Return the name of the library that computes fp32 matmuls in this process."""
     if torch.get_float32_matmul_precision() == SETTINGS["mkl"]:
         return NAMES["mkl"]
     return NAMES["bf16" if rounds() else "onednn"]
 
 
 def candidates(option: str, rounded: bool) -> tuple[Path, ...]:
-    """The libraries that an option, `train.fp32_matmul`, allows, the preferred one first.
+    """Return the libraries that `train.fp32_matmul` allows, the preferred one first.
 
     Args:
         rounded: oneDNN rounds factors to bf16 (`rounds`, on any rank).
@@ -90,7 +92,7 @@ def candidates(option: str, rounded: bool) -> tuple[Path, ...]:
 
 
 def measure(matmuls: Sequence[MatmulShape], paths: Sequence[Path]) -> dict[Path, float]:
-    """Measure the processor seconds of a step's matmuls in each library.
+    """Measure the processor seconds of a step's matmuls in each library, in about 0.2 s.
 
     This takes about 0.2 processor seconds for any model. The libraries alternate matmul by matmul, the list
     is repeated, and the best time of each counts. All threads of the process are counted, so that ranks that
@@ -116,7 +118,7 @@ def measure(matmuls: Sequence[MatmulShape], paths: Sequence[Path]) -> dict[Path,
 
 
 def _operands(matmul: MatmulShape) -> tuple[Tensor, Tensor, float]:
-    """Return two factors, and the ratio of the whole matmul's FLOPs to theirs: large matmuls are cut."""
+    """Return two factors, cut if large, and the ratio of the whole matmul's FLOPs to theirs."""
     batch, rows, inner, columns = (
         min(size, 2048) for size in (matmul.batch, matmul.rows, matmul.inner, matmul.columns)
     )
@@ -135,6 +137,6 @@ def _operands(matmul: MatmulShape) -> tuple[Tensor, Tensor, float]:
 
 
 def _filled(shape: tuple[int, int], batch: int, transposed: bool) -> Tensor:
-    """A matrix of constants, or a batch of them. Random numbers would advance the process's generator."""
+    """Return a constant matrix or batch. Random numbers would advance the generator of the process."""
     leading = [batch] if batch else []
     return torch.full([*leading, *shape[::-1]], 0.5).mT if transposed else torch.full([*leading, *shape], 0.5)

@@ -1,7 +1,6 @@
-"""Whether the kernel has killed a process of this host for lack of memory, from its log and from the counters
-of the control group.
+"""Detect out-of-memory kills on this host, from the kernel log and the counters of the control group.
 
-A process that is ended by SIGKILL says nothing itself. The log (/dev/kmsg) names the process, where it may be
+A process that is killed by SIGKILL cannot report it. The log (/dev/kmsg) names the process, where it may be
 read; the control group of a container or of a job counts kills (memory.events of version 2,
 memory.oom_control and memory.failcnt of version 1).
 """
@@ -24,8 +23,9 @@ RECORD = 8192  # bytes, at least the longest record of the kernel's log
 
 
 class MemoryKills:
-    """What the counters say now, for a comparison later. Processes that are started afterwards are children
-    of this one.
+    """A snapshot of the kernel's counters of out-of-memory kills, for a later comparison.
+
+    Processes that are started afterwards are children of this one.
 
     Args:
         own, groups, log: where the kernel says in which group this process is, has the groups, and has its
@@ -37,7 +37,7 @@ class MemoryKills:
         self._since, self._before = monotonic(), self._counts()
 
     def explanation(self, pid: int | None = None) -> str:
-        """Says that the kernel has killed a process since then for lack of memory; empty if not.
+        """Describe an out-of-memory kill since the snapshot; empty if there was none.
 
         The log names the process. The counters are those of all processes of the group: what they say may be
         true of another one.
@@ -50,16 +50,18 @@ class MemoryKills:
             more = count - self._before.get(name, 0)
             if more > 0:
                 killed = (
-                    f"the kernel has killed {more} process{'es' * (more > 1)} of its container for that "
+                    f"the kernel killed {more} process{'es' * (more > 1)} in its container, out of memory "
                     f"({name}, oom_kill)"
                 )
-                limit = f"its container has reached its memory limit ({name})"
-                return f"it may have been out of memory: since the start {killed if KILLS[name] else limit}"
+                limit = f"its container reached its memory limit ({name})"
+                return f"it may have run out of memory: since the start {killed if KILLS[name] else limit}"
         return ""
 
     def _counts(self) -> dict[str, int]:
-        """The counters by file. `memory.failcnt` counts only where nothing counts kills: a limit may be
-        reached without one."""
+        """Return the counters by file.
+
+        `memory.failcnt` is only used if no file counts kills, since a limit may be reached without a kill.
+        """
         counts: dict[str, int] = {}
         for group in groups(self._own, self._groups):
             for name, key in KILLS.items():
@@ -71,8 +73,10 @@ class MemoryKills:
         return counts
 
     def _messages(self) -> str:
-        """The kernel's log since the beginning; empty where it may not be read. A record is
-        `priority,number,microseconds,…;message`."""
+        """Read the kernel log; empty if it is not readable.
+
+        A record is `priority,number,microseconds,…;message`.
+        """
         text = ""
         with suppress(OSError):
             log = os.open(self._log, os.O_RDONLY | os.O_NONBLOCK)
@@ -86,7 +90,7 @@ class MemoryKills:
 
 
 def _next(log: int) -> str:
-    """The next record; empty at the end."""
+    """Return the next record, or an empty text at the end."""
     while True:
         try:
             return os.read(log, RECORD).decode(errors="replace")
@@ -97,14 +101,13 @@ def _next(log: int) -> str:
 
 
 def _microseconds(line: str) -> float:
-    """When a record was written, after the kernel's start; -1 for a line that continues one."""
+    """Return the time of a record since the kernel's start, or -1 for a continuation line."""
     match = re.match(r"\d+,\d+,(\d+),", line)
     return float(match[1]) if match else -1.0
 
 
 def groups(own: Path = OWN, root: Path = GROUPS) -> list[Path]:
-    """The directories that may have the memory's counters of this process's control group; the most exact one
-    first."""
+    """Return the directories that may have the memory counters of this control group, the best first."""
     return list(dict.fromkeys(place for place in _places(own, root) if place.is_dir()))
 
 
@@ -120,7 +123,7 @@ def _places(own: Path, root: Path) -> Iterator[Path]:
 
 
 def describe() -> list[str]:
-    """Limit, use and counters of this process's control group, a line each."""
+    """Return the limit, use and counters of this process's control group, one per line."""
     lines: dict[str, str] = {}
     for group in groups():
         for name in (*LIMITS, *KILLS):

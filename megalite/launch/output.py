@@ -30,7 +30,7 @@ JOB = "job"
 
 
 class Recent:
-    """The last bytes that this process has printed. A file has them and more, up to 16 times as many."""
+    """A file with at least the last bytes that this process printed, and at most 16 times as many."""
 
     def __init__(self) -> None:
         self._data, self._lock = b"", Lock()
@@ -58,21 +58,21 @@ RECENT = Recent()
 
 
 def log_of(directory: Path, rank: int) -> list[str]:
-    """The last lines of a rank of the launcher; none if it kept none."""
+    """Return the last lines printed by a rank of the launcher, or an empty text if none were kept."""
     with suppress(OSError):
         return _lines(_log(directory, str(rank)).read_bytes()[-KEPT:])
     return []
 
 
 def note_job(job: str) -> None:
-    """Tell the launcher which job its ranks belong to, which is the same on all nodes."""
+    """Tell the launcher the id of the job, which is the same on all nodes."""
     if LOGS in os.environ:
         with suppress(OSError):
             Path(os.environ[LOGS], JOB).write_text(job, encoding="utf-8")
 
 
 def job_of(directory: Path) -> str:
-    """The job of the launcher's ranks; empty if none of them has begun it."""
+    """Return the job of the launcher's ranks, or an empty text if no rank has started it."""
     with suppress(OSError):
         return (directory / JOB).read_text(encoding="utf-8")
     return ""
@@ -94,7 +94,7 @@ PLAIN = {
 
 
 def _plain(error: UnicodeError) -> tuple[str, int]:
-    """The error handler of codecs for what cannot be encoded."""
+    """Codec error handler that replaces characters the encoding lacks."""
     assert isinstance(error, UnicodeEncodeError)
     return "".join(
         PLAIN.get(character, "?") for character in error.object[error.start : error.end]
@@ -113,7 +113,7 @@ def _lines(data: bytes) -> list[str]:
 
 
 class _Descriptor(io.FileIO):
-    """A descriptor whose reader may end."""
+    """A file descriptor whose reader may go away."""
 
     def write(self, data: object, /) -> int:
         RECENT.add(bytes(data))  # type: ignore[call-overload]
@@ -126,8 +126,10 @@ class _Descriptor(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """From now on a reader of stdout or stderr that ends costs only what it does not read, and an encoding
-    only the characters that it lacks. Streams that were replaced are left alone."""
+    """Keep running if a reader of stdout or stderr goes away or the encoding lacks a character.
+
+    Only the output that cannot be written is lost. Streams that were replaced are left alone.
+    """
     if LOGS in os.environ and "RANK" in os.environ:
         RECENT.keep_in(_log(Path(os.environ[LOGS]), os.environ["RANK"]))
     for name in ("stdout", "stderr"):
@@ -139,7 +141,7 @@ def outlive_readers() -> None:
 
 
 def _reopened(stream: io.TextIOWrapper) -> io.TextIOWrapper:
-    """The same stream, with the same settings but for characters that cannot be encoded."""
+    """Reopen a stream with the same settings, replacing characters that cannot be encoded."""
     stream.flush()
     descriptor = _Descriptor(stream.fileno(), "w", closefd=False)
     descriptor.name = stream.name

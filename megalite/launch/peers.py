@@ -1,5 +1,4 @@
-"""Which other ranks are alive, and where they are: over the rendezvous store and plain sockets, so also where
-communication hangs.
+"""Monitor the other ranks over the rendezvous store and plain sockets, even while communication hangs.
 
 Every `BEAT_S` a thread of each rank stores the rank's place, and looks at that of the next rank and at a
 verdict of others. A second thread answers a socket with the rank's place. A rank whose stored place has not
@@ -49,19 +48,19 @@ _T = TypeVar("_T")
 
 
 class PeerState(StrEnum):
-    """What is known of another rank. The values are used in messages."""
+    """The state of another rank. The values are used in messages."""
 
     ANSWERS = "answers"
     ENDED = "its process has ended"
-    STOPPED = "its process exists but does not answer: it is stopped, or its host is overloaded"
-    UNREACHABLE = "its host does not answer: it is lost, or the network to it"
+    STOPPED = "its process exists but does not respond; it may be stopped, or its host overloaded"
+    UNREACHABLE = "its host does not respond; the host or the network may be down"
     FAILED = "it failed"
-    STUCK = "it is alive, but does not move"
+    STUCK = "it is alive but makes no progress"
 
 
 @dataclass(frozen=True)
 class LostRank:
-    """Which rank is lost, and how. `place`: the last one that is known."""
+    """A lost rank, how it was lost, and its last known place (`place`)."""
 
     rank: int
     state: PeerState
@@ -70,24 +69,25 @@ class LostRank:
 
     @property
     def final(self) -> bool:
-        """Whether the rank cannot come back."""
+        """Return whether the rank cannot come back."""
         return self.state in (PeerState.ENDED, PeerState.FAILED)
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank} {'is awaited' if self.state is PeerState.STUCK else 'was lost first'}: "
+            f"rank {self.rank} "
+            f"{'is stuck' if self.state is PeerState.STUCK else 'was lost first'}: "
             f"{self._reason()}"
         )
 
     def lost(self) -> Lost:
-        """What a rank has lost that ends because of it."""
+        """Return the `Lost` of a rank that fails because of this one."""
         return Lost(
             self.rank, str(self), self.host, described(self.place), silent=self.state is PeerState.ENDED
         )
 
     def described(self) -> str:
-        """The same of a rank that may come back."""
-        return f"rank {self.rank} is silent: {self._reason()}"
+        """Describe a rank that may come back."""
+        return f"rank {self.rank} does not respond: {self._reason()}"
 
     def _reason(self) -> str:
         reason = self.place.get("failed") if self.state is PeerState.FAILED else self.state.value
@@ -95,9 +95,9 @@ class LostRank:
 
 
 def described(place: Place) -> str:
-    """A place in words."""
+    """Describe a place for messages."""
     if not place:
-        return "an unknown place"
+        return "an unknown action"
     words = f"step {place['step']}, {place['action']}"
     if place.get("number") is not None:
         words += f", action {place['number'] + 1} of {place['actions']}"
@@ -109,17 +109,18 @@ def described(place: Place) -> str:
 
 
 class Peers:
-    """This rank's view of the others.
+    """A monitor of the other ranks.
 
     Args:
-        store: the rendezvous store of a process group; a connection of its own is made.
-        place: returns where this rank is. Called by other threads.
-        store_rank: the rank whose process holds the store; None: another process does.
+        store: the rendezvous store of a process group; opens a separate connection.
+        place: returns the current place of this rank. Called by other threads.
+        store_rank: the rank whose process hosts the store; None if another process does.
 
     Attributes:
-        own: how this rank ends, part of its place: `lost` is a rank that it waited for, `failed` a reason of
-        its own, `left` a planned end. verdict: the one that ends the run, the same on every rank; or None.
-        start: the same on every rank, and another one for every start of the ranks.
+        own: the exit of this rank, part of its place: `lost` is a rank that it waited for, `failed` the
+            reason of its failure, `left` a planned exit.
+        verdict: the lost rank that ends the run, equal on every rank; or None.
+        start: equal on every rank, and different for every start of the ranks.
     """
 
     def __init__(
@@ -159,8 +160,7 @@ class Peers:
     # ---- threads
 
     def _exchange(self) -> None:
-        """Store this rank's place, and read the watched rank's and the verdict, until the store fails or
-        `close`."""
+        """Store this rank's place and read the watched rank's and the verdict until `close`."""
         with suppress(RuntimeError):  # the store is gone: `heard` stays as it is
             while True:
                 closed = self._closed.is_set()
@@ -196,7 +196,7 @@ class Peers:
         return LostRank(content["rank"], PeerState(content["state"]), content["host"], content["place"])
 
     def _answer(self) -> None:
-        """Tell every process that connects where this rank is."""
+        """Answer every process that connects with the place of this rank."""
         while not self._closed.is_set():
             try:
                 link, _ = self._listener.accept()
@@ -210,8 +210,7 @@ class Peers:
     # ---- questions
 
     def ask(self, rank: int) -> tuple[PeerState, Place]:
-        """Whether a rank is alive, and its place: the present one if it answers, else the last one that is
-        known."""
+        """Return whether a rank is alive, and its current or last known place."""
         address = self._address(rank)
         if address is None:
             return PeerState.UNREACHABLE, self._places.get(rank, {})
@@ -230,7 +229,7 @@ class Peers:
         return (PeerState.FAILED if place.get("failed") and state is PeerState.ENDED else state), place
 
     def host(self, rank: int) -> str:
-        """The name of a rank's host."""
+        """Return the host name of a rank."""
         address = self._address(rank)
         return "unknown" if address is None else str(address[3])
 
@@ -244,8 +243,10 @@ class Peers:
         return self._addresses[rank]
 
     def look(self) -> LostRank | None:
-        """A rank that is lost or silent, as far as this rank knows; None: nothing is wrong. Takes seconds if
-        something is."""
+        """Return a rank that is lost or does not respond, as far as this rank knows; None if there is none.
+
+        Takes seconds if something is wrong.
+        """
         if self.verdict is not None:
             return self.verdict
         now = monotonic()
@@ -257,7 +258,7 @@ class Peers:
         return self._next_lost()
 
     def _store_lost(self) -> LostRank | None:
-        """The store is silent: which says something about the rank that holds it."""
+        """Return the rank that hosts the store, whose state is unknown while the store does not respond."""
         if self._store_rank in (None, self.rank):
             return None
         assert self._store_rank is not None
@@ -271,8 +272,7 @@ class Peers:
         )
 
     def _next_lost(self) -> LostRank | None:
-        """Ask the watched rank. If it has left, or is lost as well as those after it, watch the next one that
-        is there."""
+        """Ask the watched rank. If it has left or is lost, watch the next rank that is alive."""
         silent = None
         for step in range(self.size - 1):
             rank = (self._watched + step) % self.size
@@ -300,7 +300,7 @@ class Peers:
         return self.agree(lost) if lost.final else lost
 
     def agree(self, lost: LostRank) -> LostRank:
-        """Store a verdict that ends the run. Returns the first one that any rank has stored."""
+        """Store a verdict that ends the run, and return the first one that any rank has stored."""
         self.own = self.own or {"lost": lost.rank}
         self._wake.set()
         key, text = f"{self._prefix}/verdict", json.dumps(asdict(lost))
@@ -309,14 +309,13 @@ class Peers:
         return self.verdict
 
     def origin(self, peer: int | None, group: Sequence[int] = ()) -> LostRank | None:
-        """The rank that failed first, or is stuck, from one that this rank waited for: follows those that
-        others have lost or wait for.
+        """Find the rank that failed first or is stuck, starting from one that this rank waited for.
 
-        None: it is not known, since ranks wait for each other in a cycle, or the one at the end is alive and
-        moves.
+        Follows the ranks that others have lost or wait for. Returns None if ranks wait for each other in a
+        cycle, or if the last one is alive and makes progress.
 
         Args:
-            group: the ranks of a collective that failed, if it does not say which one is gone.
+            group: the ranks of a collective that failed, if its error does not name a rank.
         """
         peer = self._gone(group) if peer is None else peer
         self.own = {"lost": peer}
@@ -360,8 +359,7 @@ class Peers:
         return None
 
     def followed(self, peer: int | None, verdict: LostRank | None = None) -> dict[int, dict[str, Any]]:
-        """What is known of the ranks that this one waits for, each for the next one, and of a lost one; by
-        rank, as plain data."""
+        """Return the state of the ranks that this one depends on, as plain data by rank."""
         records: dict[int, dict[str, Any]] = {}
         if verdict is not None:
             records[verdict.rank] = {
@@ -378,12 +376,12 @@ class Peers:
     # ---- the end
 
     def fail(self, reason: str) -> None:
-        """Record why this rank fails, for those that will miss it."""
+        """Record why this rank fails, for the ranks that depend on it."""
         self.own = {"failed": reason}
         self._wake.set()
 
     def close(self, left: bool) -> None:
-        """End the threads. left: this rank ends as planned, and nobody will miss it."""
+        """Stop the threads. left: this rank exits as planned and is not reported as lost."""
         if left:
             self.own = {"left": True}
         self._closed.set()
@@ -395,8 +393,10 @@ class Peers:
 
     @staticmethod
     def _in_time(question: Callable[[], _T]) -> _T | None:
-        """The store's answer, or None if it fails or takes too long: a store whose host is stopped never
-        answers."""
+        """Return the answer of the store, or None if it fails or takes too long.
+
+        A store on a stopped host never answers.
+        """
         results: list[_T] = []
 
         def run() -> None:
@@ -410,7 +410,7 @@ class Peers:
 
 
 def _equal(place: Place, other: Place) -> bool:
-    """Whether a rank has not moved from one place to the other."""
+    """Return whether a rank has made no progress between two places."""
     return all(place.get(name) == other.get(name) for name in ("step", "runs", "action", "waits"))
 
 
@@ -444,7 +444,7 @@ def _question(address: list[Any]) -> tuple[PeerState, Place]:
 
 
 def _own_address() -> str:
-    """The address of this host on its way to the store's."""
+    """Return the address that this host uses to reach the store."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as link:
         link.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))
         return str(link.getsockname()[0])

@@ -33,7 +33,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
 
 def world_size() -> int:
-    """Number of ranks that torchrun started; 1 without it."""
+    """Return the number of ranks that torchrun started; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -42,7 +42,7 @@ def local_rank() -> int:
 
 
 def choose_device() -> torch.device:
-    """The local rank's own GPU; the CPU if no GPU is visible.
+    """Return the GPU of the local rank, or the CPU if no GPU is visible.
 
     If one GPU is visible it is this rank's: some launchers show each rank its own only (SLURM's
     --gpus-per-task=1). `compare_ranks` finds out if it is the same one for several ranks.
@@ -55,16 +55,18 @@ def choose_device() -> torch.device:
     visible, ranks = torch.cuda.device_count(), local_world_size()
     if 1 < visible < ranks:
         raise ConfigError(
-            f"This machine has {ranks} ranks, but {visible} visible GPUs: each rank needs a GPU of its own. "
-            f"Start at most {visible} ranks"
-            " per machine, or set CUDA_VISIBLE_DEVICES= (empty) to compute on the CPU."
+            f"Each rank requires its own GPU, but this machine has {ranks} ranks and {visible} visible "
+            f"GPUs. Start at most {visible} ranks per machine, or set CUDA_VISIBLE_DEVICES= (empty) to "
+            "train on the CPU."
         )
     return torch.device("cuda", 0 if visible == 1 else local_rank())
 
 
 def configure_process(device: torch.device, deterministic: bool = False) -> None:
-    """Set what makes it fast without changing results beyond rounding, and deterministic algorithms on
-    request."""
+    """Configure torch for speed and, on request, for deterministic algorithms.
+
+    The settings change results by rounding at most.
+    """
     if device.type == "cpu":
         configure_cpu()
     else:
@@ -170,8 +172,10 @@ def exit_after_failure(
 
 
 def _origin(error: object, reason: str) -> str:
-    """Names the rank that failed first, as far as the ranks have stored it. `reason`: why this rank failed,
-    if it is the first."""
+    """Describe the rank that failed first, as far as the ranks have stored it.
+
+    reason: why this rank failed, if it is the first.
+    """
     import torch.distributed as dist
 
     if world_size() == 1 or not (reason or hasattr(error, "peer")):

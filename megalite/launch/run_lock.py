@@ -34,7 +34,7 @@ REFRESH_S, STALE_S = 10.0, 60.0
 
 
 class InUseError(ConfigError):
-    """Another job uses the run's directory; the message names it."""
+    """Another job uses the run directory. The message names the job."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,12 @@ class Holder:
     """The job that holds a lock.
 
     Attributes:
-        machine: identifies the running kernel and the namespace of its process numbers; containers of one
-        host have several. pid, started: number and start of the process, the latter in ticks since the
-        kernel's start; None where /proc does not exist. job, restart: the scheduler's name of the job, None
-        without one, and how often the scheduler has started it again. since: when the lock was taken, for
-        people.
+        machine: identifies the running kernel and its pid namespace; containers on one host have several.
+        pid: process id.
+        started: start of the process in ticks since boot; None where /proc does not exist.
+        job: the scheduler's name of the job; None without a scheduler.
+        restart: how often the scheduler has restarted the job.
+        since: when the lock was taken, for messages.
     """
 
     host: str
@@ -94,14 +95,13 @@ def _machine() -> str:
 
 
 def start_of(pid: int) -> int | None:
-    """When a process of this machine started, in ticks since the kernel's start; None if it has ended, or
-    without /proc."""
+    """Return when a process started, in ticks since boot; None if it has ended or without /proc."""
     process = look(pid)
     return None if process is None else process.started
 
 
 class RunLock:
-    """Holds the lock of a directory from `acquire` to `release`, renewed by a thread in between.
+    """A lock of a run directory, renewed by a thread until it is released.
 
     Args:
         directory: of the run; created if it does not exist.
@@ -142,7 +142,7 @@ class RunLock:
         return note
 
     def _take(self) -> str | None:
-        """Create the lock; a stale one is removed before. Returns a line about that one, or None."""
+        """Create the lock, removing a stale one. Returns a line about the stale lock, or None."""
         note = None
         while not self._create(self.path):
             holder, why = self._judge()
@@ -150,9 +150,8 @@ class RunLock:
                 continue
             if why is None:
                 raise InUseError(
-                    f"{self.path.parent} is in use by {holder}. Give this run another run.name, or end that "
-                    "job first. "
-                    f"If it is gone, wait until its lock is stale ({self._stale_s:.0f} s), or remove "
+                    f"{self.path.parent} is locked by {holder}. Set another run.name or stop that job first. "
+                    f"If the job is gone, wait until its lock expires ({self._stale_s:.0f} s) or remove "
                     f"{self.path}."
                 )
             if self._remove_stale(holder):
@@ -168,10 +167,10 @@ class RunLock:
             created = self._create(self.path)
             (target / run_files.LOCK).unlink()
         if not created:
-            raise InUseError(f"{self.path.parent} is in use by {read(self.path)}, which has just started.")
+            raise InUseError(f"{self.path.parent} is locked by {read(self.path)}, which has just started.")
 
     def release(self) -> None:
-        """Remove the lock, if it is still this job's."""
+        """Remove the lock if this job still owns it."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()
@@ -180,10 +179,10 @@ class RunLock:
             if holder is not None and holder.token == self.holder.token:
                 self.path.unlink(missing_ok=True)
         except OSError as error:  # it is stale once this process has ended
-            say(f"the lock of this run, {self.path}, cannot be removed: {error.strerror}")
+            say(f"could not remove the run lock {self.path}: {error.strerror}")
 
     def _create(self, path: Path) -> bool:
-        """Create a file that names this job, unless it exists. A reader never sees a part of it."""
+        """Create the lock file unless it exists. Readers never see a partial file."""
         own = path.with_name(f".{path.name}.{self.holder.token}")
         text = json.dumps(asdict(self.holder)) + "\n"
         try:
@@ -200,14 +199,14 @@ class RunLock:
         return True
 
     def _judge(self) -> tuple[Holder | None, str | None]:
-        """The holder (None: there is none any more), and why its lock is stale (None: it is not)."""
+        """Return the holder (None: no lock) and why its lock is stale (None: it is not)."""
         holder = read(self.path)
         if holder is None:
             return None, None
         if holder.machine == self.holder.machine and holder.started is not None:
-            return holder, None if start_of(holder.pid) == holder.started else "that process has ended"
+            return holder, None if start_of(holder.pid) == holder.started else "the process has ended"
         if holder.job is not None and holder.job == self.holder.job and holder.restart < self.holder.restart:
-            return holder, "the job was started again"
+            return holder, "the job was restarted"
         before = self._age()
         if before is None:
             return None, None
@@ -218,11 +217,15 @@ class RunLock:
         after = self._age()
         if after is None:
             return None, None
-        return holder, None if after[1] != before[1] else f"it has not been renewed for {after[0]:.0f} s"
+        return holder, None if after[1] != before[
+            1
+        ] else f"the lock has not been renewed for {after[0]:.0f} s"
 
     def _age(self) -> tuple[float, int] | None:
-        """Seconds since the last renewal, by the clock of the file system, and the time of that renewal;
-        None: there is no lock."""
+        """Return the seconds since the last renewal and its time, or None if there is no lock.
+
+        Ages are measured with the clock of the file system.
+        """
         probe = self.path.with_name(f".{run_files.LOCK}.{self.holder.token}")
         probe.touch()
         try:
@@ -234,8 +237,10 @@ class RunLock:
             probe.unlink()
 
     def _remove_stale(self, stale: Holder) -> bool:
-        """Remove a stale lock; returns whether this job did. One at a time, so that none removes the lock
-        that another has just taken."""
+        """Remove a stale lock and return whether this job did.
+
+        Only one job at a time removes locks, so that none removes a lock that another job has just taken.
+        """
         guard = self.path.with_name(f"{run_files.LOCK}.takeover")
         if not self._create(guard):
             with suppress(FileNotFoundError):  # left by a job that was killed at this very point
@@ -253,33 +258,29 @@ class RunLock:
             guard.unlink(missing_ok=True)
 
     def _renew(self) -> None:
-        """Renew the lock until `release`; says once if another job has taken it, or if it has gone with its
-        directory."""
+        """Renew the lock until `release`, and report once if it was taken over or removed."""
         reported = False
         while not self._over.wait(self._refresh_s):
             with self._moving:
                 problem = self._renew_once()
             if problem is not None and not reported:
                 reported = True
-                say(f"the lock of this run, {self.path}, {problem}")
+                say(f"the run lock {self.path} {problem}")
 
     def _renew_once(self) -> str | None:
-        """Renew the lock, or take it again if it is gone. Returns what is wrong, or None."""
+        """Renew the lock, or recreate it if it is gone. Returns an error message, or None."""
         try:
             holder = read(self.path)
             if holder is None:
                 self._create(self.path)
-                return "was removed, and was created again"
+                return "was removed and has been recreated"
             # this process was suspended for longer than a lock lives
             if holder.token not in ("", self.holder.token):
-                say(
-                    f"the lock of this run, {self.path}, is now held by {holder}: this job ends without "
-                    "saving"
-                )
+                say(f"the run lock {self.path} was taken over by {holder}; stopping without saving")
                 os._exit(ExitStatus.IN_USE)
             os.utime(self.path)
         except OSError as error:
-            return f"cannot be renewed: {error.strerror}"
+            return f"could not be renewed: {error.strerror}"
         return None
 
 
@@ -298,8 +299,10 @@ def _create_exclusively(path: Path, text: str) -> bool:
 
 
 def read(path: Path) -> Holder | None:
-    """The holder named in a lock; None if there is no lock. A damaged one has an unknown holder, and is
-    judged by its age."""
+    """Return the holder named in a lock, or None if there is no lock.
+
+    A damaged lock has an unknown holder and is judged by its age.
+    """
     try:
         return Holder(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:

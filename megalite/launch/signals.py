@@ -36,7 +36,7 @@ Handler = Callable[[int, FrameType | None], None]
 
 
 class Interrupt(KeyboardInterrupt):
-    """A signal has interrupted a command."""
+    """A signal that interrupted a command."""
 
     def __init__(self, number: int):
         super().__init__(number)
@@ -72,7 +72,7 @@ class SignalListener:
         }
 
     def close(self) -> None:
-        """Restore the previous handlers, and end the thread."""
+        """Restore the previous handlers and stop the thread."""
         for number, handler in self._handlers_before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._fd_before, warn_on_full_buffer=False)
@@ -104,18 +104,18 @@ def end_at_once(line: str, status: int) -> NoReturn:
 
 
 def signal_message(number: int) -> str:
-    """The message of a command that a signal has ended."""
-    return "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+    """Return the message of a command that was stopped by a signal."""
+    return "interrupted" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}"
 
 
 class RepeatedSignal:
-    """Detects a second signal, which ends the process at once."""
+    """A detector of a second signal, which ends the process at once."""
 
     def __init__(self) -> None:
         self.first: float | None = None  # when the first one arrived
 
     def arrived(self) -> bool:
-        """Record a signal. Returns whether it is a second one."""
+        """Record a signal and return whether it is the second one."""
         now = monotonic()
         if self.first is None:
             self.first = now
@@ -131,7 +131,7 @@ def end_on_signal(
     quiet: bool = False,
     before: Callable[[int], object] | None = None,
 ) -> SignalListener:
-    """From now on a signal ends the process at once, with one line.
+    """End the process at once, with one line, on every later signal.
 
     Args:
         where: the end of the line.
@@ -168,7 +168,7 @@ def end_training_on_signal(where: str, before: Callable[[int], object] | None = 
 
 @contextmanager
 def raise_on_signal() -> Iterator[list[int]]:
-    """The first signal raises Interrupt in the main thread, a second one ends the process at once.
+    """Raise Interrupt in the main thread on the first signal, and end the process on the second.
 
     Yields the list of signals that have arrived.
     """

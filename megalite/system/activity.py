@@ -14,8 +14,10 @@ device anywhere."""
 
 
 class HostWork(StrEnum):
-    """What a rank does on its host alone. It may take longer than `run.timeout`; waits for other ranks are
-    recorded where they occur."""
+    """Work that a rank does on its host alone.
+
+    It may take longer than `run.timeout`. Waits for other ranks are recorded where they occur.
+    """
 
     STARTING = "start"
     LOADING = "loading"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ActionMarks(NamedTuple):
-    """The marks of one compute action."""
+    """The clock marks of one compute action."""
 
     action: Action
     free: Any  # the rank has finished what precedes the action
@@ -25,8 +25,7 @@ class ActionMarks(NamedTuple):
 
 
 class ActionTiming(NamedTuple):
-    """The times of one compute action: seconds on the host's monotonic clock, which all processes of a host
-    share."""
+    """The times of one compute action, in seconds on the monotonic clock shared by a host."""
 
     action: Action
     free: float  # from `free` to `start` the rank waited for another one
@@ -56,13 +55,13 @@ class StepTiming(NamedTuple):
     def of(
         cls, ran: Sequence[ActionTiming], first_stage: bool, thrown_away: Sequence[ActionTiming] = ()
     ) -> StepTiming:
-        """From the times of a step's actions. Discarded actions, which precede them, count as waiting."""
+        """Compute from the times of a step's actions. Discarded actions before them count as waiting."""
         wall = ran[-1].end - (*thrown_away, *ran)[0].start if ran and first_stage else 0.0
         return cls(sum(end - start for _, _, start, end in ran), wall)
 
 
 class Clock:
-    """Measures nothing: for a GPU whose step is not measured, so that nothing waits for the device."""
+    """A clock that measures nothing, for GPU steps that must not wait for the device."""
 
     def mark(self) -> Any:
         return None
@@ -73,7 +72,7 @@ class Clock:
 
 
 class HostClock(Clock):
-    """The time at which the host reaches a point; on a CPU the computation reaches it at the same time.
+    """A clock of the host. On a CPU, the computation reaches a point at the same time.
 
     `has_passed` and `seconds` never wait: call `seconds` only with marks that have passed.
     """
@@ -85,7 +84,7 @@ class HostClock(Clock):
         return True
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Seconds from one mark to another."""
+        """Return the seconds from one mark to another."""
         return float(end - start)
 
     def read(self, marks: Iterable[tuple[Any, Any, Any, Any]]) -> list[tuple[Any, float, float, float]]:
@@ -93,7 +92,7 @@ class HostClock(Clock):
 
 
 class DeviceClock(HostClock):
-    """The time at which the current CUDA stream reaches a point."""
+    """A clock of the current CUDA stream."""
 
     def mark(self) -> Any:
         import torch  # which tools that read times need not import

@@ -10,8 +10,9 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path, fresh: Path | None = None) -> Iterator[Path]:
-    """The path of a new file, in the same directory, which replaces `path` at the end of the block; after an
-    error `path` is as before.
+    """Yield the path of a new file that replaces `path` at the end of the block.
+
+    It is in the same directory. After an error `path` is unchanged.
 
     Args:
         fresh: the path of the new file; by default a hidden name that is the same for every process.
@@ -34,8 +35,7 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def os_error_text(error: OSError, path: Path | None = None) -> str:
-    """Returns an operating system's error as users read it: path and reason, without the number in
-    `str(error)`.
+    """Format an operating system error as path and reason, without its number.
 
     Args:
         path: named in place of the error's own path.

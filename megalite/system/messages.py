@@ -22,21 +22,21 @@ def say(text: str, stream: TextIO | None = None) -> None:
 
 
 def counted(number: int, noun: str) -> str:
-    """1 file, 2,000 files."""
+    """Format a count with its noun: 1 file, 2,000 files."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def flush_output() -> None:
-    """Flush what has been printed, before a process ends by os._exit; what cannot be written is lost."""
+    """Flush stdout and stderr before os._exit. Output that cannot be written is lost."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
 
 
 def write_or_say(path: Path, write: Callable[[Path], object]) -> bool:
-    """Write an instrument's file, which has its name only when it is complete; its directory is created.
+    """Write the file of an instrument atomically, creating its directory.
 
-    If that fails, one line says so. Returns whether it was written.
+    If that fails, print one line. Returns whether the file was written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ fill a link. Buffers are per block, too."""
 
 
 def options(kind: Literal["channel", "urgent"]) -> Any:
-    """Options of a group.
+    """Return the options of a group.
 
     Args:
         kind: a pipeline channel gets few thread blocks; for an urgent group, whose collectives computation

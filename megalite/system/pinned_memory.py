@@ -14,7 +14,10 @@ ALIGNMENT = 64  # bytes, for copies
 
 
 def packed(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Consecutive sizes in groups, each of at most `limit` in all; a larger size is a group of its own."""
+    """Group consecutive sizes so that a group has at most `limit` in total.
+
+    A larger size forms a group of its own.
+    """
     groups: list[list[int]] = []
     filled = limit
     for size in sizes:
@@ -27,12 +30,12 @@ def packed(sizes: Sequence[int], limit: int) -> list[list[int]]:
 
 
 def piece_sizes(sizes: Sequence[int]) -> list[int]:
-    """Bytes of the pieces that hold parts of these sizes."""
+    """Return the bytes of the pieces that store parts of these sizes."""
     return [sum(group) for group in packed([_aligned(size) for size in sizes], PIECE)]
 
 
 def places(sizes: Sequence[int], pieces: Sequence[Tensor]) -> list[Tensor]:
-    """The bytes of each part, views of the pieces, which have `piece_sizes`."""
+    """Return the bytes of each part as views of the pieces, which have `piece_sizes`."""
     groups = packed([_aligned(size) for size in sizes], PIECE)
     buffers = [
         place
@@ -43,7 +46,7 @@ def places(sizes: Sequence[int], pieces: Sequence[Tensor]) -> list[Tensor]:
 
 
 def allocate(sizes: Sequence[int], pinned: bool) -> list[Tensor]:
-    """Pieces of these sizes, uninitialized."""
+    """Allocate uninitialized pieces of these sizes."""
     return [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
 
 
@@ -78,7 +81,7 @@ def read_aside(make: Callable[[], Tensor], device: torch.device) -> Callable[[],
 
 @cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """For what the host reads while the device has other work."""
+    """Return a stream for reads by the host while the device has other work."""
     return torch.cuda.Stream(device)
 
 

@@ -34,7 +34,7 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Process:
-    """A process as it was seen; `parent` and `started` are None where the system does not tell."""
+    """A process and its parent and start time, which are None if the system does not report them."""
 
     pid: int
     parent: int | None = None
@@ -43,7 +43,7 @@ class Process:
 
 
 def look(pid: int) -> Process | None:
-    """A process of this machine; None if it has ended, or waits for its parent to take note of that."""
+    """Return a process of this machine, or None if it has ended or is a zombie."""
     with suppress(OSError, ValueError, IndexError):
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()  # after the name, which may contain anything
@@ -58,13 +58,13 @@ def look(pid: int) -> Process | None:
 
 
 def marked() -> dict[str, str]:
-    """The environment variable that makes a process end with this one."""
+    """Return the environment variable that makes a process end with this one."""
     own = look(os.getpid())
     return {LAUNCHER: f"{os.getpid()} {own.started if own and own.started is not None else ''}"}
 
 
 def launched() -> bool:
-    """Whether a launcher has started this process."""
+    """Return whether a launcher has started this process."""
     return LAUNCHER in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
 
 
@@ -80,7 +80,7 @@ def watch() -> None:
 
 
 def watch_parent() -> None:
-    """The same in a process of `multiprocessing`, whose launcher is its parent."""
+    """Watch the parent of a `multiprocessing` process as `watch` does the launcher."""
     import multiprocessing
 
     parent = multiprocessing.parent_process()
@@ -127,7 +127,7 @@ def _die_with_parent() -> None:
 
 
 def _follow(chain: list[Process] | None) -> None:
-    """Watch the processes from the parent up to the launcher; None: the launcher is gone."""
+    """Watch the processes from the parent up to the launcher. None: the launcher is gone."""
     if chain is None:
         _end()
     if chain:
@@ -150,8 +150,7 @@ def _end() -> NoReturn:
     with suppress(OSError):  # the terminal may have gone with the launcher
         os.write(
             2,
-            f"rank {os.environ.get('RANK', '?')}: its launcher has ended, so this process ends without "
-            "saving\n".encode(),
+            f"rank {os.environ.get('RANK', '?')}: the launcher has ended; exiting without saving\n".encode(),
         )
     os._exit(ORPHANED)
 
@@ -176,7 +175,7 @@ def _from_environment() -> list[Process] | None:
 
 
 def _up_to(launcher: int, started: int | None) -> list[Process] | None:
-    """The ancestors of this process up to one of them; None if it is not, or no longer, among them."""
+    """Return the ancestors of this process up to one of them; None if it is not an ancestor."""
     chain: list[Process] = []
     pid = os.getppid()
     while (seen := look(pid)) is not None:

@@ -24,7 +24,7 @@ BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 class Report(Protocol):
-    """What library functions call to tell how far they are."""
+    """Callback that library functions use to report progress."""
 
     def __call__(self, what: str, done: int = 0, total: int | None = None, unit: str = "") -> None:
         """what: the phase. done, total: of its work, in bytes if unit is "B", else counted; total None:
@@ -32,13 +32,12 @@ class Report(Protocol):
 
 
 def silent(what: str, done: int = 0, total: int | None = None, unit: str = "") -> None:
-    """A report that nobody reads."""
+    """Discard progress reports."""
 
 
 @dataclass
 class Phase:
-    """A part of a command's work. `start`: what was done when it was first reported, by a command that
-    continues."""
+    """A phase of a command. `start`: the amount done when it was first reported, if the command resumes."""
 
     what: str
     since: float
@@ -48,10 +47,10 @@ class Phase:
     unit: str
 
     def figures(self, now: float) -> str:
-        """What is done, the rate, and the time left."""
+        """Return the amount done, the rate, and the remaining time."""
         seconds, gained = now - self.since, self.done - self.start
         if self.total is None and not self.done:
-            return f"{duration(seconds)} so far"
+            return f"{duration(seconds)} elapsed"
         parts = [amount(self.done, self.unit)]
         if self.total is not None:
             done = amount(self.done, "B" if self.unit == "B" else "")
@@ -106,7 +105,7 @@ class Progress:
             self._phase.done, self._phase.total = done, total
 
     def look(self) -> None:
-        """Show the current phase, if it is time to."""
+        """Redraw the current phase if it is due."""
         with self._lock:
             now = self._clock()
             if self._phase is None or self._over.is_set():
@@ -137,7 +136,7 @@ class Progress:
 
 
 def _bar(stream: TextIO) -> Any:
-    """Rich's bar, which is removed at the end: what a command has done is in its answer."""
+    """Return a Rich progress bar, which is removed at the end."""
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as Bar
@@ -149,7 +148,7 @@ def _bar(stream: TextIO) -> Any:
 
 
 def amount(value: float, unit: str = "") -> str:
-    """1,234, or 1.23 GB if the unit is B."""
+    """Format a count, or bytes if the unit is B: 1,234 or 1.23 GB."""
     if unit == "B":
         scale, name = next(((scale, name) for scale, name in BYTES if value >= scale), (1.0, "B"))
         return f"{value / scale:.3g} {name}" if value < 999.5 * scale else f"{value / scale:.0f} {name}"
@@ -158,7 +157,7 @@ def amount(value: float, unit: str = "") -> str:
 
 
 def duration(seconds: float) -> str:
-    """45 s, 3 min 20 s, 2 h 5 min or 3 d 4 h."""
+    """Format a duration: 45 s, 3 min 20 s, 2 h 5 min or 3 d 4 h."""
     whole = round(seconds)
     for size, name, smaller, part in ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if whole >= size:

@@ -31,13 +31,13 @@ _T = TypeVar("_T")
 
 
 def key(*parts: int | str) -> int:
-    """A 63-bit number that depends on every part and on their order."""
+    """Return a 63-bit number that depends on every part and on their order."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def normal(shape: tuple[int, ...], *parts: int | str) -> Tensor:
-    """Samples of normal(0, 1) with the key of `parts`, fp32, on the CPU."""
+    """Return samples of normal(0, 1) with the key of `parts`, fp32, on the CPU."""
     return normal_(torch.empty(shape), *parts)
 
 
@@ -47,7 +47,7 @@ def normal_(numbers: Tensor, *parts: int | str) -> Tensor:
 
 
 class Draw(NamedTuple):
-    """The draw that initializes a range of a segment on a rank.
+    """The random draw that initializes a range of a segment on a rank.
 
     Attributes:
         first: the first element, counted in the rank's local shape, flat.
@@ -89,7 +89,7 @@ def initial_values(segment: Segment, at: Coordinates, seed: int, low: int, high:
 
 
 def _block_shape(segment: Segment, rows: range) -> tuple[int, ...]:
-    """The shape of the block that has these rows."""
+    """Return the shape of the block with these rows."""
     return (min(BLOCK_ROWS, segment.shape[0] - rows.start + rows.start % BLOCK_ROWS), *segment.shape[1:])
 
 
@@ -115,7 +115,7 @@ def _local_rows(segment: Segment, part: LocalPart, rows: range, numbers: Tensor)
 
 
 def block_rows(start: int, stop: int) -> Iterator[range]:
-    """Rows [start, stop), divided where blocks begin."""
+    """Split rows [start, stop) at block boundaries."""
     while start < stop:
         end = min(start - start % BLOCK_ROWS + BLOCK_ROWS, stop)
         yield range(start, end)
@@ -130,8 +130,10 @@ def drawn_rows(segment: Segment, start: int, stop: int, seed: int) -> Iterator[T
 
 
 def ahead(draws: Iterable[tuple[_T, Draw]], threads: int) -> Iterator[tuple[_T, int, Tensor]]:
-    """What stands before each draw, its first element and its values, in order. Draws on up to `threads`
-    threads, ahead of the caller."""
+    """Run draws on up to `threads` threads ahead of the caller, and yield their results in order.
+
+    Yields the item before each draw, its first element and its values.
+    """
     threads = min(threads, MOST_THREADS)
     if threads == 1:
         yield from (

@@ -34,7 +34,7 @@ _PATIENCE = 1.0  # seconds between checks whether a silent peer is still alive
 
 
 class PeerLost(RuntimeError):
-    """A rank has ended or did not answer within the time limit; `peer` is its index in the group."""
+    """A rank has ended or timed out. `peer` is its index in the group."""
 
     def __init__(self, peer: int, reason: str):
         super().__init__(reason)
@@ -46,7 +46,7 @@ class _Timespec(ctypes.Structure):
 
 
 class SharedMemory:
-    """This rank's access to the messages of a group. Created by `open`.
+    """Shared-memory messages between the ranks of a group on one host. Created by `open`.
 
     A message is published under a number, 0, 1, … in the order of calls, the same on every rank. It stays
     readable until every rank has released it; numbers may be read and released in any order. `published`
@@ -72,8 +72,10 @@ class SharedMemory:
 
     @staticmethod
     def open(ranks: tuple[int, ...], group: ProcessGroup, timeout: timedelta) -> SharedMemory | None:
-        """Memory shared by all ranks of a group, or None if they are not on one host. Collective over the
-        group."""
+        """Create memory shared by all ranks of a group; None if they are on several hosts.
+
+        Collective over the group.
+        """
         rank, size = ranks.index(dist.get_rank()), len(ranks)
         file, path = _create(size) if rank == 0 else (None, None)
         name = [path]
@@ -121,7 +123,7 @@ class SharedMemory:
         for reader in self._others if number >= SLOTS else ():
             while self._released[reader * SLOTS + number % SLOTS] <= number - SLOTS:
                 if monotonic() > deadline:
-                    raise PeerLost(reader, f"it has read nothing for {self._timeout:g} s")
+                    raise PeerLost(reader, f"no message was read for {self._timeout:g} s")
                 sleep(0)
         self._view(self.rank, number, x).copy_(x)
         for reader in self._others:

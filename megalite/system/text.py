@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
-    """A line for each row, its columns separated by two spaces: the first `left` columns aligned left, the
-    others right."""
+    """Format rows as lines with columns separated by two spaces.
+
+    The first `left` columns are aligned left, the others right.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
     def line(row: Sequence[str]) -> str:

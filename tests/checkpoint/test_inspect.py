@@ -181,9 +181,9 @@ def test_verify_and_consolidate_tell_how_far_they_are(tmp_path: Path) -> None:
         (["inspect", "nowhere"], "nowhere is not a checkpoint: the directory does not exist"),
         (["verify", "damaged/checkpoints/step_00000001"], "manifest.json is damaged: expected b', "),
         (["diff", "whole", "nowhere"], "nowhere is not a checkpoint"),
-        (["consolidate", "whole", "there.safetensors"], "there.safetensors exists"),
-        (["consolidate", "whole", "no/where.safetensors"], "there is no directory no"),
-        (["prune", "whole"], "prune is not a command of"),
+        (["consolidate", "whole", "there.safetensors"], "there.safetensors already exists"),
+        (["consolidate", "whole", "no/where.safetensors"], "the directory no does not exist"),
+        (["prune", "whole"], "'prune' is not a"),
         (["diff", "whole"], "the following arguments are required: OTHER"),
     ],
 )

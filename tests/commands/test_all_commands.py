@@ -42,7 +42,7 @@ MISSING: dict[str, tuple[list[str], str]] = {
     "report": ([GONE], "Could not read no/gone/config.yaml: No such file"),
     "compare": ([GONE, "model"], "Could not read no/gone/config.yaml: No such file"),
     "timeline": ([GONE], "Could not read no/gone/config.yaml: No such file"),
-    "explain": ([GONE], "no/gone/stalls has no records"),
+    "explain": ([GONE], "no records found in no/gone/stalls"),
     "import-config": ([GONE], "./no/gone cannot be read: No such file"),
     "bubble": (["--from_run", GONE], "no/gone/traces/timeline.json: No such file"),
 }

@@ -392,7 +392,7 @@ def test_products_are_those_that_model_flops_count(model: dict[str, Any]) -> Non
         (["overhead", "--threads", "0"], "--threads must be at least 1, got 0"),
         (["step", "--machine", "a/b"], "--machine a/b is not a valid part of a file name"),
         (["step", "--precision", "fp64"], "invalid choice: 'fp64'"),
-        (["kernel"], "kernel is not a command of"),
+        (["kernel"], "'kernel' is not a"),
         (["scaling", "--layout", "tp2"], "Invalid layout: --layout tp2. Specify the axis that grows"),
         (["scaling", "--layout", "tp2xdp"], "--worlds 1 must be a multiple of 2, as required by --layout tp2xdp"),
         (["scaling", "--layout", "tp", "--worlds", "1,3", "--smoke"], "parallel.tp = 3 does not divide"),

@@ -96,7 +96,7 @@ def test_what_counts_is_marked(chats, capsys):
     assert main(["inspect", str(chats)]) == 0
     out = capsys.readouterr().out
     assert "⟦It is 2.<EOS>⟧" in out and "Say ⟦x<EOS>⟧" in out and "\x1b" not in out
-    assert "conversations (messages, prompt-completion): 11 tokens count" in out
+    assert "conversations (messages, prompt-completion): 11 tokens in the loss" in out
 
 
 def test_on_a_terminal_what_counts_is_green(chats, capsys, monkeypatch):
@@ -115,9 +115,9 @@ def test_on_a_terminal_what_counts_is_green(chats, capsys, monkeypatch):
 def test_text_is_printed_as_it_is(prefix, capsys):
     assert main(["inspect", str(prefix), "--samples", "5", "--length", "11"]) == 0
     out = capsys.readouterr().out
-    assert "two 🎉<EOS>" in out and "document 3: 43 tokens, the first 11\na longer te\n" in out
+    assert "two 🎉<EOS>" in out and "document 3: 43 tokens, showing the first 11\na longer te\n" in out
     assert "        3          43 tokens  a longer text [bold]than[/b" in out
-    assert "2 documents have the tokens of an earlier one (40.0%)" in out and "⟦" not in out
+    assert "2 documents repeat an earlier one (40.0%)" in out and "⟦" not in out
     bars = [line.count("█") for line in out.splitlines() if " of the tokens" in line]
     assert bars == [40, 14, 0, 14]
 

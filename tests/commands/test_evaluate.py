@@ -325,16 +325,16 @@ def test_what_can_not_be_evaluated_ends_with_one_message(
         "config.json cannot be read": ["perplexity", f"hf:{tmp_path}", *text],
         "--text nowhere cannot be read": ["perplexity", model, "--text", "nowhere"],
         "parallel.tp = 3 does not divide": ["perplexity", model, *text, "--tp", 3],
-        "is a Hugging Face model, which has no average of its weights. Leave out --ema.": [
+        "which have no moving average. Remove --ema.": [
             "perplexity",
             model,
             *text,
             "--ema",
         ],
         "is empty": ["perplexity", model, "--text", tmp_path / "empty"],
-        "is not UTF-8: byte 3": ["perplexity", model, "--text", tmp_path / "latin"],
-        "--sequence_length 49: the model has positions for 48": ["perplexity", model, *text, "--sequence_length", 49],
-        "--stride 9 is more than the sequence length 8": [
+        "is not valid UTF-8 (at byte 3)": ["perplexity", model, "--text", tmp_path / "latin"],
+        "--sequence_length must be at most 48": ["perplexity", model, *text, "--sequence_length", 49],
+        "--stride must be at most the sequence length (8), got 9": [
             "perplexity",
             model,
             *text,
@@ -345,7 +345,7 @@ def test_what_can_not_be_evaluated_ends_with_one_message(
         ],
         "--batch_size: '0' is not a positive integer": ["perplexity", model, *text, "--batch_size", 0],
         "--tokenizer none.model does not exist": ["perplexity", model, *text, "--tokenizer", "none.model"],
-        "--tasks nothing is no task, group or tag of lm-evaluation-harness nor of": [
+        "--tasks nothing is not a task, group or tag of lm-evaluation-harness or": [
             "tasks",
             model,
             "--tasks",

@@ -112,11 +112,11 @@ def test_parts_that_are_not_run_again_stay(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--rehearse", "--parts", "link"], "--parts link is no part. Legal values: machine, values"),
-        ([], "the driver reports no NVIDIA GPU. --rehearse runs the same code on the CPU."),
+        (["--rehearse", "--parts", "link"], "--parts link does not exist. Legal values: machine, values"),
+        ([], "no NVIDIA GPU found. Pass --rehearse to run the same code on the CPU."),
         (
             ["--rehearse", "--parts", "links", "--calibrate", "here.yaml"],
-            "--calibrate is written by the part predictions",
+            "--calibrate requires the part predictions",
         ),
     ],
 )

@@ -152,7 +152,7 @@ def test_a_long_prompt_counts_only_in_its_last_window(model: LanguageModel) -> N
     assert second[1] == next(model.continuation([*tokens, second[0]][-LONGEST // 2 :], 1, sampling))
     seen = [model.logits([tokens[-count:]])[count - 1, 0] for count in (LONGEST - 1, LONGEST)]
     assert not seen[0].equal(seen[1])
-    with pytest.raises(ValueError, match="the model takes 1 to 40"):
+    with pytest.raises(ValueError, match="rows must have 1 to 40 tokens"):
         model.logits([tokens])
 
 
@@ -284,19 +284,19 @@ def test_a_prompt_of_a_hugging_face_model_begins_as_its_tokenizer_begins_texts(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--prompt", "x", "--tokens", "0"], "--tokens 0: there must be at least one token"),
-        (["--prompt", "x", "--temperature", "-1"], "--temperature -1.0 is not a non-negative number"),
-        (["--prompt", "x", "--temperature", "nan"], "--temperature nan is not a non-negative number"),
+        (["--prompt", "x", "--tokens", "0"], "--tokens must be at least 1, got 0"),
+        (["--prompt", "x", "--temperature", "-1"], "--temperature must be a non-negative number, got -1.0"),
+        (["--prompt", "x", "--temperature", "nan"], "--temperature must be a non-negative number, got nan"),
         (["--prompt", "x", "--top_k", "-3"], "--top_k -3 is negative"),
-        (["--prompt", "x", "--top_p", "0"], "--top_p 0.0 is not a probability above 0"),
+        (["--prompt", "x", "--top_p", "0"], "--top_p must be in (0, 1], got 0.0"),
         (["--prompt", "x", "--seed", "x"], "argument --seed: invalid int value: 'x'"),
-        (["--prompt", "x", "--stop", ""], '--stop "" is before every text'),
-        (["--prompt", "x", "--tp", "0"], "--tp 0: an axis has at least one rank"),
+        (["--prompt", "x", "--stop", ""], "--stop must not be empty"),
+        (["--prompt", "x", "--tp", "0"], "--tp must be at least 1, got 0"),
         (["--prompt", "x", "--system", "s"], "--system belongs to --chat"),
         (["--prompt", "x", "--chat_template", "s"], "--chat_template belongs to --chat"),
-        (["--chat", "--json"], "--json prints everything at the end"),
-        (["--chat", "--prompt", "x"], "too much to do: give --prompt, --prompts or --chat"),
-        ([], "nothing to do: give --prompt, --prompts or --chat"),
+        (["--chat", "--json"], "--json is not supported with --chat"),
+        (["--chat", "--prompt", "x"], "one is required, got 2 of them"),
+        ([], "one is required, got 0 of them"),
     ],
 )
 def test_wrong_options_end_with_one_message(arguments: list[str], message: str, refusal: Callable[..., str]) -> None:
@@ -317,19 +317,19 @@ def test_what_can_not_be_loaded_ends_with_one_message(
             "x",
             "--ema",
         ],
-        "does not contain a configuration": [tmp_path, "--prompt", "x"],
+        "contains no configuration": [tmp_path, "--prompt", "x"],
         "config.json cannot be read": [f"hf:{tmp_path}", "--prompt", "x"],
         "--tokenizer none.model does not exist": [checkpoint, "--prompt", "x", "--tokenizer", "none.model"],
         "parallel.tp = 3 does not divide model.num_attention_heads = 2": [checkpoint, "--prompt", "x", "--tp", "3"],
         "parallel.pp = 3 makes 3 stages": [checkpoint, "--prompt", "x", "--pp", "3"],
-        "holds no text. Each line is a prompt": [checkpoint, "--prompts", tmp_path / "empty"],
-        "cannot be read (KeyError('prompt')). Each line is an object with `prompt`": [
+        "is empty. Each line must be a prompt": [checkpoint, "--prompts", tmp_path / "empty"],
+        "cannot be read (KeyError('prompt')). Each line must be a JSON string or an object": [
             checkpoint,
             "--prompts",
             tmp_path / "wrong.jsonl",
         ],
         "missing cannot be read: No such file or directory": [checkpoint, "--prompts", tmp_path / "missing"],
-        "--stream prints one text as it is generated, and there are 2 prompts": [
+        "--stream supports a single prompt, got 2": [
             checkpoint,
             "--prompt",
             "x",

@@ -93,11 +93,11 @@ def test_a_model_of_the_hub_keeps_its_name(tmp_path: Path, capsys):
 
 
 def test_nothing_is_replaced_or_guessed(capsys):
-    assert "--from is missing" in refusal(capsys)
-    assert "--gpu is missing, and there is no GPU here" in refusal(capsys, "--from", "tiny", "--gpus", "8")
+    assert "--from is required" in refusal(capsys)
+    assert "--gpu is required because this machine has no GPU" in refusal(capsys, "--from", "tiny", "--gpus", "8")
     assert "--from nothing is not a known model" in refusal(capsys, "--from", "nothing")
     Path("run.yaml").write_text("mine")
-    assert "--output run.yaml exists. Give another name, or --force" in refusal(capsys, "--from", "tiny")
+    assert "--output run.yaml already exists. Choose another path or pass --force" in refusal(capsys, "--from", "tiny")
     assert Path("run.yaml").read_text() == "mine"
     main(["--from", "tiny", "--force", "--json"])
     assert json.loads(capsys.readouterr().out)["written"] == "run.yaml" and Path("run.yaml").read_text() != "mine"
@@ -119,7 +119,7 @@ def test_a_terminal_is_asked(monkeypatch: pytest.MonkeyPatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "said, answers", [("--output run.yaml exists", 0), ("--from gpt2-124 is not a known model", 1)]
+    "said, answers", [("--output run.yaml already exists", 0), ("--from gpt2-124 is not a known model", 1)]
 )
 def test_a_mistake_ends_the_questions(said, answers, monkeypatch: pytest.MonkeyPatch, capsys):
     """It is not told after answers that are then lost."""

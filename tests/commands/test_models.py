@@ -85,8 +85,8 @@ def test_names_of_weights(names: dict[str, str]):
 
 def test_names_without_weights_are_refused(names: dict[str, str]):
     for name, message in (
-        ("tiny", "tiny is a preset, a shape without weights"),
-        ("runs/fresh", "has saved no checkpoint"),
+        ("tiny", "tiny is a preset, which has no weights"),
+        ("runs/fresh", "no checkpoint found"),
     ):
         if name == "runs/fresh":
             Path("runs/trained/checkpoints/latest").unlink()

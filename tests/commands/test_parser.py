@@ -42,8 +42,8 @@ def test_a_subcommand_and_its_options_have_nearest_ones_too(capsys):
     commands.add_parser("verify")
     assert tool.parse_args(["list", "--depth", "2"]) == argparse.Namespace(command="list", depth=2)
     for argv, said in (
-        (["lst"], "tool: lst is not a command of tool. Commands: list, verify. Nearest: list."),
-        (["runs/a"], "tool: runs/a is not a command of tool. Commands: list, verify."),
+        (["lst"], "tool: 'lst' is not a tool command. Commands: list, verify. Nearest: list."),
+        (["runs/a"], "tool: 'runs/a' is not a tool command. Commands: list, verify."),
         (["list", "--dpth=2"], "--dpth=2. Nearest: --depth."),
         (["list", "--quiet"], "unrecognized arguments: --quiet"),
     ):

@@ -256,7 +256,7 @@ def test_an_interrupted_search_prints_the_plans_that_it_has(after, count, tool, 
         if form:
             content = json.loads(out)
             assert content["complete"] is False and content["plans"] == whole["plans"][:count]
-        assert "The search was interrupted" in out
+        assert "Search interrupted" in out
 
 
 def test_a_search_tells_how_far_it_is():
@@ -433,9 +433,9 @@ def test_a_written_plan_trains(tool, tmp_path):
         ),
         (
             ["--model", "nowhere.json", *ARGUMENTS],
-            "--model nowhere.json cannot be read: No such file or directory. Give the config.json",
+            "--model nowhere.json cannot be read: No such file or directory. Pass the config.json",
         ),
-        (["--model", "tiny", *ARGUMENTS], "--model tiny leaves the vocabulary to the data"),
+        (["--model", "tiny", *ARGUMENTS], "--model tiny takes the vocabulary size from the data"),
         (["--model", "llama-3-70b", *ARGUMENTS, "--gpu", "rtx-4090", "--gpus", "1"], "Nothing fits: even one device"),
         (
             ["--model", "llama-3-70b", *ARGUMENTS, "--gpus", "4", "--offload", "cpu"],
@@ -456,7 +456,7 @@ def test_a_written_plan_trains(tool, tmp_path):
         ),
         (
             ["--model", "llama-3-8b", *ARGUMENTS, "--write", "nowhere/run.yaml"],
-            "there is no directory nowhere. Make it first.",
+            "the directory nowhere does not exist. Create it first.",
         ),
         (["--model", "llama-3-8b", *ARGUMENTS, "--gpus", "0"], "argument --gpus: '0' is not a positive integer"),
     ],

@@ -79,7 +79,7 @@ def test_two_jobs_in_one_directory(tmp_path):
         second = start(run, prefix, "--checkpoint.load", "none", "--run.overwrite", "true")
         output, _ = second.communicate(timeout=120)
         assert second.returncode == 73 and output.count("\n") == 1, output
-        assert f"in use by process {first.pid} on {os.uname().nodename}" in output
+        assert f"locked by process {first.pid} on {os.uname().nodename}" in output
         assert first.poll() is None and (run / "checkpoints" / "latest").exists()
     finally:
         first.kill()

@@ -161,19 +161,19 @@ REFUSED = {
     "text_key of texts": (
         {"a.txt": "a"},
         ["--text_key", "body"],
-        "--text_key body names the text of a record, and the input is read as text",
+        "--text_key body has no effect on plain text input",
     ),
     "text_key of forced texts": (
         {"a.jsonl": LINES},
         ["--text_key", "body", "--format", "text"],
-        "--text_key body names the text of a record",
+        "--text_key body has no effect on plain text input",
     ),
     "text_key of conversations": (
         {"a.jsonl": LINES},
         ["--text_key", "body", "--chat"],
-        "--text_key body belongs to texts. With --chat, --keys",
+        "--text_key body is not supported with --chat. Use --keys",
     ),
-    "split of files": ({"a.txt": "a"}, ["--split", "train"], "--split train belongs to hf:NAME, and no --input is one"),
+    "split of files": ({"a.txt": "a"}, ["--split", "train"], "--split train requires an --input of the form hf:NAME"),
     "binary as text": (
         {"a.txt": b"\x7fELF\x02\x01\x01\0\0\0"},
         [],

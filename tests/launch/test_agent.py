@@ -81,7 +81,7 @@ def test_the_status_is_the_runs_although_the_ranks_end_with_zero(run, status):
 
 @pytest.mark.parametrize(
     "code, status, said",
-    [("sys.exit(3)", 3, "ended with status 3"), ("os.kill(os.getpid(), 9)", 137, "was ended by SIGKILL")],
+    [("sys.exit(3)", 3, "exited with status 3"), ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL")],
 )
 def test_a_failure_is_one_line_that_names_the_rank_and_the_newest_checkpoint(run, code, status, said):
     line = f"rank 1 {said}; the newest checkpoint is runs/a/checkpoints/step_00000004\n"
@@ -105,10 +105,10 @@ def wait_for(path):
 @pytest.mark.parametrize(
     "end, said, status",
     [
-        ("os.kill(os.getpid(), 9)", "was ended by SIGKILL", 137),
-        ("os.kill(os.getpid(), 11)", "was ended by SIGSEGV", 139),
-        ("os.abort()", "was ended by SIGABRT", 134),
-        ("sys.exit(3)", "ended with status 3", 3),
+        ("os.kill(os.getpid(), 9)", "was killed by SIGKILL", 137),
+        ("os.kill(os.getpid(), 11)", "was killed by SIGSEGV", 139),
+        ("os.abort()", "was killed by SIGABRT", 134),
+        ("sys.exit(3)", "exited with status 3", 3),
     ],
 )
 def test_the_rank_that_failed_is_named_and_not_those_that_lost_it(run, end, said, status):
@@ -132,7 +132,7 @@ def test_a_rank_that_was_killed_for_lack_of_memory_is_said_to_be(run, monkeypatc
     monkeypatch.setattr("megalite.launch.agent.MemoryKills", Kills)
     status, said = run("ready()\ntime.sleep(60) if rank == 0 else os.kill(os.getpid(), 9)")
     assert status == 137 and said.startswith(
-        "rank 1 was ended by SIGKILL: out of memory, killed by the kernel (a process); "
+        "rank 1 was killed by SIGKILL: out of memory, killed by the kernel (a process); "
     ), said
 
 
@@ -155,7 +155,7 @@ def test_a_rank_that_is_killed_while_the_agent_looks_is_not_one_that_the_agent_e
     monkeypatch.setattr("megalite.launch.agent.MemoryKills", Kills)
     monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", late)
     status, said = run("ready()\nif rank == 1: time.sleep(1.0), os.kill(os.getpid(), 9)")
-    assert status == 137 and said.startswith("rank 1 was ended by SIGKILL: why; ")
+    assert status == 137 and said.startswith("rank 1 was killed by SIGKILL: why; ")
 
 
 def test_a_rank_that_somebody_terminates_is_the_cause(run):
@@ -163,7 +163,7 @@ def test_a_rank_that_somebody_terminates_is_the_cause(run):
     status, said = run(
         f"{LOSES}\nready()\nlose(1) if rank == 0 else (wait_for('lost0'), os.kill(os.getpid(), 15), time.sleep(60))"
     )
-    assert (status, said.partition(";")[0]) == (143, "rank 1 was ended by SIGTERM")
+    assert (status, said.partition(";")[0]) == (143, "rank 1 was killed by SIGTERM")
 
 
 def test_without_an_agent_the_rank_that_was_killed_is_named_too(capfd, tmp_path):
@@ -177,7 +177,7 @@ def test_without_an_agent_the_rank_that_was_killed_is_named_too(capfd, tmp_path)
         time.sleep(1.0)
 
     assert run_ranks(2, ["-c", died], poll=hold) == 137
-    assert capfd.readouterr().err == "rank 1 was ended by SIGKILL\n"
+    assert capfd.readouterr().err == "rank 1 was killed by SIGKILL\n"
 
 
 @pytest.mark.parametrize("status", [2, 73])
@@ -189,7 +189,7 @@ def test_a_rank_that_is_refused_has_said_why_and_is_not_started_again(run, statu
 
 
 def test_ranks_are_started_again_with_a_line(run):
-    line = "rank 1 was ended by SIGKILL: starting all ranks again\n"
+    line = "rank 1 was killed by SIGKILL; restarting all ranks\n"
     assert run(
         "ready()\nif restart == 0: time.sleep(60 * (rank == 0)); os.kill(os.getpid(), 9)\nend(0)", restarts=1
     ) == (0, line)
@@ -210,8 +210,8 @@ def test_ranks_that_do_not_end_after_a_signal_are_killed_after_the_time_to_save(
     status, said = run(f"{WAITS}\ntime.sleep(60)", signals=(signal.SIGTERM,), patience=1.0)
     assert status == 137, "not 75: nothing was saved"
     killed, why = said.splitlines()
-    assert killed == "the ranks have not ended in time after the signal and are killed (run.timeout)"
-    assert why == "rank 0 was ended by SIGKILL; the newest checkpoint is runs/a/checkpoints/step_00000004"
+    assert killed == "the ranks did not exit in time after the signal (run.timeout); killing them"
+    assert why == "rank 0 was killed by SIGKILL; the newest checkpoint is runs/a/checkpoints/step_00000004"
 
 
 @pytest.mark.parametrize(
@@ -219,14 +219,14 @@ def test_ranks_that_do_not_end_after_a_signal_are_killed_after_the_time_to_save(
     [
         ("--nproc 0", "'0' is not a positive integer"),
         ("--nproc all", "'all' is not a positive integer"),
-        ("--nnodes 2", "belong to --nproc N"),
-        ("--nproc 2 --nnodes 2", "--rdzv_endpoint is missing: 2 nodes meet there"),
+        ("--nnodes 2", "require --nproc"),
+        ("--nproc 2 --nnodes 2", "--nnodes 2 requires --rdzv_endpoint HOST:PORT, got none"),
         (
             "--nproc 2 --nnodes 2 --rdzv_endpoint node0:29500 --node_rank 2",
-            "--node_rank 2 is not a place among 2 nodes",
+            "--node_rank must be between 0 and 1 for --nnodes 2, got 2",
         ),
-        ("--nproc 2 --node_rank 0", "belong to several nodes"),
-        ("--nproc 2 --max_restarts -1", "--max_restarts -1 is negative"),
+        ("--nproc 2 --node_rank 0", "require more than one node"),
+        ("--nproc 2 --max_restarts -1", "--max_restarts must be non-negative, got -1"),
         ("--nproc 2 --tp 3 --data.train nothing --model.vocab_size 96", "parallel.tp = 3"),
     ],
 )
@@ -243,4 +243,4 @@ def test_a_rank_of_a_launcher_starts_no_others(monkeypatch, capfd):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit) as caught:
         main(["--nproc", "2"])
-    assert caught.value.code == 2 and "already one of them" in capfd.readouterr().err
+    assert caught.value.code == 2 and "--nproc cannot be used under torchrun" in capfd.readouterr().err

@@ -30,10 +30,10 @@ def test_kinds_count_before_times_and_times_before_ranks() -> None:
 @pytest.mark.parametrize(
     "status, said, of_the_launcher",
     [
-        (3, "ended with status 3", 3),
-        (-9, "was ended by SIGKILL", 137),
-        (-11, "was ended by SIGSEGV", 139),
-        (-99, "was ended by signal 99", 227),
+        (3, "exited with status 3", 3),
+        (-9, "was killed by SIGKILL", 137),
+        (-11, "was killed by SIGSEGV", 139),
+        (-99, "was killed by signal 99", 227),
     ],
 )
 def test_signals_are_named(status: int, said: str, of_the_launcher: int) -> None:
@@ -121,7 +121,7 @@ KILLED = "-;Out of memory: Killed process 41"
             "0::/",
             {"memory.events": "oom_kill 0"},
             {"memory.events": "oom_kill 2"},
-            "may have been out of memory: since the start the kernel has killed 2 processes of its container",
+            "may have run out of memory: since the start the kernel killed 2 processes in its container",
             id="a container",
         ),
         pytest.param("0::/j", {"j/memory.events": "oom_kill 1"}, {}, "", id="an old kill"),
@@ -132,7 +132,7 @@ KILLED = "-;Out of memory: Killed process 41"
             "4:cpu,memory:/a",
             {LIMIT: "7"},
             {LIMIT: "9"},
-            "may have been out of memory: since the start its container has reached its memory limit (memory.failcnt)",
+            "may have run out of memory: since the start its container reached its memory limit (memory.failcnt)",
             id="no count of kills",
         ),
         pytest.param("4:memory:/a", {V1: "oom_kill 0", LIMIT: "7"}, {LIMIT: "9"}, "", id="a limit without a kill"),

@@ -131,10 +131,11 @@ def test_the_first_rank_is_reported_although_many_others_wrote_before(tmp_path):
         End(99, -7, ExitCause.OWN, time.time()),
         *(End(rank, 1, ExitCause.LOST, time.time(), Lost()) for rank in range(crash.MOST_PARTS + 1)),
     ]
-    crash.launcher_failed(config, ends, "rank 99 was ended by SIGBUS", since=0.0, logs=tmp_path)
+    crash.launcher_failed(config, ends, "rank 99 was killed by SIGBUS", since=0.0, logs=tmp_path)
     report = (config.run.directory / run_files.CRASH).read_text()
     assert (
-        "| 99 |" in section(report, "Ranks") and section(report, "Reason").strip("`\n") == "rank 99 was ended by SIGBUS"
+        "| 99 |" in section(report, "Ranks")
+        and section(report, "Reason").strip("`\n") == "rank 99 was killed by SIGBUS"
     )
 
 
@@ -149,7 +150,7 @@ def test_of_several_nodes_the_first_to_fail_gives_the_reason(tmp_path, monkeypat
         part = config.run.directory / run_files.CRASH_PARTS / f"rank_{rank:05d}.json"
         part.write_text(json.dumps({**json.loads(part.read_text()), "host": host}))
     end = End(12, 1, ExitCause.LOST, time.time(), Lost())
-    crash.launcher_failed(config, [end], "rank 12 ended with status 1", since=0.0, logs=tmp_path)
+    crash.launcher_failed(config, [end], "rank 12 exited with status 1", since=0.0, logs=tmp_path)
     report = (config.run.directory / run_files.CRASH).read_text()
     assert section(report, "Reason").strip("`\n").splitlines()[0] == "it ran out of memory"
 
@@ -175,10 +176,10 @@ def test_two_launchers_agree_on_the_rank_that_was_killed(order, tmp_path, monkey
         line = f"{by_cause(nodes[node])[0]}; there is no checkpoint"
         first = crash.launcher_failed(config, nodes[node], line, since=0.0, logs=tmp_path)
     report = (config.run.directory / run_files.CRASH).read_text()
-    assert (first.rank, first.status, first.reason) == (3, -9, "rank 3 was ended by SIGKILL")
-    assert section(report, "Reason").strip("`\n").splitlines()[0].startswith("rank 3 was ended by SIGKILL")
+    assert (first.rank, first.status, first.reason) == (3, -9, "rank 3 was killed by SIGKILL")
+    assert section(report, "Reason").strip("`\n").splitlines()[0].startswith("rank 3 was killed by SIGKILL")
     row = next(line for line in report.splitlines() if line.startswith("| 3 |"))
-    assert "was ended by SIGKILL" in row and row.endswith("| step 8, B0.0 |"), "where it was is known from the others"
+    assert "was killed by SIGKILL" in row and row.endswith("| step 8, B0.0 |"), "where it was is known from the others"
 
 
 @pytest.mark.parametrize("skew", [-600.0, 600.0], ids=["the other host's clock is behind", "ahead"])
@@ -200,10 +201,10 @@ def test_clocks_of_hosts_do_not_tell_which_rank_failed_first(skew, tmp_path, mon
     monkeypatch.setattr(crash.time, "time", lambda: clock)
     os.utime(summary, (began, began))
     report_failure(
-        config, [End(3, -9, ExitCause.OWN, clock)], "rank 3 was ended by SIGKILL", since=clock - 1, logs=tmp_path
+        config, [End(3, -9, ExitCause.OWN, clock)], "rank 3 was killed by SIGKILL", since=clock - 1, logs=tmp_path
     )
     report = (config.run.directory / run_files.CRASH).read_text()
-    assert section(report, "Reason").strip("`\n") == "rank 3 was ended by SIGKILL"
+    assert section(report, "Reason").strip("`\n") == "rank 3 was killed by SIGKILL"
     assert [line[:5] for line in section(report, "Ranks").splitlines() if line[2:3].isdigit()] == [
         "| 0 |",
         "| 1 |",
@@ -213,7 +214,7 @@ def test_clocks_of_hosts_do_not_tell_which_rank_failed_first(skew, tmp_path, mon
     assert (content["state"], content["exit_status"], content["reason"]) == (
         "failed",
         137,
-        "rank 3 was ended by SIGKILL",
+        "rank 3 was killed by SIGKILL",
     )
 
 
@@ -245,9 +246,9 @@ def test_the_launcher_writes_how_the_run_ended_for_ranks_that_could_not(trained,
     SummaryWriter(config)
     if not trained:
         os.utime(summary, (began - 60, began - 60))  # of an earlier start
-    report_failure(config, ends, "rank 2 was ended by SIGSEGV; there is no checkpoint", since=began - 1, logs=tmp_path)
+    report_failure(config, ends, "rank 2 was killed by SIGSEGV; there is no checkpoint", since=began - 1, logs=tmp_path)
     content = json.loads(summary.read_text())
-    expected = ("failed", 139, "rank 2 was ended by SIGSEGV") if trained else ("running", None, None)
+    expected = ("failed", 139, "rank 2 was killed by SIGSEGV") if trained else ("running", None, None)
     assert (content["state"], content["exit_status"], content["reason"]) == expected
 
 
@@ -285,12 +286,12 @@ def test_the_launcher_has_the_last_lines_of_ranks_that_were_killed(tmp_path, cap
 
     assert launch(Launch(2, 1, None, None, 0, 60.0, newest=lambda: None, crashed=crashed), ["-c", RANKS]) == 128 + 11
     report = reports[0]
-    assert "rank 1 was ended by SIGSEGV; there is no checkpoint" in section(report, "Reason")
-    lines = section(report, "Rank 1: its last lines").splitlines()
+    assert "rank 1 was killed by SIGSEGV; there is no checkpoint" in section(report, "Reason")
+    lines = section(report, "Rank 1: last lines of output").splitlines()
     assert "Segmentation fault" in lines and "step 99 of rank 1" in lines and "step 10 of rank 1" not in lines
-    assert report.index("## Rank 1: its") < report.index("## Rank 0: its"), "the first to fail is first"
-    assert "step 99 of rank 0" in section(report, "Rank 0: its last lines")
-    assert "has what is known about it" in capfd.readouterr().err
+    assert report.index("## Rank 1: last") < report.index("## Rank 0: last"), "the first to fail is first"
+    assert "step 99 of rank 0" in section(report, "Rank 0: last lines of output")
+    assert "crash.md for details" in capfd.readouterr().err
 
 
 def test_the_file_of_a_rank_stays_small_and_has_the_end(tmp_path):

@@ -66,7 +66,7 @@ def test_the_one_visible_gpu_is_the_ranks_own(machine):
 
 def test_too_few_gpus_are_an_error_not_a_run_on_the_cpu(machine):
     machine(visible=2, ranks=4, rank=0)
-    with pytest.raises(ConfigError, match=r"4 ranks, but 2 visible GPUs.*at most 2 ranks.*CUDA_VISIBLE_DEVICES="):
+    with pytest.raises(ConfigError, match=r"4 ranks and 2 visible GPUs.*at most 2 ranks.*CUDA_VISIBLE_DEVICES="):
         choose_device()
 
 
@@ -75,7 +75,7 @@ def test_ranks_that_share_a_gpu_are_named():
         {"host": host, "gpu": gpu}
         for host, gpu in (("a", "x"), ("a", "y"), ("b", "x"), ("a", "x"), ("c", None), ("c", None))
     ]
-    assert on_one_gpu(results) == ["ranks 0, 3 have the same GPU of a"]
+    assert on_one_gpu(results) == ["ranks 0, 3 share the same GPU on a"]
 
 
 def test_the_report_names_attentions_implementation_and_why_not_a_faster_one(monkeypatch):

@@ -137,4 +137,4 @@ def test_the_first_of_a_row_of_losses_is_named(ranks: list[Peers]) -> None:
 def test_a_rank_that_is_alive_and_does_not_move_is_named(ranks: list[Peers]) -> None:
     lost = ranks[0].origin(1)
     assert lost is not None and (lost.rank, lost.state) == (1, PeerState.STUCK)
-    assert str(lost).startswith("rank 1 is awaited: it is alive, but does not move; host")
+    assert str(lost).startswith("rank 1 is stuck: it is alive but makes no progress; host")

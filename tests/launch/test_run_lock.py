@@ -40,7 +40,7 @@ def hold(directory: Path) -> subprocess.Popen[str]:
 def test_a_living_process_of_this_host_is_named_and_a_killed_one_is_replaced_with_a_line(tmp_path):
     process = hold(tmp_path)
     try:
-        with pytest.raises(InUseError, match=rf"in use by process {process.pid} on {os.uname().nodename}.*run\.name"):
+        with pytest.raises(InUseError, match=rf"locked by process {process.pid} on {os.uname().nodename}.*run\.name"):
             RunLock(tmp_path).acquire()
         assert read(tmp_path / run_files.LOCK).pid == process.pid, "a refused job changes nothing"
     finally:
@@ -98,7 +98,7 @@ def test_a_restart_of_the_same_job_takes_the_lock_on_any_host_and_another_job_do
         RunLock(tmp_path).acquire()  # the same start, for example the same script twice
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     lock = RunLock(tmp_path)
-    assert "started again" in lock.acquire()
+    assert "the job was restarted" in lock.acquire()
     lock.release()
 
 

@@ -99,7 +99,7 @@ def test_before_training_a_run_ends_at_once_and_has_changed_nothing(tmp_path, nu
     result, output = finish(process)
     *before, line = output.splitlines()
     assert (
-        result == status and before in ([], ["starting …"]) and "before the first step: nothing was changed" in line
+        result == status and before in ([], ["starting …"]) and "before the first step; nothing was changed" in line
     ), output
     assert not (tmp_path / "run").exists()
 
@@ -178,7 +178,7 @@ def test_a_preparation_that_ends_at_once_leaves_no_warning_of_semaphores():
     assert done.returncode == 130 and "resource_tracker" not in done.stderr
 
 
-@pytest.mark.parametrize("number, line", [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "ended by SIGTERM")])
+@pytest.mark.parametrize("number, line", [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "stopped by SIGTERM")])
 def test_a_preparation_removes_what_is_half_written(tmp_path, number, line):
     """As a terminal sends it: to the whole process group, the workers included."""
     (tmp_path / "text").write_text("Every café at six: quick brown foxes jump over lazy dogs.\n" * 200_000)

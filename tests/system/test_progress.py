@@ -51,7 +51,7 @@ def test_a_file_gets_the_first_line_after_two_seconds_and_then_one_every_ten():
 def test_a_command_that_is_busy_with_one_thing_still_says_so_and_what_is_slow_has_no_rate_of_zero():
     reports = {0: ("opening a.bin",), 9: ("rows", 0, 300, "rows"), 29: ("rows", 2, 300, "rows")}
     assert shown(reports, io.StringIO()) == [
-        "opening a.bin: 2 s so far",
+        "opening a.bin: 2 s elapsed",
         "rows: 0 of 300 rows (0%)",
         "rows: 0 of 300 rows (0%)",
         "rows: 2 of 300 rows (1%), 12 s each, 57 min 7 s left",
@@ -97,7 +97,7 @@ def test_the_thread_looks_by_itself(monkeypatch, capsys):
         progress("waiting")
         while "waiting" not in (line := capsys.readouterr().err):
             time.sleep(0.001)
-    assert line.startswith("waiting: ") and line.endswith(" so far\n")
+    assert line.startswith("waiting: ") and line.endswith(" elapsed\n")
 
 
 def test_amounts_and_durations_are_readable():

@@ -149,7 +149,7 @@ def test_all_ranks_learn_what_rank_0_found(tmp_path):
     begin_job(config(tmp_path), restarted=False, rank=1, store=store)
     second = Store()
     for rank in (0, 1):
-        with pytest.raises(JobEnd, match="in use by process") as end:
+        with pytest.raises(JobEnd, match="locked by process") as end:
             begin_job(config(tmp_path), restarted=False, rank=rank, store=second)
         assert end.value.status == ExitStatus.IN_USE
     job.end(ExitStatus.DONE)

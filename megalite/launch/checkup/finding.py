@@ -29,14 +29,14 @@ Check = Callable[[], Iterable[Finding]]
 
 
 def bounded(name: str, check: Check, seconds: float) -> list[Finding]:
-    """The findings of a check; one that says so if it fails, or does not end in time."""
+    """Return the findings of a check, or one that reports that it failed or timed out."""
     findings: list[Finding] = []
 
     def run() -> None:
         try:
             findings.extend(check())
         except Exception as error:  # a check must not prevent the others
-            findings.append(Finding(name, "could not be checked", "note", f"{type(error).__name__}: {error}"))
+            findings.append(Finding(name, "check failed", "note", f"{type(error).__name__}: {error}"))
 
     running = Thread(target=run, daemon=True)
     running.start()
@@ -48,7 +48,7 @@ def bounded(name: str, check: Check, seconds: float) -> list[Finding]:
                 name,
                 f"no answer in {seconds:g} s",
                 "bad",
-                "It hangs: look at the network, the name service or the disk.",
+                "The check hangs. Check the network, the name service and the disk.",
             ),
         ]
     return findings

@@ -41,10 +41,12 @@ def cores() -> Iterator[Finding]:
     )
     requested = os.environ.get("OMP_NUM_THREADS")
     if requested is None:
-        yield Finding("OMP_NUM_THREADS", "not set (one process has all cores; of several, each has one)")
+        yield Finding(
+            "OMP_NUM_THREADS", "not set (a single process uses all cores; each of several uses one)"
+        )
     elif not requested.isdecimal() or int(requested) > usable:
         advice = (
-            "Threads would wait for each other: OMP_NUM_THREADS times the number of ranks should be at most "
+            "Too many threads for the cores: OMP_NUM_THREADS times the number of ranks should be at most "
             f"{usable}."
         )
         yield Finding("OMP_NUM_THREADS", requested, "note", advice)
@@ -64,9 +66,9 @@ def shared_memory() -> Iterator[Finding]:
     except OSError:
         yield Finding(
             "/dev/shm",
-            "there is none",
+            "not found",
             "note",
-            "Ranks on one machine exchange messages through sockets, which is slower.",
+            "Ranks on the same machine communicate through sockets, which is slower.",
         )
         return
     value = f"{usage.free / MIB:,.0f} of {usage.total / MIB:,.0f} MiB free"
@@ -75,7 +77,7 @@ def shared_memory() -> Iterator[Finding]:
             "/dev/shm",
             value,
             "note",
-            f"Ranks here may need {needed / MIB:,.0f} MiB: docker run --shm-size 8g, or --ipc host.",
+            f"Ranks may need {needed / MIB:,.0f} MiB. In Docker, use --shm-size 8g or --ipc host.",
         )
     else:
         yield Finding("/dev/shm", value)
@@ -86,17 +88,18 @@ def limits() -> Iterator[Finding]:
         "open files (ulimit -n)",
         resource.RLIMIT_NOFILE,
         FILES,
-        "ulimit -n 65536: many ranks, shards and connections need files.",
+        "Run `ulimit -n 65536`: ranks, shards and connections need many open files.",
     )
     yield _limit(
         "processes (ulimit -u)",
         resource.RLIMIT_NPROC,
         PROCESSES,
-        "ulimit -u 65536: every rank has tens of threads.",
+        "Run `ulimit -u 65536`: every rank starts tens of threads.",
     )
     if Path("/sys/class/infiniband").is_dir():
         advice = (
-            "ulimit -l unlimited (docker run --ulimit memlock=-1): InfiniBand locks its buffers in memory."
+            "Run `ulimit -l unlimited` (docker run --ulimit memlock=-1): InfiniBand locks its buffers in "
+            "memory."
         )
         yield _limit("locked memory (ulimit -l)", resource.RLIMIT_MEMLOCK, resource.RLIM_INFINITY, advice)
 
@@ -121,22 +124,22 @@ def host_name() -> Iterator[Finding]:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
     except OSError:
         advice = (
-            "gloo and other nodes look it up: add it to /etc/hosts, or set GLOO_SOCKET_IFNAME to the "
-            "interface."
+            "Gloo and other nodes resolve this name: add it to /etc/hosts or set GLOO_SOCKET_IFNAME to "
+            "the interface."
         )
-        yield Finding("host name", f"{name} has no address", "note", advice)
+        yield Finding("host name", f"{name} does not resolve to an address", "note", advice)
         return
-    yield Finding("host name", f"{name} is {', '.join(addresses)}")
+    yield Finding("host name", f"{name} resolves to {', '.join(addresses)}")
 
 
 def compiler() -> Iterator[Finding]:
-    """Triton compiles a launcher in C, against Python's headers, when a kernel first runs."""
+    """Check the C compiler and the Python headers, which Triton needs to launch its first kernel."""
     verdict = "bad" if machine.gpus() else "note"
     words = os.environ.get("CC", "").split() or next(
         ([name] for name in ("gcc", "clang", "cc") if shutil.which(name)), []
     )
     if not words or shutil.which(words[0]) is None:
-        advice = "Triton's kernels on GPUs need a C compiler: apt-get install gcc, or set CC."
+        advice = "Triton kernels on GPUs need a C compiler. Install gcc (apt-get install gcc) or set CC."
         yield Finding("C compiler", "none", verdict, advice)  # type: ignore[arg-type]
         return
     with tempfile.TemporaryDirectory(prefix="megalite_doctor_") as scratch:
@@ -158,8 +161,9 @@ def compiler() -> Iterator[Finding]:
             problem = str(error)
     if problem:
         advice = (
-            f"Triton's kernels on GPUs need it and Python's headers (apt-get install python3-dev): {problem}"
+            "Triton kernels on GPUs need a C compiler and the Python headers (apt-get install "
+            f"python3-dev): {problem}"
         )
-        yield Finding("C compiler", f"{words[0]} does not compile", verdict, advice)  # type: ignore[arg-type]
+        yield Finding("C compiler", f"{words[0]} failed to compile a test program", verdict, advice)  # type: ignore[arg-type]
     else:
-        yield Finding("C compiler", f"{words[0]} compiles with Python's headers")
+        yield Finding("C compiler", f"{words[0]} compiles with the Python headers")

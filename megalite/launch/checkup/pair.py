@@ -22,26 +22,26 @@ LIMIT_S = 120.0  # importing torch from a slow file system takes a minute
 
 
 def findings() -> Iterator[Finding]:
-    """The findings about torch, gloo and Triton."""
+    """Check torch, gloo and Triton in two processes."""
     if machine.version_of("torch") is None:
         return  # a finding of its own
     answers, error, hangs = _run()
     if "torch" not in answers:
-        what = f"does not import in {LIMIT_S:g} s" if hangs else "does not import"
+        what = f"import did not finish in {LIMIT_S:g} s" if hangs else "import failed"
         yield Finding(
             "torch imports",
             what,
             "bad",
-            error or "Its file system may be slow: copy the environment to a local disk.",
+            error or "The file system may be slow. Copy the environment to a local disk.",
         )
         return
     yield from _torch(answers["torch"], answers.get("cuda", ""))
     yield _gloo(answers.get("gloo"), error, hangs)
     if (problem := answers.get("triton")) is not None:
         if problem:
-            advice = f"train.kernels torch works without it. {problem}"
+            advice = f"Set train.kernels=torch to train without it. {problem}"
             verdict: Verdict = "bad" if answers["torch"]["devices"] else "note"
-            yield Finding("Triton", "does not compile", verdict, advice)
+            yield Finding("Triton", "failed to compile a kernel", verdict, advice)
         else:
             yield Finding("Triton", "compiles a kernel")
 
@@ -54,33 +54,33 @@ def _torch(results: dict[str, Any], wrong: str) -> Iterator[Finding]:
     if results["nccl"]:
         yield Finding("NCCL", results["nccl"])
     if wrong:
-        yield Finding("GPU computes", wrong, "bad", "Look at nvidia-smi and dmesg.")
+        yield Finding("GPU computes", wrong, "bad", "Check nvidia-smi and dmesg.")
     there = len(machine.gpus())
     if len(results["devices"]) < there:
         reason = (
-            "the driver is too old for it, or a device is broken (nvidia-smi)"
+            "the driver is too old, or a device is broken (see nvidia-smi)"
             if results["cuda"]
-            else "it is a build for CPUs"
+            else "the installed build is CPU-only"
         )
         yield Finding(
             "torch's GPUs",
             f"{len(results['devices'])} of {there}",
             "bad",
-            f"Install a CUDA build of torch that the driver supports: {reason}.",
+            f"Install a CUDA build of torch that supports the driver: {reason}.",
         )
 
 
 def _gloo(seconds: float | None, error: str, hangs: bool) -> Finding:
     if seconds is not None:
-        return Finding("gloo", f"two processes add in {1e3 * seconds:.1f} ms")
+        return Finding("gloo", f"two processes all-reduce in {1e3 * seconds:.1f} ms")
     advice = f"GLOO_SOCKET_IFNAME=lo (or another interface of `ip address`) often helps. {error}".rstrip()
     return Finding(
-        "gloo", "two processes do not connect" + (f" in {LIMIT_S:g} s" if hangs else ""), "bad", advice
+        "gloo", "two processes failed to connect" + (f" in {LIMIT_S:g} s" if hangs else ""), "bad", advice
     )
 
 
 def _run() -> tuple[dict[str, Any], str, bool]:
-    """The answers of both processes by name, the last line of an error, and whether one had to be ended."""
+    """Return the answers of both processes by name, the last error line, and whether one was killed."""
     own = {**os.environ, **marked(), "PYTHONPATH": package_path(), "OMP_NUM_THREADS": "1"}
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         own.pop(name, None)
@@ -111,8 +111,10 @@ def _run() -> tuple[dict[str, Any], str, bool]:
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> bool:
-    """Wait for both, and end them at the limit or if one has failed. Returns whether one was ended at the
-    limit."""
+    """Wait for both processes and kill them at the limit or if one fails.
+
+    Returns whether one was killed at the limit.
+    """
     end = time.monotonic() + LIMIT_S
     try:
         while (

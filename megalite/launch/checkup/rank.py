@@ -48,7 +48,7 @@ def torch_facts() -> dict[str, Any]:
 
 
 def add(rank: int, store: str) -> float:
-    """Seconds of a sum over both processes."""
+    """Return the seconds of an all-reduce over both processes."""
     import torch
     import torch.distributed as dist
 
@@ -58,24 +58,26 @@ def add(rank: int, store: str) -> float:
     started, values = time.monotonic(), torch.full((1024,), float(rank + 1))
     dist.all_reduce(values)
     if values.tolist() != [3.0] * 1024:
-        raise RuntimeError(f"the sum of 1 and 2 is {values[0]}")
+        raise RuntimeError(f"expected 3 from the sum of 1 and 2, got {values[0]}")
     return time.monotonic() - started
 
 
 def matmul() -> str:
-    """A matmul on every GPU."""
+    """Run a matmul on every GPU."""
     import torch
 
     for index in range(torch.cuda.device_count()):
         ones = torch.ones(256, 256, device=f"cuda:{index}")
         if (ones @ ones).sum().item() != 256.0**3:
-            return f"GPU {index} computes a wrong product"
+            return f"GPU {index} computes a wrong matrix product"
     return ""
 
 
 def compiled() -> str:
-    """An empty text if Triton compiles a kernel for the GPU, or where there is none for an A100; else the
-    reason why it does not."""
+    """Return why Triton cannot compile a kernel, or an empty text if it can.
+
+    Without a GPU, the kernel is compiled for an A100.
+    """
     import torch
 
     try:

@@ -22,12 +22,15 @@ REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[\w,]+\])?\s*(?:>=\s*([\d.]+))?")
 
 
 def findings() -> Iterator[Finding]:
-    """Python, the packages that every run needs, and the extras."""
+    """Check Python, the packages that every run needs, and the extras."""
     try:
         metadata = importlib.metadata.metadata("megalite")
     except importlib.metadata.PackageNotFoundError:
         yield Finding(
-            "megalite", "not installed", "note", f"Its requirements are not known here: {install('')}"
+            "megalite",
+            "not installed",
+            "note",
+            f"The requirements of megalite could not be read. Reinstall it: {install('')}",
         )
         return
     needed = (metadata["Requires-Python"] or "").removeprefix(">=")
@@ -43,7 +46,7 @@ def findings() -> Iterator[Finding]:
 
 
 def install(extra: str) -> str:
-    """The command that installs megalite with an extra."""
+    """Return the command that installs megalite with an extra."""
     suffix = f"[{extra}]" if extra else ""
     return (
         f"pip install 'megalite{suffix}'"
@@ -53,7 +56,7 @@ def install(extra: str) -> str:
 
 
 def is_older(version: str, needed: str) -> bool:
-    """Whether a version is below another; parts that are no numbers, such as a local build, do not count."""
+    """Return whether a version is older than another, ignoring parts that are not numbers."""
 
     def numbers(text: str) -> list[int]:
         return [int(part) for part in re.match(r"[\d.]*", text)[0].split(".") if part]  # type: ignore[index]
@@ -65,17 +68,17 @@ def _version(name: str, version: str | None, needed: str, advice: str) -> Findin
     if version is None:
         return Finding(name, "not installed", "bad", advice)
     if needed and is_older(version, needed):
-        return Finding(name, f"{version}, and {needed} or newer is needed", "bad", advice)
+        return Finding(name, f"{version}, but {needed} or newer is required", "bad", advice)
     return Finding(name, version)
 
 
 def _package(line: str) -> Finding:
     name, needed = _parsed(line)
     if name == "triton" and platform.system() != "Linux":
-        return Finding(name, "not needed here")
+        return Finding(name, "not required on this machine")
     finding = _version(name, machine.version_of(name), needed, f"Install it: {install('')}")
     if name == "triton" and finding.verdict == "bad":  # kernels in plain torch take its place
-        return Finding(name, finding.value, "note", f"Only GPUs need it. {finding.advice}")
+        return Finding(name, finding.value, "note", f"Only required for GPUs. {finding.advice}")
     return finding
 
 
@@ -93,7 +96,7 @@ def _extra(extra: str, purpose: str, lines: list[str]) -> Finding:
 
 
 def _parsed(line: str) -> tuple[str, str]:
-    """The name of a requirement and its lowest version, or an empty text."""
+    """Return the name of a requirement and its minimum version, or an empty text."""
     match = REQUIREMENT.match(line)
     assert match is not None
     return match[1], match[2] or ""

@@ -19,7 +19,7 @@ APART_S = 2.0  # seconds by which two clocks may differ
 
 
 def findings(directory: Path) -> Iterator[Finding]:
-    """Checks of a directory, or of the nearest one above that exists; what is written there is removed."""
+    """Check a directory, or its nearest existing parent. Test files are removed."""
     place = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.is_dir())
     name = f"disk {directory}"
     free = shutil.disk_usage(place).free
@@ -35,9 +35,9 @@ def findings(directory: Path) -> Iterator[Finding]:
     except OSError as error:
         yield Finding(
             name,
-            f"cannot be written: {error.strerror or error}",
+            f"not writable: {error.strerror or error}",
             "bad",
-            "Give another directory with --run.dir, or its rights.",
+            "Choose another directory with --run.dir or change its permissions.",
         )
         return
     value = f"{written / 1e6:,.0f} MB/s written and synced, {read / 1e6:,.0f} MB/s read"
@@ -48,19 +48,21 @@ def findings(directory: Path) -> Iterator[Finding]:
 
 
 def _clock(path: str) -> Finding:
-    """A file system may have a clock of its own: that of its server."""
+    """Compare the clock of the file system, which may be that of a server, with the host's."""
     before = time.time()
     os.utime(path)
     after, stamped = time.time(), os.stat(path).st_mtime
     difference = max(before - stamped, stamped - after, 0.0)
     if difference > APART_S:
-        advice = "Times of files are compared with the host's: let both keep time by NTP."
-        return Finding("clocks", f"host and file system differ by {difference:,.0f} s", "note", advice)
-    return Finding("clocks", "host and file system agree")
+        advice = "File times are compared with the clock of the host. Synchronize both with NTP."
+        return Finding(
+            "clocks", f"clocks of host and file system differ by {difference:,.0f} s", "note", advice
+        )
+    return Finding("clocks", "clocks of host and file system agree")
 
 
 def _speed(file: int) -> tuple[float, float]:
-    """Bytes/s of writing with fsync, and of reading what is no longer in memory."""
+    """Measure the speed in bytes/s of writing with fsync, and of reading uncached data."""
     block = os.urandom(BLOCK)
     started, blocks = time.monotonic(), 0
     while blocks < MOST_BLOCKS and (time.monotonic() - started < MOST_S or blocks == 0):

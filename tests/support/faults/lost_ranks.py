@@ -37,8 +37,8 @@ FAST = {"BEAT_S": 0.2, "SILENT_S": 1.0, "ANSWER_S": 1.0}  # of launch.peers
 STOPPED_FOR = "3s"  # what run.timeout is to the watchdog; gloo's own is WITHIN
 STATES = {
     "SIGKILL": "its process has ended",
-    "SIGSTOP": "its process exists but does not answer",
-    "hang": "it is alive, but does not move",
+    "SIGSTOP": "its process exists but does not respond",
+    "hang": "it is alive but makes no progress",
 }
 
 
@@ -176,7 +176,7 @@ def lose(loss: Loss, prefix: str, directory: Path) -> str:
                 os.kill(rank.pid or 0, signal.SIGKILL)
             rank.join()
     for number in set(range(WORLD)) - {loss.victim}:
-        named = re.findall(r"rank (\d) (?:was lost first|is awaited): ([^:;]*)", logs[number])
+        named = re.findall(r"rank (\d) (?:was lost first|is stuck): ([^:;]*)", logs[number])
         assert named and set(named) == {(str(loss.victim), STATES[loss.how])}, (
             f"{loss}: rank {number} names {named}\n{logs}"
         )
