@@ -18,7 +18,6 @@ from megalite.config.load import write_config
 from megalite.config.rule import show
 from megalite.config.schema import Config, ConfigError, LoggingConfig
 from megalite.model.cost import model_flops_per_token
-from megalite.planner.hardware.peaks import peak_flops
 from megalite.system.files import replacing, write_synced
 from megalite.system.messages import say
 
@@ -59,6 +58,8 @@ def throughput(
 ) -> dict[str, Any]:
     """The throughput of a step of `seconds`, under its keys in metrics.jsonl. Masked tokens count too,
     because they are computed. batch: its samples; default: train.global_batch_size."""
+    from megalite.planner.api import peak_flops  # not at the start of every command that reads metrics
+
     tokens_per_second = (batch or config.train.global_batch_size) * config.data.sequence_length / seconds
     per_rank = (
         tokens_per_second

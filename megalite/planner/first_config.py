@@ -16,7 +16,7 @@ from megalite.parallel.spec import parameter_count
 from megalite.planner.hardware.devices import Device, Link
 from megalite.planner.report import explanation
 from megalite.planner.search.best_first import Plan, Search
-from megalite.planner.search.run_config import runnable
+from megalite.planner.search.run_config import to_run_config
 from megalite.planner.time.step import PlannedJob
 
 VOCABULARY = 32768
@@ -34,7 +34,7 @@ CORE_FLOPS = 4e10  # fp32, of one core
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RunRequest:
     """What the user has decided; None leaves it to the defaults.
 
     Attributes:
@@ -63,7 +63,7 @@ def cpu_device(cores: int, memory: float) -> Device:
     return Device("CPU", peaks, 0.7, cores, memory, 2e10, link, link, 1, link, cpu=True)
 
 
-def first_config(wanted: Wanted) -> tuple[Config, Plan]:
+def first_config(wanted: RunRequest) -> tuple[Config, Plan]:
     """The configuration, and its plan. Raises ConfigError or HardwareError if no layout is legal or fits."""
     base = with_sizes(wanted)
     search = Search(PlannedJob.of(base, wanted.device), base, max(1, wanted.gpus), {}, 1)
@@ -74,10 +74,10 @@ def first_config(wanted: Wanted) -> tuple[Config, Plan]:
             if search.considered
             else f"No layout is legal: {explanation.illegal(search)}"
         )
-    return runnable(base, plans[0].choice, search.room), plans[0]
+    return to_run_config(base, plans[0].choice, search.room), plans[0]
 
 
-def with_sizes(wanted: Wanted) -> Config:
+def with_sizes(wanted: RunRequest) -> Config:
     """The configuration without its layout."""
     # only a configuration has several: it says the rest itself
     base, prefix = wanted.base, (prefixes(wanted.data) or [""])[0]
@@ -112,19 +112,19 @@ def with_sizes(wanted: Wanted) -> Config:
     return _with_schedule(config, wanted, parameters)
 
 
-def _precision(wanted: Wanted) -> str:
+def _precision(wanted: RunRequest) -> str:
     if wanted.complete:
         return wanted.base.train.precision
     return wanted.device.own_precision
 
 
-def _length(wanted: Wanted) -> int:
+def _length(wanted: RunRequest) -> int:
     if wanted.complete:
         return wanted.base.data.sequence_length
     return min(wanted.base.model.max_position_embeddings, CPU_LENGTH if wanted.device.cpu else GPU_LENGTH)
 
 
-def _batch(wanted: Wanted, parameters: int, length: int) -> int:
+def _batch(wanted: RunRequest, parameters: int, length: int) -> int:
     """Sequences per step: a power of two, and at least one for each device where that is one."""
     if wanted.complete:
         return wanted.base.train.global_batch_size
@@ -135,7 +135,7 @@ def _batch(wanted: Wanted, parameters: int, length: int) -> int:
     return -(-power // wanted.gpus) * wanted.gpus
 
 
-def _steps(wanted: Wanted, parameters: int, tokens_per_step: int, data: int | None) -> int:
+def _steps(wanted: RunRequest, parameters: int, tokens_per_step: int, data: int | None) -> int:
     """As asked; else one epoch of the data; else by the number of parameters."""
     if wanted.steps is not None:
         return wanted.steps
@@ -146,7 +146,7 @@ def _steps(wanted: Wanted, parameters: int, tokens_per_step: int, data: int | No
     return CPU_STEPS if wanted.device.cpu else math.ceil(TOKENS_PER_PARAMETER * parameters / tokens_per_step)
 
 
-def _with_schedule(config: Config, wanted: Wanted, parameters: int) -> Config:
+def _with_schedule(config: Config, wanted: RunRequest, parameters: int) -> Config:
     """Learning rate, and how often there are checkpoints and validations."""
     if wanted.complete:
         return config

@@ -277,10 +277,10 @@ def roll_back(trainer: Trainer, bad: StepResult) -> None:
 
 def describe_saves(config: Config) -> str:
     """When the run saves, what it keeps, and how much that is, in a line."""
-    from megalite.planner.memory import states  # which only the command's report needs
+    from megalite.planner.api import checkpoint_bytes  # which only the command's report needs
     from megalite.system.progress import amount
 
-    options, size = config.checkpoint, states.checkpoint_bytes(config)
+    options, size = config.checkpoint, checkpoint_bytes(config)
     text = amount(size, "B")
     retention = f"the newest {options.keep} are kept" if options.keep is not None else "all are kept"
     if options.interval is not None:

@@ -15,8 +15,8 @@ from benchmarks.parallelism_figures import FIGURES
 from megalite.commands.bubble import main
 from megalite.parallel.pipeline.generator import SCHEDULES, build
 from megalite.parallel.pipeline.send_recv_actions import with_communication
-from megalite.planner.report.drawing import timeline
-from megalite.planner.report.drawing.timeline import svg
+from megalite.planner.drawing import timeline
+from megalite.planner.drawing.timeline import svg
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools" / "bubble_calc.py"

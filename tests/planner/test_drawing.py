@@ -15,7 +15,7 @@ from megalite.parallel.pipeline.bubble import BubblePlan, compare, plan
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import ActionKind
 from megalite.parallel.pipeline.simulator import simulate
-from megalite.planner.report.drawing import timeline as drawing
+from megalite.planner.drawing import timeline as drawing
 
 SVG = "{http://www.w3.org/2000/svg}"
 WIDEST_DIGIT, MEAN_LETTER = 0.637, 0.6  # of the font's height, in DejaVu Sans, which is a wide font

@@ -13,7 +13,7 @@ from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
 from megalite.parallel.pipeline.send_recv_actions import with_communication
 from megalite.parallel.pipeline.simulator import simulate
-from megalite.planner.report.drawing.measured import read
+from megalite.planner.drawing.measured import read
 from megalite.system.clock import ActionTiming
 
 DURATIONS = {"forward": [1, 2, 2, 1], "input_backward": [2, 3, 2, 2], "weight_backward": [1, 1, 2, 2], "comm": 0.25}

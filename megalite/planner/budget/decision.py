@@ -42,9 +42,9 @@ from megalite.planner.cost.operations import Operations
 from megalite.planner.cost.recomputed_time import of_operation
 from megalite.planner.hardware import devices
 from megalite.planner.memory.activations import Activations, HeldBytes
-from megalite.planner.memory.estimate import Standing, estimate, settled
+from megalite.planner.memory.estimate import Standing, estimate, resolve_layout
 from megalite.planner.memory.peak_passes import loads, moments_of
-from megalite.planner.memory.states import Device
+from megalite.planner.memory.states import DeviceType
 from megalite.system.text import aligned
 
 CPU = {
@@ -73,7 +73,7 @@ proportions count."""
 GPU = "h100"  # of a GPU that profiling.hardware does not name
 
 
-def bytes_of(config: Config, memory: float | None = None) -> int:
+def budget_bytes(config: Config, memory: float | None = None) -> int:
     """train.memory_budget in bytes. memory: bytes of the device, of which it may be a share. Raises
     ConfigError if they are unknown."""
     budget = config.train.memory_budget
@@ -90,7 +90,7 @@ def bytes_of(config: Config, memory: float | None = None) -> int:
     return int(budget * memory)
 
 
-def resolved(config: Config, device: Device = "cuda", memory: float | None = None) -> Config:
+def resolve_budget(config: Config, device: DeviceType = "cuda", memory: float | None = None) -> Config:
     """The configuration of a run whose dp is resolved, with operations in place of a budget. Raises
     ConfigError.
 
@@ -98,7 +98,7 @@ def resolved(config: Config, device: Device = "cuda", memory: float | None = Non
     """
     if config.train.recompute != BUDGET:
         return config
-    found = decide(config, bytes_of(config, memory), device=device)
+    found = decide_recomputation(config, budget_bytes(config, memory), device=device)
     return replace(config, train=replace(config.train, recompute=found.recompute))
 
 
@@ -141,11 +141,11 @@ class _Asked:
     costs: devices.Device = field(compare=False)
 
 
-def decide(
+def decide_recomputation(
     config: Config,
     budget: int,
     world_size: int | None = None,
-    device: Device = "cuda",
+    device: DeviceType = "cuda",
     costs: devices.Device | None = None,
     schedule: Schedule | None = None,
 ) -> Decision:
@@ -166,19 +166,19 @@ def decide(
 def problem_of(
     config: Config,
     world_size: int,
-    device: Device,
+    device: DeviceType,
     costs: devices.Device,
     schedule: Schedule,
     buckets: dict[Hashable, list[BucketLayout]],
 ) -> BudgetProblem:
-    """The problem of a configuration; arguments as for `decide`. buckets: as for `Standing`."""
+    """The problem of a configuration; arguments as for `decide_recomputation`. buckets: as for `Standing`."""
     return BudgetProblem(_keeping_all(config, world_size), device, costs, schedule, buckets)
 
 
 def recompute_within(
     problem: BudgetProblem, budget: int, exact: bool = True, ranks: Iterable[int] | None = None
 ) -> str | None:
-    """The train.recompute that `decide` finds, without what else is known of it; None if nothing fits.
+    """Return the train.recompute of `decide_recomputation` without its other results; None if nothing fits.
 
     Args:
         exact: False takes a good solution in place of the best one, and is fast.
@@ -195,25 +195,25 @@ def recompute_within(
 
 def _keeping_all(config: Config, world_size: int | None) -> Config:
     """The configuration without recomputation, and with its sizes filled in."""
-    return settled(
+    return resolve_layout(
         replace(config, train=replace(config.train, recompute="none")),
         world_size or ParallelDims.of(config).world,
     )
 
 
 @lru_cache(maxsize=8)
-def _costs(name: str | None, device: Device) -> devices.Device:
+def _costs(name: str | None, device: DeviceType) -> devices.Device:
     """The device of profiling.hardware, else a usual one."""
     if name is None:
-        return devices.read_device("cpu", dict(CPU)) if device == "cpu" else devices.find(GPU)
+        return devices.read_device("cpu", dict(CPU)) if device == "cpu" else devices.find_device(GPU)
     try:
-        return devices.find(name)
+        return devices.find_device(name)
     except devices.HardwareError as error:
         raise ConfigError(str(error).replace("--gpu", "profiling.hardware =")) from None
 
 
 @lru_cache(maxsize=8)  # a start asks several times: to check, to build, to print
-def _decided(asked: _Asked, budget: int, device: Device) -> Decision:
+def _decided(asked: _Asked, budget: int, device: DeviceType) -> Decision:
     config = asked.config
     return decision(
         BudgetProblem(
@@ -224,7 +224,7 @@ def _decided(asked: _Asked, budget: int, device: Device) -> Decision:
 
 
 def decision(problem: BudgetProblem, budget: int) -> Decision:
-    """What `decide` finds. Raises ConfigError as it does."""
+    """What `decide_recomputation` finds. Raises ConfigError as it does."""
     config = problem.config
     ranks = [problem.rank(rank, budget) for rank in range(config.parallel.pp)]
     if max(each.everything for each in ranks) > budget:
@@ -322,7 +322,7 @@ class BudgetProblem:
     def __init__(
         self,
         config: Config,
-        device: Device,
+        device: DeviceType,
         costs: devices.Device,
         schedule: Schedule,
         buckets: dict[Hashable, list[BucketLayout]] | None = None,
@@ -550,7 +550,7 @@ def _uncovered(loads: list[_Load]) -> list[_Load]:
     return kept
 
 
-def table(decision: Decision) -> list[str]:
+def budget_table(decision: Decision) -> list[str]:
     """The decision as lines of text: what each stage recomputes, and each rank's peak."""
     rows: list[tuple[str, ...]] = [
         ("pp rank", "stage", "layers", "recomputed", "peak", "without", "at least")

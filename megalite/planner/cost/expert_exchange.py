@@ -81,7 +81,7 @@ def worst_rows(config: Config) -> float:
     return min(most, sequences * kept / (share.own_tokens * model.num_experts_per_tok))
 
 
-def worst_bytes(config: Config) -> int:
+def worst_expert_bytes(config: Config) -> int:
     """Bytes that one mixture then keeps of one microbatch, in addition to those of an equal share: rows, and
     input of the activation."""
     model = config.model
@@ -92,7 +92,7 @@ def worst_bytes(config: Config) -> int:
     )
 
 
-def all_on_one_rank(config: Config) -> str:
+def describe_worst_load(config: Config) -> str:
     """The worst load in words: its condition, and the rows that a rank then computes."""
     factor = config.model.expert_capacity_factor
     limited = "" if factor is None else f", within model.expert_capacity_factor = {factor:g}"
@@ -110,7 +110,9 @@ def worst_total(config: Config, schedule: Schedule) -> int:
         stage: sum(_keeps(config, layer) for unit in numbers for layer in layers_in(config.model, unit))
         for stage, numbers in units.items()
     }
-    return worst_bytes(config) * max(_most_kept(schedule, rank, kept) for rank in range(config.parallel.pp))
+    return worst_expert_bytes(config) * max(
+        _most_kept(schedule, rank, kept) for rank in range(config.parallel.pp)
+    )
 
 
 def _keeps(config: Config, layer: int) -> bool:

@@ -44,7 +44,7 @@ ALIKE = 0.07
 table's rows."""
 
 
-def interval(seconds: float) -> tuple[float, float]:
+def prediction_interval(seconds: float) -> tuple[float, float]:
     """The times between which a measured step lies in 80 % of runs on devices whose published runs have been
     compared."""
     return seconds / (1 + INTERVAL), seconds * (1 + INTERVAL)

@@ -113,7 +113,7 @@ def known_devices() -> list[str]:
     return list(_table()["devices"])
 
 
-def find(name: str) -> Device:
+def find_device(name: str) -> Device:
     """The device with a name of the table, or described by a YAML file. Raises HardwareError."""
     if name.lower() in _table()["devices"]:
         return read_device(name.lower(), _table()["devices"][name.lower()])
@@ -134,10 +134,10 @@ def find(name: str) -> Device:
     return read_device(Path(name).stem, tree)
 
 
-def found_as(driver_name: str) -> Device | None:
+def find_device_by_driver_name(driver_name: str) -> Device | None:
     """The table's device with the driver's name for it, None if there is none."""
     named = (name for name, row in _table()["devices"].items() if row.get("device") == driver_name)
-    return next((find(name) for name in named), None)
+    return next((find_device(name) for name in named), None)
 
 
 def read_device(name: str, row: Mapping[str, Any]) -> Device:

@@ -19,7 +19,7 @@ from megalite.model.cost.recomputed import chosen, groups
 from megalite.model.cost.records import MODES, Buffer, Dtype, Share, UnitCost, size_in_bytes
 from megalite.model.cost.units import LOSS_CHUNK_ON_GPU, Units
 from megalite.model.parameters import head_unit
-from megalite.planner.memory.states import Device, Widths
+from megalite.planner.memory.states import DeviceType, Widths
 
 INDEX = 8  # bytes of a token or a target
 WIDEST_HEAD = 256  # largest head size that the Triton kernels of `megalite_kernels.attention` support
@@ -57,7 +57,11 @@ class Activations:
     """
 
     def __init__(
-        self, config: Config, device: Device = "cuda", splits: bool = False, lora: LoraConfig | None = None
+        self,
+        config: Config,
+        device: DeviceType = "cuda",
+        splits: bool = False,
+        lora: LoraConfig | None = None,
     ):
         model, parallel, train, widths = config.model, config.parallel, config.train, Widths.of(config)
         self.config, self.model, self.device, self.splits = config, model, device, splits

@@ -21,7 +21,7 @@ from megalite.parallel.pipeline.send_recv_actions import (
     receive_before,
 )
 from megalite.parallel.sharding.buckets import BucketLayout
-from megalite.planner.memory.states import Device, Sharing, Widths
+from megalite.planner.memory.states import DeviceType, Sharing, Widths
 
 NARROW = 2  # bytes of a bf16 element: gradients may be reduced in bf16
 
@@ -107,7 +107,7 @@ def gathered_bytes(schedule: Schedule, rank: int, buckets: Sequence[BucketLayout
 
 
 def open_gradients(
-    config: Config, schedule: Schedule, buckets: Sequence[BucketLayout], device: Device
+    config: Config, schedule: Schedule, buckets: Sequence[BucketLayout], device: DeviceType
 ) -> int:
     """Peak bytes of gradients in addition to those that are kept: whole buckets that fill or wait for their
     reduction (ZeRO-2 and 3), and buffers of the reduction itself: copies in bf16; on gloo, the other ranks'
@@ -135,7 +135,7 @@ def open_gradients(
     return filling * width + max(reducing, max(size // shard for size, shard in opened) * width)
 
 
-def _reduction(config: Config, size: int, sharing: Sharing, device: Device) -> int:
+def _reduction(config: Config, size: int, sharing: Sharing, device: DeviceType) -> int:
     """Bytes of the buffers that the reduction of a bucket of `size` elements needs in addition to the
     bucket."""
     width = Widths.of(config).gradient

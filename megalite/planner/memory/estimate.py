@@ -29,7 +29,7 @@ from megalite.planner.cost.muon_exchange import exchange
 from megalite.planner.memory.activations import Activations, HeldBytes
 from megalite.planner.memory.buffers import channel_bytes, gathered_bytes, message_bytes, open_gradients
 from megalite.planner.memory.peak_passes import loads, moments_of
-from megalite.planner.memory.states import Device, States, Widths, model_states
+from megalite.planner.memory.states import DeviceType, States, Widths, model_states
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class RankMemory:
 def estimate(
     config: Config,
     world_size: int,
-    device: Device = "cuda",
+    device: DeviceType = "cuda",
     schedule: Schedule | None = None,
     pp_ranks: Sequence[int] | None = None,
 ) -> list[RankMemory]:
@@ -123,11 +123,11 @@ def estimate(
         where offloaded state is stored. schedule: `plan.schedule(config, …)`, if the caller has it already.
         pp_ranks: the pipeline ranks to compute, by default all.
     """
-    config = settled(config, world_size)
+    config = resolve_layout(config, world_size)
     if config.train.recompute == BUDGET:
-        from megalite.planner.budget.decision import resolved
+        from megalite.planner.budget.decision import resolve_budget
 
-        config = resolved(config, device)
+        config = resolve_budget(config, device)
     dims = ParallelDims.of(config)
     schedule = schedule or plan.schedule(config, dims.microbatches)
     activations = Activations(config, device, ActionKind.WEIGHT in schedule.passes, config.lora)
@@ -139,7 +139,7 @@ def estimate(
     ]
 
 
-def settled(config: Config, world_size: int) -> Config:
+def resolve_layout(config: Config, world_size: int) -> Config:
     """The configuration with dp and the partition filled in; the partition is expensive to compute and is
     read often."""
     config = replace(config, parallel=replace(config.parallel, dp=ParallelDims.of(config, world_size).dp))

@@ -22,7 +22,7 @@ from megalite.optimizer.registry import OPTIMIZERS, kinds_of, state_elements
 from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.sharding.compressible import compressible
 
-Device = Literal["cuda", "cpu"]
+DeviceType = Literal["cuda", "cpu"]
 
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 """Bytes per element, by train.precision."""
@@ -175,7 +175,7 @@ def model_states(
     config: Config,
     buckets: Sequence[BucketLayout],
     pp_rank: int,
-    device: Device = "cuda",
+    device: DeviceType = "cuda",
     shard: int | None = None,
 ) -> States:
     """The states of a pipeline rank that has these buckets.
@@ -196,7 +196,7 @@ def model_states(
     return total
 
 
-def _bucket(config: Config, bucket: BucketLayout, device: Device, shard: int) -> States:
+def _bucket(config: Config, bucket: BucketLayout, device: DeviceType, shard: int) -> States:
     parallel, widths, sharing = config.parallel, Widths.of(config), Sharing.of(config, bucket.domain)
     kept, sharded = sharing.kept(bucket), sharing.weights_sharded
     weights = (kept if sharded else bucket.size) * widths.compute

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megalite.config.recompute import shown
-from megalite.planner.cost.expert_exchange import all_on_one_rank, worst_bytes
-from megalite.planner.hardware.constants import ALIKE, INTERVAL, interval
+from megalite.planner.cost.expert_exchange import describe_worst_load, worst_expert_bytes
+from megalite.planner.hardware.constants import ALIKE, INTERVAL, prediction_interval
 from megalite.planner.search.best_first import Plan, Search
-from megalite.planner.search.run_config import USABLE, broken_rule, configured
+from megalite.planner.search.run_config import USABLE, apply_layout, first_broken_rule
 from megalite.planner.time.step import LayoutChoice, PlannedJob, StepTime
 from megalite.system.text import aligned
 
@@ -56,7 +56,7 @@ def amount(size: float) -> str:
     return f"{size / GIB:,.1f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:,.1f} MiB"
 
 
-def described(choice: LayoutChoice) -> str:
+def describe_layout(choice: LayoutChoice) -> str:
     """A one-line description of a choice."""
     sizes = {"tp": choice.tp, "cp": choice.cp, "pp": choice.pp, "dp": choice.dp}
     parts = [f"{name}{size}" for name, size in sizes.items() if size > 1] or ["one device"]
@@ -116,7 +116,7 @@ def row(job: PlannedJob, plan: Plan) -> tuple[str, ...]:
         f"{plan.memory.total / GIB:.1f}",
         f"{step.total:.4g}",
     )
-    sure = "–".join(f"{end:.3g}" for end in interval(step.total)) if job.device.compared else "-"
+    sure = "–".join(f"{end:.3g}" for end in prediction_interval(step.total)) if job.device.compared else "-"
     speed = (
         f"{job.tokens_per_second_per_gpu(choice, step.total):,.0f}",
         f"{palm:.1%}",
@@ -131,7 +131,7 @@ def table(rows: Sequence[Sequence[str]], heading: Sequence[str] = COLUMNS) -> st
     return "\n".join(aligned([heading, *rows]))
 
 
-def as_json(job: PlannedJob, plan: Plan, cost: dict[str, float | None]) -> dict[str, Any]:
+def plan_as_json(job: PlannedJob, plan: Plan, cost: dict[str, float | None]) -> dict[str, Any]:
     """A plan as plain data."""
     choice, step = plan.choice, plan.step
     palm, causal = job.mfu(choice, step.total)
@@ -159,7 +159,7 @@ def as_json(job: PlannedJob, plan: Plan, cost: dict[str, float | None]) -> dict[
         "memory_bytes": plan.memory.total,
         "memory": plan.memory.to_dict(),
         "step_time_s": step.total,
-        "step_time_interval_s": list(interval(step.total)) if job.device.compared else None,
+        "step_time_interval_s": list(prediction_interval(step.total)) if job.device.compared else None,
         "step_time_parts_s": step.parts(),
         "bubble_fraction": step.bubble_fraction,
         "tokens_per_second_per_gpu": job.tokens_per_second_per_gpu(choice, step.total),
@@ -183,7 +183,7 @@ def winner(search: Search, plans: Sequence[Plan]) -> list[str]:
     )
     spent = [f"{PARTS[name]} {share:.1%}" for share, name in shares if share >= 0.005]
     sentences = [
-        f"Fastest: {described(best.choice)}. A step takes {best.step.total:.4g} s: {', '.join(spent)}.",
+        f"Fastest: {describe_layout(best.choice)}. A step takes {best.step.total:.4g} s: {', '.join(spent)}.",
         f"Its fullest rank takes {amount(best.memory.total)} of {amount(room)}: {memory_parts(best)}.",
         binding(best),
         *imbalance(search, best),
@@ -194,8 +194,8 @@ def winner(search: Search, plans: Sequence[Plan]) -> list[str]:
         if rejected.step.total < best.step.total:
             over = f"{amount(rejected.memory.total)}, and {amount(USABLE * room)} are usable"
             sentences.append(
-                f"Memory rules out {described(rejected.choice)}, which would take {rejected.step.total:.4g} "
-                f"s: it needs {over}."
+                f"Memory rules out {describe_layout(rejected.choice)}, which would take "
+                f"{rejected.step.total:.4g} s: it needs {over}."
             )
     return [*sentences, *ties(search.job, plans), *(loses(best, other) for other in plans[1:3])]
 
@@ -204,11 +204,11 @@ def imbalance(search: Search, plan: Plan) -> list[str]:
     """What the worst load of experts adds to the memory of a plan, which is that of equal load."""
     if search.job.model.num_experts is None or plan.choice.ep == 1:
         return []
-    config, more = configured(search.base, plan.choice), search.imbalance(plan.choice)
-    room, worst = search.job.device.memory - plan.memory.total, all_on_one_rank(config)
+    config, more = apply_layout(search.base, plan.choice), search.imbalance(plan.choice)
+    room, worst = search.job.device.memory - plan.memory.total, describe_worst_load(config)
     return [
         f"That is for equally loaded experts. {worst[0].upper()}{worst[1:]} and keeps "
-        f"{amount(worst_bytes(config))} more for each mixture "
+        f"{amount(worst_expert_bytes(config))} more for each mixture "
         f"and microbatch; {amount(more)} if that happens in all at once: "
         f"{'more than' if more > room else 'within'} the {amount(room)} "
         "that are left."
@@ -237,7 +237,7 @@ def uneven_parts(search: Search, plan: Plan) -> list[str]:
 def ties(job: PlannedJob, plans: Sequence[Plan]) -> list[str]:
     """How sure the predictions are, and how many plans cannot be told apart from the best."""
     if job.device.compared:
-        low, high = interval(plans[0].step.total)
+        low, high = prediction_interval(plans[0].step.total)
         sure = [
             f"80 % of published runs are within {INTERVAL:.0%} of their prediction: {low:.4g} to {high:.4g} "
             "s here."
@@ -324,12 +324,12 @@ def loses(best: Plan, other: Plan) -> str:
     memory = f"{amount(abs(saved))} {'less' if saved > 0 else 'more'}"
     if slower < ALIKE:
         return (
-            f"{described(other.choice)} cannot be told apart from it ({slower:.1%} slower), with {memory} "
-            "memory."
+            f"{describe_layout(other.choice)} cannot be told apart from it ({slower:.1%} slower), with "
+            f"{memory} memory."
         )
     return (
-        f"{described(other.choice)} is {slower:.1%} slower: {PARTS[worst]} takes {more[worst]:.3g} s more, "
-        f"with {memory} memory."
+        f"{describe_layout(other.choice)} is {slower:.1%} slower: {PARTS[worst]} takes {more[worst]:.3g} s "
+        f"more, with {memory} memory."
     )
 
 
@@ -346,15 +346,15 @@ def nothing_fits(search: Search) -> str:
             f"Use more GPUs, {shorter}or a larger device.",
         )
         return (
-            f"Nothing fits: even {described(least)} needs {need}, and {device.name} has "
+            f"Nothing fits: even {describe_layout(least)} needs {need}, and {device.name} has "
             f"{amount(device.memory)}. {way}"
         )
-    if broken := broken_rule(configured(search.base, least), search.gpus):
-        return f"Nothing fits: {described(least)}, which needs the least memory, is refused. {broken}"
+    if broken := first_broken_rule(apply_layout(search.base, least), search.gpus):
+        return f"Nothing fits: {describe_layout(least)}, which needs the least memory, is refused. {broken}"
     need = f"{amount(memory.states.host)} of host memory per rank, and {amount(device.host_size)} are assumed"
     return (
-        f"Nothing fits: {described(least)}, which needs the least memory, needs {need}. Use more GPUs, or "
-        "--offload disk."
+        f"Nothing fits: {describe_layout(least)}, which needs the least memory, needs {need}. Use more "
+        "GPUs, or --offload disk."
     )
 
 
@@ -382,10 +382,10 @@ def illegal(search: Search) -> str:
         "ep": int(fixed.get("ep", 1)),
         "sequence_parallel": tp > 1 and search.job.model.num_experts is not None,
     }
-    config = configured(search.base, LayoutChoice(tp, pp, dp, schedule, stages, **more))
+    config = apply_layout(search.base, LayoutChoice(tp, pp, dp, schedule, stages, **more))
     if "virtual_stages" in fixed:
         config.parallel.virtual_stages = stages
-    broken = broken_rule(config, search.gpus)
+    broken = first_broken_rule(config, search.gpus)
     chosen = ", ".join(f"{name} = {value}" for name, value in fixed.items()) or "the batch"
     return broken or f"no sizes go with {chosen}. Fix less, or give other --gpus or --global_batch_size."
 

@@ -35,7 +35,7 @@ from megalite.planner.cost.context_exchange import UNEVEN
 from megalite.planner.cost.expert_exchange import worst_total
 from megalite.planner.memory.estimate import RankMemory, estimate
 from megalite.planner.search.bounds import LayoutBounds, followed
-from megalite.planner.search.run_config import USABLE, broken_rule, configured
+from megalite.planner.search.run_config import USABLE, apply_layout, first_broken_rule
 from megalite.planner.time.schedule_time import PipelineShape, schedule_of
 from megalite.planner.time.step import LayoutChoice, PlannedJob, Stepper, StepTime, recomputed_share
 from megalite.system.progress import Report, silent
@@ -257,7 +257,7 @@ class Search:
         inside = fullest.total <= self.room and fullest.states.host <= USABLE * self.job.device.host_size
         if not inside:
             self._too_large.setdefault(self._states_of(choice), []).append(self._holds(choice))
-        fits = inside and broken_rule(configured(self.base, choice), choice.gpus) is None
+        fits = inside and first_broken_rule(apply_layout(self.base, choice), choice.gpus) is None
         return Plan(choice, step or self.stepper.step(choice), fullest, fits)
 
     # --- candidates
@@ -302,7 +302,9 @@ class Search:
                 for pair in self._schedules_of(frame.pp)
             )
             self._legal[frame] = [
-                pair for pair, core in each if broken_rule(configured(self.base, core), self.gpus) is None
+                pair
+                for pair, core in each
+                if first_broken_rule(apply_layout(self.base, core), self.gpus) is None
             ]
         return self._legal[frame]
 
@@ -448,7 +450,7 @@ class Search:
 
     def _run(self, choice: LayoutChoice) -> tuple[Config, Literal["cpu", "cuda"]]:
         """The configuration of a choice, and what it runs on."""
-        config = configured(self.base, choice)
+        config = apply_layout(self.base, choice)
         # already known, and expensive to find
         config.parallel.partition = self.stepper.layers_of_stages(choice.dims.stages)
         return config, "cpu" if self.job.device.cpu else "cuda"

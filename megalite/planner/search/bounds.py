@@ -27,7 +27,7 @@ from megalite.planner.memory.activations import Activations
 from megalite.planner.memory.domains import Parameters, shares
 from megalite.planner.memory.peak_passes import fullest
 from megalite.planner.memory.states import Widths
-from megalite.planner.search.run_config import configured
+from megalite.planner.search.run_config import apply_layout
 from megalite.planner.time.schedule_time import PipelineShape, schedule_of
 from megalite.planner.time.step import LayoutChoice, Stepper
 
@@ -312,7 +312,7 @@ class LayoutBounds:
         """Of a choice's share, on one stage."""
         key = *self._key(choice), recompute
         if key not in self._units:
-            config = configured(
+            config = apply_layout(
                 self.base, replace(choice, pp=1, schedule="1f1b", virtual_stages=1, recompute=recompute)
             )
             self._units[key] = Activations(

@@ -36,7 +36,7 @@ ELSEWHERE = (
 """Options that a plan does not decide: their rules are checked only when the run starts."""
 
 
-def configured(base: Config, choice: LayoutChoice) -> Config:
+def apply_layout(base: Config, choice: LayoutChoice) -> Config:
     """The base configuration with a choice applied."""
     changed: dict[str, Any] = {
         "offload": choice.offload,
@@ -67,16 +67,16 @@ def configured(base: Config, choice: LayoutChoice) -> Config:
     return replace(base, parallel=parallel, train=train)
 
 
-def runnable(base: Config, choice: LayoutChoice, room: float) -> Config:
+def to_run_config(base: Config, choice: LayoutChoice, room: float) -> Config:
     """The configuration of a choice as a run takes it: a budget of `room` bytes in place of the operations
     that it has led to."""
-    config = configured(base, choice)
+    config = apply_layout(base, choice)
     if shown(choice.recompute) != BUDGET:
         return config
     return replace(config, train=replace(config.train, recompute=BUDGET, memory_budget=float(int(room))))
 
 
-def broken_rule(config: Config, world_size: int) -> str | None:
+def first_broken_rule(config: Config, world_size: int) -> str | None:
     """The message of the first broken rule about options that a plan decides; None if no rule is broken."""
     facts = RuleContext(
         **{section.name: getattr(config, section.name) for section in fields(Config)}, world_size=world_size
@@ -132,7 +132,9 @@ def to_yaml(config: Config, heading: str) -> str:
     return comments + yaml.safe_dump(tree_of(config), sort_keys=False, allow_unicode=True, width=140)
 
 
-def commented(config: Config, heading: str, replaced: Mapping[str, str] = MappingProxyType({})) -> str:
+def to_commented_yaml(
+    config: Config, heading: str, replaced: Mapping[str, str] = MappingProxyType({})
+) -> str:
     """The same with each option's documentation beside or above it.
 
     Args:

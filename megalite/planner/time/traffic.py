@@ -25,7 +25,7 @@ from megalite.planner.cost.expert_exchange import sent
 from megalite.planner.cost.muon_exchange import exchange
 from megalite.planner.memory.activations import Activations
 from megalite.planner.memory.buffers import NARROW
-from megalite.planner.memory.estimate import settled
+from megalite.planner.memory.estimate import resolve_layout
 from megalite.planner.memory.states import Sharing, Widths, matrices
 
 
@@ -51,7 +51,7 @@ def ring(size: float, ranks: int) -> float:
 
 def traffic(config: Config, world_size: int, schedule: Schedule | None = None) -> list[Traffic]:
     """Bytes sent per step, one entry for each pipeline rank; arguments as for `memory.estimate`."""
-    config = settled(config, world_size)
+    config = resolve_layout(config, world_size)
     schedule = schedule or plan.schedule(config, ParallelDims.of(config).microbatches)
     return [_rank(config, schedule, pp_rank) for pp_rank in range(config.parallel.pp)]
 

@@ -12,7 +12,7 @@ from megalite.parallel.pipeline.bubble import BUBBLES, BubblePlan, compare
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
 from megalite.parallel.pipeline.simulator import simulate
-from megalite.planner.report.drawing.tables import percent
+from megalite.planner.drawing.tables import percent
 from megalite.system.text import aligned
 
 TIMELINE = Path("traces", "timeline.json")

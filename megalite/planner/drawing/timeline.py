@@ -20,7 +20,7 @@ from typing import NamedTuple
 from megalite.parallel.pipeline.bubble import BUBBLES, BubblePlan
 from megalite.parallel.pipeline.schedule import Action, ActionKind
 from megalite.parallel.pipeline.simulator import Interval
-from megalite.planner.report.drawing.tables import durations, heading, number, percent
+from megalite.planner.drawing.tables import durations, heading, number, percent
 
 COLOURS = {ActionKind.FORWARD: "#2a62a8", ActionKind.BACKWARD: "#c8691b", ActionKind.WEIGHT: "#2f7d4f"}
 MEANING = {
