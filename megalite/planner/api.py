@@ -22,10 +22,10 @@ from megalite.planner.hardware.devices import (
     find_device,  # by its name or YAML file
     find_device_by_driver_name,  # by the name that CUDA reports
     known_devices,  # the names in the hardware table
+    peak_flops,  # dense FLOP/s at a precision
     read_device,  # from a row of the hardware table
     read_link,  # from its name or its values
 )
-from megalite.planner.hardware.peaks import peak_flops  # dense FLOP/s at a precision
 from megalite.planner.memory.estimate import (
     estimate,  # peak memory of every rank
     resolve_layout,  # the configuration with dp and the partition filled in

@@ -100,12 +100,12 @@ def with_sizes(wanted: RunRequest) -> Config:
     data.validation = base.data.validation if wanted.complete else held_out
     train = replace(base.train, global_batch_size=batch)
     if not wanted.complete:
-        asked = wanted.steps is not None or wanted.tokens is not None
+        length_is_set = wanted.steps is not None or wanted.tokens is not None
         train.steps, train.tokens = (
             _steps(wanted, parameters, batch * length, facts.get("tokens") if given else None),
             None,
         )
-        if chat and not asked:  # the rows that conversations fill do not follow from their tokens
+        if chat and not length_is_set:  # the rows that conversations fill do not follow from their tokens
             train.steps, train.epochs = Config().train.steps, 1.0
     train.precision = _precision(wanted)  # type: ignore[assignment]
     config = replace(base, model=known, data=data, train=train, run=replace(base.run, name=wanted.name))

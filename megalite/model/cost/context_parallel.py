@@ -88,8 +88,8 @@ def kept(share: Share, heads: Heads) -> tuple[Buffer, ...]:
             share, heads
         ) * heads.value_size
     output = share.tokens * heads.query * heads.value_size
-    found = Buffer("queries, keys and values", share.tokens * packed), Buffer("output", output)
-    return (*found, Buffer("output with whole rows", output)) if by_heads else found
+    buffers = Buffer("queries, keys and values", share.tokens * packed), Buffer("output", output)
+    return (*buffers, Buffer("output with whole rows", output)) if by_heads else buffers
 
 
 def exchange(share: Share, heads: Heads) -> ContextExchange:

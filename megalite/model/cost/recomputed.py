@@ -64,20 +64,25 @@ def groups(units: Units, index: int) -> list[Group]:
     """The choices of a layer, 0-based. Each frees something."""
     attention, transformation = units.layer(index).blocks
     parallel = units.model.parallel_block != "none"
-    found = [*_attention(units, attention, parallel), *_between(units, attention, transformation, parallel)]
-    found += _experts(transformation) if units.model.is_mixture(index) else _feed_forward(transformation)
-    kept = [tuple(each for each in group if sum(buffer.values for buffer in each.buffers)) for group in found]
+    candidates = [
+        *_attention(units, attention, parallel),
+        *_between(units, attention, transformation, parallel),
+    ]
+    candidates += _experts(transformation) if units.model.is_mixture(index) else _feed_forward(transformation)
+    kept = [
+        tuple(each for each in group if sum(buffer.values for buffer in each.buffers)) for group in candidates
+    ]
     return [group for group in kept if group]
 
 
 def chosen(options: Iterable[Group], mode: str) -> list[Operation]:
     """The operations that a layer's mode of train.recompute stands for: of alternatives the last one that it
     names."""
-    names, found = operations_of(mode), []
+    names, operations = operations_of(mode), []
     for group in options:
         named = [each for each in group if names.issuperset(each.names)]
-        found += named[-1:]
-    return found
+        operations += named[-1:]
+    return operations
 
 
 def repeated(units: Units, index: int, mode: str) -> list[Step]:

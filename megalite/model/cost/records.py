@@ -1,10 +1,10 @@
 """The records that describe a unit: what one tensor-parallel rank computes and keeps for one microbatch.
 
-UnitCost          embedding, layer or head
-  Block           a layer has two: attention, and the feed-forward
-    Product       matrix product with a stored weight        EmbeddingLookup        rows of a stored table
-    Attention     products of queries, keys and values       Elementwise   kernels bound by memory
-      Buffer      a tensor that forward keeps for backward
+UnitCost             embedding, layer or head
+  BlockCost          a layer has two: attention, and the feed-forward
+    Matmul           matmul with a stored weight           EmbeddingLookup  rows of a stored table
+    AttentionCost    matmuls of queries, keys and values   Elementwise      memory-bound kernels
+      Buffer         a tensor that forward keeps for backward
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ class Units:
 
     def _layer_products(self, index: int) -> dict[str, Matmul]:
         """The products of all tokens with each of a layer's weights, by name."""
-        lora, tp, found = self.lora, self.share.tp, {}
+        lora, tp, matmuls = self.lora, self.share.tp, {}
         prefix = f"layers.{index}."  # the last unit may have several layers
         for spec in model_specs(self.model, tp=tp, units=[min(index + 1, head_unit(self.model))]):
             segments = [
@@ -177,8 +177,8 @@ class Units:
                 adapter_weights=sum(lora.rank_of(segment.role) * sum(segment.shape) for segment in adapted),
                 adapter_outputs=outputs if lora.dora and adapted else 0,
             )
-            found[name] = product if segments[0].split is not None else self._of_own_tokens(product)
-        return found
+            matmuls[name] = product if segments[0].split is not None else self._of_own_tokens(product)
+        return matmuls
 
     def _of_own_tokens(self, product: Matmul) -> Matmul:
         """The product of each rank's own tokens with a whole matrix, which makes a latent."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
+from megalite.config.dims import fixed_stages, stages_per_rank
 from megalite.parallel.pipeline.orders import RECIPES, ScheduleShape
 from megalite.parallel.pipeline.schedule import ActionKind, Costs, Schedule, ScheduleError
 from megalite.parallel.pipeline.weight_actions import with_weight_passes
@@ -14,8 +15,7 @@ SCHEDULES = tuple(RECIPES)
 
 
 def chunks_of(name: str, virtual_stages: int | None = None) -> int:
-    """Number of stages on each rank: `virtual_stages`, or by default the schedule's own number, or 2 if it
-    has none.
+    """Return the number of stages per rank, see `stages_per_rank`.
 
     Raises:
         ScheduleError: the schedule is unknown, or has a fixed number that differs from virtual_stages.
@@ -24,11 +24,11 @@ def chunks_of(name: str, virtual_stages: int | None = None) -> int:
         raise ScheduleError(
             f"parallel.schedule = {name!r} is not a schedule. Choose one of: {', '.join(SCHEDULES)}."
         )
-    own = RECIPES[name].chunks
+    own = fixed_stages(name)
     if virtual_stages is not None and (virtual_stages < 1 or own not in (None, virtual_stages)):
         legal = f"{name} has {own}: leave it out" if own else "give 1 or more"
         raise ScheduleError(f"parallel.virtual_stages = {virtual_stages}: {legal}.")
-    return virtual_stages or own or 2
+    return stages_per_rank(name, virtual_stages)
 
 
 @lru_cache(maxsize=256)

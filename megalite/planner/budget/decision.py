@@ -98,8 +98,8 @@ def resolve_budget(config: Config, device: DeviceType = "cuda", memory: float | 
     """
     if config.train.recompute != BUDGET:
         return config
-    found = decide_recomputation(config, budget_bytes(config, memory), device=device)
-    return replace(config, train=replace(config.train, recompute=found.recompute))
+    decision = decide_recomputation(config, budget_bytes(config, memory), device=device)
+    return replace(config, train=replace(config.train, recompute=decision.recompute))
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _DecisionInputs:
     """What a decision depends on; equal where `key` is."""
 
     key: str
@@ -160,7 +160,7 @@ def decide_recomputation(
     costs = costs or _costs(config.profiling.hardware, device)
     if schedule is not None:
         return decision(BudgetProblem(config, device, costs, schedule), budget)
-    return _decided(_Asked(f"{config} {costs}", config, costs), budget, device)
+    return _decided(_DecisionInputs(f"{config} {costs}", config, costs), budget, device)
 
 
 def problem_of(
@@ -213,11 +213,11 @@ def _costs(name: str | None, device: DeviceType) -> devices.Device:
 
 
 @lru_cache(maxsize=8)  # a start asks several times: to check, to build, to print
-def _decided(asked: _Asked, budget: int, device: DeviceType) -> Decision:
-    config = asked.config
+def _decided(inputs: _DecisionInputs, budget: int, device: DeviceType) -> Decision:
+    config = inputs.config
     return decision(
         BudgetProblem(
-            config, device, asked.costs, plan.schedule(config, ParallelDims.of(config).microbatches)
+            config, device, inputs.costs, plan.schedule(config, ParallelDims.of(config).microbatches)
         ),
         budget,
     )
@@ -330,7 +330,7 @@ class BudgetProblem:
         self.config, self.device, self.schedule = config, device, schedule
         self.units = plan.units_of(config)
         self.splits = Pass.WEIGHT in self.schedule.passes
-        self._made: dict[str, Activations] = {}
+        self._activations_by_mode: dict[str, Activations] = {}
         self.kept = self._activations("none")
         self.operations = Operations(costs, config.model, config.train.precision, lora=config.lora)
         self._known: dict[tuple[Hashable, bool], list[_Choice]] = {}
@@ -345,16 +345,16 @@ class BudgetProblem:
 
         schedule: has the same passes.
         """
-        found = copy(self)
-        found.config, found.schedule = _keeping_all(config, ParallelDims.of(self.config).world), schedule
-        found.besides = Standing(found.config, schedule, self.kept, self._buckets)
-        return found
+        problem = copy(self)
+        problem.config, problem.schedule = _keeping_all(config, ParallelDims.of(self.config).world), schedule
+        problem.besides = Standing(problem.config, schedule, self.kept, self._buckets)
+        return problem
 
     def _activations(self, recompute: str) -> Activations:
-        if recompute not in self._made:
+        if recompute not in self._activations_by_mode:
             config = replace(self.config, train=replace(self.config.train, recompute=recompute))
-            self._made[recompute] = Activations(config, self.device, self.splits, config.lora)
-        return self._made[recompute]
+            self._activations_by_mode[recompute] = Activations(config, self.device, self.splits, config.lora)
+        return self._activations_by_mode[recompute]
 
     def solved(self, rank: int, budget: int, exact: bool = True) -> tuple[int, _Solution | None]:
         """Bytes that a rank needs if it recomputes everything, and what it recomputes; None if nothing
@@ -364,9 +364,9 @@ class BudgetProblem:
         scores = sorted({self._has_scores(self._layers(self.schedule.stages_of(rank))), False})
         programmes = [(each, self._programme(rank, each)) for each in scores]
         least = besides.total + max(min(each.least for _, each in programmes), besides.exchanging)
-        found = [self._solution(programme, room, each, exact) for each, programme in programmes]
+        solutions = [self._solution(programme, room, each, exact) for each, programme in programmes]
         return least, min(
-            (each for each in found if each is not None), key=lambda each: each.seconds, default=None
+            (each for each in solutions if each is not None), key=lambda each: each.seconds, default=None
         )
 
     def rank(self, rank: int, budget: int) -> RankDecision:
@@ -390,24 +390,24 @@ class BudgetProblem:
         return (layers[0], layers[-1] + 1) if layers else (0, 0)
 
     def _layers(self, stages: Sequence[int]) -> list[_Layer]:
-        found = []
+        layers = []
         for place, stage in enumerate(stages):
             for index, unit in enumerate(self.units[stage]):
                 # of the parts of a module the layer is the second
                 first = index + 2 if unit == head_unit(self.config.model) else index
-                found += [
+                layers += [
                     _Layer(layer, place, first + 3 * k)
                     for k, layer in enumerate(layers_in(self.config.model, unit))
                 ]
-        return found
+        return layers
 
     def _has_scores(self, layers: Sequence[_Layer]) -> bool:
         for layer in layers:
             kind = self.kept.units.alike(layer.number)
             if kind not in self._scores:
-                found = groups(self.kept.units, layer.number)
+                of_layer = groups(self.kept.units, layer.number)
                 self._scores[kind] = any(
-                    "scores" in operation.names for group in found for operation in group
+                    "scores" in operation.names for group in of_layer for operation in group
                 )
         return any(self._scores[self.kept.units.alike(layer.number)] for layer in layers)
 
@@ -415,8 +415,8 @@ class BudgetProblem:
         """What a layer chooses from."""
         key = self.kept.units.alike(layer), scores
         if key not in self._known:
-            found = [self._choice(group, layer, scores) for group in groups(self.kept.units, layer)]
-            self._known[key] = [each for each in found if each.options]
+            choices = [self._choice(group, layer, scores) for group in groups(self.kept.units, layer)]
+            self._known[key] = [each for each in choices if each.options]
         return self._known[key]
 
     def _programme(self, rank: int, scores: bool) -> _Programme:
@@ -473,14 +473,14 @@ class BudgetProblem:
         """The alternatives of a group. With `scores`, those that recompute the probabilities, relative to
         doing only that."""
         size, share = self.kept.bytes_of, self.kept.share
-        found = [
+        options = [
             (each.names, sum(of_operation(self.operations, share, layer, each)), size(each.buffers))
             for each in _alternatives(group, scores)
         ]
         if scores and "scores" in group[0].names:
-            (_, cost, freed), *found = found
-            found = [(names, its_cost - cost, its_freed - freed) for names, its_cost, its_freed in found]
-        return _Choice(tuple(found), max((freed for _, _, freed in found), default=0))
+            (_, cost, freed), *options = options
+            options = [(names, its_cost - cost, its_freed - freed) for names, its_cost, its_freed in options]
+        return _Choice(tuple(options), max((freed for _, _, freed in options), default=0))
 
     def _written(self, programme: _Programme, counts: Sequence[tuple[int, ...]], scores: bool) -> _Solution:
         layers = programme.layers
@@ -498,7 +498,8 @@ class BudgetProblem:
                 seconds, first = seconds + count * cost, first + count
         order = list(OPERATIONS)
         modes = {
-            number: "+".join(sorted(found, key=order.index)) or "none" for number, found in names.items()
+            number: "+".join(sorted(recomputed, key=order.index)) or "none"
+            for number, recomputed in names.items()
         }
         return _Solution(
             {number: "selective" if mode == "scores" else mode for number, mode in modes.items()}, seconds
@@ -572,10 +573,10 @@ def budget_table(decision: Decision) -> list[str]:
 
 def _runs(modes: dict[int, str], span: range) -> list[tuple[str, int, int]]:
     """(mode, first, last) of consecutive layers that recompute alike."""
-    found: list[tuple[str, int, int]] = []
+    runs: list[tuple[str, int, int]] = []
     for layer in span:
-        if found and found[-1][0] == modes[layer]:
-            found[-1] = (modes[layer], found[-1][1], layer)
+        if runs and runs[-1][0] == modes[layer]:
+            runs[-1] = (modes[layer], runs[-1][1], layer)
         else:
-            found.append((modes[layer], layer, layer))
-    return found
+            runs.append((modes[layer], layer, layer))
+    return runs

@@ -137,7 +137,7 @@ def _branched(kinds: Sequence[ItemGroup], needs: tuple[int, ...], known: Counts 
         LinearConstraint(taken, -np.inf, [kind.items for kind in kinds]),
     )
     with _silenced():
-        found = milp(
+        result = milp(
             costs / max(costs.max(), 1e-30),
             constraints=limits,
             integrality=np.ones(len(options)),
@@ -145,9 +145,9 @@ def _branched(kinds: Sequence[ItemGroup], needs: tuple[int, ...], known: Counts 
             # presolving takes longer than it saves
             options={"mip_rel_gap": GAP, "node_limit": MOST_NODES, "presolve": False},
         )
-    if found.x is None:
+    if result.x is None:
         return known
-    counts = [round(count) for count in found.x]
+    counts = [round(count) for count in result.x]
     chosen = tuple(tuple(counts[start:stop]) for start, stop in zip(first, first[1:], strict=False))
     frees_enough = all(
         sum(count * option.frees[index] for count, option in zip(counts, options, strict=True)) >= need
@@ -200,10 +200,10 @@ def _followed(
     costs = states.costs[:, None] + choices @ np.array([option.cost for option in kind.options])
     left = np.maximum(states.left[:, None, :] - frees, 0)  # [states, counts, constraints]
     parents, taken = np.nonzero(costs + after.least(left) < limit)
-    found = _States(costs[parents, taken], left[parents, taken], parents, taken)
-    order = np.lexsort((*found.left.T, found.costs))
-    kept = order[_undominated(found.left[order])]
-    return _States(*(each[kept] for each in found))
+    extended = _States(costs[parents, taken], left[parents, taken], parents, taken)
+    order = np.lexsort((*extended.left.T, extended.costs))
+    kept = order[_undominated(extended.left[order])]
+    return _States(*(each[kept] for each in extended))
 
 
 def _undominated(left: Array) -> Array:
@@ -304,8 +304,8 @@ class _Bound:
             need = left[..., index]
             step = np.searchsorted(freed, need)  # freed[step - 1] < need ≤ freed[step]
             inside = np.minimum(step, len(freed) - 1)
-            found = costs[inside] - (freed[inside] - need) * rates[inside]
-            bound = np.maximum(bound, np.where(step == len(freed), np.inf, found))
+            bounds = costs[inside] - (freed[inside] - need) * rates[inside]
+            bound = np.maximum(bound, np.where(step == len(freed), np.inf, bounds))
         return bound
 
 

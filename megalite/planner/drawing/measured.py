@@ -65,22 +65,26 @@ def read(run: Path) -> MeasuredRun:
     """
     path = run / TIMELINE
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
+        recorded = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(recorded, dict):
             raise ValueError("it is no JSON object")
         costs = (
-            Costs(*map(float, found["schedule_costs"])) if "schedule_costs" in found else _planned_for(run)
+            Costs(*map(float, recorded["schedule_costs"]))
+            if "schedule_costs" in recorded
+            else _planned_for(run)
         )
         schedule = build(
-            found["schedule"], found["pp"], found["microbatches"], found["virtual_stages"], costs
+            recorded["schedule"], recorded["pp"], recorded["microbatches"], recorded["virtual_stages"], costs
         )
-        passes = {name: _per_stage(found["durations"], name, schedule.stages) for name in PASSES}
-        comm = _seconds(found["comm"])
+        passes = {name: _per_stage(recorded["durations"], name, schedule.stages) for name in PASSES}
+        comm = _seconds(recorded["comm"])
         forward, input_backward, weight_backward = passes.values()
         timeline = simulate(schedule, forward, input_backward, weight_backward, comm)
-        bubbles = {name: float(found["measured"][name]) for name in BUBBLES if name in found["measured"]}
+        bubbles = {
+            name: float(recorded["measured"][name]) for name in BUBBLES if name in recorded["measured"]
+        }
         plan = BubblePlan(schedule, timeline, {**passes, "comm": comm}, "s")
-        measured = MeasuredRun(plan, list(found["steps"]), bubbles, found.get("layout"))
+        measured = MeasuredRun(plan, list(recorded["steps"]), bubbles, recorded.get("layout"))
         if not timeline.ideal > 0:
             raise ValueError("its durations are all 0")
     except OSError as error:

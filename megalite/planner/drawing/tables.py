@@ -122,8 +122,8 @@ def table(plans: Sequence[BubblePlan], axis: str = "schedule") -> str:
             *(percent(getattr(timeline, name)) for name in BUBBLES),
         ]
         memory = [number(max(plan.peaks())), number(max(plan.peaks(ActionKind.WEIGHT)))]
-        found = plan.gathering()
-        gathered = [number(max(found[name])) for name in ("weights_gathered", "stalled")] if found else []
+        gathers = plan.gathering()
+        gathered = [number(max(gathers[name])) for name in ("weights_gathered", "stalled")] if gathers else []
         rows.append(
             [str(plan.size(axis)), str(plan.chunks), *times, *memory, str(sum(plan.messages())), *gathered]
         )
@@ -136,7 +136,9 @@ def grid(plans: Sequence[BubblePlan], axis: str, measure: str) -> str:
     names = list(dict.fromkeys(plan.schedule.name for plan in plans))
     rows = [[axis, *names]]
     for start in range(0, len(plans), len(names)):
-        found = [plan.measures() for plan in plans[start : start + len(names)]]
-        values = (percent(row[measure]) if measure in BUBBLES else number(max(row[measure])) for row in found)
-        rows.append([str(found[0][axis]), *values])
+        measures = [plan.measures() for plan in plans[start : start + len(names)]]
+        values = (
+            percent(row[measure]) if measure in BUBBLES else number(max(row[measure])) for row in measures
+        )
+        rows.append([str(measures[0][axis]), *values])
     return "\n".join([measure, *aligned(rows, left=1)])

@@ -4,6 +4,7 @@ throughout."""
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,9 @@ from megalite.config.files import read_tree
 from megalite.config.rule import describe_legal, suggestion
 from megalite.config.schema import ConfigError
 from megalite.planner.hardware.constants import CONSTANTS, Constants
-from megalite.planner.hardware.peaks import peak_flops
 
 TABLE = Path(__file__).with_name("hardware.yaml")
+PEAKS = Path(__file__).with_name("peaks.yaml")
 HOST_MEMORY_GBS = 40.0  # host memory bandwidth per device: eight devices share twelve channels of DDR5-4800
 HOST_MEMORY_GIB = 200.0  # host memory per device
 DISK_GBS = 1.5  # NVMe bandwidth per device
@@ -104,8 +105,23 @@ class Device:
 
 @functools.cache
 def _table() -> dict[str, Any]:
-    found: dict[str, Any] = read_tree(str(TABLE), "the hardware table")
-    return found
+    table: dict[str, Any] = read_tree(str(TABLE), "the hardware table")
+    return table
+
+
+@functools.cache
+def _peaks_by_name() -> dict[str, float]:
+    peaks: dict[str, float] = read_tree(str(PEAKS), "the table of peaks")
+    return peaks
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """Return the device's dense peak in FLOP/s; None for CPUs and for precisions other than bf16 and fp16."""
+    if precision not in ("bf16", "fp16"):
+        return None
+    words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
+    peaks = _peaks_by_name().items()
+    return next((tera * 1e12 for name, tera in peaks if words.issuperset(name.split())), None)
 
 
 def known_devices() -> list[str]:
@@ -212,10 +228,10 @@ def _numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         if isinstance(value, Mapping):
             yield from _numbers(value)
         else:
-            found = value if isinstance(value, list) else [value]
+            values = value if isinstance(value, list) else [value]
             yield from (
                 (key, number)
-                for number in found
+                for number in values
                 if isinstance(number, int | float) and not isinstance(number, bool)
             )
 

@@ -40,15 +40,15 @@ class Parameters(NamedTuple):
         many modules of multi-token prediction have besides their layers."""
         kinds = {units.alike(index): index for index in layers}
         each = {kind: cls._of(units.layer(index), units) for kind, index in kinds.items()}
-        found = [each[units.alike(index)] for index in layers]
-        found += [cls._of(units.embedding(), units)] if embedding else []
-        found += [cls._of(joining(units), units)] * modules
+        parts = [each[units.alike(index)] for index in layers]
+        parts += [cls._of(units.embedding(), units)] if embedding else []
+        parts += [cls._of(joining(units), units)] * modules
         if head:
-            found += [
+            parts += [
                 cls._of(UnitCost((replace(block, before=Elementwise()),)), units)
                 for block in units.head().blocks
             ]
-        return cls(*map(sum, zip(*found, strict=True))) if found else cls(0.0, 0.0)
+        return cls(*map(sum, zip(*parts, strict=True))) if parts else cls(0.0, 0.0)
 
     @classmethod
     def _of(cls, unit: UnitCost, units: Units) -> Parameters:

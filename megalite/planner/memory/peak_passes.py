@@ -45,15 +45,15 @@ def fullest(passes: Iterable[tuple[ActionKind, int]], stages: int, splits: bool)
     splits: whether backwards defer a weight pass.
     """
     held, deferred = [0] * stages, [0] * stages
-    found: dict[tuple[ActionKind, int], dict[Moment, None]] = {}
+    by_pass: dict[tuple[ActionKind, int], dict[Moment, None]] = {}
     for kind, place in passes:
         if kind is ActionKind.WEIGHT:
             deferred[place] -= 1
             continue
-        found.setdefault((kind, place), {})[Moment(kind, place, tuple(held), tuple(deferred))] = None
+        by_pass.setdefault((kind, place), {})[Moment(kind, place, tuple(held), tuple(deferred))] = None
         held[place] += 1 if kind is ActionKind.FORWARD else -1
         deferred[place] += splits and kind is ActionKind.BACKWARD
-    return tuple(moment for moments in found.values() for moment in _uncovered(moments))
+    return tuple(moment for moments in by_pass.values() for moment in _uncovered(moments))
 
 
 def _uncovered(moments: Iterable[Moment]) -> list[Moment]:

@@ -238,8 +238,8 @@ def matrices(config: Config, bucket: BucketLayout) -> list[tuple[int, int]]:
         return []
     at = Coordinates({"tp": AxisPlace(0, parallel.tp), "expert": AxisPlace(0, parallel.ep)})
     segments = [segment for slot in bucket.slots for segment in slot.spec.segments]
-    found = [compressible(segment, segment.local(at), parallel.powersgd_rank) for segment in segments]
-    return [(each.n, each.m) for each in found if each is not None for _ in range(each.number)]
+    compressed = [compressible(segment, segment.local(at), parallel.powersgd_rank) for segment in segments]
+    return [(each.n, each.m) for each in compressed if each is not None for _ in range(each.number)]
 
 
 def _compressed(config: Config, bucket: BucketLayout) -> int:

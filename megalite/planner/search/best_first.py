@@ -22,11 +22,11 @@ from itertools import count
 from typing import Literal
 
 from megalite.assembly import plan
+from megalite.config.dims import fixed_stages
 from megalite.config.recompute import BUDGET, shown
 from megalite.config.schema import Config
 from megalite.parallel.pipeline.gather_actions import with_gathering
 from megalite.parallel.pipeline.generator import SCHEDULES, chunks_of
-from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.schedule import Schedule, Unit
 from megalite.parallel.pipeline.send_recv_actions import with_communication
 from megalite.parallel.sharding.buckets import BucketLayout
@@ -107,7 +107,7 @@ class Search:
         self.room = USABLE * self.job.device.memory
         self._communicating = lru_cache(maxsize=None)(_communicating)
         self._gathering = lru_cache(maxsize=8)(self._with_gathers)
-        self.found: dict[LayoutChoice, Plan] = {}
+        self.plans_by_family: dict[LayoutChoice, Plan] = {}
         self._problems: dict[LayoutChoice, BudgetProblem] = {}
         self._buckets: dict[tuple[int, int, bool, int], dict[Hashable, list[BucketLayout]]] = {}
         self._gathered: dict[LayoutChoice, tuple[tuple[Unit, ...], ...]] = {}
@@ -116,8 +116,10 @@ class Search:
         self._too_large: dict[LayoutChoice, list[tuple[int, float]]] = {}
 
     def plans(self) -> list[Plan]:
-        """The fastest plans that fit, fastest first; at most `wanted`. Each is in `found` as soon as it is
-        known."""
+        """Return the fastest plans that fit, fastest first; at most `wanted`.
+
+        Each is in `plans_by_family` as soon as it is found.
+        """
         number = count()
         heap: list[Entry] = []
         for layout in self.layouts():
@@ -126,11 +128,11 @@ class Search:
             self.considered += len(self._schedules(layout)) * len(ways)
             heap.append((self.stepper.divided(layout), Refinement.DIVIDED, next(number), layout, None))
         heapq.heapify(heap)
-        found = self.found
-        while heap and len(found) < self.wanted:
-            self.progress("searching", len(found), self.wanted, "plans")
+        plans = self.plans_by_family
+        while heap and len(plans) < self.wanted:
+            self.progress("searching", len(plans), self.wanted, "plans")
             time, level, _, choice, step = heapq.heappop(heap)
-            if level <= Refinement.VARIED and found.keys() & _families(choice):
+            if level <= Refinement.VARIED and plans.keys() & _families(choice):
                 continue  # a faster one is among the plans
             if level is not Refinement.DECIDED:
                 for new_time, new_level, variant, timed in self._refined(time, level, choice):
@@ -138,17 +140,17 @@ class Search:
                 continue
             plan = self.plan(choice, step)
             if plan.fits:
-                found[_family(choice)] = plan
+                plans[_family(choice)] = plan
             else:
                 self.rejected = self.rejected or choice
-        return list(found.values())
+        return list(plans.values())
 
     def until_interrupted(self) -> tuple[list[Plan], bool]:
         """The plans, and whether they are all: after Ctrl-C those that are found, which are the fastest."""
         try:
             return self.plans(), True
         except KeyboardInterrupt:
-            return list(self.found.values()), False
+            return list(self.plans_by_family.values()), False
 
     def _refined(
         self, time: float, level: Refinement, choice: LayoutChoice
@@ -323,13 +325,13 @@ class Search:
             inside = tp * cp <= self.job.device.per_node
             gathers = inside or rows.imbalance("ring", parts) > UNEVEN
             for context in self._names("context", ("ulysses", "gather" if gathers else "ring")):
-                found = LayoutChoice(
+                choice = LayoutChoice(
                     cp=cp, context=context, context_parts="zigzag" if context == "ulysses" else parts
                 )
-                yield found
+                yield choice
                 inner = math.gcd(cp, self.job.device.per_node // tp)
                 if context == "ring" and 1 < inner < cp:
-                    yield replace(found, context_inner=inner)
+                    yield replace(choice, context_inner=inner)
 
     def _cuts_nodes(self, size: int) -> bool:
         """Whether some groups of consecutive ranks would span nodes unevenly, so that every layer waits for
@@ -348,16 +350,16 @@ class Search:
         """zero, dp_shard, offload and offload_parameters of each variant of a layout."""
         shards: Sequence[int | None] = self._shards(layout)
         unsharded: Sequence[int | None] = [] if "dp_shard" in self.fixed else [None]
-        found: list[tuple[int, int | None, str, bool]] = []
+        ways: list[tuple[int, int | None, str, bool]] = []
         for offload in self._names(
             "offload", ("none", "disk") if self.job.device.cpu else ("none", "cpu", "disk")
         ):
             own = shards if offload == "none" else shards[:1]
             for zero in self._sizes("zero", (1, 0, 2, 3) if layout.data > 1 else (1,)):
-                found += [(zero, shard, offload, False) for shard in (own if zero else unsharded)]
+                ways += [(zero, shard, offload, False) for shard in (own if zero else unsharded)]
             if offload != "none" and self.fixed.get("zero", 3) == 3:
-                found += [(3, shard, offload, True) for shard in own]
-        return found
+                ways += [(3, shard, offload, True) for shard in own]
+        return ways
 
     def _shards(self, core: LayoutChoice) -> Sequence[int | None]:
         """Numbers of data ranks over which ZeRO may shard: all (None), and where they are on several nodes
@@ -380,7 +382,7 @@ class Search:
         """(schedule, stages per rank) pairs that give each stage at least one layer; on one rank only
         1f1b."""
         for name in self._names("schedule", SCHEDULES if pp > 1 else ("1f1b",)):
-            free = RECIPES[name].chunks is None
+            free = fixed_stages(name) is None
             for stages in self._sizes(
                 "virtual_stages", self._even_stages(pp) if free else (chunks_of(name),)
             ):
@@ -437,9 +439,9 @@ class Search:
         if choice.recompute == BUDGET:  # the least that it may need
             choice = replace(choice, recompute="full")
         config, device = self._run(choice)
-        found = estimate(config, choice.gpus, device, self._schedule(choice))
-        if choice.zero < 3 or max(rank.total for rank in found) > self.room:
-            return found
+        ranks = estimate(config, choice.gpus, device, self._schedule(choice))
+        if choice.zero < 3 or max(rank.total for rank in ranks) > self.room:
+            return ranks
         # with gathered weights
         return estimate(config, choice.gpus, device, self._carried_out(choice, config))
 

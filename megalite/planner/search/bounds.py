@@ -162,7 +162,7 @@ class LayoutBounds:
         The relaxation of the programme that `budget` solves, with fractions of layers; empty for choices that
         do not leave it to a budget.
         """
-        found: dict[int, float] = {}
+        seconds: dict[int, float] = {}
         for rank in self._ranks(choice) if shown(choice.recompute) == BUDGET else ():
             key = (
                 *self._key(choice),
@@ -178,8 +178,8 @@ class LayoutBounds:
             kept, relaxation = self._kept[key]
             needed = BOUND * (self._states(choice, rank) + kept) - room
             if needed > 0 and relaxation is not None:
-                found[rank.number] = relaxation.least(needed / BOUND)
-        return found
+                seconds[rank.number] = relaxation.least(needed / BOUND)
+        return seconds
 
     def _relaxation(self, choice: LayoutChoice, rank: _Rank, peak: _Peak) -> Relaxation | None:
         """What the layers of a rank can recompute: what it frees at the peak. None if these bytes do not add
@@ -189,16 +189,16 @@ class LayoutBounds:
             for layers, held in zip(rank.stages, peak.held, strict=True)
             for index in layers
         )
-        found: list[ItemGroup] = []
+        items: list[ItemGroup] = []
         for (kind, held), count in counts.items():
             groups = self._groups(choice, kind)
             if groups is None:
                 return None
-            found += [
+            items += [
                 ItemGroup(count, tuple(Option(each.cost, (each.frees[0] * held,)) for each in group))
                 for group in groups
             ]
-        return Relaxation(found)
+        return Relaxation(items)
 
     def ranks(self, choice: LayoutChoice) -> list[int]:
         """The pipeline ranks that are looked at: those that tend to need most."""
@@ -230,14 +230,14 @@ class LayoutBounds:
                 placement(choice.schedule, choice.pp, choice.asked_stages),
             )
             starts, parameters = [0, *accumulate(split)], self.stepper.held(choice, sizes)
-            found = []
+            ranks = []
             largest = max(range(choice.pp), key=lambda rank: parameters[rank].stored)
             for number in sorted({0, largest, choice.pp - 1}):
                 own = [stage for stage, rank in enumerate(placed) if rank == number]
                 stages = tuple(tuple(self.stepper.own(starts[stage], starts[stage + 1])) for stage in own)
                 layers = self.stepper.parameters(choice, [index for stage in stages for index in stage])
-                found.append(_Rank(number, parameters[number], layers, stages))
-            self._known[key] = found
+                ranks.append(_Rank(number, parameters[number], layers, stages))
+            self._known[key] = ranks
         return self._known[key]
 
     def _peak(
@@ -327,7 +327,7 @@ class LayoutBounds:
         if key not in self._options:
             activations, operations = self._activations(choice, "none"), self.stepper.operations
             index = self.stepper.kinds.index(kind)
-            found = groups(activations.units, index)
+            candidates = groups(activations.units, index)
             options = [
                 tuple(
                     Option(
@@ -336,10 +336,10 @@ class LayoutBounds:
                     )
                     for each in group
                 )
-                for group in found
+                for group in candidates
             ]
             self._options[key] = (
-                None if any(each.scores for group in found for each in group) else tuple(options)
+                None if any(each.scores for group in candidates for each in group) else tuple(options)
             )
         return self._options[key]
 

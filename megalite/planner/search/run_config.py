@@ -102,11 +102,11 @@ def tree_of(config: Config) -> dict[str, dict[str, Any]]:
         **asdict(ParallelConfig()),
         **dict.fromkeys(("tp", "pp", "dp", "zero", "schedule")),
     }
-    found = {
+    changed = {
         name: {key: value for key, value in section.items() if value != defaults[name][key]}
         for name, section in tree.items()
     }
-    return {name: section for name, section in found.items() if section}
+    return {name: section for name, section in changed.items() if section}
 
 
 def _shape(model: ModelConfig) -> dict[str, Any]:
@@ -169,5 +169,5 @@ def _flow(value: Any) -> str:
 
 def _first_sentence(doc: str) -> str:
     text = " ".join(doc.replace("%%", "%").split())
-    found = re.match(r"(.+?[^.]\.)(?= [A-Z]|$)", text)
-    return found[1] if found else text
+    sentence = re.match(r"(.+?[^.]\.)(?= [A-Z]|$)", text)
+    return sentence[1] if sentence else text

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megalite.config.dims import fixed_stages
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.schedule import Action, ActionKind, Schedule, dependencies
@@ -83,7 +84,7 @@ def pace(pipeline: PipelineShape, durations: Durations) -> ScheduleTime:
         return ScheduleTime(busy, busy, (0.0,), (0.0,), (busy,))
     # messages make waves as long as the pipeline; interleaved works in groups of pp microbatches
     cycle, rest = ranks, microbatches % ranks
-    few = rest + cycle * max(3, rest + 1 if RECIPES[name].chunks is None else 0)
+    few = rest + cycle * max(3, rest + 1 if fixed_stages(name) is None else 0)
 
     def simulated(count: int) -> ScheduleTime:
         return _simulated(pipeline._replace(microbatches=count), durations)
@@ -142,9 +143,11 @@ class _Replay:
     def _elsewhere(schedule: Schedule, kind: ActionKind, stage: int) -> tuple[ActionKind, int] | None:
         """The input of a pass that another rank computes, if there is one: inputs of its own rank come
         earlier in its list."""
-        found = [(other.kind, other.stage) for other in dependencies(Action(kind, stage, 0), schedule.stages)]
+        sources = [
+            (other.kind, other.stage) for other in dependencies(Action(kind, stage, 0), schedule.stages)
+        ]
         return next(
-            (source for source in found if schedule.placement[source[1]] != schedule.placement[stage]), None
+            (source for source in sources if schedule.placement[source[1]] != schedule.placement[stage]), None
         )
 
     def time(self, durations: Sequence[float], message: float) -> ScheduleTime:

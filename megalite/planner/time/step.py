@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from megalite.assembly.plan import may_be_optimistic
-from megalite.config.dims import ParallelDims
+from megalite.config.dims import ParallelDims, fixed_stages
 from megalite.config.recompute import mode_of, operations_of
 from megalite.config.schema import Config, LoraConfig, ModelConfig
 from megalite.config.sections.muon import MuonConfig
@@ -92,7 +92,7 @@ class LayoutChoice:
     @property
     def asked_stages(self) -> int | None:
         """virtual_stages as the configuration writes it: None unless the schedule leaves a choice."""
-        return self.virtual_stages if RECIPES[self.schedule].chunks is None else None
+        return self.virtual_stages if fixed_stages(self.schedule) is None else None
 
     @property
     def splits(self) -> bool:
@@ -348,13 +348,13 @@ class Stepper:
         self, share: Share, stages: int, recompute: str, splits: bool
     ) -> tuple[list[PassTimes], list[Parameters], list[float]]:
         split, whole = self.layers_of_stages(stages), recomputed_share(recompute)
-        found = []
+        parts = []
         for stage, (start, stop) in enumerate(zip([0, *accumulate(split)], accumulate(split), strict=False)):
             own = self.own(start, stop)
             modes = [recompute if whole else mode_of(recompute, index) for index in own]
             layers = tuple(zip((self.kinds[index] for index in own), modes, strict=True))
-            found.append(self._stage(share, layers, whole, stage == 0, stage == stages - 1, splits))
-        passes, sizes, again = zip(*found, strict=True)
+            parts.append(self._stage(share, layers, whole, stage == 0, stage == stages - 1, splits))
+        passes, sizes, again = zip(*parts, strict=True)
         return list(passes), list(sizes), list(again)
 
     def _stage_of(
@@ -519,7 +519,7 @@ class Stepper:
 
     def _left(self, choice: LayoutChoice, passes: list[PassTimes], held: list[Parameters]) -> list[_Left]:
         """For each rank, what its own last backward and first forward do not hide."""
-        ends, found = self._ends(choice, held), []
+        ends, left = self._ends(choice, held), []
         backward = self._by_rank(choice, [each.backward + each.weight for each in passes])
         forward = self._by_rank(choice, [each.forward for each in passes])
         times = {size: self._reduction(choice, size) for size in dict.fromkeys(held)}
@@ -527,18 +527,18 @@ class Stepper:
             reduce, gather = times[size]
             window, ahead = (backward[rank], forward[rank]) if self._hides else (0.0, 0.0)
             gradients = max(self._beside(window, reduce) - window, reduce * ends[rank])
-            found.append(_Left(gradients, max(gather - ahead, gather * ends[rank])))
-        return found
+            left.append(_Left(gradients, max(gather - ahead, gather * ends[rank])))
+        return left
 
     def _ends(self, choice: LayoutChoice, held: list[Parameters]) -> list[float]:
         """For each rank, the fraction of its parameters in the unit that is reduced last and gathered
         first."""
         stages = choice.dims.stages
-        found = [1 / count for count in self._by_rank(choice, self.layers_of_stages(stages))]
-        found[0] = max(
-            found[0], self._parameters(choice.tp, choice.ep, (), embedding=True).trained / held[0].trained
+        fractions = [1 / count for count in self._by_rank(choice, self.layers_of_stages(stages))]
+        fractions[0] = max(
+            fractions[0], self._parameters(choice.tp, choice.ep, (), embedding=True).trained / held[0].trained
         )
-        return found
+        return fractions
 
     def parameters(self, choice: LayoutChoice, layers: Sequence[int]) -> Parameters:
         """Those of some layers on one rank."""
@@ -619,16 +619,16 @@ class Stepper:
         split, share = self.layers_of_stages(choice.dims.stages), self._share(choice)
         if ranks == 1:
             return [0.0] * len(split)
-        found = []
+        exchanges = []
         for start, stop in zip([0, *accumulate(split)], accumulate(split), strict=False):
             own = self.own(start, stop)
             named = sum(operation in operations_of(mode_of(choice.recompute, index)) for index in own)
             again = recomputed_share(choice.recompute) or named / len(own)
             times = [(count, layer(share, index)) for index, count in self._alike(start, stop)]
-            found.append(
+            exchanges.append(
                 sum(count * ((1 + again) * forward + backward) for count, (forward, backward) in times)
             )
-        return found
+        return exchanges
 
     def in_turn(self, choice: LayoutChoice) -> bool:
         """Whether ranks end a step, and start the next, one after the other without a barrier
