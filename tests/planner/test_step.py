@@ -27,7 +27,7 @@ from megalite.planner.cost.operations import Software
 from megalite.planner.hardware import links
 from megalite.planner.hardware.constants import ALIKE, CONSTANTS, INTERVAL
 from megalite.planner.hardware.devices import Device, HardwareError, Link, find_device, known_devices, read_device
-from megalite.planner.hardware.kernels import TILE_START, attention, computed_pairs, product, stream
+from megalite.planner.hardware.kernels import TILE_START, attention, computed_pairs, matmul, stream
 from megalite.planner.hardware.links import START, Fabric, Group, group
 from megalite.planner.report.explanation import binding, uneven_parts
 from megalite.planner.search.best_first import Search
@@ -101,9 +101,9 @@ def test_what_is_wrong_with_a_device_is_said(change, message):
 
 
 def test_a_large_product_reaches_what_is_sustained_and_a_thin_one_its_bytes():
-    large = 2 * 16384**3 / product(A100, 16384, 16384, 16384, "bf16")
+    large = 2 * 16384**3 / matmul(A100, 16384, 16384, 16384, "bf16")
     assert 0.93 < large / (312e12 * A100.sustained) <= 1
-    thin = product(PLAIN, 8, 8192, 8192, "bf16")
+    thin = matmul(PLAIN, 8, 8192, 8192, "bf16")
     assert thin == pytest.approx(2 * (8192 * 8192 + 2 * 8 * 8192) / (2039e9 * A100.constants.stream))
 
 
@@ -111,22 +111,22 @@ def test_tiles_come_in_waves():
     """108 tiles of 128 x 256 are one wave; one more column makes a second one, unless smaller tiles do better."""
     unit = 312e12 * A100.sustained / 108
     wave = 2 * 128 * 256 * 8192 / unit
-    full, spill = product(PLAIN, 128 * 9, 256 * 12, 8192, "bf16"), product(PLAIN, 128 * 9, 256 * 12 + 1, 8192, "bf16")
+    full, spill = matmul(PLAIN, 128 * 9, 256 * 12, 8192, "bf16"), matmul(PLAIN, 128 * 9, 256 * 12 + 1, 8192, "bf16")
     assert full == pytest.approx(wave + TILE_START)
     assert 1.03 * full < spill <= 2 * full
 
 
 def test_a_gradient_that_is_accumulated_moves_more():
-    plain, added = (product(PLAIN, 4096, 4096, 16, "bf16", written=written) for written in (None, 8.0))
+    plain, added = (matmul(PLAIN, 4096, 4096, 16, "bf16", written=written) for written in (None, 8.0))
     assert added - plain == pytest.approx(6 * 4096**2 / (2039e9 * A100.constants.stream))
 
 
 def test_measured_products_replace_tiles():
     device = replace(PLAIN, rates=((64.0, 1e9), (256.0, 3e9)), measured=True)
-    assert product(device, 128, 128, 128, "bf16") == pytest.approx(2 * 128**3 / 2e9), (
+    assert matmul(device, 128, 128, 128, "bf16") == pytest.approx(2 * 128**3 / 2e9), (
         "half way between, in the logarithm"
     )
-    assert product(device, 8, 8, 8, "bf16") == pytest.approx(2 * 8**3 / 1e9)
+    assert matmul(device, 8, 8, 8, "bf16") == pytest.approx(2 * 8**3 / 1e9)
 
 
 def test_attention_counts_blocks_below_the_diagonal():

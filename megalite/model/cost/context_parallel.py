@@ -51,7 +51,7 @@ def latents_travel(model: ModelConfig, method: str, cp: int, tp: int, sequence_p
     """Whether attention over cp exchanges latents, from which each rank computes keys and values, instead of
     keys and values.
 
-    It does where a rank sends fewer bytes so. The products that are added take about kv_lora_rank operations
+    It does where a rank sends fewer bytes so. The matmuls that are added take about kv_lora_rank operations
     per byte that is saved, and a GPU computes more than those while a byte passes its links (an H100 over
     NVLink about 1,300).
     """

@@ -1,6 +1,6 @@
 """FLOPs of the model by the usual conventions, from the description of its units.
 
-Only matrix products count, two FLOPs per multiply-add; a backward counts twice its forward. The trainer's
+Only matmuls count, two FLOPs per multiply-add; a backward counts twice its forward. The trainer's
 MFU, the partition over stages and the planner read this module. Model FLOPs are those of the PaLM paper
 (Chowdhery et al. 2022, appendix B): recomputation does not count.
 """
@@ -26,7 +26,7 @@ class LayerCosts(NamedTuple):
 
 
 def layer_costs(model: ModelConfig, sequence_length: int) -> LayerCosts:
-    """FLOPs of matrix products and of the attended pairs of positions (causal, within the layer's window).
+    """FLOPs of matmuls and of the attended pairs of positions (causal, within the layer's window).
 
     Norms, activations and other elementwise kernels do not count; a lookup counts one operation per element
     copied. Modules of multi-token prediction count with the head.
@@ -61,10 +61,10 @@ class Flops:
 
     Attributes:
         convention: palm counts all positions for attention (Chowdhery et al. 2022, Megatron-LM), causal only
-        those that the mask leaves. layers: the matrix products with the layers' weights, those of modules of
+        those that the mask leaves. layers: the matmuls with the layers' weights, those of modules of
         multi-token prediction included. attention: query · key and probabilities · value.
-        head: the product with the vocabulary, once for each token that is predicted.
-        embedding: the lookup counted as a product with the vocabulary; 0 if it is not counted.
+        head: the matmul with the vocabulary, once for each token that is predicted.
+        embedding: the lookup counted as a matmul with the vocabulary; 0 if it is not counted.
         recomputed: what backward computes again.
     """
 
@@ -110,20 +110,20 @@ def per_token(
 
     Args:
         recompute: as train.recompute. selective recomputes the scores (query · key), full a layer's whole
-        forward. embedding: count the embedding as a product with the vocabulary, as the rule 6 · parameters
+        forward. embedding: count the embedding as a matmul with the vocabulary, as the rule 6 · parameters
         does. flash: attention runs a kernel that keeps no probabilities: every backward recomputes the
-        scores. lora: adapters. Frozen weights have no weight gradient: two products instead of three.
+        scores. lora: adapters. Frozen weights have no weight gradient: two matmuls instead of three.
     """
     units = Units(model, Share(1), lora)  # one token
-    head = (1 + model.mtp_layers) * float(sum(product.training_flops for product in units.head().matmuls))
+    head = (1 + model.mtp_layers) * float(sum(matmul.training_flops for matmul in units.head().matmuls))
     layers, attention, recomputed = 0.0, 0.0, 0.0
     if model.mtp_layers:
         from megalite.model.cost.mtp import joining
 
-        layers += model.mtp_layers * sum(product.training_flops for product in joining(units).matmuls)
+        layers += model.mtp_layers * sum(matmul.training_flops for matmul in joining(units).matmuls)
     for index in range(layer_count(model)):
         unit = units.layer(index)
-        layers += sum(product.training_flops for product in unit.matmuls)
+        layers += sum(matmul.training_flops for matmul in unit.matmuls)
         scores = sum(
             each.matmul_flops(_attended(sequence_length, each.window, convention)) for each in unit.attentions
         )

@@ -136,7 +136,7 @@ class Collectives(NamedTuple):
 
 @dataclass(frozen=True)
 class Matmul:
-    """A matrix product of tokens with a stored weight [outputs, inputs].
+    """A matmul of tokens with a stored weight [outputs, inputs].
 
     Attributes:
         name: the stored weight's name within its unit: attention.qkv, attention.out, mlp.in, mlp.down, head.
@@ -167,7 +167,7 @@ class Matmul:
         return self.outputs * self.inputs
 
     def local_adapter_weights(self, tp: int) -> float:
-        """Elements of the adapters on this rank: one factor is split like the product, the other is
+        """Elements of the adapters on this rank: one factor is split like the matmul, the other is
         replicated."""
         first = self.adapter_rank * self.inputs
         second = self.adapter_weights - first * (1 if self.split == "outputs" else tp)
@@ -239,7 +239,7 @@ class Matmul:
 
 @dataclass(frozen=True)
 class LocalMatmul(Matmul):
-    """A product of each rank's own tokens with whole matrices: a router, or the experts, if they are equally
+    """A matmul of each rank's own tokens with whole matrices: a router, or the experts, if they are equally
     loaded.
 
     Attributes:
@@ -315,9 +315,9 @@ class LatentUpProjection(Matmul):
     gathered: bool = False
 
     @classmethod
-    def of(cls, product: Matmul, share: Share, width: int) -> LatentUpProjection:
-        """That of a rank, in which `product` expands the latents."""
-        fields: dict[str, Any] = {**vars(product), "rows": share.tokens * share.cp}
+    def of(cls, matmul: Matmul, share: Share, width: int) -> LatentUpProjection:
+        """That of a rank, in which `matmul` expands the latents."""
+        fields: dict[str, Any] = {**vars(matmul), "rows": share.tokens * share.cp}
         return cls(**fields, width=width, cp=share.cp, gathered=share.sequence_parallel)
 
     @property
@@ -397,7 +397,7 @@ class AttentionCost:
 
     @property
     def head_size(self) -> float:
-        """Width of a head: the mean of that of keys and that of values, which one of the two products has
+        """Width of a head: the mean of that of keys and that of values, which one of the two matmuls has
         each."""
         return (self.key_size + self.value_size) / 2
 
@@ -408,7 +408,7 @@ class AttentionCost:
         return 2 * pairs * (self.key_size + self.value_size) // self.cp
 
     def matmul_flops(self, positions: float) -> float:
-        """FLOPs of one of the two products, in the mean, for one token that attends to `positions`
+        """FLOPs of one of the two matmuls, in the mean, for one token that attends to `positions`
         positions."""
         return positions * (self.heads * (self.key_size + self.value_size))
 
@@ -440,7 +440,7 @@ class BlockCost:
 
     Attributes:
         before: the residual sum, and the norm that is fused with it.
-        steps: between the norms. The weight gradient of the last product is the first that a split backward
+        steps: between the norms. The weight gradient of the last matmul is the first that a split backward
         defers. after: the norm of the block's output.
         dropped: number of output values to which dropout applies.
         workspace: estimate of the largest temporaries of the backward: gradients, gathered inputs.
@@ -473,7 +473,7 @@ class UnitCost:
 
     @property
     def matmuls(self) -> list[Matmul]:
-        return [product for block in self.blocks for product in block.matmuls]
+        return [matmul for block in self.blocks for matmul in block.matmuls]
 
     @property
     def attentions(self) -> list[AttentionCost]:
@@ -481,7 +481,7 @@ class UnitCost:
 
     @property
     def flops(self) -> int:
-        """FLOPs of the forward: products and attended pairs; norms, activations and softmax do not count."""
+        """FLOPs of the forward: matmuls and attended pairs; norms, activations and softmax do not count."""
         return sum(step.flops for step in self.steps)
 
     @property
@@ -502,11 +502,11 @@ class UnitCost:
 
     @property
     def lengths(self) -> int:
-        """Values of products all-reduced over tp in forward."""
-        return sum(product.lengths for product in self.matmuls)
+        """Values of matmuls all-reduced over tp in forward."""
+        return sum(matmul.lengths for matmul in self.matmuls)
 
     def collectives(self, sequence_parallel: bool) -> Collectives:
-        """The values that rings pass around for all products and lookups."""
+        """The values that rings pass around for all matmuls and lookups."""
         steps = [step for step in self.steps if isinstance(step, Matmul | EmbeddingLookup)]
         counts = [(step.communicated, *step.collectives(sequence_parallel)) for step in steps]
         return Collectives(*(sum(count[0] * count[way] for count in counts) for way in (1, 2)))

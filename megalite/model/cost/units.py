@@ -64,9 +64,9 @@ class Units:
         """A transformer layer, 0-based."""
         key = self.alike(index)
         if key not in self._layers:
-            products = self._layer_products(index)
+            matmuls = self._layer_matmuls(index)
             self._layers[key] = UnitCost(
-                (self._attention_block(index, products), self._transformation(index, products))
+                (self._attention_block(index, matmuls), self._transformation(index, matmuls))
             )
         return self._layers[key]
 
@@ -102,7 +102,7 @@ class Units:
         model = self.model
         name = "embedding" if model.tie_word_embeddings else "head"
         weights = model.vocabulary * model.hidden_size
-        product = Matmul(
+        matmul = Matmul(
             name,
             self.share.tokens,
             self._vocabulary,
@@ -112,10 +112,10 @@ class Units:
             self._frozen(name),
         )
         scale = () if model.logit_scale is None else (2 * self.own,)
-        kept = (Buffer("residual stream", self.own), *self._norm_buffers(product))
+        kept = (Buffer("residual stream", self.own), *self._norm_buffers(matmul))
         norm = Elementwise((2 * self.own, *scale), (3 * self.own, *scale), kept)
         return UnitCost(
-            (BlockCost(norm, (product,), workspace=(Buffer("gradients of the norm", 2 * self.whole),)),)
+            (BlockCost(norm, (matmul,), workspace=(Buffer("gradients of the norm", 2 * self.whole),)),)
         )
 
     def _frozen(self, module: str) -> bool:
@@ -150,8 +150,8 @@ class Units:
     # --- a layer
     # --------------------------------------------------------------------------------------------------------
 
-    def _layer_products(self, index: int) -> dict[str, Matmul]:
-        """The products of all tokens with each of a layer's weights, by name."""
+    def _layer_matmuls(self, index: int) -> dict[str, Matmul]:
+        """The matmuls of all tokens with each of a layer's weights, by name."""
         lora, tp, matmuls = self.lora, self.share.tp, {}
         prefix = f"layers.{index}."  # the last unit may have several layers
         for spec in model_specs(self.model, tp=tp, units=[min(index + 1, head_unit(self.model))]):
@@ -165,7 +165,7 @@ class Units:
             name = spec.name.removeprefix(prefix).removesuffix(".weight")
             outputs, inputs = spec.local_shape(Coordinates.on("tp", 0, tp))
             adapted = [segment for segment in segments if lora.adapts(segment.role)]
-            product = Matmul(
+            matmul = Matmul(
                 name,
                 self.share.tokens,
                 outputs,
@@ -177,23 +177,23 @@ class Units:
                 adapter_weights=sum(lora.rank_of(segment.role) * sum(segment.shape) for segment in adapted),
                 adapter_outputs=outputs if lora.dora and adapted else 0,
             )
-            matmuls[name] = product if segments[0].split is not None else self._of_own_tokens(product)
+            matmuls[name] = matmul if segments[0].split is not None else self._of_own_tokens(matmul)
         return matmuls
 
-    def _of_own_tokens(self, product: Matmul) -> Matmul:
-        """The product of each rank's own tokens with a whole matrix, which makes a latent."""
+    def _of_own_tokens(self, matmul: Matmul) -> Matmul:
+        """The matmul of each rank's own tokens with a whole matrix, which makes a latent."""
         own, travels = self.share.own_tokens, self.heads.latent > 0
-        shared = self.model.qk_rope_head_dim if product.name == "attention.kv_a" and not travels else 0
-        fields: dict[str, Any] = {**vars(product), "rows": own, "ranks": self.share.tokens // own}
+        shared = self.model.qk_rope_head_dim if matmul.name == "attention.kv_a" and not travels else 0
+        fields: dict[str, Any] = {**vars(matmul), "rows": own, "ranks": self.share.tokens // own}
         return SharedKeyMatmul(**fields, shared=shared) if shared else LocalMatmul(**fields)
 
-    def _attention_block(self, index: int, products: dict[str, Matmul]) -> BlockCost:
+    def _attention_block(self, index: int, matmuls: dict[str, Matmul]) -> BlockCost:
         if self.model.kv_lora_rank is not None:
             from megalite.model.cost.latents import latent_block
 
-            return latent_block(self, index, products)
+            return latent_block(self, index, matmuls)
         model, share, tokens = self.model, self.share, self.share.tokens
-        qkv, out = products["attention.qkv"], products["attention.out"]
+        qkv, out = matmuls["attention.qkv"], matmuls["attention.out"]
         heads, kv_heads, packed = self.heads.query, self.heads.kv, qkv.outputs
         query = heads * model.head_size
         normed: tuple[Buffer, ...] = ()
@@ -232,12 +232,12 @@ class Units:
             share.cp,
         )
 
-    def _transformation(self, index: int, products: dict[str, Matmul]) -> BlockCost:
+    def _transformation(self, index: int, matmuls: dict[str, Matmul]) -> BlockCost:
         if not self.model.is_mixture(index):
-            return self.feed_forward(products["mlp.in"], products["mlp.down"])
+            return self.feed_forward(matmuls["mlp.in"], matmuls["mlp.down"])
         from megalite.model.cost.mixtures import mixture_block
 
-        return mixture_block(self, products)
+        return mixture_block(self, matmuls)
 
     def feed_forward(self, into: Matmul, down: Matmul) -> BlockCost:
         """The block of a dense feed-forward."""
@@ -281,7 +281,7 @@ class Units:
         )
 
     def _norm_buffers(self, column: Matmul | None = None) -> tuple[Buffer, ...]:
-        """What a norm and the following product keep: the norm's output, unless that product needs no input,
+        """What a norm and the following matmul keep: the norm's output, unless that matmul needs no input,
         and statistics (rstd; for LayerNorm also the mean)."""
         statistics = Buffer(
             "statistics of the norm",

@@ -5,7 +5,7 @@ gather      all-gather of keys and values, in both passes, and reduce-scatter of
 beside them
 ring        each hop runs beside the attention to one part; the last hop of gradients, and merging partial
 results, run alone
-latents     all-gather of them and reduce-scatter of their gradient, as with gather; the products with them
+latents     all-gather of them and reduce-scatter of their gradient, as with gather; the matmuls with them
 are steps of the layer
 
 Where rows hold documents, ranks that attend with their own positions wait for the one that has the most to

@@ -18,7 +18,7 @@ from megalite.optimizer.muon.ownership import OwnedMatrix, matrix_rounds
 from megalite.optimizer.registry import is_matrix
 from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.planner.hardware.devices import Device
-from megalite.planner.hardware.kernels import product
+from megalite.planner.hardware.kernels import matmul
 from megalite.planner.memory.states import Widths
 
 
@@ -61,7 +61,7 @@ def exchange(config: Config, buckets: Sequence[BucketLayout]) -> MuonExchange:
 
 
 def _worked(matrix: OwnedMatrix) -> int:
-    """Elements that the iterations hold at the owner: the received parts, the matrix twice, two products of
+    """Elements that the iterations hold at the owner: the received parts, the matrix twice, two matmuls of
     the short side, the result."""
     short, long = sorted(matrix.segment.shape)
     return 4 * short * long + 2 * short * short
@@ -77,7 +77,7 @@ def seconds(
     shapes = [sorted(shape) for shape in matrix_shapes(model)]
     each = [
         # m: the short side
-        muon.ns_steps * sum(product(device, *sizes, dtype) for sizes in ((m, m, n), (m, m, m), (m, n, m)))
+        muon.ns_steps * sum(matmul(device, *sizes, dtype) for sizes in ((m, m, n), (m, m, m), (m, n, m)))
         for m, n in shapes
     ]
     return max(layers * sum(each) / ranks, max(each))

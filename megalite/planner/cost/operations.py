@@ -29,7 +29,7 @@ from megalite.model.cost.records import (
 from megalite.model.cost.units import LOSS_CHUNK_ON_GPU, Units
 from megalite.planner.cost import context_exchange, expert_exchange
 from megalite.planner.hardware.devices import Device
-from megalite.planner.hardware.kernels import DROPOUT, ELEMENTWISE_BYTES, attention, product, stream
+from megalite.planner.hardware.kernels import DROPOUT, ELEMENTWISE_BYTES, attention, matmul, stream
 from megalite.planner.hardware.links import Fabric, group
 
 ACCUMULATED = 8.0  # bytes: an fp32 accumulator is read and written
@@ -43,15 +43,15 @@ class Software:
     Attributes:
         flash: attention never writes its scores; otherwise every score goes to memory, several times.
         attention: speed of its attention relative to ours.
-        products: speed of the layers' matrix products relative to those of the run's precision; the head's
+        products: speed of the layers' matmuls relative to those of the run's precision; the head's
         are not meant. masks: dropout writes its masks to memory, and its forward adds to the residual stream
         in the same kernel. Ours does neither. loss_bytes: memory traffic of the loss per logit, forward and
         backward. Ours reads and overwrites 16-bit logits; PyTorch's casts to
             fp32 and takes a log-softmax; Megatron-LM's subtracts, exponentiates, sums and divides in passes
             of their own.
         fp32_accumulation: weight gradients are added to fp32 accumulators.
-        hides_tensor: the input gradient's reduction overlaps with the weight gradient's product.
-        async_tensor: forward collectives overlap with their own product, part by part.
+        hides_tensor: the input gradient's reduction overlaps with the weight gradient's matmul.
+        async_tensor: forward collectives overlap with their own matmul, part by part.
         hides_gradients: data-parallel communication overlaps with the backward pass.
         hides_messages: sends and receives between stages overlap with computation.
         splits_messages: each tensor-parallel rank sends a part, and the receivers all-gather it.
@@ -131,10 +131,10 @@ class Operations:
         self._again: dict[tuple[Share, Hashable, str], tuple[float, float]] = {}
 
     def _gemm(self, m: float, n: float, k: float, batch: float = 1) -> float:
-        return product(self.device, m, n, k, self.precision, batch)
+        return matmul(self.device, m, n, k, self.precision, batch)
 
     def _weight_gradient(self, n: float, k: float, rows: float) -> float:
-        return product(
+        return matmul(
             self.device,
             n,
             k,
@@ -219,20 +219,20 @@ class Operations:
         )
 
     def _local_matmul(self, step: LocalMatmul) -> PassTimes:
-        """A product for each expert, of equally many rows; or one of this rank's own tokens, a router's in
+        """A matmul per expert, each with the same number of rows; or one of this rank's own tokens, a router's in
         fp32."""
         precision = "fp32" if step.at_least_fp32 and "fp32" in self.device.peaks else self.precision
         rows, outputs, inputs, batch = step.rows / step.matrices, step.outputs, step.inputs, step.matrices
-        forward = product(self.device, rows, outputs, inputs, precision, batch)
-        backward = product(self.device, rows, inputs, outputs, precision, batch)
+        forward = matmul(self.device, rows, outputs, inputs, precision, batch)
+        backward = matmul(self.device, rows, inputs, outputs, precision, batch)
         written = ACCUMULATED if self.software.fp32_accumulation else None
         weight = (
-            0.0 if step.frozen else product(self.device, outputs, inputs, rows, precision, batch, written)
+            0.0 if step.frozen else matmul(self.device, outputs, inputs, rows, precision, batch, written)
         )
         return PassTimes(forward, backward, weight).plus(self._adapters(step))
 
     def _adapters(self, step: Matmul) -> PassTimes:
-        """The products with the two factors of a product's adapters, and with trained row lengths (DoRA) the
+        """The matmuls with the two factors of a matmul's adapters, and with trained row lengths (DoRA) the
         rows of the whole weight."""
         rows, rank, outputs, inputs = step.rows, step.adapter_rank, step.outputs, step.inputs
         if not rank:
@@ -272,13 +272,13 @@ class Operations:
         columns = [
             each for each in block.matmuls if each.split == "outputs" and not isinstance(each, LocalMatmul)
         ]
-        waits = [self._tensor_parallel(share, product) for product in columns]
+        waits = [self._tensor_parallel(share, matmul) for matmul in columns]
         forward_wait, backward_wait = (sum(times) for times in zip((0.0, 0.0), *waits, strict=True))
         return PassTimes(forward + forward_wait, backward + backward_wait, 0.0, forward_wait, backward_wait)
 
     def _tensor_parallel(self, share: Share, column: Matmul) -> tuple[float, float]:
-        """Exposed communication, forward and backward, of a column-parallel product and the row-parallel
-        product after it (Shoeybi et al. 2019; Korthikanti et al. 2022)."""
+        """Exposed communication, forward and backward, of a column-parallel matmul and the row-parallel
+        matmul after it (Shoeybi et al. 2019; Korthikanti et al. 2022)."""
         if share.tp == 1:
             return 0.0, 0.0
         ranks = group(self.device, share.tp, 1)
@@ -299,9 +299,9 @@ class Operations:
             reduce = self.tensor.all_reduce(size, ranks)
             return reduce, max(0.0, reduce - beside)
         half = self.tensor.half(size, ranks)
-        product = self._gemm(column.rows, column.inputs, column.outputs) if hides else 0.0
+        matmul = self._gemm(column.rows, column.inputs, column.outputs) if hides else 0.0
         # the input is gathered again for the weight gradient
-        again = max(0.0, half - product) if column.keeps_input else 0.0
+        again = max(0.0, half - matmul) if column.keeps_input else 0.0
         if not self.software.async_tensor:
             return 2 * half, half + again + max(0.0, half - beside)
         # a rank's own part needs no transfer
@@ -364,7 +364,7 @@ class Operations:
         return self._again[key]
 
     def _written_scores(self, step: AttentionCost) -> tuple[float, float]:
-        """Attention that writes its scores to memory: two batched products, softmax and dropout; the masked
+        """Attention that writes its scores to memory: two batched matmuls, softmax and dropout; the masked
         half is computed too."""
         sequence, width, batch = step.sequence, step.head_size, step.heads * step.batch / step.cp
         scores = batch * sequence**2
@@ -408,7 +408,7 @@ class Operations:
         chunked = self.software.loss_bytes == OURS.loss_bytes and not splits and not self.device.cpu
         chunk = min(LOSS_CHUNK_ON_GPU, logits.rows) if chunked else logits.rows
         parts = logits.rows / chunk
-        product = self._step(replace(logits, rows=chunk))
+        matmul = self._step(replace(logits, rows=chunk))
         memory = self.device if self.device.loss is None else replace(self.device, bandwidth=self.device.loss)
         loss = tuple(
             stream(memory, size * chunk * logits.outputs * self.size / 2) for size in self.software.loss_bytes
@@ -420,9 +420,9 @@ class Operations:
         )
         before = gather if share.sequence_parallel else 0.0
         norm = self._step(block.before)
-        forward = parts * (product.forward + loss[0] + before + statistics) + norm.forward
-        backward = parts * (product.backward + loss[1] + gather) + norm.backward
-        weight = parts * product.weight
+        forward = parts * (matmul.forward + loss[0] + before + statistics) + norm.forward
+        backward = parts * (matmul.backward + loss[1] + gather) + norm.backward
+        weight = parts * matmul.weight
         waits = parts * (before + statistics), parts * gather
         if chunked:
             return PassTimes(forward + backward + weight, 0.0, 0.0, sum(waits))

@@ -18,7 +18,7 @@ class Constants:
         gigabytes reaches 0.9. overlap: slowdown of computation while communication runs beside it: NCCL's
         kernels take multiprocessors, bandwidth and power
             (Lee et al. 2025, arXiv 2507.03114: 0.19 on average, 0.4 at most).
-        attention: speed of attention kernels relative to products at the sustained rate with half of the
+        attention: speed of attention kernels relative to matmuls at the sustained rate with half of the
         softmax hidden. links: bandwidth of collectives in a run relative to nccl-tests with large messages on
         an idle network. slowest: speed of the slowest of many devices, for which all others wait, relative to
         a typical one: devices of one kind differ by

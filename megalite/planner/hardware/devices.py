@@ -44,13 +44,13 @@ class Device:
 
     Attributes:
         peaks: precision → dense peak, FLOP/s.
-        sustained: fraction of the peak that large products reach.
-        multiprocessors: number of units that a product's tiles are assigned to. memory: bytes; bandwidth:
+        sustained: fraction of the peak that large matmuls reach.
+        multiprocessors: number of units that a matmul's tiles are assigned to. memory: bytes; bandwidth:
         bytes/s of the memory, from the data sheet or measured. within, between: links inside a node and
         between nodes; per_node: devices per node. host: the link to the host; host_memory: bytes/s of the
         host's memory, host_size: its bytes, disk: bytes/s, each per device. price: US dollars per hour, None
         if unknown.
-        rates: measured products, (cube root of m·n·k, FLOP/s) in ascending order; if present, they replace
+        rates: measured matmuls, (cube root of m·n·k, FLOP/s) in ascending order; if present, they replace
         the model of tiles. attention: if measured, FLOP/s of its forward and of its backward. loss: if
         measured, bytes/s of the loss and its gradient, which read the logits once and overwrite them with
         their gradient. kernel: seconds of overhead per kernel; host_time: seconds of the host per operation.

@@ -119,13 +119,13 @@ class Activations:
 
     def _stash(self, unit: UnitCost) -> tuple[int, int]:
         """Bytes that a layer's weight pass needs, and the part allocated before anything saved is freed: the
-        last product's stash, except tensors that are also saved, and except what the norm after the product
+        last matmul's stash, except tensors that are also saved, and except what the norm after the matmul
         frees."""
         if not self.splits:
             return 0, 0
         last = unit.blocks[-1]
-        product = last.matmuls[-1]
-        first = self._size(product.stashed) - self._size((product.between,)) - self._size(last.after.kept)
+        matmul = last.matmuls[-1]
+        first = self._size(matmul.stashed) - self._size((matmul.between,)) - self._size(last.after.kept)
         return sum(self._size(each.stashed) for each in unit.matmuls), max(first, 0)
 
     @property
@@ -163,19 +163,19 @@ class Activations:
         """The final norm's input and output (or the gradient computed together with the loss), and the
         logits."""
         (block,) = self.units.head().blocks
-        (product,) = block.matmuls
+        (matmul,) = block.matmuls
         kept = self._size(block.before.kept)
         # tanh keeps its output
-        one = product.outputs * self.width * (1 if self.model.logit_softcap is None else 2)
+        one = matmul.outputs * self.width * (1 if self.model.logit_softcap is None else 2)
         if chunk := self.loss_chunk:
-            gradient = 0 if product.keeps_input else self.own
+            gradient = 0 if matmul.keeps_input else self.own
             return HeldBytes(kept + gradient, logits_chunk=chunk * one, workspace=self.own)
-        stash = self.splits and product.keeps_input
+        stash = self.splits and matmul.keeps_input
         return HeldBytes(
-            saved=kept + product.rows * (2 * self.accumulate + INDEX),
+            saved=kept + matmul.rows * (2 * self.accumulate + INDEX),
             stash=self.whole if stash else 0,
-            logits=product.rows * one,
-            logits_stash=product.rows * product.outputs * self.width if stash else 0,
+            logits=matmul.rows * one,
+            logits_stash=matmul.rows * matmul.outputs * self.width if stash else 0,
             workspace=self._size(block.workspace),
         )
 

@@ -52,14 +52,14 @@ class Parameters(NamedTuple):
 
     @classmethod
     def _of(cls, unit: UnitCost, units: Units) -> Parameters:
-        adapters = sum(product.local_adapter_weights(units.share.tp) for product in unit.matmuls)
+        adapters = sum(matmul.local_adapter_weights(units.share.tp) for matmul in unit.matmuls)
         stored = unit.local_weights + adapters
         experts = [
-            product for product in unit.matmuls if isinstance(product, LocalMatmul) and product.experts
+            matmul for matmul in unit.matmuls if isinstance(matmul, LocalMatmul) and matmul.experts
         ]
-        own_adapters = sum(product.local_adapter_weights(units.share.tp) for product in experts)
-        own_stored = own_adapters + sum(product.local_weights for product in experts)
-        own_trained = own_adapters + sum(product.local_weights for product in experts if not product.frozen)
+        own_adapters = sum(matmul.local_adapter_weights(units.share.tp) for matmul in experts)
+        own_stored = own_adapters + sum(matmul.local_weights for matmul in experts)
+        own_trained = own_adapters + sum(matmul.local_weights for matmul in experts if not matmul.frozen)
         if not units.lora.rank:
             return cls(stored, stored, own_stored, own_trained)
         own = sum(

@@ -306,7 +306,7 @@ def binding(plan: Plan) -> str:
     if parts[largest] < 0.03 * plan.step.total:
         return (
             "Computation is the bottleneck: everything else is small, and only a faster device or larger "
-            "matrix products would help."
+            "matmuls would help."
         )
     cost, remedy = REMEDIES[largest]
     return (

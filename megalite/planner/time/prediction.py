@@ -39,7 +39,7 @@ def choice_of(config: Config) -> LayoutChoice:
 
 
 def unit_flops(config: Config) -> list[float]:
-    """FLOPs per token of the matrix products of the embedding, each layer and the head."""
+    """FLOPs per token of the matmuls of the embedding, each layer and the head."""
     costs = layer_costs(config.model, config.data.sequence_length)
     return [costs.embedding, *costs.layers, costs.head]
 
