@@ -35,7 +35,7 @@ CORE_FLOPS = 4e10  # fp32, of one core
 
 @dataclass(frozen=True)
 class RunRequest:
-    """What the user has decided; None leaves it to the defaults.
+    """Choices of the user for a new run; None selects a default.
 
     Attributes:
         base: the configuration to start from; of its options only the model's are set, unless `complete`.
@@ -57,14 +57,17 @@ class RunRequest:
 
 
 def cpu_device(cores: int, memory: float) -> Device:
-    """A CPU as the planner sees it; only its memory decides something, since one process uses all cores."""
+    """Return the device of a CPU. Only its memory affects the plan, since one process uses all cores."""
     link = Link("memory", 5e9, 2e-5)
     peaks = dict.fromkeys(("fp32", "bf16", "fp16"), cores * CORE_FLOPS)
     return Device("CPU", peaks, 0.7, cores, memory, 2e10, link, link, 1, link, cpu=True)
 
 
 def first_config(wanted: RunRequest) -> tuple[Config, Plan]:
-    """The configuration, and its plan. Raises ConfigError or HardwareError if no layout is legal or fits."""
+    """Return the configuration and its plan.
+
+    Raises ConfigError or HardwareError if no layout is legal or fits.
+    """
     base = with_sizes(wanted)
     search = Search(PlannedJob.of(base, wanted.device), base, max(1, wanted.gpus), {}, 1)
     plans = search.plans()
@@ -78,7 +81,7 @@ def first_config(wanted: RunRequest) -> tuple[Config, Plan]:
 
 
 def with_sizes(wanted: RunRequest) -> Config:
-    """The configuration without its layout."""
+    """Return the configuration without a layout."""
     # only a configuration has several: it says the rest itself
     base, prefix = wanted.base, (prefixes(wanted.data) or [""])[0]
     given, facts = Path(f"{prefix}.idx").is_file(), metadata(prefix)
@@ -125,7 +128,7 @@ def _length(wanted: RunRequest) -> int:
 
 
 def _batch(wanted: RunRequest, parameters: int, length: int) -> int:
-    """Sequences per step: a power of two, and at least one for each device where that is one."""
+    """Return the sequences per step: a power of two, rounded up to a multiple of the GPUs."""
     if wanted.complete:
         return wanted.base.train.global_batch_size
     if wanted.device.cpu:
@@ -136,7 +139,7 @@ def _batch(wanted: RunRequest, parameters: int, length: int) -> int:
 
 
 def _steps(wanted: RunRequest, parameters: int, tokens_per_step: int, data: int | None) -> int:
-    """As asked; else one epoch of the data; else by the number of parameters."""
+    """Return the requested steps, or one epoch of the data, or steps for the number of parameters."""
     if wanted.steps is not None:
         return wanted.steps
     if wanted.tokens is not None:
@@ -147,7 +150,7 @@ def _steps(wanted: RunRequest, parameters: int, tokens_per_step: int, data: int 
 
 
 def _with_schedule(config: Config, wanted: RunRequest, parameters: int) -> Config:
-    """Learning rate, and how often there are checkpoints and validations."""
+    """Return the configuration with a learning rate and intervals of checkpoints and validation."""
     if wanted.complete:
         return config
     counted = replace(config, train=replace(config.train))

@@ -135,7 +135,7 @@ def test_a_run_is_predicted_as_its_plan_was(everything):
     config.lora.rank = 4
     assert step_seconds(config, search.job.device) < whole, "a frozen weight has no gradient"
     config.profiling.hardware = "h101"
-    with pytest.raises(ConfigError, match="profiling.hardware = h101 is not in the table.*Nearest: h100"):
+    with pytest.raises(ConfigError, match="profiling.hardware = h101 is not in the hardware table.*Nearest: h100"):
         device_of_run(config, "")
     config.profiling.hardware = None
     predicted_device = device_of_run(config, "NVIDIA H200")
@@ -415,7 +415,7 @@ def test_a_written_plan_trains(tool, tmp_path):
             "--global_batch_size is missing.",
         ),
         (["--model", "lama-3-8b"], "--model lama-3-8b is not a known model."),
-        (["--model", "llama-3-8b", *ARGUMENTS, "--gpu", "h10"], "--gpu h10 is not in the table"),
+        (["--model", "llama-3-8b", *ARGUMENTS, "--gpu", "h10"], "--gpu h10 is not in the hardware table"),
         (["--model", "llama-3-8b", *ARGUMENTS, "--tp", "3"], "No layout is legal: parallel.tp = 3 does not divide"),
         (
             ["--model", "llama-3-8b", *ARGUMENTS, "--dp_shard", "3"],

@@ -221,7 +221,7 @@ def test_what_can_not_be_drawn_is_said(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(drawing.DrawingError, match="73728 actions .*at most 50000.*json"):
         drawing.picture([plan("zb-h1", 24, 1024)])
     monkeypatch.setattr(drawing, "find_spec", lambda name: None)
-    with pytest.raises(drawing.DrawingError, match="needs matplotlib.*svg"):
+    with pytest.raises(drawing.DrawingError, match="requires matplotlib.*svg"):
         drawing.write_png(drawing.picture([plan("1f1b", 2, 2)]), tmp_path / "a.png")
 
 

@@ -123,9 +123,9 @@ def test_others_have_as_many_stages_on_a_rank_as_the_run(tmp_path):
         ({"durations": {**FILE["durations"], "forward": [1, 2]}}, "forward has 2 durations for 4 stages"),
         ({"durations": {**FILE["durations"], "forward": None}}, "is not a run's timeline"),
         ({"durations": dict.fromkeys(FILE["durations"], [0] * 4)}, "all 0"),
-        ({"durations": {**FILE["durations"], "forward": [-1, 1, 1, 1]}}, "-1 is no duration in seconds"),
-        ({"durations": {**FILE["durations"], "forward": [1, 1, 1, float("nan")]}}, "nan is no duration"),
-        ({"comm": float("inf")}, "inf is no duration"),
+        ({"durations": {**FILE["durations"], "forward": [-1, 1, 1, 1]}}, "-1 is not a duration in seconds"),
+        ({"durations": {**FILE["durations"], "forward": [1, 1, 1, float("nan")]}}, "nan is not a duration"),
+        ({"comm": float("inf")}, "inf is not a duration"),
     ],
 )
 def test_a_broken_file_is_named(changes, message, tmp_path):

@@ -73,13 +73,13 @@ def test_a_device_of_ones_own(tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"memory_gbs": None}, "does not say memory_gbs"),
-        ({"speed": 1}, "speed is not a known key"),
+        ({"memory_gbs": None}, "missing key memory_gbs"),
+        ({"speed": 1}, "unknown key 'speed'"),
         ({"sustained": "fast"}, "wrong type"),
-        ({"within": "nvlink9"}, "nvlink9 is not a known link. Legal values: nvlink"),
+        ({"within": "nvlink9"}, "Unknown link 'nvlink9'. Legal values: nvlink"),
         ({"tflops": None}, "is not in peaks.yaml"),
-        ({"gpus_per_node": 0}, "gpus_per_node must be above 0"),
-        ({"within": {"gbs": -1, "latency_us": 0}}, "gbs must be above 0"),
+        ({"gpus_per_node": 0}, "gpus_per_node must be positive"),
+        ({"within": {"gbs": -1, "latency_us": 0}}, "gbs must be positive"),
     ],
 )
 def test_what_is_wrong_with_a_device_is_said(change, message):

@@ -17,8 +17,10 @@ from megalite.model.parameters import layer_count
 
 
 class LayerCosts(NamedTuple):
-    """FLOPs of one sequence's forward pass; the backward of each unit takes twice as many, so the proportions
-    hold for training."""
+    """FLOPs of one sequence's forward pass.
+
+    The backward of each unit takes twice as many, so the proportions also hold for training.
+    """
 
     layers: list[int]
     embedding: int
@@ -26,7 +28,7 @@ class LayerCosts(NamedTuple):
 
 
 def layer_costs(model: ModelConfig, sequence_length: int) -> LayerCosts:
-    """FLOPs of matmuls and of the attended pairs of positions (causal, within the layer's window).
+    """Return the FLOPs of matmuls and attention (causal, within the layer's window) for each unit.
 
     Norms, activations and other elementwise kernels do not count; a lookup counts one operation per element
     copied. Modules of multi-token prediction count with the head.
@@ -42,7 +44,7 @@ def layer_costs(model: ModelConfig, sequence_length: int) -> LayerCosts:
 
 
 def model_flops_per_token(model: ModelConfig, sequence_length: int, lora: LoraConfig | None = None) -> float:
-    """FLOPs of forward and backward for one token of a sequence.
+    """Return the FLOPs of forward and backward for one token of a sequence.
 
     Two per multiply-add; backward counts twice the forward; the head counts, the embedding lookup does not.
     Attention counts all positions of the sequence (of the window, if the layer has one), although a causal
@@ -90,7 +92,7 @@ class Flops:
 
 
 def _attended(sequence_length: int, window: int | None, convention: Convention) -> float:
-    """Number of positions that a token attends to, averaged over the sequence; at most the window."""
+    """Return the mean number of positions that a token attends to; at most the window."""
     if convention == "palm" or not sequence_length:
         return min(window or sequence_length, sequence_length)
     return attended_pairs(sequence_length, window) / sequence_length
@@ -106,7 +108,7 @@ def per_token(
     flash: bool = False,
     lora: LoraConfig | None = None,
 ) -> Flops:
-    """FLOPs of one token of a sequence.
+    """Return the FLOPs of one token of a sequence.
 
     Args:
         recompute: as train.recompute. selective recomputes the scores (query · key), full a layer's whole

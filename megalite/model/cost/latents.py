@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def latent_block(units: Units, index: int, matmuls: dict[str, Matmul]) -> BlockCost:
-    """Latents of each rank's own tokens, their norms, and the queries, keys and values of its heads."""
+    """Return the description of latent attention: latents, their norms, queries, keys and values."""
     model, share, heads = units.model, units.share, units.heads
     down, up = matmuls["attention.kv_a"], matmuls["attention.kv_b"]
     if heads.latent:
@@ -48,8 +48,10 @@ def latent_block(units: Units, index: int, matmuls: dict[str, Matmul]) -> BlockC
 
 
 def _norm(units: Units, of: str, width: int, keeps_output: bool) -> Elementwise:
-    """The norm of a latent: its input, statistics, and its output if the matmul that reads it needs that in
-    backward."""
+    """Return the norm of a latent.
+
+    It keeps its input and statistics, and its output if the next matmul needs it in backward.
+    """
     values = units.share.own_tokens * width
     kept = (
         Buffer(f"latent of {of}", values),

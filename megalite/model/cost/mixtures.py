@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def local_matmuls(units: Units) -> list[LocalMatmul]:
-    """Router, and both matmuls of the experts, for one rank's tokens."""
+    """Return the router and both matmuls of the experts for one rank's tokens."""
     model, share = units.model, units.share
     ranks, k, hidden, experts = (
         share.tokens // share.own_tokens,
@@ -49,8 +49,10 @@ def local_matmuls(units: Units) -> list[LocalMatmul]:
 
 
 def mixture_block(units: Units, matmuls: dict[str, Matmul]) -> BlockCost:
-    """Router, experts, and the shared expert. Kept: logits and probabilities, the choice, the rows that were
-    sent and that came back."""
+    """Return the description of a mixture: router, experts and the shared expert.
+
+    It keeps logits and probabilities, the choice of experts, and the rows before and after the experts.
+    """
     model, share, own = units.model, units.share, units.own
     router, into, down = local_matmuls(units)
     forward, backward = (3, 6) if model.gated_mlp else (2, 4)

@@ -61,7 +61,7 @@ Group = tuple[Operation, ...]
 
 
 def groups(units: Units, index: int) -> list[Group]:
-    """The choices of a layer, 0-based. Each frees something."""
+    """Return the groups of operations that a layer (0-based) can recompute. Each frees memory."""
     attention, transformation = units.layer(index).blocks
     parallel = units.model.parallel_block != "none"
     candidates = [
@@ -76,8 +76,7 @@ def groups(units: Units, index: int) -> list[Group]:
 
 
 def chosen(options: Iterable[Group], mode: str) -> list[Operation]:
-    """The operations that a layer's mode of train.recompute stands for: of alternatives the last one that it
-    names."""
+    """Return the operations that a layer's mode of train.recompute names; of alternatives, the last one."""
     names, operations = operations_of(mode), []
     for group in options:
         named = [each for each in group if names.issuperset(each.names)]
@@ -86,7 +85,7 @@ def chosen(options: Iterable[Group], mode: str) -> list[Operation]:
 
 
 def repeated(units: Units, index: int, mode: str) -> list[Step]:
-    """The steps of a layer, 0-based, that backward computes again under a mode of train.recompute."""
+    """Return the steps of a layer (0-based) that the backward recomputes under a mode of train.recompute."""
     if mode in MODES:
         return units.layer(index).steps if mode == "full" else []
     return [step for operation in chosen(groups(units, index), mode) for step in operation.steps]
@@ -97,7 +96,7 @@ def _named(buffers: Iterable[Buffer], *names: str) -> tuple[Buffer, ...]:
 
 
 def _norm(units: Units) -> Elementwise:
-    """A norm alone: its input is read, its output written."""
+    """Return a standalone norm, which reads its input and writes its output."""
     return Elementwise((2 * units.own,))
 
 

@@ -23,8 +23,7 @@ MODES: tuple[str, ...] = ("none", "selective", "full")
 
 
 class TokenSplit(Protocol):
-    """The options that decide how tokens are split over ranks: `ParallelConfig`, or the planner's
-    `LayoutChoice`."""
+    """Options that split tokens over ranks: `ParallelConfig` or the planner's `LayoutChoice`."""
 
     @property
     def tp(self) -> int: ...
@@ -71,7 +70,7 @@ class Share:
 
     @classmethod
     def of(cls, split: TokenSplit, sequence_length: int, micro_batch_size: int) -> Share:
-        """The share of each rank when rows of `sequence_length` tokens are split as the options say."""
+        """Return the share of each rank when rows of `sequence_length` tokens are split by the options."""
         ranks = split.tp if split.sequence_parallel else 1
         return cls(
             sequence=equal_part(sequence_length, split.cp, split.context, ranks, split.context_parts),
@@ -88,17 +87,17 @@ class Share:
 
     @property
     def row(self) -> int:
-        """Positions of a row, over all cp ranks."""
+        """Return the number of positions of a row, over all cp ranks."""
         return self.sequence * self.cp
 
     @property
     def tokens(self) -> int:
-        """Tokens of the microbatch on one context-parallel rank."""
+        """Return the number of tokens of the microbatch on one context-parallel rank."""
         return self.batch * self.sequence
 
     @property
     def own_tokens(self) -> int:
-        """Tokens on one rank between tensor-parallel regions."""
+        """Return the number of tokens on one rank between tensor-parallel regions."""
         return self.tokens // (self.tp if self.sequence_parallel else 1)
 
 
@@ -186,7 +185,7 @@ class Matmul:
 
     @property
     def keeps_input(self) -> bool:
-        """Whether backward needs the input, for gradients of the weight or of its adapters."""
+        """Return whether the backward needs the input, for gradients of the weight or of its adapters."""
         return not self.frozen or self.adapter_rank > 0
 
     @property
@@ -200,7 +199,7 @@ class Matmul:
 
     @property
     def between(self) -> Buffer:
-        """The adapters' tensors between A and B: kept, and part of what is stashed."""
+        """Return the adapters' tensors between A and B. They are kept, and are part of what is stashed."""
         return Buffer(f"{self.name}: between the adapters' factors", self.rows * self.adapter_rank)
 
     @property
@@ -211,8 +210,7 @@ class Matmul:
 
     @property
     def stashed(self) -> tuple[Buffer, ...]:
-        """What a split backward keeps until the W pass: the input and the output's gradient, both
-        gathered."""
+        """Return what a split backward keeps until the W pass: input and output gradient, gathered."""
         if not self.keeps_input:
             return ()
         return (
@@ -239,13 +237,12 @@ class Matmul:
 
 @dataclass(frozen=True)
 class LocalMatmul(Matmul):
-    """A matmul of each rank's own tokens with whole matrices: a router, or the experts, if they are equally
-    loaded.
+    """A matmul of each rank's own tokens with whole matrices: a router, or equally loaded experts.
 
     Attributes:
         rows: rows of this rank: tokens, or for experts k times as many.
         outputs, inputs: of one matrix; `weights` are its elements, `adapter_weights` those of its adapter.
-        ranks: tp ranks, each with as many rows.
+        ranks: number of tp ranks, each with the same number of rows.
         matrices: number of matrices on this rank, of which each row is multiplied with one.
         experts: they belong to experts, which other ranks share than share dense weights.
         at_least_fp32: in which it is computed, as a router's is.
@@ -280,8 +277,7 @@ class LocalMatmul(Matmul):
 
 @dataclass(frozen=True)
 class SharedKeyMatmul(LocalMatmul):
-    """An `LocalMatmul` of which every tp rank needs some outputs of all tokens: the rotating keys of latent
-    attention.
+    """A `LocalMatmul` with outputs that every tp rank needs for all tokens: latent attention's rotary keys.
 
     Attributes:
         shared: number of these outputs.
@@ -300,8 +296,9 @@ class SharedKeyMatmul(LocalMatmul):
 
 @dataclass(frozen=True)
 class LatentUpProjection(Matmul):
-    """Keys and values of whole rows from the latents of all cp ranks, part of attention: its backward
-    computes them again.
+    """Keys and values of whole rows, computed from the latents of all cp ranks as part of attention.
+
+    The backward recomputes them.
 
     Attributes:
         rows: tokens of whole rows.
@@ -316,13 +313,13 @@ class LatentUpProjection(Matmul):
 
     @classmethod
     def of(cls, matmul: Matmul, share: Share, width: int) -> LatentUpProjection:
-        """That of a rank, in which `matmul` expands the latents."""
+        """Return the up-projection of a rank; `matmul` expands the latents."""
         fields: dict[str, Any] = {**vars(matmul), "rows": share.tokens * share.cp}
         return cls(**fields, width=width, cp=share.cp, gathered=share.sequence_parallel)
 
     @property
     def kept(self) -> tuple[Buffer, ...]:
-        """Nothing: backward starts from the latents, which are kept by the steps that compute them."""
+        """Return nothing: the backward starts from latents, which the steps that compute them keep."""
         return ()
 
     @property
@@ -371,7 +368,7 @@ class EmbeddingLookup:
 
 
 def attended_pairs(sequence: int, window: int | None) -> int:
-    """Number of (query, key) pairs of one head and sequence that a causal mask leaves within the window."""
+    """Return the number of (query, key) pairs of one head and sequence under a causal mask and a window."""
     seen = min(window or sequence, sequence)
     return seen * (seen + 1) // 2 + (sequence - seen) * seen
 
@@ -397,8 +394,7 @@ class AttentionCost:
 
     @property
     def head_size(self) -> float:
-        """Width of a head: the mean of that of keys and that of values, which one of the two matmuls has
-        each."""
+        """Return the mean of the head sizes of keys and values; each of the two matmuls has one of them."""
         return (self.key_size + self.value_size) / 2
 
     @property
@@ -408,8 +404,7 @@ class AttentionCost:
         return 2 * pairs * (self.key_size + self.value_size) // self.cp
 
     def matmul_flops(self, positions: float) -> float:
-        """FLOPs of one of the two matmuls, in the mean, for one token that attends to `positions`
-        positions."""
+        """Return the mean FLOPs of the two matmuls for one token that attends to `positions` positions."""
         return positions * (self.heads * (self.key_size + self.value_size))
 
 
@@ -486,13 +481,15 @@ class UnitCost:
 
     @property
     def local_weights(self) -> int:
-        """Elements of matrices, tables and norms on this rank; without biases and norms of queries and
-        keys."""
+        """Return the number of elements of matrices, tables and norms on this rank.
+
+        Biases and the norms of queries and keys are not counted.
+        """
         return sum(step.local_weights for step in self.steps)
 
     @property
     def kept(self) -> list[Buffer]:
-        """What forward keeps for backward."""
+        """Return the tensors that the forward keeps for the backward."""
         return [buffer for step in self.steps for buffer in step.kept]
 
     @property

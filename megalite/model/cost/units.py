@@ -50,18 +50,20 @@ class Units:
         self._layers: dict[Hashable, UnitCost] = {}
 
     def unit(self, number: int) -> UnitCost:
-        """The unit of a number: 0 is the embedding, 1 … L are the layers, L + 1 is the head, without modules
-        of multi-token prediction."""
+        """Return unit `number`: 0 is the embedding, 1 … L are the layers, and L + 1 is the head.
+
+        Modules of multi-token prediction are not included.
+        """
         if number == 0:
             return self.embedding()
         return self.head() if number == head_unit(self.model) else self.layer(number - 1)
 
     def alike(self, index: int) -> Hashable:
-        """A key: layers with equal keys have equal descriptions."""
+        """Return a key that layers with the same description share."""
         return self.model.window(index), self.model.is_mixture(index)
 
     def layer(self, index: int) -> UnitCost:
-        """A transformer layer, 0-based."""
+        """Return the description of a transformer layer (0-based)."""
         key = self.alike(index)
         if key not in self._layers:
             matmuls = self._layer_matmuls(index)
@@ -140,8 +142,7 @@ class Units:
 
     @property
     def exchanges(self) -> tuple[tuple[int, context_parallel.ContextExchange], ...]:
-        """What a layer's attention exchanges over cp, or over each of its two levels, with the number of
-        ranks there."""
+        """Return (ranks, exchange) of attention over cp, or over each of its two levels."""
         return tuple(
             (share.cp, context_parallel.exchange(share, heads))
             for share, heads in context_parallel.levels(self.share, self.heads)
@@ -151,7 +152,7 @@ class Units:
     # --------------------------------------------------------------------------------------------------------
 
     def _layer_matmuls(self, index: int) -> dict[str, Matmul]:
-        """The matmuls of all tokens with each of a layer's weights, by name."""
+        """Return the matmuls of all tokens with the weights of a layer, by name."""
         lora, tp, matmuls = self.lora, self.share.tp, {}
         prefix = f"layers.{index}."  # the last unit may have several layers
         for spec in model_specs(self.model, tp=tp, units=[min(index + 1, head_unit(self.model))]):
@@ -181,7 +182,7 @@ class Units:
         return matmuls
 
     def _of_own_tokens(self, matmul: Matmul) -> Matmul:
-        """The matmul of each rank's own tokens with a whole matrix, which makes a latent."""
+        """Return the matmul of each rank's own tokens with a whole matrix, which computes a latent."""
         own, travels = self.share.own_tokens, self.heads.latent > 0
         shared = self.model.qk_rope_head_dim if matmul.name == "attention.kv_a" and not travels else 0
         fields: dict[str, Any] = {**vars(matmul), "rows": own, "ranks": self.share.tokens // own}
@@ -218,7 +219,7 @@ class Units:
         return BlockCost(before, (qkv, rotary, attention, out), after, self.dropped, tuple(workspace))
 
     def attention(self, index: int) -> AttentionCost:
-        """Attention itself, between the projections."""
+        """Return the attention of a layer, between its projections."""
         model, share, heads = self.model, self.share, self.heads
         kept = (*context_parallel.kept(share, heads), *self._probabilities(index, heads.query))
         return AttentionCost(
@@ -240,7 +241,7 @@ class Units:
         return mixture_block(self, matmuls)
 
     def feed_forward(self, into: Matmul, down: Matmul) -> BlockCost:
-        """The block of a dense feed-forward."""
+        """Return the block of a dense feed-forward."""
         tokens = self.share.tokens
         inner = tokens * down.inputs
         forward, backward = (3, 6) if self.model.gated_mlp else (2, 4)

@@ -74,8 +74,11 @@ GPU = "h100"  # of a GPU that profiling.hardware does not name
 
 
 def budget_bytes(config: Config, memory: float | None = None) -> int:
-    """train.memory_budget in bytes. memory: bytes of the device, of which it may be a share. Raises
-    ConfigError if they are unknown."""
+    """Return train.memory_budget in bytes.
+
+    memory: bytes of the device, if the budget is a fraction of it. Raises ConfigError if they are
+    unknown.
+    """
     budget = config.train.memory_budget
     assert budget is not None
     if budget > 1:
@@ -84,15 +87,16 @@ def budget_bytes(config: Config, memory: float | None = None) -> int:
         memory = _costs(config.profiling.hardware, "cuda").memory
     if memory is None:
         raise ConfigError(
-            f"train.memory_budget = {budget:g} is a share of a device whose memory is not known here. "
-            "Give bytes, such as 70GB, or name the device with profiling.hardware."
+            f"train.memory_budget = {budget:g} is a fraction of the device's memory, which is unknown here. "
+            "Use an absolute size such as 70GB, or set profiling.hardware."
         )
     return int(budget * memory)
 
 
 def resolve_budget(config: Config, device: DeviceType = "cuda", memory: float | None = None) -> Config:
-    """The configuration of a run whose dp is resolved, with operations in place of a budget. Raises
-    ConfigError.
+    """Return the configuration with the operations to recompute in place of a budget.
+
+    The dp of the configuration must be resolved. Raises ConfigError.
 
     memory: bytes of the device.
     """
@@ -104,7 +108,7 @@ def resolve_budget(config: Config, device: DeviceType = "cuda", memory: float | 
 
 @dataclass(frozen=True)
 class RankDecision:
-    """What a pipeline rank recomputes.
+    """Operations that a pipeline rank recomputes, and their memory and time.
 
     Attributes:
         stages: for each of its stages, number and layers.
@@ -125,7 +129,7 @@ class RankDecision:
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks recompute: `recompute` is the value of train.recompute that says it layer by layer."""
+    """Operations that all ranks recompute; `recompute` is the value of train.recompute, layer by layer."""
 
     budget: int
     recompute: str
@@ -134,7 +138,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class _DecisionInputs:
-    """What a decision depends on; equal where `key` is."""
+    """Arguments of a decision; two are equal if their `key` is."""
 
     key: str
     config: Config = field(compare=False)
@@ -149,8 +153,9 @@ def decide_recomputation(
     costs: devices.Device | None = None,
     schedule: Schedule | None = None,
 ) -> Decision:
-    """What to recompute so that every rank needs at most `budget` bytes. Raises ConfigError, naming the
-    smallest budget, if nothing does.
+    """Choose what to recompute so that every rank needs at most `budget` bytes.
+
+    Raises ConfigError with the smallest possible budget if nothing fits.
 
     Args:
         costs: the device whose times are minimized; default: that of profiling.hardware, or a usual one.
@@ -171,7 +176,10 @@ def problem_of(
     schedule: Schedule,
     buckets: dict[Hashable, list[BucketLayout]],
 ) -> BudgetProblem:
-    """The problem of a configuration; arguments as for `decide_recomputation`. buckets: as for `Standing`."""
+    """Return the problem of a configuration.
+
+    Arguments are as for `decide_recomputation`, buckets as for `Standing`.
+    """
     return BudgetProblem(_keeping_all(config, world_size), device, costs, schedule, buckets)
 
 
@@ -194,7 +202,7 @@ def recompute_within(
 
 
 def _keeping_all(config: Config, world_size: int | None) -> Config:
-    """The configuration without recomputation, and with its sizes filled in."""
+    """Return the configuration without recomputation and with its sizes filled in."""
     return resolve_layout(
         replace(config, train=replace(config.train, recompute="none")),
         world_size or ParallelDims.of(config).world,
@@ -203,7 +211,7 @@ def _keeping_all(config: Config, world_size: int | None) -> Config:
 
 @lru_cache(maxsize=8)
 def _costs(name: str | None, device: DeviceType) -> devices.Device:
-    """The device of profiling.hardware, else a usual one."""
+    """Return the device of profiling.hardware, or a default one."""
     if name is None:
         return devices.read_device("cpu", dict(CPU)) if device == "cpu" else devices.find_device(GPU)
     try:
@@ -224,7 +232,7 @@ def _decided(inputs: _DecisionInputs, budget: int, device: DeviceType) -> Decisi
 
 
 def decision(problem: BudgetProblem, budget: int) -> Decision:
-    """What `decide_recomputation` finds. Raises ConfigError as it does."""
+    """Solve the problem of `decide_recomputation`. Raises ConfigError as it does."""
     config = problem.config
     ranks = [problem.rank(rank, budget) for rank in range(config.parallel.pp)]
     if max(each.everything for each in ranks) > budget:
@@ -246,7 +254,7 @@ def decision(problem: BudgetProblem, budget: int) -> Decision:
 
 
 def _written(config: Config, modes: Mapping[int, str]) -> str:
-    """The modes of layers, by index, as train.recompute has them; other layers keep everything."""
+    """Return train.recompute for the modes of layers, by index; other layers keep everything."""
     return written([modes.get(layer, "none") for layer in range(layer_count(config.model))])
 
 
@@ -260,13 +268,13 @@ def _too_small(config: Config, budget: int, ranks: Sequence[RankDecision]) -> st
     )
     least = amount(max(rank.everything for rank in ranks), up=True)
     return (
-        f"train.memory_budget = {value} is less than a rank needs that recomputes everything: {each}. "
-        f"Legal values: from {least}. Or lower train.micro_batch_size, or use more ranks."
+        f"train.memory_budget = {value} is too small even if everything is recomputed, which needs {each}. "
+        f"Set at least {least}, reduce train.micro_batch_size, or use more ranks."
     )
 
 
 def amount(size: float, up: bool = False) -> str:
-    """Bytes as an option takes them, rounded to four digits, or up to the next one."""
+    """Format bytes as an option accepts them, rounded to four digits, or up to the next one."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if size >= scale:
             digits = 10.0 ** max(0, 3 - len(str(int(size / scale))))
@@ -301,7 +309,7 @@ class _Layer(NamedTuple):
 
 
 class _Programme(NamedTuple):
-    """The integer programme of a rank, apart from the bytes that there are.
+    """Integer program of a rank, without the number of available bytes.
 
     Attributes:
         least: bytes of the largest load if everything is recomputed.
@@ -317,7 +325,7 @@ class _Programme(NamedTuple):
 
 
 class BudgetProblem:
-    """The integer programmes of a configuration that keeps everything, one for each pipeline rank."""
+    """Integer programs of a configuration that keeps everything, one for each pipeline rank."""
 
     def __init__(
         self,
@@ -340,8 +348,9 @@ class BudgetProblem:
         self.besides = Standing(config, schedule, self.kept, self._buckets)
 
     def stored(self, config: Config, schedule: Schedule) -> BudgetProblem:
-        """The problem of a configuration that differs in what ZeRO shards and where states are stored: its
-        programmes are these.
+        """Return the problem of a configuration with another ZeRO stage or other places of states.
+
+        It shares the programs of this one.
 
         schedule: has the same passes.
         """
@@ -357,8 +366,7 @@ class BudgetProblem:
         return self._activations_by_mode[recompute]
 
     def solved(self, rank: int, budget: int, exact: bool = True) -> tuple[int, _Solution | None]:
-        """Bytes that a rank needs if it recomputes everything, and what it recomputes; None if nothing
-        fits."""
+        """Return the bytes of a rank that recomputes everything, and its solution; None if nothing fits."""
         besides = self.besides.of(rank)
         room = budget - besides.total
         scores = sorted({self._has_scores(self._layers(self.schedule.stages_of(rank))), False})
@@ -370,7 +378,7 @@ class BudgetProblem:
         )
 
     def rank(self, rank: int, budget: int) -> RankDecision:
-        """What a rank recomputes; everything if nothing else fits, or even that does not."""
+        """Return what a rank recomputes: everything, if nothing else fits or even that does not fit."""
         stages, (least, best) = self.schedule.stages_of(rank), self.solved(rank, budget)
         (nothing,) = estimate(
             self.config, ParallelDims.of(self.config).world, self.device, self.schedule, [rank]
@@ -385,7 +393,7 @@ class BudgetProblem:
         )
 
     def _span(self, stage: int) -> tuple[int, int]:
-        """The first layer of a stage, and the one after its last."""
+        """Return the first layer of a stage, and the one after its last."""
         layers = [layer for unit in self.units[stage] for layer in layers_in(self.config.model, unit)]
         return (layers[0], layers[-1] + 1) if layers else (0, 0)
 
@@ -412,7 +420,7 @@ class BudgetProblem:
         return any(self._scores[self.kept.units.alike(layer.number)] for layer in layers)
 
     def _choices(self, layer: int, scores: bool) -> list[_Choice]:
-        """What a layer chooses from."""
+        """Return the choices of a layer."""
         key = self.kept.units.alike(layer), scores
         if key not in self._known:
             choices = [self._choice(group, layer, scores) for group in groups(self.kept.units, layer)]
@@ -420,8 +428,10 @@ class BudgetProblem:
         return self._known[key]
 
     def _programme(self, rank: int, scores: bool) -> _Programme:
-        """The programme of a rank; `scores`: every layer recomputes the probabilities of attention a block at
-        a time."""
+        """Return the program of a rank.
+
+        scores: whether every layer recomputes attention probabilities one block at a time.
+        """
         if (rank, scores) not in self._programmes:
             self._programmes[rank, scores] = self._posed(self.schedule.stages_of(rank), scores)
         return self._programmes[rank, scores]
@@ -463,15 +473,18 @@ class BudgetProblem:
         )
 
     def _solution(self, programme: _Programme, room: int, scores: bool, exact: bool) -> _Solution | None:
-        """The best choice within `room` bytes, or a good one unless `exact`; None if nothing fits."""
+        """Return the best choice within `room` bytes, or a good one unless `exact`; None if nothing fits."""
         if programme.least > room:
             return None
         counts = solve(programme.kinds, [need - room for need in programme.needs], exact)
         return None if counts is None else self._written(programme, counts, scores)
 
     def _choice(self, group: Group, layer: int, scores: bool) -> _Choice:
-        """The alternatives of a group. With `scores`, those that recompute the probabilities, relative to
-        doing only that."""
+        """Return the alternatives of a group.
+
+        With `scores`, only those that recompute the probabilities, relative to recomputing nothing
+        else.
+        """
         size, share = self.kept.bytes_of, self.kept.share
         options = [
             (each.names, sum(of_operation(self.operations, share, layer, each)), size(each.buffers))
@@ -507,15 +520,17 @@ class BudgetProblem:
 
 
 class _Choice(NamedTuple):
-    """Alternatives of keeping a group: (operations, seconds, bytes freed); and the bytes that it keeps if
-    none is taken."""
+    """Alternatives to keeping a group: (operations, seconds, bytes freed).
+
+    kept: bytes of the group if none is chosen.
+    """
 
     options: tuple[tuple[tuple[str, ...], float, int], ...]
     kept: int
 
 
 class _Solution(NamedTuple):
-    """The mode of each layer, and the seconds that they recompute per microbatch."""
+    """The mode of each layer, and the seconds of recomputation per microbatch."""
 
     modes: dict[int, str]
     seconds: float
@@ -530,7 +545,7 @@ def _alternatives(group: Group, scores: bool) -> list[Operation]:
 def _loads(
     schedule: Schedule, stages: Sequence[Sequence[HeldBytes]], tables: int, numbers: Sequence[int]
 ) -> list[_Load]:
-    """The loads of a rank that no other one covers, given its stages with everything recomputed."""
+    """Return the loads of a rank that no other load covers, given its stages with everything recomputed."""
     largest = dict[tuple[tuple[int, int], ...], int]()
     for load in loads(moments_of(schedule, schedule.placement[numbers[0]]), stages, tables):
         moment = load.moment
@@ -552,7 +567,7 @@ def _uncovered(loads: list[_Load]) -> list[_Load]:
 
 
 def budget_table(decision: Decision) -> list[str]:
-    """The decision as lines of text: what each stage recomputes, and each rank's peak."""
+    """Format a decision as lines of text: what each stage recomputes, and the peak of each rank."""
     rows: list[tuple[str, ...]] = [
         ("pp rank", "stage", "layers", "recomputed", "peak", "without", "at least")
     ]
@@ -572,7 +587,7 @@ def budget_table(decision: Decision) -> list[str]:
 
 
 def _runs(modes: dict[int, str], span: range) -> list[tuple[str, int, int]]:
-    """(mode, first, last) of consecutive layers that recompute alike."""
+    """Return (mode, first, last) of consecutive layers with the same mode."""
     runs: list[tuple[str, int, int]] = []
     for layer in span:
         if runs and runs[-1][0] == modes[layer]:

@@ -41,14 +41,14 @@ SLACK = 2e-6  # relative, by which HiGHS may miss a constraint: twice its tolera
 
 
 class Option(NamedTuple):
-    """A way of treating one item: its cost, and what it frees of each constraint."""
+    """One option for an item: its cost, and what it frees of each constraint."""
 
     cost: float
     frees: tuple[int, ...]
 
 
 class ItemGroup(NamedTuple):
-    """A number of equal items, and the options besides keeping everything."""
+    """A number of identical items, and their options besides keeping everything."""
 
     items: int
     options: tuple[Option, ...]
@@ -186,7 +186,7 @@ class Relaxation:
         self._bound = _Bounds(kinds, 1).after(-1)
 
     def least(self, need: float) -> float:
-        """Infinite if the items cannot free so much."""
+        """Return the least cost that frees `need` bytes; infinity if the items cannot free that much."""
         return float(self._bound.least(np.array([need])))
 
 
@@ -228,7 +228,7 @@ def _cost(kind: ItemGroup, taken: Sequence[int]) -> float:
 
 
 def _counts(kind: ItemGroup) -> Iterator[tuple[int, ...]]:
-    """Numbers of items that may take each of a kind's options."""
+    """Return the possible numbers of items for each option of a kind."""
 
     def shared(options: int, items: int) -> Iterator[tuple[int, ...]]:
         if options == 0:
@@ -250,8 +250,7 @@ class _Step:
 
 
 class _Bounds:
-    """The linear relaxations of some kinds, which leave out more and more of them: their steps are sorted
-    once.
+    """Linear relaxations of the kinds after each of them; their steps are sorted once.
 
     Arrays are [constraints, steps], filled up with steps that free nothing.
     """
@@ -276,13 +275,12 @@ class _Bounds:
                 )
 
     def after(self, number: int) -> _Bound:
-        """The bound of the kinds after one of them."""
+        """Return the bound of the kinds after kind `number`."""
         return _Bound(self._rates, np.where(self._kinds > number, self._frees, 0))
 
 
 class _Bound:
-    """The least cost at which some kinds free a number of bytes, constraint by constraint, with fractions of
-    items.
+    """Least cost at which some kinds free a number of bytes, for each constraint, with fractions of items.
 
     Args:
         rates, frees: of steps in ascending order of their rates, [constraints, steps].
@@ -310,7 +308,7 @@ class _Bound:
 
 
 def _hull(kind: ItemGroup, index: int) -> list[_Step]:
-    """The lower convex hull of a kind's options for one constraint, from keeping everything on."""
+    """Return the lower convex hull of a kind's options for one constraint."""
     points, at, steps = (
         [(option.frees[index], option.cost) for option in kind.options],
         (0, 0.0),
@@ -368,7 +366,7 @@ def _greedy(kinds: Sequence[ItemGroup], needs: tuple[int, ...]) -> Counts | None
 
 
 def _take_back(kinds: Sequence[ItemGroup], taken: list[list[int]], left: list[int]) -> None:
-    """Keep everything again in items that are not needed, the costly ones first."""
+    """Keep everything again in items that are not needed, starting with the most expensive."""
     every = [
         (option.cost, number, index)
         for number, kind in enumerate(kinds)

@@ -24,7 +24,7 @@ from megalite.planner.memory.states import Widths
 
 @dataclass(frozen=True)
 class MuonExchange:
-    """Bytes of a step.
+    """Bytes of Muon's exchange in a step.
 
     Attributes:
         sent: that the rank sends which sends most.
@@ -36,7 +36,7 @@ class MuonExchange:
 
 
 def exchange(config: Config, buckets: Sequence[BucketLayout]) -> MuonExchange:
-    """The exchange of the pipeline rank that has these buckets; nothing without Muon."""
+    """Return the exchange of a pipeline rank with these buckets; empty without Muon."""
     if config.optimizer.name != "muon":
         return MuonExchange()
     accumulate, layout = Widths.of(config).accumulate, Layout.of(config)
@@ -84,12 +84,12 @@ def seconds(
 
 
 def matrix_elements(model: ModelConfig) -> int:
-    """Elements of one layer that travel to owners, and back."""
+    """Return the elements of one layer that are sent to owners, and back."""
     return sum(map(prod, matrix_shapes(model)))
 
 
 def matrix_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
-    """The shapes of a layer's matrices."""
+    """Return the shapes of a layer's matrices."""
     segments = [
         segment for spec in model_specs(model, units=[1]) for segment in spec.segments if is_matrix(segment)
     ]

@@ -38,7 +38,7 @@ FORWARD_OPERATIONS, BACKWARD_OPERATIONS = 40, 80  # that the host launches per l
 
 @dataclass(frozen=True)
 class Software:
-    """How a training code differs from this one.
+    """Differences between a training code and this one.
 
     Attributes:
         flash: attention never writes its scores; otherwise every score goes to memory, several times.
@@ -104,7 +104,7 @@ class PassTimes(NamedTuple):
 
 
 class Operations:
-    """The times of a model's units on a device; with adapters, all other weights are frozen."""
+    """Times of a model's units on a device. With adapters, all other weights are frozen."""
 
     def __init__(
         self,
@@ -144,21 +144,21 @@ class Operations:
         )
 
     def _move(self, *values: float) -> float:
-        """Kernels that move the given numbers of values."""
+        """Return the time of kernels that move the given numbers of values."""
         return sum(stream(self.device, value * self.size) for value in values)
 
     def _pointwise(self, *values: float) -> float:
-        """The same for norms, activations and residual sums, with the software's memory traffic."""
+        """Return the time of norms, activations and residual sums, with the software's memory traffic."""
         return self._move(*(value * self.software.elementwise for value in values))
 
     def units(self, share: Share) -> Units:
-        """The descriptions of the model's units under a share."""
+        """Return the descriptions of the model's units under a share."""
         if share not in self._units:
             self._units[share] = Units(self.model, share, self.lora)
         return self._units[share]
 
     def layer(self, share: Share, index: int) -> PassTimes:
-        """A transformer layer."""
+        """Return the time of a transformer layer."""
         units = self.units(share)
         key = share, units.alike(index)
         if key not in self._layers:
@@ -191,7 +191,7 @@ class Operations:
         return passes.plus(self._around(share, block))
 
     def _step(self, step: Step) -> PassTimes:
-        """One step, without its tensor-parallel communication."""
+        """Return the time of one step, without its tensor-parallel communication."""
         match step:
             case LocalMatmul():
                 return self._local_matmul(step)
@@ -219,16 +219,13 @@ class Operations:
         )
 
     def _local_matmul(self, step: LocalMatmul) -> PassTimes:
-        """A matmul per expert, each with the same number of rows; or one of this rank's own tokens, a router's in
-        fp32."""
+        """Return the time of equally loaded experts' matmuls, or of a router's in fp32."""
         precision = "fp32" if step.at_least_fp32 and "fp32" in self.device.peaks else self.precision
         rows, outputs, inputs, batch = step.rows / step.matrices, step.outputs, step.inputs, step.matrices
         forward = matmul(self.device, rows, outputs, inputs, precision, batch)
         backward = matmul(self.device, rows, inputs, outputs, precision, batch)
         written = ACCUMULATED if self.software.fp32_accumulation else None
-        weight = (
-            0.0 if step.frozen else matmul(self.device, outputs, inputs, rows, precision, batch, written)
-        )
+        weight = 0.0 if step.frozen else matmul(self.device, outputs, inputs, rows, precision, batch, written)
         return PassTimes(forward, backward, weight).plus(self._adapters(step))
 
     def _adapters(self, step: Matmul) -> PassTimes:
@@ -310,7 +307,7 @@ class Operations:
         return 2 * exposed, exposed + again + max(0.0, half - beside)
 
     def exchange(self, share: Share, index: int) -> tuple[float, float]:
-        """Exposed communication of a layer's attention over cp, forward and backward."""
+        """Return the exposed communication of a layer's attention over cp, forward and backward."""
         units = self.units(share)
         forward, backward = zip(*map(self._attention, units.layer(index).attentions), strict=True)
         return context_exchange.exposed(
@@ -318,7 +315,7 @@ class Operations:
         )
 
     def dispatch(self, share: Share, index: int) -> tuple[float, float]:
-        """Exposed communication of a layer's mixture over ep, forward and backward."""
+        """Return the exposed communication of a layer's mixture over ep, forward and backward."""
         if share.ep == 1 or not self.model.is_mixture(index):
             return 0.0, 0.0
         return expert_exchange.exposed(self.fabric, self.model, share, self.size)
@@ -345,12 +342,14 @@ class Operations:
         return sum(self._attention(step)[0] for step in self.units(share).layer(index).attentions)
 
     def forward(self, step: Step) -> float:
-        """The kernels of a step's forward."""
+        """Return the kernel time of a step's forward."""
         return self._step(step).forward
 
     def again(self, share: Share, index: int, mode: str) -> tuple[float, float]:
-        """Seconds of a layer's backward that are recomputed under a mode of train.recompute: kernels, and
-        exposed communication."""
+        """Return the kernel time and exposed communication that a layer's backward recomputes.
+
+        mode: as train.recompute.
+        """
         if mode in ("none", "full"):
             forward, wait = self.layer(share, index).forward, self.layer(share, index).forward_wait
             return (forward - wait, wait) if mode == "full" else (0.0, 0.0)
@@ -384,7 +383,10 @@ class Operations:
     # ------------------------------------------------------------------------------------------------
 
     def embedding(self, share: Share) -> PassTimes:
-        """Rows are looked up and summed over tp; backward adds them to fp32 accumulators."""
+        """Return the time of the embedding.
+
+        Rows are looked up and summed over tp; backward adds their gradients to fp32 accumulators.
+        """
         (block,) = self.units(share).embedding().blocks
         passes = functools.reduce(PassTimes.plus, map(self._step, block.steps))
         ranks, size = group(self.device, share.tp, 1), share.tokens * self.model.hidden_size * self.size

@@ -67,7 +67,7 @@ def read(run: Path) -> MeasuredRun:
     try:
         recorded = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(recorded, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("not a JSON object")
         costs = (
             Costs(*map(float, recorded["schedule_costs"]))
             if "schedule_costs" in recorded
@@ -86,21 +86,23 @@ def read(run: Path) -> MeasuredRun:
         plan = BubblePlan(schedule, timeline, {**passes, "comm": comm}, "s")
         measured = MeasuredRun(plan, list(recorded["steps"]), bubbles, recorded.get("layout"))
         if not timeline.ideal > 0:
-            raise ValueError("its durations are all 0")
+            raise ValueError("all durations are 0")
     except OSError as error:
         raise ScheduleError(
-            f"{path}: {error.strerror}. A run writes it if profiling.timeline is set."
+            f"Could not read {path}: {error.strerror}. A run writes it if profiling.timeline is set."
         ) from None
     except KeyError as error:
-        raise ScheduleError(f"{path} has no {error}: it is not a run's timeline.") from None
+        raise ScheduleError(f"{path} is not a run's timeline: missing key {error}.") from None
     except (TypeError, ValueError) as error:
         raise ScheduleError(f"{path} is not a run's timeline: {str(error).rstrip('.')}.") from None
     return measured
 
 
 def _planned_for(run: Path) -> Costs | None:
-    """The costs that the run's schedule was built for, from its configuration: earlier versions did not write
-    them into the timeline."""
+    """Return the costs that the run's schedule was built for, from its configuration.
+
+    Timelines of earlier versions do not contain them.
+    """
     import yaml
 
     path = run / "config.yaml"
@@ -116,7 +118,7 @@ def _planned_for(run: Path) -> Costs | None:
 
 
 def _per_stage(durations: dict[str, Any], name: str, stages: int) -> list[float]:
-    """One duration per stage; zeros if the run has no such pass."""
+    """Return one duration per stage; zeros if the run has no such pass."""
     values = durations[name]
     if values is None and name == "weight_backward":
         return [0.0] * stages
@@ -126,7 +128,7 @@ def _per_stage(durations: dict[str, Any], name: str, stages: int) -> list[float]
 
 
 def _seconds(value: Any) -> float:
-    """A duration in seconds, checked to be finite and non-negative."""
+    """Return a duration in seconds. Raises ValueError unless it is finite and not negative."""
     if not 0 <= float(value) < LONGEST:
-        raise ValueError(f"{value} is no duration in seconds")
+        raise ValueError(f"{value} is not a duration in seconds")
     return float(value)

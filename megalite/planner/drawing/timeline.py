@@ -49,7 +49,7 @@ MOST_BARS = 50_000
 
 
 class DrawingError(ValueError):
-    """A plan that cannot be drawn; the message says what to do instead."""
+    """Raised if a plan cannot be drawn; the message suggests an alternative."""
 
 
 class Box(NamedTuple):
@@ -101,8 +101,8 @@ def picture(plans: Sequence[BubblePlan]) -> Picture:
     bars = [span for plan in plans for spans in plan.timeline.spans for span in spans]
     if len(bars) > MOST_BARS:
         raise DrawingError(
-            f"{len(bars)} actions are too many for a picture (at most {MOST_BARS}). A .json of any size "
-            "opens in Perfetto."
+            f"a picture has at most {MOST_BARS} actions, got {len(bars)}. Use .json, which Perfetto opens at "
+            "any size."
         )
     longest = max(plan.timeline.makespan for plan in plans)
     shortest = min(span.end - span.start for span in bars if span.end > span.start)
@@ -147,7 +147,7 @@ def _add_panel(drawn: Picture, plan: BubblePlan, scale: float) -> None:
 
 
 def _title(plan: BubblePlan) -> list[str]:
-    """Lines that describe the plan: its name and sizes, bubbles and times, memory and durations."""
+    """Return the lines above a timeline: name and sizes, bubbles and times, memory and durations."""
     timeline = plan.timeline
     bubbles = [f"{name} {percent(getattr(timeline, name))}" for name in BUBBLES]
     times = [
@@ -204,7 +204,7 @@ def _add_row(drawn: Picture, plan: BubblePlan, rank: int, scale: float, row: flo
 
 
 def _stalls_at(time: float, plan: BubblePlan, rank: int) -> bool:
-    """Whether a rank waits for weights at this time."""
+    """Return whether a rank waits for weights at this time."""
     stalls = plan.timeline.stalls[rank] if plan.weights else ()
     place = bisect_right(stalls, (time, math.inf))
     return place > 0 and time < stalls[place - 1][1]
@@ -242,8 +242,9 @@ def _add_gathers(drawn: Picture, plan: BubblePlan, rank: int, scale: float, row:
 
 
 def phases(spans: Sequence[Interval]) -> tuple[float, float]:
-    """The ends of a rank's warm-up and steady phase: the start of its first backward and the end of its last
-    forward.
+    """Return the ends of a rank's warm-up and steady phases.
+
+    They are the start of its first backward and the end of its last forward.
 
     Without a steady phase both are the latter.
     """
@@ -255,7 +256,7 @@ def phases(spans: Sequence[Interval]) -> tuple[float, float]:
 
 
 def _describe(action: Action, rank: int, start: float, stop: float, unit: str) -> str:
-    """The tooltip of an action."""
+    """Return the tooltip of an action."""
     what = (
         f"{action}: {MEANING[action.kind]} of microbatch {action.microbatch}, stage {action.stage}, rank "
         f"{rank}"
@@ -396,7 +397,9 @@ def write_png(drawn: Picture, path: Path) -> None:
         DrawingError: matplotlib is not installed.
     """
     if find_spec("matplotlib") is None:
-        raise DrawingError("a .png needs matplotlib: pip install matplotlib. An .svg or .html needs nothing.")
+        raise DrawingError(
+            "a .png requires matplotlib. Install it with `pip install matplotlib`, or use .svg or .html."
+        )
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.collections import PolyCollection
     from matplotlib.figure import Figure
@@ -425,5 +428,5 @@ def write_png(drawn: Picture, path: Path) -> None:
 
 
 def _short(value: float) -> str:
-    """A length with two decimals, without trailing zeros."""
+    """Format a length with at most two decimals."""
     return f"{value:.2f}".rstrip("0").rstrip(".")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Constants:
-    """None belongs to a model or a layout.
+    """Constants of the time model, independent of models and layouts.
 
     Attributes:
         stream: fraction of the data sheet's bandwidth that memory-bound kernels reach; a plain copy of
@@ -45,6 +45,8 @@ table's rows."""
 
 
 def prediction_interval(seconds: float) -> tuple[float, float]:
-    """The times between which a measured step lies in 80 % of runs on devices whose published runs have been
-    compared."""
+    """Return the times between which 80 % of measured steps lie.
+
+    It applies to devices with published runs that have been compared with predictions.
+    """
     return seconds / (1 + INTERVAL), seconds * (1 + INTERVAL)

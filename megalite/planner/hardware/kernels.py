@@ -34,12 +34,12 @@ BLOCK = 128
 
 
 def reached_bandwidth(device: Device) -> float:
-    """Bytes/s that memory-bound kernels reach."""
+    """Return the bytes/s that memory-bound kernels reach."""
     return device.bandwidth * (1.0 if device.measured else device.constants.stream)
 
 
 def stream(device: Device, size: float) -> float:
-    """A memory-bound kernel that moves `size` bytes from or to memory."""
+    """Return the time of a memory-bound kernel that moves `size` bytes from or to memory."""
     return device.kernel + size / reached_bandwidth(device)
 
 
@@ -52,7 +52,7 @@ def matmul(
     batch: float = 1,
     written: float | None = None,
 ) -> float:
-    """`batch` matmuls of [m, k] and [k, n].
+    """Return the time of `batch` matmuls of [m, k] and [k, n].
 
     written: bytes moved per element of the result, by default one write at the precision; 8 for a gradient
     that is added to an fp32
@@ -82,8 +82,10 @@ def _tiled(device: Device, m: float, n: float, k: float, precision: str, batch: 
 
 
 def _measured_rate(device: Device, volume: float) -> float:
-    """FLOP/s of a matmul with m·n·k = volume, interpolated between the measured sizes linearly in the
-    logarithm of the size."""
+    """Return the FLOP/s of a matmul with m·n·k = volume.
+
+    It is interpolated between the measured sizes, linearly in the logarithm of the size.
+    """
     size = volume ** (1 / 3)
     sizes = [each for each, _ in device.rates]
     at = bisect_left(sizes, size)
@@ -94,8 +96,10 @@ def _measured_rate(device: Device, volume: float) -> float:
 
 
 def computed_pairs(sequence: int, window: int | None) -> float:
-    """(query, key) pairs that causal attention computes for one head of one sequence: the attended pairs,
-    rounded up to whole blocks."""
+    """Return the (query, key) pairs that causal attention computes for one head and sequence.
+
+    These are the attended pairs, rounded up to whole blocks.
+    """
     return attended_pairs(sequence, window) + sequence * (min(BLOCK, window or sequence, sequence) - 1) / 2
 
 
@@ -108,8 +112,10 @@ def attention(
     window: int | None,
     precision: str,
 ) -> tuple[float, float]:
-    """Forward and backward of attention that never writes its scores (FlashAttention, Dao et al. 2022);
-    backward recomputes them."""
+    """Return the times of attention's forward and backward without writing scores to memory.
+
+    Such a kernel (FlashAttention, Dao et al. 2022) recomputes the scores in its backward.
+    """
     scores = batch * heads * computed_pairs(sequence, window)
     if device.attention is not None:
         flops = 4 * scores * head_size

@@ -81,7 +81,7 @@ class Activations:
 
     @property
     def message(self) -> int:
-        """Bytes of a message between two stages."""
+        """Return the bytes of a message between two stages."""
         return self.own
 
     def _size(self, buffers: Iterable[Buffer], mode: str = "none") -> int:
@@ -130,8 +130,7 @@ class Activations:
 
     @property
     def flash(self) -> bool:
-        """Whether attention runs in a kernel that keeps one number per query (the log-sum-exp) instead of
-        probabilities."""
+        """Return whether attention keeps one number per query (the log-sum-exp) instead of probabilities."""
         model, train = self.model, self.config.train
         if self.device == "cpu" or train.precision not in ("bf16", "fp16"):
             return False
@@ -150,7 +149,7 @@ class Activations:
 
     @property
     def loss_chunk(self) -> int:
-        """Tokens whose logits exist at a time; 0 if all logits exist from forward to backward."""
+        """Return the tokens whose logits exist at a time; 0 if all exist from forward to backward."""
         tokens, batch = self.share.tokens, self.share.batch
         chunk, ranks = self.config.train.loss_chunk, tokens // self.share.own_tokens
         chunk = (LOSS_CHUNK_ON_GPU if self.device == "cuda" else 0) if chunk is None else chunk
@@ -202,7 +201,7 @@ class Activations:
         return units
 
     def tables(self, numbers: Sequence[int]) -> int:
-        """Bytes a stage keeps for the whole run: rotary tables, if they do not depend on documents."""
+        """Return the bytes of a stage's rotary tables, if they do not depend on documents."""
         return 0 if self.documents else self._rotary(numbers)
 
     def _rotary(self, numbers: Sequence[int]) -> int:

@@ -54,9 +54,7 @@ class Parameters(NamedTuple):
     def _of(cls, unit: UnitCost, units: Units) -> Parameters:
         adapters = sum(matmul.local_adapter_weights(units.share.tp) for matmul in unit.matmuls)
         stored = unit.local_weights + adapters
-        experts = [
-            matmul for matmul in unit.matmuls if isinstance(matmul, LocalMatmul) and matmul.experts
-        ]
+        experts = [matmul for matmul in unit.matmuls if isinstance(matmul, LocalMatmul) and matmul.experts]
         own_adapters = sum(matmul.local_adapter_weights(units.share.tp) for matmul in experts)
         own_stored = own_adapters + sum(matmul.local_weights for matmul in experts)
         own_trained = own_adapters + sum(matmul.local_weights for matmul in experts if not matmul.frozen)
@@ -98,7 +96,7 @@ def domains(device: Device, choice: LayoutChoice, size: Parameters) -> list[Para
 
 
 def shares(choice: LayoutChoice) -> tuple[int, int]:
-    """Ranks over which ZeRO shards dense parameters, and experts."""
+    """Return the numbers of ranks over which ZeRO shards dense parameters, and experts."""
     return choice.dims.shard, choice.dims.expert_shard
 
 

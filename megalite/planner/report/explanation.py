@@ -52,12 +52,12 @@ COLUMNS = (
 
 
 def amount(size: float) -> str:
-    """Bytes in GiB or MiB, formatted for display."""
+    """Format bytes in GiB or MiB."""
     return f"{size / GIB:,.1f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:,.1f} MiB"
 
 
 def describe_layout(choice: LayoutChoice) -> str:
-    """A one-line description of a choice."""
+    """Describe a layout in one line."""
     sizes = {"tp": choice.tp, "cp": choice.cp, "pp": choice.pp, "dp": choice.dp}
     parts = [f"{name}{size}" for name, size in sizes.items() if size > 1] or ["one device"]
     parts += [method(choice)] if choice.cp > 1 else []
@@ -77,13 +77,13 @@ def describe_layout(choice: LayoutChoice) -> str:
 
 
 def method(choice: LayoutChoice) -> str:
-    """That of context parallelism; in a ring of groups, with their size."""
+    """Return the method of context parallelism; for a ring of groups, with their size."""
     name = choice.context if choice.context_inner == 1 else f"{choice.context}/{choice.context_inner}"
     return f"{name} of balanced parts" if choice.context_parts == "balanced" else name
 
 
 def zero_of(choice: LayoutChoice) -> str:
-    """The stage; where only some of the data ranks share, with their number."""
+    """Return the ZeRO stage, with the number of ranks if only some of the data ranks share."""
     return str(choice.zero) if choice.dp_shard is None else f"{choice.zero} within {choice.dp_shard}"
 
 
@@ -93,7 +93,7 @@ def offloaded(choice: LayoutChoice) -> str:
 
 
 def row(job: PlannedJob, plan: Plan) -> tuple[str, ...]:
-    """A plan as cells under COLUMNS."""
+    """Return a plan as cells under COLUMNS."""
     choice, step = plan.choice, plan.step
     palm, causal = job.mfu(choice, step.total)
     place = choice.offload + ("+weights" if choice.offload_parameters else "")
@@ -127,12 +127,12 @@ def row(job: PlannedJob, plan: Plan) -> tuple[str, ...]:
 
 
 def table(rows: Sequence[Sequence[str]], heading: Sequence[str] = COLUMNS) -> str:
-    """Aligned text."""
+    """Return rows as aligned text."""
     return "\n".join(aligned([heading, *rows]))
 
 
 def plan_as_json(job: PlannedJob, plan: Plan, cost: dict[str, float | None]) -> dict[str, Any]:
-    """A plan as plain data."""
+    """Return a plan as plain data."""
     choice, step = plan.choice, plan.step
     palm, causal = job.mfu(choice, step.total)
     return {
@@ -176,7 +176,7 @@ def plan_as_json(job: PlannedJob, plan: Plan, cost: dict[str, float | None]) -> 
 
 
 def winner(search: Search, plans: Sequence[Plan]) -> list[str]:
-    """The time and memory of the best plan, what limits it, and how the next plans compare."""
+    """Describe the best plan: its time and memory, what limits it, and how the next plans compare."""
     best, room = plans[0], search.job.device.memory
     shares = sorted(
         ((value / best.step.total, name) for name, value in best.step.parts().items()), reverse=True
@@ -201,7 +201,7 @@ def winner(search: Search, plans: Sequence[Plan]) -> list[str]:
 
 
 def imbalance(search: Search, plan: Plan) -> list[str]:
-    """What the worst load of experts adds to the memory of a plan, which is that of equal load."""
+    """Describe the memory that the worst load of experts adds to a plan, which assumes equal load."""
     if search.job.model.num_experts is None or plan.choice.ep == 1:
         return []
     config, more = apply_layout(search.base, plan.choice), search.imbalance(plan.choice)
@@ -216,7 +216,7 @@ def imbalance(search: Search, plan: Plan) -> list[str]:
 
 
 def uneven_parts(search: Search, plan: Plan) -> list[str]:
-    """What documents make of context parallelism, where ranks attend with their own positions."""
+    """Describe the effect of documents on context parallelism with parts of positions."""
     choice, rows = plan.choice, search.job.rows
     zigzag = rows.imbalance(choice.context, "zigzag") if choice.cp > 1 else 1.0
     if zigzag == 1.0:
@@ -235,7 +235,7 @@ def uneven_parts(search: Search, plan: Plan) -> list[str]:
 
 
 def ties(job: PlannedJob, plans: Sequence[Plan]) -> list[str]:
-    """How sure the predictions are, and how many plans cannot be told apart from the best."""
+    """Describe the accuracy of the predictions, and how many plans are too close to the best to rank."""
     if job.device.compared:
         low, high = prediction_interval(plans[0].step.total)
         sure = [
@@ -256,7 +256,7 @@ def ties(job: PlannedJob, plans: Sequence[Plan]) -> list[str]:
 
 
 def memory_parts(plan: Plan) -> str:
-    """The parts of memory, largest first."""
+    """List the parts of memory, largest first."""
     memory = plan.memory
     parts = {
         "weights": 0 if plan.choice.offload_parameters else memory.parameters,
@@ -299,14 +299,14 @@ REMEDIES = {
 
 
 def binding(plan: Plan) -> str:
-    """The largest cost other than computation, and how to reduce it."""
+    """Describe the largest cost other than computation, and how to reduce it."""
     parts = plan.step.parts()
     compute = parts.pop("compute")
     largest = max(parts, key=lambda name: parts[name])
     if parts[largest] < 0.03 * plan.step.total:
         return (
             "Computation is the bottleneck: everything else is small, and only a faster device or larger "
-            "matmuls would help."
+            "matrix products would help."
         )
     cost, remedy = REMEDIES[largest]
     return (
@@ -316,7 +316,7 @@ def binding(plan: Plan) -> str:
 
 
 def loses(best: Plan, other: Plan) -> str:
-    """How a plan compares with the best: where its extra time goes, and the difference in memory."""
+    """Compare a plan with the best: where its extra time is spent, and the difference in memory."""
     more = {name: value - best.step.parts()[name] for name, value in other.step.parts().items()}
     worst = max(more, key=lambda name: more[name])
     slower = other.step.total / best.step.total - 1
@@ -334,7 +334,7 @@ def loses(best: Plan, other: Plan) -> str:
 
 
 def nothing_fits(search: Search) -> str:
-    """Why no plan fits, explained with the layout that needs the least memory."""
+    """Explain why no plan fits, with the layout that needs the least memory."""
     most_shared = ((core, variant) for core in search.cores() for variant in list(search.variants(core))[-1:])
     core, _ = min(most_shared, key=lambda pair: search.bounds.memory(pair[1]))
     least = min(search.variants(core), key=search.bounds.memory)
@@ -359,7 +359,7 @@ def nothing_fits(search: Search) -> str:
 
 
 def illegal(search: Search) -> str:
-    """Why no layout satisfies the user's choices."""
+    """Explain why no layout satisfies the user's choices."""
     fixed = search.fixed
     schedule = str(
         fixed.get("schedule", "interleaved" if int(fixed.get("virtual_stages", 1)) > 1 else "1f1b")
@@ -396,7 +396,7 @@ def illegal(search: Search) -> str:
 
 @dataclass(frozen=True)
 class Strategy:
-    """One strategy: its name, its effect on memory, and an example."""
+    """A strategy: its name, its effect on memory, and an example."""
 
     name: str
     why: str
@@ -404,7 +404,7 @@ class Strategy:
 
 
 def ladder(search: Search) -> list[Strategy]:
-    """Strategies from a single device to everything sharded and offloaded on all devices."""
+    """Return strategies from a single device to everything sharded and offloaded on all devices."""
     gpus, node = search.gpus, search.job.device.per_node
     tp = max((size for size in _legal_tp(search) if size <= min(node, gpus)), default=1)
     data = LayoutChoice(dp=gpus, zero=0)
@@ -473,7 +473,7 @@ def _legal_tp(search: Search) -> list[int]:
 
 
 def _largest_ep(search: Search) -> int:
-    """The largest size that divides the experts, inside a node."""
+    """Return the largest ep inside a node that divides the experts."""
     model, node = search.job.model, min(search.gpus, search.job.device.per_node)
     return max(
         ep for ep in range(1, node + 1) if (model.num_experts or 1) % ep == 0 and search.gpus % ep == 0
@@ -481,7 +481,7 @@ def _largest_ep(search: Search) -> int:
 
 
 def _split_rows(search: Search) -> list[LayoutChoice]:
-    """With recomputation and everything sharded, rows split over as many ranks as a node has."""
+    """Return a layout with rows split over the ranks of a node, recomputation and everything sharded."""
     cores = [
         core
         for core in search.cores()
@@ -495,13 +495,13 @@ def _split_rows(search: Search) -> list[LayoutChoice]:
 
 
 def _pipelines(search: Search, both: LayoutChoice) -> list[LayoutChoice]:
-    """With tensor parallelism inside the node, the shortest legal pipeline."""
+    """Return the shortest legal pipeline with tensor parallelism inside the node."""
     lengths = sorted({core.pp for core in search.cores() if core.pp > 1 and core.tp == both.tp})
     return [replace(both, pp=pp, dp=search.gpus // (both.tp * pp), zero=1) for pp in lengths[:1]]
 
 
 def walk(search: Search) -> list[str]:
-    """The ladder with this model's numbers: memory, step time, and whether it fits."""
+    """Describe each strategy of the ladder for this model: memory, step time, and whether it fits."""
     lines, first = [], True
     for rung in ladder(search):
         if search.job.global_batch_size % rung.choice.dp:
@@ -524,7 +524,7 @@ def walk(search: Search) -> list[str]:
 
 
 def time_parts(step: StepTime) -> str:
-    """The largest part of a step other than computation."""
+    """Describe the largest part of a step other than computation."""
     parts = {name: value for name, value in step.parts().items() if name != "compute"}
     largest = max(parts, key=lambda name: parts[name])
     return f"apart from computation, the largest part is {PARTS[largest]}, {parts[largest] / step.total:.1%}"

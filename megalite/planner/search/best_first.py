@@ -49,7 +49,7 @@ SHORTEST_PART = 8192
 
 @dataclass(frozen=True)
 class Plan:
-    """One layout with its predicted time and memory.
+    """A layout with its predicted time and memory.
 
     Attributes:
         step: its predicted time.
@@ -82,7 +82,7 @@ Entry = tuple[float, Refinement, int, LayoutChoice, StepTime | None]
 
 @dataclass(eq=False)
 class Search:
-    """Searches for plans of a job.
+    """Search for the fastest plans of a job.
 
     Args:
         base: the configuration that all plans share.
@@ -146,7 +146,10 @@ class Search:
         return list(plans.values())
 
     def until_interrupted(self) -> tuple[list[Plan], bool]:
-        """The plans, and whether they are all: after Ctrl-C those that are found, which are the fastest."""
+        """Return the plans, and whether the search was completed.
+
+        After Ctrl-C the plans are those found so far, which are the fastest.
+        """
         try:
             return self.plans(), True
         except KeyboardInterrupt:
@@ -155,7 +158,7 @@ class Search:
     def _refined(
         self, time: float, level: Refinement, choice: LayoutChoice
     ) -> Iterator[tuple[float, Refinement, LayoutChoice, StepTime | None]]:
-        """What takes the place of an entry that is not complete yet."""
+        """Yield the entries that replace an entry that is not decided yet."""
         if level is Refinement.DIVIDED:
             for core in self.scheduled(choice):
                 yield max(time, self.stepper.filled(core)), Refinement.PARTITIONED, core, None
@@ -243,7 +246,7 @@ class Search:
         )
 
     def _did_not_fit(self, choice: LayoutChoice) -> bool:
-        """Whether a choice that holds no more did not fit."""
+        """Return whether a choice that holds no more did not fit."""
         kept, others = self._holds(choice), self._too_large.get(self._states_of(choice), ())
         return any(all(a <= b for a, b in zip(other, kept, strict=True)) for other in others)
 
@@ -253,8 +256,10 @@ class Search:
         return replace(choice, micro_batch_size=0, recompute="")
 
     def plan(self, choice: LayoutChoice, step: StepTime | None = None) -> Plan:
-        """The plan of any choice, with its time and memory; the choice may use fewer devices than the
-        search."""
+        """Return the plan of any choice, with its time and memory.
+
+        The choice may use fewer devices than the search.
+        """
         fullest = max(self.memory(choice), key=lambda rank: rank.total)
         inside = fullest.total <= self.room and fullest.states.host <= USABLE * self.job.device.host_size
         if not inside:
@@ -266,13 +271,15 @@ class Search:
     # --------------------------------------------------------------------------------------------------------
 
     def cores(self) -> Iterator[LayoutChoice]:
-        """Choices of everything except ZeRO and offload."""
+        """Yield choices of everything except ZeRO and offload."""
         for layout in self.layouts():
             yield from self.scheduled(layout)
 
     def layouts(self) -> Iterator[LayoutChoice]:
-        """Choices of everything except schedule, ZeRO and offload: legal sizes, micro-batch sizes,
-        recomputation."""
+        """Yield choices of everything except schedule, ZeRO and offload.
+
+        These are legal sizes, micro-batch sizes and recomputation.
+        """
         sizes = self._sizes("pp", _divisors(self.gpus))
         for done, pp in enumerate(sizes):
             self.progress("listing the legal layouts", done, len(sizes), "pipeline sizes")
@@ -288,7 +295,7 @@ class Search:
                         )
 
     def scheduled(self, layout: LayoutChoice) -> Iterator[LayoutChoice]:
-        """A layout with each legal schedule."""
+        """Yield a layout with each legal schedule."""
         return (
             replace(layout, schedule=schedule, virtual_stages=stages)
             for schedule, stages in self._schedules(layout)
@@ -334,20 +341,22 @@ class Search:
                     yield replace(choice, context_inner=inner)
 
     def _cuts_nodes(self, size: int) -> bool:
-        """Whether some groups of consecutive ranks would span nodes unevenly, so that every layer waits for
-        the network."""
+        """Return whether some groups of consecutive ranks would span nodes unevenly.
+
+        Every layer would then wait for the network.
+        """
         node = self.job.device.per_node
         return self.gpus > node and node % size != 0 and size % node != 0
 
     def variants(self, core: LayoutChoice) -> Iterator[LayoutChoice]:
-        """A core with each ZeRO stage and offload. On a CPU, offloading to CPU memory is left out."""
+        """Yield a core with each ZeRO stage and offload. CPUs have no offload to CPU memory."""
         return (
             replace(core, zero=zero, dp_shard=shard, offload=offload, offload_parameters=weights)
             for zero, shard, offload, weights in self._ways(core)
         )
 
     def _ways(self, layout: LayoutChoice) -> list[tuple[int, int | None, str, bool]]:
-        """zero, dp_shard, offload and offload_parameters of each variant of a layout."""
+        """Return zero, dp_shard, offload and offload_parameters of each variant of a layout."""
         shards: Sequence[int | None] = self._shards(layout)
         unsharded: Sequence[int | None] = [] if "dp_shard" in self.fixed else [None]
         ways: list[tuple[int, int | None, str, bool]] = []
@@ -372,7 +381,7 @@ class Search:
         return [None, local] if whole and 1 < local < core.data else [None]
 
     def _sizes(self, name: str, otherwise: Sequence[int]) -> Sequence[int]:
-        """The value that the user has fixed, or else all candidates."""
+        """Return the value that the user has fixed, or else all candidates."""
         return [int(self.fixed[name])] if name in self.fixed else otherwise
 
     def _names(self, name: str, otherwise: Sequence[str]) -> Sequence[str]:
@@ -451,14 +460,14 @@ class Search:
         return worst_total(self._run(choice)[0], self._schedule(choice))
 
     def _run(self, choice: LayoutChoice) -> tuple[Config, Literal["cpu", "cuda"]]:
-        """The configuration of a choice, and what it runs on."""
+        """Return the configuration of a choice, and its device type."""
         config = apply_layout(self.base, choice)
         # already known, and expensive to find
         config.parallel.partition = self.stepper.layers_of_stages(choice.dims.stages)
         return config, "cpu" if self.job.device.cpu else "cuda"
 
     def _carried_out(self, choice: LayoutChoice, config: Config, messages: bool = True) -> Schedule:
-        """The schedule of a choice with its messages, and the gathers and reshards of ZeRO-3."""
+        """Return the schedule of a choice with its messages, and the gathers and reshards of ZeRO-3."""
         stored = replace(choice, micro_batch_size=0, recompute="")
         if stored not in self._gathered:
             self._gathered[stored] = plan.gathered_units(config)
@@ -489,7 +498,7 @@ def _family(choice: LayoutChoice) -> LayoutChoice:
 
 
 def _families(choice: LayoutChoice) -> set[LayoutChoice]:
-    """The families of a choice, and of the one without its offload."""
+    """Return the families of a choice, and of the same choice without offload."""
     return {_family(choice), _family(replace(choice, offload="none", offload_parameters=False))}
 
 

@@ -47,16 +47,17 @@ class _StageBytes(NamedTuple):
 
 
 class _Peak(NamedTuple):
-    """The largest load of a rank: bytes, and of how many microbatches each of its stages then holds what its
-    backward needs."""
+    """Largest load of a rank.
+
+    bytes: its size; held: for each stage, the microbatches whose tensors are kept for backward.
+    """
 
     bytes: float
     held: tuple[int, ...]
 
 
 class _Rank(NamedTuple):
-    """A pipeline rank: its number, its parameters, those of its layers, and the layers of each of its
-    stages."""
+    """A pipeline rank: its number, its parameters, those of its layers, and the layers of its stages."""
 
     number: int
     parameters: Parameters
@@ -87,14 +88,13 @@ class LayoutBounds:
         self._orders = lru_cache(maxsize=None)(_Order)
 
     def memory(self, choice: LayoutChoice) -> float:
-        """Bytes of states and activations; a budget recomputes everything."""
+        """Return a lower bound of the bytes of states and activations; a budget recomputes everything."""
         return BOUND * max(
             self._states(choice, rank) + self._least_peak(choice, rank) for rank in self._ranks(choice)
         )
 
     def roomy(self, variants: Sequence[LayoutChoice], room: float) -> list[LayoutChoice]:
-        """Those of some choices whose `memory` is within `room` bytes. They differ only in ZeRO and
-        offload."""
+        """Return the choices whose `memory` is within `room` bytes. They differ only in ZeRO and offload."""
         left = list(variants)
         for rank in self._ranks(variants[0]):
             states = [(choice, self._states(choice, rank)) for choice in left]
@@ -156,8 +156,9 @@ class LayoutBounds:
         )
 
     def recomputation(self, choice: LayoutChoice, room: float) -> dict[int, float]:
-        """Pipeline rank → seconds per microbatch that it recomputes at least to need at most `room` bytes;
-        infinite if that is not enough.
+        """Return the least recomputation seconds per microbatch so that each rank fits in `room` bytes.
+
+        Infinity if recomputing everything is not enough.
 
         The relaxation of the programme that `budget` solves, with fractions of layers; empty for choices that
         do not leave it to a budget.
@@ -201,12 +202,11 @@ class LayoutBounds:
         return Relaxation(items)
 
     def ranks(self, choice: LayoutChoice) -> list[int]:
-        """The pipeline ranks that are looked at: those that tend to need most."""
+        """Return the pipeline ranks with bounds, which tend to need the most memory."""
         return [rank.number for rank in self._ranks(choice)]
 
     def _least_peak(self, choice: LayoutChoice, rank: _Rank) -> float:
-        """Bytes of activations at a rank's peak if it recomputes as the choice says (a budget:
-        everything)."""
+        """Return the activation bytes at a rank's peak; with a budget, everything is recomputed."""
         recompute = "full" if choice.recompute == BUDGET else choice.recompute
         key = (
             *self._key(choice),
@@ -243,7 +243,7 @@ class LayoutBounds:
     def _peak(
         self, choice: LayoutChoice, number: int, layers: Sequence[tuple[int, ...]], recompute: str
     ) -> _Peak:
-        """The largest load along a rank's list of actions, as `memory.Profile` follows it."""
+        """Return the largest load over a rank's list of actions, as in `memory.Profile`."""
         stages, peak = [self._stage(choice, recompute, indices) for indices in layers], _Peak(0.0, ())
         for kind, place, held, deferred in self._orders(
             followed(choice, self.job.microbatches(choice)), number
@@ -345,7 +345,7 @@ class LayoutBounds:
 
 
 class _Order:
-    """What bounds need to know of the passes of a rank, in their order.
+    """Properties of a rank's order of passes that bounds need.
 
     Attributes:
         own: the stages of the rank.
@@ -376,7 +376,7 @@ class _Order:
 
 
 def followed(choice: LayoutChoice, microbatches: int) -> PipelineShape:
-    """The pipeline whose memory is followed: with more microbatches it does not grow."""
+    """Return the pipeline whose memory is simulated. Memory does not grow with more microbatches."""
     if choice.schedule != "gpipe":
         microbatches = min(microbatches, microbatches % choice.pp + (AHEAD + 1) * choice.pp)
     return PipelineShape(choice.schedule, choice.pp, microbatches, choice.asked_stages)

@@ -37,7 +37,7 @@ ELSEWHERE = (
 
 
 def apply_layout(base: Config, choice: LayoutChoice) -> Config:
-    """The base configuration with a choice applied."""
+    """Return the base configuration with a layout."""
     changed: dict[str, Any] = {
         "offload": choice.offload,
         "schedule": choice.schedule,
@@ -68,8 +68,10 @@ def apply_layout(base: Config, choice: LayoutChoice) -> Config:
 
 
 def to_run_config(base: Config, choice: LayoutChoice, room: float) -> Config:
-    """The configuration of a choice as a run takes it: a budget of `room` bytes in place of the operations
-    that it has led to."""
+    """Return the configuration that runs a layout.
+
+    It has a budget of `room` bytes in place of the operations that the budget led to.
+    """
     config = apply_layout(base, choice)
     if shown(choice.recompute) != BUDGET:
         return config
@@ -77,7 +79,7 @@ def to_run_config(base: Config, choice: LayoutChoice, room: float) -> Config:
 
 
 def first_broken_rule(config: Config, world_size: int) -> str | None:
-    """The message of the first broken rule about options that a plan decides; None if no rule is broken."""
+    """Return the message of the first broken rule about options that a plan sets; None if there is none."""
     facts = RuleContext(
         **{section.name: getattr(config, section.name) for section in fields(Config)}, world_size=world_size
     )
@@ -88,13 +90,15 @@ def first_broken_rule(config: Config, world_size: int) -> str | None:
 
 
 def nodes_for(gpus: int, per_node: int) -> int:
-    """The smallest number of nodes over which the GPUs can be spread evenly."""
+    """Return the smallest number of nodes over which the GPUs can be spread evenly."""
     return next(nodes for nodes in range(math.ceil(gpus / per_node), gpus + 1) if gpus % nodes == 0)
 
 
 def tree_of(config: Config) -> dict[str, dict[str, Any]]:
-    """Section → key → value of everything that differs from the defaults; a preset or model.from_hf replaces
-    the shape that it gives."""
+    """Return the options that differ from the defaults: section → key → value.
+
+    A preset or model.from_hf replaces the shape that it defines.
+    """
     defaults, tree = asdict(Config()), to_dict(config)
     defaults["model"] = {**_shape(config.model), "preset": None, "from_hf": None}
     # always written
@@ -124,8 +128,10 @@ def _shape(model: ModelConfig) -> dict[str, Any]:
 
 
 def to_yaml(config: Config, heading: str) -> str:
-    """A file for `megalite train --config`: the heading as comments, then all options that differ from the
-    defaults."""
+    """Return a file for `megalite train --config`.
+
+    It has the heading as comments, then all options that differ from the defaults.
+    """
     import yaml
 
     comments = "".join(f"# {line}".rstrip() + "\n" for line in heading.splitlines())
@@ -135,7 +141,7 @@ def to_yaml(config: Config, heading: str) -> str:
 def to_commented_yaml(
     config: Config, heading: str, replaced: Mapping[str, str] = MappingProxyType({})
 ) -> str:
-    """The same with each option's documentation beside or above it.
+    """Return the file of `to_yaml` with the documentation of each option.
 
     Args:
         replaced: section.key → the text to write instead of the option's value.
@@ -157,7 +163,7 @@ def to_commented_yaml(
 
 
 def _flow(value: Any) -> str:
-    """A value on one line."""
+    """Format a value on one line."""
     import yaml
 
     return (

@@ -14,7 +14,7 @@ from megalite.planner.time.step import LayoutChoice, PlannedJob, Stepper
 
 
 def choice_of(config: Config) -> LayoutChoice:
-    """The layout of a run; its dp must be resolved."""
+    """Return the layout of a run; its dp must be resolved."""
     parallel, train, dims = config.parallel, config.train, ParallelDims.of(config)
     return LayoutChoice(
         tp=parallel.tp,
@@ -39,20 +39,21 @@ def choice_of(config: Config) -> LayoutChoice:
 
 
 def unit_flops(config: Config) -> list[float]:
-    """FLOPs per token of the matmuls of the embedding, each layer and the head."""
+    """Return the matmul FLOPs per token of the embedding, each layer and the head."""
     costs = layer_costs(config.model, config.data.sequence_length)
     return [costs.embedding, *costs.layers, costs.head]
 
 
 def sum_by_stage(config: Config, costs: Sequence[float]) -> list[float]:
-    """The cost of each stage, given the costs of the embedding, each layer and the head."""
+    """Return the cost of each stage, given the costs of the embedding, each layer and the head."""
     units = units_of(config)
     return [float(sum(costs[unit] for unit in units[stage])) for stage in range(len(units))]
 
 
 def device_of_run(config: Config, driver_name: str) -> Device | None:
-    """The device that profiling.hardware names, otherwise the table's device with the driver's name; None if
-    there is neither.
+    """Return the device of profiling.hardware, or else the one in the table with the driver's name.
+
+    None if there is neither.
 
     Raises ConfigError if the planner does not know the device that the option names.
     """
@@ -65,7 +66,7 @@ def device_of_run(config: Config, driver_name: str) -> Device | None:
 
 
 def step_seconds(config: Config, device: Device) -> float | None:
-    """Seconds per step; None if the device's peak at the run's precision is unknown."""
+    """Predict the seconds per step; None if the device's peak at the run's precision is unknown."""
     if config.train.precision not in device.peaks:
         return None
     if config.train.recompute == BUDGET:

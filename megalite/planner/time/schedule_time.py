@@ -30,7 +30,7 @@ SETTLED = 1e-9
 
 @dataclass(frozen=True)
 class ScheduleTime:
-    """The times of one step of a pipeline.
+    """Times of one step of a pipeline.
 
     Attributes:
         makespan: from the first action of any rank to the last of any.
@@ -47,12 +47,12 @@ class ScheduleTime:
 
     @property
     def bubble_fraction(self) -> float:
-        """Fraction of all ranks' time spent idle."""
+        """Return the fraction of all ranks' time that is idle."""
         return 1 - sum(self.busy) / (len(self.busy) * self.makespan)
 
 
 class PipelineShape(NamedTuple):
-    """All that a schedule follows from. virtual_stages: as the configuration writes it."""
+    """Arguments of a schedule. virtual_stages: as in the configuration."""
 
     name: str
     ranks: int
@@ -72,12 +72,12 @@ class Durations(NamedTuple):
 
 @functools.lru_cache(maxsize=512)
 def schedule_of(pipeline: PipelineShape) -> Schedule:
-    """The schedule that a run would execute, built for the default costs."""
+    """Return the schedule that a run would execute, built for the default costs."""
     return build(*pipeline)
 
 
 def pace(pipeline: PipelineShape, durations: Durations) -> ScheduleTime:
-    """The times of a step."""
+    """Return the times of a step."""
     name, ranks, microbatches, _ = pipeline
     if ranks == 1 and len(durations.forward) == 1:
         busy = microbatches * (durations.forward[0] + durations.backward[0] + durations.weight[0])
@@ -98,8 +98,7 @@ def pace(pipeline: PipelineShape, durations: Durations) -> ScheduleTime:
 
 
 class _Replay:
-    """The actions of a schedule in an order in which each one follows those that it waits for, to time them
-    as `simulate` does."""
+    """Actions of a schedule, each after those that it waits for, to time them as `simulate` does."""
 
     def __init__(self, schedule: Schedule):
         self.ranks, self.stages = schedule.ranks, schedule.stages
@@ -141,8 +140,10 @@ class _Replay:
 
     @staticmethod
     def _elsewhere(schedule: Schedule, kind: ActionKind, stage: int) -> tuple[ActionKind, int] | None:
-        """The input of a pass that another rank computes, if there is one: inputs of its own rank come
-        earlier in its list."""
+        """Return the input of a pass that another rank computes, if there is one.
+
+        Inputs of its own rank are earlier in its list.
+        """
         sources = [
             (other.kind, other.stage) for other in dependencies(Action(kind, stage, 0), schedule.stages)
         ]
@@ -186,8 +187,10 @@ def _simulated(pipeline: PipelineShape, durations: Durations) -> ScheduleTime:
 
 
 def _settled(one: ScheduleTime, two: ScheduleTime, three: ScheduleTime) -> bool:
-    """Whether both increments add the same to the makespan and to the longest span, at least the busiest
-    rank's work, and do not change the ends."""
+    """Return whether both increments are equal and no smaller than the busiest rank's work.
+
+    Compared are makespan, longest span and ends.
+    """
 
     def equal(a: float, b: float) -> bool:
         return abs(a - b) <= SETTLED * three.makespan
@@ -201,7 +204,7 @@ def _settled(one: ScheduleTime, two: ScheduleTime, three: ScheduleTime) -> bool:
 
 
 def _continued(one: ScheduleTime, two: ScheduleTime, cycles: int) -> ScheduleTime:
-    """The time after `cycles` equal increments, extrapolated from the first two sizes."""
+    """Return the time after `cycles` equal increments, extrapolated from the first two sizes."""
 
     def line(a: float, b: float) -> float:
         return a + cycles * (b - a)

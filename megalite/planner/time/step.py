@@ -86,12 +86,12 @@ class LayoutChoice:
 
     @functools.cached_property
     def data(self) -> int:
-        """Ranks over which gradients are summed."""
+        """Return the number of ranks over which gradients are summed."""
         return self.dims.data
 
     @property
     def asked_stages(self) -> int | None:
-        """virtual_stages as the configuration writes it: None unless the schedule leaves a choice."""
+        """Return virtual_stages as in the configuration: None unless it is set for the schedule."""
         return self.virtual_stages if fixed_stages(self.schedule) is None else None
 
     @property
@@ -146,7 +146,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """The model, the device and the batch: everything that a `LayoutChoice` does not decide."""
+    """Model, device and batch: everything except the layout (`LayoutChoice`)."""
 
     model: ModelConfig
     device: Device
@@ -162,7 +162,7 @@ class PlannedJob:
 
     @staticmethod
     def of(config: Config, device: Device) -> PlannedJob:
-        """The job of a configuration."""
+        """Return the job of a configuration."""
         return PlannedJob(
             config.model,
             device,
@@ -194,7 +194,7 @@ class PlannedJob:
 
 
 def recomputed_share(recompute: str) -> float:
-    """Fraction of the layers whose whole forward is recomputed, where it is the same everywhere."""
+    """Return the fraction of layers with a fully recomputed forward, if all are treated alike."""
     if recompute == "full":
         return 1.0
     return 1 / int(recompute.removeprefix("every-")) if recompute.startswith("every-") else 0.0
@@ -209,7 +209,7 @@ class _Left(NamedTuple):
 
 
 class Stepper:
-    """Predicts steps of one job. Results that several choices share are cached."""
+    """Predictor of step times for one job. It caches results that several layouts share."""
 
     def __init__(self, job: PlannedJob):
         self.job, self.device = job, job.device
@@ -230,7 +230,7 @@ class Stepper:
         return balanced(costs.layers, stages, costs.embedding, costs.head)
 
     def step(self, choice: LayoutChoice) -> StepTime:
-        """The time of one step under a choice, which is not validated."""
+        """Predict the time of one step under a layout, which is not validated."""
         passes, sizes, _ = self.stages(choice)
         passes, waits = self._with_data(choice, passes, sizes, self.layers_of_stages(len(passes)))
         slow, blocking = self.slow(choice), self._blocking(choice)
@@ -247,7 +247,7 @@ class Stepper:
         return self._closed(choice, timed, passes, waits)
 
     def divided(self, choice: LayoutChoice) -> float:
-        """A cheap lower bound of the step time: the layers' work, divided evenly over the pipeline."""
+        """Return a cheap lower bound of the step time: the layers' work, divided evenly over the pipeline."""
         share, again = self._share(choice), recomputed_share(choice.recompute)
         work = 0.0
         for index, count in self._alike(0, self.job.model.num_hidden_layers):
@@ -256,7 +256,7 @@ class Stepper:
         return self.slow(choice) * self.job.microbatches(choice) * work / choice.pp
 
     def _alike_layers(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """(first index, count) of each kind of layer of a stage."""
+        """Return (first index, count) of each kind of layer of a stage."""
         own = self.own(start, stop)
         kinds = [self.kinds[index] for index in own]
         return [(own[kinds.index(kind)], kinds.count(kind)) for kind in dict.fromkeys(kinds)]
@@ -286,7 +286,7 @@ class Stepper:
         return ended + self._tied(choice) + weights + self._optimizer(choice, held) + self._late(choice)
 
     def slowed(self, choice: LayoutChoice) -> list[PassTimes]:
-        """The passes of each stage, with the communication of ZeRO-2 and 3 that they wait for."""
+        """Return the passes of each stage with the communication of ZeRO-2 and 3 that they wait for."""
         passes, sizes, _ = self.stages(choice)
         return self._with_data(choice, passes, sizes, self.layers_of_stages(len(passes)))[0]
 
@@ -324,7 +324,7 @@ class Stepper:
         return self.slow(choice) * least
 
     def slow(self, choice: LayoutChoice) -> float:
-        """Slowdown of computation on the slowest of many devices."""
+        """Return the slowdown of computation on the slowest of many devices."""
         return 1 / self.device.constants.slowest if choice.gpus > 1 and not self.device.cpu else 1.0
 
     def _late(self, choice: LayoutChoice) -> float:
@@ -340,8 +340,7 @@ class Stepper:
     # --------------------------------------------------------------------------------------------------------
 
     def stages(self, choice: LayoutChoice) -> tuple[list[PassTimes], list[Parameters], list[float]]:
-        """For each stage: its passes, its parameters on one rank, and the seconds of its backward that are
-        recomputed forward kernels."""
+        """Return the passes, the parameters per rank and the recomputation seconds of each stage."""
         return self._all_stages(self._share(choice), choice.dims.stages, choice.recompute, choice.splits)
 
     def _stages(
@@ -399,19 +398,19 @@ class Stepper:
         )
 
     def own(self, start: int, stop: int) -> list[int]:
-        """The layers of a stage: the last one has those of modules of multi-token prediction too."""
+        """Return the layers of a stage; the last stage includes modules of multi-token prediction."""
         layers = self.job.model.num_hidden_layers
         return [*range(start, stop), *(range(layers, layer_count(self.job.model)) if stop == layers else ())]
 
     def _by_rank(self, choice: LayoutChoice, values: Sequence[float]) -> list[float]:
-        """Sums over the stages of each rank."""
+        """Return sums over the stages of each rank."""
         sums = [0.0] * choice.pp
         for stage, rank in enumerate(placement(choice.schedule, choice.pp, choice.asked_stages)):
             sums[rank] += values[stage]
         return sums
 
     def _message(self, choice: LayoutChoice) -> float:
-        """Latency of one message between stages."""
+        """Return the latency of one message between stages."""
         if choice.pp == 1:
             return 0.0
         job, tp = self.job, choice.tp
@@ -422,7 +421,7 @@ class Stepper:
         return fabric.send(size / (tp if choice.sequence_parallel else 1), choice.gpus)
 
     def _blocking(self, choice: LayoutChoice) -> float:
-        """Seconds that a pass waits until its result is sent."""
+        """Return the seconds that a pass waits until its result is sent."""
         return 0.0 if self.job.software.hides_messages and not self.device.cpu else self._message(choice)
 
     # --- data parallelism
@@ -518,7 +517,7 @@ class Stepper:
         return self.job.software.hides_gradients and not self.device.cpu
 
     def _left(self, choice: LayoutChoice, passes: list[PassTimes], held: list[Parameters]) -> list[_Left]:
-        """For each rank, what its own last backward and first forward do not hide."""
+        """Return the communication of each rank that its last backward and first forward do not hide."""
         ends, left = self._ends(choice, held), []
         backward = self._by_rank(choice, [each.backward + each.weight for each in passes])
         forward = self._by_rank(choice, [each.forward for each in passes])
@@ -531,8 +530,7 @@ class Stepper:
         return left
 
     def _ends(self, choice: LayoutChoice, held: list[Parameters]) -> list[float]:
-        """For each rank, the fraction of its parameters in the unit that is reduced last and gathered
-        first."""
+        """Return each rank's fraction of parameters in the unit that is reduced last and gathered first."""
         stages = choice.dims.stages
         fractions = [1 / count for count in self._by_rank(choice, self.layers_of_stages(stages))]
         fractions[0] = max(
@@ -541,7 +539,7 @@ class Stepper:
         return fractions
 
     def parameters(self, choice: LayoutChoice, layers: Sequence[int]) -> Parameters:
-        """Those of some layers on one rank."""
+        """Return the parameters of some layers on one rank."""
         return self._parameters(
             choice.tp, choice.ep, tuple(self.kinds.index(self.kinds[index]) for index in layers)
         )
@@ -565,7 +563,7 @@ class Stepper:
         )
 
     def held(self, choice: LayoutChoice, sizes: list[Parameters]) -> list[Parameters]:
-        """The parameters of each pipeline rank, from those of the stages."""
+        """Return the parameters of each pipeline rank, given those of the stages."""
         kinds = (self._by_rank(choice, kind) for kind in zip(*sizes, strict=True))
         return [Parameters(*rank) for rank in zip(*kinds, strict=True)]
 
