@@ -115,14 +115,14 @@ def test_others_have_as_many_stages_on_a_rank_as_the_run(tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"pp": "left out"}, "has no 'pp'"),
+        ({"pp": "left out"}, "missing key 'pp'"),
         ({"schedule": "zigzag"}, "'zigzag' is not a schedule"),
         ({"pp": 0}, "pp = 0"),
         ({"pp": "four"}, "is not a run's timeline"),
         ({"comm": "fast"}, "is not a run's timeline"),
         ({"durations": {**FILE["durations"], "forward": [1, 2]}}, "forward has 2 durations for 4 stages"),
         ({"durations": {**FILE["durations"], "forward": None}}, "is not a run's timeline"),
-        ({"durations": dict.fromkeys(FILE["durations"], [0] * 4)}, "all 0"),
+        ({"durations": dict.fromkeys(FILE["durations"], [0] * 4)}, "all durations are 0"),
         ({"durations": {**FILE["durations"], "forward": [-1, 1, 1, 1]}}, "-1 is not a duration in seconds"),
         ({"durations": {**FILE["durations"], "forward": [1, 1, 1, float("nan")]}}, "nan is not a duration"),
         ({"comm": float("inf")}, "inf is not a duration"),
@@ -138,7 +138,7 @@ def test_a_run_without_a_timeline_is_told_how_to_get_one(tmp_path):
     with pytest.raises(ScheduleError, match=r"profiling\.timeline"):
         read(tmp_path)
     (saved(tmp_path) / "traces" / "timeline.json").write_text("[1]")
-    with pytest.raises(ScheduleError, match="no JSON object"):
+    with pytest.raises(ScheduleError, match="not a JSON object"):
         read(tmp_path)
     (tmp_path / "traces" / "timeline.json").write_text(json.dumps(FILE))
     (tmp_path / "config.yaml").write_text("{}")
