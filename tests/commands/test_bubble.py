@@ -204,7 +204,7 @@ def test_gathering_of_shared_weights_is_costed_and_drawn(tool, tmp_path):
             "--pp 4 --microbatches 8 --schedule 1f1b --timeline missing/a.svg",
             "--timeline: missing/a.svg cannot be written: there is no directory missing",
         ),
-        ("--pp 4 --microbatches 64 --schedule 1f1b --timeline a.svg", "--timeline a.svg: 512 actions are too many"),
+        ("--pp 4 --microbatches 64 --schedule 1f1b --timeline a.svg", "--timeline a.svg: a picture has at most"),
         ("--from_run nowhere", "nowhere/traces/timeline.json: No such file"),
         ("--from_run nowhere --pp 4", "--pp does not go with --from_run"),
         ("--pp 4 --microbatches 8 --schedule 1f1b --virtual 2", "unrecognized arguments: --virtual"),

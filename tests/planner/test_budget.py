@@ -266,7 +266,7 @@ def test_a_budget_that_is_too_small_names_the_smallest_one():
         resolve_budget(config, "cpu")
     message = str(caught.value)
     assert "train.memory_budget = 100KB" in message and "pipeline rank 0" in message and "pipeline rank 1" in message
-    least = message.partition("Legal values: from ")[2].partition(". ")[0]
+    least = message.partition("Set at least ")[2].partition(", ")[0]
     from megalite.config.values import amount_value
 
     config.train.memory_budget = amount_value("train.memory_budget", least, "")
