@@ -48,8 +48,7 @@ class Heads(NamedTuple):
 
 
 def latents_travel(model: ModelConfig, method: str, cp: int, tp: int, sequence_parallel: bool) -> bool:
-    """Whether attention over cp exchanges latents, from which each rank computes keys and values, instead of
-    keys and values.
+    """Return whether attention over cp exchanges latents, from which each rank computes keys and values.
 
     It does where a rank sends fewer bytes so. The matmuls that are added take about kv_lora_rank operations
     per byte that is saved, and a GPU computes more than those while a byte passes its links (an H100 over

@@ -33,7 +33,7 @@ STREAM, NORMED, STATISTICS, PROBABILITIES = (
 
 
 class Operation(NamedTuple):
-    """One way of recomputing.
+    """An alternative for recomputing part of a layer.
 
     Attributes:
         names: the operations of train.recompute that it stands for.
@@ -52,7 +52,7 @@ class Operation(NamedTuple):
 
     @property
     def restored(self) -> tuple[Buffer, ...]:
-        """The buffers that exist again while the layer's backward runs."""
+        """Return the buffers that exist again while the layer's backward runs."""
         return tuple(each for each in self.buffers if not (self.scores and each.name == PROBABILITIES))
 
 
@@ -136,7 +136,7 @@ def _attention(units: Units, block: BlockCost, parallel: bool) -> list[Group]:
 
 
 def _between(units: Units, attention: BlockCost, transformation: BlockCost, parallel: bool) -> list[Group]:
-    """The residual sum between attention and feed-forward, and its norm."""
+    """Return the residual sum between attention and feed-forward, and its norm."""
     before = transformation.before.kept
     normed = _named(before, NORMED, STATISTICS)
     norm = Operation(("mlp_norm",), normed, (_norm(units),))

@@ -116,7 +116,7 @@ class Buffer(NamedTuple):
 
 
 def size_in_bytes(buffers: Iterable[Buffer], widths: Mapping[Dtype, int], mode: str = "none") -> int:
-    """Bytes of the buffers that are kept under a recomputation mode, given the bytes of each dtype."""
+    """Return the bytes of the buffers kept under a recomputation mode, given the bytes of each dtype."""
     strength = MODES.index(mode)
     return sum(
         buffer.values * widths[buffer.dtype]
@@ -162,7 +162,7 @@ class Matmul:
 
     @property
     def local_weights(self) -> int:
-        """Elements on this rank."""
+        """Return the number of elements on this rank."""
         return self.outputs * self.inputs
 
     def local_adapter_weights(self, tp: int) -> float:
@@ -174,7 +174,7 @@ class Matmul:
 
     @property
     def flops(self) -> int:
-        """FLOPs of the forward, over all tp ranks."""
+        """Return the FLOPs of the forward, over all tp ranks."""
         return 2 * self.rows * (self.weights + self.adapter_weights)
 
     @property
@@ -190,7 +190,7 @@ class Matmul:
 
     @property
     def kept(self) -> tuple[Buffer, ...]:
-        """The adapters' tensors. The input is kept by the step that computed it."""
+        """Return the adapters' tensors. The input is kept by the step that computed it."""
         return (
             self.between,
             Buffer(f"{self.name}: outputs of the adapters", self.rows * self.adapter_outputs),
@@ -338,7 +338,10 @@ class LatentUpProjection(Matmul):
 
 @dataclass(frozen=True)
 class EmbeddingLookup:
-    """Copies one row of a stored table per token. local_weights: elements of the tables on this rank."""
+    """A lookup of one row of a stored table per token.
+
+    local_weights: elements of the tables on this rank.
+    """
 
     rows: int
     width: int
@@ -348,7 +351,7 @@ class EmbeddingLookup:
 
     @property
     def values(self) -> int:
-        """Number of elements copied."""
+        """Return the number of elements copied."""
         return self.rows * self.width
 
     @property
@@ -399,7 +402,7 @@ class AttentionCost:
 
     @property
     def flops(self) -> int:
-        """FLOPs of this rank's part, over the pairs that the mask leaves."""
+        """Return the FLOPs of this rank's part, over the pairs that the mask leaves."""
         pairs = self.batch * attended_pairs(self.sequence, self.window) * self.heads
         return 2 * pairs * (self.key_size + self.value_size) // self.cp
 
@@ -410,7 +413,7 @@ class AttentionCost:
 
 @dataclass(frozen=True)
 class Elementwise:
-    """Kernels bound by memory: norms, activations, residual sums.
+    """Memory-bound kernels: norms, activations, residual sums.
 
     Attributes:
         forward, backward: for each kernel, the number of values that it reads and writes.
@@ -431,7 +434,7 @@ Step = Matmul | EmbeddingLookup | AttentionCost | Elementwise
 
 @dataclass(frozen=True)
 class BlockCost:
-    """Steps in the order of the forward.
+    """A block of a unit: its steps in the order of the forward.
 
     Attributes:
         before: the residual sum, and the norm that is fused with it.
@@ -476,7 +479,7 @@ class UnitCost:
 
     @property
     def flops(self) -> int:
-        """FLOPs of the forward: matmuls and attended pairs; norms, activations and softmax do not count."""
+        """Return the FLOPs of the forward: matmuls and attended pairs, without norms and activations."""
         return sum(step.flops for step in self.steps)
 
     @property
@@ -494,12 +497,12 @@ class UnitCost:
 
     @property
     def summed(self) -> int:
-        """Values of elementwise kernels all-reduced over tp in forward, and the same number in backward."""
+        """Return the values of elementwise kernels all-reduced over tp in forward, and in backward."""
         return sum(step.summed for step in self.steps if isinstance(step, Elementwise))
 
     @property
     def lengths(self) -> int:
-        """Values of matmuls all-reduced over tp in forward."""
+        """Return the values of matmuls that are all-reduced over tp in forward."""
         return sum(matmul.lengths for matmul in self.matmuls)
 
     def collectives(self, sequence_parallel: bool) -> Collectives:

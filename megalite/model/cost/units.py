@@ -73,8 +73,10 @@ class Units:
         return self._layers[key]
 
     def embedding(self) -> UnitCost:
-        """The vocabulary table, and learned positions. Kept are the token ids, and a mask of those whose rows
-        are on other ranks."""
+        """Return the description of the vocabulary table and of learned positions.
+
+        It keeps the token ids, and a mask of those with rows on other ranks.
+        """
         model, share = self.model, self.share
         table = self._vocabulary * model.hidden_size
         positions = model.position == "learned"
@@ -99,8 +101,10 @@ class Units:
         )
 
     def head(self) -> UnitCost:
-        """The final norm and the logits. What the loss keeps depends on how it is computed and is not
-        included."""
+        """Return the description of the final norm and the logits.
+
+        What the loss keeps depends on how it is computed and is not included.
+        """
         model = self.model
         name = "embedding" if model.tie_word_embeddings else "head"
         weights = model.vocabulary * model.hidden_size
@@ -125,12 +129,12 @@ class Units:
 
     @property
     def _vocabulary(self) -> int:
-        """Rows of the padded vocabulary on this rank."""
+        """Return the rows of the padded vocabulary on this rank."""
         return padded_vocabulary(self.model.vocabulary, self.share.tp) // self.share.tp
 
     @property
     def heads(self) -> context_parallel.Heads:
-        """The heads of one tensor-parallel rank."""
+        """Return the heads of one tensor-parallel rank."""
         model, share, tp = self.model, self.share, self.share.tp
         kv = model.kv_heads * kv_replicas(model, tp) // tp
         method = share.context if share.context_inner == 1 else "ulysses"  # two levels exchange heads first
@@ -282,8 +286,11 @@ class Units:
         )
 
     def _norm_buffers(self, column: Matmul | None = None) -> tuple[Buffer, ...]:
-        """What a norm and the following matmul keep: the norm's output, unless that matmul needs no input,
-        and statistics (rstd; for LayerNorm also the mean)."""
+        """Return what a norm and the following matmul keep.
+
+        These are the norm's output, unless the matmul needs no input, and statistics (rstd; for
+        LayerNorm also the mean).
+        """
         statistics = Buffer(
             "statistics of the norm",
             self.share.own_tokens * (1 if self.model.norm == "rms" else 2),

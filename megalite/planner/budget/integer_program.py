@@ -69,8 +69,9 @@ class _States(NamedTuple):
 
 
 def solve(kinds: Sequence[ItemGroup], needs: Sequence[int], exact: bool = True) -> Counts | None:
-    """The choice of least cost that frees what every constraint needs, or of a large programme one within
-    `GAP` of it; None if there is none.
+    """Return the cheapest choice that frees what every constraint needs; None if there is none.
+
+    For a large program the cost is within `GAP` of the optimum.
 
     exact: False takes a good choice, and is fast.
     """
@@ -120,7 +121,7 @@ def solve(kinds: Sequence[ItemGroup], needs: Sequence[int], exact: bool = True) 
 
 
 def _branched(kinds: Sequence[ItemGroup], needs: tuple[int, ...], known: Counts | None) -> Counts | None:
-    """The choice that HiGHS finds by branch and cut, or the known one if that is better."""
+    """Return the choice that HiGHS finds by branch and cut, or the known one if it is cheaper."""
     from scipy.optimize import Bounds, LinearConstraint, milp  # here: importing it takes a third of a second
 
     options = [option for kind in kinds for option in kind.options]
@@ -193,7 +194,7 @@ class Relaxation:
 def _followed(
     states: _States, kind: ItemGroup, possible: Sequence[tuple[int, ...]], after: _Bound, limit: float
 ) -> _States:
-    """The states after one more kind that can still become the best choice."""
+    """Return the states after one more kind that can still become the best choice."""
     choices = np.array(possible, dtype=np.int64)  # [counts, options]
     # [counts, constraints]
     frees = choices @ np.array([option.frees for option in kind.options], dtype=np.int64)
@@ -207,8 +208,10 @@ def _followed(
 
 
 def _undominated(left: Array) -> Array:
-    """Indices of rows, given in order of their cost, without those that leave no less of every constraint
-    than an earlier one."""
+    """Return the indices of rows that no earlier row dominates.
+
+    Rows are in the order of their cost. One dominates another if it leaves no more of any constraint.
+    """
     if left.shape[1] == 1:
         before = np.minimum.accumulate(np.concatenate(([np.iinfo(np.int64).max], left[:-1, 0])))
         return np.flatnonzero(left[:, 0] < before[: len(left)])
@@ -243,7 +246,7 @@ def _counts(kind: ItemGroup) -> Iterator[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class _Step:
-    """A part of the linear relaxation: so many bytes at so much cost for each."""
+    """A step of the linear relaxation: a number of bytes, and the cost of each."""
 
     rate: float
     frees: int

@@ -49,8 +49,9 @@ def sent(config: Config, units: Iterable[int], microbatches: int) -> float:
 
 
 def exposed(fabric: Fabric, model: ModelConfig, share: Share, width: int) -> tuple[float, float]:
-    """Seconds of one mixture and microbatch in forward and in backward. Experts wait for their rows, so
-    nothing runs beside them.
+    """Return the exposed seconds of one mixture and microbatch in forward and in backward.
+
+    Experts wait for their rows, so nothing overlaps with the exchange.
 
     width: bytes of an element of the rows.
     """

@@ -61,8 +61,10 @@ def exchange(config: Config, buckets: Sequence[BucketLayout]) -> MuonExchange:
 
 
 def _worked(matrix: OwnedMatrix) -> int:
-    """Elements that the iterations hold at the owner: the received parts, the matrix twice, two matmuls of
-    the short side, the result."""
+    """Return the elements at the owner during the iterations.
+
+    These are the received parts, the matrix twice, two matmuls of the short side, and the result.
+    """
     short, long = sorted(matrix.segment.shape)
     return 4 * short * long + 2 * short * short
 

@@ -229,8 +229,10 @@ class Operations:
         return PassTimes(forward, backward, weight).plus(self._adapters(step))
 
     def _adapters(self, step: Matmul) -> PassTimes:
-        """The matmuls with the two factors of a matmul's adapters, and with trained row lengths (DoRA) the
-        rows of the whole weight."""
+        """Return the time of the two matmuls of adapters.
+
+        With trained row lengths (DoRA) the rows of the whole weight are included.
+        """
         rows, rank, outputs, inputs = step.rows, step.adapter_rank, step.outputs, step.inputs
         if not rank:
             return PassTimes(0.0, 0.0, 0.0)
@@ -250,15 +252,18 @@ class Operations:
         return PassTimes(forward, backward, weight)
 
     def _adapter_dropout(self, step: Matmul) -> PassTimes:
-        """Dropout of an adapter's input: in forward, of the input's gradient, and again for the weight
-        gradient. Experts have none."""
+        """Return the time of dropout on an adapter's input.
+
+        It runs in forward, for the input's gradient, and again for the weight gradient. Experts have
+        none.
+        """
         if not step.adapter_rank or self.lora is None or not self.lora.dropout:
             return PassTimes(0.0, 0.0, 0.0)
         once = self._move(DROPOUT * step.rows * step.inputs)
         return PassTimes(once, once, once)
 
     def _around(self, share: Share, block: BlockCost) -> PassTimes:
-        """The operations around a block: norms, residual sum, dropout, and tensor-parallel communication."""
+        """Return the time around a block: norms, residual sum, dropout and communication over tp."""
         forward = self._pointwise(*block.before.forward, *block.after.forward)
         backward = self._pointwise(*block.before.backward, *block.after.backward)
         if values := block.dropped:
@@ -274,8 +279,10 @@ class Operations:
         return PassTimes(forward + forward_wait, backward + backward_wait, 0.0, forward_wait, backward_wait)
 
     def _tensor_parallel(self, share: Share, column: Matmul) -> tuple[float, float]:
-        """Exposed communication, forward and backward, of a column-parallel matmul and the row-parallel
-        matmul after it (Shoeybi et al. 2019; Korthikanti et al. 2022)."""
+        """Return the exposed communication of a column-parallel and the following row-parallel matmul.
+
+        Forward and backward; see Shoeybi et al. 2019 and Korthikanti et al. 2022.
+        """
         if share.tp == 1:
             return 0.0, 0.0
         ranks = group(self.device, share.tp, 1)
@@ -335,8 +342,10 @@ class Operations:
         return times[0] / self.software.attention, times[1] / self.software.attention
 
     def attention_again(self, share: Share, index: int) -> float:
-        """Seconds of a layer that `selective` recomputes: attention's forward. 0 for kernels that never write
-        their scores, whose backward recomputes them in any case."""
+        """Return the seconds of attention's forward, which `selective` recomputes in a layer.
+
+        0 for kernels that never write their scores: their backward always recomputes them.
+        """
         if self.software.flash and not self.device.cpu:
             return 0.0
         return sum(self._attention(step)[0] for step in self.units(share).layer(index).attentions)
@@ -363,8 +372,10 @@ class Operations:
         return self._again[key]
 
     def _written_scores(self, step: AttentionCost) -> tuple[float, float]:
-        """Attention that writes its scores to memory: two batched matmuls, softmax and dropout; the masked
-        half is computed too."""
+        """Return the time of attention that writes its scores to memory.
+
+        These are two batched matmuls, softmax and dropout; the masked half is computed too.
+        """
         sequence, width, batch = step.sequence, step.head_size, step.heads * step.batch / step.cp
         scores = batch * sequence**2
         dropped = bool(self.model.attention_dropout)
@@ -395,8 +406,10 @@ class Operations:
         return passes.plus(PassTimes(wait, gather, 0.0, wait, gather))
 
     def head(self, share: Share, splits: bool) -> PassTimes:
-        """Final norm, logits and loss, and what modules of multi-token prediction have besides their
-        layers."""
+        """Return the time of the final norm, logits and loss.
+
+        The parts of multi-token prediction other than its layers are included.
+        """
         (block,) = joining(self.units(share)).blocks
         module = self.embedding(share).plus(self._block(share, block))
         logits = self._logits(share, splits)

@@ -33,7 +33,7 @@ class MeasuredRun:
     layout: dict[str, int] | None = None
 
     def beside(self) -> str:
-        """Measured and predicted, side by side."""
+        """Return measured and predicted values side by side."""
         rows = [
             (name, percent(value), percent(getattr(self.plan.timeline, name)))
             for name, value in self.bubbles.items()
@@ -41,7 +41,7 @@ class MeasuredRun:
         return "\n".join(aligned([(f"over {len(self.steps)} steps", "measured", "predicted"), *rows], left=1))
 
     def compare(self) -> list[BubblePlan]:
-        """The plan of every schedule with the mean of these durations over ranks.
+        """Return the plan of every schedule with the mean of these durations over ranks.
 
         If the run computed both gradients in one backward, each counts for half of it.
         """

@@ -93,7 +93,7 @@ class Picture:
 
 
 def picture(plans: Sequence[BubblePlan]) -> Picture:
-    """Timelines stacked vertically on one time scale.
+    """Draw timelines stacked vertically on one time scale.
 
     Raises:
         DrawingError: there are too many bars for a picture.
@@ -309,7 +309,7 @@ def _add_legend(drawn: Picture, plans: Sequence[BubblePlan]) -> None:
 
 
 def shade(colour: str, place: int, of: int) -> str:
-    """The shade of stage `place` out of a rank's `of` stages: from the colour itself towards white."""
+    """Return the shade of stage `place` of a rank with `of` stages, from the colour itself towards white."""
     light = 0.0 if of == 1 else min(0.5, 0.6 / (of - 1)) * place
     parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * light):02x}" for part in parts)
@@ -351,8 +351,10 @@ PAGE = """<!doctype html>
 
 
 def svg(drawn: Picture, hover: Callable[[Box], tuple[str, str]] | None = None) -> str:
-    """The picture as SVG. `hover` returns a box's attributes and content, by default a title, which viewers
-    show as a tooltip."""
+    """Return the picture as SVG.
+
+    hover: returns a box's attributes and content; by default a title, which viewers show as a tooltip.
+    """
     hover = hover or (lambda box: ("", f"<title>{escape(box.hover)}</title>" if box.hover else ""))
     width, height = drawn.width, drawn.height
     size = (

@@ -22,7 +22,7 @@ START = 5e-6
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate, `local` of them on each of `nodes` nodes."""
+    """A group of communicating ranks, with `local` ranks on each of `nodes` nodes."""
 
     size: int
     local: int

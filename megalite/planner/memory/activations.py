@@ -49,7 +49,7 @@ class HeldBytes:
 
 
 class Activations:
-    """The units of a configuration's model.
+    """Activations of the units of a configuration's model.
 
     Args:
         splits: whether the backward is split into two passes, so that weight gradients are deferred.
@@ -88,7 +88,7 @@ class Activations:
         return size_in_bytes(buffers, self.widths, mode)
 
     def bytes_of(self, buffers: Iterable[Buffer]) -> int:
-        """Bytes of some tensors that a layer may keep."""
+        """Return the bytes of tensors that a layer may keep."""
         return self._size(buffers)
 
     def unit(self, number: int) -> HeldBytes:
@@ -159,8 +159,11 @@ class Activations:
         return min(max(chunk * positions // tokens, 1), positions) * ranks * batch
 
     def head(self) -> HeldBytes:
-        """The final norm's input and output (or the gradient computed together with the loss), and the
-        logits."""
+        """Return the bytes of the head.
+
+        These are the final norm's input and output (or the gradient computed with the loss), and the
+        logits.
+        """
         (block,) = self.units.head().blocks
         (matmul,) = block.matmuls
         kept = self._size(block.before.kept)
@@ -190,8 +193,11 @@ class Activations:
         )
 
     def stage(self, numbers: Sequence[int]) -> list[HeldBytes]:
-        """The units of a stage, first to last, the parts of modules of multi-token prediction as if they were
-        units. If positions depend on documents, each microbatch keeps its own rotary tables."""
+        """Return the bytes of a stage's units, first to last.
+
+        Parts of modules of multi-token prediction count as units. If positions depend on documents,
+        each microbatch keeps its own rotary tables.
+        """
         units = [self.unit(number) for number in numbers]
         if head_unit(self.model) in numbers:
             for index, parts in enumerate(modules(self.units), self.model.num_hidden_layers):

@@ -86,11 +86,11 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """Peak on the device, without offloaded state (`states.host` and `states.disk`)."""
+        """Return the peak on the device, without offloaded state (`states.host` and `states.disk`)."""
         return self.states.device + max(self.step, self.exchanging) + self.communication
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: the range of ranks as its start and length, every part in bytes."""
+        """Return plain data for JSON: the range of ranks as its start and length, every part in bytes."""
         names = ("parameters", "gradients", "optimizer", "activations", "logits", "communication", "total")
         tree = {
             "states": asdict(self.states),
@@ -178,7 +178,7 @@ class Besides(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Bytes on the device during a step."""
+        """Return the bytes on the device during a step."""
         return self.states.device + self.communicating.total
 
 

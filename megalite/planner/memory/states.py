@@ -166,12 +166,12 @@ class States:
 
     @property
     def optimizer(self) -> int:
-        """Optimizer state kept between steps, on the device, in CPU memory or on disk."""
+        """Return the optimizer state kept between steps, on the device, in CPU memory or on disk."""
         return self.master + self.moments + self.powersgd
 
     @property
     def device(self) -> int:
-        """Bytes on the device while a step runs."""
+        """Return the bytes on the device while a step runs."""
         return self.weights + self.gradients + self.optimizer + self.copies - self.host - self.disk
 
     def __add__(self, other: States) -> States:

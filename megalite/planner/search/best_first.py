@@ -225,8 +225,10 @@ class Search:
         return choice
 
     def _problem(self, choice: LayoutChoice, messages: bool) -> BudgetProblem:
-        """What a choice may recompute. Choices that differ only in ZeRO and offload share all but the bytes
-        that they have for it."""
+        """Return the recomputation problem of a choice.
+
+        Choices that differ only in ZeRO and offload share everything except the available bytes.
+        """
         key = replace(choice, zero=0, dp_shard=None, offload="none", offload_parameters=False, recompute="")
         config, device = self._run(choice)
         schedule = self._carried_out(choice, config, messages)
@@ -239,8 +241,10 @@ class Search:
 
     @staticmethod
     def _holds(choice: LayoutChoice) -> tuple[int, float]:
-        """Micro-batch size, and the negated share of the layers that are recomputed: at most all within a
-        budget."""
+        """Return the micro-batch size and the negated fraction of recomputed layers.
+
+        A budget counts as recomputing all of them.
+        """
         return choice.micro_batch_size, -1.0 if shown(choice.recompute) == BUDGET else -recomputed_share(
             choice.recompute
         )
@@ -252,7 +256,7 @@ class Search:
 
     @staticmethod
     def _states_of(choice: LayoutChoice) -> LayoutChoice:
-        """The key of choices that differ only in their activations."""
+        """Return the key of choices that differ only in their activations."""
         return replace(choice, micro_batch_size=0, recompute="")
 
     def plan(self, choice: LayoutChoice, step: StepTime | None = None) -> Plan:
@@ -302,8 +306,10 @@ class Search:
         )
 
     def _schedules(self, layout: LayoutChoice) -> list[tuple[str, int]]:
-        """(schedule, stages per rank) pairs with which a layout breaks no rule; its micro-batch size and
-        experts do not matter."""
+        """Return the (schedule, stages per rank) pairs with which a layout breaks no rule.
+
+        Its micro-batch size and experts do not matter.
+        """
         frame = replace(layout, micro_batch_size=1, recompute="none", ep=1, expert_dispatch="all_to_all")
         if frame not in self._legal:
             each = (
@@ -388,8 +394,10 @@ class Search:
         return [str(self.fixed[name])] if name in self.fixed else otherwise
 
     def _schedules_of(self, pp: int) -> Iterator[tuple[str, int]]:
-        """(schedule, stages per rank) pairs that give each stage at least one layer; on one rank only
-        1f1b."""
+        """Yield (schedule, stages per rank) pairs that give each stage at least one layer.
+
+        On one rank the schedule is 1f1b.
+        """
         for name in self._names("schedule", SCHEDULES if pp > 1 else ("1f1b",)):
             free = fixed_stages(name) is None
             for stages in self._sizes(
@@ -399,8 +407,10 @@ class Search:
                     yield name, stages
 
     def _even_stages(self, pp: int) -> list[int]:
-        """Numbers of virtual stages that split evenly the layers, or the layers plus embedding and head as
-        one layer each; else the two smallest."""
+        """Return numbers of virtual stages that split the layers evenly, or else the two smallest.
+
+        The embedding and the head may also count as one layer each.
+        """
         layers = self.job.model.num_hidden_layers
         most = range(2, layers // pp + 1)
         return [
@@ -443,8 +453,10 @@ class Search:
     # --------------------------------------------------------------------------------------------------------
 
     def memory(self, choice: LayoutChoice) -> list[RankMemory]:
-        """The memory of every pipeline rank. What is in flight stops growing after a few microbatches, so
-        only those are followed."""
+        """Return the memory of every pipeline rank.
+
+        Memory stops growing after a few microbatches, so only those are simulated.
+        """
         if choice.recompute == BUDGET:  # the least that it may need
             choice = replace(choice, recompute="full")
         config, device = self._run(choice)
@@ -455,8 +467,10 @@ class Search:
         return estimate(config, choice.gpus, device, self._carried_out(choice, config))
 
     def imbalance(self, choice: LayoutChoice) -> int:
-        """Bytes that the fullest rank needs in addition if all tokens choose the experts of one rank, in all
-        mixtures and microbatches."""
+        """Return the additional bytes on the fullest rank if all tokens choose the experts of one rank.
+
+        It is assumed for all mixtures and microbatches.
+        """
         return worst_total(self._run(choice)[0], self._schedule(choice))
 
     def _run(self, choice: LayoutChoice) -> tuple[Config, Literal["cpu", "cuda"]]:

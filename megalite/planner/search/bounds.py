@@ -38,8 +38,11 @@ AHEAD = 2  # memory is followed for this many times pp microbatches in flight: n
 
 
 class _StageBytes(NamedTuple):
-    """Bytes of a stage and one microbatch: kept until its backward, kept until its weight pass, and at most
-    needed during a layer's backward."""
+    """Bytes of a stage and one microbatch.
+
+    saved: kept until its backward; stash: kept until its weight pass; largest: bound during a layer's
+    backward.
+    """
 
     saved: float
     stash: float
@@ -70,8 +73,9 @@ class _Rank(NamedTuple):
 
 
 class LayoutBounds:
-    """Lower bounds for the choices of one job, on the first and the last pipeline rank and on that with the
-    most parameters.
+    """Lower bounds for the layouts of one job on a few pipeline ranks.
+
+    These are the first, the last, and the one with the most parameters.
 
     Args:
         base: the configuration that all choices share.
@@ -105,8 +109,10 @@ class LayoutBounds:
         return left
 
     def alone(self, choice: LayoutChoice) -> float:
-        """Seconds of a step from the rank with the most parameters alone, see `Stepper.alone`: less than
-        `time`, and found faster."""
+        """Return the step seconds of the rank with the most parameters alone.
+
+        See `Stepper.alone`. It is less than `time`, and cheaper to compute.
+        """
         return self.stepper.alone(
             choice, max(self._ranks(choice), key=lambda rank: rank.parameters.stored).number
         )
@@ -183,8 +189,10 @@ class LayoutBounds:
         return seconds
 
     def _relaxation(self, choice: LayoutChoice, rank: _Rank, peak: _Peak) -> Relaxation | None:
-        """What the layers of a rank can recompute: what it frees at the peak. None if these bytes do not add
-        up."""
+        """Return what the layers of a rank can recompute, with what it frees at the peak.
+
+        None if these bytes do not add up.
+        """
         counts = Counter(
             (self.stepper.kinds[index], held)
             for layers, held in zip(rank.stages, peak.held, strict=True)
@@ -309,7 +317,7 @@ class LayoutBounds:
         return *split, choice.ep, choice.expert_dispatch, choice.micro_batch_size, choice.splits
 
     def _activations(self, choice: LayoutChoice, recompute: str) -> Activations:
-        """Of a choice's share, on one stage."""
+        """Return the activations of a choice's share on one stage."""
         key = *self._key(choice), recompute
         if key not in self._units:
             config = apply_layout(
@@ -321,8 +329,7 @@ class LayoutBounds:
         return self._units[key]
 
     def _groups(self, choice: LayoutChoice, kind: Hashable) -> tuple[tuple[Option, ...], ...] | None:
-        """What a layer of a kind can recompute: each group of alternatives with their seconds and the bytes
-        that they free."""
+        """Return what a layer of a kind can recompute: groups of options with seconds and freed bytes."""
         key = *self._key(choice), kind
         if key not in self._options:
             activations, operations = self._activations(choice, "none"), self.stepper.operations

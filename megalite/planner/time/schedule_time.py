@@ -61,8 +61,7 @@ class PipelineShape(NamedTuple):
 
 
 class Durations(NamedTuple):
-    """Seconds of the passes of one microbatch, stage by stage, and the latency of one message between two
-    ranks."""
+    """Seconds of the passes of one microbatch, by stage, and the latency of a message between ranks."""
 
     forward: Sequence[float]
     backward: Sequence[float]
@@ -152,7 +151,10 @@ class _Replay:
         )
 
     def time(self, durations: Sequence[float], message: float) -> ScheduleTime:
-        """durations: of each pass, in the order of `passes`."""
+        """Return the times of a step.
+
+        durations: of each pass, in the order of `passes`.
+        """
         free, ended = [0.0] * self.ranks, list[float]()
         starts: list[float | None] = [None] * self.ranks
         for rank, slot, source in zip(self._ranks, self._slots, self._sources, strict=True):

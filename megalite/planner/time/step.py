@@ -69,7 +69,7 @@ class LayoutChoice:
 
     @functools.cached_property
     def dims(self) -> ParallelDims:
-        """The mesh, and the sizes derived from it. Its shard groups are those of ZeRO 1 to 3."""
+        """Return the sizes of the mesh. The shard groups are those of ZeRO 1 to 3."""
         return ParallelDims(
             pp=self.pp,
             dp=self.dp,
@@ -128,7 +128,7 @@ class StepTime:
     nodes: float = 0.0
 
     def parts(self) -> dict[str, float]:
-        """Name → seconds; the sum is the total."""
+        """Return the seconds of each part; their sum is the total."""
         names = (
             "compute",
             "recompute",
@@ -183,8 +183,10 @@ class PlannedJob:
         return self.global_batch_size * self.sequence_length / seconds / choice.gpus
 
     def mfu(self, choice: LayoutChoice, seconds: float) -> tuple[float, float]:
-        """Fraction of the device's dense peak: by PaLM's convention, which counts every pair of positions,
-        and by the causal half only."""
+        """Return the fractions of the device's dense peak, by PaLM's convention and by the causal one.
+
+        PaLM's counts every pair of positions, the causal one only half.
+        """
         rate = self.tokens_per_second_per_gpu(choice, seconds) / self.device.peak(self.precision)
         palm, causal = (
             per_token(self.model, self.sequence_length, name, lora=self.lora).model
@@ -201,8 +203,10 @@ def recomputed_share(recompute: str) -> float:
 
 
 class _Left(NamedTuple):
-    """Seconds of a rank's gradient reduction after its last backward, and of its weights' gathering at the
-    start of its first forward."""
+    """Communication of a rank that its own passes do not hide, in seconds.
+
+    gradients: reduction after its last backward; weights: gathering at the start of its first forward.
+    """
 
     gradients: float
     weights: float
@@ -328,8 +332,11 @@ class Stepper:
         return 1 / self.device.constants.slowest if choice.gpus > 1 and not self.device.cpu else 1.0
 
     def _late(self, choice: LayoutChoice) -> float:
-        """Seconds of a step that nodes wait for the latest of them. The expected maximum of independent
-        delays, exponentially distributed, grows with the logarithm of their number."""
+        """Return the seconds of a step that nodes wait for the latest one.
+
+        The expected maximum of independent, exponentially distributed delays grows with the logarithm
+        of their number.
+        """
         nodes = math.ceil(choice.gpus / self.device.per_node)
         return 0.0 if self.device.cpu else self.device.constants.delay * math.log(nodes)
 
@@ -448,8 +455,10 @@ class Stepper:
         return slowed, waits
 
     def _for_each_use(self, choice: LayoutChoice, size: Parameters, layers: int) -> tuple[float, float]:
-        """Seconds for one microbatch of a stage under ZeRO-2 and 3: its gradients' reduction, and one
-        gathering of its weights."""
+        """Return the seconds per microbatch of a stage under ZeRO-2 and 3.
+
+        These are the reduction of its gradients, and one gathering of its weights.
+        """
         fabric, width = self.operations.fabric, self.operations.size
         reduce = gather = 0.0
         for domain in domains(self.device, choice, size):
@@ -461,8 +470,10 @@ class Stepper:
         return reduce, gather
 
     def _beside(self, computation: float, communication: float) -> float:
-        """Both, overlapped: communication slows computation down while it runs. On a CPU they run one after
-        the other."""
+        """Return the time of computation and communication that overlap.
+
+        Communication slows computation down while it runs. On a CPU they run one after the other.
+        """
         if self.device.cpu:
             return computation + communication
         taken = min(computation, communication) * self.device.constants.overlap
@@ -485,8 +496,7 @@ class Stepper:
         return reduce, gather
 
     def _tied(self, choice: LayoutChoice) -> float:
-        """The all-reduce of the gradients of an embedding that the last stage uses too, if its copies are on
-        two pipeline ranks."""
+        """Return the all-reduce time of a tied embedding's gradients with copies on two pipeline ranks."""
         own = placement(choice.schedule, choice.pp, choice.asked_stages)
         model = self.job.model
         if not (model.tie_word_embeddings or model.mtp_layers) or own[0] == own[-1]:
@@ -499,8 +509,10 @@ class Stepper:
     def _behind(
         self, choice: LayoutChoice, timed: ScheduleTime, passes: list[PassTimes], held: list[Parameters]
     ) -> tuple[float, float]:
-        """Exposed time after the pipeline: gradients not yet reduced when the last rank ends, and weights not
-        yet gathered when needed.
+        """Return the exposed time after the pipeline.
+
+        These are gradients not yet reduced when the last rank ends, and weights not yet gathered when
+        needed.
 
         Reductions overlap with the last microbatch's backward and gathering with the next step's first
         forward, but for the unit that is reduced last and needed first: the embedding or a layer. A rank that
@@ -570,7 +582,7 @@ class Stepper:
     def _closed(
         self, choice: LayoutChoice, timed: ScheduleTime, passes: list[PassTimes], waits: list[float]
     ) -> StepTime:
-        """The step's time from the pipeline's, broken down for the busiest rank."""
+        """Return the step's time, given the pipeline's, broken down for the busiest rank."""
         _, sizes, again = self.stages(choice)
         held = self.held(choice, sizes)
         gradients, weights = self._behind(choice, timed, passes, held)
@@ -612,8 +624,7 @@ class Stepper:
         ranks: int,
         operation: str,
     ) -> list[float]:
-        """Exposed seconds per microbatch, of each stage, of a communication over so many ranks inside an
-        operation of layers."""
+        """Return the exposed seconds per microbatch of each stage for a communication inside an operation."""
         split, share = self.layers_of_stages(choice.dims.stages), self._share(choice)
         if ranks == 1:
             return [0.0] * len(split)
@@ -629,8 +640,10 @@ class Stepper:
         return exchanges
 
     def in_turn(self, choice: LayoutChoice) -> bool:
-        """Whether ranks end a step, and start the next, one after the other without a barrier
-        (`megalite.training.weight_update`)."""
+        """Return whether ranks end a step, and start the next, one after the other without a barrier.
+
+        See `megalite.training.weight_update`.
+        """
         job = self.job
         precision = "fp32" if job.software.optimistic_in_fp16 else job.precision
         return job.optimistic_step and may_be_optimistic(
@@ -638,8 +651,7 @@ class Stepper:
         )
 
     def _optimizer(self, choice: LayoutChoice, held: list[Parameters]) -> float:
-        """The update of the parameters that one rank updates, at most, and the all-reduce of the gradient
-        norm."""
+        """Return the time of the largest update on one rank, and of the gradient norm's all-reduce."""
         device = self.device
         split = [domains(device, choice, size) for size in dict.fromkeys(held)]
         own = max(
@@ -654,8 +666,7 @@ class Stepper:
         return max(own * HOST_BYTES / device.host_memory, wire, disk) + norm
 
     def _matrices(self, choice: LayoutChoice) -> float:
-        """Muon's iterations, and the way of the matrices to their owners and back, which overlaps with
-        them."""
+        """Return the time of Muon's iterations, and of the overlapping exchange of matrices."""
         model, muon, ranks = self.job.model, self.job.muon, choice.data * choice.tp
         if muon is None:
             return 0.0

@@ -31,8 +31,10 @@ from megalite.planner.memory.states import Sharing, Widths, matrices
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that each rank of one pipeline rank sends per step over each axis; Muon's exchange, over dp and
-    tp, counts with dp, as do reductions over dp and cp together."""
+    """Bytes that each rank of one pipeline rank sends per step over each axis.
+
+    Reductions over dp and cp together count with dp, and so does Muon's exchange over dp and tp.
+    """
 
     tp: int
     dp: int
