@@ -14,9 +14,8 @@ from typing import Any
 
 from benchmarks import published
 from megalite.config.schema import ModelConfig
-from megalite.planner.cost.operations import Software
-from megalite.planner.hardware.devices import Link, find
-from megalite.planner.time.step import LayoutChoice, PlannedJob, Stepper
+from megalite.planner.api import Link, find_device
+from megalite.planner.plans import LayoutChoice, PlannedJob, Software, Stepper
 
 SMALL = PlannedJob(
     ModelConfig(
@@ -27,7 +26,7 @@ SMALL = PlannedJob(
         intermediate_size=8192,
         gated_mlp=False,
     ),
-    find("h100"),
+    find_device("h100"),
     sequence_length=4096,
     global_batch_size=192,
     software=Software(loss_bytes=(38.0, 14.0)),
@@ -65,7 +64,7 @@ def _full_rate(job: PlannedJob) -> PlannedJob:
 def _alone(job: PlannedJob) -> PlannedJob:
     """Compute large matmuls at the rate that they reach alone instead of in a run."""
     return replace(
-        job, device=replace(job.device, sustained=job.device.sustained * 0.73 / find("h100").sustained)
+        job, device=replace(job.device, sustained=job.device.sustained * 0.73 / find_device("h100").sustained)
     )
 
 

@@ -20,7 +20,7 @@ from benchmarks import report
 from megalite.config.load import from_dict
 from megalite.families.presets import preset
 from megalite.model.cost import model_flops_per_token
-from megalite.planner.hardware.peaks import peak_flops
+from megalite.planner.api import peak_flops
 
 SECONDS, LONGEST = 560.0, 240.0  # time limits of all runs together, and of one
 COLUMNS = {

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megalite.mesh.layout import Layout
 from megalite.parallel.context.parts import PositionSegments, contiguous, zigzag
-from megalite.planner.report.drawing.timeline import COLOURS, FAINT, INK, Box, Label, Picture, shade, svg
+from megalite.planner.drawing.timeline import COLOURS, FAINT, INK, Box, Label, Picture, shade, svg
 
 RANKS = (*COLOURS.values(), "#7a4fa3")
 SHARED = "#e4e4e8"  # replicated on every rank

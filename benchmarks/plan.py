@@ -16,9 +16,8 @@ from typing import Any
 from benchmarks import overhead, report
 from megalite.commands.parser import write_whole
 from megalite.config.load import from_dict
-from megalite.planner.hardware.devices import Device, found_as, read_device
-from megalite.planner.hardware.peaks import peak_flops
-from megalite.planner.time.step import LayoutChoice, PlannedJob, Stepper
+from megalite.planner.api import Device, find_device_by_driver_name, peak_flops, read_device
+from megalite.planner.plans import LayoutChoice, PlannedJob, Stepper
 
 COLUMNS = {
     "layout": "layout",
@@ -120,7 +119,7 @@ def _gpu(measured: dict[str, Any], gpus: Sequence[str]) -> dict[str, Any]:
     properties, peak, known = (
         torch.cuda.get_device_properties(0),
         peak_flops(gpus[0], "bf16"),
-        found_as(gpus[0]),
+        find_device_by_driver_name(gpus[0]),
     )
     best = max(measured["products"].values()) / 1e3
     own = {"within": known.within, "between": known.between} if known else {}

@@ -19,11 +19,9 @@ from megalite.config.files import read_tree
 from megalite.config.schema import ModelConfig
 from megalite.families.presets import preset
 from megalite.model.cost import model_flops_per_token
-from megalite.planner.cost.operations import Software
+from megalite.planner.api import Device, Link, find_device, read_link
 from megalite.planner.hardware.constants import CONSTANTS
-from megalite.planner.hardware.devices import Device, Link, find, read_link
-from megalite.planner.report.explanation import described
-from megalite.planner.time.step import LayoutChoice, PlannedJob, Stepper, StepTime
+from megalite.planner.plans import LayoutChoice, PlannedJob, Software, Stepper, StepTime, explanation
 
 ROWS = Path(__file__).with_name("published.yaml")
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -79,7 +77,11 @@ def fitted() -> dict[str, float]:
 
     These are the planner's own, and those of other training codes and conditions.
     """
-    own = {"ampere": find("a100").sustained, "hopper": find("h100").sustained, **asdict(CONSTANTS)}
+    own = {
+        "ampere": find_device("a100").sustained,
+        "hopper": find_device("h100").sustained,
+        **asdict(CONSTANTS),
+    }
     return {name: row.get("value", own.get(name)) for name, row in read_published()["constants"].items()}
 
 
@@ -161,7 +163,7 @@ def _device(row: Mapping[str, Any], values: Mapping[str, float]) -> Device:
 
     Conditions that its source states replace the usual ones.
     """
-    device, named = find(row["gpu"]), row.get("hardware", {})
+    device, named = find_device(row["gpu"]), row.get("hardware", {})
     between = read_link(named["between"]) if "between" in named else device.between
     own = replace(CONSTANTS, **{name: value for name, value in values.items() if name in asdict(CONSTANTS)})
     return replace(
@@ -215,7 +217,7 @@ def document(tables: list[Table]) -> str:
             "|---|---|---|---|---|---|",
         ]
         for row in table.rows:
-            layout = described(row.choice)
+            layout = explanation.describe_layout(row.choice)
             parts.append(
                 f"| {row.name} | {row.choice.gpus} | {layout} | {row.measured:,g} | {row.predicted:,.4g} | "
                 f"{row.deviation:+.1%} |"

@@ -33,8 +33,7 @@ from megalite.optimizer.adamw import AdamW
 from megalite.optimizer.registry import OPTIMIZERS
 from megalite.optimizer.state import OptimizerState
 from megalite.parallel.microbatch import Microbatch
-from megalite.planner.budget.decision import decide
-from megalite.planner.memory.estimate import estimate
+from megalite.planner.api import decide_recomputation, estimate
 
 MODES = ("none", "selective", "every-2", "full")
 PARTS = (0.0, 0.25, 0.5, 0.75, 0.95)
@@ -119,7 +118,7 @@ def compare(config: Config, rounds: int) -> list[dict[str, Any]]:
     pairs = {}
     for mode in MODES:
         budget = estimate(with_mode(config, mode), 1, "cpu")[0].total
-        chosen = decide(config, budget, device="cpu").recompute
+        chosen = decide_recomputation(config, budget, device="cpu").recompute
         pairs[mode] = (ModelVariant(with_mode(config, mode)), ModelVariant(with_mode(config, chosen)), budget)
     variants = [variant for one, other, _ in pairs.values() for variant in (one, other)]
     seconds: dict[int, list[float]] = {id(variant): [] for variant in variants}
@@ -148,10 +147,10 @@ def compare(config: Config, rounds: int) -> list[dict[str, Any]]:
 def peaks(config: Config) -> list[dict[str, Any]]:
     """Return planned and measured peaks at five budgets."""
     rows = []
-    (rank,) = decide(config, 1 << 60, device="cpu").ranks
+    (rank,) = decide_recomputation(config, 1 << 60, device="cpu").ranks
     for part in PARTS:
         budget = int(rank.everything + part * (rank.nothing - rank.everything))
-        chosen = with_mode(config, decide(config, budget, device="cpu").recompute)
+        chosen = with_mode(config, decide_recomputation(config, budget, device="cpu").recompute)
         (planned,) = estimate(chosen, 1, "cpu")
         variant = ModelVariant(chosen)
         variant.step()

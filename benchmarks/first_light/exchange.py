@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.first_light.rows import Row, Scene, absent, guarded, row
-from megalite.planner.hardware.devices import Device, find, found_as
+from megalite.planner.api import Device, find_device, find_device_by_driver_name
 from megalite.planner.hardware.links import Fabric, group
 
 LIMIT_S = 60.0
@@ -20,7 +20,7 @@ ASSUMED_ON_CPU = "h100"  # what the rehearsal compares with, so that the compari
 
 
 def rows(scene: Scene) -> Iterator[Row]:
-    device = found_as(scene.gpus[0]) if scene.gpus else find(ASSUMED_ON_CPU)
+    device = find_device_by_driver_name(scene.gpus[0]) if scene.gpus else find_device(ASSUMED_ON_CPU)
     if scene.gpus:
         yield from _host(device)
     else:

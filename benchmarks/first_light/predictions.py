@@ -16,8 +16,7 @@ from benchmarks import plan
 from benchmarks.first_light.rows import Row, Scene, absent, guarded, row
 from megalite.config.load import from_dict
 from megalite.config.schema import Config
-from megalite.planner.hardware.devices import Device, read_device
-from megalite.planner.time import prediction
+from megalite.planner.api import Device, read_device, step_seconds
 
 RESERVE_S = 5.0
 
@@ -69,7 +68,7 @@ def _step(step: Row, device: Device | None) -> Row:
     """
     measured = step["seconds"]
     predictions = {
-        "calibration": prediction.step_seconds(configuration(step), device) if device else None,
+        "calibration": step_seconds(configuration(step), device) if device else None,
         "table": step["predicted_seconds"],
     }
     ratios = {name: seconds / measured for name, seconds in predictions.items() if seconds is not None}

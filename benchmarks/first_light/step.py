@@ -20,9 +20,7 @@ from benchmarks import gpu_step, report
 from benchmarks.first_light import routes
 from benchmarks.first_light.rows import Row, Scene, absent, guarded, row
 from megalite.config.load import from_dict
-from megalite.planner.hardware.devices import found_as
-from megalite.planner.memory import estimate
-from megalite.planner.time import prediction
+from megalite.planner.api import estimate, find_device_by_driver_name, step_seconds
 
 LONGEST_S = 90.0
 ROUTES_S = 45.0  # left for the routes
@@ -122,7 +120,7 @@ def _memory(config: dict[str, Any], results: dict[str, Any], scene: Scene) -> di
     """Return the peak of allocated memory, and the planned peak of the rank that needs the most, in GiB."""
     parsed = from_dict(config)
     world = parsed.parallel.tp * (parsed.parallel.dp or 1)
-    predicted = max(rank.total for rank in estimate.estimate(parsed, world, scene.device))
+    predicted = max(rank.total for rank in estimate(parsed, world, scene.device))
     peak = results["peak_allocated"] or results["peak_rss_above_import"]
     return {"peak_gib": peak / 2**30 if peak else None, "predicted_gib": predicted / 2**30}
 
@@ -130,8 +128,8 @@ def _memory(config: dict[str, Any], results: dict[str, Any], scene: Scene) -> di
 def _figures(
     config: dict[str, Any], figures: dict[str, Any], results: dict[str, Any], scene: Scene
 ) -> dict[str, Any]:
-    device = found_as(results["device"]) if results["device"] else None
-    seconds = prediction.step_seconds(from_dict(config), device) if device else None
+    device = find_device_by_driver_name(results["device"]) if results["device"] else None
+    seconds = step_seconds(from_dict(config), device) if device else None
     profile = results.get("profile") or {}
     return {
         **figures,

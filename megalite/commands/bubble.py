@@ -27,10 +27,10 @@ from megalite.commands.parser import Parser, as_new_file, as_path, positive, pro
 from megalite.parallel.pipeline.bubble import BUBBLES, BubblePlan, GatheredWeights, compare, plan, sweep
 from megalite.parallel.pipeline.generator import SCHEDULES
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
-from megalite.planner.report.drawing import measured, trace
-from megalite.planner.report.drawing import timeline as drawing
-from megalite.planner.report.drawing.tables import durations, grid, heading, summary, table
-from megalite.planner.report.drawing.text import draw
+from megalite.planner.drawing import measured, trace
+from megalite.planner.drawing import timeline as drawing
+from megalite.planner.drawing.tables import durations, grid, heading, summary, table
+from megalite.planner.drawing.text import draw
 
 FORMATS = (".png", ".svg", ".html", ".json")
 LONGEST = 1e100  # largest duration: sums of durations stay finite

@@ -15,7 +15,7 @@ from typing import Any
 from megalite.commands.parser import Parser, positive
 from megalite.config.load import exit_with
 from megalite.config.schema import Config, ConfigError
-from megalite.planner.memory.states import Device
+from megalite.planner.api import DeviceType
 from megalite.system.progress import Progress
 from megalite.training import dry_run
 
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> None:
     print(json.dumps(content) if options.json else "\n".join(dry_run.describe(config, content)), flush=True)
 
 
-def calculated(config: Config, ranks: list[int], device: Device) -> dict[str, Any]:
+def calculated(config: Config, ranks: list[int], device: DeviceType) -> dict[str, Any]:
     """Return all figures. Exits with status 1 if a rank that was built differs from its plan."""
     # imports torch, so only after the configuration is checked
     from megalite.training.meta_device import Disagreement

@@ -24,9 +24,8 @@ from megalite.config.schema import Config, ConfigError
 
 if TYPE_CHECKING:
     from megalite.commands.models import NamedModel
-    from megalite.planner.first_config import Wanted
-    from megalite.planner.hardware.devices import Device
-    from megalite.planner.search.best_first import Plan
+    from megalite.planner.api import Device
+    from megalite.planner.plans import Plan, RunRequest
 
 Value = TypeVar("Value", str, int)
 CPU_SHARE = 0.5
@@ -36,13 +35,13 @@ CPU_SHARE = 0.5
 def main(argv: list[str] | None = None) -> int:
     tool = parser()
     options = tool.parse_args(argv)
-    from megalite.planner.hardware.devices import HardwareError
+    from megalite.planner.api import HardwareError
 
     try:
         check_output(options)
         complete(options)
         wanted, named = wanted_by(options)
-        from megalite.planner.first_config import first_config
+        from megalite.planner.plans import first_config
 
         config, plan = first_config(wanted)
         write_whole(options.output, text_of(options, wanted, config, plan, named))
@@ -146,9 +145,9 @@ def ask(question: str, default: Value) -> Value:
 def kind_of_gpu(name: str | None, asks: bool) -> str:
     """The planner's name of this machine's GPUs, else the user's answer. Raises ConfigError if nobody is
     asked."""
-    from megalite.planner.hardware.devices import found_as, known_devices
+    from megalite.planner.api import find_device_by_driver_name, known_devices
 
-    if name is not None and (known := found_as(name)) is not None:
+    if name is not None and (known := find_device_by_driver_name(name)) is not None:
         return known.name
     if not asks:
         what = "this machine has no GPU" if name is None else f"the planner has no description of {name}"
@@ -168,10 +167,10 @@ def check_output(options: argparse.Namespace) -> None:
         )
 
 
-def wanted_by(options: argparse.Namespace) -> tuple[Wanted, NamedModel]:
+def wanted_by(options: argparse.Namespace) -> tuple[RunRequest, NamedModel]:
     """Return what the options ask for. Raises ConfigError if the model cannot be read."""
     from megalite.commands.models import config_of, find_model, weights_of
-    from megalite.planner.first_config import Wanted
+    from megalite.planner.plans import RunRequest
 
     replacing = {
         "data.sequence_length": options.sequence_length,
@@ -190,7 +189,7 @@ def wanted_by(options: argparse.Namespace) -> tuple[Wanted, NamedModel]:
     base.model.init_from = base.model.init_from if named.kind == "configuration" else None
     data = options.data or base.data.train or "data/train"
     lengths = (options.sequence_length, options.global_batch_size, options.tokens, options.steps)
-    return Wanted(
+    return RunRequest(
         base, named.kind == "configuration", options.gpus, device, options.output.stem, data,
         weights_of(options.source, "--from") if options.weights else None, *lengths,
     ), named  # fmt: skip
@@ -198,26 +197,25 @@ def wanted_by(options: argparse.Namespace) -> tuple[Wanted, NamedModel]:
 
 def device_of(options: argparse.Namespace) -> Device:
     from megalite.launch import machine
-    from megalite.planner.first_config import cpu_device
-    from megalite.planner.hardware.devices import find
+    from megalite.planner.api import find_device
+    from megalite.planner.plans import cpu_device
 
     if options.gpus:
-        return find(options.gpu)
+        return find_device(options.gpu)
     return cpu_device(machine.usable_cores(), CPU_SHARE * machine.memory_bytes())
 
 
 def text_of(
-    options: argparse.Namespace, wanted: Wanted, config: Config, plan: Plan, named: NamedModel
+    options: argparse.Namespace, wanted: RunRequest, config: Config, plan: Plan, named: NamedModel
 ) -> str:
     """Return the text of the file.
 
     A model on the Hub keeps its name, so that the file can be used on other machines.
     """
-    from megalite.planner.report import explanation
-    from megalite.planner.search.run_config import commented
+    from megalite.planner.plans import explanation, to_commented_yaml
 
     where = f"{wanted.gpus} × {wanted.device.name}" if wanted.gpus else "one process on the CPU"
-    heading = f"{options.source} on {where}: {explanation.described(plan.choice)}.\n"
+    heading = f"{options.source} on {where}: {explanation.describe_layout(plan.choice)}.\n"
     if wanted.gpus:
         heading += (
             f"Predicted: {plan.step.total:.3g} s per step, {explanation.amount(plan.memory.total)} on the "
@@ -227,7 +225,7 @@ def text_of(
         "Written by megalite init; a comment is the first sentence of `megalite train --help`.\n\n  "
         f"{start(options, wanted)}"
     )
-    return commented(config, heading, names_of_hub(options, named))
+    return to_commented_yaml(config, heading, names_of_hub(options, named))
 
 
 def names_of_hub(options: argparse.Namespace, named: NamedModel) -> dict[str, str]:
@@ -245,9 +243,9 @@ def names_of_hub(options: argparse.Namespace, named: NamedModel) -> dict[str, st
     return {"model.from_hf": name} | ({"model.init_from": f"hf:{name}"} if options.weights else {})
 
 
-def start(options: argparse.Namespace, wanted: Wanted) -> str:
+def start(options: argparse.Namespace, wanted: RunRequest) -> str:
     """Return the command that starts the run."""
-    from megalite.planner.search.run_config import nodes_for
+    from megalite.planner.plans import nodes_for
 
     file, node = shlex.quote(str(options.output)), wanted.device.per_node
     if wanted.gpus > node:
@@ -259,11 +257,10 @@ def start(options: argparse.Namespace, wanted: Wanted) -> str:
     return f"megalite train {f'--nproc {wanted.gpus} ' if wanted.gpus > 1 else ''}--config {file}"
 
 
-def report(options: argparse.Namespace, wanted: Wanted, config: Config, plan: Plan) -> None:
+def report(options: argparse.Namespace, wanted: RunRequest, config: Config, plan: Plan) -> None:
     """Print what was written, and the next commands."""
     from megalite.config.token_files import prefixes, read_often, unused
-    from megalite.planner.report.explanation import as_json, described
-    from megalite.planner.time.step import PlannedJob
+    from megalite.planner.plans import PlannedJob, explanation
 
     steps: list[str] = []
     missing = [prefix for prefix in prefixes(config.data.train) if not Path(f"{prefix}.idx").is_file()]
@@ -285,7 +282,7 @@ def report(options: argparse.Namespace, wanted: Wanted, config: Config, plan: Pl
             json.dumps(
                 {
                     "written": str(options.output),
-                    "plan": as_json(job, plan, {}),
+                    "plan": explanation.plan_as_json(job, plan, {}),
                     "next": steps,
                     "notes": notes,
                 }
@@ -298,7 +295,8 @@ def report(options: argparse.Namespace, wanted: Wanted, config: Config, plan: Pl
         if config.train.epochs is None
         else f"{config.train.epochs:g} epoch{'s' * (config.train.epochs != 1)} in steps"
     )
-    print(f"wrote {options.output}: {described(plan.choice)}; {length} of {tokens:,} tokens.")
+    layout = explanation.describe_layout(plan.choice)
+    print(f"wrote {options.output}: {layout}; {length} of {tokens:,} tokens.")
     for line in notes:
         print(f"Note: {line}")
     print("Next:", *(f"  {line}" for line in steps), sep="\n")

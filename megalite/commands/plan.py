@@ -11,7 +11,7 @@ explanation of the best.
     then --gpu here.yaml
 
 Ctrl-C ends the search and prints the plans found so far, which are the fastest; the exit status is then 130.
-Memory is from `megalite.planner.memory.estimate`, bubbles are from the simulator; docs/planner.md describes
+Memory is from `megalite.planner.api.estimate`, bubbles are from the simulator; docs/planner.md describes
 the model and its measured accuracy.
 """
 
@@ -38,12 +38,19 @@ from megalite.config.recompute import BUDGET
 from megalite.config.schema import Config, ConfigError
 from megalite.launch.exit_status import ExitStatus
 from megalite.parallel.pipeline.generator import SCHEDULES
-from megalite.planner.hardware.devices import Device, HardwareError, find, known_devices
-from megalite.planner.report import explanation
-from megalite.planner.report.zero2_hint import hint
-from megalite.planner.search.best_first import Plan, Search
-from megalite.planner.search.run_config import broken_rule, configured, nodes_for, runnable, to_yaml
-from megalite.planner.time.step import PlannedJob
+from megalite.planner.api import Device, HardwareError, find_device, known_devices
+from megalite.planner.plans import (
+    Plan,
+    PlannedJob,
+    Search,
+    apply_layout,
+    explanation,
+    first_broken_rule,
+    nodes_for,
+    to_run_config,
+    to_yaml,
+    zero2_hint,
+)
 from megalite.system.progress import Report, silent
 
 FIXED = (
@@ -224,7 +231,7 @@ def base_config(options: argparse.Namespace) -> Config:
         "train.global_batch_size": options.global_batch_size,
     }
     config = config_of(
-        options.model, options.gpus or 1, replacing=sizes, precision=find(options.gpu).own_precision
+        options.model, options.gpus or 1, replacing=sizes, precision=find_device(options.gpu).own_precision
     )
     if options.vocab_size is not None:
         config.model.vocab_size = options.vocab_size
@@ -244,7 +251,7 @@ def base_config(options: argparse.Namespace) -> Config:
 
 def answer(options: argparse.Namespace, progress: Report = silent) -> tuple[dict[str, Any], str]:
     """Search, write the --write file, and return the answer as JSON content and as text."""
-    base, device = base_config(options), find(options.gpu)
+    base, device = base_config(options), find_device(options.gpu)
     device.peak(base.train.precision)
     check_alone(base, options.recompute)
     job = PlannedJob.of(base, device)
@@ -270,17 +277,19 @@ def answer(options: argparse.Namespace, progress: Report = silent) -> tuple[dict
         message = explanation.nothing_fits(search)
         return {**content, "explanation": [message, *walked]}, "\n".join([*walked, message])
     if options.write:
-        chosen = runnable(base, plans[0].choice, search.room)
+        chosen = to_run_config(base, plans[0].choice, search.room)
         hardware = options.gpu if device.name == options.gpu.lower() else str(Path(options.gpu).absolute())
         # the run compares itself with the plan
         chosen = replace(chosen, profiling=replace(chosen.profiling, hardware=hardware))
         write_whole(options.write, to_yaml(chosen, heading(search, plans[0], options.write)))
     costs = [cost(job, plan, device, options) for plan in plans]
-    between = hint(configured(base, plans[0].choice), options.gpus, device.per_node)
+    between = zero2_hint(apply_layout(base, plans[0].choice), options.gpus, device.per_node)
     sentences = explanation.winner(search, plans) + ([] if between is None else [f"{between}."])
     if not complete:
-        sentences.append(f"The search was interrupted: only the fastest {len(plans)} are required.")
-    content["plans"] = [explanation.as_json(job, plan, its) for plan, its in zip(plans, costs, strict=True)]
+        sentences.append(f"The search was interrupted: only the fastest {len(plans)} plans are complete.")
+    content["plans"] = [
+        explanation.plan_as_json(job, plan, its) for plan, its in zip(plans, costs, strict=True)
+    ]
     content["explanation"] = [*sentences, *walked]
     return content, text(search, plans, costs[0], [*sentences, *([""] if walked else []), *walked])
 
@@ -294,7 +303,7 @@ def check_alone(base: Config, recompute: str | None) -> None:
     )
     config.train.micro_batch_size, config.train.recompute = 1, recompute or "none"
     config.train.memory_budget = 1.0 if recompute == BUDGET else None
-    if (message := broken_rule(config, 1)) is not None:
+    if (message := first_broken_rule(config, 1)) is not None:
         raise ConfigError(message)
 
 
@@ -344,7 +353,7 @@ def heading(search: Search, plan: Plan, path: Path) -> str:
     nodes = nodes_for(search.gpus, job.device.per_node)
     start = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint NODE0:29500 " if nodes > 1 else ""
     return (
-        f"{explanation.described(plan.choice)}, for {search.gpus} × {job.device.name}\n"
+        f"{explanation.describe_layout(plan.choice)}, for {search.gpus} × {job.device.name}\n"
         f"Predicted: {plan.step.total:.4g} s per step, {explanation.amount(plan.memory.total)} on the "
         "fullest "
         "rank.\n\n"

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from megalite.config.precision import PrecisionChoice
     from megalite.launch.environment import RankEnvironment
     from megalite.mesh.mesh import Mesh
-    from megalite.planner.hardware.devices import Device
+    from megalite.planner.api import Device
     from megalite.training.job import Job
     from megalite.training.trainer import Trainer
 
@@ -129,7 +129,7 @@ def check_run(
     from megalite.launch.machine import local_world_size
     from megalite.launch.process import choose_device, world_size
     from megalite.monitoring.metrics import check_packages
-    from megalite.planner.time.prediction import device_of
+    from megalite.planner.api import device_of_run
     from megalite.training import recompute_budget
     from megalite.training.tokenizer_checks import check_tokenizers
 
@@ -143,7 +143,7 @@ def check_run(
         check_packages(config.logging)
         build.check_offload(config, device, local_world_size() / world_size())
         recompute_budget.check(config, device)
-        hardware = device_of(config, torch.cuda.get_device_name(device) if device.type == "cuda" else "")
+        hardware = device_of_run(config, torch.cuda.get_device_name(device) if device.type == "cuda" else "")
         # a damaged token file must not be found when every rank is waiting
         data, _ = dataset.build(config.data, config.run.seed)
         remarks = [choice.describe()] if choice is not None else []
@@ -232,9 +232,9 @@ def announce(trainer: Trainer, notes: list[str]) -> None:
 def placement(trainer: Trainer) -> list[str]:
     """Suggest a layout that fits the nodes of this machine better, if there is one."""
     from megalite.launch.machine import local_world_size
-    from megalite.planner.report.zero2_hint import hint
+    from megalite.planner.plans import zero2_hint
 
-    between = hint(trainer.config, trainer.mesh.world.size, local_world_size())
+    between = zero2_hint(trainer.config, trainer.mesh.world.size, local_world_size())
     return [] if between is None else [between]
 
 

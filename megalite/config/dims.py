@@ -19,6 +19,19 @@ longer one that is."""
 FEWEST_BLOCKS, FEWEST_OF_LONG_ROWS = 8, 32
 """Blocks of a context-parallel rank: fewer could not be dealt out evenly, many would make lists of runs long.
 """
+FIXED_STAGES = {"interleaved": None, "zb-v": 2, "v-half": 2}
+"""Stages per rank of each schedule with several; None if parallel.virtual_stages sets it."""
+DEFAULT_STAGES = 2
+
+
+def fixed_stages(schedule: str) -> int | None:
+    """Return the stages per rank that a schedule requires; None if parallel.virtual_stages sets them."""
+    return FIXED_STAGES.get(schedule, 1)
+
+
+def stages_per_rank(schedule: str, virtual_stages: int | None) -> int:
+    """Return the number of stages per rank under a schedule and the value of parallel.virtual_stages."""
+    return fixed_stages(schedule) or virtual_stages or DEFAULT_STAGES
 
 
 @dataclass(frozen=True)
@@ -62,9 +75,7 @@ class ParallelDims:
             cp=parallel.cp,
             tp=parallel.tp,
             dp_shard=(parallel.dp_shard or dp * parallel.cp) if parallel.zero else 1,
-            virtual_stages={"interleaved": parallel.virtual_stages or 2, "zb-v": 2, "v-half": 2}.get(
-                parallel.schedule, 1
-            ),
+            virtual_stages=stages_per_rank(parallel.schedule, parallel.virtual_stages),
             context_inner=parallel.context_inner,
             ep=parallel.ep,
             sharded=parallel.zero > 0,

@@ -344,9 +344,11 @@ class Peers:
         return self.verdict
 
     def _gone(self, group: Sequence[int]) -> int | None:
-        """A rank of a group that has ended, failed or lost another one; None: none has within `SILENT_S`, or
-        another rank has stored a verdict. Each rank asks the `ASKED` next ones, so a large group asks each
-        rank as often as a small one."""
+        """Return a rank of a group that has exited, failed or lost another rank.
+
+        Returns None if there is none within the time limit, or if another rank has stored a verdict. Each
+        rank asks only the `ASKED` ranks after it, so the number of questions does not grow with the group.
+        """
         at = group.index(self.rank) if self.rank in group else 0
         others = [rank for rank in (*group[at + 1 :], *group[:at]) if rank != self.rank][:ASKED]
         deadline = monotonic() + SILENT_S + ANSWER_S

@@ -21,7 +21,6 @@ from megalite.config.load import write_config
 from megalite.config.rule import show
 from megalite.config.schema import Config, ConfigError, LoggingConfig
 from megalite.model.cost import model_flops_per_token
-from megalite.planner.hardware.peaks import peak_flops
 from megalite.system.files import replacing, write_synced
 from megalite.system.messages import say
 
@@ -67,6 +66,8 @@ def throughput(
         seconds: duration of the step.
         batch: number of samples; default: train.global_batch_size.
     """
+    from megalite.planner.api import peak_flops  # not at the start of every command that reads metrics
+
     tokens_per_second = (batch or config.train.global_batch_size) * config.data.sequence_length / seconds
     per_rank = (
         tokens_per_second

@@ -13,7 +13,7 @@ from megalite.monitoring.metrics import StepMetrics
 
 if TYPE_CHECKING:
     from megalite.launch.environment import RankEnvironment
-    from megalite.planner.hardware.devices import Device
+    from megalite.planner.api import Device
     from megalite.training.trainer import Trainer
 
 STEPS_KEPT = 4

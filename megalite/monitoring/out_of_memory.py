@@ -108,7 +108,7 @@ def describe(place: str, error: BaseException, savings: list[MemorySaving]) -> s
 
 def out_of_memory(error: torch.OutOfMemoryError, config: Config, device: torch.device, mesh: Mesh) -> str:
     """Return the message for the user. On a GPU, a memory snapshot is written first."""
-    from megalite.planner.memory.estimate import estimate
+    from megalite.planner.api import estimate
 
     world_size, gpu = mesh.world.size, device.type == "cuda"
 

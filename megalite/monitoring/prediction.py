@@ -18,9 +18,7 @@ from megalite.monitoring import starts
 from megalite.monitoring.metrics import StepMetrics
 from megalite.monitoring.observers import Observer
 from megalite.parallel.pipeline.simulator import simulate
-from megalite.planner.hardware.constants import interval
-from megalite.planner.hardware.devices import Device
-from megalite.planner.time.prediction import estimated_costs, stage_sums, step_seconds
+from megalite.planner.api import Device, prediction_interval, step_seconds, sum_by_stage, unit_flops
 from megalite.system.files import write_synced
 from megalite.system.messages import write_or_say
 
@@ -33,7 +31,7 @@ def stage_costs(config: Config) -> list[float]:
 
     It is measured (parallel.layer_costs) or otherwise estimated.
     """
-    costs = stage_sums(config, config.parallel.layer_costs or estimated_costs(config))
+    costs = sum_by_stage(config, config.parallel.layer_costs or unit_flops(config))
     mean = sum(costs) / config.parallel.pp
     return [cost / mean for cost in costs]
 
@@ -71,7 +69,7 @@ def describe(
     if times and predicted_time is not None:
         sure = ""
         if device is not None:
-            low, high = interval(predicted_time)
+            low, high = prediction_interval(predicted_time)
             sure = f" for {device.name}" + (
                 f" ({low:.4g} to {high:.4g} s in 80 % of published runs)" if device.compared else ""
             )
@@ -93,7 +91,11 @@ def predictions(config: Config, device: Device | None) -> dict[str, Any]:
         device: the planner's description of the device; None if unknown.
     """
     seconds = None if device is None else step_seconds(config, device)
-    sure = list(interval(seconds)) if seconds is not None and device is not None and device.compared else None
+    sure = (
+        list(prediction_interval(seconds))
+        if seconds is not None and device is not None and device.compared
+        else None
+    )
     return {"step_time_s": seconds, "step_time_interval_s": sure, "bubble_fraction": predicted_bubble(config)}
 
 

@@ -16,7 +16,7 @@ from megalite.parallel.spec import parameter_count
 from megalite.planner.hardware.devices import Device, Link
 from megalite.planner.report import explanation
 from megalite.planner.search.best_first import Plan, Search
-from megalite.planner.search.run_config import runnable
+from megalite.planner.search.run_config import to_run_config
 from megalite.planner.time.step import PlannedJob
 
 VOCABULARY = 32768
@@ -34,8 +34,8 @@ CORE_FLOPS = 4e10  # fp32, of one core
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What the user has decided; None leaves it to the defaults.
+class RunRequest:
+    """Choices of the user for a new run; None selects a default.
 
     Attributes:
         base: the configuration to start from; of its options only the model's are set, unless `complete`.
@@ -57,14 +57,17 @@ class Wanted:
 
 
 def cpu_device(cores: int, memory: float) -> Device:
-    """A CPU as the planner sees it; only its memory decides something, since one process uses all cores."""
+    """Return the device of a CPU. Only its memory affects the plan, since one process uses all cores."""
     link = Link("memory", 5e9, 2e-5)
     peaks = dict.fromkeys(("fp32", "bf16", "fp16"), cores * CORE_FLOPS)
     return Device("CPU", peaks, 0.7, cores, memory, 2e10, link, link, 1, link, cpu=True)
 
 
-def first_config(wanted: Wanted) -> tuple[Config, Plan]:
-    """The configuration, and its plan. Raises ConfigError or HardwareError if no layout is legal or fits."""
+def first_config(wanted: RunRequest) -> tuple[Config, Plan]:
+    """Return the configuration and its plan.
+
+    Raises ConfigError or HardwareError if no layout is legal or fits.
+    """
     base = with_sizes(wanted)
     search = Search(PlannedJob.of(base, wanted.device), base, max(1, wanted.gpus), {}, 1)
     plans = search.plans()
@@ -74,11 +77,11 @@ def first_config(wanted: Wanted) -> tuple[Config, Plan]:
             if search.considered
             else f"No layout is legal: {explanation.illegal(search)}"
         )
-    return runnable(base, plans[0].choice, search.room), plans[0]
+    return to_run_config(base, plans[0].choice, search.room), plans[0]
 
 
-def with_sizes(wanted: Wanted) -> Config:
-    """The configuration without its layout."""
+def with_sizes(wanted: RunRequest) -> Config:
+    """Return the configuration without a layout."""
     # only a configuration has several: it says the rest itself
     base, prefix = wanted.base, (prefixes(wanted.data) or [""])[0]
     given, facts = Path(f"{prefix}.idx").is_file(), metadata(prefix)
@@ -100,32 +103,32 @@ def with_sizes(wanted: Wanted) -> Config:
     data.validation = base.data.validation if wanted.complete else held_out
     train = replace(base.train, global_batch_size=batch)
     if not wanted.complete:
-        asked = wanted.steps is not None or wanted.tokens is not None
+        length_is_set = wanted.steps is not None or wanted.tokens is not None
         train.steps, train.tokens = (
             _steps(wanted, parameters, batch * length, facts.get("tokens") if given else None),
             None,
         )
-        if chat and not asked:  # the rows that conversations fill do not follow from their tokens
+        if chat and not length_is_set:  # the rows that conversations fill do not follow from their tokens
             train.steps, train.epochs = Config().train.steps, 1.0
     train.precision = _precision(wanted)  # type: ignore[assignment]
     config = replace(base, model=known, data=data, train=train, run=replace(base.run, name=wanted.name))
     return _with_schedule(config, wanted, parameters)
 
 
-def _precision(wanted: Wanted) -> str:
+def _precision(wanted: RunRequest) -> str:
     if wanted.complete:
         return wanted.base.train.precision
     return wanted.device.own_precision
 
 
-def _length(wanted: Wanted) -> int:
+def _length(wanted: RunRequest) -> int:
     if wanted.complete:
         return wanted.base.data.sequence_length
     return min(wanted.base.model.max_position_embeddings, CPU_LENGTH if wanted.device.cpu else GPU_LENGTH)
 
 
-def _batch(wanted: Wanted, parameters: int, length: int) -> int:
-    """Sequences per step: a power of two, and at least one for each device where that is one."""
+def _batch(wanted: RunRequest, parameters: int, length: int) -> int:
+    """Return the sequences per step: a power of two, rounded up to a multiple of the GPUs."""
     if wanted.complete:
         return wanted.base.train.global_batch_size
     if wanted.device.cpu:
@@ -135,8 +138,8 @@ def _batch(wanted: Wanted, parameters: int, length: int) -> int:
     return -(-power // wanted.gpus) * wanted.gpus
 
 
-def _steps(wanted: Wanted, parameters: int, tokens_per_step: int, data: int | None) -> int:
-    """As asked; else one epoch of the data; else by the number of parameters."""
+def _steps(wanted: RunRequest, parameters: int, tokens_per_step: int, data: int | None) -> int:
+    """Return the requested steps, or one epoch of the data, or steps for the number of parameters."""
     if wanted.steps is not None:
         return wanted.steps
     if wanted.tokens is not None:
@@ -146,8 +149,8 @@ def _steps(wanted: Wanted, parameters: int, tokens_per_step: int, data: int | No
     return CPU_STEPS if wanted.device.cpu else math.ceil(TOKENS_PER_PARAMETER * parameters / tokens_per_step)
 
 
-def _with_schedule(config: Config, wanted: Wanted, parameters: int) -> Config:
-    """Learning rate, and how often there are checkpoints and validations."""
+def _with_schedule(config: Config, wanted: RunRequest, parameters: int) -> Config:
+    """Return the configuration with a learning rate and intervals of checkpoints and validation."""
     if wanted.complete:
         return config
     counted = replace(config, train=replace(config.train))

@@ -295,10 +295,10 @@ def roll_back(trainer: Trainer, bad: StepResult) -> None:
 
 def describe_saves(config: Config) -> str:
     """Describe in one line when the run saves, what it keeps, and the size of a checkpoint."""
-    from megalite.planner.memory import states  # only needed for the report of the command
+    from megalite.planner.api import checkpoint_bytes  # only needed for the report of the command
     from megalite.system.progress import amount
 
-    options, size = config.checkpoint, states.checkpoint_bytes(config)
+    options, size = config.checkpoint, checkpoint_bytes(config)
     text = amount(size, "B")
     retention = f"keeping the newest {options.keep}" if options.keep is not None else "keeping all"
     if options.interval is not None:

@@ -23,13 +23,21 @@ from megalite.model.parameters import active_parameters
 from megalite.parallel.pipeline.schedule import Schedule
 from megalite.parallel.pipeline.simulator import simulate
 from megalite.parallel.spec import parameter_count
-from megalite.planner.budget.decision import bytes_of, decide, resolved
-from megalite.planner.budget.decision import table as budget_table
-from megalite.planner.cost.expert_exchange import all_on_one_rank, worst_bytes
-from megalite.planner.memory.estimate import estimate, settled
-from megalite.planner.memory.states import Device, checkpoint_bytes
-from megalite.planner.time.prediction import estimated_costs, stage_sums
-from megalite.planner.time.traffic import traffic
+from megalite.planner.api import (
+    DeviceType,
+    budget_bytes,
+    budget_table,
+    checkpoint_bytes,
+    decide_recomputation,
+    describe_worst_load,
+    estimate,
+    resolve_budget,
+    resolve_layout,
+    sum_by_stage,
+    traffic,
+    unit_flops,
+    worst_expert_bytes,
+)
 from megalite.system.text import aligned
 from megalite.training.checkpointing import describe_saves
 
@@ -54,7 +62,7 @@ COLUMNS = ("parameters", "gradients", "optimizer", "activations", "logits", "com
 AXES = ("tp", "cp", "dp", "pp")
 
 
-def read(argv: list[str], world_size: int | None, device: Device = "cuda") -> Config:
+def read(argv: list[str], world_size: int | None, device: DeviceType = "cuda") -> Config:
     """Return the validated configuration, without the checks that need files.
 
     A memory budget for recomputation is replaced by a list of operations. Raises ConfigError.
@@ -70,7 +78,7 @@ def read(argv: list[str], world_size: int | None, device: Device = "cuda") -> Co
             "--model.vocab_size N."
         )
     check(config, world_size, leave_out=ABOUT_FILES)
-    return resolved(settled(config, world_size), device)
+    return resolve_budget(resolve_layout(config, world_size), device)
 
 
 def distinct(config: Config, ranks: list[int] | None) -> list[int]:
@@ -91,7 +99,7 @@ def distinct(config: Config, ranks: list[int] | None) -> list[int]:
     return ranks
 
 
-def calculate(config: Config, ranks: list[int], device: Device) -> dict[str, Any]:
+def calculate(config: Config, ranks: list[int], device: DeviceType) -> dict[str, Any]:
     """Compute all printed numbers, by name. Raises Disagreement if a built rank differs from its plan."""
     from megalite.training.meta_device import check_states
 
@@ -149,7 +157,7 @@ def bubble(config: Config, schedule: Schedule) -> float:
 
     The time of a stage is that of its matmuls, and messages take no time.
     """
-    stages = stage_sums(config, estimated_costs(config))
+    stages = sum_by_stage(config, unit_flops(config))
     return simulate(schedule, stages, stages, stages).bubble_fraction
 
 
@@ -160,8 +168,8 @@ def experts(config: Config, rows: list[dict[str, Any]]) -> list[str]:
     most = max(row["bytes_sent"]["ep"] for row in rows)
     return [
         f"experts: at most {most / UNITS['GiB']:.2f} GiB sent over ep {config.parallel.ep} per "
-        f"step and rank; {all_on_one_rank(config)}, and keeps "
-        f"{worst_bytes(config) / UNITS['GiB']:.3f} GiB more per layer and microbatch"
+        f"step and rank; {describe_worst_load(config)}, and keeps "
+        f"{worst_expert_bytes(config) / UNITS['GiB']:.3f} GiB more per layer and microbatch"
     ]
 
 
@@ -194,7 +202,8 @@ def describe(config: Config, content: dict[str, Any]) -> list[str]:
             f"of these at most, on a rank, not on the device: {', '.join(away)}; peak is that of the device"
         )
     if config.train.memory_budget is not None:
-        lines += ["", *budget_table(decide(config, bytes_of(config), device=content["device"]))]
+        decision = decide_recomputation(config, budget_bytes(config), device=content["device"])
+        lines += ["", *budget_table(decision)]
     palm, causal = (content["flops_per_token"][name] for name in ("palm", "causal"))
     lines += [
         "",

@@ -1,8 +1,8 @@
-"""Memory of the model states on each rank, measured and as planned by `megalite.planner.memory.states`.
+"""Memory of the model states on each rank, measured and as planned by `megalite.planner.api.model_states`.
 
 It is measured between steps: weights, accumulated gradients, optimizer state (separate master weights, two
 moments), and the errors and factors of PowerSGD. The additional memory during a step (activations, gathered
-buckets, new errors of PowerSGD) is only planned (`megalite.planner.memory.estimate`). State that is offloaded
+buckets, new errors of PowerSGD) is only planned (`megalite.planner.api.estimate`). State that is offloaded
 to disk only uses memory for the windows that a step is working on.
 """
 
@@ -25,8 +25,7 @@ from megalite.parallel.pipeline.schedule import ActionKind
 from megalite.parallel.sharding.powersgd import CompressedMatrix
 from megalite.parallel.sharding.store import ParameterStore
 from megalite.parallel.spec import parameter_count
-from megalite.planner.memory.estimate import estimate
-from megalite.planner.memory.states import Device, model_states
+from megalite.planner.api import DeviceType, estimate, model_states
 from megalite.training.trainer import Trainer
 
 
@@ -97,7 +96,7 @@ def formula(trainer: Trainer) -> ModelStates:
     return planned(trainer.config, trainer.mesh.pp.rank, _device(trainer), trainer.mesh.shard.rank)
 
 
-def _device(trainer: Trainer) -> Device:
+def _device(trainer: Trainer) -> DeviceType:
     return "cuda" if trainer.device.type == "cuda" else "cpu"
 
 
@@ -107,7 +106,7 @@ def planned_peak(trainer: Trainer) -> int:
     return estimate(trainer.config, world, _device(trainer), trainer.schedule, [rank])[0].total
 
 
-def planned(config: Config, pp_rank: int, device: Device, shard: int) -> ModelStates:
+def planned(config: Config, pp_rank: int, device: DeviceType, shard: int) -> ModelStates:
     """Return the planned bytes of a pipeline rank between steps, for this index on the shard axis."""
     states = model_states(config, plan.buckets_of(config, pp_rank), pp_rank, device, shard)
     return ModelStates(states.weights, states.gradients, states.master + states.moments, states.powersgd)

@@ -18,7 +18,7 @@ from megalite.mesh.mesh import Mesh
 from megalite.optimizer.registry import kinds_of
 from megalite.optimizer.state import OptimizerState
 from megalite.parallel.sharding.offload import StateMemory
-from megalite.planner.memory.states import Device, Sharing
+from megalite.planner.api import DeviceType, Sharing
 from megalite.training.memory_report import ModelStates, planned, states_of
 
 
@@ -33,7 +33,7 @@ class _Nowhere(StateMemory):
     whether weights are their own master weights.
     """
 
-    def __init__(self, config: Config, device: Device):
+    def __init__(self, config: Config, device: DeviceType):
         offloaded = config.parallel.offload != "none"
         weights_away = config.parallel.offload_parameters and Sharing.of(config).zero == 3
         together = device == "cpu" or offloaded == weights_away
@@ -56,7 +56,7 @@ def fake_process(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def build_on_meta(config: Config, ranks: Sequence[int], device: Device) -> list[ModelStates]:
+def build_on_meta(config: Config, ranks: Sequence[int], device: DeviceType) -> list[ModelStates]:
     """Return the bytes of the model states of these ranks, as the store allocates them.
 
     Args:
@@ -76,7 +76,7 @@ def build_on_meta(config: Config, ranks: Sequence[int], device: Device) -> list[
     return states
 
 
-def check_states(config: Config, ranks: Sequence[int], device: Device) -> None:
+def check_states(config: Config, ranks: Sequence[int], device: DeviceType) -> None:
     """Build these ranks and compare the bytes of each part with the plan.
 
     Raises:

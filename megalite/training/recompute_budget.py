@@ -16,8 +16,7 @@ from megalite.config.schema import Config
 from megalite.launch.machine import local_world_size
 from megalite.mesh.mesh import Mesh
 from megalite.parallel.collectives import all_reduce
-from megalite.planner.budget.decision import bytes_of, decide, resolved, table
-from megalite.planner.memory.states import Device
+from megalite.planner.api import DeviceType, budget_bytes, budget_table, decide_recomputation, resolve_budget
 
 
 def agreed(config: Config, mesh: Mesh, device: torch.device) -> Config:
@@ -27,7 +26,7 @@ def agreed(config: Config, mesh: Mesh, device: torch.device) -> Config:
     """
     memory = _smallest(mesh, device)
     with raise_on_all_ranks(mesh):
-        own = resolved(config, _kind(device), memory)
+        own = resolve_budget(config, _kind(device), memory)
     # times may differ in the last digit between hosts
     operations = on_rank_0(mesh, lambda: own.train.recompute)
     return replace(config, train=replace(config.train, recompute=operations))
@@ -39,7 +38,7 @@ def check(config: Config, device: torch.device) -> None:
     Called before any process group is created.
     """
     if config.train.recompute == BUDGET:
-        resolved(config, _kind(device), _memory(device))
+        resolve_budget(config, _kind(device), _memory(device))
 
 
 def describe(config: Config, mesh: Mesh, device: torch.device) -> list[str]:
@@ -47,10 +46,12 @@ def describe(config: Config, mesh: Mesh, device: torch.device) -> list[str]:
     if config.train.memory_budget is None:
         return []
     memory = _smallest(mesh, device)
-    return table(decide(config, bytes_of(config, memory), device=_kind(device))) if mesh.rank == 0 else []
+    if mesh.rank != 0:
+        return []
+    return budget_table(decide_recomputation(config, budget_bytes(config, memory), device=_kind(device)))
 
 
-def _kind(device: torch.device) -> Device:
+def _kind(device: torch.device) -> DeviceType:
     return "cuda" if device.type == "cuda" else "cpu"
 
 

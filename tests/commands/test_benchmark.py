@@ -24,7 +24,7 @@ from megalite.commands.plan import main as plan_main
 from megalite.config.load import from_dict
 from megalite.mesh.mesh import Mesh
 from megalite.model.cost import model_flops_per_token, per_token
-from megalite.planner.hardware.devices import Link, find
+from megalite.planner.hardware.devices import Link, find_device
 from megalite.training.matmul_choice import linear_shapes
 from tests.commands.jobs import measure_steps
 from tests.support import forked_programs
@@ -452,7 +452,7 @@ def test_a_calibrated_machine_is_a_device_that_predicts(monkeypatch: pytest.Monk
     monkeypatch.setattr(report, "gpu", lambda: None)
     monkeypatch.setattr(report, "launch", lambda *_, **__: json.loads(json.dumps(results)))
     plan_main(["--calibrate", str(tmp_path / "here.yaml")])
-    device = find(str(tmp_path / "here.yaml"))
+    device = find_device(str(tmp_path / "here.yaml"))
     assert (
         device.cpu
         and device.per_node == 2

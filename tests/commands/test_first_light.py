@@ -38,7 +38,7 @@ from megalite.commands.first_light import main
 from megalite.config.load import from_dict
 from megalite.config.rules import check
 from megalite.launch.local_ranks import run_ranks
-from megalite.planner.hardware.devices import find, read_device
+from megalite.planner.hardware.devices import find_device, read_device
 from tests.conftest import HAS_GPU
 
 H200 = "NVIDIA H200"
@@ -386,7 +386,7 @@ def test_ranks_may_end_by_themselves_after_one_has_failed(tmp_path: Path) -> Non
 
 
 def test_the_bus_and_the_planner_count_the_same_bytes() -> None:
-    device = find("h100")
+    device = find_device("h100")
     for name, share in (
         ("all-reduce", 1.5),
         ("all-gather", 0.75),
@@ -437,7 +437,7 @@ def test_a_calibrated_gpu_is_a_device_of_the_planner(
     properties = SimpleNamespace(multi_processor_count=132, total_memory=140 * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     plan.write_device(tmp_path / "here.yaml", plan._gpu(dict(MEASURED), [name]))
-    device, table = find(str(tmp_path / "here.yaml")), find("h200")
+    device, table = find_device(str(tmp_path / "here.yaml")), find_device("h200")
     assert device.peak("bf16") * device.sustained == pytest.approx(700e12, rel=1e-3) and device.bandwidth == 4e12
     assert device.host.bandwidth == 50e9 and device.host_time == 6e-6 and device.host_memory == table.host_memory
     known = name == H200

@@ -15,13 +15,13 @@ from megalite.config.load import from_dict, load_config
 from megalite.config.rules import check
 from megalite.config.schema import ConfigError
 from megalite.parallel.pipeline import send_recv_actions
-from megalite.planner.budget.decision import decide
+from megalite.planner.budget.decision import decide_recomputation
 from megalite.planner.hardware.constants import ALIKE, INTERVAL
-from megalite.planner.hardware.devices import find
+from megalite.planner.hardware.devices import find_device
 from megalite.planner.memory.estimate import estimate
 from megalite.planner.search.best_first import Search
-from megalite.planner.search.run_config import configured
-from megalite.planner.time.prediction import device_of, step_seconds
+from megalite.planner.search.run_config import apply_layout
+from megalite.planner.time.prediction import device_of_run, step_seconds
 from megalite.planner.time.step import LayoutChoice, PlannedJob
 from megalite.system.progress import Progress
 from megalite.training import dry_run
@@ -71,7 +71,7 @@ def small_search(wanted: int, **fixed: int | str) -> Search:
             "train": {"global_batch_size": BATCH, "precision": "bf16"},
         }
     )
-    device = replace(find("a100"), memory=2.4e6 / 0.93, per_node=2)
+    device = replace(find_device("a100"), memory=2.4e6 / 0.93, per_node=2)
     return Search(PlannedJob(base.model, device, SEQUENCE, BATCH), base, GPUS, fixed, wanted)
 
 
@@ -111,14 +111,14 @@ def test_what_fits_a_run_accepts_and_holds_no_more(everything):
         if plan.choice.pp == 1:
             assert bound == pytest.approx(plan.step.total), "nothing of such a step has to be simulated"
         if plan.fits:
-            check(configured(search.base, plan.choice), GPUS, leave_out=dry_run.ABOUT_FILES)
+            check(apply_layout(search.base, plan.choice), GPUS, leave_out=dry_run.ABOUT_FILES)
     for core in search.cores():
         variants = list(search.variants(core))
         assert search.bounds.roomy(variants, search.room) == [
             each for each in variants if search.bounds.memory(each) <= search.room
         ]
     for plan in plans[::17]:
-        whole = max(rank.total for rank in estimate(configured(search.base, plan.choice), GPUS))
+        whole = max(rank.total for rank in estimate(apply_layout(search.base, plan.choice), GPUS))
         # else what is gathered does not matter any more
         counted = plan.choice.zero < 3 or plan.memory.total <= search.room
         assert plan.memory.total == whole if counted else plan.memory.total <= whole, (
@@ -129,17 +129,17 @@ def test_what_fits_a_run_accepts_and_holds_no_more(everything):
 def test_a_run_is_predicted_as_its_plan_was(everything):
     plans, search = everything
     for plan in plans:
-        config = configured(search.base, plan.choice)
+        config = apply_layout(search.base, plan.choice)
         assert step_seconds(config, search.job.device) == plan.step.total
     whole = step_seconds(config, search.job.device)
     config.lora.rank = 4
     assert step_seconds(config, search.job.device) < whole, "a frozen weight has no gradient"
     config.profiling.hardware = "h101"
-    with pytest.raises(ConfigError, match="profiling.hardware = h101 is not in the table.*Nearest: h100"):
-        device_of(config, "")
+    with pytest.raises(ConfigError, match="profiling.hardware = h101 is not in the hardware table.*Nearest: h100"):
+        device_of_run(config, "")
     config.profiling.hardware = None
-    predicted_device = device_of(config, "NVIDIA H200")
-    assert predicted_device is not None and predicted_device.name == "h200" and device_of(config, "") is None
+    predicted_device = device_of_run(config, "NVIDIA H200")
+    assert predicted_device is not None and predicted_device.name == "h200" and device_of_run(config, "") is None
 
 
 def test_the_search_within_a_budget_finds_what_trying_everything_finds():
@@ -153,9 +153,9 @@ def test_the_search_within_a_budget_finds_what_trying_everything_finds():
     (best,) = search.plans()
     times, put_off = [], 0
     for variant in (variant for core in search.cores() for variant in search.variants(core)):
-        config = configured(search.base, variant)
+        config = apply_layout(search.base, variant)
         try:
-            decision = decide(config, int(search.room), GPUS, "cuda", search.job.device)
+            decision = decide_recomputation(config, int(search.room), GPUS, "cuda", search.job.device)
         except ConfigError:
             assert not search.plan(replace(variant, recompute="full")).fits
             continue
@@ -216,7 +216,7 @@ def test_json_has_what_is_promised(tool, tmp_path):
     planned = dry_run.read(["--config", str(written)], 8)
     assert (planned.parallel.tp, planned.parallel.pp, planned.parallel.zero) == (best["tp"], best["pp"], best["zero"])
     assert max(rank.total for rank in estimate(planned, 8)) == best["memory_bytes"]
-    assert step_seconds(planned, device_of(planned, "")) == pytest.approx(best["step_time_s"]), (
+    assert step_seconds(planned, device_of_run(planned, "")) == pytest.approx(best["step_time_s"]), (
         "the run's last line is about this plan"
     )
 
@@ -360,7 +360,7 @@ def test_tensor_parallel_groups_stay_inside_nodes_unless_they_are_fixed():
             "data": {"sequence_length": 48},
         }
     )
-    job = PlannedJob(base.model, replace(find("a100"), per_node=4), 48, 24)
+    job = PlannedJob(base.model, replace(find_device("a100"), per_node=4), 48, 24)
     base.train.global_batch_size = 24
 
     def sizes(gpus: int, **fixed: int | str) -> set[int]:
@@ -415,7 +415,7 @@ def test_a_written_plan_trains(tool, tmp_path):
             "--global_batch_size is missing.",
         ),
         (["--model", "lama-3-8b"], "--model lama-3-8b is not a known model."),
-        (["--model", "llama-3-8b", *ARGUMENTS, "--gpu", "h10"], "--gpu h10 is not in the table"),
+        (["--model", "llama-3-8b", *ARGUMENTS, "--gpu", "h10"], "--gpu h10 is not in the hardware table"),
         (["--model", "llama-3-8b", *ARGUMENTS, "--tp", "3"], "No layout is legal: parallel.tp = 3 does not divide"),
         (
             ["--model", "llama-3-8b", *ARGUMENTS, "--dp_shard", "3"],

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import megalite
-from megalite.config.dims import ParallelDims, filling_dp
+from megalite.config.dims import ParallelDims, filling_dp, fixed_stages
 from megalite.config.load import from_dict
 from megalite.config.schema import Config, ParallelConfig
 from megalite.parallel.pipeline.generator import chunks_of
@@ -67,7 +67,7 @@ def test_dp_fills_the_world(options, world, dp):
 
 @pytest.mark.parametrize("schedule", RECIPES)
 def test_stages_are_those_that_the_schedule_is_built_with(schedule):
-    for virtual_stages in (None, 3) if RECIPES[schedule].chunks is None else (None,):
+    for virtual_stages in (None, 3) if fixed_stages(schedule) is None else (None,):
         dims = ParallelDims.of(config_of({"pp": 4, "schedule": schedule, "virtual_stages": virtual_stages}))
         assert dims.stages == 4 * chunks_of(schedule, virtual_stages)
 

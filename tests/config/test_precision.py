@@ -11,7 +11,7 @@ from megalite.config import precision
 from megalite.config.load import load, load_config, write_config
 from megalite.config.schema import Config
 from megalite.config.sections.checkpoint import CheckpointConfig
-from megalite.planner.hardware.devices import find
+from megalite.planner.hardware.devices import find_device
 from megalite.training import dry_run
 
 AMX, OLD, ARM = (
@@ -136,7 +136,7 @@ def test_shipped_configurations_for_every_machine_follow_it(name):
 def test_a_plan_is_in_the_precision_of_its_gpu():
     Path("run.yaml").write_text("model: {preset: tiny}\ntrain: {precision: auto}")
     for gpu, expected in (("h100", "bf16"), ("v100-32gb", "fp16")):
-        assert config_of("run.yaml", 8, precision=find(gpu).own_precision).train.precision == expected
+        assert config_of("run.yaml", 8, precision=find_device(gpu).own_precision).train.precision == expected
     assert config_of("run.yaml", 1, precision=None).train.precision == "fp32", "that of this machine"
     Path("run.yaml").write_text("model: {preset: tiny}\ntrain: {precision: fp32}")
     assert config_of("run.yaml", 8).train.precision == "fp32"

@@ -24,7 +24,7 @@ from megalite.launch.environment import compare_ranks, facts
 from megalite.monitoring import links, starts
 from megalite.monitoring.observers import Observer, observers
 from megalite.monitoring.phases import PHASES
-from megalite.planner.time.prediction import device_of
+from megalite.planner.time.prediction import device_of_run
 from megalite.training.fit import fit
 from tests.support.configs import case_of, config_of, write_tokens
 from tests.support.jobs import make_trainer
@@ -83,7 +83,8 @@ def fitted(context: Any, config: dict[str, Any]) -> tuple[list[dict[str, float]]
     try:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             fit(
-                trainer, [*observers(trainer, facts(trainer.device, 1), device_of(trainer.config, "")), computed, frame]
+                trainer,
+                [*observers(trainer, facts(trainer.device, 1), device_of_run(trainer.config, "")), computed, frame],
             )
     finally:
         trainer.close()

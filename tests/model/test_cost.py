@@ -9,7 +9,7 @@ from megalite.config.schema import Config, LoraConfig, ModelConfig
 from megalite.families.presets import preset
 from megalite.model.cost import model_flops_per_token, per_token
 from megalite.monitoring.metrics import throughput
-from megalite.planner.hardware.peaks import peak_flops
+from megalite.planner.api import peak_flops
 
 LATENTS = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 

@@ -20,7 +20,7 @@ from megalite.monitoring.phases import PhaseTimes
 from megalite.monitoring.prediction import describe, predicted_bubble, stage_costs
 from megalite.monitoring.rank_times import ContextImbalance, compare, context_imbalance
 from megalite.parallel.pipeline.schedule import Action, ActionKind
-from megalite.planner.hardware.devices import find
+from megalite.planner.hardware.devices import find_device
 from megalite.system.activity import BETWEEN, READING, REDUCING, REPORTING, UPDATING, Activity
 from megalite.system.clock import HostClock
 from tests.monitoring.test_metrics import example
@@ -269,10 +269,10 @@ def test_what_was_predicted_stands_beside_what_was_measured() -> None:
         "step time 1.5 s predicted, 2 s measured (median), +33.3%; bubble 25.0% predicted, 30.0% measured"
     ]
     assert describe([9.0], [], None, 0.25) == ["bubble 25.0% predicted, not measured"]
-    assert describe([2.0], [], 2.0, None, find("h100")) == [
+    assert describe([2.0], [], 2.0, None, find_device("h100")) == [
         "step time 2 s predicted for h100 (1.818 to 2.2 s in 80 % of published runs), 2 s measured (median), +0.0%"
     ]
-    assert "predicted for l40s, 2 s" in describe([2.0], [], 2.0, None, find("l40s"))[0]
+    assert "predicted for l40s, 2 s" in describe([2.0], [], 2.0, None, find_device("l40s"))[0]
     assert describe([9.0], [0.1], None, None) == []
 
 

@@ -20,17 +20,25 @@ from megalite.config.schema import Config, ConfigError
 from megalite.model.cost.recomputed import groups
 from megalite.parallel.pipeline.generator import placement
 from megalite.planner.budget import integer_program
-from megalite.planner.budget.decision import CPU, bytes_of, decide, problem_of, recompute_within, resolved, table
+from megalite.planner.budget.decision import (
+    CPU,
+    budget_bytes,
+    budget_table,
+    decide_recomputation,
+    problem_of,
+    recompute_within,
+    resolve_budget,
+)
 from megalite.planner.budget.integer_program import ItemGroup, Option, Relaxation, solve
 from megalite.planner.cost.operations import Operations
-from megalite.planner.hardware.devices import find, read_device
+from megalite.planner.hardware.devices import find_device, read_device
 from megalite.planner.memory.activations import Activations
 from megalite.planner.memory.estimate import estimate
-from megalite.planner.memory.states import Device
+from megalite.planner.memory.states import DeviceType
 from tests.support import jobs_memory
 from tests.support.pool import RankContext
 
-COSTS = {"cuda": find("h100"), "cpu": read_device("cpu", dict(CPU))}
+COSTS = {"cuda": find_device("h100"), "cpu": read_device("cpu", dict(CPU))}
 MODES = ("none", "selective", "full", "every-2", "every-3")
 MODEL = {
     **{"vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4},
@@ -142,7 +150,7 @@ def tree(
     }
 
 
-def drawn(seed: int) -> tuple[Config, Device]:
+def drawn(seed: int) -> tuple[Config, DeviceType]:
     """A random small run."""
     draw = random.Random(seed)
     heads = draw.choice((2, 4))
@@ -178,7 +186,7 @@ def with_mode(config: Config, recompute: str) -> Config:
     return replace(config, train=replace(config.train, recompute=recompute))
 
 
-def seconds(config: Config, device: Device) -> list[float]:
+def seconds(config: Config, device: DeviceType) -> list[float]:
     """Recomputation of each pipeline rank per microbatch, in the planner's model."""
     operations = Operations(COSTS[device], config.model, config.train.precision)
     share = Activations(config, device).share
@@ -204,7 +212,7 @@ def test_a_budget_is_never_worse_than_a_mode_that_fits_in_it(seed):
     for mode in MODES:
         other = with_mode(config, mode)
         budget = max(rank.total for rank in estimate(other, world, device))
-        chosen = with_mode(config, decide(config, budget, world, device).recompute)
+        chosen = with_mode(config, decide_recomputation(config, budget, world, device).recompute)
         assert max(rank.total for rank in estimate(chosen, world, device)) <= budget
         least, taken = seconds(other, device), seconds(chosen, device)
         assert all(a <= b * (1 + 1e-9) + 1e-15 for a, b in zip(taken, least, strict=True)), (
@@ -231,7 +239,7 @@ def test_no_choice_of_operations_is_faster_and_fits():
     least, most = min(total for total, _ in every), max(total for total, _ in every)
     for part in range(11):
         budget = least + part * (most - least) // 10
-        decided = with_mode(config, decide(config, budget).recompute)
+        decided = with_mode(config, decide_recomputation(config, budget).recompute)
         assert estimate(decided, 1)[0].total <= budget
         assert seconds(decided, "cuda")[0] <= min(time for total, time in every if total <= budget) * (1 + 1e-9)
 
@@ -244,7 +252,7 @@ def test_a_search_takes_what_a_run_decides(schedule):
     posed = problem_of(config, 2, "cuda", COSTS["cuda"], plan.schedule(config, microbatches), {})
     tops = [max(rank.total for rank in estimate(with_mode(config, mode), 2)) for mode in ("none", "full")]
     for budget in (tops[0], sum(tops) // 2, tops[1]):
-        decided = decide(config, budget, 2, costs=COSTS["cuda"])
+        decided = decide_recomputation(config, budget, 2, costs=COSTS["cuda"])
         assert recompute_within(posed, budget) == decided.recompute
         own = decided.ranks[0].modes
         expected = written([own.get(layer, "none") for layer in range(config.model.num_hidden_layers)])
@@ -255,34 +263,34 @@ def test_a_search_takes_what_a_run_decides(schedule):
 def test_a_budget_that_is_too_small_names_the_smallest_one():
     config = from_dict(tree(pp=2, train={"recompute": "budget", "memory_budget": 1e5}))
     with pytest.raises(ConfigError) as caught:
-        resolved(config, "cpu")
+        resolve_budget(config, "cpu")
     message = str(caught.value)
     assert "train.memory_budget = 100KB" in message and "pipeline rank 0" in message and "pipeline rank 1" in message
-    least = message.partition("Legal values: from ")[2].partition(". ")[0]
+    least = message.partition("Set at least ")[2].partition(", ")[0]
     from megalite.config.values import amount_value
 
     config.train.memory_budget = amount_value("train.memory_budget", least, "")
-    resolved_config = resolved(config, "cpu")
+    resolved_config = resolve_budget(config, "cpu")
     assert max(rank.total for rank in estimate(resolved_config, 2, "cpu")) <= config.train.memory_budget
     config.train.memory_budget *= 0.998
     with pytest.raises(ConfigError):
-        resolved(config, "cpu")
+        resolve_budget(config, "cpu")
 
 
 def test_a_share_is_one_of_the_device():
     config = from_dict(tree(train={"recompute": "budget", "memory_budget": 0.5}))
-    assert bytes_of(config, 3e9) == 1_500_000_000
+    assert budget_bytes(config, 3e9) == 1_500_000_000
     with pytest.raises(ConfigError, match="profiling.hardware"):
-        bytes_of(config)
+        budget_bytes(config)
     config.profiling.hardware = "h100"
-    assert bytes_of(config) == 40 * 2**30
+    assert budget_bytes(config) == 40 * 2**30
 
 
 def test_a_table_says_what_each_stage_recomputes():
     config = from_dict(tree(pp=2, train={"global_batch_size": 16}))
     tops = [max(rank.total for rank in estimate(with_mode(config, mode), 2, "cpu")) for mode in ("none", "full")]
-    decision = decide(config, sum(tops) // 2, device="cpu")
-    lines = table(decision)
+    decision = decide_recomputation(config, sum(tops) // 2, device="cpu")
+    lines = budget_table(decision)
     assert [rank.total <= decision.budget for rank in decision.ranks] == [True, True]
     assert "layers" in lines[1] and len(lines) >= 4 and any(name in " ".join(lines) for name in OPERATIONS)
     assert [rank.nothing for rank in decision.ranks] == [
@@ -316,9 +324,9 @@ WIDE = {"hidden_size": 128, "intermediate_size": 352, "vocab_size": 1000, "num_h
 def test_the_peak_within_a_budget_is_what_the_allocator_gives(part):
     """At five budgets, between that of everything recomputed and that of nothing."""
     config = from_dict(tree(model=WIDE, train={"micro_batch_size": 4}))
-    whole = decide(config, 1 << 40, device="cpu").ranks[0]
+    whole = decide_recomputation(config, 1 << 40, device="cpu").ranks[0]
     budget = int(whole.everything + part * (whole.nothing - whole.everything))
-    recompute = decide(config, budget, device="cpu").recompute
+    recompute = decide_recomputation(config, budget, device="cpu").recompute
     options = tree(model=WIDE, train={"micro_batch_size": 4, "recompute": recompute})
     (planned,) = estimate(from_dict(options), 1, "cpu")
     allocated = jobs_memory.most_allocated(RankContext(0, 1), options)

@@ -15,7 +15,7 @@ from megalite.parallel.pipeline.bubble import BubblePlan, compare, plan
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import ActionKind
 from megalite.parallel.pipeline.simulator import simulate
-from megalite.planner.report.drawing import timeline as drawing
+from megalite.planner.drawing import timeline as drawing
 
 SVG = "{http://www.w3.org/2000/svg}"
 WIDEST_DIGIT, MEAN_LETTER = 0.637, 0.6  # of the font's height, in DejaVu Sans, which is a wide font
@@ -218,10 +218,10 @@ def test_png_shows_the_same_picture(tmp_path: Path):
 
 
 def test_what_can_not_be_drawn_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(drawing.DrawingError, match="73728 actions .*at most 50000.*json"):
+    with pytest.raises(drawing.DrawingError, match="at most 50000 actions, got 73728.*json"):
         drawing.picture([plan("zb-h1", 24, 1024)])
     monkeypatch.setattr(drawing, "find_spec", lambda name: None)
-    with pytest.raises(drawing.DrawingError, match="needs matplotlib.*svg"):
+    with pytest.raises(drawing.DrawingError, match="requires matplotlib.*svg"):
         drawing.write_png(drawing.picture([plan("1f1b", 2, 2)]), tmp_path / "a.png")
 
 

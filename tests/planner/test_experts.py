@@ -13,17 +13,17 @@ from megalite.commands.plan import main
 from megalite.config.load import from_dict
 from megalite.config.schema import Config, ModelConfig
 from megalite.families.presets import preset
-from megalite.planner.cost.expert_exchange import all_on_one_rank, worst_bytes, worst_rows
+from megalite.planner.cost.expert_exchange import describe_worst_load, worst_expert_bytes, worst_rows
 from megalite.planner.cost.operations import Software
 from megalite.planner.hardware import links
-from megalite.planner.hardware.devices import Link, find
+from megalite.planner.hardware.devices import Link, find_device
 from megalite.planner.hardware.links import Fabric, Group
 from megalite.planner.search.best_first import Search
-from megalite.planner.search.run_config import configured
+from megalite.planner.search.run_config import apply_layout
 from megalite.planner.time.step import LayoutChoice, PlannedJob, Stepper
 from megalite.planner.time.traffic import traffic
 
-MIXTRAL, H100 = ModelConfig(**preset("mixtral-8x7b")), find("h100")
+MIXTRAL, H100 = ModelConfig(**preset("mixtral-8x7b")), find_device("h100")
 CHOICES = [
     LayoutChoice(dp=8, ep=8),
     LayoutChoice(dp=8, ep=2, zero=3, recompute="full"),
@@ -77,7 +77,7 @@ def test_what_is_waited_for_are_the_bytes_that_are_sent(monkeypatch, choice):
     device = replace(H100, within=link, between=link, cpu=True)  # whose communication runs beside nothing
     software = Software(hides_tensor=False, hides_gradients=False)
     step = Stepper(PlannedJob(MIXTRAL, device, 4096, 32, software=software)).step(choice)
-    (sent,) = traffic(configured(base(), choice), 8)
+    (sent,) = traffic(apply_layout(base(), choice), 8)
     assert step.experts * 100e9 == pytest.approx(sent.ep, rel=0.01, abs=1)
     assert step.tensor * 100e9 == pytest.approx(sent.tp, rel=0.01, abs=1)
     assert step.context * 100e9 == pytest.approx(sent.cp, rel=0.01, abs=1)
@@ -86,7 +86,7 @@ def test_what_is_waited_for_are_the_bytes_that_are_sent(monkeypatch, choice):
 
 def test_the_documented_bytes_of_experts():
     """As docs/topology.md writes them, for 4 sequences of 4,096 tokens on a rank, 2 experts a token and 32 mixtures."""
-    (sent,) = traffic(configured(base(), LayoutChoice(dp=8, ep=8)), 8)
+    (sent,) = traffic(apply_layout(base(), LayoutChoice(dp=8, ep=8)), 8)
     assert sent.ep == pytest.approx(4 * 32 * (4 * 4096) * 4096 * 2 * 2 * 7 / 8, rel=0.001)
 
 
@@ -155,10 +155,12 @@ def test_the_worst_imbalance_is_counted_for_what_is_in_flight():
     one at a time."""
     kept = search(ep=2, pp=2)
     choice = LayoutChoice(pp=2, dp=2, ep=2)
-    one = worst_bytes(configured(kept.base, choice))
+    one = worst_expert_bytes(apply_layout(kept.base, choice))
     assert kept.imbalance(choice) == 2 * one
     assert kept.imbalance(replace(choice, recompute="full")) == one
-    assert kept.imbalance(LayoutChoice(dp=4, ep=4)) == 3 * worst_bytes(configured(kept.base, LayoutChoice(dp=4, ep=4)))
+    assert kept.imbalance(LayoutChoice(dp=4, ep=4)) == 3 * worst_expert_bytes(
+        apply_layout(kept.base, LayoutChoice(dp=4, ep=4))
+    )
 
 
 @pytest.mark.parametrize(
@@ -169,7 +171,7 @@ def test_a_capacity_limits_what_all_tokens_make_of_one_rank(ep, tp, cp, factor):
     its sequence."""
     length, k, experts = 48, SMALL["num_experts_per_tok"], SMALL["num_experts"]
     choice = LayoutChoice(tp=tp, cp=cp, dp=8 // (tp * cp), ep=ep, sequence_parallel=tp > 1, context="gather")
-    config = configured(base(8, SMALL | {"expert_capacity_factor": factor}, length), choice)
+    config = apply_layout(base(8, SMALL | {"expert_capacity_factor": factor}, length), choice)
     part = length // (tp * cp)  # tokens of a rank
     room = {sequence: [math.ceil(factor * length * k / experts)] * (experts // ep) for sequence in range(8)}
     rows = 0
@@ -181,8 +183,10 @@ def test_a_capacity_limits_what_all_tokens_make_of_one_rank(ep, tp, cp, factor):
                 left[expert] -= left[expert] > 0
     assert worst_rows(config) == pytest.approx(rows / (part * k))
     dropless = replace(config, model=replace(config.model, expert_capacity_factor=None))
-    assert worst_rows(config) <= worst_rows(dropless) == ep and worst_bytes(config) <= worst_bytes(dropless)
-    assert f"within model.expert_capacity_factor = {factor:g}, it computes" in all_on_one_rank(config)
+    assert worst_rows(config) <= worst_rows(dropless) == ep and worst_expert_bytes(config) <= worst_expert_bytes(
+        dropless
+    )
+    assert f"within model.expert_capacity_factor = {factor:g}, it computes" in describe_worst_load(config)
 
 
 def test_the_tool_explains_a_mixture(capsys):

@@ -13,7 +13,7 @@ from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
 from megalite.parallel.pipeline.send_recv_actions import with_communication
 from megalite.parallel.pipeline.simulator import simulate
-from megalite.planner.report.drawing.measured import read
+from megalite.planner.drawing.measured import read
 from megalite.system.clock import ActionTiming
 
 DURATIONS = {"forward": [1, 2, 2, 1], "input_backward": [2, 3, 2, 2], "weight_backward": [1, 1, 2, 2], "comm": 0.25}
@@ -115,17 +115,17 @@ def test_others_have_as_many_stages_on_a_rank_as_the_run(tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"pp": "left out"}, "has no 'pp'"),
+        ({"pp": "left out"}, "missing key 'pp'"),
         ({"schedule": "zigzag"}, "'zigzag' is not a schedule"),
         ({"pp": 0}, "pp = 0"),
         ({"pp": "four"}, "is not a run's timeline"),
         ({"comm": "fast"}, "is not a run's timeline"),
         ({"durations": {**FILE["durations"], "forward": [1, 2]}}, "forward has 2 durations for 4 stages"),
         ({"durations": {**FILE["durations"], "forward": None}}, "is not a run's timeline"),
-        ({"durations": dict.fromkeys(FILE["durations"], [0] * 4)}, "all 0"),
-        ({"durations": {**FILE["durations"], "forward": [-1, 1, 1, 1]}}, "-1 is no duration in seconds"),
-        ({"durations": {**FILE["durations"], "forward": [1, 1, 1, float("nan")]}}, "nan is no duration"),
-        ({"comm": float("inf")}, "inf is no duration"),
+        ({"durations": dict.fromkeys(FILE["durations"], [0] * 4)}, "all durations are 0"),
+        ({"durations": {**FILE["durations"], "forward": [-1, 1, 1, 1]}}, "-1 is not a duration in seconds"),
+        ({"durations": {**FILE["durations"], "forward": [1, 1, 1, float("nan")]}}, "nan is not a duration"),
+        ({"comm": float("inf")}, "inf is not a duration"),
     ],
 )
 def test_a_broken_file_is_named(changes, message, tmp_path):
@@ -138,7 +138,7 @@ def test_a_run_without_a_timeline_is_told_how_to_get_one(tmp_path):
     with pytest.raises(ScheduleError, match=r"profiling\.timeline"):
         read(tmp_path)
     (saved(tmp_path) / "traces" / "timeline.json").write_text("[1]")
-    with pytest.raises(ScheduleError, match="no JSON object"):
+    with pytest.raises(ScheduleError, match="not a JSON object"):
         read(tmp_path)
     (tmp_path / "traces" / "timeline.json").write_text(json.dumps(FILE))
     (tmp_path / "config.yaml").write_text("{}")

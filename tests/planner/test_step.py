@@ -26,18 +26,18 @@ from megalite.planner.cost.context_exchange import Rows
 from megalite.planner.cost.operations import Software
 from megalite.planner.hardware import links
 from megalite.planner.hardware.constants import ALIKE, CONSTANTS, INTERVAL
-from megalite.planner.hardware.devices import Device, HardwareError, Link, find, known_devices, read_device
-from megalite.planner.hardware.kernels import TILE_START, attention, computed_pairs, product, stream
+from megalite.planner.hardware.devices import Device, HardwareError, Link, find_device, known_devices, read_device
+from megalite.planner.hardware.kernels import TILE_START, attention, computed_pairs, matmul, stream
 from megalite.planner.hardware.links import START, Fabric, Group, group
 from megalite.planner.report.explanation import binding, uneven_parts
 from megalite.planner.search.best_first import Search
 from megalite.planner.search.bounds import LayoutBounds
-from megalite.planner.search.run_config import configured
+from megalite.planner.search.run_config import apply_layout
 from megalite.planner.time.schedule_time import Durations, PipelineShape, pace
 from megalite.planner.time.step import LayoutChoice, PlannedJob, Stepper, StepTime
 from megalite.planner.time.traffic import traffic
 
-A100 = find("a100")
+A100 = find_device("a100")
 PLAIN = replace(A100, within=Link("fast", 200e9, 1e-6), between=Link("slow", 20e9, 10e-6), kernel=0.0)
 GB = 1e9
 
@@ -48,12 +48,12 @@ GB = 1e9
 
 def test_every_device_of_the_table_is_complete_and_dense():
     for name in known_devices():
-        device = find(name)
+        device = find_device(name)
         peak = max(device.peaks.values())
         assert 1e14 < peak < 3e15, "sparse peaks are twice as high as any dense one"
         assert device.between.bandwidth <= device.within.bandwidth * 2 and device.memory > 16e9 and device.price
-    assert "bf16" not in find("v100-32gb").peaks
-    assert find("h100").peak("bf16") == 989e12 and find("h100").within.bandwidth == pytest.approx(
+    assert "bf16" not in find_device("v100-32gb").peaks
+    assert find_device("h100").peak("bf16") == 989e12 and find_device("h100").within.bandwidth == pytest.approx(
         0.8 * 450e9 * CONSTANTS.links
     )
 
@@ -65,7 +65,7 @@ def test_a_device_of_ones_own(tmp_path):
         "latency_us: 2}\n"
         "between: ib200\ngpus_per_node: 2\nhost: pcie4\nproducts: {100: 1, 9: 3, 20: 2}\n"
     )
-    device = find(str(own))
+    device = find_device(str(own))
     assert (device.name, device.peak("bf16"), device.within) == ("mine", 1e14, Link("measured", 10e9, 2e-6))
     assert device.rates == ((9.0, 3e9), (20.0, 2e9), (100.0, 1e9)), "ascending, as numbers"
 
@@ -73,13 +73,13 @@ def test_a_device_of_ones_own(tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"memory_gbs": None}, "does not say memory_gbs"),
-        ({"speed": 1}, "speed is not a known key"),
+        ({"memory_gbs": None}, "missing key memory_gbs"),
+        ({"speed": 1}, "unknown key 'speed'"),
         ({"sustained": "fast"}, "wrong type"),
-        ({"within": "nvlink9"}, "nvlink9 is not a known link. Legal values: nvlink"),
+        ({"within": "nvlink9"}, "Unknown link 'nvlink9'. Legal values: nvlink"),
         ({"tflops": None}, "is not in peaks.yaml"),
-        ({"gpus_per_node": 0}, "gpus_per_node must be above 0"),
-        ({"within": {"gbs": -1, "latency_us": 0}}, "gbs must be above 0"),
+        ({"gpus_per_node": 0}, "gpus_per_node must be positive"),
+        ({"within": {"gbs": -1, "latency_us": 0}}, "gbs must be positive"),
     ],
 )
 def test_what_is_wrong_with_a_device_is_said(change, message):
@@ -101,9 +101,9 @@ def test_what_is_wrong_with_a_device_is_said(change, message):
 
 
 def test_a_large_product_reaches_what_is_sustained_and_a_thin_one_its_bytes():
-    large = 2 * 16384**3 / product(A100, 16384, 16384, 16384, "bf16")
+    large = 2 * 16384**3 / matmul(A100, 16384, 16384, 16384, "bf16")
     assert 0.93 < large / (312e12 * A100.sustained) <= 1
-    thin = product(PLAIN, 8, 8192, 8192, "bf16")
+    thin = matmul(PLAIN, 8, 8192, 8192, "bf16")
     assert thin == pytest.approx(2 * (8192 * 8192 + 2 * 8 * 8192) / (2039e9 * A100.constants.stream))
 
 
@@ -111,22 +111,22 @@ def test_tiles_come_in_waves():
     """108 tiles of 128 x 256 are one wave; one more column makes a second one, unless smaller tiles do better."""
     unit = 312e12 * A100.sustained / 108
     wave = 2 * 128 * 256 * 8192 / unit
-    full, spill = product(PLAIN, 128 * 9, 256 * 12, 8192, "bf16"), product(PLAIN, 128 * 9, 256 * 12 + 1, 8192, "bf16")
+    full, spill = matmul(PLAIN, 128 * 9, 256 * 12, 8192, "bf16"), matmul(PLAIN, 128 * 9, 256 * 12 + 1, 8192, "bf16")
     assert full == pytest.approx(wave + TILE_START)
     assert 1.03 * full < spill <= 2 * full
 
 
 def test_a_gradient_that_is_accumulated_moves_more():
-    plain, added = (product(PLAIN, 4096, 4096, 16, "bf16", written=written) for written in (None, 8.0))
+    plain, added = (matmul(PLAIN, 4096, 4096, 16, "bf16", written=written) for written in (None, 8.0))
     assert added - plain == pytest.approx(6 * 4096**2 / (2039e9 * A100.constants.stream))
 
 
 def test_measured_products_replace_tiles():
     device = replace(PLAIN, rates=((64.0, 1e9), (256.0, 3e9)), measured=True)
-    assert product(device, 128, 128, 128, "bf16") == pytest.approx(2 * 128**3 / 2e9), (
+    assert matmul(device, 128, 128, 128, "bf16") == pytest.approx(2 * 128**3 / 2e9), (
         "half way between, in the logarithm"
     )
-    assert product(device, 8, 8, 8, "bf16") == pytest.approx(2 * 8**3 / 1e9)
+    assert matmul(device, 8, 8, 8, "bf16") == pytest.approx(2 * 8**3 / 1e9)
 
 
 def test_attention_counts_blocks_below_the_diagonal():
@@ -284,7 +284,7 @@ def test_a_pipeline_takes_no_less_than_its_bound(name):
 @pytest.mark.parametrize("schedule, virtual", [("zb-h2", 1), ("zb-v", 2)])
 def test_a_step_that_waits_for_the_norm_ends_with_the_last_rank(schedule, virtual, changes):
     """Without the barrier a step takes the longest rank's time from its first pass to its last."""
-    job = PlannedJob(ModelConfig(**preset("llama-3-8b")), find("h100"), 4096, 16)
+    job = PlannedJob(ModelConfig(**preset("llama-3-8b")), find_device("h100"), 4096, 16)
     choice = LayoutChoice(pp=8, dp=1, schedule=schedule, virtual_stages=virtual)
     waits, runs_on = Stepper(replace(job, **changes)), Stepper(job)
     assert waits.step(choice).total > 1.02 * runs_on.step(choice).total
@@ -360,7 +360,7 @@ def test_parts_that_documents_make_unequal_are_balanced_and_said():
     (plan,) = search.plans()
     assert (
         plan.choice.context_parts == "balanced"
-        and configured(search.base, plan.choice).parallel.context_parts == "balanced"
+        and apply_layout(search.base, plan.choice).parallel.context_parts == "balanced"
     )
     assert plan.step.total < 0.8 * search.plan(replace(plan.choice, context_parts="zigzag")).step.total
     (said,) = uneven_parts(search, plan)
@@ -440,7 +440,7 @@ def test_what_is_waited_for_are_the_bytes_that_are_sent(monkeypatch, choice, rec
     sizes = {"data": {"sequence_length": 4096}, "train": {"global_batch_size": 32, "precision": "bf16"}}
     base = from_dict({"model": preset("llama-3-8b"), "lora": {"rank": rank}, **sizes})
     step = Stepper(PlannedJob(LLAMA, device, 4096, 32, software=software, lora=base.lora)).step(choice)
-    (sent,) = traffic(configured(base, choice), 8)
+    (sent,) = traffic(apply_layout(base, choice), 8)
     assert step.tensor * 100e9 == pytest.approx(sent.tp, rel=0.01)
     assert step.context * 100e9 == pytest.approx(sent.cp, rel=0.01)
     assert (step.gradients + step.weights) * 100e9 == pytest.approx(sent.dp, rel=0.01)

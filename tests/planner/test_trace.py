@@ -11,7 +11,7 @@ import pytest
 from megalite.parallel.pipeline.bubble import plan
 from megalite.parallel.pipeline.generator import SCHEDULES
 from megalite.parallel.pipeline.schedule import ActionKind, Costs
-from megalite.planner.report.drawing.trace import chrome_trace
+from megalite.planner.drawing.trace import chrome_trace
 
 
 @pytest.fixture(params=SCHEDULES)

@@ -11,7 +11,7 @@ from megalite.config.load import from_dict
 from megalite.config.schema import Config
 from megalite.model.parameters import model_specs
 from megalite.parallel.spec import parameter_count
-from megalite.planner.report.zero2_hint import hint
+from megalite.planner.report.zero2_hint import zero2_hint
 
 NODE, WORLD, MICROBATCHES = 4, 8, 6
 MIB = 2**20
@@ -33,7 +33,7 @@ def config(microbatches: int = MICROBATCHES, **parallel: Any) -> Config:
 
 
 def test_the_bytes_of_each_option_are_those_of_rings_between_two_nodes() -> None:
-    line = hint(config(), WORLD, NODE)
+    line = zero2_hint(config(), WORLD, NODE)
     parameters = parameter_count(model_specs(config().model))
     share = (WORLD - 1) / WORLD / NODE  # of a collective's bytes: what one card of four sends to the other node
     expected = {
@@ -50,8 +50,8 @@ def test_the_bytes_of_each_option_are_those_of_rings_between_two_nodes() -> None
 def test_ranks_of_cp_count_as_those_of_dp() -> None:
     """Gradients are reduced over data = dp · cp, and dp_shard may be any divisor of it: the same bytes for cp 4 and dp
     2 as for dp 8."""
-    line = hint(config(cp=4, context="gather"), WORLD, NODE)
-    assert line is not None and line == hint(config(), WORLD, NODE)
+    line = zero2_hint(config(cp=4, context="gather"), WORLD, NODE)
+    assert line is not None and line == zero2_hint(config(), WORLD, NODE)
 
 
 @pytest.mark.parametrize(
@@ -67,4 +67,4 @@ def test_ranks_of_cp_count_as_those_of_dp() -> None:
     ids=str,
 )
 def test_nothing_is_said_where_nothing_is_lost(changed: dict[str, Any], world: int, node: int) -> None:
-    assert hint(config(**changed), world, node) is None
+    assert zero2_hint(config(**changed), world, node) is None

@@ -12,13 +12,7 @@ TESTS = ROOT / "tests"
 SHARED = {"Loader": "PyYAML's name for a class of this kind; the one in load.py is local to a function"}
 """Names that several classes have, with the reason."""
 VAGUE = {"found", "made", "asked", "told"}
-NOT_YET = ("megalite/planner/", "megalite/model/cost/")
-"""Rooms whose variables still have vague names."""
-NAMED_BY_CONTENT = [
-    *(path for path in PROGRAM if not relative(path).startswith(NOT_YET)),
-    *BENCHMARKS,
-    *TESTS.rglob("*.py"),
-]
+NAMED_BY_CONTENT = [*PROGRAM, *BENCHMARKS, *TESTS.rglob("*.py")]
 UNCHANGED = {"tests/distributed/test_bitwise.py": "the proof of bits changes only where what it proves does"}
 """Files with vague names, with the reason."""
 

@@ -111,9 +111,9 @@ def config_of(case: Case, prefix: str, precision: str = "fp32", **changes: dict[
 
 def middle_budget(config: dict[str, Any]) -> float:
     """Bytes half way between a rank's peak with everything that can be recomputed, and with nothing."""
-    from megalite.planner.budget.decision import decide
+    from megalite.planner.budget.decision import decide_recomputation
 
-    ranks = decide(from_dict(config), 1 << 60, device="cpu").ranks
+    ranks = decide_recomputation(from_dict(config), 1 << 60, device="cpu").ranks
     return (max(rank.everything for rank in ranks) + max(rank.nothing for rank in ranks)) / 2
 
 

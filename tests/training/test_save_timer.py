@@ -16,7 +16,7 @@ from megalite.config.load import from_dict
 from megalite.config.schema import CheckpointConfig
 from megalite.launch.exit_status import ExitStatus
 from megalite.monitoring.observers import Observer
-from megalite.planner.memory import states
+from megalite.planner import api as planner
 from megalite.training.checkpointing import describe_saves
 from megalite.training.fit import fit
 from megalite.training.stop_requests import INTERRUPT, SAVE, SHARE, STOP, SaveTimer, requested_end, save_requested
@@ -150,7 +150,7 @@ def test_a_save_and_an_end_are_told_apart_in_one_sum(others: float, end: ExitSta
 def test_a_line_says_when_a_run_saves_and_what_it_keeps(
     options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(states, "checkpoint_bytes", lambda config: 12_000_000)
+    monkeypatch.setattr(planner, "checkpoint_bytes", lambda config: 12_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=10**9))
     assert describe_saves(from_dict({"checkpoint": options})) == said
 
@@ -159,7 +159,7 @@ def test_a_line_says_when_a_run_saves_and_what_it_keeps(
 def test_a_disk_without_room_for_them_is_told_before_the_first(
     free: float, warned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(states, "checkpoint_bytes", lambda config: 12_000_000)
+    monkeypatch.setattr(planner, "checkpoint_bytes", lambda config: 12_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free))
     said = describe_saves(from_dict({}))
     assert said.endswith("runs/run has 35 MB free, but 3 checkpoints need 36 MB" if warned else "newest 2 of these")

@@ -20,7 +20,7 @@ the rank's own part, of the part that is there, as computed, and on their way.""
 
 
 class ContextExchange(NamedTuple):
-    """Number of values of the tensors that travel over cp; a rank sends (cp − 1) / cp of them.
+    """Number of values that are exchanged over cp; a rank sends (cp − 1) / cp of them.
 
     Attributes:
         forward: at the compute dtype, again wherever the forward is recomputed.
@@ -34,7 +34,7 @@ class ContextExchange(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """The query and key-value heads of one tensor-parallel rank.
+    """Query and key-value heads of one tensor-parallel rank.
 
     Attributes:
         latent: width of a token's latent and shared key, if these travel over cp; 0: keys and values do.
@@ -48,10 +48,9 @@ class Heads(NamedTuple):
 
 
 def latents_travel(model: ModelConfig, method: str, cp: int, tp: int, sequence_parallel: bool) -> bool:
-    """Whether attention over cp exchanges latents, from which each rank computes keys and values, instead of
-    keys and values.
+    """Return whether attention over cp exchanges latents, from which each rank computes keys and values.
 
-    It does where a rank sends fewer bytes so. The products that are added take about kv_lora_rank operations
+    It does where a rank sends fewer bytes so. The matmuls that are added take about kv_lora_rank operations
     per byte that is saved, and a GPU computes more than those while a byte passes its links (an H100 over
     NVLink about 1,300).
     """
@@ -64,8 +63,10 @@ def latents_travel(model: ModelConfig, method: str, cp: int, tp: int, sequence_p
 
 
 def levels(share: Share, heads: Heads) -> tuple[tuple[Share, Heads], ...]:
-    """What exchanges over cp: one method, or with `context_inner` ulysses and around it a ring, each with the
-    share of its own ranks."""
+    """Return the exchanges over cp, each with the share of its ranks.
+
+    There is one, or with `context_inner` two: Ulysses inside and a ring around it.
+    """
     inner = share.context_inner
     if inner == 1:
         return ((share, heads),)
@@ -78,8 +79,10 @@ def levels(share: Share, heads: Heads) -> tuple[tuple[Share, Heads], ...]:
 
 
 def kept(share: Share, heads: Heads) -> tuple[Buffer, ...]:
-    """Queries, keys, values and the output, for the backward of attention; latents are kept by the steps that
-    compute them."""
+    """Return the tensors that attention keeps for its backward: queries, keys, values and the output.
+
+    Latents are kept by the steps that compute them.
+    """
     share, heads = levels(share, heads)[0]
     by_heads = share.cp > 1 and share.context == "ulysses"
     packed = heads.query * heads.size
@@ -88,12 +91,12 @@ def kept(share: Share, heads: Heads) -> tuple[Buffer, ...]:
             share, heads
         ) * heads.value_size
     output = share.tokens * heads.query * heads.value_size
-    found = Buffer("queries, keys and values", share.tokens * packed), Buffer("output", output)
-    return (*found, Buffer("output with whole rows", output)) if by_heads else found
+    buffers = Buffer("queries, keys and values", share.tokens * packed), Buffer("output", output)
+    return (*buffers, Buffer("output with whole rows", output)) if by_heads else buffers
 
 
 def exchange(share: Share, heads: Heads) -> ContextExchange:
-    """What travels for one layer and microbatch, of one level."""
+    """Return the exchange of one layer and microbatch at one level."""
     if share.cp == 1:
         return ContextExchange()
     if share.context == "ulysses":  # queries, keys and values there, the output back
@@ -104,8 +107,7 @@ def exchange(share: Share, heads: Heads) -> ContextExchange:
 
 
 def workspace(share: Share, heads: Heads) -> tuple[Buffer, ...]:
-    """Temporaries of attention's backward in addition to those of one rank: others' keys and values, and
-    gradients of them."""
+    """Return the temporaries of attention's backward for the keys and values of other ranks."""
     share, heads = levels(share, heads)[-1]
     if share.cp == 1 or share.context == "ulysses":
         return ()
@@ -128,10 +130,10 @@ def workspace(share: Share, heads: Heads) -> tuple[Buffer, ...]:
 
 
 def _kv_copies(share: Share, heads: Heads) -> int:
-    """Key-value heads, those that go to several ranks counted for each (ulysses)."""
+    """Return the number of key-value heads; Ulysses counts a head once for each rank that has it."""
     return max(heads.kv, share.cp) if share.cp > 1 and share.context == "ulysses" else heads.kv
 
 
 def _whole(share: Share, heads: Heads) -> int:
-    """Values of the keys and values of whole rows."""
+    """Return the number of values in the keys and values of whole rows."""
     return share.tokens * share.cp * heads.kv * (heads.size + heads.value_size)

@@ -1,6 +1,6 @@
 """FLOPs of the model by the usual conventions, from the description of its units.
 
-Only matrix products count, two FLOPs per multiply-add; a backward counts twice its forward. The trainer's
+Only matmuls count, two FLOPs per multiply-add; a backward counts twice its forward. The trainer's
 MFU, the partition over stages and the planner read this module. Model FLOPs are those of the PaLM paper
 (Chowdhery et al. 2022, appendix B): recomputation does not count.
 """
@@ -17,8 +17,10 @@ from megalite.model.parameters import layer_count
 
 
 class LayerCosts(NamedTuple):
-    """FLOPs of one sequence's forward pass; the backward of each unit takes twice as many, so the proportions
-    hold for training."""
+    """FLOPs of one sequence's forward pass.
+
+    The backward of each unit takes twice as many, so the proportions also hold for training.
+    """
 
     layers: list[int]
     embedding: int
@@ -26,7 +28,7 @@ class LayerCosts(NamedTuple):
 
 
 def layer_costs(model: ModelConfig, sequence_length: int) -> LayerCosts:
-    """FLOPs of matrix products and of the attended pairs of positions (causal, within the layer's window).
+    """Return the FLOPs of matmuls and attention (causal, within the layer's window) for each unit.
 
     Norms, activations and other elementwise kernels do not count; a lookup counts one operation per element
     copied. Modules of multi-token prediction count with the head.
@@ -42,7 +44,7 @@ def layer_costs(model: ModelConfig, sequence_length: int) -> LayerCosts:
 
 
 def model_flops_per_token(model: ModelConfig, sequence_length: int, lora: LoraConfig | None = None) -> float:
-    """FLOPs of forward and backward for one token of a sequence.
+    """Return the FLOPs of forward and backward for one token of a sequence.
 
     Two per multiply-add; backward counts twice the forward; the head counts, the embedding lookup does not.
     Attention counts all positions of the sequence (of the window, if the layer has one), although a causal
@@ -61,10 +63,10 @@ class Flops:
 
     Attributes:
         convention: palm counts all positions for attention (Chowdhery et al. 2022, Megatron-LM), causal only
-        those that the mask leaves. layers: the matrix products with the layers' weights, those of modules of
+        those that the mask leaves. layers: the matmuls with the layers' weights, those of modules of
         multi-token prediction included. attention: query · key and probabilities · value.
-        head: the product with the vocabulary, once for each token that is predicted.
-        embedding: the lookup counted as a product with the vocabulary; 0 if it is not counted.
+        head: the matmul with the vocabulary, once for each token that is predicted.
+        embedding: the lookup counted as a matmul with the vocabulary; 0 if it is not counted.
         recomputed: what backward computes again.
     """
 
@@ -90,7 +92,7 @@ class Flops:
 
 
 def _attended(sequence_length: int, window: int | None, convention: Convention) -> float:
-    """Number of positions that a token attends to, averaged over the sequence; at most the window."""
+    """Return the mean number of positions that a token attends to; at most the window."""
     if convention == "palm" or not sequence_length:
         return min(window or sequence_length, sequence_length)
     return attended_pairs(sequence_length, window) / sequence_length
@@ -106,24 +108,24 @@ def per_token(
     flash: bool = False,
     lora: LoraConfig | None = None,
 ) -> Flops:
-    """FLOPs of one token of a sequence.
+    """Return the FLOPs of one token of a sequence.
 
     Args:
         recompute: as train.recompute. selective recomputes the scores (query · key), full a layer's whole
-        forward. embedding: count the embedding as a product with the vocabulary, as the rule 6 · parameters
+        forward. embedding: count the embedding as a matmul with the vocabulary, as the rule 6 · parameters
         does. flash: attention runs a kernel that keeps no probabilities: every backward recomputes the
-        scores. lora: adapters. Frozen weights have no weight gradient: two products instead of three.
+        scores. lora: adapters. Frozen weights have no weight gradient: two matmuls instead of three.
     """
     units = Units(model, Share(1), lora)  # one token
-    head = (1 + model.mtp_layers) * float(sum(product.training_flops for product in units.head().matmuls))
+    head = (1 + model.mtp_layers) * float(sum(matmul.training_flops for matmul in units.head().matmuls))
     layers, attention, recomputed = 0.0, 0.0, 0.0
     if model.mtp_layers:
         from megalite.model.cost.mtp import joining
 
-        layers += model.mtp_layers * sum(product.training_flops for product in joining(units).matmuls)
+        layers += model.mtp_layers * sum(matmul.training_flops for matmul in joining(units).matmuls)
     for index in range(layer_count(model)):
         unit = units.layer(index)
-        layers += sum(product.training_flops for product in unit.matmuls)
+        layers += sum(matmul.training_flops for matmul in unit.matmuls)
         scores = sum(
             each.matmul_flops(_attended(sequence_length, each.window, convention)) for each in unit.attentions
         )

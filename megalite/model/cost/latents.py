@@ -11,17 +11,17 @@ if TYPE_CHECKING:
     from megalite.model.cost.units import Units
 
 
-def latent_block(units: Units, index: int, products: dict[str, Matmul]) -> BlockCost:
-    """Latents of each rank's own tokens, their norms, and the queries, keys and values of its heads."""
+def latent_block(units: Units, index: int, matmuls: dict[str, Matmul]) -> BlockCost:
+    """Return the description of latent attention: latents, their norms, queries, keys and values."""
     model, share, heads = units.model, units.share, units.heads
-    down, up = products["attention.kv_a"], products["attention.kv_b"]
+    down, up = matmuls["attention.kv_a"], matmuls["attention.kv_b"]
     if heads.latent:
         up = LatentUpProjection.of(up, share, heads.latent)
     queries: tuple[Step, ...]
     if model.q_lora_rank is None:
-        q, queries = products["attention.q"], (products["attention.q"],)
+        q, queries = matmuls["attention.q"], (matmuls["attention.q"],)
     else:
-        q, first = products["attention.q_b"], products["attention.q_a"]
+        q, first = matmuls["attention.q_b"], matmuls["attention.q_a"]
         queries = (first, _norm(units, "queries", model.q_lora_rank, q.keeps_input), q)
     projected = q.outputs + up.outputs
     moved = (
@@ -31,7 +31,7 @@ def latent_block(units: Units, index: int, products: dict[str, Matmul]) -> Block
     # Where latents travel, attention keeps them and the rotated keys of its own tokens instead of keys and
     # values.
     key = (Buffer("rotated keys", share.own_tokens * model.qk_rope_head_dim),) if heads.latent else ()
-    out = products["attention.out"]
+    out = matmuls["attention.out"]
     workspace = [
         Buffer("gradients of attention", share.tokens * (heads.query * model.value_size + 2 * projected)),
         *context_parallel.workspace(share, heads),
@@ -48,8 +48,10 @@ def latent_block(units: Units, index: int, products: dict[str, Matmul]) -> Block
 
 
 def _norm(units: Units, of: str, width: int, keeps_output: bool) -> Elementwise:
-    """The norm of a latent: its input, statistics, and its output if the product that reads it needs that in
-    backward."""
+    """Return the norm of a latent.
+
+    It keeps its input and statistics, and its output if the next matmul needs it in backward.
+    """
     values = units.share.own_tokens * width
     kept = (
         Buffer(f"latent of {of}", values),

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def local_matmuls(units: Units) -> list[LocalMatmul]:
-    """Router, and both products of the experts, for one rank's tokens."""
+    """Return the router and both matmuls of the experts for one rank's tokens."""
     model, share = units.model, units.share
     ranks, k, hidden, experts = (
         share.tokens // share.own_tokens,
@@ -21,7 +21,7 @@ def local_matmuls(units: Units) -> list[LocalMatmul]:
     )
     width, packed = model.expert_width, (2 if model.gated_mlp else 1) * model.expert_width
 
-    def product(name: str, rows: int, outputs: int, inputs: int, matrices: int) -> LocalMatmul:
+    def matmul(name: str, rows: int, outputs: int, inputs: int, matrices: int) -> LocalMatmul:
         lora = units.lora
         rank = lora.rank_of(name) if lora.adapts(name) else 0
         return LocalMatmul(
@@ -42,15 +42,17 @@ def local_matmuls(units: Units) -> list[LocalMatmul]:
 
     rows, matrices = k * share.own_tokens, experts // share.ep
     return [
-        product("router", share.own_tokens, experts, hidden, 1),
-        product("experts.in", rows, packed, hidden, matrices),
-        product("experts.down", rows, hidden, width, matrices),
+        matmul("router", share.own_tokens, experts, hidden, 1),
+        matmul("experts.in", rows, packed, hidden, matrices),
+        matmul("experts.down", rows, hidden, width, matrices),
     ]
 
 
-def mixture_block(units: Units, products: dict[str, Matmul]) -> BlockCost:
-    """Router, experts, and the shared expert. Kept: logits and probabilities, the choice, the rows that were
-    sent and that came back."""
+def mixture_block(units: Units, matmuls: dict[str, Matmul]) -> BlockCost:
+    """Return the description of a mixture: router, experts and the shared expert.
+
+    It keeps logits and probabilities, the choice of experts, and the rows before and after the experts.
+    """
     model, share, own = units.model, units.share, units.own
     router, into, down = local_matmuls(units)
     forward, backward = (3, 6) if model.gated_mlp else (2, 4)
@@ -76,8 +78,8 @@ def mixture_block(units: Units, products: dict[str, Matmul]) -> BlockCost:
     workspace = [Buffer("gradients of the experts", own + 2 * sent + 2 * inner + into.rows * into.outputs)]
     steps = (router, routing, spread, into, activation, down, combine)
     before, after = units.around(into, is_first=False)
-    if "mlp.shared.in" in products:
-        shared = units.feed_forward(products["mlp.shared.in"], products["mlp.shared.down"])
+    if "mlp.shared.in" in matmuls:
+        shared = units.feed_forward(matmuls["mlp.shared.in"], matmuls["mlp.shared.down"])
         gate = LocalMatmul(
             "mlp.shared_gate",
             share.own_tokens,

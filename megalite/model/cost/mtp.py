@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def joining(units: Units) -> UnitCost:
-    """The norms of the embedding and of what comes before, and the product with both next to each other."""
+    """Return the norms of the embedding and of the previous output, and the matmul of their concatenation."""
     model, share, own = units.model, units.share, units.own
     hidden, statistics = model.hidden_size, share.own_tokens * (1 if model.norm == "rms" else 2)
     kept = (
@@ -28,14 +28,14 @@ def joining(units: Units) -> UnitCost:
     width = 2 * hidden * (2 if model.norm == "layer" and model.norm_bias else 1)
     norms = Elementwise((2 * own, 2 * own, 4 * own), (3 * own, 3 * own, 4 * own), kept, width)
     ranks = share.tokens // share.own_tokens
-    product = LocalMatmul(
+    matmul = LocalMatmul(
         "mtp.eh_proj", share.own_tokens, hidden, 2 * hidden, 2 * hidden * hidden, "outputs", ranks=ranks
     )
-    return UnitCost((BlockCost(norms, (product,), workspace=(Buffer("gradients of both", 4 * own),)),))
+    return UnitCost((BlockCost(norms, (matmul,), workspace=(Buffer("gradients of both", 4 * own),)),))
 
 
 def modules(units: Units) -> list[tuple[UnitCost, UnitCost, UnitCost, UnitCost]]:
-    """Of each module the lookup, what joins, the layer, and norm and logits."""
+    """Return the lookup, the joining part, the layer, and the norm with logits of each module."""
     model = units.model
     indices = range(model.num_hidden_layers, layer_count(model))
     return [(units.embedding(), joining(units), units.layer(index), units.head()) for index in indices]

@@ -33,7 +33,7 @@ STREAM, NORMED, STATISTICS, PROBABILITIES = (
 
 
 class Operation(NamedTuple):
-    """One way of recomputing.
+    """An alternative for recomputing part of a layer.
 
     Attributes:
         names: the operations of train.recompute that it stands for.
@@ -52,7 +52,7 @@ class Operation(NamedTuple):
 
     @property
     def restored(self) -> tuple[Buffer, ...]:
-        """The buffers that exist again while the layer's backward runs."""
+        """Return the buffers that exist again while the layer's backward runs."""
         return tuple(each for each in self.buffers if not (self.scores and each.name == PROBABILITIES))
 
 
@@ -61,27 +61,31 @@ Group = tuple[Operation, ...]
 
 
 def groups(units: Units, index: int) -> list[Group]:
-    """The choices of a layer, 0-based. Each frees something."""
+    """Return the groups of operations that a layer (0-based) can recompute. Each frees memory."""
     attention, transformation = units.layer(index).blocks
     parallel = units.model.parallel_block != "none"
-    found = [*_attention(units, attention, parallel), *_between(units, attention, transformation, parallel)]
-    found += _experts(transformation) if units.model.is_mixture(index) else _feed_forward(transformation)
-    kept = [tuple(each for each in group if sum(buffer.values for buffer in each.buffers)) for group in found]
+    candidates = [
+        *_attention(units, attention, parallel),
+        *_between(units, attention, transformation, parallel),
+    ]
+    candidates += _experts(transformation) if units.model.is_mixture(index) else _feed_forward(transformation)
+    kept = [
+        tuple(each for each in group if sum(buffer.values for buffer in each.buffers)) for group in candidates
+    ]
     return [group for group in kept if group]
 
 
 def chosen(options: Iterable[Group], mode: str) -> list[Operation]:
-    """The operations that a layer's mode of train.recompute stands for: of alternatives the last one that it
-    names."""
-    names, found = operations_of(mode), []
+    """Return the operations that a layer's mode of train.recompute names; of alternatives, the last one."""
+    names, operations = operations_of(mode), []
     for group in options:
         named = [each for each in group if names.issuperset(each.names)]
-        found += named[-1:]
-    return found
+        operations += named[-1:]
+    return operations
 
 
 def repeated(units: Units, index: int, mode: str) -> list[Step]:
-    """The steps of a layer, 0-based, that backward computes again under a mode of train.recompute."""
+    """Return the steps of a layer (0-based) that the backward recomputes under a mode of train.recompute."""
     if mode in MODES:
         return units.layer(index).steps if mode == "full" else []
     return [step for operation in chosen(groups(units, index), mode) for step in operation.steps]
@@ -92,7 +96,7 @@ def _named(buffers: Iterable[Buffer], *names: str) -> tuple[Buffer, ...]:
 
 
 def _norm(units: Units) -> Elementwise:
-    """A norm alone: its input is read, its output written."""
+    """Return a standalone norm, which reads its input and writes its output."""
     return Elementwise((2 * units.own,))
 
 
@@ -132,7 +136,7 @@ def _attention(units: Units, block: BlockCost, parallel: bool) -> list[Group]:
 
 
 def _between(units: Units, attention: BlockCost, transformation: BlockCost, parallel: bool) -> list[Group]:
-    """The residual sum between attention and feed-forward, and its norm."""
+    """Return the residual sum between attention and feed-forward, and its norm."""
     before = transformation.before.kept
     normed = _named(before, NORMED, STATISTICS)
     norm = Operation(("mlp_norm",), normed, (_norm(units),))

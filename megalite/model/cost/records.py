@@ -1,10 +1,10 @@
 """The records that describe a unit: what one tensor-parallel rank computes and keeps for one microbatch.
 
-UnitCost          embedding, layer or head
-  Block           a layer has two: attention, and the feed-forward
-    Product       matrix product with a stored weight        EmbeddingLookup        rows of a stored table
-    Attention     products of queries, keys and values       Elementwise   kernels bound by memory
-      Buffer      a tensor that forward keeps for backward
+UnitCost             embedding, layer or head
+  BlockCost          a layer has two: attention, and the feed-forward
+    Matmul           matmul with a stored weight           EmbeddingLookup  rows of a stored table
+    AttentionCost    matmuls of queries, keys and values   Elementwise      memory-bound kernels
+      Buffer         a tensor that forward keeps for backward
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ MODES: tuple[str, ...] = ("none", "selective", "full")
 
 
 class TokenSplit(Protocol):
-    """The options that decide how tokens are split over ranks: `ParallelConfig`, or the planner's
-    `LayoutChoice`."""
+    """Options that split tokens over ranks: `ParallelConfig` or the planner's `LayoutChoice`."""
 
     @property
     def tp(self) -> int: ...
@@ -71,7 +70,7 @@ class Share:
 
     @classmethod
     def of(cls, split: TokenSplit, sequence_length: int, micro_batch_size: int) -> Share:
-        """The share of each rank when rows of `sequence_length` tokens are split as the options say."""
+        """Return the share of each rank when rows of `sequence_length` tokens are split by the options."""
         ranks = split.tp if split.sequence_parallel else 1
         return cls(
             sequence=equal_part(sequence_length, split.cp, split.context, ranks, split.context_parts),
@@ -88,17 +87,17 @@ class Share:
 
     @property
     def row(self) -> int:
-        """Positions of a row, over all cp ranks."""
+        """Return the number of positions of a row, over all cp ranks."""
         return self.sequence * self.cp
 
     @property
     def tokens(self) -> int:
-        """Tokens of the microbatch on one context-parallel rank."""
+        """Return the number of tokens of the microbatch on one context-parallel rank."""
         return self.batch * self.sequence
 
     @property
     def own_tokens(self) -> int:
-        """Tokens on one rank between tensor-parallel regions."""
+        """Return the number of tokens on one rank between tensor-parallel regions."""
         return self.tokens // (self.tp if self.sequence_parallel else 1)
 
 
@@ -117,7 +116,7 @@ class Buffer(NamedTuple):
 
 
 def size_in_bytes(buffers: Iterable[Buffer], widths: Mapping[Dtype, int], mode: str = "none") -> int:
-    """Bytes of the buffers that are kept under a recomputation mode, given the bytes of each dtype."""
+    """Return the bytes of the buffers kept under a recomputation mode, given the bytes of each dtype."""
     strength = MODES.index(mode)
     return sum(
         buffer.values * widths[buffer.dtype]
@@ -136,7 +135,7 @@ class Collectives(NamedTuple):
 
 @dataclass(frozen=True)
 class Matmul:
-    """A matrix product of tokens with a stored weight [outputs, inputs].
+    """A matmul of tokens with a stored weight [outputs, inputs].
 
     Attributes:
         name: the stored weight's name within its unit: attention.qkv, attention.out, mlp.in, mlp.down, head.
@@ -163,11 +162,11 @@ class Matmul:
 
     @property
     def local_weights(self) -> int:
-        """Elements on this rank."""
+        """Return the number of elements on this rank."""
         return self.outputs * self.inputs
 
     def local_adapter_weights(self, tp: int) -> float:
-        """Elements of the adapters on this rank: one factor is split like the product, the other is
+        """Elements of the adapters on this rank: one factor is split like the matmul, the other is
         replicated."""
         first = self.adapter_rank * self.inputs
         second = self.adapter_weights - first * (1 if self.split == "outputs" else tp)
@@ -175,7 +174,7 @@ class Matmul:
 
     @property
     def flops(self) -> int:
-        """FLOPs of the forward, over all tp ranks."""
+        """Return the FLOPs of the forward, over all tp ranks."""
         return 2 * self.rows * (self.weights + self.adapter_weights)
 
     @property
@@ -186,12 +185,12 @@ class Matmul:
 
     @property
     def keeps_input(self) -> bool:
-        """Whether backward needs the input, for gradients of the weight or of its adapters."""
+        """Return whether the backward needs the input, for gradients of the weight or of its adapters."""
         return not self.frozen or self.adapter_rank > 0
 
     @property
     def kept(self) -> tuple[Buffer, ...]:
-        """The adapters' tensors. The input is kept by the step that computed it."""
+        """Return the adapters' tensors. The input is kept by the step that computed it."""
         return (
             self.between,
             Buffer(f"{self.name}: outputs of the adapters", self.rows * self.adapter_outputs),
@@ -200,7 +199,7 @@ class Matmul:
 
     @property
     def between(self) -> Buffer:
-        """The adapters' tensors between A and B: kept, and part of what is stashed."""
+        """Return the adapters' tensors between A and B. They are kept, and are part of what is stashed."""
         return Buffer(f"{self.name}: between the adapters' factors", self.rows * self.adapter_rank)
 
     @property
@@ -211,8 +210,7 @@ class Matmul:
 
     @property
     def stashed(self) -> tuple[Buffer, ...]:
-        """What a split backward keeps until the W pass: the input and the output's gradient, both
-        gathered."""
+        """Return what a split backward keeps until the W pass: input and output gradient, gathered."""
         if not self.keeps_input:
             return ()
         return (
@@ -239,13 +237,12 @@ class Matmul:
 
 @dataclass(frozen=True)
 class LocalMatmul(Matmul):
-    """A product of each rank's own tokens with whole matrices: a router, or the experts, if they are equally
-    loaded.
+    """A matmul of each rank's own tokens with whole matrices: a router, or equally loaded experts.
 
     Attributes:
         rows: rows of this rank: tokens, or for experts k times as many.
         outputs, inputs: of one matrix; `weights` are its elements, `adapter_weights` those of its adapter.
-        ranks: tp ranks, each with as many rows.
+        ranks: number of tp ranks, each with the same number of rows.
         matrices: number of matrices on this rank, of which each row is multiplied with one.
         experts: they belong to experts, which other ranks share than share dense weights.
         at_least_fp32: in which it is computed, as a router's is.
@@ -280,8 +277,7 @@ class LocalMatmul(Matmul):
 
 @dataclass(frozen=True)
 class SharedKeyMatmul(LocalMatmul):
-    """An `LocalMatmul` of which every tp rank needs some outputs of all tokens: the rotating keys of latent
-    attention.
+    """A `LocalMatmul` with outputs that every tp rank needs for all tokens: latent attention's rotary keys.
 
     Attributes:
         shared: number of these outputs.
@@ -300,8 +296,9 @@ class SharedKeyMatmul(LocalMatmul):
 
 @dataclass(frozen=True)
 class LatentUpProjection(Matmul):
-    """Keys and values of whole rows from the latents of all cp ranks, part of attention: its backward
-    computes them again.
+    """Keys and values of whole rows, computed from the latents of all cp ranks as part of attention.
+
+    The backward recomputes them.
 
     Attributes:
         rows: tokens of whole rows.
@@ -315,14 +312,14 @@ class LatentUpProjection(Matmul):
     gathered: bool = False
 
     @classmethod
-    def of(cls, product: Matmul, share: Share, width: int) -> LatentUpProjection:
-        """That of a rank, in which `product` expands the latents."""
-        fields: dict[str, Any] = {**vars(product), "rows": share.tokens * share.cp}
+    def of(cls, matmul: Matmul, share: Share, width: int) -> LatentUpProjection:
+        """Return the up-projection of a rank; `matmul` expands the latents."""
+        fields: dict[str, Any] = {**vars(matmul), "rows": share.tokens * share.cp}
         return cls(**fields, width=width, cp=share.cp, gathered=share.sequence_parallel)
 
     @property
     def kept(self) -> tuple[Buffer, ...]:
-        """Nothing: backward starts from the latents, which are kept by the steps that compute them."""
+        """Return nothing: the backward starts from latents, which the steps that compute them keep."""
         return ()
 
     @property
@@ -341,7 +338,10 @@ class LatentUpProjection(Matmul):
 
 @dataclass(frozen=True)
 class EmbeddingLookup:
-    """Copies one row of a stored table per token. local_weights: elements of the tables on this rank."""
+    """A lookup of one row of a stored table per token.
+
+    local_weights: elements of the tables on this rank.
+    """
 
     rows: int
     width: int
@@ -351,7 +351,7 @@ class EmbeddingLookup:
 
     @property
     def values(self) -> int:
-        """Number of elements copied."""
+        """Return the number of elements copied."""
         return self.rows * self.width
 
     @property
@@ -371,7 +371,7 @@ class EmbeddingLookup:
 
 
 def attended_pairs(sequence: int, window: int | None) -> int:
-    """Number of (query, key) pairs of one head and sequence that a causal mask leaves within the window."""
+    """Return the number of (query, key) pairs of one head and sequence under a causal mask and a window."""
     seen = min(window or sequence, sequence)
     return seen * (seen + 1) // 2 + (sequence - seen) * seen
 
@@ -397,25 +397,23 @@ class AttentionCost:
 
     @property
     def head_size(self) -> float:
-        """Width of a head: the mean of that of keys and that of values, which one of the two products has
-        each."""
+        """Return the mean of the head sizes of keys and values; each of the two matmuls has one of them."""
         return (self.key_size + self.value_size) / 2
 
     @property
     def flops(self) -> int:
-        """FLOPs of this rank's part, over the pairs that the mask leaves."""
+        """Return the FLOPs of this rank's part, over the pairs that the mask leaves."""
         pairs = self.batch * attended_pairs(self.sequence, self.window) * self.heads
         return 2 * pairs * (self.key_size + self.value_size) // self.cp
 
     def matmul_flops(self, positions: float) -> float:
-        """FLOPs of one of the two products, in the mean, for one token that attends to `positions`
-        positions."""
+        """Return the mean FLOPs of the two matmuls for one token that attends to `positions` positions."""
         return positions * (self.heads * (self.key_size + self.value_size))
 
 
 @dataclass(frozen=True)
 class Elementwise:
-    """Kernels bound by memory: norms, activations, residual sums.
+    """Memory-bound kernels: norms, activations, residual sums.
 
     Attributes:
         forward, backward: for each kernel, the number of values that it reads and writes.
@@ -436,11 +434,11 @@ Step = Matmul | EmbeddingLookup | AttentionCost | Elementwise
 
 @dataclass(frozen=True)
 class BlockCost:
-    """Steps in the order of the forward.
+    """A block of a unit: its steps in the order of the forward.
 
     Attributes:
         before: the residual sum, and the norm that is fused with it.
-        steps: between the norms. The weight gradient of the last product is the first that a split backward
+        steps: between the norms. The weight gradient of the last matmul is the first that a split backward
         defers. after: the norm of the block's output.
         dropped: number of output values to which dropout applies.
         workspace: estimate of the largest temporaries of the backward: gradients, gathered inputs.
@@ -473,7 +471,7 @@ class UnitCost:
 
     @property
     def matmuls(self) -> list[Matmul]:
-        return [product for block in self.blocks for product in block.matmuls]
+        return [matmul for block in self.blocks for matmul in block.matmuls]
 
     @property
     def attentions(self) -> list[AttentionCost]:
@@ -481,32 +479,34 @@ class UnitCost:
 
     @property
     def flops(self) -> int:
-        """FLOPs of the forward: products and attended pairs; norms, activations and softmax do not count."""
+        """Return the FLOPs of the forward: matmuls and attended pairs, without norms and activations."""
         return sum(step.flops for step in self.steps)
 
     @property
     def local_weights(self) -> int:
-        """Elements of matrices, tables and norms on this rank; without biases and norms of queries and
-        keys."""
+        """Return the number of elements of matrices, tables and norms on this rank.
+
+        Biases and the norms of queries and keys are not counted.
+        """
         return sum(step.local_weights for step in self.steps)
 
     @property
     def kept(self) -> list[Buffer]:
-        """What forward keeps for backward."""
+        """Return the tensors that the forward keeps for the backward."""
         return [buffer for step in self.steps for buffer in step.kept]
 
     @property
     def summed(self) -> int:
-        """Values of elementwise kernels all-reduced over tp in forward, and the same number in backward."""
+        """Return the values of elementwise kernels all-reduced over tp in forward, and in backward."""
         return sum(step.summed for step in self.steps if isinstance(step, Elementwise))
 
     @property
     def lengths(self) -> int:
-        """Values of products all-reduced over tp in forward."""
-        return sum(product.lengths for product in self.matmuls)
+        """Return the values of matmuls that are all-reduced over tp in forward."""
+        return sum(matmul.lengths for matmul in self.matmuls)
 
     def collectives(self, sequence_parallel: bool) -> Collectives:
-        """The values that rings pass around for all products and lookups."""
+        """The values that rings pass around for all matmuls and lookups."""
         steps = [step for step in self.steps if isinstance(step, Matmul | EmbeddingLookup)]
         counts = [(step.communicated, *step.collectives(sequence_parallel)) for step in steps]
         return Collectives(*(sum(count[0] * count[way] for count in counts) for way in (1, 2)))

@@ -50,29 +50,33 @@ class Units:
         self._layers: dict[Hashable, UnitCost] = {}
 
     def unit(self, number: int) -> UnitCost:
-        """The unit of a number: 0 is the embedding, 1 … L are the layers, L + 1 is the head, without modules
-        of multi-token prediction."""
+        """Return unit `number`: 0 is the embedding, 1 … L are the layers, and L + 1 is the head.
+
+        Modules of multi-token prediction are not included.
+        """
         if number == 0:
             return self.embedding()
         return self.head() if number == head_unit(self.model) else self.layer(number - 1)
 
     def alike(self, index: int) -> Hashable:
-        """A key: layers with equal keys have equal descriptions."""
+        """Return a key that layers with the same description share."""
         return self.model.window(index), self.model.is_mixture(index)
 
     def layer(self, index: int) -> UnitCost:
-        """A transformer layer, 0-based."""
+        """Return the description of a transformer layer (0-based)."""
         key = self.alike(index)
         if key not in self._layers:
-            products = self._layer_products(index)
+            matmuls = self._layer_matmuls(index)
             self._layers[key] = UnitCost(
-                (self._attention_block(index, products), self._transformation(index, products))
+                (self._attention_block(index, matmuls), self._transformation(index, matmuls))
             )
         return self._layers[key]
 
     def embedding(self) -> UnitCost:
-        """The vocabulary table, and learned positions. Kept are the token ids, and a mask of those whose rows
-        are on other ranks."""
+        """Return the description of the vocabulary table and of learned positions.
+
+        It keeps the token ids, and a mask of those with rows on other ranks.
+        """
         model, share = self.model, self.share
         table = self._vocabulary * model.hidden_size
         positions = model.position == "learned"
@@ -97,12 +101,14 @@ class Units:
         )
 
     def head(self) -> UnitCost:
-        """The final norm and the logits. What the loss keeps depends on how it is computed and is not
-        included."""
+        """Return the description of the final norm and the logits.
+
+        What the loss keeps depends on how it is computed and is not included.
+        """
         model = self.model
         name = "embedding" if model.tie_word_embeddings else "head"
         weights = model.vocabulary * model.hidden_size
-        product = Matmul(
+        matmul = Matmul(
             name,
             self.share.tokens,
             self._vocabulary,
@@ -112,10 +118,10 @@ class Units:
             self._frozen(name),
         )
         scale = () if model.logit_scale is None else (2 * self.own,)
-        kept = (Buffer("residual stream", self.own), *self._norm_buffers(product))
+        kept = (Buffer("residual stream", self.own), *self._norm_buffers(matmul))
         norm = Elementwise((2 * self.own, *scale), (3 * self.own, *scale), kept)
         return UnitCost(
-            (BlockCost(norm, (product,), workspace=(Buffer("gradients of the norm", 2 * self.whole),)),)
+            (BlockCost(norm, (matmul,), workspace=(Buffer("gradients of the norm", 2 * self.whole),)),)
         )
 
     def _frozen(self, module: str) -> bool:
@@ -123,12 +129,12 @@ class Units:
 
     @property
     def _vocabulary(self) -> int:
-        """Rows of the padded vocabulary on this rank."""
+        """Return the rows of the padded vocabulary on this rank."""
         return padded_vocabulary(self.model.vocabulary, self.share.tp) // self.share.tp
 
     @property
     def heads(self) -> context_parallel.Heads:
-        """The heads of one tensor-parallel rank."""
+        """Return the heads of one tensor-parallel rank."""
         model, share, tp = self.model, self.share, self.share.tp
         kv = model.kv_heads * kv_replicas(model, tp) // tp
         method = share.context if share.context_inner == 1 else "ulysses"  # two levels exchange heads first
@@ -140,8 +146,7 @@ class Units:
 
     @property
     def exchanges(self) -> tuple[tuple[int, context_parallel.ContextExchange], ...]:
-        """What a layer's attention exchanges over cp, or over each of its two levels, with the number of
-        ranks there."""
+        """Return (ranks, exchange) of attention over cp, or over each of its two levels."""
         return tuple(
             (share.cp, context_parallel.exchange(share, heads))
             for share, heads in context_parallel.levels(self.share, self.heads)
@@ -150,9 +155,9 @@ class Units:
     # --- a layer
     # --------------------------------------------------------------------------------------------------------
 
-    def _layer_products(self, index: int) -> dict[str, Matmul]:
-        """The products of all tokens with each of a layer's weights, by name."""
-        lora, tp, found = self.lora, self.share.tp, {}
+    def _layer_matmuls(self, index: int) -> dict[str, Matmul]:
+        """Return the matmuls of all tokens with the weights of a layer, by name."""
+        lora, tp, matmuls = self.lora, self.share.tp, {}
         prefix = f"layers.{index}."  # the last unit may have several layers
         for spec in model_specs(self.model, tp=tp, units=[min(index + 1, head_unit(self.model))]):
             segments = [
@@ -165,7 +170,7 @@ class Units:
             name = spec.name.removeprefix(prefix).removesuffix(".weight")
             outputs, inputs = spec.local_shape(Coordinates.on("tp", 0, tp))
             adapted = [segment for segment in segments if lora.adapts(segment.role)]
-            product = Matmul(
+            matmul = Matmul(
                 name,
                 self.share.tokens,
                 outputs,
@@ -177,23 +182,23 @@ class Units:
                 adapter_weights=sum(lora.rank_of(segment.role) * sum(segment.shape) for segment in adapted),
                 adapter_outputs=outputs if lora.dora and adapted else 0,
             )
-            found[name] = product if segments[0].split is not None else self._of_own_tokens(product)
-        return found
+            matmuls[name] = matmul if segments[0].split is not None else self._of_own_tokens(matmul)
+        return matmuls
 
-    def _of_own_tokens(self, product: Matmul) -> Matmul:
-        """The product of each rank's own tokens with a whole matrix, which makes a latent."""
+    def _of_own_tokens(self, matmul: Matmul) -> Matmul:
+        """Return the matmul of each rank's own tokens with a whole matrix, which computes a latent."""
         own, travels = self.share.own_tokens, self.heads.latent > 0
-        shared = self.model.qk_rope_head_dim if product.name == "attention.kv_a" and not travels else 0
-        fields: dict[str, Any] = {**vars(product), "rows": own, "ranks": self.share.tokens // own}
+        shared = self.model.qk_rope_head_dim if matmul.name == "attention.kv_a" and not travels else 0
+        fields: dict[str, Any] = {**vars(matmul), "rows": own, "ranks": self.share.tokens // own}
         return SharedKeyMatmul(**fields, shared=shared) if shared else LocalMatmul(**fields)
 
-    def _attention_block(self, index: int, products: dict[str, Matmul]) -> BlockCost:
+    def _attention_block(self, index: int, matmuls: dict[str, Matmul]) -> BlockCost:
         if self.model.kv_lora_rank is not None:
             from megalite.model.cost.latents import latent_block
 
-            return latent_block(self, index, products)
+            return latent_block(self, index, matmuls)
         model, share, tokens = self.model, self.share, self.share.tokens
-        qkv, out = products["attention.qkv"], products["attention.out"]
+        qkv, out = matmuls["attention.qkv"], matmuls["attention.out"]
         heads, kv_heads, packed = self.heads.query, self.heads.kv, qkv.outputs
         query = heads * model.head_size
         normed: tuple[Buffer, ...] = ()
@@ -218,7 +223,7 @@ class Units:
         return BlockCost(before, (qkv, rotary, attention, out), after, self.dropped, tuple(workspace))
 
     def attention(self, index: int) -> AttentionCost:
-        """Attention itself, between the projections."""
+        """Return the attention of a layer, between its projections."""
         model, share, heads = self.model, self.share, self.heads
         kept = (*context_parallel.kept(share, heads), *self._probabilities(index, heads.query))
         return AttentionCost(
@@ -232,15 +237,15 @@ class Units:
             share.cp,
         )
 
-    def _transformation(self, index: int, products: dict[str, Matmul]) -> BlockCost:
+    def _transformation(self, index: int, matmuls: dict[str, Matmul]) -> BlockCost:
         if not self.model.is_mixture(index):
-            return self.feed_forward(products["mlp.in"], products["mlp.down"])
+            return self.feed_forward(matmuls["mlp.in"], matmuls["mlp.down"])
         from megalite.model.cost.mixtures import mixture_block
 
-        return mixture_block(self, products)
+        return mixture_block(self, matmuls)
 
     def feed_forward(self, into: Matmul, down: Matmul) -> BlockCost:
-        """The block of a dense feed-forward."""
+        """Return the block of a dense feed-forward."""
         tokens = self.share.tokens
         inner = tokens * down.inputs
         forward, backward = (3, 6) if self.model.gated_mlp else (2, 4)
@@ -281,8 +286,11 @@ class Units:
         )
 
     def _norm_buffers(self, column: Matmul | None = None) -> tuple[Buffer, ...]:
-        """What a norm and the following product keep: the norm's output, unless that product needs no input,
-        and statistics (rstd; for LayerNorm also the mean)."""
+        """Return what a norm and the following matmul keep.
+
+        These are the norm's output, unless the matmul needs no input, and statistics (rstd; for
+        LayerNorm also the mean).
+        """
         statistics = Buffer(
             "statistics of the norm",
             self.share.own_tokens * (1 if self.model.norm == "rms" else 2),

@@ -18,7 +18,7 @@ from megalite.monitoring.report import figures
 from megalite.monitoring.report.charts import charts
 from megalite.monitoring.report.run import RecordedRun
 from megalite.monitoring.report.segments import RunSegment
-from megalite.planner.report.drawing import timeline as drawing
+from megalite.planner.drawing import timeline as drawing
 
 ROWS = 12  # of a table of values
 PAGE = """<!doctype html>

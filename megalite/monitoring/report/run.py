@@ -24,7 +24,7 @@ from megalite.model.adapter_parameters import total_parameters
 from megalite.monitoring import starts
 from megalite.monitoring.report.segments import RunSegment, segments
 from megalite.parallel.pipeline.schedule import ScheduleError
-from megalite.planner.report.drawing import measured
+from megalite.planner.drawing import measured
 
 FILES = (
     run_files.CONFIG,

@@ -19,7 +19,7 @@ from megalite.monitoring.starts import Start
 from megalite.parallel.pipeline.bubble import BUBBLES, BubblePlan
 from megalite.parallel.pipeline.bubble import plan as planned
 from megalite.parallel.pipeline.schedule import Costs
-from megalite.planner.report.drawing.measured import MeasuredRun
+from megalite.planner.drawing.measured import MeasuredRun
 
 ELSEWHERE = ("run", "checkpoint", "faults", "validation", "logging", "profiling", "network")
 """Sections that do not affect what a step computes, or where."""

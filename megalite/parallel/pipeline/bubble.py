@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from megalite.config.dims import fixed_stages
 from megalite.parallel.pipeline.gather_actions import check_gathering, with_gathering
 from megalite.parallel.pipeline.generator import SCHEDULES, build
-from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.schedule import (
     Action,
     ActionKind,
@@ -197,7 +197,7 @@ def compare(
         virtual_stages: applies to schedules with a variable number of stages per rank.
     """
     return [
-        plan(name, ranks, microbatches, None if RECIPES[name].chunks else virtual_stages, costs, weights)
+        plan(name, ranks, microbatches, None if fixed_stages(name) else virtual_stages, costs, weights)
         for name in SCHEDULES
     ]
 

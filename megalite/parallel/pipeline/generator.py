@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
+from megalite.config.dims import fixed_stages, stages_per_rank
 from megalite.parallel.pipeline.orders import RECIPES, ScheduleShape
 from megalite.parallel.pipeline.schedule import ActionKind, Costs, Schedule, ScheduleError
 from megalite.parallel.pipeline.weight_actions import with_weight_passes
@@ -16,9 +17,7 @@ SCHEDULES = tuple(RECIPES)
 
 
 def chunks_of(name: str, virtual_stages: int | None = None) -> int:
-    """Return the number of stages on each rank.
-
-    This is `virtual_stages`, or by default the number that the schedule requires, or 2 if it requires none.
+    """Return the number of stages per rank, see `stages_per_rank`.
 
     Raises:
         ScheduleError: the schedule is unknown, or requires a number that differs from virtual_stages.
@@ -27,11 +26,11 @@ def chunks_of(name: str, virtual_stages: int | None = None) -> int:
         raise ScheduleError(
             f"Unknown schedule: parallel.schedule={name!r}. Choose one of: {', '.join(SCHEDULES)}."
         )
-    own = RECIPES[name].chunks
+    own = fixed_stages(name)
     if virtual_stages is not None and (virtual_stages < 1 or own not in (None, virtual_stages)):
         legal = f"{name} requires {own}. Leave it unset" if own else "it must be at least 1"
         raise ScheduleError(f"Invalid value parallel.virtual_stages={virtual_stages}: {legal}.")
-    return virtual_stages or own or 2
+    return stages_per_rank(name, virtual_stages)
 
 
 @lru_cache(maxsize=256)

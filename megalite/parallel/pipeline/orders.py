@@ -203,7 +203,6 @@ class Recipe(NamedTuple):
         order: a rank's forwards and backwards, in order.
         activations: maximum number of (stage, microbatch) activations that a rank keeps at once.
         placement: the rank of each stage.
-        chunks: number of stages on each rank; None if it can be chosen.
         splits: whether the backward is split into an input and a weight pass.
         staggered: whether ranks finish one after the other, so that a rank that does not wait for others can
             begin the next step earlier.
@@ -212,7 +211,6 @@ class Recipe(NamedTuple):
     order: Callable[[int, ScheduleShape], list[Action]]
     activations: Callable[[int, ScheduleShape], int]
     placement: Callable[[ScheduleShape], tuple[int, ...]] = looped
-    chunks: int | None = 1
     splits: bool = False
     staggered: bool = False
 
@@ -220,10 +218,10 @@ class Recipe(NamedTuple):
 RECIPES = {
     "gpipe": Recipe(gpipe, lambda rank, shape: shape.microbatches),
     "1f1b": Recipe(one_f_one_b, lambda rank, shape: shape.ranks - rank),
-    "interleaved": Recipe(interleaved, lambda rank, shape: interleaved_warmup(rank, shape) + 1, chunks=None),
+    "interleaved": Recipe(interleaved, lambda rank, shape: interleaved_warmup(rank, shape) + 1),
     "zb-h1": Recipe(one_f_one_b, lambda rank, shape: shape.ranks, splits=True),
     "zb-h2": Recipe(zb_h2, lambda rank, shape: 2 * shape.ranks - 1, splits=True, staggered=True),
-    "zb-v": Recipe(zb_v, lambda rank, shape: 2 * shape.ranks, folded, chunks=2, splits=True, staggered=True),
-    "v-half": Recipe(v_half, lambda rank, shape: shape.ranks + 2, folded, chunks=2, splits=True),
+    "zb-v": Recipe(zb_v, lambda rank, shape: 2 * shape.ranks, folded, splits=True, staggered=True),
+    "v-half": Recipe(v_half, lambda rank, shape: shape.ranks + 2, folded, splits=True),
 }
 """All schedules by name. `generator.build` caps the activation limits at microbatches × chunks."""

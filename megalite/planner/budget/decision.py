@@ -42,9 +42,9 @@ from megalite.planner.cost.operations import Operations
 from megalite.planner.cost.recomputed_time import of_operation
 from megalite.planner.hardware import devices
 from megalite.planner.memory.activations import Activations, HeldBytes
-from megalite.planner.memory.estimate import Standing, estimate, settled
+from megalite.planner.memory.estimate import Standing, estimate, resolve_layout
 from megalite.planner.memory.peak_passes import loads, moments_of
-from megalite.planner.memory.states import Device
+from megalite.planner.memory.states import DeviceType
 from megalite.system.text import aligned
 
 CPU = {
@@ -73,9 +73,12 @@ proportions count."""
 GPU = "h100"  # of a GPU that profiling.hardware does not name
 
 
-def bytes_of(config: Config, memory: float | None = None) -> int:
-    """train.memory_budget in bytes. memory: bytes of the device, of which it may be a share. Raises
-    ConfigError if they are unknown."""
+def budget_bytes(config: Config, memory: float | None = None) -> int:
+    """Return train.memory_budget in bytes.
+
+    memory: bytes of the device, if the budget is a fraction of it. Raises ConfigError if they are
+    unknown.
+    """
     budget = config.train.memory_budget
     assert budget is not None
     if budget > 1:
@@ -84,27 +87,28 @@ def bytes_of(config: Config, memory: float | None = None) -> int:
         memory = _costs(config.profiling.hardware, "cuda").memory
     if memory is None:
         raise ConfigError(
-            f"train.memory_budget = {budget:g} is a share of a device whose memory is not known here. "
-            "Give bytes, such as 70GB, or name the device with profiling.hardware."
+            f"train.memory_budget = {budget:g} is a fraction of the device's memory, which is unknown here. "
+            "Use an absolute size such as 70GB, or set profiling.hardware."
         )
     return int(budget * memory)
 
 
-def resolved(config: Config, device: Device = "cuda", memory: float | None = None) -> Config:
-    """The configuration of a run whose dp is resolved, with operations in place of a budget. Raises
-    ConfigError.
+def resolve_budget(config: Config, device: DeviceType = "cuda", memory: float | None = None) -> Config:
+    """Return the configuration with the operations to recompute in place of a budget.
+
+    The dp of the configuration must be resolved. Raises ConfigError.
 
     memory: bytes of the device.
     """
     if config.train.recompute != BUDGET:
         return config
-    found = decide(config, bytes_of(config, memory), device=device)
-    return replace(config, train=replace(config.train, recompute=found.recompute))
+    decision = decide_recomputation(config, budget_bytes(config, memory), device=device)
+    return replace(config, train=replace(config.train, recompute=decision.recompute))
 
 
 @dataclass(frozen=True)
 class RankDecision:
-    """What a pipeline rank recomputes.
+    """Operations that a pipeline rank recomputes, and their memory and time.
 
     Attributes:
         stages: for each of its stages, number and layers.
@@ -125,7 +129,7 @@ class RankDecision:
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks recompute: `recompute` is the value of train.recompute that says it layer by layer."""
+    """Operations that all ranks recompute; `recompute` is the value of train.recompute, layer by layer."""
 
     budget: int
     recompute: str
@@ -133,24 +137,25 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What a decision depends on; equal where `key` is."""
+class _DecisionInputs:
+    """Arguments of a decision; two are equal if their `key` is."""
 
     key: str
     config: Config = field(compare=False)
     costs: devices.Device = field(compare=False)
 
 
-def decide(
+def decide_recomputation(
     config: Config,
     budget: int,
     world_size: int | None = None,
-    device: Device = "cuda",
+    device: DeviceType = "cuda",
     costs: devices.Device | None = None,
     schedule: Schedule | None = None,
 ) -> Decision:
-    """What to recompute so that every rank needs at most `budget` bytes. Raises ConfigError, naming the
-    smallest budget, if nothing does.
+    """Choose what to recompute so that every rank needs at most `budget` bytes.
+
+    Raises ConfigError with the smallest possible budget if nothing fits.
 
     Args:
         costs: the device whose times are minimized; default: that of profiling.hardware, or a usual one.
@@ -160,25 +165,28 @@ def decide(
     costs = costs or _costs(config.profiling.hardware, device)
     if schedule is not None:
         return decision(BudgetProblem(config, device, costs, schedule), budget)
-    return _decided(_Asked(f"{config} {costs}", config, costs), budget, device)
+    return _decided(_DecisionInputs(f"{config} {costs}", config, costs), budget, device)
 
 
 def problem_of(
     config: Config,
     world_size: int,
-    device: Device,
+    device: DeviceType,
     costs: devices.Device,
     schedule: Schedule,
     buckets: dict[Hashable, list[BucketLayout]],
 ) -> BudgetProblem:
-    """The problem of a configuration; arguments as for `decide`. buckets: as for `Standing`."""
+    """Return the problem of a configuration.
+
+    Arguments are as for `decide_recomputation`, buckets as for `Standing`.
+    """
     return BudgetProblem(_keeping_all(config, world_size), device, costs, schedule, buckets)
 
 
 def recompute_within(
     problem: BudgetProblem, budget: int, exact: bool = True, ranks: Iterable[int] | None = None
 ) -> str | None:
-    """The train.recompute that `decide` finds, without what else is known of it; None if nothing fits.
+    """Return the train.recompute of `decide_recomputation` without its other results; None if nothing fits.
 
     Args:
         exact: False takes a good solution in place of the best one, and is fast.
@@ -194,37 +202,37 @@ def recompute_within(
 
 
 def _keeping_all(config: Config, world_size: int | None) -> Config:
-    """The configuration without recomputation, and with its sizes filled in."""
-    return settled(
+    """Return the configuration without recomputation and with its sizes filled in."""
+    return resolve_layout(
         replace(config, train=replace(config.train, recompute="none")),
         world_size or ParallelDims.of(config).world,
     )
 
 
 @lru_cache(maxsize=8)
-def _costs(name: str | None, device: Device) -> devices.Device:
-    """The device of profiling.hardware, else a usual one."""
+def _costs(name: str | None, device: DeviceType) -> devices.Device:
+    """Return the device of profiling.hardware, or a default one."""
     if name is None:
-        return devices.read_device("cpu", dict(CPU)) if device == "cpu" else devices.find(GPU)
+        return devices.read_device("cpu", dict(CPU)) if device == "cpu" else devices.find_device(GPU)
     try:
-        return devices.find(name)
+        return devices.find_device(name)
     except devices.HardwareError as error:
         raise ConfigError(str(error).replace("--gpu", "profiling.hardware =")) from None
 
 
 @lru_cache(maxsize=8)  # a start asks several times: to check, to build, to print
-def _decided(asked: _Asked, budget: int, device: Device) -> Decision:
-    config = asked.config
+def _decided(inputs: _DecisionInputs, budget: int, device: DeviceType) -> Decision:
+    config = inputs.config
     return decision(
         BudgetProblem(
-            config, device, asked.costs, plan.schedule(config, ParallelDims.of(config).microbatches)
+            config, device, inputs.costs, plan.schedule(config, ParallelDims.of(config).microbatches)
         ),
         budget,
     )
 
 
 def decision(problem: BudgetProblem, budget: int) -> Decision:
-    """What `decide` finds. Raises ConfigError as it does."""
+    """Solve the problem of `decide_recomputation`. Raises ConfigError as it does."""
     config = problem.config
     ranks = [problem.rank(rank, budget) for rank in range(config.parallel.pp)]
     if max(each.everything for each in ranks) > budget:
@@ -246,7 +254,7 @@ def decision(problem: BudgetProblem, budget: int) -> Decision:
 
 
 def _written(config: Config, modes: Mapping[int, str]) -> str:
-    """The modes of layers, by index, as train.recompute has them; other layers keep everything."""
+    """Return train.recompute for the modes of layers, by index; other layers keep everything."""
     return written([modes.get(layer, "none") for layer in range(layer_count(config.model))])
 
 
@@ -260,13 +268,13 @@ def _too_small(config: Config, budget: int, ranks: Sequence[RankDecision]) -> st
     )
     least = amount(max(rank.everything for rank in ranks), up=True)
     return (
-        f"train.memory_budget = {value} is less than a rank needs that recomputes everything: {each}. "
-        f"Legal values: from {least}. Or lower train.micro_batch_size, or use more ranks."
+        f"train.memory_budget = {value} is too small even if everything is recomputed, which needs {each}. "
+        f"Set at least {least}, reduce train.micro_batch_size, or use more ranks."
     )
 
 
 def amount(size: float, up: bool = False) -> str:
-    """Bytes as an option takes them, rounded to four digits, or up to the next one."""
+    """Format bytes as an option accepts them, rounded to four digits, or up to the next one."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if size >= scale:
             digits = 10.0 ** max(0, 3 - len(str(int(size / scale))))
@@ -301,7 +309,7 @@ class _Layer(NamedTuple):
 
 
 class _Programme(NamedTuple):
-    """The integer programme of a rank, apart from the bytes that there are.
+    """Integer program of a rank, without the number of available bytes.
 
     Attributes:
         least: bytes of the largest load if everything is recomputed.
@@ -317,12 +325,12 @@ class _Programme(NamedTuple):
 
 
 class BudgetProblem:
-    """The integer programmes of a configuration that keeps everything, one for each pipeline rank."""
+    """Integer programs of a configuration that keeps everything, one for each pipeline rank."""
 
     def __init__(
         self,
         config: Config,
-        device: Device,
+        device: DeviceType,
         costs: devices.Device,
         schedule: Schedule,
         buckets: dict[Hashable, list[BucketLayout]] | None = None,
@@ -330,7 +338,7 @@ class BudgetProblem:
         self.config, self.device, self.schedule = config, device, schedule
         self.units = plan.units_of(config)
         self.splits = Pass.WEIGHT in self.schedule.passes
-        self._made: dict[str, Activations] = {}
+        self._activations_by_mode: dict[str, Activations] = {}
         self.kept = self._activations("none")
         self.operations = Operations(costs, config.model, config.train.precision, lora=config.lora)
         self._known: dict[tuple[Hashable, bool], list[_Choice]] = {}
@@ -340,37 +348,37 @@ class BudgetProblem:
         self.besides = Standing(config, schedule, self.kept, self._buckets)
 
     def stored(self, config: Config, schedule: Schedule) -> BudgetProblem:
-        """The problem of a configuration that differs in what ZeRO shards and where states are stored: its
-        programmes are these.
+        """Return the problem of a configuration with another ZeRO stage or other places of states.
+
+        It shares the programs of this one.
 
         schedule: has the same passes.
         """
-        found = copy(self)
-        found.config, found.schedule = _keeping_all(config, ParallelDims.of(self.config).world), schedule
-        found.besides = Standing(found.config, schedule, self.kept, self._buckets)
-        return found
+        problem = copy(self)
+        problem.config, problem.schedule = _keeping_all(config, ParallelDims.of(self.config).world), schedule
+        problem.besides = Standing(problem.config, schedule, self.kept, self._buckets)
+        return problem
 
     def _activations(self, recompute: str) -> Activations:
-        if recompute not in self._made:
+        if recompute not in self._activations_by_mode:
             config = replace(self.config, train=replace(self.config.train, recompute=recompute))
-            self._made[recompute] = Activations(config, self.device, self.splits, config.lora)
-        return self._made[recompute]
+            self._activations_by_mode[recompute] = Activations(config, self.device, self.splits, config.lora)
+        return self._activations_by_mode[recompute]
 
     def solved(self, rank: int, budget: int, exact: bool = True) -> tuple[int, _Solution | None]:
-        """Bytes that a rank needs if it recomputes everything, and what it recomputes; None if nothing
-        fits."""
+        """Return the bytes of a rank that recomputes everything, and its solution; None if nothing fits."""
         besides = self.besides.of(rank)
         room = budget - besides.total
         scores = sorted({self._has_scores(self._layers(self.schedule.stages_of(rank))), False})
         programmes = [(each, self._programme(rank, each)) for each in scores]
         least = besides.total + max(min(each.least for _, each in programmes), besides.exchanging)
-        found = [self._solution(programme, room, each, exact) for each, programme in programmes]
+        solutions = [self._solution(programme, room, each, exact) for each, programme in programmes]
         return least, min(
-            (each for each in found if each is not None), key=lambda each: each.seconds, default=None
+            (each for each in solutions if each is not None), key=lambda each: each.seconds, default=None
         )
 
     def rank(self, rank: int, budget: int) -> RankDecision:
-        """What a rank recomputes; everything if nothing else fits, or even that does not."""
+        """Return what a rank recomputes: everything, if nothing else fits or even that does not fit."""
         stages, (least, best) = self.schedule.stages_of(rank), self.solved(rank, budget)
         (nothing,) = estimate(
             self.config, ParallelDims.of(self.config).world, self.device, self.schedule, [rank]
@@ -385,43 +393,45 @@ class BudgetProblem:
         )
 
     def _span(self, stage: int) -> tuple[int, int]:
-        """The first layer of a stage, and the one after its last."""
+        """Return the first layer of a stage, and the one after its last."""
         layers = [layer for unit in self.units[stage] for layer in layers_in(self.config.model, unit)]
         return (layers[0], layers[-1] + 1) if layers else (0, 0)
 
     def _layers(self, stages: Sequence[int]) -> list[_Layer]:
-        found = []
+        layers = []
         for place, stage in enumerate(stages):
             for index, unit in enumerate(self.units[stage]):
                 # of the parts of a module the layer is the second
                 first = index + 2 if unit == head_unit(self.config.model) else index
-                found += [
+                layers += [
                     _Layer(layer, place, first + 3 * k)
                     for k, layer in enumerate(layers_in(self.config.model, unit))
                 ]
-        return found
+        return layers
 
     def _has_scores(self, layers: Sequence[_Layer]) -> bool:
         for layer in layers:
             kind = self.kept.units.alike(layer.number)
             if kind not in self._scores:
-                found = groups(self.kept.units, layer.number)
+                of_layer = groups(self.kept.units, layer.number)
                 self._scores[kind] = any(
-                    "scores" in operation.names for group in found for operation in group
+                    "scores" in operation.names for group in of_layer for operation in group
                 )
         return any(self._scores[self.kept.units.alike(layer.number)] for layer in layers)
 
     def _choices(self, layer: int, scores: bool) -> list[_Choice]:
-        """What a layer chooses from."""
+        """Return the choices of a layer."""
         key = self.kept.units.alike(layer), scores
         if key not in self._known:
-            found = [self._choice(group, layer, scores) for group in groups(self.kept.units, layer)]
-            self._known[key] = [each for each in found if each.options]
+            choices = [self._choice(group, layer, scores) for group in groups(self.kept.units, layer)]
+            self._known[key] = [each for each in choices if each.options]
         return self._known[key]
 
     def _programme(self, rank: int, scores: bool) -> _Programme:
-        """The programme of a rank; `scores`: every layer recomputes the probabilities of attention a block at
-        a time."""
+        """Return the program of a rank.
+
+        scores: whether every layer recomputes attention probabilities one block at a time.
+        """
         if (rank, scores) not in self._programmes:
             self._programmes[rank, scores] = self._posed(self.schedule.stages_of(rank), scores)
         return self._programmes[rank, scores]
@@ -463,24 +473,27 @@ class BudgetProblem:
         )
 
     def _solution(self, programme: _Programme, room: int, scores: bool, exact: bool) -> _Solution | None:
-        """The best choice within `room` bytes, or a good one unless `exact`; None if nothing fits."""
+        """Return the best choice within `room` bytes, or a good one unless `exact`; None if nothing fits."""
         if programme.least > room:
             return None
         counts = solve(programme.kinds, [need - room for need in programme.needs], exact)
         return None if counts is None else self._written(programme, counts, scores)
 
     def _choice(self, group: Group, layer: int, scores: bool) -> _Choice:
-        """The alternatives of a group. With `scores`, those that recompute the probabilities, relative to
-        doing only that."""
+        """Return the alternatives of a group.
+
+        With `scores`, only those that recompute the probabilities, relative to recomputing nothing
+        else.
+        """
         size, share = self.kept.bytes_of, self.kept.share
-        found = [
+        options = [
             (each.names, sum(of_operation(self.operations, share, layer, each)), size(each.buffers))
             for each in _alternatives(group, scores)
         ]
         if scores and "scores" in group[0].names:
-            (_, cost, freed), *found = found
-            found = [(names, its_cost - cost, its_freed - freed) for names, its_cost, its_freed in found]
-        return _Choice(tuple(found), max((freed for _, _, freed in found), default=0))
+            (_, cost, freed), *options = options
+            options = [(names, its_cost - cost, its_freed - freed) for names, its_cost, its_freed in options]
+        return _Choice(tuple(options), max((freed for _, _, freed in options), default=0))
 
     def _written(self, programme: _Programme, counts: Sequence[tuple[int, ...]], scores: bool) -> _Solution:
         layers = programme.layers
@@ -498,7 +511,8 @@ class BudgetProblem:
                 seconds, first = seconds + count * cost, first + count
         order = list(OPERATIONS)
         modes = {
-            number: "+".join(sorted(found, key=order.index)) or "none" for number, found in names.items()
+            number: "+".join(sorted(recomputed, key=order.index)) or "none"
+            for number, recomputed in names.items()
         }
         return _Solution(
             {number: "selective" if mode == "scores" else mode for number, mode in modes.items()}, seconds
@@ -506,15 +520,17 @@ class BudgetProblem:
 
 
 class _Choice(NamedTuple):
-    """Alternatives of keeping a group: (operations, seconds, bytes freed); and the bytes that it keeps if
-    none is taken."""
+    """Alternatives to keeping a group: (operations, seconds, bytes freed).
+
+    kept: bytes of the group if none is chosen.
+    """
 
     options: tuple[tuple[tuple[str, ...], float, int], ...]
     kept: int
 
 
 class _Solution(NamedTuple):
-    """The mode of each layer, and the seconds that they recompute per microbatch."""
+    """The mode of each layer, and the seconds of recomputation per microbatch."""
 
     modes: dict[int, str]
     seconds: float
@@ -529,7 +545,7 @@ def _alternatives(group: Group, scores: bool) -> list[Operation]:
 def _loads(
     schedule: Schedule, stages: Sequence[Sequence[HeldBytes]], tables: int, numbers: Sequence[int]
 ) -> list[_Load]:
-    """The loads of a rank that no other one covers, given its stages with everything recomputed."""
+    """Return the loads of a rank that no other load covers, given its stages with everything recomputed."""
     largest = dict[tuple[tuple[int, int], ...], int]()
     for load in loads(moments_of(schedule, schedule.placement[numbers[0]]), stages, tables):
         moment = load.moment
@@ -550,8 +566,8 @@ def _uncovered(loads: list[_Load]) -> list[_Load]:
     return kept
 
 
-def table(decision: Decision) -> list[str]:
-    """The decision as lines of text: what each stage recomputes, and each rank's peak."""
+def budget_table(decision: Decision) -> list[str]:
+    """Format a decision as lines of text: what each stage recomputes, and the peak of each rank."""
     rows: list[tuple[str, ...]] = [
         ("pp rank", "stage", "layers", "recomputed", "peak", "without", "at least")
     ]
@@ -571,11 +587,11 @@ def table(decision: Decision) -> list[str]:
 
 
 def _runs(modes: dict[int, str], span: range) -> list[tuple[str, int, int]]:
-    """(mode, first, last) of consecutive layers that recompute alike."""
-    found: list[tuple[str, int, int]] = []
+    """Return (mode, first, last) of consecutive layers with the same mode."""
+    runs: list[tuple[str, int, int]] = []
     for layer in span:
-        if found and found[-1][0] == modes[layer]:
-            found[-1] = (modes[layer], found[-1][1], layer)
+        if runs and runs[-1][0] == modes[layer]:
+            runs[-1] = (modes[layer], runs[-1][1], layer)
         else:
-            found.append((modes[layer], layer, layer))
-    return found
+            runs.append((modes[layer], layer, layer))
+    return runs

@@ -41,14 +41,14 @@ SLACK = 2e-6  # relative, by which HiGHS may miss a constraint: twice its tolera
 
 
 class Option(NamedTuple):
-    """A way of treating one item: its cost, and what it frees of each constraint."""
+    """One option for an item: its cost, and what it frees of each constraint."""
 
     cost: float
     frees: tuple[int, ...]
 
 
 class ItemGroup(NamedTuple):
-    """A number of equal items, and the options besides keeping everything."""
+    """A number of identical items, and their options besides keeping everything."""
 
     items: int
     options: tuple[Option, ...]
@@ -69,8 +69,9 @@ class _States(NamedTuple):
 
 
 def solve(kinds: Sequence[ItemGroup], needs: Sequence[int], exact: bool = True) -> Counts | None:
-    """The choice of least cost that frees what every constraint needs, or of a large programme one within
-    `GAP` of it; None if there is none.
+    """Return the cheapest choice that frees what every constraint needs; None if there is none.
+
+    For a large program the cost is within `GAP` of the optimum.
 
     exact: False takes a good choice, and is fast.
     """
@@ -120,7 +121,7 @@ def solve(kinds: Sequence[ItemGroup], needs: Sequence[int], exact: bool = True) 
 
 
 def _branched(kinds: Sequence[ItemGroup], needs: tuple[int, ...], known: Counts | None) -> Counts | None:
-    """The choice that HiGHS finds by branch and cut, or the known one if that is better."""
+    """Return the choice that HiGHS finds by branch and cut, or the known one if it is cheaper."""
     from scipy.optimize import Bounds, LinearConstraint, milp  # here: importing it takes a third of a second
 
     options = [option for kind in kinds for option in kind.options]
@@ -137,7 +138,7 @@ def _branched(kinds: Sequence[ItemGroup], needs: tuple[int, ...], known: Counts 
         LinearConstraint(taken, -np.inf, [kind.items for kind in kinds]),
     )
     with _silenced():
-        found = milp(
+        result = milp(
             costs / max(costs.max(), 1e-30),
             constraints=limits,
             integrality=np.ones(len(options)),
@@ -145,9 +146,9 @@ def _branched(kinds: Sequence[ItemGroup], needs: tuple[int, ...], known: Counts 
             # presolving takes longer than it saves
             options={"mip_rel_gap": GAP, "node_limit": MOST_NODES, "presolve": False},
         )
-    if found.x is None:
+    if result.x is None:
         return known
-    counts = [round(count) for count in found.x]
+    counts = [round(count) for count in result.x]
     chosen = tuple(tuple(counts[start:stop]) for start, stop in zip(first, first[1:], strict=False))
     frees_enough = all(
         sum(count * option.frees[index] for count, option in zip(counts, options, strict=True)) >= need
@@ -186,29 +187,31 @@ class Relaxation:
         self._bound = _Bounds(kinds, 1).after(-1)
 
     def least(self, need: float) -> float:
-        """Infinite if the items cannot free so much."""
+        """Return the least cost that frees `need` bytes; infinity if the items cannot free that much."""
         return float(self._bound.least(np.array([need])))
 
 
 def _followed(
     states: _States, kind: ItemGroup, possible: Sequence[tuple[int, ...]], after: _Bound, limit: float
 ) -> _States:
-    """The states after one more kind that can still become the best choice."""
+    """Return the states after one more kind that can still become the best choice."""
     choices = np.array(possible, dtype=np.int64)  # [counts, options]
     # [counts, constraints]
     frees = choices @ np.array([option.frees for option in kind.options], dtype=np.int64)
     costs = states.costs[:, None] + choices @ np.array([option.cost for option in kind.options])
     left = np.maximum(states.left[:, None, :] - frees, 0)  # [states, counts, constraints]
     parents, taken = np.nonzero(costs + after.least(left) < limit)
-    found = _States(costs[parents, taken], left[parents, taken], parents, taken)
-    order = np.lexsort((*found.left.T, found.costs))
-    kept = order[_undominated(found.left[order])]
-    return _States(*(each[kept] for each in found))
+    extended = _States(costs[parents, taken], left[parents, taken], parents, taken)
+    order = np.lexsort((*extended.left.T, extended.costs))
+    kept = order[_undominated(extended.left[order])]
+    return _States(*(each[kept] for each in extended))
 
 
 def _undominated(left: Array) -> Array:
-    """Indices of rows, given in order of their cost, without those that leave no less of every constraint
-    than an earlier one."""
+    """Return the indices of rows that no earlier row dominates.
+
+    Rows are in the order of their cost. One dominates another if it leaves no more of any constraint.
+    """
     if left.shape[1] == 1:
         before = np.minimum.accumulate(np.concatenate(([np.iinfo(np.int64).max], left[:-1, 0])))
         return np.flatnonzero(left[:, 0] < before[: len(left)])
@@ -228,7 +231,7 @@ def _cost(kind: ItemGroup, taken: Sequence[int]) -> float:
 
 
 def _counts(kind: ItemGroup) -> Iterator[tuple[int, ...]]:
-    """Numbers of items that may take each of a kind's options."""
+    """Return the possible numbers of items for each option of a kind."""
 
     def shared(options: int, items: int) -> Iterator[tuple[int, ...]]:
         if options == 0:
@@ -243,15 +246,14 @@ def _counts(kind: ItemGroup) -> Iterator[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class _Step:
-    """A part of the linear relaxation: so many bytes at so much cost for each."""
+    """A step of the linear relaxation: a number of bytes, and the cost of each."""
 
     rate: float
     frees: int
 
 
 class _Bounds:
-    """The linear relaxations of some kinds, which leave out more and more of them: their steps are sorted
-    once.
+    """Linear relaxations of the kinds after each of them; their steps are sorted once.
 
     Arrays are [constraints, steps], filled up with steps that free nothing.
     """
@@ -276,13 +278,12 @@ class _Bounds:
                 )
 
     def after(self, number: int) -> _Bound:
-        """The bound of the kinds after one of them."""
+        """Return the bound of the kinds after kind `number`."""
         return _Bound(self._rates, np.where(self._kinds > number, self._frees, 0))
 
 
 class _Bound:
-    """The least cost at which some kinds free a number of bytes, constraint by constraint, with fractions of
-    items.
+    """Least cost at which some kinds free a number of bytes, for each constraint, with fractions of items.
 
     Args:
         rates, frees: of steps in ascending order of their rates, [constraints, steps].
@@ -304,13 +305,13 @@ class _Bound:
             need = left[..., index]
             step = np.searchsorted(freed, need)  # freed[step - 1] < need ≤ freed[step]
             inside = np.minimum(step, len(freed) - 1)
-            found = costs[inside] - (freed[inside] - need) * rates[inside]
-            bound = np.maximum(bound, np.where(step == len(freed), np.inf, found))
+            bounds = costs[inside] - (freed[inside] - need) * rates[inside]
+            bound = np.maximum(bound, np.where(step == len(freed), np.inf, bounds))
         return bound
 
 
 def _hull(kind: ItemGroup, index: int) -> list[_Step]:
-    """The lower convex hull of a kind's options for one constraint, from keeping everything on."""
+    """Return the lower convex hull of a kind's options for one constraint."""
     points, at, steps = (
         [(option.frees[index], option.cost) for option in kind.options],
         (0, 0.0),
@@ -368,7 +369,7 @@ def _greedy(kinds: Sequence[ItemGroup], needs: tuple[int, ...]) -> Counts | None
 
 
 def _take_back(kinds: Sequence[ItemGroup], taken: list[list[int]], left: list[int]) -> None:
-    """Keep everything again in items that are not needed, the costly ones first."""
+    """Keep everything again in items that are not needed, starting with the most expensive."""
     every = [
         (option.cost, number, index)
         for number, kind in enumerate(kinds)

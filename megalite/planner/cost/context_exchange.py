@@ -5,7 +5,7 @@ gather      all-gather of keys and values, in both passes, and reduce-scatter of
 beside them
 ring        each hop runs beside the attention to one part; the last hop of gradients, and merging partial
 results, run alone
-latents     all-gather of them and reduce-scatter of their gradient, as with gather; the products with them
+latents     all-gather of them and reduce-scatter of their gradient, as with gather; the matmuls with them
 are steps of the layer
 
 Where rows hold documents, ranks that attend with their own positions wait for the one that has the most to
@@ -36,8 +36,10 @@ UNEVEN = 1.25
 
 @dataclass(frozen=True)
 class Rows:
-    """What the time of context parallelism depends on besides the layout. documents: rows may hold several,
-    which do not attend to each other."""
+    """Properties of rows that determine the time of context parallelism besides the layout.
+
+    documents: whether a row may hold several documents, which do not attend to each other.
+    """
 
     documents: bool = False
 
@@ -55,7 +57,7 @@ WHOLE = Rows()
 def exposed(
     fabric: Fabric, units: Units, attention: tuple[float, float], width: int, rows: Rows
 ) -> tuple[float, float]:
-    """Seconds of one layer and microbatch in forward and in backward.
+    """Return the exposed seconds of one layer and microbatch in forward and in backward.
 
     Args:
         attention: seconds of the rank's part of attention, forward and backward.
@@ -77,7 +79,7 @@ def exposed(
 def _exchange(
     fabric: Fabric, share: Share, heads: Heads, stride: int, attention: tuple[float, float], width: int
 ) -> tuple[float, float]:
-    """Of one level, whose ranks are `stride` apart."""
+    """Return the exposed seconds of one level, with a stride of `stride` between its ranks."""
     exchange, ranks = exchange_of(share, heads), group(fabric.device, share.cp, stride)
     if share.context == "ulysses":
         calls = 2  # of half of the values each

@@ -21,8 +21,10 @@ WIDE = 4  # bytes of a weight with which an expert's output is summed
 
 
 def sent(config: Config, units: Iterable[int], microbatches: int) -> float:
-    """Bytes that a rank sends to the others of its expert group in a step, if all are equally loaded. See
-    `parallel.expert.dispatch`."""
+    """Return the bytes that a rank sends to the rest of its expert group in a step under equal load.
+
+    See `parallel.expert.dispatch`.
+    """
     model, ep, width = config.model, config.parallel.ep, Widths.of(config)
     layers = [layer for unit in units for layer in layers_in(model, unit) if model.is_mixture(layer)]
     tokens, k, experts = (
@@ -47,8 +49,9 @@ def sent(config: Config, units: Iterable[int], microbatches: int) -> float:
 
 
 def exposed(fabric: Fabric, model: ModelConfig, share: Share, width: int) -> tuple[float, float]:
-    """Seconds of one mixture and microbatch in forward and in backward. Experts wait for their rows, so
-    nothing runs beside them.
+    """Return the exposed seconds of one mixture and microbatch in forward and in backward.
+
+    Experts wait for their rows, so nothing overlaps with the exchange.
 
     width: bytes of an element of the rows.
     """
@@ -81,9 +84,11 @@ def worst_rows(config: Config) -> float:
     return min(most, sequences * kept / (share.own_tokens * model.num_experts_per_tok))
 
 
-def worst_bytes(config: Config) -> int:
-    """Bytes that one mixture then keeps of one microbatch, in addition to those of an equal share: rows, and
-    input of the activation."""
+def worst_expert_bytes(config: Config) -> int:
+    """Return the bytes per mixture and microbatch that the worst load keeps in addition to an equal load.
+
+    These are rows, and the input of the activation.
+    """
     model = config.model
     rows = Activations(config).share.own_tokens * model.num_experts_per_tok
     packed = (2 if model.gated_mlp else 1) * model.expert_width
@@ -92,8 +97,8 @@ def worst_bytes(config: Config) -> int:
     )
 
 
-def all_on_one_rank(config: Config) -> str:
-    """The worst load in words: its condition, and the rows that a rank then computes."""
+def describe_worst_load(config: Config) -> str:
+    """Describe the worst load: its condition, and the number of rows that a rank then computes."""
     factor = config.model.expert_capacity_factor
     limited = "" if factor is None else f", within model.expert_capacity_factor = {factor:g}"
     return (
@@ -103,18 +108,22 @@ def all_on_one_rank(config: Config) -> str:
 
 
 def worst_total(config: Config, schedule: Schedule) -> int:
-    """Bytes that the fullest rank keeps in addition if that happens in all mixtures and microbatches in
-    flight. The partition is set."""
+    """Return the additional bytes on the fullest rank under the worst load.
+
+    It occurs in all mixtures and microbatches in flight. The partition must be set.
+    """
     units = plan.units_of(config)
     kept = {
         stage: sum(_keeps(config, layer) for unit in numbers for layer in layers_in(config.model, unit))
         for stage, numbers in units.items()
     }
-    return worst_bytes(config) * max(_most_kept(schedule, rank, kept) for rank in range(config.parallel.pp))
+    return worst_expert_bytes(config) * max(
+        _most_kept(schedule, rank, kept) for rank in range(config.parallel.pp)
+    )
 
 
 def _keeps(config: Config, layer: int) -> bool:
-    """Whether a layer is a mixture that keeps its rows until its backward."""
+    """Return whether a layer is a mixture that keeps its rows until its backward."""
     if not config.model.is_mixture(layer):
         return False
     mode = config.train.recompute_of(layer)
@@ -122,8 +131,10 @@ def _keeps(config: Config, layer: int) -> bool:
 
 
 def _most_kept(schedule: Schedule, rank: int, kept: dict[int, int]) -> int:
-    """The largest number of mixtures of microbatches whose rows a rank keeps at once; a recomputed one is
-    kept alone."""
+    """Return the largest number of (mixture, microbatch) pairs whose rows a rank keeps at once.
+
+    A recomputed mixture keeps one.
+    """
     ends = ActionKind.WEIGHT if ActionKind.WEIGHT in schedule.passes else ActionKind.BACKWARD
     now, most = 0, 1
     for action in schedule.compute(rank):

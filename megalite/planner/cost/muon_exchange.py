@@ -18,13 +18,13 @@ from megalite.optimizer.muon.ownership import OwnedMatrix, matrix_rounds
 from megalite.optimizer.registry import is_matrix
 from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.planner.hardware.devices import Device
-from megalite.planner.hardware.kernels import product
+from megalite.planner.hardware.kernels import matmul
 from megalite.planner.memory.states import Widths
 
 
 @dataclass(frozen=True)
 class MuonExchange:
-    """Bytes of a step.
+    """Bytes of Muon's exchange in a step.
 
     Attributes:
         sent: that the rank sends which sends most.
@@ -36,7 +36,7 @@ class MuonExchange:
 
 
 def exchange(config: Config, buckets: Sequence[BucketLayout]) -> MuonExchange:
-    """The exchange of the pipeline rank that has these buckets; nothing without Muon."""
+    """Return the exchange of a pipeline rank with these buckets; empty without Muon."""
     if config.optimizer.name != "muon":
         return MuonExchange()
     accumulate, layout = Widths.of(config).accumulate, Layout.of(config)
@@ -61,8 +61,10 @@ def exchange(config: Config, buckets: Sequence[BucketLayout]) -> MuonExchange:
 
 
 def _worked(matrix: OwnedMatrix) -> int:
-    """Elements that the iterations hold at the owner: the received parts, the matrix twice, two products of
-    the short side, the result."""
+    """Return the elements at the owner during the iterations.
+
+    These are the received parts, the matrix twice, two matmuls of the short side, and the result.
+    """
     short, long = sorted(matrix.segment.shape)
     return 4 * short * long + 2 * short * short
 
@@ -77,19 +79,19 @@ def seconds(
     shapes = [sorted(shape) for shape in matrix_shapes(model)]
     each = [
         # m: the short side
-        muon.ns_steps * sum(product(device, *sizes, dtype) for sizes in ((m, m, n), (m, m, m), (m, n, m)))
+        muon.ns_steps * sum(matmul(device, *sizes, dtype) for sizes in ((m, m, n), (m, m, m), (m, n, m)))
         for m, n in shapes
     ]
     return max(layers * sum(each) / ranks, max(each))
 
 
 def matrix_elements(model: ModelConfig) -> int:
-    """Elements of one layer that travel to owners, and back."""
+    """Return the elements of one layer that are sent to owners, and back."""
     return sum(map(prod, matrix_shapes(model)))
 
 
 def matrix_shapes(model: ModelConfig) -> list[tuple[int, ...]]:
-    """The shapes of a layer's matrices."""
+    """Return the shapes of a layer's matrices."""
     segments = [
         segment for spec in model_specs(model, units=[1]) for segment in spec.segments if is_matrix(segment)
     ]

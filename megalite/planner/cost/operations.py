@@ -29,7 +29,7 @@ from megalite.model.cost.records import (
 from megalite.model.cost.units import LOSS_CHUNK_ON_GPU, Units
 from megalite.planner.cost import context_exchange, expert_exchange
 from megalite.planner.hardware.devices import Device
-from megalite.planner.hardware.kernels import DROPOUT, ELEMENTWISE_BYTES, attention, product, stream
+from megalite.planner.hardware.kernels import DROPOUT, ELEMENTWISE_BYTES, attention, matmul, stream
 from megalite.planner.hardware.links import Fabric, group
 
 ACCUMULATED = 8.0  # bytes: an fp32 accumulator is read and written
@@ -38,20 +38,20 @@ FORWARD_OPERATIONS, BACKWARD_OPERATIONS = 40, 80  # that the host launches per l
 
 @dataclass(frozen=True)
 class Software:
-    """How a training code differs from this one.
+    """Differences between a training code and this one.
 
     Attributes:
         flash: attention never writes its scores; otherwise every score goes to memory, several times.
         attention: speed of its attention relative to ours.
-        products: speed of the layers' matrix products relative to those of the run's precision; the head's
+        products: speed of the layers' matmuls relative to those of the run's precision; the head's
         are not meant. masks: dropout writes its masks to memory, and its forward adds to the residual stream
         in the same kernel. Ours does neither. loss_bytes: memory traffic of the loss per logit, forward and
         backward. Ours reads and overwrites 16-bit logits; PyTorch's casts to
             fp32 and takes a log-softmax; Megatron-LM's subtracts, exponentiates, sums and divides in passes
             of their own.
         fp32_accumulation: weight gradients are added to fp32 accumulators.
-        hides_tensor: the input gradient's reduction overlaps with the weight gradient's product.
-        async_tensor: forward collectives overlap with their own product, part by part.
+        hides_tensor: the input gradient's reduction overlaps with the weight gradient's matmul.
+        async_tensor: forward collectives overlap with their own matmul, part by part.
         hides_gradients: data-parallel communication overlaps with the backward pass.
         hides_messages: sends and receives between stages overlap with computation.
         splits_messages: each tensor-parallel rank sends a part, and the receivers all-gather it.
@@ -104,7 +104,7 @@ class PassTimes(NamedTuple):
 
 
 class Operations:
-    """The times of a model's units on a device; with adapters, all other weights are frozen."""
+    """Times of a model's units on a device. With adapters, all other weights are frozen."""
 
     def __init__(
         self,
@@ -131,10 +131,10 @@ class Operations:
         self._again: dict[tuple[Share, Hashable, str], tuple[float, float]] = {}
 
     def _gemm(self, m: float, n: float, k: float, batch: float = 1) -> float:
-        return product(self.device, m, n, k, self.precision, batch)
+        return matmul(self.device, m, n, k, self.precision, batch)
 
     def _weight_gradient(self, n: float, k: float, rows: float) -> float:
-        return product(
+        return matmul(
             self.device,
             n,
             k,
@@ -144,21 +144,21 @@ class Operations:
         )
 
     def _move(self, *values: float) -> float:
-        """Kernels that move the given numbers of values."""
+        """Return the time of kernels that move the given numbers of values."""
         return sum(stream(self.device, value * self.size) for value in values)
 
     def _pointwise(self, *values: float) -> float:
-        """The same for norms, activations and residual sums, with the software's memory traffic."""
+        """Return the time of norms, activations and residual sums, with the software's memory traffic."""
         return self._move(*(value * self.software.elementwise for value in values))
 
     def units(self, share: Share) -> Units:
-        """The descriptions of the model's units under a share."""
+        """Return the descriptions of the model's units under a share."""
         if share not in self._units:
             self._units[share] = Units(self.model, share, self.lora)
         return self._units[share]
 
     def layer(self, share: Share, index: int) -> PassTimes:
-        """A transformer layer."""
+        """Return the time of a transformer layer."""
         units = self.units(share)
         key = share, units.alike(index)
         if key not in self._layers:
@@ -191,7 +191,7 @@ class Operations:
         return passes.plus(self._around(share, block))
 
     def _step(self, step: Step) -> PassTimes:
-        """One step, without its tensor-parallel communication."""
+        """Return the time of one step, without its tensor-parallel communication."""
         match step:
             case LocalMatmul():
                 return self._local_matmul(step)
@@ -219,21 +219,20 @@ class Operations:
         )
 
     def _local_matmul(self, step: LocalMatmul) -> PassTimes:
-        """A product for each expert, of equally many rows; or one of this rank's own tokens, a router's in
-        fp32."""
+        """Return the time of equally loaded experts' matmuls, or of a router's in fp32."""
         precision = "fp32" if step.at_least_fp32 and "fp32" in self.device.peaks else self.precision
         rows, outputs, inputs, batch = step.rows / step.matrices, step.outputs, step.inputs, step.matrices
-        forward = product(self.device, rows, outputs, inputs, precision, batch)
-        backward = product(self.device, rows, inputs, outputs, precision, batch)
+        forward = matmul(self.device, rows, outputs, inputs, precision, batch)
+        backward = matmul(self.device, rows, inputs, outputs, precision, batch)
         written = ACCUMULATED if self.software.fp32_accumulation else None
-        weight = (
-            0.0 if step.frozen else product(self.device, outputs, inputs, rows, precision, batch, written)
-        )
+        weight = 0.0 if step.frozen else matmul(self.device, outputs, inputs, rows, precision, batch, written)
         return PassTimes(forward, backward, weight).plus(self._adapters(step))
 
     def _adapters(self, step: Matmul) -> PassTimes:
-        """The products with the two factors of a product's adapters, and with trained row lengths (DoRA) the
-        rows of the whole weight."""
+        """Return the time of the two matmuls of adapters.
+
+        With trained row lengths (DoRA) the rows of the whole weight are included.
+        """
         rows, rank, outputs, inputs = step.rows, step.adapter_rank, step.outputs, step.inputs
         if not rank:
             return PassTimes(0.0, 0.0, 0.0)
@@ -253,15 +252,18 @@ class Operations:
         return PassTimes(forward, backward, weight)
 
     def _adapter_dropout(self, step: Matmul) -> PassTimes:
-        """Dropout of an adapter's input: in forward, of the input's gradient, and again for the weight
-        gradient. Experts have none."""
+        """Return the time of dropout on an adapter's input.
+
+        It runs in forward, for the input's gradient, and again for the weight gradient. Experts have
+        none.
+        """
         if not step.adapter_rank or self.lora is None or not self.lora.dropout:
             return PassTimes(0.0, 0.0, 0.0)
         once = self._move(DROPOUT * step.rows * step.inputs)
         return PassTimes(once, once, once)
 
     def _around(self, share: Share, block: BlockCost) -> PassTimes:
-        """The operations around a block: norms, residual sum, dropout, and tensor-parallel communication."""
+        """Return the time around a block: norms, residual sum, dropout and communication over tp."""
         forward = self._pointwise(*block.before.forward, *block.after.forward)
         backward = self._pointwise(*block.before.backward, *block.after.backward)
         if values := block.dropped:
@@ -272,13 +274,15 @@ class Operations:
         columns = [
             each for each in block.matmuls if each.split == "outputs" and not isinstance(each, LocalMatmul)
         ]
-        waits = [self._tensor_parallel(share, product) for product in columns]
+        waits = [self._tensor_parallel(share, matmul) for matmul in columns]
         forward_wait, backward_wait = (sum(times) for times in zip((0.0, 0.0), *waits, strict=True))
         return PassTimes(forward + forward_wait, backward + backward_wait, 0.0, forward_wait, backward_wait)
 
     def _tensor_parallel(self, share: Share, column: Matmul) -> tuple[float, float]:
-        """Exposed communication, forward and backward, of a column-parallel product and the row-parallel
-        product after it (Shoeybi et al. 2019; Korthikanti et al. 2022)."""
+        """Return the exposed communication of a column-parallel and the following row-parallel matmul.
+
+        Forward and backward; see Shoeybi et al. 2019 and Korthikanti et al. 2022.
+        """
         if share.tp == 1:
             return 0.0, 0.0
         ranks = group(self.device, share.tp, 1)
@@ -299,9 +303,9 @@ class Operations:
             reduce = self.tensor.all_reduce(size, ranks)
             return reduce, max(0.0, reduce - beside)
         half = self.tensor.half(size, ranks)
-        product = self._gemm(column.rows, column.inputs, column.outputs) if hides else 0.0
+        matmul = self._gemm(column.rows, column.inputs, column.outputs) if hides else 0.0
         # the input is gathered again for the weight gradient
-        again = max(0.0, half - product) if column.keeps_input else 0.0
+        again = max(0.0, half - matmul) if column.keeps_input else 0.0
         if not self.software.async_tensor:
             return 2 * half, half + again + max(0.0, half - beside)
         # a rank's own part needs no transfer
@@ -310,7 +314,7 @@ class Operations:
         return 2 * exposed, exposed + again + max(0.0, half - beside)
 
     def exchange(self, share: Share, index: int) -> tuple[float, float]:
-        """Exposed communication of a layer's attention over cp, forward and backward."""
+        """Return the exposed communication of a layer's attention over cp, forward and backward."""
         units = self.units(share)
         forward, backward = zip(*map(self._attention, units.layer(index).attentions), strict=True)
         return context_exchange.exposed(
@@ -318,7 +322,7 @@ class Operations:
         )
 
     def dispatch(self, share: Share, index: int) -> tuple[float, float]:
-        """Exposed communication of a layer's mixture over ep, forward and backward."""
+        """Return the exposed communication of a layer's mixture over ep, forward and backward."""
         if share.ep == 1 or not self.model.is_mixture(index):
             return 0.0, 0.0
         return expert_exchange.exposed(self.fabric, self.model, share, self.size)
@@ -338,19 +342,23 @@ class Operations:
         return times[0] / self.software.attention, times[1] / self.software.attention
 
     def attention_again(self, share: Share, index: int) -> float:
-        """Seconds of a layer that `selective` recomputes: attention's forward. 0 for kernels that never write
-        their scores, whose backward recomputes them in any case."""
+        """Return the seconds of attention's forward, which `selective` recomputes in a layer.
+
+        0 for kernels that never write their scores: their backward always recomputes them.
+        """
         if self.software.flash and not self.device.cpu:
             return 0.0
         return sum(self._attention(step)[0] for step in self.units(share).layer(index).attentions)
 
     def forward(self, step: Step) -> float:
-        """The kernels of a step's forward."""
+        """Return the kernel time of a step's forward."""
         return self._step(step).forward
 
     def again(self, share: Share, index: int, mode: str) -> tuple[float, float]:
-        """Seconds of a layer's backward that are recomputed under a mode of train.recompute: kernels, and
-        exposed communication."""
+        """Return the kernel time and exposed communication that a layer's backward recomputes.
+
+        mode: as train.recompute.
+        """
         if mode in ("none", "full"):
             forward, wait = self.layer(share, index).forward, self.layer(share, index).forward_wait
             return (forward - wait, wait) if mode == "full" else (0.0, 0.0)
@@ -364,8 +372,10 @@ class Operations:
         return self._again[key]
 
     def _written_scores(self, step: AttentionCost) -> tuple[float, float]:
-        """Attention that writes its scores to memory: two batched products, softmax and dropout; the masked
-        half is computed too."""
+        """Return the time of attention that writes its scores to memory.
+
+        These are two batched matmuls, softmax and dropout; the masked half is computed too.
+        """
         sequence, width, batch = step.sequence, step.head_size, step.heads * step.batch / step.cp
         scores = batch * sequence**2
         dropped = bool(self.model.attention_dropout)
@@ -384,7 +394,10 @@ class Operations:
     # ------------------------------------------------------------------------------------------------
 
     def embedding(self, share: Share) -> PassTimes:
-        """Rows are looked up and summed over tp; backward adds them to fp32 accumulators."""
+        """Return the time of the embedding.
+
+        Rows are looked up and summed over tp; backward adds their gradients to fp32 accumulators.
+        """
         (block,) = self.units(share).embedding().blocks
         passes = functools.reduce(PassTimes.plus, map(self._step, block.steps))
         ranks, size = group(self.device, share.tp, 1), share.tokens * self.model.hidden_size * self.size
@@ -393,8 +406,10 @@ class Operations:
         return passes.plus(PassTimes(wait, gather, 0.0, wait, gather))
 
     def head(self, share: Share, splits: bool) -> PassTimes:
-        """Final norm, logits and loss, and what modules of multi-token prediction have besides their
-        layers."""
+        """Return the time of the final norm, logits and loss.
+
+        The parts of multi-token prediction other than its layers are included.
+        """
         (block,) = joining(self.units(share)).blocks
         module = self.embedding(share).plus(self._block(share, block))
         logits = self._logits(share, splits)
@@ -408,7 +423,7 @@ class Operations:
         chunked = self.software.loss_bytes == OURS.loss_bytes and not splits and not self.device.cpu
         chunk = min(LOSS_CHUNK_ON_GPU, logits.rows) if chunked else logits.rows
         parts = logits.rows / chunk
-        product = self._step(replace(logits, rows=chunk))
+        matmul = self._step(replace(logits, rows=chunk))
         memory = self.device if self.device.loss is None else replace(self.device, bandwidth=self.device.loss)
         loss = tuple(
             stream(memory, size * chunk * logits.outputs * self.size / 2) for size in self.software.loss_bytes
@@ -420,9 +435,9 @@ class Operations:
         )
         before = gather if share.sequence_parallel else 0.0
         norm = self._step(block.before)
-        forward = parts * (product.forward + loss[0] + before + statistics) + norm.forward
-        backward = parts * (product.backward + loss[1] + gather) + norm.backward
-        weight = parts * product.weight
+        forward = parts * (matmul.forward + loss[0] + before + statistics) + norm.forward
+        backward = parts * (matmul.backward + loss[1] + gather) + norm.backward
+        weight = parts * matmul.weight
         waits = parts * (before + statistics), parts * gather
         if chunked:
             return PassTimes(forward + backward + weight, 0.0, 0.0, sum(waits))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def seconds(operations: Operations, share: Share, index: int, mode: str) -> tuple[float, float]:
-    """Kernels and exposed communication of a layer, 0-based, under a mode that names operations."""
+    """Return the kernel time and exposed communication that a layer (0-based) recomputes under a mode."""
     again = operations.attention_again(share, index) if "scores" in operations_of(mode) else 0.0
     times = [
         of_operation(operations, share, index, each)
@@ -27,7 +27,7 @@ def seconds(operations: Operations, share: Share, index: int, mode: str) -> tupl
 def of_operation(
     operations: Operations, share: Share, index: int, operation: Operation
 ) -> tuple[float, float]:
-    """Kernels and exposed communication of one operation."""
+    """Return the kernel time and exposed communication of one operation."""
     kernels = sum(operations.forward(step) for step in operation.steps)
     kernels += (
         stream(operations.device, DROPOUT * operation.dropped * operations.size) if operation.dropped else 0.0
@@ -38,7 +38,7 @@ def of_operation(
 
 
 def _wait(operations: Operations, share: Share, index: int, step: Step) -> float:
-    """Exposed communication of a step's forward over tp and cp."""
+    """Return the exposed communication of a step's forward over tp and cp."""
     if isinstance(step, AttentionCost):
         return operations.exchange(share, index)[0] if share.cp > 1 else 0.0
     if share.tp == 1 or not isinstance(step, Matmul):

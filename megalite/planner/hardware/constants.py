@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Constants:
-    """None belongs to a model or a layout.
+    """Constants of the time model, independent of models and layouts.
 
     Attributes:
         stream: fraction of the data sheet's bandwidth that memory-bound kernels reach; a plain copy of
         gigabytes reaches 0.9. overlap: slowdown of computation while communication runs beside it: NCCL's
         kernels take multiprocessors, bandwidth and power
             (Lee et al. 2025, arXiv 2507.03114: 0.19 on average, 0.4 at most).
-        attention: speed of attention kernels relative to products at the sustained rate with half of the
+        attention: speed of attention kernels relative to matmuls at the sustained rate with half of the
         softmax hidden. links: bandwidth of collectives in a run relative to nccl-tests with large messages on
         an idle network. slowest: speed of the slowest of many devices, for which all others wait, relative to
         a typical one: devices of one kind differ by
@@ -44,7 +44,9 @@ ALIKE = 0.07
 table's rows."""
 
 
-def interval(seconds: float) -> tuple[float, float]:
-    """The times between which a measured step lies in 80 % of runs on devices whose published runs have been
-    compared."""
+def prediction_interval(seconds: float) -> tuple[float, float]:
+    """Return the times between which 80 % of measured steps lie.
+
+    It applies to devices with published runs that have been compared with predictions.
+    """
     return seconds / (1 + INTERVAL), seconds * (1 + INTERVAL)

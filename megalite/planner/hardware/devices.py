@@ -4,6 +4,7 @@ throughout."""
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,9 @@ from megalite.config.files import read_tree
 from megalite.config.rule import describe_legal, suggestion
 from megalite.config.schema import ConfigError
 from megalite.planner.hardware.constants import CONSTANTS, Constants
-from megalite.planner.hardware.peaks import peak_flops
 
 TABLE = Path(__file__).with_name("hardware.yaml")
+PEAKS = Path(__file__).with_name("peaks.yaml")
 HOST_MEMORY_GBS = 40.0  # host memory bandwidth per device: eight devices share twelve channels of DDR5-4800
 HOST_MEMORY_GIB = 200.0  # host memory per device
 DISK_GBS = 1.5  # NVMe bandwidth per device
@@ -24,7 +25,7 @@ MAY_BE_ZERO = ("latency_us", "kernel_us", "host_us", "price_per_hour")
 
 
 class HardwareError(ValueError):
-    """An unknown device, or a file that does not describe one; the message says what to do."""
+    """Raised for an unknown device, or for a file that does not describe one."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,13 @@ class Device:
 
     Attributes:
         peaks: precision → dense peak, FLOP/s.
-        sustained: fraction of the peak that large products reach.
-        multiprocessors: number of units that a product's tiles are assigned to. memory: bytes; bandwidth:
+        sustained: fraction of the peak that large matmuls reach.
+        multiprocessors: number of units that a matmul's tiles are assigned to. memory: bytes; bandwidth:
         bytes/s of the memory, from the data sheet or measured. within, between: links inside a node and
         between nodes; per_node: devices per node. host: the link to the host; host_memory: bytes/s of the
         host's memory, host_size: its bytes, disk: bytes/s, each per device. price: US dollars per hour, None
         if unknown.
-        rates: measured products, (cube root of m·n·k, FLOP/s) in ascending order; if present, they replace
+        rates: measured matmuls, (cube root of m·n·k, FLOP/s) in ascending order; if present, they replace
         the model of tiles. attention: if measured, FLOP/s of its forward and of its backward. loss: if
         measured, bytes/s of the loss and its gradient, which read the logits once and overwrite them with
         their gradient. kernel: seconds of overhead per kernel; host_time: seconds of the host per operation.
@@ -88,12 +89,11 @@ class Device:
 
     @property
     def own_precision(self) -> str:
-        """The precision to train in if nothing else is said: of 16 bits, which bf16 uses without a loss
-        scale; fp32 on a CPU."""
+        """Return the default training precision: fp32 on a CPU, else bf16 if the device has it, else fp16."""
         return "fp32" if self.cpu else next((each for each in ("bf16", "fp16") if each in self.peaks), "fp32")
 
     def peak(self, precision: str) -> float:
-        """Dense peak in FLOP/s. Raises HardwareError if the device has no peak at that precision."""
+        """Return the dense peak in FLOP/s. Raises HardwareError if the device has none at this precision."""
         if precision not in self.peaks:
             raise HardwareError(
                 f"--precision {precision} has no peak on {self.name}. "
@@ -104,57 +104,71 @@ class Device:
 
 @functools.cache
 def _table() -> dict[str, Any]:
-    found: dict[str, Any] = read_tree(str(TABLE), "the hardware table")
-    return found
+    table: dict[str, Any] = read_tree(str(TABLE), "the hardware table")
+    return table
+
+
+@functools.cache
+def _peaks_by_name() -> dict[str, float]:
+    peaks: dict[str, float] = read_tree(str(PEAKS), "the table of peaks")
+    return peaks
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """Return the device's dense peak in FLOP/s; None for CPUs and for precisions other than bf16 and fp16."""
+    if precision not in ("bf16", "fp16"):
+        return None
+    words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
+    peaks = _peaks_by_name().items()
+    return next((tera * 1e12 for name, tera in peaks if words.issuperset(name.split())), None)
 
 
 def known_devices() -> list[str]:
-    """The device names that --gpu accepts."""
+    """Return the device names that --gpu accepts."""
     return list(_table()["devices"])
 
 
-def find(name: str) -> Device:
-    """The device with a name of the table, or described by a YAML file. Raises HardwareError."""
+def find_device(name: str) -> Device:
+    """Return the device with a name in the table or described by a YAML file. Raises HardwareError."""
     if name.lower() in _table()["devices"]:
         return read_device(name.lower(), _table()["devices"][name.lower()])
     if not name.endswith((".yaml", ".yml")):
         legal = (
             f"Legal values: {', '.join(known_devices())}, or FILE.yaml.{suggestion(name, known_devices())}"
         )
-        raise HardwareError(f"--gpu {name} is not in the table. {legal}")
+        raise HardwareError(f"--gpu {name} is not in the hardware table. {legal}")
     try:
         tree = read_tree(name, "--gpu")
     except ConfigError as error:
         raise HardwareError(str(error)) from None
     if not isinstance(tree, dict):
         raise HardwareError(
-            f"--gpu {name} does not describe a device: write `key: value` lines, as for a device of "
-            f"{TABLE.name}."
+            f"--gpu {name} must contain `key: value` pairs that describe a device. {TABLE.name} has examples."
         )
     return read_device(Path(name).stem, tree)
 
 
-def found_as(driver_name: str) -> Device | None:
-    """The table's device with the driver's name for it, None if there is none."""
+def find_device_by_driver_name(driver_name: str) -> Device | None:
+    """Return the device in the table with this driver name; None if there is none."""
     named = (name for name, row in _table()["devices"].items() if row.get("device") == driver_name)
-    return next((find(name) for name in named), None)
+    return next((find_device(name) for name in named), None)
 
 
 def read_device(name: str, row: Mapping[str, Any]) -> Device:
-    """A device from its row of the table or file. Raises HardwareError."""
+    """Read a device from its row of the table or file. Raises HardwareError."""
     if wrong := next(
         (key for key, value in _numbers(row) if value < 0 or (value == 0 and key not in MAY_BE_ZERO)), None
     ):
-        raise HardwareError(f"--gpu {name}: {wrong} must be above 0. {TABLE.name} explains every key.")
+        raise HardwareError(f"--gpu {name}: {wrong} must be positive. {TABLE.name} documents all keys.")
     try:
         return _read(name, dict(row))
     except KeyError as error:
         raise HardwareError(
-            f"--gpu {name} does not say {error.args[0]}: {TABLE.name} explains every key."
+            f"--gpu {name}: missing key {error.args[0]}. {TABLE.name} documents all keys."
         ) from None
     except (TypeError, ValueError, AttributeError) as error:
         raise HardwareError(
-            f"--gpu {name} has a value of the wrong type: {error}. {TABLE.name} explains every key."
+            f"--gpu {name}: value of the wrong type: {error}. {TABLE.name} documents all keys."
         ) from None
 
 
@@ -201,27 +215,27 @@ def _read(name: str, row: dict[str, Any]) -> Device:
     )
     if row:
         raise HardwareError(
-            f"--gpu {name}: {next(iter(row))} is not a known key. {TABLE.name} explains every key."
+            f"--gpu {name}: unknown key {next(iter(row))!r}. {TABLE.name} documents all keys."
         )
     return device
 
 
 def _numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """(key, number) pairs of a row and of its nested mappings."""
+    """Yield the (key, number) pairs of a row and of its nested mappings."""
     for key, value in row.items():
         if isinstance(value, Mapping):
             yield from _numbers(value)
         else:
-            found = value if isinstance(value, list) else [value]
+            values = value if isinstance(value, list) else [value]
             yield from (
                 (key, number)
-                for number in found
+                for number in values
                 if isinstance(number, int | float) and not isinstance(number, bool)
             )
 
 
 def _peaks(row: dict[str, Any]) -> dict[str, float]:
-    """Precision → FLOP/s: 16-bit peaks from the device's name, unless the row gives its own."""
+    """Return FLOP/s by precision: the 16-bit peaks of the device's name, unless the row has its own."""
     device, bf16, given = row.pop("device", ""), bool(row.pop("bf16", True)), row.pop("tflops", {})
     peaks = {}
     for precision in ("bf16", "fp16") if bf16 else ("fp16",):
@@ -232,18 +246,21 @@ def _peaks(row: dict[str, Any]) -> dict[str, float]:
     peaks |= {precision: float(tera) * 1e12 for precision, tera in given.items()}
     if not peaks:
         raise HardwareError(
-            f"device {device!r} is not in peaks.yaml. Give tflops: {{bf16: N}} too, its dense peak."
+            f"device {device!r} is not in peaks.yaml. Add its dense peak: tflops: {{bf16: N}}."
         )
     return peaks
 
 
 def read_link(value: str | Mapping[str, Any], in_runs: bool = False) -> Link:
-    """A link of the table by its name, or one described in place. in_runs: at the bandwidth that collectives
-    reach in a run, if it is the table's; one that is described is measured."""
+    """Read a link from its name in the table or from its values.
+
+    in_runs: use the bandwidth that collectives reach in a run. It applies to links of the table; others
+    are measured.
+    """
     links = _table()["links"]
     if isinstance(value, str) and value not in links:
         legal = f"Legal values: {', '.join(links)}, or {{gbs: N, latency_us: N}}."
-        raise HardwareError(f"{value} is not a known link. {legal}{suggestion(value, links)}")
+        raise HardwareError(f"Unknown link {value!r}. {legal}{suggestion(value, links)}")
     row = links[value] if isinstance(value, str) else value
     reached = CONSTANTS.links if in_runs and isinstance(value, str) else 1.0
     bandwidth = float(row["gbs"]) * float(row.get("efficiency", 1.0)) * reached * 1e9

@@ -1,4 +1,4 @@
-"""The time of one kernel on a device, in seconds: matrix products by tiles and waves, attention, and
+"""The time of one kernel on a device, in seconds: matmuls by tiles and waves, attention, and
 memory-bound kernels.
 
 Every constant is a property of the hardware or of how kernels are written, and is the same for all devices,
@@ -17,33 +17,33 @@ TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.8), (64
 """Rows and columns of the output tile that one multiprocessor computes, and its relative speed: a small tile
 reads more bytes per FLOP."""
 TILE_START = 1.2e-6
-"""Seconds that a wave of tiles takes beyond its products: loading the first operands from memory and storing
+"""Seconds that a wave of tiles takes beyond its matmuls: loading the first operands from memory and storing
 the result."""
 # values that it moves for each of the result: it reads one and writes one, forward and backward alike
 DROPOUT = 2
 ELEMENTWISE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 """Bytes per element, by precision."""
 SOFTMAX = 4e-11
-"""Seconds of one multiprocessor per attention score, without the matrix products: an exponential (16 per
-cycle), a maximum, a scale and two sums, half of which overlap with the products."""
+"""Seconds of one multiprocessor per attention score, without the matmuls: an exponential (16 per
+cycle), a maximum, a scale and two sums, half of which overlap with the matmuls."""
 ATTENTION_BACKWARD = 1.2
-"""Slowdown of attention's five backward products relative to its two forward ones: query gradients are
+"""Slowdown of attention's five backward matmuls relative to its two forward ones: query gradients are
 accumulated across tiles."""
 BLOCK = 128
 """Positions per attention block: a block that the causal mask cuts is computed in full."""
 
 
 def reached_bandwidth(device: Device) -> float:
-    """Bytes/s that memory-bound kernels reach."""
+    """Return the bytes/s that memory-bound kernels reach."""
     return device.bandwidth * (1.0 if device.measured else device.constants.stream)
 
 
 def stream(device: Device, size: float) -> float:
-    """A memory-bound kernel that moves `size` bytes from or to memory."""
+    """Return the time of a memory-bound kernel that moves `size` bytes from or to memory."""
     return device.kernel + size / reached_bandwidth(device)
 
 
-def product(
+def matmul(
     device: Device,
     m: float,
     n: float,
@@ -52,7 +52,7 @@ def product(
     batch: float = 1,
     written: float | None = None,
 ) -> float:
-    """`batch` products of [m, k] and [k, n].
+    """Return the time of `batch` matmuls of [m, k] and [k, n].
 
     written: bytes moved per element of the result, by default one write at the precision; 8 for a gradient
     that is added to an fp32
@@ -82,8 +82,10 @@ def _tiled(device: Device, m: float, n: float, k: float, precision: str, batch: 
 
 
 def _measured_rate(device: Device, volume: float) -> float:
-    """FLOP/s of a product with m·n·k = volume, interpolated between the measured sizes linearly in the
-    logarithm of the size."""
+    """Return the FLOP/s of a matmul with m·n·k = volume.
+
+    It is interpolated between the measured sizes, linearly in the logarithm of the size.
+    """
     size = volume ** (1 / 3)
     sizes = [each for each, _ in device.rates]
     at = bisect_left(sizes, size)
@@ -94,8 +96,10 @@ def _measured_rate(device: Device, volume: float) -> float:
 
 
 def computed_pairs(sequence: int, window: int | None) -> float:
-    """(query, key) pairs that causal attention computes for one head of one sequence: the attended pairs,
-    rounded up to whole blocks."""
+    """Return the (query, key) pairs that causal attention computes for one head and sequence.
+
+    These are the attended pairs, rounded up to whole blocks.
+    """
     return attended_pairs(sequence, window) + sequence * (min(BLOCK, window or sequence, sequence) - 1) / 2
 
 
@@ -108,8 +112,10 @@ def attention(
     window: int | None,
     precision: str,
 ) -> tuple[float, float]:
-    """Forward and backward of attention that never writes its scores (FlashAttention, Dao et al. 2022);
-    backward recomputes them."""
+    """Return the times of attention's forward and backward without writing scores to memory.
+
+    Such a kernel (FlashAttention, Dao et al. 2022) recomputes the scores in its backward.
+    """
     scores = batch * heads * computed_pairs(sequence, window)
     if device.attention is not None:
         flops = 4 * scores * head_size

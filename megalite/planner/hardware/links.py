@@ -22,7 +22,7 @@ START = 5e-6
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate, `local` of them on each of `nodes` nodes."""
+    """A group of communicating ranks, with `local` ranks on each of `nodes` nodes."""
 
     size: int
     local: int
@@ -30,8 +30,9 @@ class Group:
 
 
 def group(device: Device, size: int, stride: int, world: int = 0) -> Group:
-    """A group of equally spaced ranks; if they do not fill nodes evenly, `local` is the smallest number on
-    any node.
+    """Return a group of equally spaced ranks.
+
+    If they do not fill nodes evenly, `local` is the smallest number on any node.
 
     Args:
         world: number of ranks that consecutive groups of this kind fill. If a node does not hold whole
@@ -43,7 +44,7 @@ def group(device: Device, size: int, stride: int, world: int = 0) -> Group:
 
 @cache
 def placed(per_node: int, size: int, stride: int, world: int) -> Group:
-    """The same for nodes of `per_node` ranks."""
+    """Return the group for nodes with `per_node` ranks."""
     if (block := size * stride) <= per_node:
         if world <= per_node or per_node % block == 0:
             return Group(size, size, 1)
@@ -66,28 +67,33 @@ class Fabric:
     device: Device
 
     def bandwidth(self, ranks: Group) -> float:
-        """Bytes/s of a ring."""
+        """Return the bytes/s of a ring."""
         within, between = self.device.within.bandwidth, self.device.between.bandwidth
         if ranks.nodes == 1:
             return within
         return between if ranks.local == 1 else min(within, ranks.local * between)
 
     def _hops(self, ranks: Group) -> float:
-        """Latency of one pass around the ring."""
+        """Return the latency of one pass around the ring."""
         leaving = ranks.nodes if ranks.nodes > 1 else 0
         return (ranks.size - leaving) * self.device.within.latency + leaving * self.device.between.latency
 
     def half(self, size: float, ranks: Group) -> float:
-        """An all-gather or a reduce-scatter by a ring: (n - 1)/n of the bytes pass over each link, in n - 1
-        steps."""
+        """Return the time of an all-gather or a reduce-scatter with a ring.
+
+        (n - 1)/n of the bytes pass over each link, in n - 1 steps.
+        """
         if ranks.size == 1 or size == 0:
             return 0.0
         share = (ranks.size - 1) / ranks.size
         return START + share * (size / self.bandwidth(ranks) + self._hops(ranks))
 
     def all_reduce(self, size: float, ranks: Group) -> float:
-        """The faster of a ring (2 (n - 1)/n of the bytes in 2 (n - 1) steps) and a double tree (twice the
-        bytes in about 2 log n steps)."""
+        """Return the time of the faster of a ring and a double tree.
+
+        A ring moves 2 (n - 1)/n of the bytes in 2 (n - 1) steps, a tree twice the bytes in about
+        2 log n steps.
+        """
         if ranks.size == 1 or size == 0:
             return 0.0
         share = 2 * (ranks.size - 1) / ranks.size
@@ -99,8 +105,10 @@ class Fabric:
         return START + min(ring, tree)
 
     def all_to_all(self, size: float, ranks: Group) -> float:
-        """Each rank keeps 1/n of its `size` bytes, and sends 1/n to each other rank: those of other nodes
-        through its own network card."""
+        """Return the time of an all-to-all: each rank sends 1/n of its `size` bytes to each other rank.
+
+        Bytes for other nodes pass through the rank's own network card.
+        """
         if ranks.size == 1 or size == 0:
             return 0.0
         inside = (ranks.local - 1) / ranks.size * size / self.device.within.bandwidth
@@ -109,16 +117,20 @@ class Fabric:
         return START + link.latency + max(inside, outside)
 
     def hop(self, size: float, ranks: Group) -> float:
-        """Every rank sends `size` bytes to the next one of a ring; the slowest are those whose next rank is
-        on another node."""
+        """Return the time in which every rank sends `size` bytes to the next rank of a ring.
+
+        The slowest are those with the next rank on another node.
+        """
         if ranks.size == 1 or size == 0:
             return 0.0
         link = self.device.within if ranks.nodes == 1 else self.device.between
         return START + link.latency + size / link.bandwidth
 
     def send(self, size: float, world: int) -> float:
-        """A message between neighbouring stages: over the link between nodes, unless the whole world is
-        inside one node."""
+        """Return the time of a message between neighbouring stages.
+
+        It uses the link between nodes, unless the whole world is inside one node.
+        """
         inside = self.device.messages or self.device.within
         link = inside if world <= self.device.per_node else self.device.between
         return START + link.latency + size / link.bandwidth

@@ -19,7 +19,7 @@ from megalite.model.cost.recomputed import chosen, groups
 from megalite.model.cost.records import MODES, Buffer, Dtype, Share, UnitCost, size_in_bytes
 from megalite.model.cost.units import LOSS_CHUNK_ON_GPU, Units
 from megalite.model.parameters import head_unit
-from megalite.planner.memory.states import Device, Widths
+from megalite.planner.memory.states import DeviceType, Widths
 
 INDEX = 8  # bytes of a token or a target
 WIDEST_HEAD = 256  # largest head size that the Triton kernels of `megalite_kernels.attention` support
@@ -49,7 +49,7 @@ class HeldBytes:
 
 
 class Activations:
-    """The units of a configuration's model.
+    """Activations of the units of a configuration's model.
 
     Args:
         splits: whether the backward is split into two passes, so that weight gradients are deferred.
@@ -57,7 +57,11 @@ class Activations:
     """
 
     def __init__(
-        self, config: Config, device: Device = "cuda", splits: bool = False, lora: LoraConfig | None = None
+        self,
+        config: Config,
+        device: DeviceType = "cuda",
+        splits: bool = False,
+        lora: LoraConfig | None = None,
     ):
         model, parallel, train, widths = config.model, config.parallel, config.train, Widths.of(config)
         self.config, self.model, self.device, self.splits = config, model, device, splits
@@ -77,14 +81,14 @@ class Activations:
 
     @property
     def message(self) -> int:
-        """Bytes of a message between two stages."""
+        """Return the bytes of a message between two stages."""
         return self.own
 
     def _size(self, buffers: Iterable[Buffer], mode: str = "none") -> int:
         return size_in_bytes(buffers, self.widths, mode)
 
     def bytes_of(self, buffers: Iterable[Buffer]) -> int:
-        """Bytes of some tensors that a layer may keep."""
+        """Return the bytes of tensors that a layer may keep."""
         return self._size(buffers)
 
     def unit(self, number: int) -> HeldBytes:
@@ -115,19 +119,18 @@ class Activations:
 
     def _stash(self, unit: UnitCost) -> tuple[int, int]:
         """Bytes that a layer's weight pass needs, and the part allocated before anything saved is freed: the
-        last product's stash, except tensors that are also saved, and except what the norm after the product
+        last matmul's stash, except tensors that are also saved, and except what the norm after the matmul
         frees."""
         if not self.splits:
             return 0, 0
         last = unit.blocks[-1]
-        product = last.matmuls[-1]
-        first = self._size(product.stashed) - self._size((product.between,)) - self._size(last.after.kept)
+        matmul = last.matmuls[-1]
+        first = self._size(matmul.stashed) - self._size((matmul.between,)) - self._size(last.after.kept)
         return sum(self._size(each.stashed) for each in unit.matmuls), max(first, 0)
 
     @property
     def flash(self) -> bool:
-        """Whether attention runs in a kernel that keeps one number per query (the log-sum-exp) instead of
-        probabilities."""
+        """Return whether attention keeps one number per query (the log-sum-exp) instead of probabilities."""
         model, train = self.model, self.config.train
         if self.device == "cpu" or train.precision not in ("bf16", "fp16"):
             return False
@@ -146,7 +149,7 @@ class Activations:
 
     @property
     def loss_chunk(self) -> int:
-        """Tokens whose logits exist at a time; 0 if all logits exist from forward to backward."""
+        """Return the tokens whose logits exist at a time; 0 if all exist from forward to backward."""
         tokens, batch = self.share.tokens, self.share.batch
         chunk, ranks = self.config.train.loss_chunk, tokens // self.share.own_tokens
         chunk = (LOSS_CHUNK_ON_GPU if self.device == "cuda" else 0) if chunk is None else chunk
@@ -156,22 +159,25 @@ class Activations:
         return min(max(chunk * positions // tokens, 1), positions) * ranks * batch
 
     def head(self) -> HeldBytes:
-        """The final norm's input and output (or the gradient computed together with the loss), and the
-        logits."""
+        """Return the bytes of the head.
+
+        These are the final norm's input and output (or the gradient computed with the loss), and the
+        logits.
+        """
         (block,) = self.units.head().blocks
-        (product,) = block.matmuls
+        (matmul,) = block.matmuls
         kept = self._size(block.before.kept)
         # tanh keeps its output
-        one = product.outputs * self.width * (1 if self.model.logit_softcap is None else 2)
+        one = matmul.outputs * self.width * (1 if self.model.logit_softcap is None else 2)
         if chunk := self.loss_chunk:
-            gradient = 0 if product.keeps_input else self.own
+            gradient = 0 if matmul.keeps_input else self.own
             return HeldBytes(kept + gradient, logits_chunk=chunk * one, workspace=self.own)
-        stash = self.splits and product.keeps_input
+        stash = self.splits and matmul.keeps_input
         return HeldBytes(
-            saved=kept + product.rows * (2 * self.accumulate + INDEX),
+            saved=kept + matmul.rows * (2 * self.accumulate + INDEX),
             stash=self.whole if stash else 0,
-            logits=product.rows * one,
-            logits_stash=product.rows * product.outputs * self.width if stash else 0,
+            logits=matmul.rows * one,
+            logits_stash=matmul.rows * matmul.outputs * self.width if stash else 0,
             workspace=self._size(block.workspace),
         )
 
@@ -187,8 +193,11 @@ class Activations:
         )
 
     def stage(self, numbers: Sequence[int]) -> list[HeldBytes]:
-        """The units of a stage, first to last, the parts of modules of multi-token prediction as if they were
-        units. If positions depend on documents, each microbatch keeps its own rotary tables."""
+        """Return the bytes of a stage's units, first to last.
+
+        Parts of modules of multi-token prediction count as units. If positions depend on documents,
+        each microbatch keeps its own rotary tables.
+        """
         units = [self.unit(number) for number in numbers]
         if head_unit(self.model) in numbers:
             for index, parts in enumerate(modules(self.units), self.model.num_hidden_layers):
@@ -198,7 +207,7 @@ class Activations:
         return units
 
     def tables(self, numbers: Sequence[int]) -> int:
-        """Bytes a stage keeps for the whole run: rotary tables, if they do not depend on documents."""
+        """Return the bytes of a stage's rotary tables, if they do not depend on documents."""
         return 0 if self.documents else self._rotary(numbers)
 
     def _rotary(self, numbers: Sequence[int]) -> int:

@@ -21,15 +21,18 @@ from megalite.parallel.pipeline.send_recv_actions import (
     receive_before,
 )
 from megalite.parallel.sharding.buckets import BucketLayout
-from megalite.planner.memory.states import Device, Sharing, Widths
+from megalite.planner.memory.states import DeviceType, Sharing, Widths
 
 NARROW = 2  # bytes of a bf16 element: gradients may be reduced in bf16
 
 
 def message_bytes(schedule: Schedule, rank: int, size: int) -> int:
-    """Peak bytes of tensors in flight between stages: received ahead of use, sent and not yet known to have
-    arrived, or handed over within the rank. Every message has `size` bytes. A received tensor that is in use
-    counts as an activation or as workspace instead."""
+    """Return the peak bytes of tensors in flight between stages, each of `size` bytes.
+
+    A tensor is in flight if it was received ahead of use, is sent and may not have arrived, or is handed
+    over within the rank. A received tensor that is in use counts as an activation or as workspace
+    instead.
+    """
     return _messages(schedule, rank) * size
 
 
@@ -63,15 +66,17 @@ def _messages(schedule: Schedule, rank: int) -> int:
 
 
 def channel_bytes(config: Config, schedule: Schedule, rank: int) -> int:
-    """Bytes of NCCL's connections to neighbours in the pipeline, allocated at the start: one for each channel
-    and peer."""
+    """Return the bytes of NCCL's connections to neighbours in the pipeline.
+
+    They are allocated at the start, one for each channel and peer.
+    """
     totals = [chain(schedule.ranks), chain(schedule.ranks, down=True)] if staggered_end(config) else []
     return sum(connection_bytes(each, rank) for each in [_connections(schedule, rank), *totals])
 
 
 @lru_cache(maxsize=4096)
 def _connections(schedule: Schedule, rank: int) -> tuple[Edge, ...]:
-    """The edges over which a rank sends and receives in its pipeline."""
+    """Return the edges over which a rank sends and receives in its pipeline."""
     messages = {
         (channel_of(each, rank), each.peer, each.is_send)
         for each in schedule.actions[rank]
@@ -81,8 +86,10 @@ def _connections(schedule: Schedule, rank: int) -> tuple[Edge, ...]:
 
 
 def gathered_bytes(schedule: Schedule, rank: int, buckets: Sequence[BucketLayout], width: int) -> int:
-    """Peak bytes of gathered weights under ZeRO-3: those of the unit that computes and of the next one, which
-    is prefetched."""
+    """Return the peak bytes of gathered weights under ZeRO-3.
+
+    These are the weights of the current unit and of the next one, which is prefetched.
+    """
     if not schedule.units:
         return 0
     announced: list[Action] = []
@@ -107,11 +114,13 @@ def gathered_bytes(schedule: Schedule, rank: int, buckets: Sequence[BucketLayout
 
 
 def open_gradients(
-    config: Config, schedule: Schedule, buckets: Sequence[BucketLayout], device: Device
+    config: Config, schedule: Schedule, buckets: Sequence[BucketLayout], device: DeviceType
 ) -> int:
-    """Peak bytes of gradients in addition to those that are kept: whole buckets that fill or wait for their
-    reduction (ZeRO-2 and 3), and buffers of the reduction itself: copies in bf16; on gloo, the other ranks'
-    parts."""
+    """Return the peak bytes of gradients in addition to those that are kept.
+
+    These are whole buckets that fill or wait for their reduction (ZeRO-2 and 3), and buffers of the
+    reduction itself: copies in bf16; on gloo, the other ranks' parts.
+    """
     width = Widths.of(config).gradient
     shared = [(bucket, Sharing.of(config, bucket.domain)) for bucket in buckets if bucket.trainable]
     shared = [(bucket, sharing) for bucket, sharing in shared if sharing.data > 1]
@@ -135,9 +144,8 @@ def open_gradients(
     return filling * width + max(reducing, max(size // shard for size, shard in opened) * width)
 
 
-def _reduction(config: Config, size: int, sharing: Sharing, device: Device) -> int:
-    """Bytes of the buffers that the reduction of a bucket of `size` elements needs in addition to the
-    bucket."""
+def _reduction(config: Config, size: int, sharing: Sharing, device: DeviceType) -> int:
+    """Return the bytes of buffers that the reduction of a bucket with `size` elements needs."""
     width = Widths.of(config).gradient
     if config.parallel.reduce_dtype == "bf16":
         return 2 * size * NARROW + size // sharing.data * width

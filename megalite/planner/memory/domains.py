@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
 
 class Parameters(NamedTuple):
-    """Numbers of parameters on one rank before ZeRO shards them: all, and those that are trained, adapters
-    included; of these, experts'."""
+    """Numbers of parameters on one rank before ZeRO shards them: all and trained; of these, experts'.
+
+    Adapters are included.
+    """
 
     stored: float
     trained: float
@@ -28,7 +30,7 @@ class Parameters(NamedTuple):
 
     @property
     def domains(self) -> tuple[tuple[float, float], ...]:
-        """Stored and trained: of dense parameters, and of experts if there are any."""
+        """Return (stored, trained) of dense parameters, and of experts if there are any."""
         dense = self.stored - self.expert_stored, self.trained - self.expert_trained
         return (dense, (self.expert_stored, self.expert_trained)) if self.expert_stored else (dense,)
 
@@ -36,30 +38,31 @@ class Parameters(NamedTuple):
     def of(
         cls, units: Units, layers: Sequence[int], embedding: bool, head: bool, modules: int = 0
     ) -> Parameters:
-        """Those of some layers, optionally with those of the embedding and of the head's matrix, and what so
-        many modules of multi-token prediction have besides their layers."""
+        """Return the parameters of some layers, optionally with the embedding and the head's matrix.
+
+        modules: number of modules of multi-token prediction; their parameters other than layers are
+        included.
+        """
         kinds = {units.alike(index): index for index in layers}
         each = {kind: cls._of(units.layer(index), units) for kind, index in kinds.items()}
-        found = [each[units.alike(index)] for index in layers]
-        found += [cls._of(units.embedding(), units)] if embedding else []
-        found += [cls._of(joining(units), units)] * modules
+        parts = [each[units.alike(index)] for index in layers]
+        parts += [cls._of(units.embedding(), units)] if embedding else []
+        parts += [cls._of(joining(units), units)] * modules
         if head:
-            found += [
+            parts += [
                 cls._of(UnitCost((replace(block, before=Elementwise()),)), units)
                 for block in units.head().blocks
             ]
-        return cls(*map(sum, zip(*found, strict=True))) if found else cls(0.0, 0.0)
+        return cls(*map(sum, zip(*parts, strict=True))) if parts else cls(0.0, 0.0)
 
     @classmethod
     def _of(cls, unit: UnitCost, units: Units) -> Parameters:
-        adapters = sum(product.local_adapter_weights(units.share.tp) for product in unit.matmuls)
+        adapters = sum(matmul.local_adapter_weights(units.share.tp) for matmul in unit.matmuls)
         stored = unit.local_weights + adapters
-        experts = [
-            product for product in unit.matmuls if isinstance(product, LocalMatmul) and product.experts
-        ]
-        own_adapters = sum(product.local_adapter_weights(units.share.tp) for product in experts)
-        own_stored = own_adapters + sum(product.local_weights for product in experts)
-        own_trained = own_adapters + sum(product.local_weights for product in experts if not product.frozen)
+        experts = [matmul for matmul in unit.matmuls if isinstance(matmul, LocalMatmul) and matmul.experts]
+        own_adapters = sum(matmul.local_adapter_weights(units.share.tp) for matmul in experts)
+        own_stored = own_adapters + sum(matmul.local_weights for matmul in experts)
+        own_trained = own_adapters + sum(matmul.local_weights for matmul in experts if not matmul.frozen)
         if not units.lora.rank:
             return cls(stored, stored, own_stored, own_trained)
         own = sum(
@@ -71,8 +74,10 @@ class Parameters(NamedTuple):
 
 
 class ParameterDomain(NamedTuple):
-    """Parameters of a rank, and the ranks over which their gradients are summed: those of its shard group,
-    over which ZeRO shards them, and those that hold the same shard (HSDP)."""
+    """Parameters of a rank, and the groups of ranks that sum their gradients.
+
+    ZeRO shards over `shard`; the ranks in `replicate` hold the same shard (HSDP).
+    """
 
     stored: float
     trained: float
@@ -82,8 +87,10 @@ class ParameterDomain(NamedTuple):
 
 
 def domains(device: Device, choice: LayoutChoice, size: Parameters) -> list[ParameterDomain]:
-    """The domains of a rank's parameters: dense ones over data parallelism, experts over the ranks of a stage
-    that hold the same."""
+    """Return the domains of a rank's parameters.
+
+    Dense parameters are in data parallelism, experts in the ranks of a stage with the same experts.
+    """
 
     groups = _groups(
         device.per_node,
@@ -98,7 +105,7 @@ def domains(device: Device, choice: LayoutChoice, size: Parameters) -> list[Para
 
 
 def shares(choice: LayoutChoice) -> tuple[int, int]:
-    """Ranks over which ZeRO shards dense parameters, and experts."""
+    """Return the numbers of ranks over which ZeRO shards dense parameters, and experts."""
     return choice.dims.shard, choice.dims.expert_shard
 
 
@@ -106,8 +113,10 @@ def shares(choice: LayoutChoice) -> tuple[int, int]:
 def _groups(
     per_node: int, data: int, expert_data: int, shard: int, expert_shard: int, tp: int, ep: int, world: int
 ) -> tuple[tuple[Group, Group, Group], ...]:
-    """For dense parameters and for experts: the ranks that sum their gradients, a shard group, and those that
-    hold the same shard."""
+    """Return the groups of dense parameters and of experts.
+
+    These are the ranks that sum gradients, a shard group, and the ranks with the same shard.
+    """
 
     def groups(ranks: int, shard: int, stride: int) -> tuple[Group, Group, Group]:
         sizes = (ranks, stride), (shard, stride), (ranks // shard, stride * shard)

@@ -29,12 +29,12 @@ from megalite.planner.cost.muon_exchange import exchange
 from megalite.planner.memory.activations import Activations, HeldBytes
 from megalite.planner.memory.buffers import channel_bytes, gathered_bytes, message_bytes, open_gradients
 from megalite.planner.memory.peak_passes import loads, moments_of
-from megalite.planner.memory.states import Device, States, Widths, model_states
+from megalite.planner.memory.states import DeviceType, States, Widths, model_states
 
 
 @dataclass(frozen=True)
 class Communication:
-    """Bytes of communication buffers, see `in_flight`."""
+    """Bytes of communication buffers, see `buffers`."""
 
     messages: int
     gathered: int
@@ -86,11 +86,11 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """Peak on the device, without offloaded state (`states.host` and `states.disk`)."""
+        """Return the peak on the device, without offloaded state (`states.host` and `states.disk`)."""
         return self.states.device + max(self.step, self.exchanging) + self.communication
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON: the range of ranks as its start and length, every part in bytes."""
+        """Return plain data for JSON: the range of ranks as its start and length, every part in bytes."""
         names = ("parameters", "gradients", "optimizer", "activations", "logits", "communication", "total")
         tree = {
             "states": asdict(self.states),
@@ -111,11 +111,11 @@ class RankMemory:
 def estimate(
     config: Config,
     world_size: int,
-    device: Device = "cuda",
+    device: DeviceType = "cuda",
     schedule: Schedule | None = None,
     pp_ranks: Sequence[int] | None = None,
 ) -> list[RankMemory]:
-    """The memory of every rank, one entry per pipeline rank.
+    """Estimate the memory of every rank, one entry per pipeline rank.
 
     Args:
         config: complete and validated for this number of ranks.
@@ -123,11 +123,11 @@ def estimate(
         where offloaded state is stored. schedule: `plan.schedule(config, …)`, if the caller has it already.
         pp_ranks: the pipeline ranks to compute, by default all.
     """
-    config = settled(config, world_size)
+    config = resolve_layout(config, world_size)
     if config.train.recompute == BUDGET:
-        from megalite.planner.budget.decision import resolved
+        from megalite.planner.budget.decision import resolve_budget
 
-        config = resolved(config, device)
+        config = resolve_budget(config, device)
     dims = ParallelDims.of(config)
     schedule = schedule or plan.schedule(config, dims.microbatches)
     activations = Activations(config, device, ActionKind.WEIGHT in schedule.passes, config.lora)
@@ -139,9 +139,11 @@ def estimate(
     ]
 
 
-def settled(config: Config, world_size: int) -> Config:
-    """The configuration with dp and the partition filled in; the partition is expensive to compute and is
-    read often."""
+def resolve_layout(config: Config, world_size: int) -> Config:
+    """Return the configuration with dp and the partition filled in.
+
+    The partition is expensive to compute and is read often.
+    """
     config = replace(config, parallel=replace(config.parallel, dp=ParallelDims.of(config, world_size).dp))
     return replace(config, parallel=replace(config.parallel, partition=plan.partition(config)))
 
@@ -168,8 +170,7 @@ def _rank(
 
 
 class Besides(NamedTuple):
-    """What a rank holds besides activations: states, communication buffers, and buffers of Muon's
-    exchange."""
+    """Memory of a rank other than activations: states, communication buffers, and Muon's buffers."""
 
     states: States
     communicating: Communication
@@ -177,12 +178,12 @@ class Besides(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Bytes on the device during a step."""
+        """Return the bytes on the device during a step."""
         return self.states.device + self.communicating.total
 
 
 class Standing:
-    """What the pipeline ranks of a settled configuration hold besides activations.
+    """Memory of the pipeline ranks of a resolved configuration, other than activations.
 
     Ranks with the same ends of the model and alike layers have equal buckets, so these and what follows from
     them are found once.
@@ -205,7 +206,7 @@ class Standing:
         self._known: dict[Hashable, tuple[States, int, int]] = {}
 
     def of(self, pp_rank: int) -> Besides:
-        """Those of one rank."""
+        """Return the memory of one rank."""
         config, schedule, device = self.config, self.schedule, self.activations.device
         alike = self._alike(pp_rank)
         if alike not in self.buckets:
@@ -228,7 +229,7 @@ class Standing:
         return Besides(states, communication, exchanging)
 
     def _alike(self, pp_rank: int) -> Hashable:
-        """A key that ranks with equal buckets share."""
+        """Return a key that ranks with the same buckets share."""
         model, units = self.config.model, self.activations.units
         own = [unit for stage in self.schedule.stages_of(pp_rank) for unit in self.units[stage]]
         ends = tuple(unit for unit in own if unit in (0, head_unit(model)))
@@ -236,7 +237,7 @@ class Standing:
 
 
 class Profile(NamedTuple):
-    """Peak bytes of each kind on one rank during a step, and of their sum."""
+    """Peak bytes of each kind on one rank during a step, and the peak of their sum."""
 
     activations: int
     logits: int
@@ -247,7 +248,7 @@ class Profile(NamedTuple):
     def of(
         cls, schedule: Schedule, rank: int, stages: Mapping[int, Sequence[HeldBytes]], tables: int
     ) -> Profile:
-        """The peaks of a rank, given the units of each of its stages, by number."""
+        """Return the peaks of a rank, given the units of each of its stages, by number."""
         own = [stages[stage] for stage in schedule.stages_of(rank)]
         activations = logits = workspace = step = 0
         for load in loads(moments_of(schedule, rank), own, tables):

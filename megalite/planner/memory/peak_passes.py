@@ -34,26 +34,27 @@ class Moment(NamedTuple):
     deferred: tuple[int, ...]
 
     def covers(self, other: Moment) -> bool:
-        """Whether this one holds at least as much as another of the same kind and stage."""
+        """Return whether this moment holds at least as much as another one of the same kind and stage."""
         return all(map(ge, self.held, other.held)) and all(map(ge, self.deferred, other.deferred))
 
 
 def fullest(passes: Iterable[tuple[ActionKind, int]], stages: int, splits: bool) -> tuple[Moment, ...]:
-    """The moments that no other one covers, given the passes of a rank in order, each with the place of its
-    stage among `stages`.
+    """Return the moments that no other moment covers.
+
+    passes: of a rank, in order, each with the place of its stage among `stages`.
 
     splits: whether backwards defer a weight pass.
     """
     held, deferred = [0] * stages, [0] * stages
-    found: dict[tuple[ActionKind, int], dict[Moment, None]] = {}
+    by_pass: dict[tuple[ActionKind, int], dict[Moment, None]] = {}
     for kind, place in passes:
         if kind is ActionKind.WEIGHT:
             deferred[place] -= 1
             continue
-        found.setdefault((kind, place), {})[Moment(kind, place, tuple(held), tuple(deferred))] = None
+        by_pass.setdefault((kind, place), {})[Moment(kind, place, tuple(held), tuple(deferred))] = None
         held[place] += 1 if kind is ActionKind.FORWARD else -1
         deferred[place] += splits and kind is ActionKind.BACKWARD
-    return tuple(moment for moments in found.values() for moment in _uncovered(moments))
+    return tuple(moment for moments in by_pass.values() for moment in _uncovered(moments))
 
 
 def _uncovered(moments: Iterable[Moment]) -> list[Moment]:
@@ -66,7 +67,7 @@ def _uncovered(moments: Iterable[Moment]) -> list[Moment]:
 
 @lru_cache(maxsize=4096)
 def moments_of(schedule: Schedule, rank: int) -> tuple[Moment, ...]:
-    """The moments of a rank of a schedule."""
+    """Return the moments of a rank of a schedule that no other moment covers."""
     own: Sequence[int] = schedule.stages_of(rank)
     place = {stage: index for index, stage in enumerate(own)}
     passes = [(action.kind, place[action.stage]) for action in schedule.compute(rank)]
@@ -74,7 +75,7 @@ def moments_of(schedule: Schedule, rank: int) -> tuple[Moment, ...]:
 
 
 class Load(NamedTuple):
-    """Bytes that a rank holds at one point of a pass.
+    """Memory of a rank at one point of a pass, in bytes.
 
     Attributes:
         moment: the pass.
@@ -96,7 +97,7 @@ class Load(NamedTuple):
 
 
 def loads(moments: Iterable[Moment], stages: Sequence[Sequence[HeldBytes]], tables: int) -> Iterator[Load]:
-    """Yields what a rank holds after each unit's forward, and before and after each unit's backward.
+    """Yield the memory of a rank after each unit's forward, and before and after each unit's backward.
 
     A forward adds what its units save. A backward goes through them in reverse: a recomputed unit temporarily
     needs more, then its saved bytes are freed, except what a weight pass needs.

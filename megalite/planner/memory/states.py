@@ -22,7 +22,7 @@ from megalite.optimizer.registry import OPTIMIZERS, kinds_of, state_elements
 from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.sharding.compressible import compressible
 
-Device = Literal["cuda", "cpu"]
+DeviceType = Literal["cuda", "cpu"]
 
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 """Bytes per element, by train.precision."""
@@ -30,8 +30,7 @@ WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 
 @dataclass(frozen=True)
 class Widths:
-    """Bytes per element of the compute dtype, the accumulate dtype (at least fp32) and an accumulated
-    gradient."""
+    """Bytes per element of the compute dtype, the accumulate dtype (at least fp32) and a gradient."""
 
     compute: int
     accumulate: int
@@ -50,12 +49,18 @@ class Widths:
 
 @dataclass(frozen=True)
 class Sharing:
-    """How the buckets of a domain are sharded: the number of ranks that share them, and the effective ZeRO
-    stage (0 if none do)."""
+    """Sharding of the buckets in a domain.
+
+    Attributes:
+        data: number of ranks over which gradients are summed.
+        shard: number of ranks that share each bucket.
+        replicate: number of groups with the same shards (HSDP).
+        zero: effective ZeRO stage; 0 if the buckets are not sharded.
+    """
 
     data: int
     shard: int
-    replicate: int  # number of groups that hold the same shards (HSDP)
+    replicate: int
     zero: int
 
     @staticmethod
@@ -72,22 +77,21 @@ class Sharing:
         return Sharing(dims.expert_data, dims.expert_shard, dims.expert_data // dims.expert_shard, zero)
 
     def kept(self, bucket: BucketLayout) -> int:
-        """Elements of a bucket whose optimizer state one rank keeps; for a frozen bucket, elements of its
-        weights."""
+        """Return the elements of a bucket whose optimizer state one rank keeps; if frozen, of its weights."""
         return bucket.size // self.shard if bucket.trainable or self.weights_sharded else bucket.size
 
     @property
     def weights_sharded(self) -> bool:
-        """Whether weights are gathered only while they are used (ZeRO-3)."""
+        """Return whether weights are gathered only while they are used (ZeRO-3)."""
         return self.zero == 3
 
     def gradients_sharded(self, bucket: BucketLayout, deterministic: bool) -> bool:
-        """Whether only this rank's shard of a bucket's gradients is kept (ZeRO-2 and 3)."""
+        """Return whether only this rank's shard of a bucket's gradients is kept (ZeRO-2 and 3)."""
         return self.zero >= 2 and self.shard > 1 and not (deterministic and bucket.both_ends)
 
 
 def _state(config: Config, bucket: BucketLayout, shard: int) -> int:
-    """Elements of state of a shard of a bucket, besides the master weights."""
+    """Return the elements of optimizer state in a shard of a bucket, without the master weights."""
     if not bucket.trainable:
         return 0
     ranks = Sharing.of(config, bucket.domain).shard
@@ -96,8 +100,10 @@ def _state(config: Config, bucket: BucketLayout, shard: int) -> int:
 
 
 def fullest_shard(config: Config, buckets: Sequence[BucketLayout]) -> int:
-    """The shard with the most optimizer state: all have as much, unless the optimizer keeps more of some
-    tensors than of others."""
+    """Return the index of the shard with the most optimizer state.
+
+    All have the same amount, unless the optimizer keeps more state for some tensors than for others.
+    """
     if OPTIMIZERS[config.optimizer.name].uniform:
         return 0
     return max(
@@ -107,8 +113,9 @@ def fullest_shard(config: Config, buckets: Sequence[BucketLayout]) -> int:
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Bytes of the tensors in a checkpoint, all ranks together: weights (masters where they are trained) and
-    the optimizer's state of them.
+    """Return the bytes of the tensors in a checkpoint, over all ranks.
+
+    These are weights (master weights if they are trained) and their optimizer state.
 
     What PowerSGD and routers keep besides is left out.
     """
@@ -154,12 +161,12 @@ class States:
 
     @property
     def optimizer(self) -> int:
-        """Optimizer state kept between steps, on the device, in CPU memory or on disk."""
+        """Return the optimizer state kept between steps, on the device, in CPU memory or on disk."""
         return self.master + self.moments + self.powersgd
 
     @property
     def device(self) -> int:
-        """Bytes on the device while a step runs."""
+        """Return the bytes on the device while a step runs."""
         return self.weights + self.gradients + self.optimizer + self.copies - self.host - self.disk
 
     def __add__(self, other: States) -> States:
@@ -170,10 +177,10 @@ def model_states(
     config: Config,
     buckets: Sequence[BucketLayout],
     pp_rank: int,
-    device: Device = "cuda",
+    device: DeviceType = "cuda",
     shard: int | None = None,
 ) -> States:
-    """The states of a pipeline rank that has these buckets.
+    """Return the states of a pipeline rank with these buckets.
 
     Args:
         device: the device that computes; offloading to CPU memory moves state off the device only if this is
@@ -191,7 +198,7 @@ def model_states(
     return total
 
 
-def _bucket(config: Config, bucket: BucketLayout, device: Device, shard: int) -> States:
+def _bucket(config: Config, bucket: BucketLayout, device: DeviceType, shard: int) -> States:
     parallel, widths, sharing = config.parallel, Widths.of(config), Sharing.of(config, bucket.domain)
     kept, sharded = sharing.kept(bucket), sharing.weights_sharded
     weights = (kept if sharded else bucket.size) * widths.compute
@@ -215,7 +222,7 @@ def _bucket(config: Config, bucket: BucketLayout, device: Device, shard: int) ->
 
 
 def _gradients(config: Config, bucket: BucketLayout) -> int:
-    """Gradient elements that are kept between microbatches."""
+    """Return the number of gradient elements that are kept between microbatches."""
     sharing, deterministic = Sharing.of(config, bucket.domain), config.run.deterministic
     if not bucket.trainable:
         return 0
@@ -225,18 +232,20 @@ def _gradients(config: Config, bucket: BucketLayout) -> int:
 
 
 def matrices(config: Config, bucket: BucketLayout) -> list[tuple[int, int]]:
-    """Shapes of the bucket's matrices whose gradients PowerSGD compresses, see
-    `megalite.parallel.sharding.powersgd`."""
+    """Return the shapes of the bucket's matrices whose gradients PowerSGD compresses.
+
+    See `megalite.parallel.sharding.powersgd`.
+    """
     parallel = config.parallel
     alone = Sharing.of(config).data == 1 or Sharing.of(config, bucket.domain).data == 1
     if not parallel.powersgd_rank or alone or not bucket.trainable:
         return []
     at = Coordinates({"tp": AxisPlace(0, parallel.tp), "expert": AxisPlace(0, parallel.ep)})
     segments = [segment for slot in bucket.slots for segment in slot.spec.segments]
-    found = [compressible(segment, segment.local(at), parallel.powersgd_rank) for segment in segments]
-    return [(each.n, each.m) for each in found if each is not None for _ in range(each.number)]
+    compressed = [compressible(segment, segment.local(at), parallel.powersgd_rank) for segment in segments]
+    return [(each.n, each.m) for each in compressed if each is not None for _ in range(each.number)]
 
 
 def _compressed(config: Config, bucket: BucketLayout) -> int:
-    """Elements of the errors and factors that PowerSGD keeps for a bucket."""
+    """Return the number of elements in the errors and factors that PowerSGD keeps for a bucket."""
     return sum(n * m + m * (config.parallel.powersgd_rank or 0) for n, m in matrices(config, bucket))

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megalite.config.recompute import shown
-from megalite.planner.cost.expert_exchange import all_on_one_rank, worst_bytes
-from megalite.planner.hardware.constants import ALIKE, INTERVAL, interval
+from megalite.planner.cost.expert_exchange import describe_worst_load, worst_expert_bytes
+from megalite.planner.hardware.constants import ALIKE, INTERVAL, prediction_interval
 from megalite.planner.search.best_first import Plan, Search
-from megalite.planner.search.run_config import USABLE, broken_rule, configured
+from megalite.planner.search.run_config import USABLE, apply_layout, first_broken_rule
 from megalite.planner.time.step import LayoutChoice, PlannedJob, StepTime
 from megalite.system.text import aligned
 
@@ -52,12 +52,12 @@ COLUMNS = (
 
 
 def amount(size: float) -> str:
-    """Bytes in GiB or MiB, formatted for display."""
+    """Format bytes in GiB or MiB."""
     return f"{size / GIB:,.1f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:,.1f} MiB"
 
 
-def described(choice: LayoutChoice) -> str:
-    """A one-line description of a choice."""
+def describe_layout(choice: LayoutChoice) -> str:
+    """Describe a layout in one line."""
     sizes = {"tp": choice.tp, "cp": choice.cp, "pp": choice.pp, "dp": choice.dp}
     parts = [f"{name}{size}" for name, size in sizes.items() if size > 1] or ["one device"]
     parts += [method(choice)] if choice.cp > 1 else []
@@ -77,13 +77,13 @@ def described(choice: LayoutChoice) -> str:
 
 
 def method(choice: LayoutChoice) -> str:
-    """That of context parallelism; in a ring of groups, with their size."""
+    """Return the method of context parallelism; for a ring of groups, with their size."""
     name = choice.context if choice.context_inner == 1 else f"{choice.context}/{choice.context_inner}"
     return f"{name} of balanced parts" if choice.context_parts == "balanced" else name
 
 
 def zero_of(choice: LayoutChoice) -> str:
-    """The stage; where only some of the data ranks share, with their number."""
+    """Return the ZeRO stage, with the number of ranks if only some of the data ranks share."""
     return str(choice.zero) if choice.dp_shard is None else f"{choice.zero} within {choice.dp_shard}"
 
 
@@ -93,7 +93,7 @@ def offloaded(choice: LayoutChoice) -> str:
 
 
 def row(job: PlannedJob, plan: Plan) -> tuple[str, ...]:
-    """A plan as cells under COLUMNS."""
+    """Return a plan as cells under COLUMNS."""
     choice, step = plan.choice, plan.step
     palm, causal = job.mfu(choice, step.total)
     place = choice.offload + ("+weights" if choice.offload_parameters else "")
@@ -116,7 +116,7 @@ def row(job: PlannedJob, plan: Plan) -> tuple[str, ...]:
         f"{plan.memory.total / GIB:.1f}",
         f"{step.total:.4g}",
     )
-    sure = "–".join(f"{end:.3g}" for end in interval(step.total)) if job.device.compared else "-"
+    sure = "–".join(f"{end:.3g}" for end in prediction_interval(step.total)) if job.device.compared else "-"
     speed = (
         f"{job.tokens_per_second_per_gpu(choice, step.total):,.0f}",
         f"{palm:.1%}",
@@ -127,12 +127,12 @@ def row(job: PlannedJob, plan: Plan) -> tuple[str, ...]:
 
 
 def table(rows: Sequence[Sequence[str]], heading: Sequence[str] = COLUMNS) -> str:
-    """Aligned text."""
+    """Return rows as aligned text."""
     return "\n".join(aligned([heading, *rows]))
 
 
-def as_json(job: PlannedJob, plan: Plan, cost: dict[str, float | None]) -> dict[str, Any]:
-    """A plan as plain data."""
+def plan_as_json(job: PlannedJob, plan: Plan, cost: dict[str, float | None]) -> dict[str, Any]:
+    """Return a plan as plain data."""
     choice, step = plan.choice, plan.step
     palm, causal = job.mfu(choice, step.total)
     return {
@@ -159,7 +159,7 @@ def as_json(job: PlannedJob, plan: Plan, cost: dict[str, float | None]) -> dict[
         "memory_bytes": plan.memory.total,
         "memory": plan.memory.to_dict(),
         "step_time_s": step.total,
-        "step_time_interval_s": list(interval(step.total)) if job.device.compared else None,
+        "step_time_interval_s": list(prediction_interval(step.total)) if job.device.compared else None,
         "step_time_parts_s": step.parts(),
         "bubble_fraction": step.bubble_fraction,
         "tokens_per_second_per_gpu": job.tokens_per_second_per_gpu(choice, step.total),
@@ -176,14 +176,14 @@ def as_json(job: PlannedJob, plan: Plan, cost: dict[str, float | None]) -> dict[
 
 
 def winner(search: Search, plans: Sequence[Plan]) -> list[str]:
-    """The time and memory of the best plan, what limits it, and how the next plans compare."""
+    """Describe the best plan: its time and memory, what limits it, and how the next plans compare."""
     best, room = plans[0], search.job.device.memory
     shares = sorted(
         ((value / best.step.total, name) for name, value in best.step.parts().items()), reverse=True
     )
     spent = [f"{PARTS[name]} {share:.1%}" for share, name in shares if share >= 0.005]
     sentences = [
-        f"Fastest: {described(best.choice)}. A step takes {best.step.total:.4g} s: {', '.join(spent)}.",
+        f"Fastest: {describe_layout(best.choice)}. A step takes {best.step.total:.4g} s: {', '.join(spent)}.",
         f"Its fullest rank takes {amount(best.memory.total)} of {amount(room)}: {memory_parts(best)}.",
         binding(best),
         *imbalance(search, best),
@@ -194,21 +194,21 @@ def winner(search: Search, plans: Sequence[Plan]) -> list[str]:
         if rejected.step.total < best.step.total:
             over = f"{amount(rejected.memory.total)}, and {amount(USABLE * room)} are usable"
             sentences.append(
-                f"Memory rules out {described(rejected.choice)}, which would take {rejected.step.total:.4g} "
-                f"s: it needs {over}."
+                f"Memory rules out {describe_layout(rejected.choice)}, which would take "
+                f"{rejected.step.total:.4g} s: it needs {over}."
             )
     return [*sentences, *ties(search.job, plans), *(loses(best, other) for other in plans[1:3])]
 
 
 def imbalance(search: Search, plan: Plan) -> list[str]:
-    """What the worst load of experts adds to the memory of a plan, which is that of equal load."""
+    """Describe the memory that the worst load of experts adds to a plan, which assumes equal load."""
     if search.job.model.num_experts is None or plan.choice.ep == 1:
         return []
-    config, more = configured(search.base, plan.choice), search.imbalance(plan.choice)
-    room, worst = search.job.device.memory - plan.memory.total, all_on_one_rank(config)
+    config, more = apply_layout(search.base, plan.choice), search.imbalance(plan.choice)
+    room, worst = search.job.device.memory - plan.memory.total, describe_worst_load(config)
     return [
         f"That is for equally loaded experts. {worst[0].upper()}{worst[1:]} and keeps "
-        f"{amount(worst_bytes(config))} more for each mixture "
+        f"{amount(worst_expert_bytes(config))} more for each mixture "
         f"and microbatch; {amount(more)} if that happens in all at once: "
         f"{'more than' if more > room else 'within'} the {amount(room)} "
         "that are left."
@@ -216,7 +216,7 @@ def imbalance(search: Search, plan: Plan) -> list[str]:
 
 
 def uneven_parts(search: Search, plan: Plan) -> list[str]:
-    """What documents make of context parallelism, where ranks attend with their own positions."""
+    """Describe the effect of documents on context parallelism with parts of positions."""
     choice, rows = plan.choice, search.job.rows
     zigzag = rows.imbalance(choice.context, "zigzag") if choice.cp > 1 else 1.0
     if zigzag == 1.0:
@@ -235,9 +235,9 @@ def uneven_parts(search: Search, plan: Plan) -> list[str]:
 
 
 def ties(job: PlannedJob, plans: Sequence[Plan]) -> list[str]:
-    """How sure the predictions are, and how many plans cannot be told apart from the best."""
+    """Describe the accuracy of the predictions, and how many plans are too close to the best to rank."""
     if job.device.compared:
-        low, high = interval(plans[0].step.total)
+        low, high = prediction_interval(plans[0].step.total)
         sure = [
             f"80 % of published runs are within {INTERVAL:.0%} of their prediction: {low:.4g} to {high:.4g} "
             "s here."
@@ -256,7 +256,7 @@ def ties(job: PlannedJob, plans: Sequence[Plan]) -> list[str]:
 
 
 def memory_parts(plan: Plan) -> str:
-    """The parts of memory, largest first."""
+    """List the parts of memory, largest first."""
     memory = plan.memory
     parts = {
         "weights": 0 if plan.choice.offload_parameters else memory.parameters,
@@ -299,7 +299,7 @@ REMEDIES = {
 
 
 def binding(plan: Plan) -> str:
-    """The largest cost other than computation, and how to reduce it."""
+    """Describe the largest cost other than computation, and how to reduce it."""
     parts = plan.step.parts()
     compute = parts.pop("compute")
     largest = max(parts, key=lambda name: parts[name])
@@ -316,7 +316,7 @@ def binding(plan: Plan) -> str:
 
 
 def loses(best: Plan, other: Plan) -> str:
-    """How a plan compares with the best: where its extra time goes, and the difference in memory."""
+    """Compare a plan with the best: where its extra time is spent, and the difference in memory."""
     more = {name: value - best.step.parts()[name] for name, value in other.step.parts().items()}
     worst = max(more, key=lambda name: more[name])
     slower = other.step.total / best.step.total - 1
@@ -324,17 +324,17 @@ def loses(best: Plan, other: Plan) -> str:
     memory = f"{amount(abs(saved))} {'less' if saved > 0 else 'more'}"
     if slower < ALIKE:
         return (
-            f"{described(other.choice)} cannot be told apart from it ({slower:.1%} slower), with {memory} "
-            "memory."
+            f"{describe_layout(other.choice)} cannot be told apart from it ({slower:.1%} slower), with "
+            f"{memory} memory."
         )
     return (
-        f"{described(other.choice)} is {slower:.1%} slower: {PARTS[worst]} takes {more[worst]:.3g} s more, "
-        f"with {memory} memory."
+        f"{describe_layout(other.choice)} is {slower:.1%} slower: {PARTS[worst]} takes {more[worst]:.3g} s "
+        f"more, with {memory} memory."
     )
 
 
 def nothing_fits(search: Search) -> str:
-    """Why no plan fits, explained with the layout that needs the least memory."""
+    """Explain why no plan fits, with the layout that needs the least memory."""
     most_shared = ((core, variant) for core in search.cores() for variant in list(search.variants(core))[-1:])
     core, _ = min(most_shared, key=lambda pair: search.bounds.memory(pair[1]))
     least = min(search.variants(core), key=search.bounds.memory)
@@ -346,20 +346,20 @@ def nothing_fits(search: Search) -> str:
             f"Use more GPUs, {shorter}or a larger device.",
         )
         return (
-            f"Nothing fits: even {described(least)} needs {need}, and {device.name} has "
+            f"Nothing fits: even {describe_layout(least)} needs {need}, and {device.name} has "
             f"{amount(device.memory)}. {way}"
         )
-    if broken := broken_rule(configured(search.base, least), search.gpus):
-        return f"Nothing fits: {described(least)}, which needs the least memory, is refused. {broken}"
+    if broken := first_broken_rule(apply_layout(search.base, least), search.gpus):
+        return f"Nothing fits: {describe_layout(least)}, which needs the least memory, is refused. {broken}"
     need = f"{amount(memory.states.host)} of host memory per rank, and {amount(device.host_size)} are assumed"
     return (
-        f"Nothing fits: {described(least)}, which needs the least memory, needs {need}. Use more GPUs, or "
-        "--offload disk."
+        f"Nothing fits: {describe_layout(least)}, which needs the least memory, needs {need}. Use more "
+        "GPUs, or --offload disk."
     )
 
 
 def illegal(search: Search) -> str:
-    """Why no layout satisfies the user's choices."""
+    """Explain why no layout satisfies the user's choices."""
     fixed = search.fixed
     schedule = str(
         fixed.get("schedule", "interleaved" if int(fixed.get("virtual_stages", 1)) > 1 else "1f1b")
@@ -382,10 +382,10 @@ def illegal(search: Search) -> str:
         "ep": int(fixed.get("ep", 1)),
         "sequence_parallel": tp > 1 and search.job.model.num_experts is not None,
     }
-    config = configured(search.base, LayoutChoice(tp, pp, dp, schedule, stages, **more))
+    config = apply_layout(search.base, LayoutChoice(tp, pp, dp, schedule, stages, **more))
     if "virtual_stages" in fixed:
         config.parallel.virtual_stages = stages
-    broken = broken_rule(config, search.gpus)
+    broken = first_broken_rule(config, search.gpus)
     chosen = ", ".join(f"{name} = {value}" for name, value in fixed.items()) or "the batch"
     return broken or f"no sizes go with {chosen}. Fix less, or give other --gpus or --global_batch_size."
 
@@ -396,7 +396,7 @@ def illegal(search: Search) -> str:
 
 @dataclass(frozen=True)
 class Strategy:
-    """One strategy: its name, its effect on memory, and an example."""
+    """A strategy: its name, its effect on memory, and an example."""
 
     name: str
     why: str
@@ -404,7 +404,7 @@ class Strategy:
 
 
 def ladder(search: Search) -> list[Strategy]:
-    """Strategies from a single device to everything sharded and offloaded on all devices."""
+    """Return strategies from a single device to everything sharded and offloaded on all devices."""
     gpus, node = search.gpus, search.job.device.per_node
     tp = max((size for size in _legal_tp(search) if size <= min(node, gpus)), default=1)
     data = LayoutChoice(dp=gpus, zero=0)
@@ -473,7 +473,7 @@ def _legal_tp(search: Search) -> list[int]:
 
 
 def _largest_ep(search: Search) -> int:
-    """The largest size that divides the experts, inside a node."""
+    """Return the largest ep inside a node that divides the experts."""
     model, node = search.job.model, min(search.gpus, search.job.device.per_node)
     return max(
         ep for ep in range(1, node + 1) if (model.num_experts or 1) % ep == 0 and search.gpus % ep == 0
@@ -481,7 +481,7 @@ def _largest_ep(search: Search) -> int:
 
 
 def _split_rows(search: Search) -> list[LayoutChoice]:
-    """With recomputation and everything sharded, rows split over as many ranks as a node has."""
+    """Return a layout with rows split over the ranks of a node, recomputation and everything sharded."""
     cores = [
         core
         for core in search.cores()
@@ -495,13 +495,13 @@ def _split_rows(search: Search) -> list[LayoutChoice]:
 
 
 def _pipelines(search: Search, both: LayoutChoice) -> list[LayoutChoice]:
-    """With tensor parallelism inside the node, the shortest legal pipeline."""
+    """Return the shortest legal pipeline with tensor parallelism inside the node."""
     lengths = sorted({core.pp for core in search.cores() if core.pp > 1 and core.tp == both.tp})
     return [replace(both, pp=pp, dp=search.gpus // (both.tp * pp), zero=1) for pp in lengths[:1]]
 
 
 def walk(search: Search) -> list[str]:
-    """The ladder with this model's numbers: memory, step time, and whether it fits."""
+    """Describe each strategy of the ladder for this model: memory, step time, and whether it fits."""
     lines, first = [], True
     for rung in ladder(search):
         if search.job.global_batch_size % rung.choice.dp:
@@ -524,7 +524,7 @@ def walk(search: Search) -> list[str]:
 
 
 def time_parts(step: StepTime) -> str:
-    """The largest part of a step other than computation."""
+    """Describe the largest part of a step other than computation."""
     parts = {name: value for name, value in step.parts().items() if name != "compute"}
     largest = max(parts, key=lambda name: parts[name])
     return f"apart from computation, the largest part is {PARTS[largest]}, {parts[largest] / step.total:.1%}"

@@ -13,21 +13,24 @@ from megalite.assembly import plan
 from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
 from megalite.planner.memory.buffers import NARROW
-from megalite.planner.memory.estimate import settled
+from megalite.planner.memory.estimate import resolve_layout
 from megalite.planner.memory.states import Sharing, Widths
 from megalite.planner.report.explanation import amount
 from megalite.planner.time.traffic import ring
 
 
-def hint(config: Config, world_size: int, per_node: int) -> str | None:
-    """A line if ZeRO-2 reduces several microbatches between nodes; per_node: ranks of a node."""
+def zero2_hint(config: Config, world_size: int, per_node: int) -> str | None:
+    """Return a line if ZeRO-2 reduces several microbatches between nodes.
+
+    per_node: number of ranks on a node.
+    """
     parallel, dims = config.parallel, ParallelDims.of(config, world_size)
     # ranks of a group of data = dp · cp on a node: tp is innermost, then cp, then dp
     local = per_node // parallel.tp
     alone = parallel.zero != 2 or dims.microbatches < 2
     if alone or world_size <= per_node or local < 1 or min(dims.shard, dims.data) <= local:
         return None
-    config = settled(config, world_size)
+    config = resolve_layout(config, world_size)
     options = {
         "ZeRO-2": _sent(config, local),
         "parallel.zero: 1": _sent(with_parallel(config, zero=1), local),
@@ -45,12 +48,15 @@ def hint(config: Config, world_size: int, per_node: int) -> str | None:
 
 
 def with_parallel(config: Config, **changed: object) -> Config:
-    """The configuration with other options of its section parallel."""
+    """Return the configuration with other options in its section parallel."""
     return replace(config, parallel=replace(config.parallel, **changed))  # type: ignore[arg-type]
 
 
 def _sent(config: Config, local: int) -> float:
-    """Bytes that each network card sends a step over data parallelism, on the fullest pipeline rank."""
+    """Return the bytes that each network card sends per step over data parallelism.
+
+    They are those of the fullest pipeline rank.
+    """
     return max(_rank(config, pp_rank, local) for pp_rank in range(config.parallel.pp))
 
 

@@ -22,11 +22,11 @@ from itertools import count
 from typing import Literal
 
 from megalite.assembly import plan
+from megalite.config.dims import fixed_stages
 from megalite.config.recompute import BUDGET, shown
 from megalite.config.schema import Config
 from megalite.parallel.pipeline.gather_actions import with_gathering
 from megalite.parallel.pipeline.generator import SCHEDULES, chunks_of
-from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.schedule import Schedule, Unit
 from megalite.parallel.pipeline.send_recv_actions import with_communication
 from megalite.parallel.sharding.buckets import BucketLayout
@@ -35,7 +35,7 @@ from megalite.planner.cost.context_exchange import UNEVEN
 from megalite.planner.cost.expert_exchange import worst_total
 from megalite.planner.memory.estimate import RankMemory, estimate
 from megalite.planner.search.bounds import LayoutBounds, followed
-from megalite.planner.search.run_config import USABLE, broken_rule, configured
+from megalite.planner.search.run_config import USABLE, apply_layout, first_broken_rule
 from megalite.planner.time.schedule_time import PipelineShape, schedule_of
 from megalite.planner.time.step import LayoutChoice, PlannedJob, Stepper, StepTime, recomputed_share
 from megalite.system.progress import Report, silent
@@ -49,7 +49,7 @@ SHORTEST_PART = 8192
 
 @dataclass(frozen=True)
 class Plan:
-    """One layout with its predicted time and memory.
+    """A layout with its predicted time and memory.
 
     Attributes:
         step: its predicted time.
@@ -82,7 +82,7 @@ Entry = tuple[float, Refinement, int, LayoutChoice, StepTime | None]
 
 @dataclass(eq=False)
 class Search:
-    """Searches for plans of a job.
+    """Search for the fastest plans of a job.
 
     Args:
         base: the configuration that all plans share.
@@ -107,7 +107,7 @@ class Search:
         self.room = USABLE * self.job.device.memory
         self._communicating = lru_cache(maxsize=None)(_communicating)
         self._gathering = lru_cache(maxsize=8)(self._with_gathers)
-        self.found: dict[LayoutChoice, Plan] = {}
+        self.plans_by_family: dict[LayoutChoice, Plan] = {}
         self._problems: dict[LayoutChoice, BudgetProblem] = {}
         self._buckets: dict[tuple[int, int, bool, int], dict[Hashable, list[BucketLayout]]] = {}
         self._gathered: dict[LayoutChoice, tuple[tuple[Unit, ...], ...]] = {}
@@ -116,8 +116,10 @@ class Search:
         self._too_large: dict[LayoutChoice, list[tuple[int, float]]] = {}
 
     def plans(self) -> list[Plan]:
-        """The fastest plans that fit, fastest first; at most `wanted`. Each is in `found` as soon as it is
-        known."""
+        """Return the fastest plans that fit, fastest first; at most `wanted`.
+
+        Each is in `plans_by_family` as soon as it is found.
+        """
         number = count()
         heap: list[Entry] = []
         for layout in self.layouts():
@@ -126,11 +128,11 @@ class Search:
             self.considered += len(self._schedules(layout)) * len(ways)
             heap.append((self.stepper.divided(layout), Refinement.DIVIDED, next(number), layout, None))
         heapq.heapify(heap)
-        found = self.found
-        while heap and len(found) < self.wanted:
-            self.progress("searching", len(found), self.wanted, "plans")
+        plans = self.plans_by_family
+        while heap and len(plans) < self.wanted:
+            self.progress("searching", len(plans), self.wanted, "plans")
             time, level, _, choice, step = heapq.heappop(heap)
-            if level <= Refinement.VARIED and found.keys() & _families(choice):
+            if level <= Refinement.VARIED and plans.keys() & _families(choice):
                 continue  # a faster one is among the plans
             if level is not Refinement.DECIDED:
                 for new_time, new_level, variant, timed in self._refined(time, level, choice):
@@ -138,22 +140,25 @@ class Search:
                 continue
             plan = self.plan(choice, step)
             if plan.fits:
-                found[_family(choice)] = plan
+                plans[_family(choice)] = plan
             else:
                 self.rejected = self.rejected or choice
-        return list(found.values())
+        return list(plans.values())
 
     def until_interrupted(self) -> tuple[list[Plan], bool]:
-        """The plans, and whether they are all: after Ctrl-C those that are found, which are the fastest."""
+        """Return the plans, and whether the search was completed.
+
+        After Ctrl-C the plans are those found so far, which are the fastest.
+        """
         try:
             return self.plans(), True
         except KeyboardInterrupt:
-            return list(self.found.values()), False
+            return list(self.plans_by_family.values()), False
 
     def _refined(
         self, time: float, level: Refinement, choice: LayoutChoice
     ) -> Iterator[tuple[float, Refinement, LayoutChoice, StepTime | None]]:
-        """What takes the place of an entry that is not complete yet."""
+        """Yield the entries that replace an entry that is not decided yet."""
         if level is Refinement.DIVIDED:
             for core in self.scheduled(choice):
                 yield max(time, self.stepper.filled(core)), Refinement.PARTITIONED, core, None
@@ -220,8 +225,10 @@ class Search:
         return choice
 
     def _problem(self, choice: LayoutChoice, messages: bool) -> BudgetProblem:
-        """What a choice may recompute. Choices that differ only in ZeRO and offload share all but the bytes
-        that they have for it."""
+        """Return the recomputation problem of a choice.
+
+        Choices that differ only in ZeRO and offload share everything except the available bytes.
+        """
         key = replace(choice, zero=0, dp_shard=None, offload="none", offload_parameters=False, recompute="")
         config, device = self._run(choice)
         schedule = self._carried_out(choice, config, messages)
@@ -234,43 +241,49 @@ class Search:
 
     @staticmethod
     def _holds(choice: LayoutChoice) -> tuple[int, float]:
-        """Micro-batch size, and the negated share of the layers that are recomputed: at most all within a
-        budget."""
+        """Return the micro-batch size and the negated fraction of recomputed layers.
+
+        A budget counts as recomputing all of them.
+        """
         return choice.micro_batch_size, -1.0 if shown(choice.recompute) == BUDGET else -recomputed_share(
             choice.recompute
         )
 
     def _did_not_fit(self, choice: LayoutChoice) -> bool:
-        """Whether a choice that holds no more did not fit."""
+        """Return whether a choice that holds no more did not fit."""
         kept, others = self._holds(choice), self._too_large.get(self._states_of(choice), ())
         return any(all(a <= b for a, b in zip(other, kept, strict=True)) for other in others)
 
     @staticmethod
     def _states_of(choice: LayoutChoice) -> LayoutChoice:
-        """The key of choices that differ only in their activations."""
+        """Return the key of choices that differ only in their activations."""
         return replace(choice, micro_batch_size=0, recompute="")
 
     def plan(self, choice: LayoutChoice, step: StepTime | None = None) -> Plan:
-        """The plan of any choice, with its time and memory; the choice may use fewer devices than the
-        search."""
+        """Return the plan of any choice, with its time and memory.
+
+        The choice may use fewer devices than the search.
+        """
         fullest = max(self.memory(choice), key=lambda rank: rank.total)
         inside = fullest.total <= self.room and fullest.states.host <= USABLE * self.job.device.host_size
         if not inside:
             self._too_large.setdefault(self._states_of(choice), []).append(self._holds(choice))
-        fits = inside and broken_rule(configured(self.base, choice), choice.gpus) is None
+        fits = inside and first_broken_rule(apply_layout(self.base, choice), choice.gpus) is None
         return Plan(choice, step or self.stepper.step(choice), fullest, fits)
 
     # --- candidates
     # --------------------------------------------------------------------------------------------------------
 
     def cores(self) -> Iterator[LayoutChoice]:
-        """Choices of everything except ZeRO and offload."""
+        """Yield choices of everything except ZeRO and offload."""
         for layout in self.layouts():
             yield from self.scheduled(layout)
 
     def layouts(self) -> Iterator[LayoutChoice]:
-        """Choices of everything except schedule, ZeRO and offload: legal sizes, micro-batch sizes,
-        recomputation."""
+        """Yield choices of everything except schedule, ZeRO and offload.
+
+        These are legal sizes, micro-batch sizes and recomputation.
+        """
         sizes = self._sizes("pp", _divisors(self.gpus))
         for done, pp in enumerate(sizes):
             self.progress("listing the legal layouts", done, len(sizes), "pipeline sizes")
@@ -286,15 +299,17 @@ class Search:
                         )
 
     def scheduled(self, layout: LayoutChoice) -> Iterator[LayoutChoice]:
-        """A layout with each legal schedule."""
+        """Yield a layout with each legal schedule."""
         return (
             replace(layout, schedule=schedule, virtual_stages=stages)
             for schedule, stages in self._schedules(layout)
         )
 
     def _schedules(self, layout: LayoutChoice) -> list[tuple[str, int]]:
-        """(schedule, stages per rank) pairs with which a layout breaks no rule; its micro-batch size and
-        experts do not matter."""
+        """Return the (schedule, stages per rank) pairs with which a layout breaks no rule.
+
+        Its micro-batch size and experts do not matter.
+        """
         frame = replace(layout, micro_batch_size=1, recompute="none", ep=1, expert_dispatch="all_to_all")
         if frame not in self._legal:
             each = (
@@ -302,7 +317,9 @@ class Search:
                 for pair in self._schedules_of(frame.pp)
             )
             self._legal[frame] = [
-                pair for pair, core in each if broken_rule(configured(self.base, core), self.gpus) is None
+                pair
+                for pair, core in each
+                if first_broken_rule(apply_layout(self.base, core), self.gpus) is None
             ]
         return self._legal[frame]
 
@@ -321,41 +338,43 @@ class Search:
             inside = tp * cp <= self.job.device.per_node
             gathers = inside or rows.imbalance("ring", parts) > UNEVEN
             for context in self._names("context", ("ulysses", "gather" if gathers else "ring")):
-                found = LayoutChoice(
+                choice = LayoutChoice(
                     cp=cp, context=context, context_parts="zigzag" if context == "ulysses" else parts
                 )
-                yield found
+                yield choice
                 inner = math.gcd(cp, self.job.device.per_node // tp)
                 if context == "ring" and 1 < inner < cp:
-                    yield replace(found, context_inner=inner)
+                    yield replace(choice, context_inner=inner)
 
     def _cuts_nodes(self, size: int) -> bool:
-        """Whether some groups of consecutive ranks would span nodes unevenly, so that every layer waits for
-        the network."""
+        """Return whether some groups of consecutive ranks would span nodes unevenly.
+
+        Every layer would then wait for the network.
+        """
         node = self.job.device.per_node
         return self.gpus > node and node % size != 0 and size % node != 0
 
     def variants(self, core: LayoutChoice) -> Iterator[LayoutChoice]:
-        """A core with each ZeRO stage and offload. On a CPU, offloading to CPU memory is left out."""
+        """Yield a core with each ZeRO stage and offload. CPUs have no offload to CPU memory."""
         return (
             replace(core, zero=zero, dp_shard=shard, offload=offload, offload_parameters=weights)
             for zero, shard, offload, weights in self._ways(core)
         )
 
     def _ways(self, layout: LayoutChoice) -> list[tuple[int, int | None, str, bool]]:
-        """zero, dp_shard, offload and offload_parameters of each variant of a layout."""
+        """Return zero, dp_shard, offload and offload_parameters of each variant of a layout."""
         shards: Sequence[int | None] = self._shards(layout)
         unsharded: Sequence[int | None] = [] if "dp_shard" in self.fixed else [None]
-        found: list[tuple[int, int | None, str, bool]] = []
+        ways: list[tuple[int, int | None, str, bool]] = []
         for offload in self._names(
             "offload", ("none", "disk") if self.job.device.cpu else ("none", "cpu", "disk")
         ):
             own = shards if offload == "none" else shards[:1]
             for zero in self._sizes("zero", (1, 0, 2, 3) if layout.data > 1 else (1,)):
-                found += [(zero, shard, offload, False) for shard in (own if zero else unsharded)]
+                ways += [(zero, shard, offload, False) for shard in (own if zero else unsharded)]
             if offload != "none" and self.fixed.get("zero", 3) == 3:
-                found += [(3, shard, offload, True) for shard in own]
-        return found
+                ways += [(3, shard, offload, True) for shard in own]
+        return ways
 
     def _shards(self, core: LayoutChoice) -> Sequence[int | None]:
         """Numbers of data ranks over which ZeRO may shard: all (None), and where they are on several nodes
@@ -368,17 +387,19 @@ class Search:
         return [None, local] if whole and 1 < local < core.data else [None]
 
     def _sizes(self, name: str, otherwise: Sequence[int]) -> Sequence[int]:
-        """The value that the user has fixed, or else all candidates."""
+        """Return the value that the user has fixed, or else all candidates."""
         return [int(self.fixed[name])] if name in self.fixed else otherwise
 
     def _names(self, name: str, otherwise: Sequence[str]) -> Sequence[str]:
         return [str(self.fixed[name])] if name in self.fixed else otherwise
 
     def _schedules_of(self, pp: int) -> Iterator[tuple[str, int]]:
-        """(schedule, stages per rank) pairs that give each stage at least one layer; on one rank only
-        1f1b."""
+        """Yield (schedule, stages per rank) pairs that give each stage at least one layer.
+
+        On one rank the schedule is 1f1b.
+        """
         for name in self._names("schedule", SCHEDULES if pp > 1 else ("1f1b",)):
-            free = RECIPES[name].chunks is None
+            free = fixed_stages(name) is None
             for stages in self._sizes(
                 "virtual_stages", self._even_stages(pp) if free else (chunks_of(name),)
             ):
@@ -386,8 +407,10 @@ class Search:
                     yield name, stages
 
     def _even_stages(self, pp: int) -> list[int]:
-        """Numbers of virtual stages that split evenly the layers, or the layers plus embedding and head as
-        one layer each; else the two smallest."""
+        """Return numbers of virtual stages that split the layers evenly, or else the two smallest.
+
+        The embedding and the head may also count as one layer each.
+        """
         layers = self.job.model.num_hidden_layers
         most = range(2, layers // pp + 1)
         return [
@@ -430,31 +453,35 @@ class Search:
     # --------------------------------------------------------------------------------------------------------
 
     def memory(self, choice: LayoutChoice) -> list[RankMemory]:
-        """The memory of every pipeline rank. What is in flight stops growing after a few microbatches, so
-        only those are followed."""
+        """Return the memory of every pipeline rank.
+
+        Memory stops growing after a few microbatches, so only those are simulated.
+        """
         if choice.recompute == BUDGET:  # the least that it may need
             choice = replace(choice, recompute="full")
         config, device = self._run(choice)
-        found = estimate(config, choice.gpus, device, self._schedule(choice))
-        if choice.zero < 3 or max(rank.total for rank in found) > self.room:
-            return found
+        ranks = estimate(config, choice.gpus, device, self._schedule(choice))
+        if choice.zero < 3 or max(rank.total for rank in ranks) > self.room:
+            return ranks
         # with gathered weights
         return estimate(config, choice.gpus, device, self._carried_out(choice, config))
 
     def imbalance(self, choice: LayoutChoice) -> int:
-        """Bytes that the fullest rank needs in addition if all tokens choose the experts of one rank, in all
-        mixtures and microbatches."""
+        """Return the additional bytes on the fullest rank if all tokens choose the experts of one rank.
+
+        It is assumed for all mixtures and microbatches.
+        """
         return worst_total(self._run(choice)[0], self._schedule(choice))
 
     def _run(self, choice: LayoutChoice) -> tuple[Config, Literal["cpu", "cuda"]]:
-        """The configuration of a choice, and what it runs on."""
-        config = configured(self.base, choice)
+        """Return the configuration of a choice, and its device type."""
+        config = apply_layout(self.base, choice)
         # already known, and expensive to find
         config.parallel.partition = self.stepper.layers_of_stages(choice.dims.stages)
         return config, "cpu" if self.job.device.cpu else "cuda"
 
     def _carried_out(self, choice: LayoutChoice, config: Config, messages: bool = True) -> Schedule:
-        """The schedule of a choice with its messages, and the gathers and reshards of ZeRO-3."""
+        """Return the schedule of a choice with its messages, and the gathers and reshards of ZeRO-3."""
         stored = replace(choice, micro_batch_size=0, recompute="")
         if stored not in self._gathered:
             self._gathered[stored] = plan.gathered_units(config)
@@ -485,7 +512,7 @@ def _family(choice: LayoutChoice) -> LayoutChoice:
 
 
 def _families(choice: LayoutChoice) -> set[LayoutChoice]:
-    """The families of a choice, and of the one without its offload."""
+    """Return the families of a choice, and of the same choice without offload."""
     return {_family(choice), _family(replace(choice, offload="none", offload_parameters=False))}
 
 

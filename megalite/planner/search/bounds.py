@@ -27,7 +27,7 @@ from megalite.planner.memory.activations import Activations
 from megalite.planner.memory.domains import Parameters, shares
 from megalite.planner.memory.peak_passes import fullest
 from megalite.planner.memory.states import Widths
-from megalite.planner.search.run_config import configured
+from megalite.planner.search.run_config import apply_layout
 from megalite.planner.time.schedule_time import PipelineShape, schedule_of
 from megalite.planner.time.step import LayoutChoice, Stepper
 
@@ -38,8 +38,11 @@ AHEAD = 2  # memory is followed for this many times pp microbatches in flight: n
 
 
 class _StageBytes(NamedTuple):
-    """Bytes of a stage and one microbatch: kept until its backward, kept until its weight pass, and at most
-    needed during a layer's backward."""
+    """Bytes of a stage and one microbatch.
+
+    saved: kept until its backward; stash: kept until its weight pass; largest: bound during a layer's
+    backward.
+    """
 
     saved: float
     stash: float
@@ -47,16 +50,17 @@ class _StageBytes(NamedTuple):
 
 
 class _Peak(NamedTuple):
-    """The largest load of a rank: bytes, and of how many microbatches each of its stages then holds what its
-    backward needs."""
+    """Largest load of a rank.
+
+    bytes: its size; held: for each stage, the microbatches whose tensors are kept for backward.
+    """
 
     bytes: float
     held: tuple[int, ...]
 
 
 class _Rank(NamedTuple):
-    """A pipeline rank: its number, its parameters, those of its layers, and the layers of each of its
-    stages."""
+    """A pipeline rank: its number, its parameters, those of its layers, and the layers of its stages."""
 
     number: int
     parameters: Parameters
@@ -69,8 +73,9 @@ class _Rank(NamedTuple):
 
 
 class LayoutBounds:
-    """Lower bounds for the choices of one job, on the first and the last pipeline rank and on that with the
-    most parameters.
+    """Lower bounds for the layouts of one job on a few pipeline ranks.
+
+    These are the first, the last, and the one with the most parameters.
 
     Args:
         base: the configuration that all choices share.
@@ -87,14 +92,13 @@ class LayoutBounds:
         self._orders = lru_cache(maxsize=None)(_Order)
 
     def memory(self, choice: LayoutChoice) -> float:
-        """Bytes of states and activations; a budget recomputes everything."""
+        """Return a lower bound of the bytes of states and activations; a budget recomputes everything."""
         return BOUND * max(
             self._states(choice, rank) + self._least_peak(choice, rank) for rank in self._ranks(choice)
         )
 
     def roomy(self, variants: Sequence[LayoutChoice], room: float) -> list[LayoutChoice]:
-        """Those of some choices whose `memory` is within `room` bytes. They differ only in ZeRO and
-        offload."""
+        """Return the choices whose `memory` is within `room` bytes. They differ only in ZeRO and offload."""
         left = list(variants)
         for rank in self._ranks(variants[0]):
             states = [(choice, self._states(choice, rank)) for choice in left]
@@ -105,8 +109,10 @@ class LayoutBounds:
         return left
 
     def alone(self, choice: LayoutChoice) -> float:
-        """Seconds of a step from the rank with the most parameters alone, see `Stepper.alone`: less than
-        `time`, and found faster."""
+        """Return the step seconds of the rank with the most parameters alone.
+
+        See `Stepper.alone`. It is less than `time`, and cheaper to compute.
+        """
         return self.stepper.alone(
             choice, max(self._ranks(choice), key=lambda rank: rank.parameters.stored).number
         )
@@ -156,13 +162,14 @@ class LayoutBounds:
         )
 
     def recomputation(self, choice: LayoutChoice, room: float) -> dict[int, float]:
-        """Pipeline rank → seconds per microbatch that it recomputes at least to need at most `room` bytes;
-        infinite if that is not enough.
+        """Return the least recomputation seconds per microbatch so that each rank fits in `room` bytes.
+
+        Infinity if recomputing everything is not enough.
 
         The relaxation of the programme that `budget` solves, with fractions of layers; empty for choices that
         do not leave it to a budget.
         """
-        found: dict[int, float] = {}
+        seconds: dict[int, float] = {}
         for rank in self._ranks(choice) if shown(choice.recompute) == BUDGET else ():
             key = (
                 *self._key(choice),
@@ -178,35 +185,36 @@ class LayoutBounds:
             kept, relaxation = self._kept[key]
             needed = BOUND * (self._states(choice, rank) + kept) - room
             if needed > 0 and relaxation is not None:
-                found[rank.number] = relaxation.least(needed / BOUND)
-        return found
+                seconds[rank.number] = relaxation.least(needed / BOUND)
+        return seconds
 
     def _relaxation(self, choice: LayoutChoice, rank: _Rank, peak: _Peak) -> Relaxation | None:
-        """What the layers of a rank can recompute: what it frees at the peak. None if these bytes do not add
-        up."""
+        """Return what the layers of a rank can recompute, with what it frees at the peak.
+
+        None if these bytes do not add up.
+        """
         counts = Counter(
             (self.stepper.kinds[index], held)
             for layers, held in zip(rank.stages, peak.held, strict=True)
             for index in layers
         )
-        found: list[ItemGroup] = []
+        items: list[ItemGroup] = []
         for (kind, held), count in counts.items():
             groups = self._groups(choice, kind)
             if groups is None:
                 return None
-            found += [
+            items += [
                 ItemGroup(count, tuple(Option(each.cost, (each.frees[0] * held,)) for each in group))
                 for group in groups
             ]
-        return Relaxation(found)
+        return Relaxation(items)
 
     def ranks(self, choice: LayoutChoice) -> list[int]:
-        """The pipeline ranks that are looked at: those that tend to need most."""
+        """Return the pipeline ranks with bounds, which tend to need the most memory."""
         return [rank.number for rank in self._ranks(choice)]
 
     def _least_peak(self, choice: LayoutChoice, rank: _Rank) -> float:
-        """Bytes of activations at a rank's peak if it recomputes as the choice says (a budget:
-        everything)."""
+        """Return the activation bytes at a rank's peak; with a budget, everything is recomputed."""
         recompute = "full" if choice.recompute == BUDGET else choice.recompute
         key = (
             *self._key(choice),
@@ -230,20 +238,20 @@ class LayoutBounds:
                 placement(choice.schedule, choice.pp, choice.asked_stages),
             )
             starts, parameters = [0, *accumulate(split)], self.stepper.held(choice, sizes)
-            found = []
+            ranks = []
             largest = max(range(choice.pp), key=lambda rank: parameters[rank].stored)
             for number in sorted({0, largest, choice.pp - 1}):
                 own = [stage for stage, rank in enumerate(placed) if rank == number]
                 stages = tuple(tuple(self.stepper.own(starts[stage], starts[stage + 1])) for stage in own)
                 layers = self.stepper.parameters(choice, [index for stage in stages for index in stage])
-                found.append(_Rank(number, parameters[number], layers, stages))
-            self._known[key] = found
+                ranks.append(_Rank(number, parameters[number], layers, stages))
+            self._known[key] = ranks
         return self._known[key]
 
     def _peak(
         self, choice: LayoutChoice, number: int, layers: Sequence[tuple[int, ...]], recompute: str
     ) -> _Peak:
-        """The largest load along a rank's list of actions, as `memory.Profile` follows it."""
+        """Return the largest load over a rank's list of actions, as in `memory.Profile`."""
         stages, peak = [self._stage(choice, recompute, indices) for indices in layers], _Peak(0.0, ())
         for kind, place, held, deferred in self._orders(
             followed(choice, self.job.microbatches(choice)), number
@@ -309,10 +317,10 @@ class LayoutBounds:
         return *split, choice.ep, choice.expert_dispatch, choice.micro_batch_size, choice.splits
 
     def _activations(self, choice: LayoutChoice, recompute: str) -> Activations:
-        """Of a choice's share, on one stage."""
+        """Return the activations of a choice's share on one stage."""
         key = *self._key(choice), recompute
         if key not in self._units:
-            config = configured(
+            config = apply_layout(
                 self.base, replace(choice, pp=1, schedule="1f1b", virtual_stages=1, recompute=recompute)
             )
             self._units[key] = Activations(
@@ -321,13 +329,12 @@ class LayoutBounds:
         return self._units[key]
 
     def _groups(self, choice: LayoutChoice, kind: Hashable) -> tuple[tuple[Option, ...], ...] | None:
-        """What a layer of a kind can recompute: each group of alternatives with their seconds and the bytes
-        that they free."""
+        """Return what a layer of a kind can recompute: groups of options with seconds and freed bytes."""
         key = *self._key(choice), kind
         if key not in self._options:
             activations, operations = self._activations(choice, "none"), self.stepper.operations
             index = self.stepper.kinds.index(kind)
-            found = groups(activations.units, index)
+            candidates = groups(activations.units, index)
             options = [
                 tuple(
                     Option(
@@ -336,16 +343,16 @@ class LayoutBounds:
                     )
                     for each in group
                 )
-                for group in found
+                for group in candidates
             ]
             self._options[key] = (
-                None if any(each.scores for group in found for each in group) else tuple(options)
+                None if any(each.scores for group in candidates for each in group) else tuple(options)
             )
         return self._options[key]
 
 
 class _Order:
-    """What bounds need to know of the passes of a rank, in their order.
+    """Properties of a rank's order of passes that bounds need.
 
     Attributes:
         own: the stages of the rank.
@@ -376,7 +383,7 @@ class _Order:
 
 
 def followed(choice: LayoutChoice, microbatches: int) -> PipelineShape:
-    """The pipeline whose memory is followed: with more microbatches it does not grow."""
+    """Return the pipeline whose memory is simulated. Memory does not grow with more microbatches."""
     if choice.schedule != "gpipe":
         microbatches = min(microbatches, microbatches % choice.pp + (AHEAD + 1) * choice.pp)
     return PipelineShape(choice.schedule, choice.pp, microbatches, choice.asked_stages)

@@ -36,8 +36,8 @@ ELSEWHERE = (
 """Options that a plan does not decide: their rules are checked only when the run starts."""
 
 
-def configured(base: Config, choice: LayoutChoice) -> Config:
-    """The base configuration with a choice applied."""
+def apply_layout(base: Config, choice: LayoutChoice) -> Config:
+    """Return the base configuration with a layout."""
     changed: dict[str, Any] = {
         "offload": choice.offload,
         "schedule": choice.schedule,
@@ -67,17 +67,19 @@ def configured(base: Config, choice: LayoutChoice) -> Config:
     return replace(base, parallel=parallel, train=train)
 
 
-def runnable(base: Config, choice: LayoutChoice, room: float) -> Config:
-    """The configuration of a choice as a run takes it: a budget of `room` bytes in place of the operations
-    that it has led to."""
-    config = configured(base, choice)
+def to_run_config(base: Config, choice: LayoutChoice, room: float) -> Config:
+    """Return the configuration that runs a layout.
+
+    It has a budget of `room` bytes in place of the operations that the budget led to.
+    """
+    config = apply_layout(base, choice)
     if shown(choice.recompute) != BUDGET:
         return config
     return replace(config, train=replace(config.train, recompute=BUDGET, memory_budget=float(int(room))))
 
 
-def broken_rule(config: Config, world_size: int) -> str | None:
-    """The message of the first broken rule about options that a plan decides; None if no rule is broken."""
+def first_broken_rule(config: Config, world_size: int) -> str | None:
+    """Return the message of the first broken rule about options that a plan sets; None if there is none."""
     facts = RuleContext(
         **{section.name: getattr(config, section.name) for section in fields(Config)}, world_size=world_size
     )
@@ -88,13 +90,15 @@ def broken_rule(config: Config, world_size: int) -> str | None:
 
 
 def nodes_for(gpus: int, per_node: int) -> int:
-    """The smallest number of nodes over which the GPUs can be spread evenly."""
+    """Return the smallest number of nodes over which the GPUs can be spread evenly."""
     return next(nodes for nodes in range(math.ceil(gpus / per_node), gpus + 1) if gpus % nodes == 0)
 
 
 def tree_of(config: Config) -> dict[str, dict[str, Any]]:
-    """Section → key → value of everything that differs from the defaults; a preset or model.from_hf replaces
-    the shape that it gives."""
+    """Return the options that differ from the defaults: section → key → value.
+
+    A preset or model.from_hf replaces the shape that it defines.
+    """
     defaults, tree = asdict(Config()), to_dict(config)
     defaults["model"] = {**_shape(config.model), "preset": None, "from_hf": None}
     # always written
@@ -102,11 +106,11 @@ def tree_of(config: Config) -> dict[str, dict[str, Any]]:
         **asdict(ParallelConfig()),
         **dict.fromkeys(("tp", "pp", "dp", "zero", "schedule")),
     }
-    found = {
+    changed = {
         name: {key: value for key, value in section.items() if value != defaults[name][key]}
         for name, section in tree.items()
     }
-    return {name: section for name, section in found.items() if section}
+    return {name: section for name, section in changed.items() if section}
 
 
 def _shape(model: ModelConfig) -> dict[str, Any]:
@@ -124,16 +128,20 @@ def _shape(model: ModelConfig) -> dict[str, Any]:
 
 
 def to_yaml(config: Config, heading: str) -> str:
-    """A file for `megalite train --config`: the heading as comments, then all options that differ from the
-    defaults."""
+    """Return a file for `megalite train --config`.
+
+    It has the heading as comments, then all options that differ from the defaults.
+    """
     import yaml
 
     comments = "".join(f"# {line}".rstrip() + "\n" for line in heading.splitlines())
     return comments + yaml.safe_dump(tree_of(config), sort_keys=False, allow_unicode=True, width=140)
 
 
-def commented(config: Config, heading: str, replaced: Mapping[str, str] = MappingProxyType({})) -> str:
-    """The same with each option's documentation beside or above it.
+def to_commented_yaml(
+    config: Config, heading: str, replaced: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """Return the file of `to_yaml` with the documentation of each option.
 
     Args:
         replaced: section.key → the text to write instead of the option's value.
@@ -155,7 +163,7 @@ def commented(config: Config, heading: str, replaced: Mapping[str, str] = Mappin
 
 
 def _flow(value: Any) -> str:
-    """A value on one line."""
+    """Format a value on one line."""
     import yaml
 
     return (
@@ -167,5 +175,5 @@ def _flow(value: Any) -> str:
 
 def _first_sentence(doc: str) -> str:
     text = " ".join(doc.replace("%%", "%").split())
-    found = re.match(r"(.+?[^.]\.)(?= [A-Z]|$)", text)
-    return found[1] if found else text
+    sentence = re.match(r"(.+?[^.]\.)(?= [A-Z]|$)", text)
+    return sentence[1] if sentence else text

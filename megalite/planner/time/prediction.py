@@ -9,12 +9,12 @@ from megalite.config.dims import ParallelDims
 from megalite.config.recompute import BUDGET
 from megalite.config.schema import Config, ConfigError
 from megalite.model.cost import layer_costs
-from megalite.planner.hardware.devices import Device, HardwareError, find, found_as
+from megalite.planner.hardware.devices import Device, HardwareError, find_device, find_device_by_driver_name
 from megalite.planner.time.step import LayoutChoice, PlannedJob, Stepper
 
 
 def choice_of(config: Config) -> LayoutChoice:
-    """The layout of a run; its dp must be resolved."""
+    """Return the layout of a run; its dp must be resolved."""
     parallel, train, dims = config.parallel, config.train, ParallelDims.of(config)
     return LayoutChoice(
         tp=parallel.tp,
@@ -38,38 +38,39 @@ def choice_of(config: Config) -> LayoutChoice:
     )
 
 
-def estimated_costs(config: Config) -> list[float]:
-    """FLOPs per token of the matrix products of the embedding, each layer and the head."""
+def unit_flops(config: Config) -> list[float]:
+    """Return the matmul FLOPs per token of the embedding, each layer and the head."""
     costs = layer_costs(config.model, config.data.sequence_length)
     return [costs.embedding, *costs.layers, costs.head]
 
 
-def stage_sums(config: Config, costs: Sequence[float]) -> list[float]:
-    """The cost of each stage, given the costs of the embedding, each layer and the head."""
+def sum_by_stage(config: Config, costs: Sequence[float]) -> list[float]:
+    """Return the cost of each stage, given the costs of the embedding, each layer and the head."""
     units = units_of(config)
     return [float(sum(costs[unit] for unit in units[stage])) for stage in range(len(units))]
 
 
-def device_of(config: Config, driver_name: str) -> Device | None:
-    """The device that profiling.hardware names, otherwise the table's device with the driver's name; None if
-    there is neither.
+def device_of_run(config: Config, driver_name: str) -> Device | None:
+    """Return the device of profiling.hardware, or else the one in the table with the driver's name.
+
+    None if there is neither.
 
     Raises ConfigError if the planner does not know the device that the option names.
     """
     if config.profiling.hardware is None:
-        return found_as(driver_name)
+        return find_device_by_driver_name(driver_name)
     try:
-        return find(config.profiling.hardware)
+        return find_device(config.profiling.hardware)
     except HardwareError as error:
         raise ConfigError(str(error).replace("--gpu", "profiling.hardware =")) from None
 
 
 def step_seconds(config: Config, device: Device) -> float | None:
-    """Seconds per step; None if the device's peak at the run's precision is unknown."""
+    """Predict the seconds per step; None if the device's peak at the run's precision is unknown."""
     if config.train.precision not in device.peaks:
         return None
     if config.train.recompute == BUDGET:
-        from megalite.planner.budget.decision import resolved
+        from megalite.planner.budget.decision import resolve_budget
 
-        config = resolved(config, "cpu" if device.cpu else "cuda", device.memory)
+        config = resolve_budget(config, "cpu" if device.cpu else "cuda", device.memory)
     return Stepper(PlannedJob.of(config, device)).step(choice_of(config)).total

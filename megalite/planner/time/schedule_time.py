@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megalite.config.dims import fixed_stages
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.schedule import Action, ActionKind, Schedule, dependencies
@@ -29,7 +30,7 @@ SETTLED = 1e-9
 
 @dataclass(frozen=True)
 class ScheduleTime:
-    """The times of one step of a pipeline.
+    """Times of one step of a pipeline.
 
     Attributes:
         makespan: from the first action of any rank to the last of any.
@@ -46,12 +47,12 @@ class ScheduleTime:
 
     @property
     def bubble_fraction(self) -> float:
-        """Fraction of all ranks' time spent idle."""
+        """Return the fraction of all ranks' time that is idle."""
         return 1 - sum(self.busy) / (len(self.busy) * self.makespan)
 
 
 class PipelineShape(NamedTuple):
-    """All that a schedule follows from. virtual_stages: as the configuration writes it."""
+    """Arguments of a schedule. virtual_stages: as in the configuration."""
 
     name: str
     ranks: int
@@ -60,8 +61,7 @@ class PipelineShape(NamedTuple):
 
 
 class Durations(NamedTuple):
-    """Seconds of the passes of one microbatch, stage by stage, and the latency of one message between two
-    ranks."""
+    """Seconds of the passes of one microbatch, by stage, and the latency of a message between ranks."""
 
     forward: Sequence[float]
     backward: Sequence[float]
@@ -71,19 +71,19 @@ class Durations(NamedTuple):
 
 @functools.lru_cache(maxsize=512)
 def schedule_of(pipeline: PipelineShape) -> Schedule:
-    """The schedule that a run would execute, built for the default costs."""
+    """Return the schedule that a run would execute, built for the default costs."""
     return build(*pipeline)
 
 
 def pace(pipeline: PipelineShape, durations: Durations) -> ScheduleTime:
-    """The times of a step."""
+    """Return the times of a step."""
     name, ranks, microbatches, _ = pipeline
     if ranks == 1 and len(durations.forward) == 1:
         busy = microbatches * (durations.forward[0] + durations.backward[0] + durations.weight[0])
         return ScheduleTime(busy, busy, (0.0,), (0.0,), (busy,))
     # messages make waves as long as the pipeline; interleaved works in groups of pp microbatches
     cycle, rest = ranks, microbatches % ranks
-    few = rest + cycle * max(3, rest + 1 if RECIPES[name].chunks is None else 0)
+    few = rest + cycle * max(3, rest + 1 if fixed_stages(name) is None else 0)
 
     def simulated(count: int) -> ScheduleTime:
         return _simulated(pipeline._replace(microbatches=count), durations)
@@ -97,8 +97,7 @@ def pace(pipeline: PipelineShape, durations: Durations) -> ScheduleTime:
 
 
 class _Replay:
-    """The actions of a schedule in an order in which each one follows those that it waits for, to time them
-    as `simulate` does."""
+    """Actions of a schedule, each after those that it waits for, to time them as `simulate` does."""
 
     def __init__(self, schedule: Schedule):
         self.ranks, self.stages = schedule.ranks, schedule.stages
@@ -140,15 +139,22 @@ class _Replay:
 
     @staticmethod
     def _elsewhere(schedule: Schedule, kind: ActionKind, stage: int) -> tuple[ActionKind, int] | None:
-        """The input of a pass that another rank computes, if there is one: inputs of its own rank come
-        earlier in its list."""
-        found = [(other.kind, other.stage) for other in dependencies(Action(kind, stage, 0), schedule.stages)]
+        """Return the input of a pass that another rank computes, if there is one.
+
+        Inputs of its own rank are earlier in its list.
+        """
+        sources = [
+            (other.kind, other.stage) for other in dependencies(Action(kind, stage, 0), schedule.stages)
+        ]
         return next(
-            (source for source in found if schedule.placement[source[1]] != schedule.placement[stage]), None
+            (source for source in sources if schedule.placement[source[1]] != schedule.placement[stage]), None
         )
 
     def time(self, durations: Sequence[float], message: float) -> ScheduleTime:
-        """durations: of each pass, in the order of `passes`."""
+        """Return the times of a step.
+
+        durations: of each pass, in the order of `passes`.
+        """
         free, ended = [0.0] * self.ranks, list[float]()
         starts: list[float | None] = [None] * self.ranks
         for rank, slot, source in zip(self._ranks, self._slots, self._sources, strict=True):
@@ -183,8 +189,10 @@ def _simulated(pipeline: PipelineShape, durations: Durations) -> ScheduleTime:
 
 
 def _settled(one: ScheduleTime, two: ScheduleTime, three: ScheduleTime) -> bool:
-    """Whether both increments add the same to the makespan and to the longest span, at least the busiest
-    rank's work, and do not change the ends."""
+    """Return whether both increments are equal and no smaller than the busiest rank's work.
+
+    Compared are makespan, longest span and ends.
+    """
 
     def equal(a: float, b: float) -> bool:
         return abs(a - b) <= SETTLED * three.makespan
@@ -198,7 +206,7 @@ def _settled(one: ScheduleTime, two: ScheduleTime, three: ScheduleTime) -> bool:
 
 
 def _continued(one: ScheduleTime, two: ScheduleTime, cycles: int) -> ScheduleTime:
-    """The time after `cycles` equal increments, extrapolated from the first two sizes."""
+    """Return the time after `cycles` equal increments, extrapolated from the first two sizes."""
 
     def line(a: float, b: float) -> float:
         return a + cycles * (b - a)

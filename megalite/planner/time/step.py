@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from megalite.assembly.plan import may_be_optimistic
-from megalite.config.dims import ParallelDims
+from megalite.config.dims import ParallelDims, fixed_stages
 from megalite.config.recompute import mode_of, operations_of
 from megalite.config.schema import Config, LoraConfig, ModelConfig
 from megalite.config.sections.muon import MuonConfig
@@ -69,7 +69,7 @@ class LayoutChoice:
 
     @functools.cached_property
     def dims(self) -> ParallelDims:
-        """The mesh, and the sizes derived from it. Its shard groups are those of ZeRO 1 to 3."""
+        """Return the sizes of the mesh. The shard groups are those of ZeRO 1 to 3."""
         return ParallelDims(
             pp=self.pp,
             dp=self.dp,
@@ -86,13 +86,13 @@ class LayoutChoice:
 
     @functools.cached_property
     def data(self) -> int:
-        """Ranks over which gradients are summed."""
+        """Return the number of ranks over which gradients are summed."""
         return self.dims.data
 
     @property
     def asked_stages(self) -> int | None:
-        """virtual_stages as the configuration writes it: None unless the schedule leaves a choice."""
-        return self.virtual_stages if RECIPES[self.schedule].chunks is None else None
+        """Return virtual_stages as in the configuration: None unless it is set for the schedule."""
+        return self.virtual_stages if fixed_stages(self.schedule) is None else None
 
     @property
     def splits(self) -> bool:
@@ -128,7 +128,7 @@ class StepTime:
     nodes: float = 0.0
 
     def parts(self) -> dict[str, float]:
-        """Name → seconds; the sum is the total."""
+        """Return the seconds of each part; their sum is the total."""
         names = (
             "compute",
             "recompute",
@@ -146,7 +146,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """The model, the device and the batch: everything that a `LayoutChoice` does not decide."""
+    """Model, device and batch: everything except the layout (`LayoutChoice`)."""
 
     model: ModelConfig
     device: Device
@@ -162,7 +162,7 @@ class PlannedJob:
 
     @staticmethod
     def of(config: Config, device: Device) -> PlannedJob:
-        """The job of a configuration."""
+        """Return the job of a configuration."""
         return PlannedJob(
             config.model,
             device,
@@ -183,8 +183,10 @@ class PlannedJob:
         return self.global_batch_size * self.sequence_length / seconds / choice.gpus
 
     def mfu(self, choice: LayoutChoice, seconds: float) -> tuple[float, float]:
-        """Fraction of the device's dense peak: by PaLM's convention, which counts every pair of positions,
-        and by the causal half only."""
+        """Return the fractions of the device's dense peak, by PaLM's convention and by the causal one.
+
+        PaLM's counts every pair of positions, the causal one only half.
+        """
         rate = self.tokens_per_second_per_gpu(choice, seconds) / self.device.peak(self.precision)
         palm, causal = (
             per_token(self.model, self.sequence_length, name, lora=self.lora).model
@@ -194,22 +196,24 @@ class PlannedJob:
 
 
 def recomputed_share(recompute: str) -> float:
-    """Fraction of the layers whose whole forward is recomputed, where it is the same everywhere."""
+    """Return the fraction of layers with a fully recomputed forward, if all are treated alike."""
     if recompute == "full":
         return 1.0
     return 1 / int(recompute.removeprefix("every-")) if recompute.startswith("every-") else 0.0
 
 
 class _Left(NamedTuple):
-    """Seconds of a rank's gradient reduction after its last backward, and of its weights' gathering at the
-    start of its first forward."""
+    """Communication of a rank that its own passes do not hide, in seconds.
+
+    gradients: reduction after its last backward; weights: gathering at the start of its first forward.
+    """
 
     gradients: float
     weights: float
 
 
 class Stepper:
-    """Predicts steps of one job. Results that several choices share are cached."""
+    """Predictor of step times for one job. It caches results that several layouts share."""
 
     def __init__(self, job: PlannedJob):
         self.job, self.device = job, job.device
@@ -230,7 +234,7 @@ class Stepper:
         return balanced(costs.layers, stages, costs.embedding, costs.head)
 
     def step(self, choice: LayoutChoice) -> StepTime:
-        """The time of one step under a choice, which is not validated."""
+        """Predict the time of one step under a layout, which is not validated."""
         passes, sizes, _ = self.stages(choice)
         passes, waits = self._with_data(choice, passes, sizes, self.layers_of_stages(len(passes)))
         slow, blocking = self.slow(choice), self._blocking(choice)
@@ -247,7 +251,7 @@ class Stepper:
         return self._closed(choice, timed, passes, waits)
 
     def divided(self, choice: LayoutChoice) -> float:
-        """A cheap lower bound of the step time: the layers' work, divided evenly over the pipeline."""
+        """Return a cheap lower bound of the step time: the layers' work, divided evenly over the pipeline."""
         share, again = self._share(choice), recomputed_share(choice.recompute)
         work = 0.0
         for index, count in self._alike(0, self.job.model.num_hidden_layers):
@@ -256,7 +260,7 @@ class Stepper:
         return self.slow(choice) * self.job.microbatches(choice) * work / choice.pp
 
     def _alike_layers(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """(first index, count) of each kind of layer of a stage."""
+        """Return (first index, count) of each kind of layer of a stage."""
         own = self.own(start, stop)
         kinds = [self.kinds[index] for index in own]
         return [(own[kinds.index(kind)], kinds.count(kind)) for kind in dict.fromkeys(kinds)]
@@ -286,7 +290,7 @@ class Stepper:
         return ended + self._tied(choice) + weights + self._optimizer(choice, held) + self._late(choice)
 
     def slowed(self, choice: LayoutChoice) -> list[PassTimes]:
-        """The passes of each stage, with the communication of ZeRO-2 and 3 that they wait for."""
+        """Return the passes of each stage with the communication of ZeRO-2 and 3 that they wait for."""
         passes, sizes, _ = self.stages(choice)
         return self._with_data(choice, passes, sizes, self.layers_of_stages(len(passes)))[0]
 
@@ -324,12 +328,15 @@ class Stepper:
         return self.slow(choice) * least
 
     def slow(self, choice: LayoutChoice) -> float:
-        """Slowdown of computation on the slowest of many devices."""
+        """Return the slowdown of computation on the slowest of many devices."""
         return 1 / self.device.constants.slowest if choice.gpus > 1 and not self.device.cpu else 1.0
 
     def _late(self, choice: LayoutChoice) -> float:
-        """Seconds of a step that nodes wait for the latest of them. The expected maximum of independent
-        delays, exponentially distributed, grows with the logarithm of their number."""
+        """Return the seconds of a step that nodes wait for the latest one.
+
+        The expected maximum of independent, exponentially distributed delays grows with the logarithm
+        of their number.
+        """
         nodes = math.ceil(choice.gpus / self.device.per_node)
         return 0.0 if self.device.cpu else self.device.constants.delay * math.log(nodes)
 
@@ -340,21 +347,20 @@ class Stepper:
     # --------------------------------------------------------------------------------------------------------
 
     def stages(self, choice: LayoutChoice) -> tuple[list[PassTimes], list[Parameters], list[float]]:
-        """For each stage: its passes, its parameters on one rank, and the seconds of its backward that are
-        recomputed forward kernels."""
+        """Return the passes, the parameters per rank and the recomputation seconds of each stage."""
         return self._all_stages(self._share(choice), choice.dims.stages, choice.recompute, choice.splits)
 
     def _stages(
         self, share: Share, stages: int, recompute: str, splits: bool
     ) -> tuple[list[PassTimes], list[Parameters], list[float]]:
         split, whole = self.layers_of_stages(stages), recomputed_share(recompute)
-        found = []
+        parts = []
         for stage, (start, stop) in enumerate(zip([0, *accumulate(split)], accumulate(split), strict=False)):
             own = self.own(start, stop)
             modes = [recompute if whole else mode_of(recompute, index) for index in own]
             layers = tuple(zip((self.kinds[index] for index in own), modes, strict=True))
-            found.append(self._stage(share, layers, whole, stage == 0, stage == stages - 1, splits))
-        passes, sizes, again = zip(*found, strict=True)
+            parts.append(self._stage(share, layers, whole, stage == 0, stage == stages - 1, splits))
+        passes, sizes, again = zip(*parts, strict=True)
         return list(passes), list(sizes), list(again)
 
     def _stage_of(
@@ -399,19 +405,19 @@ class Stepper:
         )
 
     def own(self, start: int, stop: int) -> list[int]:
-        """The layers of a stage: the last one has those of modules of multi-token prediction too."""
+        """Return the layers of a stage; the last stage includes modules of multi-token prediction."""
         layers = self.job.model.num_hidden_layers
         return [*range(start, stop), *(range(layers, layer_count(self.job.model)) if stop == layers else ())]
 
     def _by_rank(self, choice: LayoutChoice, values: Sequence[float]) -> list[float]:
-        """Sums over the stages of each rank."""
+        """Return sums over the stages of each rank."""
         sums = [0.0] * choice.pp
         for stage, rank in enumerate(placement(choice.schedule, choice.pp, choice.asked_stages)):
             sums[rank] += values[stage]
         return sums
 
     def _message(self, choice: LayoutChoice) -> float:
-        """Latency of one message between stages."""
+        """Return the latency of one message between stages."""
         if choice.pp == 1:
             return 0.0
         job, tp = self.job, choice.tp
@@ -422,7 +428,7 @@ class Stepper:
         return fabric.send(size / (tp if choice.sequence_parallel else 1), choice.gpus)
 
     def _blocking(self, choice: LayoutChoice) -> float:
-        """Seconds that a pass waits until its result is sent."""
+        """Return the seconds that a pass waits until its result is sent."""
         return 0.0 if self.job.software.hides_messages and not self.device.cpu else self._message(choice)
 
     # --- data parallelism
@@ -449,8 +455,10 @@ class Stepper:
         return slowed, waits
 
     def _for_each_use(self, choice: LayoutChoice, size: Parameters, layers: int) -> tuple[float, float]:
-        """Seconds for one microbatch of a stage under ZeRO-2 and 3: its gradients' reduction, and one
-        gathering of its weights."""
+        """Return the seconds per microbatch of a stage under ZeRO-2 and 3.
+
+        These are the reduction of its gradients, and one gathering of its weights.
+        """
         fabric, width = self.operations.fabric, self.operations.size
         reduce = gather = 0.0
         for domain in domains(self.device, choice, size):
@@ -462,8 +470,10 @@ class Stepper:
         return reduce, gather
 
     def _beside(self, computation: float, communication: float) -> float:
-        """Both, overlapped: communication slows computation down while it runs. On a CPU they run one after
-        the other."""
+        """Return the time of computation and communication that overlap.
+
+        Communication slows computation down while it runs. On a CPU they run one after the other.
+        """
         if self.device.cpu:
             return computation + communication
         taken = min(computation, communication) * self.device.constants.overlap
@@ -486,8 +496,7 @@ class Stepper:
         return reduce, gather
 
     def _tied(self, choice: LayoutChoice) -> float:
-        """The all-reduce of the gradients of an embedding that the last stage uses too, if its copies are on
-        two pipeline ranks."""
+        """Return the all-reduce time of a tied embedding's gradients with copies on two pipeline ranks."""
         stages = placement(choice.schedule, choice.pp, choice.asked_stages)
         if embedding_pair(self.job.model, stages) is None:
             return 0.0
@@ -499,8 +508,10 @@ class Stepper:
     def _behind(
         self, choice: LayoutChoice, timed: ScheduleTime, passes: list[PassTimes], held: list[Parameters]
     ) -> tuple[float, float]:
-        """Exposed time after the pipeline: gradients not yet reduced when the last rank ends, and weights not
-        yet gathered when needed.
+        """Return the exposed time after the pipeline.
+
+        These are gradients not yet reduced when the last rank ends, and weights not yet gathered when
+        needed.
 
         Reductions overlap with the last microbatch's backward and gathering with the next step's first
         forward, but for the unit that is reduced last and needed first: the embedding or a layer. A rank that
@@ -517,8 +528,8 @@ class Stepper:
         return self.job.software.hides_gradients and not self.device.cpu
 
     def _left(self, choice: LayoutChoice, passes: list[PassTimes], held: list[Parameters]) -> list[_Left]:
-        """For each rank, what its own last backward and first forward do not hide."""
-        ends, found = self._ends(choice, held), []
+        """Return the communication of each rank that its last backward and first forward do not hide."""
+        ends, left = self._ends(choice, held), []
         backward = self._by_rank(choice, [each.backward + each.weight for each in passes])
         forward = self._by_rank(choice, [each.forward for each in passes])
         times = {size: self._reduction(choice, size) for size in dict.fromkeys(held)}
@@ -526,21 +537,20 @@ class Stepper:
             reduce, gather = times[size]
             window, ahead = (backward[rank], forward[rank]) if self._hides else (0.0, 0.0)
             gradients = max(self._beside(window, reduce) - window, reduce * ends[rank])
-            found.append(_Left(gradients, max(gather - ahead, gather * ends[rank])))
-        return found
+            left.append(_Left(gradients, max(gather - ahead, gather * ends[rank])))
+        return left
 
     def _ends(self, choice: LayoutChoice, held: list[Parameters]) -> list[float]:
-        """For each rank, the fraction of its parameters in the unit that is reduced last and gathered
-        first."""
+        """Return each rank's fraction of parameters in the unit that is reduced last and gathered first."""
         stages = choice.dims.stages
-        found = [1 / count for count in self._by_rank(choice, self.layers_of_stages(stages))]
-        found[0] = max(
-            found[0], self._parameters(choice.tp, choice.ep, (), embedding=True).trained / held[0].trained
+        fractions = [1 / count for count in self._by_rank(choice, self.layers_of_stages(stages))]
+        fractions[0] = max(
+            fractions[0], self._parameters(choice.tp, choice.ep, (), embedding=True).trained / held[0].trained
         )
-        return found
+        return fractions
 
     def parameters(self, choice: LayoutChoice, layers: Sequence[int]) -> Parameters:
-        """Those of some layers on one rank."""
+        """Return the parameters of some layers on one rank."""
         return self._parameters(
             choice.tp, choice.ep, tuple(self.kinds.index(self.kinds[index]) for index in layers)
         )
@@ -564,14 +574,14 @@ class Stepper:
         )
 
     def held(self, choice: LayoutChoice, sizes: list[Parameters]) -> list[Parameters]:
-        """The parameters of each pipeline rank, from those of the stages."""
+        """Return the parameters of each pipeline rank, given those of the stages."""
         kinds = (self._by_rank(choice, kind) for kind in zip(*sizes, strict=True))
         return [Parameters(*rank) for rank in zip(*kinds, strict=True)]
 
     def _closed(
         self, choice: LayoutChoice, timed: ScheduleTime, passes: list[PassTimes], waits: list[float]
     ) -> StepTime:
-        """The step's time from the pipeline's, broken down for the busiest rank."""
+        """Return the step's time, given the pipeline's, broken down for the busiest rank."""
         _, sizes, again = self.stages(choice)
         held = self.held(choice, sizes)
         gradients, weights = self._behind(choice, timed, passes, held)
@@ -613,25 +623,26 @@ class Stepper:
         ranks: int,
         operation: str,
     ) -> list[float]:
-        """Exposed seconds per microbatch, of each stage, of a communication over so many ranks inside an
-        operation of layers."""
+        """Return the exposed seconds per microbatch of each stage for a communication inside an operation."""
         split, share = self.layers_of_stages(choice.dims.stages), self._share(choice)
         if ranks == 1:
             return [0.0] * len(split)
-        found = []
+        exchanges = []
         for start, stop in zip([0, *accumulate(split)], accumulate(split), strict=False):
             own = self.own(start, stop)
             named = sum(operation in operations_of(mode_of(choice.recompute, index)) for index in own)
             again = recomputed_share(choice.recompute) or named / len(own)
             times = [(count, layer(share, index)) for index, count in self._alike(start, stop)]
-            found.append(
+            exchanges.append(
                 sum(count * ((1 + again) * forward + backward) for count, (forward, backward) in times)
             )
-        return found
+        return exchanges
 
     def in_turn(self, choice: LayoutChoice) -> bool:
-        """Whether ranks end a step, and start the next, one after the other without a barrier
-        (`megalite.training.weight_update`)."""
+        """Return whether ranks end a step, and start the next, one after the other without a barrier.
+
+        See `megalite.training.weight_update`.
+        """
         job = self.job
         precision = "fp32" if job.software.optimistic_in_fp16 else job.precision
         return job.optimistic_step and may_be_optimistic(
@@ -639,8 +650,7 @@ class Stepper:
         )
 
     def _optimizer(self, choice: LayoutChoice, held: list[Parameters]) -> float:
-        """The update of the parameters that one rank updates, at most, and the all-reduce of the gradient
-        norm."""
+        """Return the time of the largest update on one rank, and of the gradient norm's all-reduce."""
         device = self.device
         split = [domains(device, choice, size) for size in dict.fromkeys(held)]
         own = max(
@@ -655,8 +665,7 @@ class Stepper:
         return max(own * HOST_BYTES / device.host_memory, wire, disk) + norm
 
     def _matrices(self, choice: LayoutChoice) -> float:
-        """Muon's iterations, and the way of the matrices to their owners and back, which overlaps with
-        them."""
+        """Return the time of Muon's iterations, and of the overlapping exchange of matrices."""
         model, muon, ranks = self.job.model, self.job.muon, choice.data * choice.tp
         if muon is None:
             return 0.0

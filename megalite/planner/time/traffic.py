@@ -25,14 +25,16 @@ from megalite.planner.cost.expert_exchange import sent
 from megalite.planner.cost.muon_exchange import exchange
 from megalite.planner.memory.activations import Activations
 from megalite.planner.memory.buffers import NARROW
-from megalite.planner.memory.estimate import settled
+from megalite.planner.memory.estimate import resolve_layout
 from megalite.planner.memory.states import Sharing, Widths, matrices
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that each rank of one pipeline rank sends per step over each axis; Muon's exchange, over dp and
-    tp, counts with dp, as do reductions over dp and cp together."""
+    """Bytes that each rank of one pipeline rank sends per step over each axis.
+
+    Reductions over dp and cp together count with dp, and so does Muon's exchange over dp and tp.
+    """
 
     tp: int
     dp: int
@@ -45,13 +47,13 @@ class Traffic:
 
 
 def ring(size: float, ranks: int) -> float:
-    """Bytes that each of `ranks` sends in an all-gather or a reduce-scatter of `size` bytes."""
+    """Return the bytes that each of `ranks` sends in an all-gather or a reduce-scatter of `size` bytes."""
     return size * (ranks - 1) / ranks
 
 
 def traffic(config: Config, world_size: int, schedule: Schedule | None = None) -> list[Traffic]:
-    """Bytes sent per step, one entry for each pipeline rank; arguments as for `memory.estimate`."""
-    config = settled(config, world_size)
+    """Return the bytes sent per step, one entry per pipeline rank; arguments as for `memory.estimate`."""
+    config = resolve_layout(config, world_size)
     schedule = schedule or plan.schedule(config, ParallelDims.of(config).microbatches)
     return [_rank(config, schedule, pp_rank) for pp_rank in range(config.parallel.pp)]
 
@@ -71,8 +73,10 @@ def _rank(config: Config, schedule: Schedule, pp_rank: int) -> Traffic:
 
 
 def _context(config: Config, sizes: Activations, number: int) -> float:
-    """Bytes that attention of a unit exchanges over cp, in one microbatch's forward and backward
-    (`megalite.parallel.context`)."""
+    """Return the bytes per microbatch that a unit's attention exchanges over cp.
+
+    See `megalite.parallel.context`.
+    """
     total = 0.0
     for layer in layers_in(config.model, number):
         again = repeated(sizes.units, layer, config.train.recompute_of(layer))
@@ -84,7 +88,7 @@ def _context(config: Config, sizes: Activations, number: int) -> float:
 
 
 class _Tensor:
-    """Bytes that tensor parallelism sends, see `megalite.parallel.tensor`."""
+    """Bytes sent by tensor parallelism, see `megalite.parallel.tensor`."""
 
     def __init__(self, config: Config):
         self.config, self.sizes, self.ranks = (
@@ -95,7 +99,7 @@ class _Tensor:
         self.shared = config.parallel.sequence_parallel and self.ranks > 1
 
     def microbatch(self, number: int) -> float:
-        """Bytes for one microbatch's forward and backward through a unit."""
+        """Return the bytes of one microbatch's forward and backward through a unit."""
         units, model, train = self.sizes.units, self.config.model, self.config.train
         unit, more = units.unit(number), 0.0
         if number == head_unit(model):  # each loss reduces maxima, sums and target logits
@@ -126,8 +130,10 @@ class _Tensor:
         return ring(rings * self.sizes.width, self.ranks) + more
 
     def step(self, buckets: Sequence[BucketLayout]) -> float:
-        """Bytes of the all-reduces at the end of a step: gradients that are partial over tp, and those of
-        replicated key-value heads."""
+        """Return the bytes of the all-reduces at the end of a step.
+
+        These are gradients that are partial over tp, and those of replicated key-value heads.
+        """
         sharing, width = Sharing.of(self.config), Widths.of(self.config).gradient
         replicas = kv_replicas(self.config.model, self.ranks)
 
@@ -148,8 +154,10 @@ class _Tensor:
 
 
 def _data(config: Config, schedule: Schedule, pp_rank: int, buckets: Sequence[BucketLayout]) -> float:
-    """Bytes over data parallelism: gradients, once per step or per microbatch, and weights, once per step or
-    per use."""
+    """Return the bytes sent over data parallelism.
+
+    Gradients are sent once per step or microbatch, weights once per step or use.
+    """
     widths = Widths.of(config)
     comm_bytes = NARROW if config.parallel.reduce_dtype == "bf16" else widths.gradient
     total = 0.0
@@ -179,13 +187,13 @@ def _data(config: Config, schedule: Schedule, pp_rank: int, buckets: Sequence[Bu
 
 
 def _spared(config: Config, bucket: BucketLayout) -> int:
-    """Gradient elements that are not sent because PowerSGD's factors are; 0 if it compresses nothing."""
+    """Return the gradient elements that PowerSGD's factors replace; 0 if nothing is compressed."""
     rank = config.parallel.powersgd_rank
     return sum(n * m - (n + m) * rank for n, m in matrices(config, bucket)) if rank else 0
 
 
 def _tied(config: Config, schedule: Schedule, buckets: Sequence[BucketLayout]) -> float:
-    """Bytes of the all-reduce of a tied embedding's gradient, if its copies are on two pipeline ranks."""
+    """Return the bytes of the all-reduce of a tied embedding's gradient with copies on two pipeline ranks."""
     sharing, width = Sharing.of(config), Widths.of(config).gradient
     if embedding_pair(config.model, schedule.placement) is None:
         return 0.0

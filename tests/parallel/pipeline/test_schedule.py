@@ -11,7 +11,7 @@ import pytest
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Action, ActionKind, Schedule, ScheduleError, peak_activations
 from megalite.parallel.pipeline.simulator import simulate
-from megalite.planner.report.drawing.text import draw
+from megalite.planner.drawing.text import draw
 
 F, B, W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT
 ROOT = Path(__file__).parents[3]

@@ -15,8 +15,8 @@ from megalite.parallel.pipeline.generator import SCHEDULES, build
 from megalite.parallel.pipeline.schedule import Action, ActionKind, Costs, ScheduleError, peak_activations
 from megalite.parallel.pipeline.send_recv_actions import with_communication
 from megalite.parallel.pipeline.simulator import Interval, Timeline, simulate
-from megalite.planner.report.drawing.tables import grid, summary, table
-from megalite.planner.report.drawing.text import draw
+from megalite.planner.drawing.tables import grid, summary, table
+from megalite.planner.drawing.text import draw
 
 F, B, W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT
 RANKS = range(2, 17)

@@ -22,7 +22,7 @@ CATEGORIES = {
 
 
 def chrome_trace(plan: BubblePlan) -> dict[str, Any]:
-    """The whole trace, ready for json.dump, with the plan's measures as metadata."""
+    """Return the trace for json.dump, with the plan's measures as metadata."""
     events: list[dict[str, Any]] = []
     for rank in range(plan.schedule.ranks):
         events.append(

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from megalite.parallel.pipeline.bubble import BUBBLES, BubblePlan
 from megalite.parallel.pipeline.schedule import Action, ActionKind
 from megalite.parallel.pipeline.simulator import Interval
-from megalite.planner.report.drawing.tables import durations, heading, number, percent
+from megalite.planner.drawing.tables import durations, heading, number, percent
 
 COLOURS = {ActionKind.FORWARD: "#2a62a8", ActionKind.BACKWARD: "#c8691b", ActionKind.WEIGHT: "#2f7d4f"}
 MEANING = {
@@ -49,7 +49,7 @@ MOST_BARS = 50_000
 
 
 class DrawingError(ValueError):
-    """A plan that cannot be drawn; the message says what to do instead."""
+    """Raised if a plan cannot be drawn; the message suggests an alternative."""
 
 
 class Box(NamedTuple):
@@ -93,7 +93,7 @@ class Picture:
 
 
 def picture(plans: Sequence[BubblePlan]) -> Picture:
-    """Timelines stacked vertically on one time scale.
+    """Draw timelines stacked vertically on one time scale.
 
     Raises:
         DrawingError: there are too many bars for a picture.
@@ -101,53 +101,53 @@ def picture(plans: Sequence[BubblePlan]) -> Picture:
     bars = [span for plan in plans for spans in plan.timeline.spans for span in spans]
     if len(bars) > MOST_BARS:
         raise DrawingError(
-            f"{len(bars)} actions are too many for a picture (at most {MOST_BARS}). A .json of any size "
-            "opens in Perfetto."
+            f"a picture has at most {MOST_BARS} actions, got {len(bars)}. Use .json, which Perfetto opens at "
+            "any size."
         )
     longest = max(plan.timeline.makespan for plan in plans)
     shortest = min(span.end - span.start for span in bars if span.end > span.start)
     scale = min(max(WIDTHS[0] / longest, SHORTEST / shortest), WIDTHS[1] / longest)
     zoom = max(1.0, longest * scale / ZOOM_FROM)
     scale /= zoom
-    made = Picture(LEFT + longest * scale + RIGHT + MARGIN, MARGIN, zoom)
+    drawn = Picture(LEFT + longest * scale + RIGHT + MARGIN, MARGIN, zoom)
     for plan in plans:
-        _add_panel(made, plan, scale)
-    _add_legend(made, plans)
-    return made
+        _add_panel(drawn, plan, scale)
+    _add_legend(drawn, plans)
+    return drawn
 
 
-def _add_panel(made: Picture, plan: BubblePlan, scale: float) -> None:
+def _add_panel(drawn: Picture, plan: BubblePlan, scale: float) -> None:
     """Add one timeline: title, a row for each rank, the time axis."""
     timeline, ranks = plan.timeline, plan.schedule.ranks
     title, *lines = _title(plan)
-    made.labels.append(Label(LEFT, made.height + 14, title, 15, bold=True))
+    drawn.labels.append(Label(LEFT, drawn.height + 14, title, 15, bold=True))
     for line in lines:
-        made.height += 17
-        made.labels.append(Label(LEFT, made.height + 14, line, fill=FAINT))
+        drawn.height += 17
+        drawn.labels.append(Label(LEFT, drawn.height + 14, line, fill=FAINT))
     right = LEFT + timeline.makespan * scale
     idle, peak = right + 52, right + RIGHT - 12  # the right edges of two columns
-    made.labels += [
-        Label(x, made.height + 28, text, 11, "end", FAINT) for x, text in ((idle, "idle"), (peak, "peak"))
+    drawn.labels += [
+        Label(x, drawn.height + 28, text, 11, "end", FAINT) for x, text in ((idle, "idle"), (peak, "peak"))
     ]
-    made.height += 33
+    drawn.height += 33
     row = 28 if ranks <= 8 else 24 if ranks <= 16 else 16
     for rank, (held, busy) in enumerate(zip(plan.peaks(), timeline.busy, strict=True)):
-        _add_row(made, plan, rank, scale, row)
-        _add_gathers(made, plan, rank, scale, row)
+        _add_row(drawn, plan, rank, scale, row)
+        _add_gathers(drawn, plan, rank, scale, row)
         columns = (
             (LEFT - 8, f"rank {rank}"),
             (idle, percent(1 - busy / timeline.makespan)),
             (peak, f"{held:.4g}"),
         )
-        made.labels += [
-            Label(x, made.height + row / 2 + 2, text, min(12, row - 4), "end") for x, text in columns
+        drawn.labels += [
+            Label(x, drawn.height + row / 2 + 2, text, min(12, row - 4), "end") for x, text in columns
         ]
-        made.height += row
-    _add_axis(made, timeline.makespan, scale, plan.unit)
+        drawn.height += row
+    _add_axis(drawn, timeline.makespan, scale, plan.unit)
 
 
 def _title(plan: BubblePlan) -> list[str]:
-    """Lines that describe the plan: its name and sizes, bubbles and times, memory and durations."""
+    """Return the lines above a timeline: name and sizes, bubbles and times, memory and durations."""
     timeline = plan.timeline
     bubbles = [f"{name} {percent(getattr(timeline, name))}" for name in BUBBLES]
     times = [
@@ -162,39 +162,39 @@ def _title(plan: BubblePlan) -> list[str]:
     ]
 
 
-def _add_row(made: Picture, plan: BubblePlan, rank: int, scale: float, row: float) -> None:
+def _add_row(drawn: Picture, plan: BubblePlan, rank: int, scale: float, row: float) -> None:
     """Add a rank's phases, and over them its bars, with microbatch numbers where they fit."""
     spans, end = plan.timeline.spans[rank], plan.timeline.makespan
     first_backward, last_forward = phases(spans)
     borders = [0.0, first_backward, last_forward, end]
     for (name, (tint, strip)), (start, stop) in zip(PHASES.items(), pairwise(borders), strict=True):
         x, width = LEFT + start * scale, (stop - start) * scale
-        made.boxes.append(Box(x, made.height, width, row - 5, tint, f"rank {rank}: {name}"))
-        made.boxes.append(Box(x, made.height + row - 5, width, 3, strip))
+        drawn.boxes.append(Box(x, drawn.height, width, row - 5, tint, f"rank {rank}: {name}"))
+        drawn.boxes.append(Box(x, drawn.height + row - 5, width, 3, strip))
     places = {stage: place for place, stage in enumerate(plan.schedule.stages_of(rank))}
     digits = len(str(plan.schedule.microbatches - 1))
     for action, start, stop in spans:
         x, width = LEFT + start * scale, (stop - start) * scale
         fill = shade(COLOURS[action.kind], places[action.stage], plan.chunks)
         hover = _describe(action, rank, start, stop, plan.unit)
-        made.boxes.append(
+        drawn.boxes.append(
             Box(
                 x,
-                made.height + 1,
-                max(width - 0.8 / made.zoom, width / 2),
+                drawn.height + 1,
+                max(width - 0.8 / drawn.zoom, width / 2),
                 row - 7,
                 fill,
                 hover,
                 action.microbatch,
             )
         )
-        size = min(11.0, 0.6 * row, (width - 2 / made.zoom) / (DIGIT * digits))
-        if size * made.zoom >= SMALLEST:
+        size = min(11.0, 0.6 * row, (width - 2 / drawn.zoom) / (DIGIT * digits))
+        if size * drawn.zoom >= SMALLEST:
             ink = "#ffffff" if _is_dark(fill) and not _stalls_at((start + stop) / 2, plan, rank) else INK
-            made.labels.append(
+            drawn.labels.append(
                 Label(
                     x + width / 2 - 0.4,
-                    made.height + row / 2 - 2.5 + 0.36 * size,
+                    drawn.height + row / 2 - 2.5 + 0.36 * size,
                     str(action.microbatch),
                     size,
                     "middle",
@@ -204,19 +204,19 @@ def _add_row(made: Picture, plan: BubblePlan, rank: int, scale: float, row: floa
 
 
 def _stalls_at(time: float, plan: BubblePlan, rank: int) -> bool:
-    """Whether a rank waits for weights at this time."""
+    """Return whether a rank waits for weights at this time."""
     stalls = plan.timeline.stalls[rank] if plan.weights else ()
     place = bisect_right(stalls, (time, math.inf))
     return place > 0 and time < stalls[place - 1][1]
 
 
-def _add_gathers(made: Picture, plan: BubblePlan, rank: int, scale: float, row: float) -> None:
+def _add_gathers(drawn: Picture, plan: BubblePlan, rank: int, scale: float, row: float) -> None:
     """Add a rank's waits for weights over its bars, and a mark for each bucket that it gathers."""
     for start, stop in plan.timeline.stalls[rank] if plan.weights else ():
-        made.boxes.append(
+        drawn.boxes.append(
             Box(
                 LEFT + start * scale,
-                made.height + 1,
+                drawn.height + 1,
                 (stop - start) * scale,
                 row - 7,
                 STALL,
@@ -228,11 +228,11 @@ def _add_gathers(made: Picture, plan: BubblePlan, rank: int, scale: float, row: 
         hover = (
             f"{move}: gathers bucket {move.bucket}, rank {rank}; {number(start)} to {number(stop, plan.unit)}"
         )
-        made.boxes.append(
+        drawn.boxes.append(
             Box(
                 x,
-                made.height + row - 8,
-                max(width - 0.8 / made.zoom, width / 2),
+                drawn.height + row - 8,
+                max(width - 0.8 / drawn.zoom, width / 2),
                 2.5,
                 GATHER,
                 hover,
@@ -242,8 +242,9 @@ def _add_gathers(made: Picture, plan: BubblePlan, rank: int, scale: float, row: 
 
 
 def phases(spans: Sequence[Interval]) -> tuple[float, float]:
-    """The ends of a rank's warm-up and steady phase: the start of its first backward and the end of its last
-    forward.
+    """Return the ends of a rank's warm-up and steady phases.
+
+    They are the start of its first backward and the end of its last forward.
 
     Without a steady phase both are the latter.
     """
@@ -255,7 +256,7 @@ def phases(spans: Sequence[Interval]) -> tuple[float, float]:
 
 
 def _describe(action: Action, rank: int, start: float, stop: float, unit: str) -> str:
-    """The tooltip of an action."""
+    """Return the tooltip of an action."""
     what = (
         f"{action}: {MEANING[action.kind]} of microbatch {action.microbatch}, stage {action.stage}, rank "
         f"{rank}"
@@ -263,19 +264,19 @@ def _describe(action: Action, rank: int, start: float, stop: float, unit: str) -
     return f"{what}; {number(start)} to {number(stop, unit)}"
 
 
-def _add_axis(made: Picture, end: float, scale: float, unit: str) -> None:
+def _add_axis(drawn: Picture, end: float, scale: float, unit: str) -> None:
     """Add the time axis below the rows, with ticks at round values about 80 pixels apart."""
     about = 80 / scale
     power = 10.0 ** math.floor(math.log10(about))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= about)
     for i in range(int(end / step * (1 + 1e-9)) + 1):
         x = LEFT + i * step * scale
-        made.boxes.append(Box(x - 0.5, made.height, 1, 4, FAINT))
-        made.labels.append(Label(x, made.height + 15, number(i * step, unit), 10, "middle", FAINT))
-    made.height += 34
+        drawn.boxes.append(Box(x - 0.5, drawn.height, 1, 4, FAINT))
+        drawn.labels.append(Label(x, drawn.height + 15, number(i * step, unit), 10, "middle", FAINT))
+    drawn.height += 34
 
 
-def _add_legend(made: Picture, plans: Sequence[BubblePlan]) -> None:
+def _add_legend(drawn: Picture, plans: Sequence[BubblePlan]) -> None:
     """Add the legend of colours, shades, tints and figures, with as many entries per line as fit."""
     most = max(plan.chunks for plan in plans)
     passes = [kind for kind in COLOURS if any(kind in plan.schedule.passes for plan in plans)]
@@ -298,17 +299,17 @@ def _add_legend(made: Picture, plans: Sequence[BubblePlan]) -> None:
     x = float(LEFT)
     for colours, text in entries:
         width = 14 * len(colours) + LETTER * 11 * len(text) + 26
-        if x + width > made.width + 20 and x > LEFT:
-            x, made.height = LEFT, made.height + 19
+        if x + width > drawn.width + 20 and x > LEFT:
+            x, drawn.height = LEFT, drawn.height + 19
         for place, colour in enumerate(colours):
-            made.boxes.append(Box(x + 14 * place, made.height, 13, 12, colour))
-        made.labels.append(Label(x + 14 * len(colours) + (5 if colours else 0), made.height + 10, text, 11))
+            drawn.boxes.append(Box(x + 14 * place, drawn.height, 13, 12, colour))
+        drawn.labels.append(Label(x + 14 * len(colours) + (5 if colours else 0), drawn.height + 10, text, 11))
         x += width
-    made.height += 28
+    drawn.height += 28
 
 
 def shade(colour: str, place: int, of: int) -> str:
-    """The shade of stage `place` out of a rank's `of` stages: from the colour itself towards white."""
+    """Return the shade of stage `place` of a rank with `of` stages, from the colour itself towards white."""
     light = 0.0 if of == 1 else min(0.5, 0.6 / (of - 1)) * place
     parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * light):02x}" for part in parts)
@@ -350,8 +351,10 @@ PAGE = """<!doctype html>
 
 
 def svg(drawn: Picture, hover: Callable[[Box], tuple[str, str]] | None = None) -> str:
-    """The picture as SVG. `hover` returns a box's attributes and content, by default a title, which viewers
-    show as a tooltip."""
+    """Return the picture as SVG.
+
+    hover: returns a box's attributes and content; by default a title, which viewers show as a tooltip.
+    """
     hover = hover or (lambda box: ("", f"<title>{escape(box.hover)}</title>" if box.hover else ""))
     width, height = drawn.width, drawn.height
     size = (
@@ -396,7 +399,9 @@ def write_png(drawn: Picture, path: Path) -> None:
         DrawingError: matplotlib is not installed.
     """
     if find_spec("matplotlib") is None:
-        raise DrawingError("a .png needs matplotlib: pip install matplotlib. An .svg or .html needs nothing.")
+        raise DrawingError(
+            "a .png requires matplotlib. Install it with `pip install matplotlib`, or use .svg or .html."
+        )
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.collections import PolyCollection
     from matplotlib.figure import Figure
@@ -425,5 +430,5 @@ def write_png(drawn: Picture, path: Path) -> None:
 
 
 def _short(value: float) -> str:
-    """A length with two decimals, without trailing zeros."""
+    """Format a length with at most two decimals."""
     return f"{value:.2f}".rstrip("0").rstrip(".")

@@ -8,8 +8,9 @@ from megalite.parallel.pipeline.simulator import Timeline
 
 
 def draw(timeline: Timeline, columns: int | None = None) -> str:
-    """A timeline as text: a row for each rank, with dots where the rank waits, including waits for weights
-    within an action.
+    """Draw a timeline as text, one row per rank.
+
+    Dots mark idle time, including waits for weights within an action.
 
     A bar reads F3 for the forward of microbatch 3, or F2.3 (stage 2) if ranks hold several stages, and ends
     with `|`. The shortest action is as wide as its label, unless the rows would be wider than `columns`: then

@@ -12,7 +12,7 @@ LISTED = 16  # up to this number of ranks, a value is printed for each
 
 
 def number(value: float, unit: str = "") -> str:
-    """The value with six digits, without rounding noise, and its unit."""
+    """Format a value with six digits, without rounding noise, and its unit."""
     return f"{round(value, DIGITS):.6g}{unit and ' ' + unit}"
 
 
@@ -21,7 +21,7 @@ def percent(value: float) -> str:
 
 
 def heading(plan: BubblePlan) -> str:
-    """One line that describes a plan."""
+    """Return one line that describes a plan."""
     stages = f" of {plan.chunks} stages" if plan.chunks > 1 else ""
     return (
         f"{plan.schedule.name}: {plan.schedule.ranks} ranks{stages}, {plan.schedule.microbatches} "
@@ -30,7 +30,7 @@ def heading(plan: BubblePlan) -> str:
 
 
 def durations(plan: BubblePlan) -> str:
-    """One line with the durations that a plan is timed with."""
+    """Return one line with the durations that a plan is timed with."""
     values = dict(plan.durations)
     # measured: one pass computes both gradients
     if not plan.splits and isinstance(values["weight_backward"], list):
@@ -56,7 +56,7 @@ def _range(value: float | list[float], unit: str) -> str:
 
 
 def summary(plan: BubblePlan) -> str:
-    """Every measure of one plan with its meaning, one per line."""
+    """Return every measure of a plan with its meaning, one per line."""
     timeline = plan.timeline
     rows = [
         (
@@ -110,8 +110,10 @@ def _by_rank(values: Sequence[float]) -> str:
 
 
 def table(plans: Sequence[BubblePlan], axis: str = "schedule") -> str:
-    """A row for each plan, labelled by what varies between them: the schedule, pp or microbatches. If ranks
-    differ, the largest value."""
+    """Return a table with one row per plan, labelled by the size that varies.
+
+    axis: schedule, pp or microbatches. If ranks differ, the largest value is shown.
+    """
     gathering = ["gathered", "stalled"] if plans[0].weights else []
     rows = [[axis, "v", "makespan", "longest_span", *BUBBLES, "peak", "with stash", "messages", *gathering]]
     for plan in plans:
@@ -122,8 +124,8 @@ def table(plans: Sequence[BubblePlan], axis: str = "schedule") -> str:
             *(percent(getattr(timeline, name)) for name in BUBBLES),
         ]
         memory = [number(max(plan.peaks())), number(max(plan.peaks(ActionKind.WEIGHT)))]
-        found = plan.gathering()
-        gathered = [number(max(found[name])) for name in ("weights_gathered", "stalled")] if found else []
+        gathers = plan.gathering()
+        gathered = [number(max(gathers[name])) for name in ("weights_gathered", "stalled")] if gathers else []
         rows.append(
             [str(plan.size(axis)), str(plan.chunks), *times, *memory, str(sum(plan.messages())), *gathered]
         )
@@ -131,12 +133,16 @@ def table(plans: Sequence[BubblePlan], axis: str = "schedule") -> str:
 
 
 def grid(plans: Sequence[BubblePlan], axis: str, measure: str) -> str:
-    """One measure of several schedules (columns) at several sizes (rows); `axis` is the size that varies,
-    peaks are the largest rank's."""
+    """Return a table of one measure: schedules as columns, sizes as rows.
+
+    axis: the size that varies. Peaks are those of the fullest rank.
+    """
     names = list(dict.fromkeys(plan.schedule.name for plan in plans))
     rows = [[axis, *names]]
     for start in range(0, len(plans), len(names)):
-        found = [plan.measures() for plan in plans[start : start + len(names)]]
-        values = (percent(row[measure]) if measure in BUBBLES else number(max(row[measure])) for row in found)
-        rows.append([str(found[0][axis]), *values])
+        measures = [plan.measures() for plan in plans[start : start + len(names)]]
+        values = (
+            percent(row[measure]) if measure in BUBBLES else number(max(row[measure])) for row in measures
+        )
+        rows.append([str(measures[0][axis]), *values])
     return "\n".join([measure, *aligned(rows, left=1)])

@@ -13,7 +13,7 @@ from megalite.parallel.pipeline.bubble import BUBBLES, BubblePlan, compare
 from megalite.parallel.pipeline.generator import build
 from megalite.parallel.pipeline.schedule import Costs, ScheduleError
 from megalite.parallel.pipeline.simulator import simulate
-from megalite.planner.report.drawing.tables import percent
+from megalite.planner.drawing.tables import percent
 from megalite.system.text import aligned
 
 LONGEST = 1e9  # seconds
@@ -33,7 +33,7 @@ class MeasuredRun:
     layout: dict[str, int] | None = None
 
     def beside(self) -> str:
-        """Measured and predicted, side by side."""
+        """Return measured and predicted values side by side."""
         rows = [
             (name, percent(value), percent(getattr(self.plan.timeline, name)))
             for name, value in self.bubbles.items()
@@ -41,7 +41,7 @@ class MeasuredRun:
         return "\n".join(aligned([(f"over {len(self.steps)} steps", "measured", "predicted"), *rows], left=1))
 
     def compare(self) -> list[BubblePlan]:
-        """The plan of every schedule with the mean of these durations over ranks.
+        """Return the plan of every schedule with the mean of these durations over ranks.
 
         If the run computed both gradients in one backward, each counts for half of it.
         """
@@ -65,38 +65,44 @@ def read(run: Path) -> MeasuredRun:
     """
     path = run / run_files.TIMELINE
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError("it is no JSON object")
+        recorded = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(recorded, dict):
+            raise ValueError("not a JSON object")
         costs = (
-            Costs(*map(float, found["schedule_costs"])) if "schedule_costs" in found else _planned_for(run)
+            Costs(*map(float, recorded["schedule_costs"]))
+            if "schedule_costs" in recorded
+            else _planned_for(run)
         )
         schedule = build(
-            found["schedule"], found["pp"], found["microbatches"], found["virtual_stages"], costs
+            recorded["schedule"], recorded["pp"], recorded["microbatches"], recorded["virtual_stages"], costs
         )
-        passes = {name: _per_stage(found["durations"], name, schedule.stages) for name in PASSES}
-        comm = _seconds(found["comm"])
+        passes = {name: _per_stage(recorded["durations"], name, schedule.stages) for name in PASSES}
+        comm = _seconds(recorded["comm"])
         forward, input_backward, weight_backward = passes.values()
         timeline = simulate(schedule, forward, input_backward, weight_backward, comm)
-        bubbles = {name: float(found["measured"][name]) for name in BUBBLES if name in found["measured"]}
+        bubbles = {
+            name: float(recorded["measured"][name]) for name in BUBBLES if name in recorded["measured"]
+        }
         plan = BubblePlan(schedule, timeline, {**passes, "comm": comm}, "s")
-        measured = MeasuredRun(plan, list(found["steps"]), bubbles, found.get("layout"))
+        measured = MeasuredRun(plan, list(recorded["steps"]), bubbles, recorded.get("layout"))
         if not timeline.ideal > 0:
-            raise ValueError("its durations are all 0")
+            raise ValueError("all durations are 0")
     except OSError as error:
         raise ScheduleError(
-            f"{path}: {error.strerror}. A run writes it if profiling.timeline is set."
+            f"Could not read {path}: {error.strerror}. A run writes it if profiling.timeline is set."
         ) from None
     except KeyError as error:
-        raise ScheduleError(f"{path} has no {error}: it is not a run's timeline.") from None
+        raise ScheduleError(f"{path} is not a run's timeline: missing key {error}.") from None
     except (TypeError, ValueError) as error:
         raise ScheduleError(f"{path} is not a run's timeline: {str(error).rstrip('.')}.") from None
     return measured
 
 
 def _planned_for(run: Path) -> Costs | None:
-    """The costs that the run's schedule was built for, from its configuration: earlier versions did not write
-    them into the timeline."""
+    """Return the costs that the run's schedule was built for, from its configuration.
+
+    Timelines of earlier versions do not contain them.
+    """
     import yaml
 
     path = run / run_files.CONFIG
@@ -112,7 +118,7 @@ def _planned_for(run: Path) -> Costs | None:
 
 
 def _per_stage(durations: dict[str, Any], name: str, stages: int) -> list[float]:
-    """One duration per stage; zeros if the run has no such pass."""
+    """Return one duration per stage; zeros if the run has no such pass."""
     values = durations[name]
     if values is None and name == "weight_backward":
         return [0.0] * stages
@@ -122,7 +128,7 @@ def _per_stage(durations: dict[str, Any], name: str, stages: int) -> list[float]
 
 
 def _seconds(value: Any) -> float:
-    """A duration in seconds, checked to be finite and non-negative."""
+    """Return a duration in seconds. Raises ValueError unless it is finite and not negative."""
     if not 0 <= float(value) < LONGEST:
-        raise ValueError(f"{value} is no duration in seconds")
+        raise ValueError(f"{value} is not a duration in seconds")
     return float(value)
