@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> None:
             check_model(options)
             tool.error(
                 f"{', '.join(f'--{name}' for name in missing)} {'is' if len(missing) == 1 else 'are'} "
-                "missing."
+                "required."
             )
         with progress_of(options.json) as progress:
             content, text = answer(options, progress)
@@ -286,7 +286,7 @@ def answer(options: argparse.Namespace, progress: Report = silent) -> tuple[dict
     between = zero2_hint(apply_layout(base, plans[0].choice), options.gpus, device.per_node)
     sentences = explanation.winner(search, plans) + ([] if between is None else [f"{between}."])
     if not complete:
-        sentences.append(f"The search was interrupted: only the fastest {len(plans)} plans are complete.")
+        sentences.append(f"Search interrupted: only the fastest {len(plans)} plans are shown.")
     content["plans"] = [
         explanation.plan_as_json(job, plan, its) for plan, its in zip(plans, costs, strict=True)
     ]

@@ -361,10 +361,10 @@ def test_what_can_not_be_evaluated_ends_with_one_message(
             "--include_path",
             "nowhere",
         ],
-        "Write megalite evaluate perplexity runs/x --text FILE, or megalite evaluate tasks runs/x --tasks NAME.": [
+        "Use megalite evaluate perplexity runs/x --text FILE, or megalite evaluate tasks runs/x --tasks NAME.": [
             "runs/x"
         ],
-        "--num_fewshot -1 is negative": ["tasks", model, "--tasks", "tiny_choice", "--num_fewshot", "-1"],
+        "--num_fewshot must be non-negative, got -1": ["tasks", model, "--tasks", "tiny_choice", "--num_fewshot", "-1"],
     }
     for message, arguments in wrong.items():
         with pytest.raises(SystemExit) as ended:

@@ -238,7 +238,7 @@ def test_plans_that_cannot_be_told_apart_are_named(tool):
     "after, count", [("searching", 0), ("a plan", 2)], ids=["before the first plan", "after two plans"]
 )
 def test_an_interrupted_search_prints_the_plans_that_it_has(after, count, tool, monkeypatch, capsys):
-    """They are the fastest, and --json stays one valid object that says that others are missing."""
+    """They are the fastest, and --json stays one valid object that says that others are required."""
     arguments = ("--model", "llama-3-8b", *ARGUMENTS, "--pp", 1, "--offload", "none")
     whole = json.loads(tool(*arguments, "--plans", 4, "--json"))
     assert whole["complete"] is True
@@ -409,10 +409,10 @@ def test_a_written_plan_trains(tool, tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([], "--model, --gpus, --gpu, --sequence_length, --global_batch_size are missing."),
+        ([], "--model, --gpus, --gpu, --sequence_length, --global_batch_size are required."),
         (
             ["--model", "llama-3-8b", "--gpus", "8", "--gpu", "h100", "--sequence_length", "8192"],
-            "--global_batch_size is missing.",
+            "--global_batch_size is required.",
         ),
         (["--model", "lama-3-8b"], "--model lama-3-8b is not a known model."),
         (["--model", "llama-3-8b", *ARGUMENTS, "--gpu", "h10"], "--gpu h10 is not in the hardware table"),
