@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks import published
-from megalite.config.schema import ModelConfig
+from megalite.config.sections.model import ModelConfig
 from megalite.planner.api import Link, find_device
 from megalite.planner.plans import LayoutChoice, PlannedJob, Software, Stepper
 

@@ -32,7 +32,7 @@ from megalite.commands.parser import (
     progress_of,
 )
 from megalite.config.amounts import byte_size
-from megalite.config.schema import ConfigError
+from megalite.config.errors import ConfigError
 from megalite.data.indexed import DataError
 from megalite.families.model_config import families
 

@@ -231,7 +231,7 @@ def as_tokenizer(text: str) -> str:
 
     A name on the Hub is resolved to a directory.
     """
-    from megalite.config.schema import ConfigError
+    from megalite.config.errors import ConfigError
     from megalite.families import hub
 
     try:

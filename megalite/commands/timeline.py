@@ -10,7 +10,7 @@ import json
 
 from megalite.commands.parser import Parser, as_path, progress_of
 from megalite.config import run_files
-from megalite.config.schema import ConfigError
+from megalite.config.errors import ConfigError
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalite.config import run_files
+from megalite.config.errors import ConfigError
 from megalite.config.load import write_config
 from megalite.config.rule import show
-from megalite.config.schema import Config, ConfigError, LoggingConfig
+from megalite.config.schema import Config
+from megalite.config.sections.logging import LoggingConfig
 from megalite.model.cost import model_flops_per_token
 from megalite.system.files import replacing, write_synced
 from megalite.system.messages import say

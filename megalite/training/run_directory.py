@@ -17,7 +17,8 @@ import yaml
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, find
 from megalite.config import run_files
-from megalite.config.schema import Config, ConfigError
+from megalite.config.errors import ConfigError
+from megalite.config.schema import Config
 from megalite.launch.run_lock import RunLock
 from megalite.training.best import stopped_early
 from megalite.training.resume_checks import changed_experiment, continue_steps, is_same_run

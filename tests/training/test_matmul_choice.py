@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from megalite.config import run_files
+from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict
-from megalite.config.schema import Config, ConfigError
+from megalite.config.schema import Config
 from megalite.launch import matmul_library
 from megalite.mesh.layout import Layout
 from megalite.mesh.mesh import Mesh
