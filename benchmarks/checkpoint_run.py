@@ -19,7 +19,7 @@ import torch.distributed as dist
 from benchmarks.measure import Memory, finish, read_spec
 from megalite import checkpoint
 from megalite.checkpoint.saver import Saver
-from megalite.config.schema import CheckpointConfig
+from megalite.config.sections.checkpoint import CheckpointConfig
 from megalite.mesh.mesh import Layout, Mesh
 from megalite.parallel.spec import Rectangle
 

@@ -54,8 +54,8 @@ from benchmarks import (
     step,
 )
 from megalite.commands.parser import Parser, as_output, positive
+from megalite.config.errors import ConfigError
 from megalite.config.load import exit_with
-from megalite.config.schema import ConfigError
 
 ON_CPU = {
     "overhead": overhead,

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks import published
-from megalite.config.schema import ModelConfig
+from megalite.config.sections.model import ModelConfig
 from megalite.planner.cost.operations import Software
 from megalite.planner.hardware.devices import Link, find
 from megalite.planner.time.step import LayoutChoice, PlannedJob, Stepper

@@ -23,7 +23,7 @@ import torch
 
 from benchmarks import report
 from megalite.commands.parser import Parser
-from megalite.config.schema import ModelConfig
+from megalite.config.sections.model import ModelConfig
 from megalite.families.weight_files import INDEX, SAFETENSORS
 from megalite.huggingface.config_json import to_hf_config
 from megalite.huggingface.convert import HuggingFaceSource, export_model, import_model

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks.measure import finish, read_spec, timed
 from megalite.config.load import from_dict
-from megalite.config.schema import ModelConfig
+from megalite.config.sections.model import ModelConfig
 
 
 class PlainLayer(nn.Module):

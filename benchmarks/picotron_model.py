@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalite.config.schema import ModelConfig
+from megalite.config.sections.model import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from megalite.config.files import read_tree
-from megalite.config.schema import ModelConfig
+from megalite.config.sections.model import ModelConfig
 from megalite.families.presets import preset
 from megalite.model.cost import model_flops_per_token
 from megalite.planner.cost.operations import Software

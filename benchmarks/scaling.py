@@ -28,9 +28,9 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.step import MODEL, SMOKE_MODEL
+from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict
 from megalite.config.rules import check
-from megalite.config.schema import ConfigError
 from megalite.families.presets import preset
 
 AXES = ("tp", "pp", "dp")

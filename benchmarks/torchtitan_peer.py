@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks.sharded_peer import Peer, adamw_options
-from megalite.config.schema import ModelConfig
+from megalite.config.sections.model import ModelConfig
 
 
 class TitanAttention(nn.Module):

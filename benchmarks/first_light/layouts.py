@@ -24,9 +24,9 @@ import numpy as np
 
 from benchmarks import report
 from benchmarks.first_light.rows import Row, Scene, absent, guarded, row
+from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict, to_dict
 from megalite.config.rules import check
-from megalite.config.schema import ConfigError
 from megalite.launch import local_ranks
 from megalite.training.verify import single_process
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 from megalite.config.dims import ParallelDims, part_length
-from megalite.config.schema import Config, ModelConfig
+from megalite.config.schema import Config
+from megalite.config.sections.model import ModelConfig
 from megalite.config.token_files import is_chat, prefixes
 from megalite.mesh.layout import AxisPlace, Coordinates
 from megalite.model.adapter_parameters import with_adapters

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megalite.checkpoint.errors import CheckpointError, reason
-from megalite.config.schema import ConfigError
+from megalite.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from megalite.mesh.mesh import Mesh

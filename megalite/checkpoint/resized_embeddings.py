@@ -17,7 +17,7 @@ from torch import Tensor
 from megalite.checkpoint.api import load
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import WEIGHT, Manifest
-from megalite.config.schema import ModelConfig
+from megalite.config.sections.model import ModelConfig
 from megalite.model.parameters import model_specs
 from megalite.parallel.spec import Rectangle
 from megalite.system import rng

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from megalite import checkpoint
 from megalite.checkpoint.directories import TIMED_KEPT
-from megalite.config.schema import CheckpointConfig
+from megalite.config.sections.checkpoint import CheckpointConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

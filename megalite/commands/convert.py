@@ -23,7 +23,7 @@ from megalite.checkpoint.directories import check_free
 from megalite.commands.models import hf_directory, weights_of
 from megalite.commands.parser import Answer, Parser, answer, as_name, as_output, as_tokenizer, progress_of
 from megalite.config.amounts import byte_size
-from megalite.config.schema import ConfigError
+from megalite.config.errors import ConfigError
 from megalite.data.indexed import DataError
 from megalite.families.model_config import families
 

@@ -13,8 +13,9 @@ import sys
 from typing import Any
 
 from megalite.commands.parser import Parser, positive
+from megalite.config.errors import ConfigError
 from megalite.config.load import exit_with
-from megalite.config.schema import Config, ConfigError
+from megalite.config.schema import Config
 from megalite.planner.memory.states import Device
 from megalite.system.progress import Progress
 from megalite.training import dry_run

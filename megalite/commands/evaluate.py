@@ -30,9 +30,9 @@ from megalite.commands.models import (
     weights_of,
 )
 from megalite.commands.parser import Parser, as_name, as_path, progress_of, said, warn
+from megalite.config.errors import ConfigError
 from megalite.config.load import exit_with
 from megalite.config.rule import nearest_legal
-from megalite.config.schema import ConfigError
 
 COMMANDS = ("perplexity", "tasks")
 Answer = tuple[dict[str, Any], list[str]]  # content for --json, lines of text

@@ -33,8 +33,8 @@ from megalite.commands.models import (
     weights_of,
 )
 from megalite.commands.parser import Parser, as_name, as_path, progress_of, said, warn
+from megalite.config.errors import ConfigError
 from megalite.config.load import exit_with
-from megalite.config.schema import ConfigError
 from megalite.data.lone_surrogates import parsed, whole
 
 if TYPE_CHECKING:

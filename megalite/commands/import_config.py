@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from megalite.commands.parser import Parser, as_name
+from megalite.config.errors import ConfigError
 from megalite.config.files import parse_yaml
 from megalite.config.rule import show
-from megalite.config.schema import ConfigError
 from megalite.config.values import nest
 from megalite.importers import megatron
 from megalite.importers.convert import Imported, Remark, convert, linked_file

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megalite.commands.parser import Parser, as_name, as_new_file, as_tokens, positive, write_whole
-from megalite.config.schema import Config, ConfigError
+from megalite.config.errors import ConfigError
+from megalite.config.schema import Config
 
 if TYPE_CHECKING:
     from megalite.commands.models import NamedModel

@@ -15,11 +15,12 @@ from typing import Any, Literal
 from megalite.checkpoint import CheckpointError, find, manifest_of
 from megalite.commands.parser import as_tokenizer
 from megalite.config.arguments import Arguments
+from megalite.config.errors import ConfigError
 from megalite.config.files import config_file, read_tree, shipped_configs
 from megalite.config.load import flatten, from_dict, resolve
 from megalite.config.precision import AUTO
 from megalite.config.rule import is_checkpoint, suggestion
-from megalite.config.schema import Config, ConfigError
+from megalite.config.schema import Config
 from megalite.config.values import nest
 from megalite.families import hub
 from megalite.families.model_config import from_hf_config, hf_config

@@ -226,7 +226,7 @@ def as_name(text: str) -> str:
 def as_tokenizer(text: str) -> str:
     """The argparse type of a tokenizer: byte, FILE.model, a directory, or org/name on the Hugging Face Hub,
     which becomes a directory."""
-    from megalite.config.schema import ConfigError
+    from megalite.config.errors import ConfigError
     from megalite.families import hub
 
     try:

@@ -34,8 +34,9 @@ from megalite.commands.parser import (
     progress_of,
     write_whole,
 )
+from megalite.config.errors import ConfigError
 from megalite.config.recompute import BUDGET
-from megalite.config.schema import Config, ConfigError
+from megalite.config.schema import Config
 from megalite.launch.exit_status import ExitStatus
 from megalite.parallel.pipeline.generator import SCHEDULES
 from megalite.planner.hardware.devices import Device, HardwareError, find, known_devices

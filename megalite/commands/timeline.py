@@ -9,7 +9,7 @@ run's directory. A run does the same when it ends.
 import json
 
 from megalite.commands.parser import Parser, as_path, progress_of
-from megalite.config.schema import ConfigError
+from megalite.config.errors import ConfigError
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -17,8 +17,9 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from megalite.commands import launch as launching
+from megalite.config.errors import ConfigError
 from megalite.config.load import exit_with, load, tell_torchrun, write_config
-from megalite.config.schema import Config, ConfigError
+from megalite.config.schema import Config
 from megalite.launch import signals
 from megalite.launch.causes import Lost, lost_by
 from megalite.launch.environment import set_variables

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from megalite.commands.parser import Parser, positive, progress_of
 from megalite.config.arguments import read_arguments
+from megalite.config.errors import ConfigError
 from megalite.config.load import exit_with, load_config
-from megalite.config.schema import ConfigError
 
 AXES = {
     "tp": "tensor-parallel ranks",

@@ -11,7 +11,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Self
 
-from megalite.config.schema import Config, ParallelConfig
+from megalite.config.schema import Config
+from megalite.config.sections.parallel import ParallelConfig
 
 TILE = 128
 """Queries of a tile of attention's kernels: a run of positions that is no multiple of it costs as much as a

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.errors import ConfigError
-from megalite.config.schema import DataConfig
+from megalite.config.sections.data import DataConfig
 from megalite.config.token_files import is_chat, prefixes
 
 MAGIC = b"MMIDIDX\x00\x00"

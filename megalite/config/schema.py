@@ -3,23 +3,22 @@
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
-from megalite.config.errors import ConfigError as ConfigError
 from megalite.config.option import NO_OPTION
-from megalite.config.sections.checkpoint import CheckpointConfig as CheckpointConfig
-from megalite.config.sections.data import DataConfig as DataConfig
-from megalite.config.sections.faults import FaultsConfig as FaultsConfig
-from megalite.config.sections.fp16 import FP16Config as FP16Config
-from megalite.config.sections.logging import LoggingConfig as LoggingConfig
-from megalite.config.sections.lora import LoraConfig as LoraConfig
-from megalite.config.sections.model import ModelConfig as ModelConfig
-from megalite.config.sections.muon import MuonConfig as MuonConfig
-from megalite.config.sections.network import NetworkConfig as NetworkConfig
-from megalite.config.sections.optimizer import OptimizerConfig as OptimizerConfig
-from megalite.config.sections.parallel import ParallelConfig as ParallelConfig
-from megalite.config.sections.profiling import ProfilingConfig as ProfilingConfig
-from megalite.config.sections.run import RunConfig as RunConfig
-from megalite.config.sections.train import TrainConfig as TrainConfig
-from megalite.config.sections.validation import ValidationConfig as ValidationConfig
+from megalite.config.sections.checkpoint import CheckpointConfig
+from megalite.config.sections.data import DataConfig
+from megalite.config.sections.faults import FaultsConfig
+from megalite.config.sections.fp16 import FP16Config
+from megalite.config.sections.logging import LoggingConfig
+from megalite.config.sections.lora import LoraConfig
+from megalite.config.sections.model import ModelConfig
+from megalite.config.sections.muon import MuonConfig
+from megalite.config.sections.network import NetworkConfig
+from megalite.config.sections.optimizer import OptimizerConfig
+from megalite.config.sections.parallel import ParallelConfig
+from megalite.config.sections.profiling import ProfilingConfig
+from megalite.config.sections.run import RunConfig
+from megalite.config.sections.train import TrainConfig
+from megalite.config.sections.validation import ValidationConfig
 
 
 @dataclass

@@ -13,7 +13,7 @@ from typing import Any
 
 from megalite.config.errors import ConfigError
 from megalite.config.rule import Mistakes, show
-from megalite.config.schema import ModelConfig
+from megalite.config.sections.model import ModelConfig
 
 HORIZON = ("train.steps", "train.tokens", "train.epochs")
 """Options that say how long the run is: one of them replaces the others."""

@@ -41,7 +41,7 @@ from megalite.config.samples import (
     whole_samples,
     whole_weights,
 )
-from megalite.config.schema import DataConfig
+from megalite.config.sections.data import DataConfig
 from megalite.config.token_files import named_sets, prefixes
 from megalite.data.indexed import IndexedTokens
 from megalite.data.tokenizer.comparison import of_data, one_tokenizer

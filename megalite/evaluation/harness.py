@@ -16,7 +16,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from megalite.config.schema import ConfigError
+from megalite.config.errors import ConfigError
 from megalite.data.tokenizer.tokenizers import Tokenizer
 from megalite.evaluation.perplexity import windows
 from megalite.evaluation.scoring import Progress, ScoredTokens, score

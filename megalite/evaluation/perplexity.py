@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megalite.config.schema import ConfigError
+from megalite.config.errors import ConfigError
 from megalite.evaluation.scoring import Progress, ScoredTokens, score
 from megalite.generation.language_model import LanguageModel
 

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 from megalite.config.errors import ConfigError
 from megalite.config.rule import show
-from megalite.config.schema import ModelConfig
-from megalite.config.sections.model import ROPE_SCALING_KEYS
+from megalite.config.sections.model import ROPE_SCALING_KEYS, ModelConfig
 from megalite.families import deepseek
 from megalite.families.weight_files import INDEX, MODEL, weights_file
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from megalite.config.schema import ModelConfig
+from megalite.config.sections.model import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,12 @@ from pathlib import Path
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, find
 from megalite.config.dims import ParallelDims
+from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict
 from megalite.config.rules import LAYOUT_RULES, MODEL_RULES
 from megalite.config.rules.context import RuleContext
-from megalite.config.schema import Config, ConfigError, ParallelConfig
+from megalite.config.schema import Config
+from megalite.config.sections.parallel import ParallelConfig
 from megalite.config.token_files import metadata
 from megalite.data.chat.template import ChatTemplate, read_template
 from megalite.data.tokenizer import tokenizers as tokenizing

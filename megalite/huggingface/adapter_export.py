@@ -14,7 +14,8 @@ from torch import Tensor
 from megalite import checkpoint
 from megalite.checkpoint import directories
 from megalite.checkpoint.checksummed_chunks import dtype_name
-from megalite.config.schema import LoraConfig, ModelConfig
+from megalite.config.sections.lora import LoraConfig
+from megalite.config.sections.model import ModelConfig
 from megalite.families.hub import repository
 from megalite.families.weight_files import ADAPTER, ADAPTER_SETTINGS
 from megalite.huggingface import convert as converting

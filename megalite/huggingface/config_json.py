@@ -5,7 +5,8 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from megalite.config.schema import ConfigError, ModelConfig
+from megalite.config.errors import ConfigError
+from megalite.config.sections.model import ModelConfig
 from megalite.families import deepseek
 from megalite.families.model_config import Family, families, from_hf_config
 

@@ -32,11 +32,13 @@ from megalite.checkpoint.checksummed_chunks import append_chunk, dtype_name
 from megalite.checkpoint.finite import nonfinite, reject
 from megalite.checkpoint.manifest import WEIGHT, StoredTensor, encode
 from megalite.checkpoint.resized_embeddings import Read, check_rows, resized
+from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict, to_dict
 from megalite.config.rule import show
 from megalite.config.rules import MODEL_RULES
 from megalite.config.rules.context import RuleContext
-from megalite.config.schema import Config, ConfigError, ModelConfig
+from megalite.config.schema import Config
+from megalite.config.sections.model import ModelConfig
 from megalite.families.model_config import families, from_hf_config, hf_config, stored_dtype, unread_note
 from megalite.families.module_names import FAMILY_NAMES, Names, names_of
 from megalite.families.weight_files import ADAPTER_SETTINGS, INDEX, SAFETENSORS

@@ -17,7 +17,8 @@ from megalite.checkpoint.checksummed_chunks import Chunk
 from megalite.checkpoint.inspect import whole
 from megalite.checkpoint.manifest import WEIGHT
 from megalite.config.load import from_dict
-from megalite.config.schema import LoraConfig, ModelConfig
+from megalite.config.sections.lora import LoraConfig
+from megalite.config.sections.model import ModelConfig
 from megalite.model.adapter_parameters import MAGNITUDE, A, B, name_of
 from megalite.model.parameters import model_specs
 

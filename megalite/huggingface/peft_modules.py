@@ -33,7 +33,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalite.config.schema import LoraConfig, ModelConfig
+from megalite.config.sections.lora import LoraConfig
+from megalite.config.sections.model import ModelConfig
 from megalite.huggingface.merging import saved
 from megalite.huggingface.tensor_places import TensorPlace
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megalite.checkpoint import Manifest
 from megalite.checkpoint.inspect import whole
-from megalite.config.schema import ModelConfig
+from megalite.config.sections.model import ModelConfig
 from megalite.families.module_names import names_of
 from megalite.model.parameters import layer_count
 

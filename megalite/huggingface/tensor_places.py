@@ -13,7 +13,7 @@ from itertools import accumulate, product
 from math import prod
 from typing import TYPE_CHECKING
 
-from megalite.config.schema import ModelConfig
+from megalite.config.sections.model import ModelConfig
 from megalite.families.module_names import AHEAD_COPIES, EACH_HEAD, Names, names_of
 from megalite.huggingface.head_order import decoupled_channels, grouped_heads, rotated_channels, rows_of
 from megalite.model.parameters import layer_count, model_specs

@@ -17,8 +17,9 @@ from typing import Any
 
 import megalite
 from megalite.checkpoint import Manifest
+from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict
-from megalite.config.schema import Config, ConfigError
+from megalite.config.schema import Config
 from megalite.config.token_files import metadata, prefixes
 from megalite.data.chat.template import ChatTemplate, template_hash
 from megalite.data.indexed import DataError

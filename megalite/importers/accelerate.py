@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megalite.config.schema import ConfigError
+from megalite.config.errors import ConfigError
 from megalite.importers import deepspeed
 from megalite.importers.verdict import (
     ImportedFile,

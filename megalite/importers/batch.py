@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from megalite.config.schema import ConfigError
+from megalite.config.errors import ConfigError
 from megalite.importers.verdict import ImportedFile, KeyRule, Table, Verdict, honoured, lost
 
 

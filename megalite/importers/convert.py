@@ -17,11 +17,12 @@ from typing import Any, NamedTuple, get_args
 
 from megalite.config import run_length
 from megalite.config.dims import ParallelDims
+from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict
 from megalite.config.rule import Rule, show
 from megalite.config.rules import RULES
 from megalite.config.rules.context import RuleContext
-from megalite.config.schema import OPTIONS, Config, ConfigError
+from megalite.config.schema import OPTIONS, Config
 from megalite.config.values import amount_value, nest, parse_values
 from megalite.families import hub
 from megalite.families.model_config import hf_shape

@@ -6,7 +6,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from megalite.config.schema import ConfigError
+from megalite.config.errors import ConfigError
 from megalite.families.peft_names import with_own_names
 from megalite.importers.verdict import (
     ImportedFile,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megalite.config import rampup
-from megalite.config.schema import TrainConfig
+from megalite.config.sections.train import TrainConfig
 from megalite.importers import finetuning, megatron_experts, megatron_model, megatron_script
 from megalite.importers import megatron_latent_attention as latent_attention
 from megalite.importers.batch import Batch

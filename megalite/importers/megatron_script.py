@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import Any
 
-from megalite.config.schema import ConfigError
+from megalite.config.errors import ConfigError
 from megalite.importers.shell.script import ScriptCommand, ScriptResult, commands
 from megalite.importers.shell.values import Unknown, Word, has_unknown
 from megalite.importers.verdict import ImportedFile, KeyRule, Table, Verdict, left, never

@@ -7,8 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megalite.config.errors import ConfigError
 from megalite.config.rule import show
-from megalite.config.schema import ConfigError
 from megalite.importers import data
 from megalite.importers.data import ImportedDataset
 from megalite.importers.verdict import (

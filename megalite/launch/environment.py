@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import megalite
-from megalite.config.schema import ConfigError, NetworkConfig
+from megalite.config.errors import ConfigError
+from megalite.config.sections.network import NetworkConfig
 from megalite.launch.machine import SHARED_MEMORY, driver_version
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from megalite.config.amounts import duration_seconds
+from megalite.config.errors import ConfigError
 from megalite.config.load import tell_torchrun
-from megalite.config.schema import ConfigError
 from megalite.launch import matmul_library
 from megalite.launch.machine import local_world_size
 from megalite.system.messages import flush_output, say

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Event, Lock, Thread
 
-from megalite.config.schema import ConfigError
+from megalite.config.errors import ConfigError
 from megalite.launch.exit_status import ExitStatus
 from megalite.system.messages import say
 from megalite.system.processes import look

@@ -16,7 +16,7 @@ from megalite_kernels.dropout import AttentionDropout
 from megalite_kernels.rotary import rotate
 from torch import Tensor, nn
 
-from megalite.config.schema import ModelConfig
+from megalite.config.sections.model import ModelConfig
 from megalite.mesh.mesh import Mesh
 from megalite.model.forward_state import ForwardState, Site
 from megalite.model.layer_options import LayerOptions

@@ -14,7 +14,7 @@ import torch
 from megalite_kernels.attention_sinks import attention_with_sinks, attention_with_sinks_backward
 from torch import Tensor
 
-from megalite.config.schema import ModelConfig
+from megalite.config.sections.model import ModelConfig
 from megalite.mesh.mesh import Mesh
 from megalite.model.attention import Attention
 from megalite.model.forward_state import ForwardState

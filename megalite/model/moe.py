@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from megalite.config.schema import ModelConfig
+from megalite.config.sections.model import ModelConfig
 from megalite.mesh.mesh import Mesh
 from megalite.model.forward_state import ForwardState
 from megalite.model.layer_options import LayerOptions

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from math import sqrt
 
-from megalite.config.schema import ModelConfig
+from megalite.config.sections.model import ModelConfig
 from megalite.parallel.spec import ParamSpec, Segment, parameter_count
 
 VOCAB_ALIGN = 8  # vocabulary rows per tp rank are padded to a multiple of this

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.config.schema import ModelConfig
+from megalite.config.sections.model import ModelConfig
 from megalite.model.parameters import layer_count
 from megalite.model.stage import Stage
 from megalite.parallel.expert.balance import AUXILIARY, DROPPED, RouterState, Z

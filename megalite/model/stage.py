@@ -14,7 +14,8 @@ import torch
 from megalite_kernels.rotary import rotary_tables
 from torch import Tensor, nn
 
-from megalite.config.schema import Config, ModelConfig
+from megalite.config.schema import Config
+from megalite.config.sections.model import ModelConfig
 from megalite.mesh.mesh import Mesh
 from megalite.model.cost.units import LOSS_CHUNK_ON_GPU
 from megalite.model.forward_state import Dropout, ForwardState, Site

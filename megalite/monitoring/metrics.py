@@ -14,9 +14,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megalite.config.errors import ConfigError
 from megalite.config.load import write_config
 from megalite.config.rule import show
-from megalite.config.schema import Config, ConfigError, LoggingConfig
+from megalite.config.schema import Config
+from megalite.config.sections.logging import LoggingConfig
 from megalite.model.cost import model_flops_per_token
 from megalite.planner.hardware.peaks import peak_flops
 from megalite.system.files import replacing, write_synced

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from megalite.config.dims import ParallelDims
+from megalite.config.errors import ConfigError
 from megalite.config.rules import check
-from megalite.config.schema import Config, ConfigError
+from megalite.config.schema import Config
 from megalite.mesh.mesh import Mesh
 from megalite.monitoring.tracing import write_snapshot
 from megalite.parallel.pipeline.schedule import ScheduleError

@@ -22,8 +22,8 @@ from typing import Any
 import yaml
 
 from megalite.assembly.plan import schedule as schedule_of
+from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict
-from megalite.config.schema import ConfigError
 from megalite.mesh.layout import Layout
 from megalite.monitoring import starts
 from megalite.monitoring.starts import start_of

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megalite.config.schema import ConfigError
+from megalite.config.errors import ConfigError
 from megalite.monitoring.observers import Observer
 from megalite.monitoring.timeline import RECORDS, Record, compare, describe, written
 from megalite.system.clock import DeviceClock, HostClock

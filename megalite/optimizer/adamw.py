@@ -10,7 +10,7 @@ from __future__ import annotations
 from megalite_kernels.adamw import adamw_
 from torch import Tensor
 
-from megalite.config.schema import OptimizerConfig
+from megalite.config.sections.optimizer import OptimizerConfig
 from megalite.optimizer.registry import ADAMW
 from megalite.optimizer.state import OptimizerState
 from megalite.parallel.spec import WEIGHT

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megalite.config.schema import FP16Config
+from megalite.config.sections.fp16 import FP16Config
 
 
 @dataclass

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megalite.config.errors import ConfigError
 from megalite.config.run_length import resolve_steps
-from megalite.config.schema import Config, ConfigError
+from megalite.config.schema import Config
 from megalite.config.token_files import is_chat, metadata, prefixes
 from megalite.model.parameters import model_specs
 from megalite.parallel.spec import parameter_count

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import fsum, inf, isfinite, sqrt
 from typing import Any
 
-from megalite.config.schema import FaultsConfig
+from megalite.config.sections.faults import FaultsConfig
 
 MAX_ROLLBACKS = 3  # in one process: if a fourth is needed, the data is not the cause
 

@@ -11,11 +11,12 @@ from typing import Any
 from megalite.assembly import plan
 from megalite.config.arguments import DRY_RUN, read_arguments
 from megalite.config.dims import ParallelDims
+from megalite.config.errors import ConfigError
 from megalite.config.load import resolve
 from megalite.config.rampup import samples_after
 from megalite.config.recompute import shown
 from megalite.config.rules import check
-from megalite.config.schema import Config, ConfigError
+from megalite.config.schema import Config
 from megalite.config.token_files import remarks
 from megalite.model.cost import per_token
 from megalite.model.parameters import active_parameters

@@ -11,7 +11,8 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from megalite.config.schema import Config, ConfigError
+from megalite.config.errors import ConfigError
+from megalite.config.schema import Config
 from megalite.launch.exit_status import ExitStatus
 from megalite.launch.memory_kills import MemoryKills
 from megalite.launch.output import note_job

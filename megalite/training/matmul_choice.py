@@ -24,7 +24,8 @@ from megalite.checkpoint import CheckpointError, find
 from megalite.checkpoint.agreement import on_rank_0
 from megalite.config import migrations
 from megalite.config.dims import part_length
-from megalite.config.schema import Config, ConfigError
+from megalite.config.errors import ConfigError
+from megalite.config.schema import Config
 from megalite.launch import matmul_library
 from megalite.launch.matmul_library import NAMES, MatmulShape
 from megalite.mesh.layout import Layout

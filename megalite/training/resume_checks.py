@@ -9,11 +9,12 @@ from typing import Any
 
 from megalite.checkpoint import CheckpointError, Manifest
 from megalite.config.dims import ParallelDims
+from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict, to_dict
 from megalite.config.rampup import steps_for
 from megalite.config.rule import show
 from megalite.config.run_length import resume_steps, with_batches
-from megalite.config.schema import Config, ConfigError
+from megalite.config.schema import Config
 
 FREE = ("preset", "from_hf", "init_from", "resize_embeddings", "dropout")
 """Options of model and lora that do not affect what a checkpoint holds."""

@@ -16,7 +16,8 @@ import yaml
 
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, find
-from megalite.config.schema import Config, ConfigError
+from megalite.config.errors import ConfigError
+from megalite.config.schema import Config
 from megalite.launch.run_lock import RunLock
 from megalite.monitoring.metrics import FILE as METRICS
 from megalite.training.best import stopped_early

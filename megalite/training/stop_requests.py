@@ -20,7 +20,7 @@ from time import monotonic
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from megalite.config.schema import CheckpointConfig
+from megalite.config.sections.checkpoint import CheckpointConfig
 from megalite.launch.exit_status import ExitStatus, signal_status
 from megalite.launch.signals import SIGNALS, RepeatedSignal, SignalListener, end_at_once
 from megalite.system.activity import Activity

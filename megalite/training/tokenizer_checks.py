@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, Manifest, find
 from megalite.checkpoint.resized_embeddings import check_rows, rows_of
+from megalite.config.errors import ConfigError
 from megalite.config.rule import show
-from megalite.config.schema import Config, ConfigError
+from megalite.config.schema import Config
 from megalite.data.tokenizer.comparison import Tokenized, compare, of_data, one_tokenizer
 from megalite.data.tokenizer.identity import of_record, of_tokenizer
 from megalite.families.model_config import hf_shape

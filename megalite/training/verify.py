@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 
 from megalite.assembly import parts as build
+from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict, to_dict
-from megalite.config.schema import Config, ConfigError, ParallelConfig
+from megalite.config.schema import Config
+from megalite.config.sections.parallel import ParallelConfig
 from megalite.launch import local_ranks as ranks
 from megalite.launch.process import choose_device, configure_process, shutdown, start_process_group
 from megalite.system.progress import Report, silent

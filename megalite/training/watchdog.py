@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megalite.config.amounts import duration_seconds
-from megalite.config.schema import Config, ConfigError
+from megalite.config.errors import ConfigError
+from megalite.config.schema import Config
 from megalite.mesh.mesh import Mesh, MeshAxis
 from megalite.system.activity import Activity, HostWork
 from megalite.system.files import replacing

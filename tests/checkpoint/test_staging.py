@@ -7,7 +7,7 @@ import torch
 
 from megalite.checkpoint import saver as saving
 from megalite.checkpoint.saver import Saver
-from megalite.config.schema import CheckpointConfig
+from megalite.config.sections.checkpoint import CheckpointConfig
 from megalite.mesh.mesh import Layout, Mesh
 from megalite.parallel.spec import Rectangle
 from megalite.system import pinned_memory

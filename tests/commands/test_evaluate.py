@@ -18,7 +18,7 @@ import yaml
 from torch.nn import functional
 
 from megalite.commands import evaluate
-from megalite.config.schema import DataConfig
+from megalite.config.sections.data import DataConfig
 from megalite.data.tokenizer import tokenizers as tokenizing
 from megalite.evaluation import harness
 from megalite.evaluation.harness import document_start

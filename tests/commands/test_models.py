@@ -13,8 +13,9 @@ from megalite.checkpoint import CheckpointError
 from megalite.checkpoint.manifest import encode
 from megalite.commands.models import config_of, hf_directory, weights_of
 from megalite.commands.parser import as_name, as_path, as_tokenizer
+from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict, to_dict, to_yaml
-from megalite.config.schema import Config, ConfigError
+from megalite.config.schema import Config
 from tests.families.hub_cache import LLAMA, SHAPE, TOKENIZER, hub_cache, store
 
 

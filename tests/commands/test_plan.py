@@ -11,9 +11,9 @@ import pytest
 from megalite.assembly import parts as build
 from megalite.commands import plan as planning
 from megalite.commands.plan import main
+from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict, load_config
 from megalite.config.rules import check
-from megalite.config.schema import ConfigError
 from megalite.parallel.pipeline import send_recv_actions
 from megalite.planner.budget.decision import decide
 from megalite.planner.hardware.constants import ALIKE, INTERVAL

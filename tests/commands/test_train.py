@@ -15,9 +15,10 @@ import torch
 
 from megalite.commands import train
 from megalite.commands.train import check_run
+from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict
 from megalite.config.precision import PrecisionChoice, of_device
-from megalite.config.schema import Config, ConfigError
+from megalite.config.schema import Config
 from megalite.launch.exit_status import ExitStatus
 from megalite.mesh.mesh import Layout, Mesh
 from megalite.training.watchdog import Watchdog

@@ -11,7 +11,8 @@ import yaml
 from megalite.config.amounts import byte_size, count
 from megalite.config.load import load_config
 from megalite.config.samples import members, samples_per_epoch
-from megalite.config.schema import Config, DataConfig
+from megalite.config.schema import Config
+from megalite.config.sections.data import DataConfig
 from megalite.config.token_files import read_often
 from megalite.data.dataset import build
 from megalite.training import dry_run

@@ -9,7 +9,8 @@ import pytest
 import megalite
 from megalite.config.dims import ParallelDims, filling_dp
 from megalite.config.load import from_dict
-from megalite.config.schema import Config, ParallelConfig
+from megalite.config.schema import Config
+from megalite.config.sections.parallel import ParallelConfig
 from megalite.parallel.pipeline.generator import chunks_of
 from megalite.parallel.pipeline.orders import RECIPES
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megalite.config.rampup import batch_size, position, samples_after, steps_for
-from megalite.config.schema import Config, TrainConfig
+from megalite.config.schema import Config
+from megalite.config.sections.train import TrainConfig
 from megalite.optimizer.schedule import learning_rate
 
 RAMPS = [([8, 8, 100], 32), ([4, 4, 7], 32), ([32, 8, 100], 32), ([2, 6, 1000], 20), ([1, 1, 3], 64), (None, 16)]

@@ -11,7 +11,7 @@ import yaml
 
 from megalite.commands.models import config_of
 from megalite.config.load import load_config
-from megalite.config.schema import ModelConfig
+from megalite.config.sections.model import ModelConfig
 from megalite.families.presets import presets
 
 TINY = "model: {preset: tiny, num_hidden_layers: 6, max_position_embeddings: 640}"

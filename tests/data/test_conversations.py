@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megalite.config import samples
 from megalite.config.samples import best_fit
-from megalite.config.schema import DataConfig
+from megalite.config.sections.data import DataConfig
 from megalite.data.dataset import Dataset, build
 from megalite.data.indexed import DataError, IndexedTokens
 from megalite.data.loader import Loader

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.config.samples import LONGEST_PERIOD, interleave, whole_weights
-from megalite.config.schema import DataConfig
+from megalite.config.sections.data import DataConfig
 from megalite.data.dataset import Blend, Concatenation, TokenRange, build, permute
 from megalite.data.indexed import DataError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.config.schema import ConfigError
+from megalite.config.errors import ConfigError
 from megalite.data.indexed import DataError, IndexedTokens
 from megalite.data.preparation.writer import IndexedWriter, token_dtype
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from megalite.config.schema import ConfigError, DataConfig
+from megalite.config.errors import ConfigError
+from megalite.config.sections.data import DataConfig
 from megalite.data.dataset import build
 from megalite.data.preparation.prepare import prepare
 from megalite.data.preparation.sources import open_inputs

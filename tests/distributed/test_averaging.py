@@ -13,9 +13,9 @@ from torch import Tensor
 
 from megalite.assembly import parts as build
 from megalite.checkpoint import CheckpointError, manifest_of
+from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict
 from megalite.config.rules import check
-from megalite.config.schema import ConfigError
 from megalite.generation.language_model import LanguageModel
 from megalite.huggingface.convert import export_model
 from megalite.optimizer.adamw import STATE

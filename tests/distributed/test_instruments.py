@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict, write_config
-from megalite.config.schema import ConfigError
 from megalite.launch.environment import compare_ranks, facts
 from megalite.monitoring import links, starts
 from megalite.monitoring.observers import Observer, observers

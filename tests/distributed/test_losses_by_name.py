@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megalite.assembly import parts as build
+from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict, load_config
 from megalite.config.rules import check
-from megalite.config.schema import ConfigError
 from megalite.data.dataset import Blend
 from megalite.monitoring.loss_by_source import LossBySource
 from megalite.training.trainer import Trainer

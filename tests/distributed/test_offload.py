@@ -17,8 +17,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict
-from megalite.config.schema import ConfigError
 from megalite.mesh.mesh import Layout, Mesh
 from megalite.optimizer.adamw import STATE
 from megalite.parallel.sharding import offload

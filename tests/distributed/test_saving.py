@@ -10,7 +10,7 @@ import torch
 
 from megalite import checkpoint
 from megalite.checkpoint.saver import Saver
-from megalite.config.schema import CheckpointConfig
+from megalite.config.sections.checkpoint import CheckpointConfig
 from megalite.mesh.mesh import Layout, Mesh
 from megalite.parallel.spec import Rectangle
 from tests.support import jobs_saving, jobs_training

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megalite.config.errors import ConfigError
-from megalite.config.schema import ModelConfig
+from megalite.config.sections.model import ModelConfig
 from megalite.families.model_config import from_hf_config
 from megalite.families.presets import preset
 from megalite.huggingface.config_json import to_hf_config

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megalite.config.errors import ConfigError
-from megalite.config.schema import ModelConfig
+from megalite.config.sections.model import ModelConfig
 from megalite.families.model_config import Family, families, from_hf_config, unread_fields
 from megalite.huggingface.config_json import meaning
 from tests.families.published import ACCEPTED, GROUPED, REJECTED

@@ -19,7 +19,7 @@ from megalite.assembly.plan import specs_of
 from megalite.checkpoint import CheckpointError
 from megalite.commands import convert as convert_hf
 from megalite.config.load import from_dict
-from megalite.config.schema import LoraConfig
+from megalite.config.sections.lora import LoraConfig
 from megalite.data.indexed import IndexedTokens
 from megalite.evaluation.logits import load_stage, our_logits
 from megalite.families.model_config import hf_shape

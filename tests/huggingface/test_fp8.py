@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megalite.config.schema import ConfigError
+from megalite.config.errors import ConfigError
 from megalite.families.model_config import from_hf_config, hf_config
 from megalite.huggingface import convert as converting
 from megalite.huggingface import fp8

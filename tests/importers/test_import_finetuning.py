@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megalite.config.schema import ConfigError
+from megalite.config.errors import ConfigError
 from megalite.importers.convert import convert
 from tests.importers.imported import TOKENS, imported, leaves
 

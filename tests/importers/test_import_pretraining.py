@@ -11,8 +11,8 @@ import pytest
 
 from megalite.commands.import_config import main
 from megalite.config.dims import ParallelDims
+from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict
-from megalite.config.schema import ConfigError
 from megalite.config.values import nest
 from megalite.importers.convert import convert
 from megalite.importers.projects import PROJECTS

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.commands.import_config import main
-from megalite.config.schema import ConfigError
+from megalite.config.errors import ConfigError
 from megalite.config.values import nest
 from megalite.importers.convert import convert
 from tests.importers.imported import leaves, load

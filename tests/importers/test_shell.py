@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.config.schema import ConfigError
+from megalite.config.errors import ConfigError
 from megalite.importers.shell.script import ScriptResult, commands
 
 PROGRAMS = ("python", "torchrun")

@@ -13,8 +13,8 @@ from megalite_kernels import attention_routes
 from megalite_kernels.device_routes import DeviceRoutes
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict
-from megalite.config.schema import ConfigError
 from megalite.launch.environment import on_one_gpu
 from megalite.launch.process import choose_device
 from megalite.training.kernel_choice import attention_route

@@ -5,7 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megalite.config.schema import Config, LoraConfig, ModelConfig
+from megalite.config.schema import Config
+from megalite.config.sections.lora import LoraConfig
+from megalite.config.sections.model import ModelConfig
 from megalite.families.presets import preset
 from megalite.model.cost import model_flops_per_token, per_token
 from megalite.monitoring.metrics import throughput

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megalite.assembly.parts import make_mesh
 from megalite.config.load import from_dict
-from megalite.config.schema import Config, ModelConfig
+from megalite.config.schema import Config
+from megalite.config.sections.model import ModelConfig
 from megalite.data.indexed import IndexedTokens
 from megalite.data.mtp_targets import shifted
 from megalite.data.preparation.writer import IndexedWriter

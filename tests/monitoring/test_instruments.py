@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from megalite.config.load import from_dict
-from megalite.config.schema import Config, NetworkConfig
+from megalite.config.schema import Config
+from megalite.config.sections.network import NetworkConfig
 from megalite.launch.environment import across_hosts, facts, odd_ranks, set_variables, short_of_memory
 from megalite.monitoring import gpu, links, tracing
 from megalite.monitoring import out_of_memory as memory

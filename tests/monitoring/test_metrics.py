@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.config.schema import Config, ConfigError, LoggingConfig
+from megalite.config.errors import ConfigError
+from megalite.config.schema import Config
+from megalite.config.sections.logging import LoggingConfig
 from megalite.monitoring import metrics, tensorboard_wandb
 from megalite.monitoring.metrics import MetricsWriter, StepMetrics, check_packages
 

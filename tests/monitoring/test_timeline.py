@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict, write_config
-from megalite.config.schema import ConfigError
 from megalite.mesh.mesh import Layout
 from megalite.monitoring import starts
 from megalite.monitoring.report.run import read

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megalite.config.schema import ModelConfig, OptimizerConfig
+from megalite.config.sections.model import ModelConfig
+from megalite.config.sections.optimizer import OptimizerConfig
 from megalite.mesh.mesh import Layout, Mesh
 from megalite.model.parameters import model_specs
 from megalite.optimizer.adamw import AdamW

@@ -7,7 +7,7 @@ import torch
 
 from megalite.assembly import parts as build
 from megalite.config.load import from_dict
-from megalite.config.schema import FP16Config
+from megalite.config.sections.fp16 import FP16Config
 from megalite.optimizer.loss_scale import LossScale
 from megalite.training.trainer import Trainer
 from tests.support import jobs_training

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megalite.config.load import from_dict
-from megalite.config.schema import ModelConfig
 from megalite.config.sections.lora import PROJECTIONS
+from megalite.config.sections.model import ModelConfig
 from megalite.config.sections.muon import MuonConfig
 from megalite.config.sections.optimizer import OptimizerConfig
 from megalite.mesh.layout import AxisPlace, Coordinates, Layout

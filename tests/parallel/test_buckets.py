@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.config.schema import ModelConfig
+from megalite.config.sections.model import ModelConfig
 from megalite.families.presets import preset
 from megalite.mesh.layout import Coordinates
 from megalite.model.parameters import model_specs

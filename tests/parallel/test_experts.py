@@ -11,7 +11,7 @@ from megalite_kernels.grouped_weight_grad import add_grouped_gradient
 from megalite_kernels.groups import Groups
 from torch import Tensor
 
-from megalite.config.schema import ModelConfig
+from megalite.config.sections.model import ModelConfig
 from megalite.mesh.mesh import MeshAxis
 from megalite.model.router_states import Routers
 from megalite.parallel.compiled_ops import CompiledOps

@@ -11,7 +11,7 @@ import torch
 from megalite_kernels.dropout import dropout
 from torch import Tensor
 
-from megalite.config.schema import LoraConfig
+from megalite.config.sections.lora import LoraConfig
 from megalite.mesh.mesh import Layout, Mesh
 from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.spec import ParamSpec, Segment

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.config.schema import ModelConfig
+from megalite.config.sections.model import ModelConfig
 from megalite.families.presets import preset
 from megalite.mesh.layout import Coordinates, Layout
 from megalite.model.parameters import model_specs, padded_vocabulary, stage_units

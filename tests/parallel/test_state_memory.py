@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megalite.config.schema import OptimizerConfig
+from megalite.config.sections.optimizer import OptimizerConfig
 from megalite.mesh.mesh import Layout, Mesh
 from megalite.optimizer import adamw
 from megalite.optimizer.registry import OPTIMIZERS

@@ -14,9 +14,10 @@ from scipy.optimize import linprog
 
 from megalite.assembly import plan
 from megalite.config.dims import ParallelDims
+from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict
 from megalite.config.recompute import OPERATIONS, mode_of, problem, written
-from megalite.config.schema import Config, ConfigError
+from megalite.config.schema import Config
 from megalite.model.cost.recomputed import groups
 from megalite.parallel.pipeline.generator import placement
 from megalite.planner.budget import integer_program

@@ -11,7 +11,8 @@ import pytest
 
 from megalite.commands.plan import main
 from megalite.config.load import from_dict
-from megalite.config.schema import Config, ModelConfig
+from megalite.config.schema import Config
+from megalite.config.sections.model import ModelConfig
 from megalite.families.presets import preset
 from megalite.planner.cost.expert_exchange import all_on_one_rank, worst_bytes, worst_rows
 from megalite.planner.cost.operations import Software

@@ -15,7 +15,8 @@ import pytest
 
 from benchmarks import held_out, published
 from megalite.config.load import from_dict
-from megalite.config.schema import LoraConfig, ModelConfig
+from megalite.config.sections.lora import LoraConfig
+from megalite.config.sections.model import ModelConfig
 from megalite.config.sections.muon import MuonConfig
 from megalite.families.presets import preset
 from megalite.model.cost import per_token

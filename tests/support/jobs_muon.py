@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from megalite.config.schema import ModelConfig
+from megalite.config.sections.model import ModelConfig
 from megalite.config.sections.muon import MuonConfig
 from megalite.config.sections.optimizer import OptimizerConfig
 from megalite.mesh.mesh import Layout, Mesh

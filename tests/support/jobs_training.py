@@ -14,7 +14,7 @@ from torch.autograd.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megalite.config.schema import ConfigError
+from megalite.config.errors import ConfigError
 from megalite.optimizer.adamw import STATE
 from megalite.system import rng
 from megalite.training.memory_report import ModelStates, formula, measured

@@ -20,9 +20,11 @@ import torch
 import yaml
 
 from megalite.config.arguments import Arguments
+from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict, resolve, to_dict
 from megalite.config.rules import check
-from megalite.config.schema import OPTIONS, Config, ConfigError, ParallelConfig
+from megalite.config.schema import OPTIONS, Config
+from megalite.config.sections.parallel import ParallelConfig
 from megalite.config.values import nest
 from megalite.launch.process import configure_process
 from megalite.optimizer.schedule import batch_scale

@@ -8,7 +8,7 @@ from math import inf, nan
 import numpy as np
 import pytest
 
-from megalite.config.schema import FaultsConfig
+from megalite.config.sections.faults import FaultsConfig
 from megalite.training.bad_steps import MAX_ROLLBACKS, BadStepPolicy, FaultLimit
 
 

@@ -15,9 +15,9 @@ import torch
 from megalite import checkpoint
 from megalite.assembly import parts as build
 from megalite.checkpoint import inspect
+from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict
 from megalite.config.rules import check
-from megalite.config.schema import ConfigError
 from megalite.training import best, validation
 from megalite.training.fit import fit
 from megalite.training.run_directory import claim

@@ -10,7 +10,7 @@ import pytest
 
 from megalite.commands import train
 from megalite.config.rules import RULES
-from megalite.config.schema import ModelConfig
+from megalite.config.sections.model import ModelConfig
 from megalite.families.model_config import from_hf_config
 from megalite.model.parameters import active_parameters, model_specs
 from megalite.parallel.spec import parameter_count

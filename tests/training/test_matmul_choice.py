@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict
-from megalite.config.schema import Config, ConfigError
+from megalite.config.schema import Config
 from megalite.launch import matmul_library
 from megalite.mesh.layout import Layout
 from megalite.mesh.mesh import Mesh

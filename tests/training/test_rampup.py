@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megalite.assembly import parts as build
+from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict
 from megalite.config.rules import check
-from megalite.config.schema import ConfigError
 from megalite.monitoring.epochs import Epochs
 from megalite.training.fit import measured
 from megalite.training.trainer import Trainer

@@ -12,9 +12,10 @@ import pytest
 
 from megalite.assembly import parts as build
 from megalite.commands.train import announce
+from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict, to_dict
 from megalite.config.run_length import resolve_steps
-from megalite.config.schema import Config, ConfigError
+from megalite.config.schema import Config
 from megalite.monitoring.epochs import Epochs, repeated
 from megalite.training import resume_checks, validation
 from megalite.training.fit import fit

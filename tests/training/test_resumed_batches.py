@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from megalite.assembly import parts as build
+from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict, to_dict
 from megalite.config.rampup import samples_after, steps_for
 from megalite.config.run_length import resolve_steps
-from megalite.config.schema import OPTIONS, Config, ConfigError
+from megalite.config.schema import OPTIONS, Config
 from megalite.monitoring.epochs import Epochs, planned_samples
 from megalite.training.fit import measured
 from megalite.training.run_directory import claim

@@ -13,8 +13,9 @@ import pytest
 from megalite.checkpoint import step_name
 from megalite.checkpoint.directories import begin, publish
 from megalite.checkpoint.manifest import encode
+from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict, to_dict, write_config
-from megalite.config.schema import Config, ConfigError
+from megalite.config.schema import Config
 from megalite.launch.exit_status import END_FILE, ExitStatus, process_status
 from megalite.launch.run_lock import FILE as LOCK
 from megalite.launch.run_lock import InUseError

@@ -13,7 +13,7 @@ import pytest
 from megalite import checkpoint
 from megalite.assembly import parts as build
 from megalite.config.load import from_dict
-from megalite.config.schema import CheckpointConfig
+from megalite.config.sections.checkpoint import CheckpointConfig
 from megalite.launch.exit_status import ExitStatus
 from megalite.monitoring.observers import Observer
 from megalite.planner.memory import states

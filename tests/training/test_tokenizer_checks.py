@@ -14,8 +14,9 @@ from megalite.assembly import parts as build
 from megalite.checkpoint import manifest_of
 from megalite.commands.generate import main as generate
 from megalite.commands.train import check_run
+from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict, load_config
-from megalite.config.schema import Config, ConfigError
+from megalite.config.schema import Config
 from megalite.data.dataset import build as open_data
 from megalite.data.preparation.prepare import prepare
 from megalite.data.preparation.sources import open_inputs

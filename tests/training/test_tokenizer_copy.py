@@ -12,8 +12,9 @@ import pytest
 
 from megalite.assembly import parts as build
 from megalite.commands import convert
+from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict
-from megalite.config.schema import Config, ConfigError
+from megalite.config.schema import Config
 from megalite.data.preparation.prepare import prepare
 from megalite.data.preparation.sources import open_inputs
 from megalite.data.tokenizer.identity import fingerprint

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from megalite.config.errors import ConfigError
 from megalite.config.samples import DataError
-from megalite.config.schema import Config, ConfigError, TrainConfig
+from megalite.config.schema import Config
+from megalite.config.sections.train import TrainConfig
 from megalite.launch import process
 from megalite.launch.causes import Lost
 from megalite.launch.peers import LostRank, PeerState

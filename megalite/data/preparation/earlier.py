@@ -10,8 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from megalite.config.errors import ConfigError
 from megalite.config.samples import TokenIndex
-from megalite.config.schema import ConfigError
 from megalite.config.token_files import metadata
 from megalite.data.indexed import DataError, companion
 from megalite.data.tokenizer.identity import digest_of, of_token_file, tokenizer_files

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from itertools import islice, zip_longest
 from typing import TYPE_CHECKING
 
+from megalite.config.errors import ConfigError
 from megalite.config.rule import show
-from megalite.config.schema import ConfigError, DataConfig
+from megalite.config.sections.data import DataConfig
 from megalite.config.token_files import prefixes
 from megalite.data.tokenizer.identity import TokenizerIdentity, fingerprint, of_token_file, probes
 

@@ -29,7 +29,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megalite.config.schema import ConfigError
+from megalite.config.errors import ConfigError
 from megalite.config.token_files import metadata
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
-from megalite.config.schema import ConfigError, DataConfig
+from megalite.config.errors import ConfigError
+from megalite.config.sections.data import DataConfig
 from megalite.data.tokenizer.comparison import of_data
 from megalite.data.tokenizer.identity import TokenizerIdentity, copy_tokenizer, digest_of, tokenizer_files
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.config.schema import ConfigError
+from megalite.config.errors import ConfigError
 from megalite.data.indexed import DataError, IndexedTokens
 from megalite.data.tokenizer import structure as structures
 from megalite.data.tokenizer.identity import SETTINGS, place_of, tokenizer_files

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from megalite.config.schema import ConfigError
+from megalite.config.errors import ConfigError
 from megalite.importers.shell.values import FIRST, LAST
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from megalite.config.schema import ConfigError
+from megalite.config.errors import ConfigError
 from megalite.importers.shell import grammar
 from megalite.importers.shell.arrays import IndexedArray
 from megalite.importers.shell.assignments import Assignments

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megalite.config.schema import ConfigError
+from megalite.config.errors import ConfigError
 from megalite.importers.shell.arrays import IndexedArray
 
 FIRST, LAST = 0xF0000, 0xFFFFD

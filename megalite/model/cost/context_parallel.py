@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from megalite.model.cost.records import Buffer, Share
 
 if TYPE_CHECKING:
-    from megalite.config.schema import ModelConfig
+    from megalite.config.sections.model import ModelConfig
 
 FP32_COPIES = {"gather": 3, "ring": 4}
 """Gradients of keys and values that exist at once. gather: as computed, stacked, ordered by rank. ring: of

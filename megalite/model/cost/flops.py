@@ -10,7 +10,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
-from megalite.config.schema import LoraConfig, ModelConfig, TrainConfig
+from megalite.config.sections.lora import LoraConfig
+from megalite.config.sections.model import ModelConfig
+from megalite.config.sections.train import TrainConfig
 from megalite.model.cost.records import MODES, AttentionCost, Matmul, Share, attended_pairs
 from megalite.model.cost.units import Units
 from megalite.model.parameters import layer_count

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-from megalite.config.schema import LoraConfig, ModelConfig
-from megalite.config.sections.lora import PROJECTIONS
+from megalite.config.sections.lora import PROJECTIONS, LoraConfig
+from megalite.config.sections.model import ModelConfig
 from megalite.mesh.layout import Coordinates
 from megalite.model.cost import context_parallel
 from megalite.model.cost.records import (

@@ -17,8 +17,9 @@ from typing import Any
 
 import yaml
 
+from megalite.config.errors import ConfigError
 from megalite.config.load import flatten, from_dict, to_dict
-from megalite.config.schema import Config, ConfigError
+from megalite.config.schema import Config
 from megalite.config.values import nest
 from megalite.model.adapter_parameters import total_parameters
 from megalite.monitoring import starts

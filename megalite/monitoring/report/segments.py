@@ -14,8 +14,9 @@ from statistics import median
 from typing import Any
 
 from megalite.config.dims import ParallelDims
+from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict
-from megalite.config.schema import Config, ConfigError
+from megalite.config.schema import Config
 from megalite.monitoring.starts import Start
 from megalite.parallel.pipeline.bubble import BUBBLES, BubblePlan
 from megalite.parallel.pipeline.bubble import plan as planned

@@ -25,7 +25,7 @@ import torch
 from megalite_kernels.permutation import count_by_column
 from torch import Tensor
 
-from megalite.config.schema import ModelConfig
+from megalite.config.sections.model import ModelConfig
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.expert.choice import ExpertChoice, best

@@ -28,7 +28,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from megalite.config.schema import ConfigError
+from megalite.config.errors import ConfigError
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import Pending, all_gather
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalite.config.schema import LoraConfig
+from megalite.config.sections.lora import LoraConfig
 from megalite.mesh.layout import Coordinates
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.weight import Weight

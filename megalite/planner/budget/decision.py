@@ -30,8 +30,9 @@ from typing import NamedTuple
 
 from megalite.assembly import plan
 from megalite.config.dims import ParallelDims
+from megalite.config.errors import ConfigError
 from megalite.config.recompute import BUDGET, OPERATIONS, written
-from megalite.config.schema import Config, ConfigError
+from megalite.config.schema import Config
 from megalite.model.cost.recomputed import Group, Operation, groups
 from megalite.model.parameters import head_unit, layer_count, layers_in
 from megalite.parallel.pipeline.schedule import ActionKind as Pass

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from megalite.assembly import plan
 from megalite.config.dims import ParallelDims, rows_per_expert
 from megalite.config.recompute import operations_of
-from megalite.config.schema import Config, ModelConfig
+from megalite.config.schema import Config
+from megalite.config.sections.model import ModelConfig
 from megalite.model.cost.records import Share
 from megalite.model.parameters import layers_in
 from megalite.parallel.pipeline.schedule import ActionKind, Schedule

@@ -13,7 +13,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megalite.config.schema import LoraConfig, ModelConfig
+from megalite.config.sections.lora import LoraConfig
+from megalite.config.sections.model import ModelConfig
 from megalite.model.cost.mtp import joining
 from megalite.model.cost.records import (
     AttentionCost,

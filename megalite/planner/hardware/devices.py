@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megalite.config.errors import ConfigError
 from megalite.config.files import read_tree
 from megalite.config.rule import describe_legal, suggestion
-from megalite.config.schema import ConfigError
 from megalite.planner.hardware.constants import CONSTANTS, Constants
 from megalite.planner.hardware.peaks import peak_flops
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from megalite.assembly.plan import activation_shape
-from megalite.config.schema import Config, LoraConfig
+from megalite.config.schema import Config
+from megalite.config.sections.lora import LoraConfig
 from megalite.config.token_files import is_chat, prefixes
 from megalite.model.cost.mtp import modules
 from megalite.model.cost.recomputed import chosen, groups

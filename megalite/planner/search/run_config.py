@@ -16,7 +16,9 @@ from megalite.config.load import to_dict
 from megalite.config.recompute import BUDGET, shown
 from megalite.config.rules import RULES
 from megalite.config.rules.context import RuleContext
-from megalite.config.schema import Config, ModelConfig, ParallelConfig
+from megalite.config.schema import Config
+from megalite.config.sections.model import ModelConfig
+from megalite.config.sections.parallel import ParallelConfig
 from megalite.planner.time.step import LayoutChoice
 
 USABLE = 0.93

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from megalite.assembly.plan import units_of
 from megalite.config.dims import ParallelDims
+from megalite.config.errors import ConfigError
 from megalite.config.recompute import BUDGET
-from megalite.config.schema import Config, ConfigError
+from megalite.config.schema import Config
 from megalite.model.cost import layer_costs
 from megalite.planner.hardware.devices import Device, HardwareError, find, found_as
 from megalite.planner.time.step import LayoutChoice, PlannedJob, Stepper

@@ -14,7 +14,9 @@ from typing import NamedTuple
 from megalite.assembly.plan import may_be_optimistic
 from megalite.config.dims import ParallelDims
 from megalite.config.recompute import mode_of, operations_of
-from megalite.config.schema import Config, LoraConfig, ModelConfig
+from megalite.config.schema import Config
+from megalite.config.sections.lora import LoraConfig
+from megalite.config.sections.model import ModelConfig
 from megalite.config.sections.muon import MuonConfig
 from megalite.model.cost import layer_costs, per_token
 from megalite.model.cost.records import Share

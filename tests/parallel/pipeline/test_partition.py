@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.assembly import parts as build
-from megalite.config.schema import Config, ModelConfig, ParallelConfig
+from megalite.config.schema import Config
+from megalite.config.sections.model import ModelConfig
+from megalite.config.sections.parallel import ParallelConfig
 from megalite.model.cost import layer_costs
 from megalite.parallel.pipeline.partition import balanced
 
