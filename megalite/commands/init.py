@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megalite.commands.parser import Parser, as_name, as_new_file, as_tokens, positive, write_whole
 from megalite.config.errors import ConfigError
+from megalite.config.repository_id import is_repository_id
 from megalite.config.schema import Config
 
 if TYPE_CHECKING:
@@ -232,12 +233,11 @@ def text_of(
 def names_of_hub(options: argparse.Namespace, named: NamedModel) -> dict[str, str]:
     """Options that were given as a name of the Hub, and have become a directory of its cache → the name."""
     from megalite.commands.models import options_in
-    from megalite.families import hub
 
     if named.kind == "configuration":
         shape = options_in(named.name, "--from").get("model.from_hf")
         name = str(shape or "").removeprefix("hf:")
-        return {"model.from_hf": name} if hub.is_id(name) else {}
+        return {"model.from_hf": name} if is_repository_id(name) else {}
     name = options.source.removeprefix("hf:")
     if named.kind != "huggingface" or name == named.name or Path(name).exists():
         return {}

@@ -20,6 +20,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.files import config_file, read_tree, shipped_configs
 from megalite.config.load import flatten, from_dict, resolve
 from megalite.config.precision import AUTO
+from megalite.config.repository_id import is_repository_id
 from megalite.config.rule import is_checkpoint, suggestion
 from megalite.config.schema import Config
 from megalite.config.values import nest
@@ -77,7 +78,7 @@ def find_model(given: str, part: hub.Part, option: str) -> NamedModel | None:
         return NamedModel("preset", name)
     if name in shipped_configs():
         return NamedModel("configuration", config_file(name))
-    if hub.is_id(name) and (directory := hub.directory(name, part, f"{option} {given}")) != name:
+    if is_repository_id(name) and (directory := hub.directory(name, part, f"{option} {given}")) != name:
         return NamedModel("huggingface", _hf_directory(directory, option, given))
     return None
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import ssl
 import sys
 import time
@@ -22,11 +21,11 @@ from threading import Event, Thread
 from typing import Any, Literal
 
 from megalite.config.errors import ConfigError
+from megalite.config.repository_id import is_repository_id
 from megalite.families.weight_files import ADAPTER_SETTINGS, MODEL
 
 Part = Literal["shape", "tokenizer", "weights"]
 """What is needed of a model; the weights include the other two."""
-ID = re.compile(r"(?!.*(?:--|\.\.|\.git$))[A-Za-z0-9](?:[\w.-]*\w)?/\w(?:[\w.-]{0,94}\w)?", re.ASCII)
 CONFIG = ("config.json", "generation_config.json")
 TEMPLATES = "additional_chat_templates/*.jinja"
 TOKENIZER = (
@@ -49,8 +48,6 @@ PATTERNS: dict[Part, tuple[str, ...]] = {
 }
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 """A tokenizer has one of these files."""
-FILES = (".model", ".json", ".yaml", ".yml")
-"""What ends so is a path."""
 PROBE_S = 4.0
 """Seconds in which the Hub must answer once before anything is asked of it: its library tries for much
 longer."""
@@ -58,11 +55,6 @@ UNFINISHED = "unfinished"
 """Ending of the mark of a download that is under way or was interrupted."""
 PATIENCE_S = 30.0
 """Seconds that other local ranks wait for a download to begin."""
-
-
-def is_id(name: str) -> bool:
-    """Whether a name can be that of a repository: it has the form org/name, and there is no such path."""
-    return ID.fullmatch(name) is not None and not name.endswith(FILES) and not Path(name).exists()
 
 
 def directory(name: str, part: Part, shown: str = "") -> str:
@@ -77,7 +69,7 @@ def directory(name: str, part: Part, shown: str = "") -> str:
     Raises:
         ConfigError: the repository cannot be fetched.
     """
-    if not is_id(name):
+    if not is_repository_id(name):
         return name
     if (path := cached(name, part)) is not None and not _is_unfinished(name):
         return str(path)

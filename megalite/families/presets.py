@@ -6,6 +6,7 @@ from typing import Any
 
 from megalite.config.checkout import CONFIGS
 from megalite.config.errors import ConfigError
+from megalite.config.repository_id import is_repository_id
 from megalite.config.rule import suggestion
 
 
@@ -23,9 +24,7 @@ def preset(name: str) -> dict[str, Any]:
     """The ModelConfig fields of a named shape. Raises ConfigError naming the nearest preset."""
     shapes = presets()
     if name not in shapes:
-        from megalite.families.hub import is_id
-
-        if is_id(name) or os.path.isfile(Path(name, "config.json")):
+        if is_repository_id(name) or os.path.isfile(Path(name, "config.json")):
             raise ConfigError(
                 f"model.preset = {name} is a Hugging Face model. Set model.from_hf to {name}, and leave the "
                 "preset out."

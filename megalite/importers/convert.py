@@ -19,6 +19,7 @@ from megalite.config import run_length
 from megalite.config.dims import ParallelDims
 from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict
+from megalite.config.repository_id import is_repository_id
 from megalite.config.rule import Rule, show
 from megalite.config.rules import RULES
 from megalite.config.rules.context import RuleContext
@@ -304,7 +305,7 @@ def _hf_shape(name: str) -> dict[str, Any]:
 
     It is empty if the model is not on this machine.
     """
-    directory = hub.cached(name, "shape") if hub.is_id(name) else Path(name).expanduser()
+    directory = hub.cached(name, "shape") if is_repository_id(name) else Path(name).expanduser()
     return hf_shape(str(directory)) if directory and (directory / "config.json").is_file() else {}
 
 
@@ -338,7 +339,7 @@ def _check_rule(imported: Imported, rule: Rule, known: dict[str, Any]) -> None:
     if rule.option in FILES and not isinstance(options[rule.option], float):
         if not (
             rule.option in ("model.init_from", "model.from_hf")
-            and hub.is_id(str(options[rule.option]).removeprefix("hf:"))
+            and is_repository_id(str(options[rule.option]).removeprefix("hf:"))
         ):
             imported.remark(imported.setter(rule.option), "open", rule.describe(context))
     elif open_options:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megalite.config.option import FRACTION, NOT_NEGATIVE, POSITIVE, SIZE, option
+from megalite.config.repository_id import is_repository_id
 from megalite.config.rule import (
     CHECKPOINT_EXAMPLE,
     Rule,
@@ -472,10 +473,8 @@ def _init_from(c: "RuleContext") -> str:
 
 def _own_weights(c: "RuleContext") -> str:
     """The way out for what is no checkpoint: hf: for a Hugging Face model, else an example."""
-    from megalite.families.hub import is_id  # with the libraries of a network
-
     path = _init_from(c)
-    if os.path.isfile(Path(path, "config.json")) or is_id(path):
+    if os.path.isfile(Path(path, "config.json")) or is_repository_id(path):
         return (
             f"The weights of a Hugging Face model are hf:{path}; set model.from_hf to {path} for its shape."
         )
