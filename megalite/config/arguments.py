@@ -127,10 +127,10 @@ def _as_option(word: str) -> str:
 def _not_here(name: str, own: Sequence[str]) -> ConfigError:
     """The error for a name on the command line that is no option of a run."""
     if name in DRY_RUN and name not in own:
-        return ConfigError(f"--{name} on the command line is for a dry run. Add --dry_run, or leave it out.")
+        return ConfigError(f"--{name} is only valid for a dry run. Add --dry_run or remove it.")
     if name in LAUNCH:  # `megalite train` takes them itself
         return ConfigError(
-            f"--{name} on the command line is for starting the ranks of a run. Leave it out: a dry run "
+            f"--{name} is only valid when starting ranks. Remove it: a dry run "
             "starts none and takes their number "
             "by --world_size, and verify starts those that --tp, --pp, --dp and --cp need."
         )

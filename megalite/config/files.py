@@ -63,9 +63,7 @@ def parse_yaml(text: str, path: str, option: str) -> Any:
         if problem.startswith("but "):  # the half of a sentence
             problem = f"{getattr(error, 'context', '')}, {problem}"
         where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(
-            f"{option} = {path} is not valid YAML: {problem}{where}. Correct the file there."
-        ) from None
+        raise ConfigError(f"{option} = {path} is not valid YAML: {problem}{where}.") from None
 
 
 def shipped_configs() -> dict[str, str]:
@@ -89,12 +87,12 @@ def config_file(given: str) -> str:
     if not shipped.is_file():
         if given in presets():
             raise ConfigError(
-                f"--config = {given} is a preset, which is the shape of a model alone. Give it with "
+                f"--config = {given} is a preset, which contains only the shape of a model. Pass it as "
                 f"--model.preset {given}."
             )
         near = suggestion(given, shipped_configs()) or " megalite train --list_configs lists those."
         raise ConfigError(
-            f"--config = {given} is neither a file nor a configuration that comes with megalite.{near}"
+            f"--config = {given} is neither a file nor a configuration shipped with megalite.{near}"
         )
     return str(shipped)
 

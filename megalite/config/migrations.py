@@ -35,7 +35,9 @@ def migrated(options: Mapping[str, Any], source: str, advice: list[str]) -> dict
         name = NAMES.get(option, option)
         if name != option:
             if name in options:
-                raise ConfigError(f"{option} {source} is {name} now, which is there too. Leave out {option}.")
+                raise ConfigError(
+                    f"{option} {source} was renamed to {name}, which is also set. Remove {option}."
+                )
             advice.append(f"{option} {source} is {name} now.")
         names = VALUES.get(name, {})
         if isinstance(value, str) and value in names:

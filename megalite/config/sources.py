@@ -82,7 +82,7 @@ def _replace_horizon(given: Given, later: OptionSource) -> None:
     horizons = later.gives(HORIZON)
     if len(horizons) > 1:
         both = " and ".join(f"{option} = {show(later.options[option])}" for option in horizons)
-        raise ConfigError(f"{both} {later.where} each say how long the run is. Give one of them.")
+        raise ConfigError(f"{both} {later.where} both set the length of the run. Set only one of them.")
     if horizons:
         given.drop(HORIZON)
 
@@ -102,7 +102,8 @@ def _replace_shape(given: Given, later: OptionSource) -> None:
         return
     own = f"hf:{name.removeprefix('hf:')}" if option == "model.from_hf" else "weights of that shape"
     raise ConfigError(
-        f"{WEIGHTS} = {weights} {before} belongs to the model there, but {option} = {name} {later.where} "
+        f"{WEIGHTS} = {weights} {before} belongs to the model that was set there, but {option} = {name} "
+        f"{later.where} "
         "replaces it. "
         f"Set {WEIGHTS} to {own}, or to none for random weights."
     )

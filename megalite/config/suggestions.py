@@ -76,7 +76,7 @@ def unknown(name: str, source: str, known: Iterable[str], dashes: str = "") -> C
     others = other_names()
     called = last.replace("-", "_").lower()
     if (here := others.get(f"{section}.{called}", others.get(called))) is not None:
-        return ConfigError(f"{said} Here it is called {_written(here, dashes)}.")
+        return ConfigError(f"{said} The option is called {_written(here, dashes)}.")
     # a name that other programs use in one section counts where this section is meant
     there = (
         other
@@ -88,7 +88,7 @@ def unknown(name: str, source: str, known: Iterable[str], dashes: str = "") -> C
         return ConfigError(f"{said} See megalite train --help{f' {section}' if section in SECTIONS else ''}.")
     if nearest in others:
         return ConfigError(
-            f"{said} Nearest: {_written(others[nearest], dashes)}, which other programs call {nearest}."
+            f"{said} Nearest: {_written(others[nearest], dashes)}, called {nearest} in other programs."
         )
     return ConfigError(f"{said} Nearest: {dashes}{nearest}.")
 

@@ -143,7 +143,7 @@ def read_often(config: "Config") -> list[str]:
 
 def fit_vocabulary(config: "Config", fixed: bool) -> None:
     """Give the model the vocabulary of the training data if it has none, or if `model.resize_embeddings` lets
-    it grow; adapters then train the embedding and the head, whose new rows would stay as they start.
+    it grow; adapters then train the embedding and the head, whose new rows would not be trained.
 
     fixed: model.vocab_size is given, and stays.
     """

@@ -59,7 +59,7 @@ def amount_value(option: str, value: Any, source: str) -> Any:
         forms = kind.forms
         if kind is amounts.DURATION and re.fullmatch("[1-9][0-9]*", text):
             forms = f"it with a unit: {text}s, {text}m or {text}h"
-        raise ConfigError(f"{option} = {show(value)} {source} is not {kind.what}. Write {forms}.")
+        raise ConfigError(f"{option} = {show(value)} {source} is not {kind.what}. Expected {forms}.")
     return value if amount == text else amount
 
 
@@ -150,7 +150,7 @@ def _parsed(values: dict[str, Any], source: str, words: bool) -> dict[str, Any]:
         for key in result if isinstance(result, dict) else ():
             if not isinstance(key, str):
                 raise ConfigError(
-                    f"{option} {source} has the name {show(key)}, which is not text. Write it in quotes: "
+                    f"{option} {source} has the name {show(key)}, which is not a string. Quote it: "
                     f"'{show(key)}'."
                 )
         if result is None and NoneType not in get_args(OPTIONS[option].type):
@@ -159,7 +159,7 @@ def _parsed(values: dict[str, Any], source: str, words: bool) -> dict[str, Any]:
 
 
 def wrong_type(option: str, value: Any, source: str) -> str:
-    """The message for a value that does not fit its option's type."""
+    """The message for a value that does not match the type of its option."""
     from megalite.config.suggestions import nearest_value
 
     hint = OPTIONS[option].type

@@ -31,7 +31,7 @@ def attention_scale(given: dict[str, Any]) -> float | None:
     for name in ("kv_lora_rank", "n_routed_experts"):
         if given[name] is None:
             raise _refuse(
-                name, None, f"is not handled by the {given['model_type']} family. It needs a number."
+                name, None, f"is not supported by the {given['model_type']} family. It needs a number."
             )
     parameters = given.get("rope_scaling") or given.get("rope_parameters") or {}
     kind, all_dim = (
@@ -69,7 +69,7 @@ def kv_heads(given: dict[str, Any]) -> int:
 
 def dense_layers(given: dict[str, Any]) -> list[int]:
     if given["moe_layer_freq"] != 1:
-        raise _refuse("moe_layer_freq", given["moe_layer_freq"], "is not handled. Legal value: 1.")
+        raise _refuse("moe_layer_freq", given["moe_layer_freq"], "is not supported. Legal value: 1.")
     return list(range(given["first_k_dense_replace"]))
 
 
@@ -77,7 +77,7 @@ def shared_width(given: dict[str, Any]) -> int:
     """The shared experts are one expert of their total width."""
     if not given["n_shared_experts"]:
         raise _refuse(
-            "n_shared_experts", given["n_shared_experts"], "is not handled. Legal values: 1 and above."
+            "n_shared_experts", given["n_shared_experts"], "is not supported. Legal values: 1 and above."
         )
     return int(given["n_shared_experts"] * given["moe_intermediate_size"])
 
@@ -96,7 +96,9 @@ def topk_group(given: dict[str, Any]) -> int:
     if groups(given) is None:
         return 1
     if given["topk_group"] is None:
-        raise _refuse("topk_group", None, f"does not fit n_group = {given['n_group']}. It needs a number.")
+        raise _refuse(
+            "topk_group", None, f"is incompatible with n_group = {given['n_group']}. It needs a number."
+        )
     return int(given["topk_group"])
 
 
@@ -106,17 +108,19 @@ def scores(kind: str, given: dict[str, Any]) -> str:
         raise _refuse(
             "scoring_func",
             given["scoring_func"],
-            f"is not handled by the {given['model_type']} family. Legal value: {kind!r}.",
+            f"is not supported by the {given['model_type']} family. Legal value: {kind!r}.",
         )
     if given["topk_method"] not in METHODS[kind]:
         raise _refuse(
-            "topk_method", given["topk_method"], f"is not handled. Legal values: {', '.join(METHODS[kind])}."
+            "topk_method",
+            given["topk_method"],
+            f"is not supported. Legal values: {', '.join(METHODS[kind])}.",
         )
     if kind == "softmax" and given["norm_topk_prob"]:
         raise _refuse(
             "norm_topk_prob",
             True,
-            "is not handled: transformers never renormalises in this family. Legal value: False.",
+            "is not supported: transformers never renormalises in this family. Legal value: False.",
         )
     return kind
 

@@ -157,7 +157,8 @@ def _fetched(name: str, part: Part, shown: str) -> Path:
         lock, unfinished = _note(name, "lock"), _note(name, UNFINISHED)
     except ImportError:
         raise ConfigError(
-            f"{shown} is no directory here, and a model of the Hugging Face Hub needs a package: pip install "
+            f"{shown} is not a local directory, and downloading a model from the Hugging Face Hub requires a "
+            "package: pip install "
             "huggingface_hub."
         ) from None
     with suppress(OSError):  # the download itself says what is wrong with the cache
@@ -184,8 +185,9 @@ def _download(name: str, part: Part, shown: str) -> None:
     except Exception as error:  # the library raises OSError, ValueError and those of its HTTP library
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise ConfigError(
-            f"{shown} is no directory here and cannot be fetched from the Hugging Face Hub: {reason}. "
-            "Check the name; a gated or private model needs `hf auth login` first."
+            f"{shown} is not a local directory and could not be downloaded from the Hugging Face Hub: "
+            f"{reason}. "
+            "Check the name; a gated or private model requires `hf auth login` first."
         ) from None
 
 

@@ -160,11 +160,13 @@ def hf_config(directory: str | Path, name: str = "config.json") -> dict[str, Any
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}. Give a model's directory.") from None
+        raise ConfigError(
+            f"{path} could not be read: {error.strerror}. Pass the directory of a model."
+        ) from None
     except ValueError as error:
         raise ConfigError(f"{path} is not a JSON object: {error}.") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} is not a JSON object: it holds {show(content)[:40]}.")
+        raise ConfigError(f"{path} is not a JSON object: it contains {show(content)[:40]}.")
     return _language_model(content)
 
 
@@ -230,13 +232,15 @@ def _falcon_block(given: dict[str, Any]) -> str:
     )
     if new and not parallel:
         raise _refuse(
-            "parallel_attn", parallel, "does not fit new_decoder_architecture = True, which is parallel."
+            "parallel_attn",
+            parallel,
+            "is incompatible with new_decoder_architecture = True, which is parallel.",
         )
     if norms == 2 and not new:
         raise _refuse(
             "num_ln_in_parallel_attn",
             norms,
-            "does not fit new_decoder_architecture = False, which has one norm.",
+            "is incompatible with new_decoder_architecture = False, which has one norm.",
         )
     if not parallel:
         return "none"
@@ -255,7 +259,7 @@ def _clamped_swiglu(given: dict[str, Any]) -> str:
     """gpt-oss's activation, of which other numbers are refused."""
     for name, only in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
         if given[name] != only:
-            raise _refuse(name, given[name], f"is not handled. Legal value: {only}.")
+            raise _refuse(name, given[name], f"is not supported. Legal value: {only}.")
     return "clamped_swiglu"
 
 
@@ -291,14 +295,12 @@ def _refuse(name: str, value: Any, why: str) -> ConfigError:
 
 def from_hf_config(config: dict[str, Any]) -> dict[str, Any]:
     """The ModelConfig fields of a Hugging Face config.json. Raises ConfigError naming the family or field
-    that is not handled."""
+    that is not supported."""
     known, family, config = families(), *_of_family(config)
     shape, given = dict(family.constants), known.defaults | family.defaults | config
     for theirs, ours in family.fields.items():
         if theirs not in given:
-            raise ConfigError(
-                f"config.json: {theirs} is missing; every {family.model_type} configuration needs it."
-            )
+            raise ConfigError(f"config.json: {theirs} is missing, but required for {family.model_type}.")
         shape |= dict.fromkeys(ours, given[theirs])
     if shape["intermediate_size"] is None:  # GPT-2's n_inner: null
         shape["intermediate_size"] = 4 * shape["hidden_size"]
@@ -308,7 +310,7 @@ def from_hf_config(config: dict[str, Any]) -> dict[str, Any]:
     shape["hidden_act"] = _SAME_ACT.get(shape["hidden_act"], shape["hidden_act"])
     if shape["hidden_act"] not in legal_act:
         raise _refuse(
-            "hidden_act", shape["hidden_act"], f"is not handled. Legal values: {', '.join(legal_act)}."
+            "hidden_act", shape["hidden_act"], f"is not supported. Legal values: {', '.join(legal_act)}."
         )
     try:
         shape |= {name.partition("=")[0]: _COMPUTED[name](given) for name in family.computed}
@@ -316,7 +318,7 @@ def from_hf_config(config: dict[str, Any]) -> dict[str, Any]:
         if family.rope:
             shape |= _read_rope(config, family, given, shape)
     except (TypeError, LookupError, ArithmeticError) as error:
-        raise ConfigError(f"config.json: a value of it has the wrong type or length: {error}.") from None
+        raise ConfigError(f"config.json: a value has the wrong type or length: {error}.") from None
     _refuse_unhandled(config, family, shape)
     return shape
 
@@ -327,7 +329,9 @@ def _of_family(config: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
     family = known.rows.get(config.get("model_type", ""))
     if family is None:
         raise _refuse(
-            "model_type", config.get("model_type"), f"is not handled. Legal values: {', '.join(known.rows)}."
+            "model_type",
+            config.get("model_type"),
+            f"is not supported. Legal values: {', '.join(known.rows)}.",
         )
     for alias, name in family.aliases.items():
         if alias in config:
@@ -379,7 +383,7 @@ def _read_rope(
         raise _refuse(
             "rope_parameters.sliding_attention",
             local,
-            "is not handled: layers with a window have no rotary scaling.",
+            "is not supported: layers with a window have no rotary scaling.",
         )
     same = theta == frequencies["rope_theta"] and frequencies["rope_scaling"] is None
     return frequencies | {
@@ -404,7 +408,7 @@ def _read_frequencies(
     parameters.pop("type", None)  # rope_type's name before transformers 4.43
     if kind not in family.rope_types:
         raise _refuse(
-            "rope_scaling.rope_type", kind, f"is not handled. Legal values: {', '.join(family.rope_types)}."
+            "rope_scaling.rope_type", kind, f"is not supported. Legal values: {', '.join(family.rope_types)}."
         )
     if kind == "longrope":
         parameters = _complete_longrope(parameters, given)
@@ -416,7 +420,7 @@ def _read_frequencies(
         raise _refuse(
             "rope_scaling.partial_rotary_factor",
             rotated,
-            f"is not handled by the {family.model_type} family. Legal value: 1.0.",
+            f"is not supported by the {family.model_type} family. Legal value: 1.0.",
         )
     scaling = {name: parameters[name] for name in ROPE_SCALING_KEYS[kind] if name in parameters} | exact
     return {
@@ -471,7 +475,7 @@ def _read_window(given: dict[str, Any], family: Family, shape: dict[str, Any]) -
         raise _refuse(
             "layer_types",
             sorted(set(types)),
-            f"needs a sliding window, which this {family.model_type} configuration does not have.",
+            f"requires a sliding window, which this {family.model_type} configuration does not have.",
         )
     return {}
 
@@ -517,7 +521,7 @@ def _refuse_unhandled(config: dict[str, Any], family: Family, shape: dict[str, A
                 if only is not None
                 else f"Remove it if a {family.model_type} model computes the same."
             )
-            raise _refuse(name, value, f"is not handled by the {family.model_type} family. {legal}")
+            raise _refuse(name, value, f"is not supported by the {family.model_type} family. {legal}")
 
 
 def unread_fields(config: dict[str, Any]) -> dict[str, Any]:

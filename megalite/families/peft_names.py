@@ -69,7 +69,7 @@ def _by_own_names(
         own = _translated(option, [str(name)], _projections(tables), own_names, what, given)
         if twice := values.keys() & own:
             raise ConfigError(
-                f"{option} = {show(given)} names {sorted(twice)[0]} twice. Remove one of its entries."
+                f"{option} = {show(given)} contains {sorted(twice)[0]} twice. Remove one of the entries."
             )
         values |= dict.fromkeys(own, value)
     return values
@@ -104,7 +104,9 @@ def _translated(
         if not parts:
             legal = [*ours, *dict.fromkeys(module.rpartition(".")[2] for module in theirs)]
             listed = f"Legal values: {', '.join(legal)}.{suggestion(name, legal)}"
-            raise ConfigError(f"{option} = {show(value or names)} names {name}, which is no {what}. {listed}")
+            raise ConfigError(
+                f"{option} = {show(value or names)} contains {name}, which is not a {what}. {listed}"
+            )
         own |= dict.fromkeys(parts)
     return list(own)
 

@@ -26,14 +26,14 @@ def preset(name: str) -> dict[str, Any]:
     if name not in shapes:
         if is_repository_id(name) or os.path.isfile(Path(name, "config.json")):
             raise ConfigError(
-                f"model.preset = {name} is a Hugging Face model. Set model.from_hf to {name}, and leave the "
-                "preset out."
+                f"model.preset = {name} is a Hugging Face model. Set model.from_hf to {name}, and remove the "
+                "preset."
             )
         if (CONFIGS / f"{name}.yaml").is_file():
             raise ConfigError(
-                f"model.preset = {name} is a configuration and no shape. Give it as --config {name}, and "
-                "leave the preset out."
+                f"model.preset = {name} is a configuration, not a shape. Pass it as --config {name}, and "
+                "remove the preset."
             )
         legal = f"Legal values: {', '.join(shapes)}.{suggestion(name, shapes)}"
-        raise ConfigError(f"model.preset = {name} is not a known shape. {legal}")
+        raise ConfigError(f"model.preset = {name} is not a known preset. {legal}")
     return shapes[name]

@@ -30,7 +30,8 @@ def check_quantization(given: Any, family: str) -> None:
     """Raise ConfigError naming the field if a quantization_config describes weights that are not read."""
     if not isinstance(given, dict) or "quant_method" not in given:
         raise ConfigError(
-            f"config.json: quantization_config = {given!r} is not handled. Take the model's weights in bf16."
+            f"config.json: quantization_config = {given!r} is not supported. Use the weights of the model in "
+            "bf16."
         )
     legal = {"quant_method": ("mxfp4",)} if family in _MXFP4 else _FP8
     for name, value in given.items():
@@ -41,4 +42,4 @@ def check_quantization(given: Any, family: str) -> None:
 
 
 def _refuse(name: str, value: Any, way_out: str) -> ConfigError:
-    return ConfigError(f"config.json: quantization_config.{name} = {value!r} is not handled. {way_out}")
+    return ConfigError(f"config.json: quantization_config.{name} = {value!r} is not supported. {way_out}")

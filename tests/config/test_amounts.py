@@ -210,10 +210,14 @@ def test_an_epoch_is_one_pass_of_the_dataset(here: Path) -> None:
         (
             ["--train.tokens", "10X"],
             None,
-            "train.tokens = 10X on the command line is not a number of tokens. Write 300M, 10B, 1.5T or 1.5e9.",
+            "train.tokens = 10X on the command line is not a number of tokens. Expected 300M, 10B, 1.5T or 1.5e9.",
         ),
-        ([], "train: {steps: 1.5}", "train.steps = 1.5 in run.yaml is not a number of steps. Write 300, 20k or 1.5M."),
-        (["--optimizer.warmup_steps", "1.5"], None, "Write 200, 2k, or a share of train.steps: 5% or 0.05."),
+        (
+            [],
+            "train: {steps: 1.5}",
+            "train.steps = 1.5 in run.yaml is not a number of steps. Expected 300, 20k or 1.5M.",
+        ),
+        (["--optimizer.warmup_steps", "1.5"], None, "Expected 200, 2k, or a share of train.steps: 5% or 0.05."),
         (
             ["--train.memory_budget", "150%"],
             None,
@@ -222,31 +226,31 @@ def test_an_epoch_is_one_pass_of_the_dataset(here: Path) -> None:
         (
             ["--parallel.bucket_mb", "5G"],
             None,
-            "parallel.bucket_mb = 5G on the command line is not a size. Write 25MB, 32MiB, or 25,",
+            "parallel.bucket_mb = 5G on the command line is not a size. Expected 25MB, 32MiB, or 25,",
         ),
         (
             [],
             "run: {timeout: 600}",
-            "run.timeout = 600 in run.yaml is not a duration. Write it with a unit: 600s, 600m or 600h.",
+            "run.timeout = 600 in run.yaml is not a duration. Expected it with a unit: 600s, 600m or 600h.",
         ),
         (
             ["--train.steps", "5", "--train.epochs", "1"],
             None,
-            "train.steps = 5 and train.epochs = 1.0 on the command line each say how long the run is. "
-            "Give one of them.",
+            "train.steps = 5 and train.epochs = 1.0 on the command line both set the length of the run. "
+            "Set only one of them.",
         ),
-        ([], "train: {tokens: 1M, epochs: 2}", "train.tokens = 1000000 and train.epochs = 2.0 in run.yaml each say"),
+        ([], "train: {tokens: 1M, epochs: 2}", "train.tokens = 1000000 and train.epochs = 2.0 in run.yaml both set"),
         (
             ["--train.epochs", "3", "--data.train", "gone"],
             None,
-            "data.train = gone does not exist: there is no gone.bin and no gone.idx.",
+            "data.train = gone does not exist: could not find gone.bin and gone.idx.",
         ),
         (
             ["--train.epochs", "3", "--data.train", 300 * "a"],
             None,
-            f"a does not exist: there is no {300 * 'a'}.bin and no",
+            f"a does not exist: could not find {300 * 'a'}.bin and",
         ),
-        (["--data.validation", 300 * "a"], None, f"a does not exist: there is no {300 * 'a'}.bin and no"),
+        (["--data.validation", 300 * "a"], None, f"a does not exist: could not find {300 * 'a'}.bin and"),
         (["--checkpoint.load", 300 * "a"], None, "a is neither auto nor none, nor a checkpoint"),
         (["--train.epochs", "0"], None, "train.epochs = 0.0 is not a positive number."),
         (
@@ -260,11 +264,11 @@ def test_an_epoch_is_one_pass_of_the_dataset(here: Path) -> None:
         (["--train.tokens", "1e-99999999"], None, "is not a number of tokens."),
         (["--run.seed", "1" + 400 * "0"], None, "is too large."),
         (["--optimizer.lr", "1" + 400 * "0"], None, "is not a number."),
-        (["--num_train_epochs", "3"], None, "Here it is called --train.epochs."),
+        (["--num_train_epochs", "3"], None, "The option is called --train.epochs."),
         (
             ["--warmup_ratio", "0.1"],
             None,
-            "Here it is called --optimizer.warmup_steps, a share of train.steps such as 5% or 0.05.",
+            "The option is called --optimizer.warmup_steps, a share of train.steps such as 5% or 0.05.",
         ),
     ],
 )

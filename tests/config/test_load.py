@@ -248,7 +248,7 @@ MESSAGES = [
     (
         ["--nproc", "2"],
         None,
-        "--nproc on the command line is for starting the ranks of a run. Leave it out: a dry run starts none",
+        "--nproc is only valid when starting ranks. Remove it: a dry run starts none",
     ),
     (
         ["--train.lr", "2"],
@@ -259,14 +259,14 @@ MESSAGES = [
     (
         ["--optimizer.learning_rate", "1"],
         None,
-        "--optimizer.learning_rate on the command line is not a known option. Here it is called --optimizer.lr.",
+        "--optimizer.learning_rate on the command line is not a known option. The option is called --optimizer.lr.",
     ),
-    (["--tensor-model-parallel-size", "2"], None, "is not a known option. Here it is called --parallel.tp."),
-    (["--gradient_accumulation_steps", "2"], None, "Here it is called train.global_batch_size = accumulation steps"),
+    (["--tensor-model-parallel-size", "2"], None, "is not a known option. The option is called --parallel.tp."),
+    (["--gradient_accumulation_steps", "2"], None, "The option is called train.global_batch_size = accumulation steps"),
     (
         [],
         "train: {per_device_train_batch_size: 2}",
-        "in run.yaml is not a known option. Here it is called train.micro_batch_size.",
+        "in run.yaml is not a known option. The option is called train.micro_batch_size.",
     ),
     ([], "modle: {hidden_size: 2}", "modle in run.yaml is not a known option. Nearest: model."),
     ([], "model: {hiden_size: 2}", "model.hiden_size in run.yaml is not a known option. Nearest: model.hidden_size."),
@@ -316,35 +316,35 @@ MESSAGES = [
     (["--train.compile"], None, "--train.compile on the command line has no value. Write --train.compile true."),
     (["--help", "optimzer"], None, "--help optimzer: there is no such section. Nearest: optimizer."),
     (["--help", "optimzer.lr"], None, "--help optimzer.lr: there is no such section. Nearest: optimizer."),
-    (["--world_size", "8"], None, "--world_size on the command line is for a dry run. Add --dry_run, or leave it out."),
-    (["--optimizer.learing_rate", "1"], None, "Nearest: --optimizer.lr, which other programs call learning_rate."),
-    (["--learningrate", "1"], None, "Nearest: --optimizer.lr, which other programs call learning_rate."),
+    (["--world_size", "8"], None, "--world_size is only valid for a dry run. Add --dry_run or remove it."),
+    (["--optimizer.learing_rate", "1"], None, "Nearest: --optimizer.lr, called learning_rate in other programs."),
+    (["--learningrate", "1"], None, "Nearest: --optimizer.lr, called learning_rate in other programs."),
     (["--optmizer.lr", "1"], None, "--optmizer.lr on the command line is not a known option. Nearest: --optimizer.lr."),
     (["--optimizer.warmup", "1"], None, "Nearest: --optimizer.warmup_steps."),
-    (["--train.max_step", "1"], None, "Nearest: --train.steps, which other programs call max_steps."),
-    (["--logging.evry", "1"], None, "Nearest: --logging.interval, which other programs call logging.every."),
-    (["--loging.every", "1"], None, "Nearest: --logging.interval, which other programs call logging.every."),
+    (["--train.max_step", "1"], None, "Nearest: --train.steps, called max_steps in other programs."),
+    (["--logging.evry", "1"], None, "Nearest: --logging.interval, called logging.every in other programs."),
+    (["--loging.every", "1"], None, "Nearest: --logging.interval, called logging.every in other programs."),
     (
         ["--batchsize", "1"],
         None,
-        "Nearest: --train.micro_batch_size (of a rank) or train.global_batch_size (of all ranks), which",
+        "Nearest: --train.micro_batch_size (of a rank) or train.global_batch_size (of all ranks), called",
     ),
-    (["--model.n_layer", "1"], None, "Here it is called --model.num_hidden_layers."),
-    (["--seq_lenght", "1"], None, "Nearest: --data.sequence_length, which other programs call seq_length."),
+    (["--model.n_layer", "1"], None, "The option is called --model.num_hidden_layers."),
+    (["--seq_lenght", "1"], None, "Nearest: --data.sequence_length, called seq_length in other programs."),
     (
         ["--hidden_dim", "1"],
         None,
-        "Here it is called --model.hidden_size (of the model) or model.intermediate_size (of the feed-forward).",
+        "The option is called --model.hidden_size (of the model) or model.intermediate_size (of the feed-forward).",
     ),
-    (["--num_layers", "1"], None, "Here it is called --model.num_hidden_layers."),
-    (["--max_steps", "1"], None, "Here it is called --train.steps."),
-    (["--fp16", "true"], None, "Here it is called --train.precision fp16."),
-    (["--bf16", "true"], None, "Here it is called --train.precision bf16."),
+    (["--num_layers", "1"], None, "The option is called --model.num_hidden_layers."),
+    (["--max_steps", "1"], None, "The option is called --train.steps."),
+    (["--fp16", "true"], None, "The option is called --train.precision fp16."),
+    (["--bf16", "true"], None, "The option is called --train.precision bf16."),
     (
         [],
         "learing_rate: 1",
-        "learing_rate in run.yaml is not a known option. Nearest: optimizer.lr, which other programs call "
-        "learning_rate.",
+        "learing_rate in run.yaml is not a known option. Nearest: optimizer.lr, called "
+        "learning_rate in other programs.",
     ),
     (
         [],
@@ -357,7 +357,7 @@ MESSAGES = [
     (
         [],
         "network: {variables: {1: x}}",
-        "network.variables in run.yaml has the name 1, which is not text. Write it in quotes: '1'.",
+        "network.variables in run.yaml has the name 1, which is not a string. Quote it: '1'.",
     ),
     ([], "parallel: {tp: true}", "parallel.tp = true in run.yaml is not an integer."),
     ([], "train: {grad_clip: null}", "train.grad_clip = null in run.yaml is not a number."),
@@ -374,7 +374,7 @@ MESSAGES = [
     (
         ["--model.preset", "meta-llama/Llama-3.2-1B"],
         None,
-        "is a Hugging Face model. Set model.from_hf to meta-llama/Llama-3.2-1B, and leave",
+        "is a Hugging Face model. Set model.from_hf to meta-llama/Llama-3.2-1B, and remove",
     ),
     (["--train.precision", "fp8"], None, "is not one of auto, fp32, bf16, fp16, fp64."),
     (
@@ -383,16 +383,16 @@ MESSAGES = [
         "train.compile = ture on the command line is not true or false. Nearest: true.",
     ),
     (["--model.no_rope_layers", "[a]"], None, "is not a list [a, b] with each entry an integer, or null."),
-    (["--model.preset", "llama-8b"], None, "model.preset = llama-8b is not a known shape."),
+    (["--model.preset", "llama-8b"], None, "model.preset = llama-8b is not a known preset."),
     (
         ["--model.preset", "llama-25m"],
         None,
-        "model.preset = llama-25m is a configuration and no shape. Give it as --config llama-25m",
+        "model.preset = llama-25m is a configuration, not a shape. Pass it as --config llama-25m",
     ),
     (
         ["--model.from_hf", "gone"],
         None,
-        "model.from_hf = gone: gone/config.json cannot be read: No such file or directory.",
+        "model.from_hf = gone: gone/config.json could not be read: No such file or directory.",
     ),
     (["--tp", "3"], None, "parallel.tp = 3 does not divide model.num_attention_heads = 4"),
     (
@@ -413,12 +413,12 @@ UNLIKE = [
     (["--train.precision", "BF16"], "Nearest: bf16."),
     (["--parallel.schedule", "inter"], "Nearest: interleaved."),
     (["--json", "x"], "--json on the command line is not a known option. See megalite train --help."),
-    (["--checkpoint.every", "3"], "Here it is called --checkpoint.interval."),
-    (["--profiling.trace", "true"], "Here it is called --profiling.ranks."),
+    (["--checkpoint.every", "3"], "The option is called --checkpoint.interval."),
+    (["--profiling.trace", "true"], "The option is called --profiling.ranks."),
     (["--run.directory", "x"], "Nearest: --run.dir."),
     (["--train.warmup_step", "x"], "Nearest: --optimizer.warmup_steps."),
     (["--train.qqq", "1"], "--train.qqq on the command line is not a known option. See megalite train --help train."),
-    (["--config", "nothere"], "a configuration that comes with megalite. megalite train --list_configs lists those."),
+    (["--config", "nothere"], "a configuration shipped with megalite. megalite train --list_configs lists those."),
     (["--model.preset", "flux"], "gpt-oss-20b, gpt-oss-120b."),
 ]
 
@@ -563,9 +563,7 @@ def test_a_name_is_a_shipped_configuration_where_no_file_has_it(capsys):
 def test_an_unknown_name_gets_the_nearest_shipped_one(capsys):
     with pytest.raises(SystemExit) as end:
         load("--config", "quickstrt")
-    message = (
-        "--config = quickstrt is neither a file nor a configuration that comes with megalite. Nearest: quickstart.\n"
-    )
+    message = "--config = quickstrt is neither a file nor a configuration shipped with megalite. Nearest: quickstart.\n"
     assert end.value.code == 2 and capsys.readouterr().err == message
 
 

@@ -85,5 +85,5 @@ def test_a_later_source_wins_under_either_name():
 
 
 def test_both_names_in_one_place_are_rejected():
-    with pytest.raises(ConfigError, match=r"train.fp32_products in the configuration is .* Leave out"):
+    with pytest.raises(ConfigError, match=r"train.fp32_products in the configuration was renamed .* Remove"):
         from_dict({"train": {"fp32_products": "mkl", "fp32_matmul": "mkl"}})

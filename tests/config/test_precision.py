@@ -145,7 +145,7 @@ def test_a_plan_is_in_the_precision_of_its_gpu():
 def test_rules_see_what_it_becomes(capsys):
     with pytest.raises(SystemExit):
         load_config([*WORDS, "--train.grad_dtype", "bf16"], world_size=1)
-    assert "train.grad_dtype = bf16 needs train.precision = bf16, not fp32" in capsys.readouterr().err
+    assert "train.grad_dtype = bf16 requires train.precision = bf16, not fp32" in capsys.readouterr().err
     Path("cpuinfo").write_text(AMX)
     assert load_config([*WORDS, "--train.grad_dtype", "bf16"], world_size=1).train.grad_dtype == "bf16"
 

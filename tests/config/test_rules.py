@@ -119,12 +119,12 @@ EXPERTS = {"model.num_experts": 4}
 GROUPS = EXPERTS | {"model.num_experts_per_tok": 1}
 LATENTS = {"model.kv_lora_rank": 8}
 LATENT_ROWS = {  # rule: what breaks it, next to latents, and what the same option must be
-    "qk_norm does not fit latents": ("model.qk_norm", "head", "none"),
-    "attention_sinks does not fit latents": ("model.attention_sinks", True, False),
-    "head_dim does not fit latents": ("model.head_dim", 16, None),
-    "attention_bias does not fit latents": ("model.attention_bias", True, False),
-    "attention_out_bias does not fit latents": ("model.attention_out_bias", True, False),
-    "partial_rotary_factor does not fit latents": ("model.partial_rotary_factor", 0.5, 1.0),
+    "qk_norm is incompatible with latents": ("model.qk_norm", "head", "none"),
+    "attention_sinks is incompatible with latents": ("model.attention_sinks", True, False),
+    "head_dim is incompatible with latents": ("model.head_dim", 16, None),
+    "attention_bias is incompatible with latents": ("model.attention_bias", True, False),
+    "attention_out_bias is incompatible with latents": ("model.attention_out_bias", True, False),
+    "partial_rotary_factor is incompatible with latents": ("model.partial_rotary_factor", 0.5, 1.0),
     "every head has its key and value": ("model.num_key_value_heads", 2, None),
     "even rotating width for rope": ("model.qk_rope_head_dim", 3, 2),
     "model.q_lora_rank in range": ("model.q_lora_rank", 0, 1),
@@ -182,7 +182,7 @@ ROWS = [
         "a mixture is left",
         EXPERTS | {"model.mlp_only_layers": [0, 1, 2, 3]},
         {"model.mlp_only_layers": [0]},
-        ("every layer dense",),
+        ("all layers are dense",),
     ),
     Row("router_logit_bias needs experts", {"model.router_logit_bias": True}, EXPERTS),
     Row(
@@ -219,7 +219,7 @@ ROWS = [
         "balanced parts of gather or ring",
         {"parallel.context_parts": "balanced", "parallel.cp": 2},
         {"parallel.context": "ring"},
-        ("has no effect: under parallel.context = ulysses",),
+        ("has no effect: with parallel.context = ulysses",),
     ),
     Row(
         "PowerSGD reduces over all of dp",
@@ -232,7 +232,7 @@ ROWS = [
             "parallel.sequence_parallel": True,
         },
         {"parallel.dp_shard": 2},
-        ("groups of parallel.dp_shard = 1",),
+        ("not supported with parallel.dp_shard = 1",),
     ),
     *(Row(f"{option} in range", {option: bad}, {option: good}) for option, (bad, good) in BOUNDS.items()),
     Row("run.name is a directory name", {"run.name": "a/b"}, {"run.name": "a-b"}, ("run.dir",)),
@@ -310,7 +310,7 @@ ROWS = [
         "lora.init_from is an adapter",
         {"lora.rank": 4, "lora.init_from": "nowhere", "model.init_from": "."},
         {"lora.init_from": "."},
-        ("adapter_config.json, for model.init_from = .",),
+        ("adapter_config.json) for model.init_from = .",),
     ),
     Row(
         "lora.init_from is an adapter",
@@ -322,13 +322,13 @@ ROWS = [
         "init_from exists",
         {"model.init_from": "nowhere"},
         {"model.init_from": "."},
-        ("neither a checkpoint (it has no manifest",),
+        ("neither a checkpoint (manifest",),
     ),
     Row(
         "init_from hf exists",
         {"model.init_from": "hf:nowhere"},
         {"model.init_from": None},
-        ("there is no config.json", "after hf:"),
+        ("config.json is missing", "after hf:"),
     ),
     Row(
         "hidden size over heads",
@@ -403,7 +403,7 @@ ROWS = [
         "rope_scaling values",
         {"model.head_dim": 4, "model.rope_scaling": LONGROPE | {"long_factor": [1.0]}},
         {"model.rope_scaling": LONGROPE},
-        ("needs 2 numbers, one for each pair",),
+        ("requires 2 numbers, one for each pair",),
     ),
     Row("no_rope_layers exist", {"model.no_rope_layers": [3, 4]}, {"model.no_rope_layers": [0, 3]}, ("0 to 3",)),
     Row(
@@ -456,7 +456,7 @@ ROWS = [
         "inner ranks belong to a ring",
         {"parallel.context_inner": 2, "parallel.cp": 4, "model.num_attention_heads": 8},
         {"parallel.context": "ring"},
-        ("does not fit parallel.cp = 4 and parallel.context = ulysses", "Set parallel.context to ring"),
+        ("is incompatible with parallel.cp = 4 and parallel.context = ulysses", "Set parallel.context to ring"),
         world=4,
     ),
     Row(
@@ -474,14 +474,14 @@ ROWS = [
         "inner ranks divide heads",
         {"parallel.context_inner": 3, "parallel.cp": 6, "parallel.context": "ring", "model.num_attention_heads": 8},
         {"parallel.context_inner": 2},
-        ("does not fit heads / tp = 8", "each inner rank attends with whole heads"),
+        ("is incompatible with heads / tp = 8", "computes whole heads"),
         world=6,
     ),
     Row(
         "virtual stages belong to the schedule",
         {"parallel.virtual_stages": 2},
         {"parallel.schedule": "interleaved"},
-        ("parallel.schedule = 1f1b, which has 1",),
+        ("parallel.schedule = 1f1b, which requires 1",),
     ),
     Row(
         "a layer for each stage", {"parallel.pp": 5}, {"parallel.pp": 4}, ("model.num_hidden_layers = 4", "Nearest: 4.")
@@ -514,13 +514,13 @@ ROWS = [
         "a cost for each part",
         {"parallel.layer_costs": [1.0, 1.0, 1.0, 1.0, 1.0]},
         {"parallel.layer_costs": [0.0, 1.0, 1.0, 1.0, 1.0, 2.0]},
-        ("model.num_hidden_layers = 4", "Give 6 numbers"),
+        ("model.num_hidden_layers = 4", "Expected 6 numbers"),
     ),
     Row(
         "partition or layer costs",
         {"parallel.layer_costs": [0.0, 1.0, 1.0, 1.0, 1.0, 2.0], "parallel.partition": [4]},
         {"parallel.partition": None},
-        ("parallel.partition = [4] is given",),
+        ("parallel.partition = [4] is set",),
     ),
     Row(
         "the mesh fills the world",
@@ -581,7 +581,7 @@ ROWS = [
         "bf16 reduction of wider gradients",
         {"parallel.reduce_dtype": "bf16", "train.grad_dtype": "bf16", "train.precision": "bf16"},
         {"train.grad_dtype": "fp32"},
-        ("are sent as bf16 anyway",),
+        ("are already sent as bf16",),
     ),
     Row(
         "no proof in bf16",
@@ -599,7 +599,7 @@ ROWS = [
         "PowerSGD reduces over all of dp",
         {"parallel.powersgd_rank": 4, "parallel.dp": 4, "parallel.dp_shard": 2},
         {"parallel.dp_shard": 4},
-        ("groups of parallel.dp_shard = 2",),
+        ("not supported with parallel.dp_shard = 2",),
     ),
     Row(
         "PowerSGD keeps fp32 errors",
@@ -625,9 +625,9 @@ ROWS = [
         "validation data is named",
         {"data.validation": {}},
         {"data.validation": None},
-        ("names no token file", "or null"),
+        ("is not set", "or null"),
     ),
-    Row("recompute mode", {"train.recompute": "experts"}, EXPERTS, ("names experts, and the model has none",)),
+    Row("recompute mode", {"train.recompute": "experts"}, EXPERTS, ("names experts, but the model has none",)),
     Row(
         "recompute mode", {"train.recompute": "none,x,none,none"}, {"train.recompute": "none"}, ("has x, which is not",)
     ),
@@ -637,7 +637,7 @@ ROWS = [
         "data.train exists",
         {"data.train": ["tokens", "token"]},
         {"data.train": ["tokens"]},
-        ("no token.bin and no token.idx", "Nearest: tokens."),
+        ("could not find token.bin and token.idx", "Nearest: tokens."),
     ),
     Row(
         "a validation set has a name",
@@ -700,7 +700,7 @@ ROWS = [
             "lora.modules_to_save": ["embedding"],
         },
         {"lora.modules_to_save": ["embedding", "head"]},
-        ("leaves out head",),
+        ("does not include head",),
     ),
     Row(
         "data.reset_positions needs an end-of-document token",
@@ -717,7 +717,7 @@ ROWS = [
         "data.reset_positions needs an end-of-document token",
         {"data.reset_positions": True, "data.train": "chat"},
         {"data.reset_positions": False},
-        ("chat.json names none, or says chat", "right for chat data"),
+        ("chat.json names none, or says chat", "correct for chat data"),
     ),
     Row(
         "chat or text",
@@ -731,7 +731,7 @@ ROWS = [
         {"model.from_hf": "hf", "data.train": "chat"},
         {"model.init_from": "none"},
         (
-            "would train random weights on conversations: model.from_hf = hf",
+            "would train random weights on conversations, because model.from_hf = hf",
             "Set it to hf:hf",
             "none for random weights on purpose",
         ),
@@ -815,12 +815,12 @@ ROWS = [
         "kernels can run",
         {"train.kernels": "triton"},
         {"train.kernels": "auto"},
-        ("needs a GPU", "auto or torch"),
+        ("requires a GPU", "auto or torch"),
         devices=0,
     ),
     Row("timeout is a duration", {"run.timeout": "10"}, {"run.timeout": "10s"}, ("10m",)),
     Row("stop_after is a duration", {"train.stop_after": "90"}, {"train.stop_after": "1h30m"}, ("3h50m",)),
-    Row("watchdog is a duration", {"train.watchdog": "5"}, {"train.watchdog": None}, ("or null, which turns it off",)),
+    Row("watchdog is a duration", {"train.watchdog": "5"}, {"train.watchdog": None}, ("or null to turn it off",)),
     *(
         Row(
             "faults can happen",
@@ -830,12 +830,12 @@ ROWS = [
         )
         for fault, fixed, says in (
             ("kil:rank=0,step=3", "kill:rank=0,step=3", "is not a known kind of fault (nearest: kill)"),
-            ("kill", "kill:step=3", "needs step"),
-            ("slow:step=3", "slow:step=3,seconds=0.5", "needs seconds and step"),
+            ("kill", "kill:step=3", "requires step"),
+            ("slow:step=3", "slow:step=3,seconds=0.5", "requires seconds and step"),
             (
                 "nan:step=3,factor=2",
                 "spike:step=3,factor=nan",
-                "needs step, and besides it takes rank and restart only",
+                "requires step, and besides it takes rank and restart only",
             ),
             ("exit:rank=first,step=3", "exit:rank=0,step=3-5,restart=2", "has a value that is not a number"),
             ("hang:step=5-3", "hang:step=3-5", "has a value out of range"),
@@ -880,14 +880,14 @@ ROWS = [
         {"optimizer.base_batch_size": 8},
         ("optimizer.base_batch_size",),
     ),
-    Row("the run can be written", {"run.dir": __file__}, {"run.dir": "."}, ("cannot be written",)),
+    Row("the run can be written", {"run.dir": __file__}, {"run.dir": "."}, ("is not writable",)),
     Row("checkpoint exists", {"checkpoint.load": "nowhere"}, {"checkpoint.load": "."}, ("auto nor none",)),
     Row(
         "checkpoint.keep_every in range",
         {"checkpoint.keep": 1, "checkpoint.keep_every": 0},
         {"checkpoint.keep_every": 1},
     ),
-    Row("keep_every beside keep", {"checkpoint.keep_every": 10}, {"checkpoint.keep": 2}, ("every checkpoint stays",)),
+    Row("keep_every beside keep", {"checkpoint.keep_every": 10}, {"checkpoint.keep": 2}, ("all checkpoints are kept",)),
     Row(
         "copies of state in memory",
         {"checkpoint.async_save": True, "parallel.offload": "disk"},
@@ -920,7 +920,7 @@ ROWS = [
         "monitored set exists",
         {"validation.monitor": "a"},
         {"data.validation": {"a": "tokens"}},
-        ("data.validation is one set",),
+        ("data.validation is a single set",),
     ),
     Row(
         "monitored set exists",
@@ -994,7 +994,7 @@ ROWS = [
         "snapshot of a GPU",
         {"profiling.memory_snapshot": 3},
         {"profiling.memory_snapshot": None},
-        ("needs a GPU",),
+        ("requires a GPU",),
         devices=0,
     ),
     Row("InfiniBand's timeout", {"network.ib_timeout": 32}, {"network.ib_timeout": 23}, ("1 to 31",)),

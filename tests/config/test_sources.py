@@ -126,7 +126,10 @@ def test_the_shape_is_that_of_the_last_source_that_names_one(files, argv, expect
 def test_weights_of_the_model_that_is_replaced_are_not_kept_silently(capsys, argv, way_out):
     with pytest.raises(SystemExit):
         model(("model: {from_hf: other, init_from: hf:other}",), *argv.split())
-    assert f"model.init_from = hf:other in 0.yaml belongs to the model there, but {way_out}" in capsys.readouterr().err
+    assert (
+        f"model.init_from = hf:other in 0.yaml belongs to the model that was set there, but {way_out}"
+        in capsys.readouterr().err
+    )
 
 
 def test_what_names_the_same_model_again_keeps_its_weights_and_new_rows():
@@ -146,7 +149,7 @@ def test_what_names_the_same_model_again_keeps_its_weights_and_new_rows():
 def test_one_source_names_one_shape(capsys):
     with pytest.raises(SystemExit):
         model(("model: {preset: tiny, from_hf: hf}",))
-    assert "model.from_hf = hf and model.preset = tiny both give the shape" in capsys.readouterr().err
+    assert "model.from_hf = hf and model.preset = tiny both set the shape" in capsys.readouterr().err
 
 
 def printed(capsys, *words: str) -> str:

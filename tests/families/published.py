@@ -310,31 +310,31 @@ ACCEPTED: list[tuple[str, dict[str, Any], list[str]]] = [
 
 # fields of a Llama, or of another family, that transformers reads and that we do not compute; what the message says
 REJECTED: list[tuple[dict[str, Any], str]] = [
-    ({"is_causal": False}, "is_causal = False is not handled by the llama family. Legal value: True."),
-    ({"attention_chunk_size": 8}, "attention_chunk_size = 8 is not handled by the llama family."),
+    ({"is_causal": False}, "is_causal = False is not supported by the llama family. Legal value: True."),
+    ({"attention_chunk_size": 8}, "attention_chunk_size = 8 is not supported by the llama family."),
     ({"per_layer_config": {"0": {"intermediate_size": 40}}}, "per_layer_config = "),
-    ({"transformers_weights": "other.safetensors"}, "transformers_weights = 'other.safetensors' is not handled"),
-    ({"configuration_files": ["config.4.0.0.json"]}, "configuration_files = ['config.4.0.0.json'] is not handled"),
+    ({"transformers_weights": "other.safetensors"}, "transformers_weights = 'other.safetensors' is not supported"),
+    ({"configuration_files": ["config.4.0.0.json"]}, "configuration_files = ['config.4.0.0.json'] is not supported"),
     (
         {"sliding_window": 8},
-        "sliding_window = 8 is not handled by the llama family. Remove it if a llama model computes the same.",
+        "sliding_window = 8 is not supported by the llama family. Remove it if a llama model computes the same.",
     ),
     (
         {"model_type": "gpt_neox", "num_key_value_heads": 2},
-        "num_key_value_heads = 2 is not handled by the gpt_neox family. Legal value: 6.",
+        "num_key_value_heads = 2 is not supported by the gpt_neox family. Legal value: 6.",
     ),
     (
         {"model_type": "gpt_neox", "head_dim": 16},
-        "head_dim = 16 is not handled by the gpt_neox family. Legal value: 8.",
+        "head_dim = 16 is not supported by the gpt_neox family. Legal value: 8.",
     ),
     (
         {"model_type": "stablelm", "hidden_dropout": 0.1},
-        "hidden_dropout = 0.1 is not handled by the stablelm family. Legal value: 0.0.",
+        "hidden_dropout = 0.1 is not supported by the stablelm family. Legal value: 0.0.",
     ),
-    ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv = 8.0 is not handled by the olmoe family."),
+    ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported by the olmoe family."),
     (
         {"model_type": "mixtral", "router_jitter_noise": 0.1},
-        "router_jitter_noise = 0.1 is not handled by the mixtral family.",
+        "router_jitter_noise = 0.1 is not supported by the mixtral family.",
     ),
     (
         {"model_type": "mixtral", "num_experts": 4, "num_local_experts": 8},
@@ -342,7 +342,7 @@ REJECTED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"model_type": "gemma2", "use_bidirectional_attention": True},
-        "use_bidirectional_attention = True is not handled by the gemma2",
+        "use_bidirectional_attention = True is not supported by the gemma2",
     ),
     ({"rope_scaling": "linear"}, "rope_scaling = 'linear' is not an object"),
     (

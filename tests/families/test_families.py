@@ -459,67 +459,67 @@ def test_an_activation_of_another_name_is_the_same():
 @pytest.mark.parametrize(
     "change, says",
     [
-        ({"model_type": "mamba"}, "model_type = 'mamba' is not handled. Legal values: llama"),
-        ({"hidden_act": "xielu"}, "hidden_act = 'xielu' is not handled. Legal values: silu"),
+        ({"model_type": "mamba"}, "model_type = 'mamba' is not supported. Legal values: llama"),
+        ({"hidden_act": "xielu"}, "hidden_act = 'xielu' is not supported. Legal values: silu"),
         (
             {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-            "rope_scaling.rope_type = 'dynamic' is not handled. Legal values: default, linear, llama3, yarn.",
+            "rope_scaling.rope_type = 'dynamic' is not supported. Legal values: default, linear, llama3, yarn.",
         ),
         (
             {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-            "partial_rotary_factor = 0.5 is not handled",
+            "partial_rotary_factor = 0.5 is not supported",
         ),
-        ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4} is not handled"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4} is not supported"),
         (
             {"model_type": "falcon", "intermediate_size": ..., "num_key_value_heads": ..., "alibi": True},
-            "alibi = True is not handled by the falcon family. Legal value: False.",
+            "alibi = True is not supported by the falcon family. Legal value: False.",
         ),
         (
             {"model_type": "falcon", "num_ln_in_parallel_attn": 2},
-            "num_ln_in_parallel_attn = 2 does not fit new_decoder_architecture = False",
+            "num_ln_in_parallel_attn = 2 is incompatible with new_decoder_architecture = False",
         ),
         (
             {"model_type": "falcon", "new_decoder_architecture": True, "parallel_attn": False},
-            "parallel_attn = False does not fit new_decoder_architecture = True",
+            "parallel_attn = False is incompatible with new_decoder_architecture = True",
         ),
         (
             {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0},
-            "attn_logit_softcapping = 50.0 is not handled by the gemma3_text family",
+            "attn_logit_softcapping = 50.0 is not supported by the gemma3_text family",
         ),
         (
             {"model_type": "olmo3", "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
-            "rope_parameters.sliding_attention = {'rope_type': 'linear', 'factor': 2.0} is not handled",
+            "rope_parameters.sliding_attention = {'rope_type': 'linear', 'factor': 2.0} is not supported",
         ),
-        ({"sliding_window": 128}, "sliding_window = 128 is not handled by the llama family"),
+        ({"sliding_window": 128}, "sliding_window = 128 is not supported by the llama family"),
         ({"layer_types": ["sliding_attention"] * 3}, "layer_types"),
         (
             {"model_type": "phi3", "rope_scaling": {"type": "yarn"}},
-            "rope_type = 'yarn' is not handled. Legal values: default, longrope.",
+            "rope_type = 'yarn' is not supported. Legal values: default, longrope.",
         ),
-        ({"partial_rotary_factor": 0.75}, "partial_rotary_factor = 0.75 is not handled by the llama family"),
-        ({"model_type": "gemma2", "query_pre_attn_scalar": "16"}, "a value of it has the wrong type or length"),
-        ({"model_type": "smollm3", "no_rope_layers": [1]}, "a value of it has the wrong type or length"),
+        ({"partial_rotary_factor": 0.75}, "partial_rotary_factor = 0.75 is not supported by the llama family"),
+        ({"model_type": "gemma2", "query_pre_attn_scalar": "16"}, "a value has the wrong type or length"),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "a value has the wrong type or length"),
         ({"num_attention_heads": ...}, "num_attention_heads is missing"),
         (
             DEEPSEEK | {"rope_interleave": False},
-            "rope_interleave = False is not handled by the deepseek_v3 family. Legal value: True.",
+            "rope_interleave = False is not supported by the deepseek_v3 family. Legal value: True.",
         ),
         (
             DEEPSEEK | {"scoring_func": "softmax"},
-            "scoring_func = 'softmax' is not handled by the deepseek_v3 family. Legal value: 'sigmoid'.",
+            "scoring_func = 'softmax' is not supported by the deepseek_v3 family. Legal value: 'sigmoid'.",
         ),
-        (DEEPSEEK | {"topk_method": "greedy"}, "topk_method = 'greedy' is not handled. Legal values: noaux_tc."),
-        (DEEPSEEK | {"model_type": "deepseek_v2", "norm_topk_prob": True}, "norm_topk_prob = True is not handled"),
+        (DEEPSEEK | {"topk_method": "greedy"}, "topk_method = 'greedy' is not supported. Legal values: noaux_tc."),
+        (DEEPSEEK | {"model_type": "deepseek_v2", "norm_topk_prob": True}, "norm_topk_prob = True is not supported"),
         (DEEPSEEK | {"num_key_value_heads": 2}, "num_key_value_heads = 2 is not num_attention_heads = 6"),
-        (DEEPSEEK | {"moe_layer_freq": 2}, "moe_layer_freq = 2 is not handled. Legal value: 1."),
-        (DEEPSEEK | {"n_shared_experts": None}, "n_shared_experts = None is not handled. Legal values: 1 and above."),
+        (DEEPSEEK | {"moe_layer_freq": 2}, "moe_layer_freq = 2 is not supported. Legal value: 1."),
+        (DEEPSEEK | {"n_shared_experts": None}, "n_shared_experts = None is not supported. Legal values: 1 and above."),
         (
             DEEPSEEK | {"kv_lora_rank": None},
-            "kv_lora_rank = None is not handled by the deepseek_v3 family. It needs a number.",
+            "kv_lora_rank = None is not supported by the deepseek_v3 family. It needs a number.",
         ),
         (
             DEEPSEEK | {"attention_bias": True},
-            "attention_bias = True is not handled by the deepseek_v3 family. Legal value: False.",
+            "attention_bias = True is not supported by the deepseek_v3 family. Legal value: False.",
         ),
     ],
 )
@@ -563,7 +563,7 @@ def test_the_language_model_of_a_multimodal_file_has_transformers_defaults():
     )
     whole = json.loads(theirs.text_config.to_json_string(use_diff=False))
     assert ModelConfig(**from_hf_config(file)) == ModelConfig(**from_hf_config(whole))
-    with pytest.raises(ConfigError, match="model_type = 'llava' is not handled"):
+    with pytest.raises(ConfigError, match="model_type = 'llava' is not supported"):
         from_hf_config(file | {"model_type": "llava"})
 
 

@@ -149,7 +149,7 @@ def test_an_error_of_the_hub_is_one_message(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     with hub_cache(tmp_path, online=True):
-        assert "cannot be fetched from the Hugging Face Hub: 401 Client Error. Check the name" in refusal("shape")
+        assert "could not be downloaded from the Hugging Face Hub: 401 Client Error. Check the name" in refusal("shape")
 
 
 def test_other_local_ranks_wait_for_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -77,7 +77,7 @@ def test_unknown_names_are_answered_with_the_family_s(tmp_path):
     with pytest.raises(ConfigError) as caught:
         own("phi3", tmp_path, targets=["o_proj", "q_proj"])
     assert str(caught.value) == (
-        'lora.targets = ["o_proj", "q_proj"] names q_proj, which is no projection of a phi3 model. Legal values: '
+        'lora.targets = ["o_proj", "q_proj"] contains q_proj, which is not a projection of a phi3 model. Legal values: '
         "all-linear, q, k, v, o, "
         "gate, up, down, qkv_proj, gate_up_proj, o_proj, down_proj. Nearest: qkv_proj."
     )

@@ -291,7 +291,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "quantized": (
         lambda d: edit(d / "config.json", quantization_config={"bits": 4}),
-        "quantization_config = {'bits': 4} is not handled",
+        "quantization_config = {'bits': 4} is not supported",
     ),
     "stored as int8": (
         lambda d: rewrite(d, to_int8),
@@ -299,9 +299,9 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "family": (
         lambda d: edit(d / "config.json", model_type="mamba"),
-        "model_type = 'mamba' is not handled. Legal values: llama",
+        "model_type = 'mamba' is not supported. Legal values: llama",
     ),
-    "unknown field": (lambda d: edit(d / "config.json", is_causal=False), "is_causal = False is not handled"),
+    "unknown field": (lambda d: edit(d / "config.json", is_causal=False), "is_causal = False is not supported"),
     "heads do not divide": (
         lambda d: edit(d / "config.json", num_key_value_heads=3),
         "model.num_key_value_heads = 3 does not divide",

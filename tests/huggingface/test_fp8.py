@@ -131,19 +131,19 @@ def test_every_number_and_scales_in_each_type(dtype: torch.dtype) -> None:
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "static activations": (
         {"activation_scheme": "static"},
-        "activation_scheme = 'static' is not handled. Legal values: 'dynamic'.",
+        "activation_scheme = 'static' is not supported. Legal values: 'dynamic'.",
     ),
     "other blocks": (
         {"weight_block_size": [64, 64]},
-        "weight_block_size = [64, 64] is not handled. Legal values: [128, 128].",
+        "weight_block_size = [64, 64] is not supported. Legal values: [128, 128].",
     ),
     "a scale for each tensor": (
         {"weight_block_size": None},
-        "weight_block_size = None is not handled. Legal values: [128, 128].",
+        "weight_block_size = None is not supported. Legal values: [128, 128].",
     ),
-    "another format": ({"fmt": "e5m2"}, "fmt = 'e5m2' is not handled. Legal values: 'e4m3'."),
-    "another method": ({"quant_method": "awq"}, "quant_method = 'awq' is not handled. Legal values: 'fp8'."),
-    "an unknown field": ({"bits": 8}, "bits = 8 is not handled."),
+    "another format": ({"fmt": "e5m2"}, "fmt = 'e5m2' is not supported. Legal values: 'e4m3'."),
+    "another method": ({"quant_method": "awq"}, "quant_method = 'awq' is not supported. Legal values: 'fp8'."),
+    "an unknown field": ({"bits": 8}, "bits = 8 is not supported."),
 }
 
 

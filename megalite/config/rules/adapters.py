@@ -54,9 +54,10 @@ RULES: tuple[Rule, ...] = (
         "adapters and modules of multi-token prediction",
         "model.mtp_layers",
         lambda c: c.model.mtp_layers and c.lora.rank,
-        message="does not fit {lora.rank}: PEFT's models do not have these modules, so that an adapter of "
+        message="is incompatible with {lora.rank}: PEFT's models do not have these modules, so an adapter "
+        "with "
         "them could not be exported",
-        legal="Set it to 0, which leaves them out.",
+        legal="Set it to 0 to exclude them.",
     ),
     Rule(
         "lora.targets are there",
@@ -88,8 +89,8 @@ RULES: tuple[Rule, ...] = (
         "adapters are of some layer",
         "lora.targets",
         _of_no_layer,
-        message="names matrices of dense feed-forwards, and every layer of this model has a mixture of "
-        "experts: nothing would be trained",
+        message="names matrices of dense feed-forward blocks, but every layer of this model is a mixture of "
+        "experts, so nothing would be trained",
         legal=f"Name {' and '.join(EXPERTS)}, or projections of attention.",
     ),
     _adapted("ranks"),
@@ -112,7 +113,7 @@ RULES: tuple[Rule, ...] = (
             c.lora.init_from
             and not (c.model.initial_weights and Path(c.lora.init_from, "adapter_config.json").is_file())
         ),
-        message="is not a PEFT adapter, a directory with adapter_config.json, for {model.init_from}",
-        legal="Set both options, model.init_from to the model that it adapts.",
+        message="is not a PEFT adapter (a directory with adapter_config.json) for {model.init_from}",
+        legal="Set both options, with model.init_from set to the base model of the adapter.",
     ),
 )

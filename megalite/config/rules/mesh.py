@@ -32,7 +32,8 @@ def _heads_for_ulysses(c: RuleContext) -> str:
     heads = f"heads / tp = {c.model.num_attention_heads // c.parallel.tp}"
     kv = f"key-value heads / tp = {max(c.model.kv_heads // c.parallel.tp, 1)}"
     return (
-        f"does not fit {heads} and {kv}: under parallel.context = ulysses each rank attends with whole heads "
+        f"is incompatible with {heads} and {kv}: with parallel.context = ulysses each rank computes whole "
+        "heads "
         "of every sequence"
     )
 
@@ -115,14 +116,14 @@ _EXPERTS = (
         "ep splits experts",
         "parallel.ep",
         lambda c: c.parallel.ep > 1 and not c.model.num_experts,
-        message="has no experts to split: {model.num_experts}",
+        message="requires experts, but {model.num_experts}",
         legal=[1],
     ),
     Rule(
         "ep divides the experts",
         "parallel.ep",
         lambda c: c.model.num_experts and c.model.num_experts % c.parallel.ep,
-        message="does not divide {model.num_experts}: each rank holds whole experts",
+        message="does not divide {model.num_experts}: each rank must hold whole experts",
         legal=_legal_ep,
     ),
     Rule(
@@ -147,7 +148,8 @@ _EXPERTS = (
         "experts need a split sequence",
         "parallel.sequence_parallel",
         lambda c: c.model.num_experts and c.parallel.tp > 1 and not c.parallel.sequence_parallel,
-        message="does not fit {model.num_experts} and {parallel.tp}: every tp rank would route the same "
+        message="is incompatible with {model.num_experts} and {parallel.tp}: every tp rank would route the "
+        "same "
         "tokens",
         legal="Set it to true, or parallel.tp to 1.",
     ),
@@ -155,7 +157,8 @@ _EXPERTS = (
         "tp divides the shared expert",
         "parallel.tp",
         lambda c: (c.model.shared_expert_intermediate_size or 0) % c.parallel.tp,
-        message="does not divide {model.shared_expert_intermediate_size}: each rank holds an equal part",
+        message="does not divide {model.shared_expert_intermediate_size}: all ranks must hold parts of the "
+        "same size",
         legal=legal_tp,
     ),
 )
@@ -181,7 +184,7 @@ RULES: tuple[Rule, ...] = (
         "tp divides the feed-forward",
         "parallel.tp",
         lambda c: c.model.intermediate_size % c.parallel.tp,
-        message="does not divide {model.intermediate_size}: each rank holds an equal part",
+        message="does not divide {model.intermediate_size}: all ranks must hold parts of the same size",
         legal=legal_tp,
     ),
     Rule(
@@ -191,7 +194,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: (
             c.parallel.cp == 1 and c.parallel.sequence_parallel and c.data.sequence_length % c.parallel.tp
         ),
-        message="is not a multiple of {parallel.tp}, as parallel.sequence_parallel needs",
+        message="is not a multiple of {parallel.tp}, as required by parallel.sequence_parallel",
         legal=lambda c: multiples(c.data.sequence_length, c.parallel.tp),
     ),
     Rule(
@@ -229,9 +232,10 @@ RULES: tuple[Rule, ...] = (
         "parallel.virtual_stages",
         lambda c: c.parallel.virtual_stages not in (None, c.dims.virtual_stages),
         message=lambda c: (
-            f"does not belong to parallel.schedule = {c.parallel.schedule}, which has {c.dims.virtual_stages}"
+            f"does not match parallel.schedule = {c.parallel.schedule}, which requires "
+            f"{c.dims.virtual_stages}"
         ),
-        legal="Leave it out, or set parallel.schedule to interleaved.",
+        legal="Remove it, or set parallel.schedule to interleaved.",
     ),
     Rule(
         "a layer for each stage",
@@ -251,7 +255,7 @@ RULES: tuple[Rule, ...] = (
         "partition leaves no stage empty",
         "parallel.partition",
         lambda c: c.parallel.partition and min(c.parallel.partition) < 1,
-        message="leaves a stage without a layer",
+        message="assigns no layer to a stage",
         legal=_example_partition,
     ),
     Rule(
@@ -259,7 +263,7 @@ RULES: tuple[Rule, ...] = (
         "parallel.partition",
         lambda c: c.parallel.partition and sum(c.parallel.partition) != c.model.num_hidden_layers,
         message=lambda c: (
-            f"holds {sum(c.parallel.partition or [])} layers, but model.num_hidden_layers = "
+            f"contains {sum(c.parallel.partition or [])} layers, but model.num_hidden_layers = "
             f"{c.model.num_hidden_layers}"
         ),
         legal=_example_partition,
@@ -276,7 +280,7 @@ RULES: tuple[Rule, ...] = (
             f"{c.model.num_hidden_layers}"
         ),
         legal=lambda c: (
-            f"Give {c.model.num_hidden_layers + 2} numbers: the embedding's, each layer's, the head's."
+            f"Expected {c.model.num_hidden_layers + 2} numbers: for the embedding, each layer, and the head."
         ),
     ),
     *map(_sizes_fit_the_world, ("tp", "pp", "cp")),
@@ -303,21 +307,21 @@ RULES: tuple[Rule, ...] = (
         "bf16 reduction of wider gradients",
         "parallel.reduce_dtype",
         lambda c: c.parallel.reduce_dtype == c.train.grad_dtype == "bf16",
-        message="has no effect: with {train.grad_dtype} gradients are sent as bf16 anyway",
+        message="has no effect: gradients are already sent as bf16 with {train.grad_dtype}",
         legal="Remove one of the two; train.grad_dtype = fp32 accumulates microbatches in fp32.",
     ),
     Rule(
         "no proof in bf16",
         "parallel.reduce_dtype",
         lambda c: c.parallel.reduce_dtype == "bf16" and c.train.precision == "fp64",
-        message="would lose the precision of {train.precision}",
+        message="would reduce the precision of {train.precision}",
         legal="Set it to fp32 (here fp64 is sent as fp64), or train.precision to fp32, bf16 or fp16.",
     ),
     Rule(
         "PowerSGD reduces over all of dp",
         "parallel.powersgd_rank",
         lambda c: c.parallel.powersgd_rank and _sharded_in_groups(c.dims),
-        message="reduces over all data-parallel ranks at once, not in groups of {parallel.dp_shard}",
+        message="reduces over all data-parallel ranks at once, and is not supported with {parallel.dp_shard}",
         legal="Remove one of the two.",
     ),
     Rule(
@@ -325,6 +329,6 @@ RULES: tuple[Rule, ...] = (
         "parallel.powersgd_rank",
         lambda c: c.parallel.powersgd_rank and c.train.grad_dtype == "bf16",
         message="adds small error terms to the gradients, which {train.grad_dtype} would lose",
-        legal="Set train.grad_dtype to fp32, or leave powersgd_rank out.",
+        legal="Set train.grad_dtype to fp32, or remove powersgd_rank.",
     ),
 )

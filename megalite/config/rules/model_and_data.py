@@ -48,7 +48,7 @@ def _way_to_one_vocabulary(c: RuleContext) -> str:
     if start is None and source is None:
         return f"Legal values: {needed} and above. Nearest: {needed}."
     if c.model.resize_embeddings is not None:
-        return "Leave it out: model.resize_embeddings gives the model the vocabulary of the data."
+        return "Remove it: model.resize_embeddings uses the vocabulary of the data."
     with_weights = (
         ""
         if start is not None
@@ -72,14 +72,16 @@ RULES: tuple[Rule, ...] = (
         "vocabulary is known",
         "model.vocab_size",
         lambda c: c.model.vocab_size is None,
-        message=lambda c: f"cannot be taken from the data: {prefixes(c.data.train)[0]}.json does not have it",
-        legal="Give model.vocab_size, the number of tokens of the tokenizer that made the data.",
+        message=lambda c: (
+            f"cannot be read from the data, because {prefixes(c.data.train)[0]}.json does not contain it"
+        ),
+        legal="Set model.vocab_size to the vocabulary size of the tokenizer that prepared the data.",
     ),
     Rule(
         "vocabulary holds the data",
         "model.vocab_size",
         lambda c: (c.model.vocab_size or 0) < (data_vocab_size(c) or 0),
-        message=lambda c: f"is less than the {data_vocab_size(c)} tokens of the tokenizer of data.train",
+        message=lambda c: f"is smaller than the vocabulary of data.train ({data_vocab_size(c)} tokens)",
         legal=_way_to_one_vocabulary,
     ),
     Rule(
@@ -87,18 +89,20 @@ RULES: tuple[Rule, ...] = (
         "lora.modules_to_save",
         lambda c: c.lora.rank and c.model.resize_embeddings is not None and _untrained_tables(c),
         message=lambda c: (
-            f"leaves out {' and '.join(_untrained_tables(c))}: rows that model.resize_embeddings adds would "
-            "stay as they start"
+            f"does not include {' and '.join(_untrained_tables(c))}, so rows added by "
+            "model.resize_embeddings would "
+            "not be trained"
         ),
-        legal="Name embedding, and head unless it is tied; or leave the option out, which names them.",
+        legal="Add embedding, and head unless it is tied; or remove the option to train both.",
     ),
     Rule(
         "fine-tuning starts from weights",
         "model.init_from",
         _random_on_chat_data,
-        message="would train random weights on conversations: {model.from_hf} gives the shape alone",
+        message="would train random weights on conversations, because {model.from_hf} only sets the shape",
         legal=lambda c: (
-            f"Set it to hf:{c.model.from_hf} for the weights of that model, or to none for random weights on "
+            f"Set it to hf:{c.model.from_hf} to load the weights of that model, or to none to train random "
+            "weights on "
             "purpose."
         ),
     ),
@@ -106,7 +110,7 @@ RULES: tuple[Rule, ...] = (
         "rows have the tokens that modules predict",
         "model.mtp_layers",
         lambda c: c.model.mtp_layers >= c.data.sequence_length,
-        message="does not leave a target in a row of {data.sequence_length}",
+        message="leaves no target in a row of {data.sequence_length}",
         legal=lambda c: (
             f"Legal values: up to {c.data.sequence_length - 1}. Nearest: {c.data.sequence_length - 1}."
         ),

@@ -35,7 +35,7 @@ def _wrong_mode(c: RuleContext) -> str:
     from megalite.config.recompute import problem
 
     if "experts" in re.split("[*+,]", c.train.recompute) and not c.model.has_mixtures:
-        return "names experts, and the model has none"
+        return "names experts, but the model has none"
     return problem(c.train.recompute, c.model.num_hidden_layers + c.model.mtp_layers) or ""
 
 
@@ -51,7 +51,7 @@ def _modes(c: RuleContext) -> str:
 def _example_ramp(c: RuleContext) -> str:
     """A ramp-up of whole microbatches."""
     step = _samples_at_once(c)
-    return f"Write [START, INCREMENT, SAMPLES], for example [{step}, {step}, 10000]."
+    return f"Expected [START, INCREMENT, SAMPLES], for example [{step}, {step}, 10000]."
 
 
 def _longest_decay(c: RuleContext) -> str:
@@ -66,8 +66,8 @@ def _no_ramp_up(option: str, is_set: Callable[[RuleContext], bool], what: str) -
         f"no ramp-up with {option}",
         "train.rampup_batch_size",
         lambda c: c.train.rampup_batch_size and is_set(c),
-        message=f"changes {what} from step to step: {{{option}}}",
-        legal=f"Leave it out, or set {option} to false.",
+        message=f"changes {what} from step to step, which is not supported with {{{option}}}",
+        legal=f"Remove it, or set {option} to false.",
     )
 
 
@@ -94,7 +94,8 @@ RULES: tuple[Rule, ...] = (
         "train.rampup_batch_size",
         lambda c: any(each % _samples_at_once(c) for each in (c.train.rampup_batch_size or [])[:2]),
         message=lambda c: (
-            f"has sizes that are no multiples of train.micro_batch_size * parallel.dp = {_samples_at_once(c)}"
+            "has sizes that are not multiples of train.micro_batch_size * parallel.dp = "
+            f"{_samples_at_once(c)}"
         ),
         legal=lambda c: f"{_example_ramp(c)[:-1]}, or choose a smaller train.micro_batch_size.",
     ),
@@ -108,7 +109,7 @@ RULES: tuple[Rule, ...] = (
         "fp64 on CPU",
         "train.precision",
         lambda c: c.train.precision == "fp64" and c.local_devices,
-        message=lambda c: f"is for numerical proofs on CPU, but this run would use {c.local_devices} GPUs",
+        message=lambda c: f"is only supported on the CPU, but this run would use {c.local_devices} GPUs",
         legal="Set it to fp32, bf16 or fp16, or hide the GPUs with CUDA_VISIBLE_DEVICES= (empty).",
     ),
     Rule(
@@ -122,7 +123,7 @@ RULES: tuple[Rule, ...] = (
         "kernels can run",
         "train.kernels",
         lambda c: c.train.kernels == "triton" and _kernels_lack(c),
-        message=lambda c: f"needs {_kernels_lack(c)}",
+        message=lambda c: f"requires {_kernels_lack(c)}",
         legal="Set it to auto or torch.",
     ),
     Rule(
@@ -141,50 +142,52 @@ RULES: tuple[Rule, ...] = (
             c.optimizer.decay == "wsd"
             and c.optimizer.warmup_steps + c.optimizer.wsd_decay_fraction * c.known_steps > c.known_steps
         ),
-        message="of {train.steps} starts the decay before {optimizer.warmup_steps} are done",
+        message="of {train.steps} would start the decay before the end of {optimizer.warmup_steps}",
         legal=_longest_decay,
     ),
     Rule(
         "Muon's rate follows AdamW's",
         "optimizer.lr",
         lambda c: c.optimizer.name == "muon" and not c.optimizer.lr,
-        message="leaves {muon.lr} no schedule: it has the warm-up and the decay of optimizer.lr, in "
+        message="must be positive, because {muon.lr} follows the warm-up and decay of optimizer.lr in "
         "proportion",
-        legal="Legal values: every number above 0; to train the matrices alone, make it very small.",
+        legal="Use a number above 0; to train only the matrices, set it to a very small number.",
     ),
     Rule(
         "Muon has matrices",
         "optimizer.name",
         lambda c: c.optimizer.name == "muon" and c.lora.rank,
-        message="updates the matrices of the layers, which {lora.rank} freezes; adapters stay with AdamW",
+        message="updates the matrices of the layers, which are frozen with {lora.rank}; adapters require "
+        "AdamW",
         legal="Set it to adamw, or lora.rank to 0.",
     ),
     Rule(
         "Muon runs where the weights are",
         "parallel.offload",
         lambda c: c.optimizer.name == "muon" and c.parallel.offload != "none",
-        message="would orthogonalise matrices on the CPU: {optimizer.name} needs its state on the device",
+        message="is not supported with {optimizer.name}, which requires its state on the device",
         legal="Set it to none, or optimizer.name to adamw.",
     ),
     Rule(
         "copies of state in memory",
         "checkpoint.async_save",
         lambda c: c.checkpoint.async_save and c.parallel.offload == "disk",
-        message="would copy to CPU memory the state that {parallel.offload} keeps out of it",
+        message="would copy the state to CPU memory, which {parallel.offload} avoids",
         legal="Set checkpoint.async_save to false, or parallel.offload to cpu.",
     ),
     Rule(
         "resume or warm start",
         "model.init_from",
         lambda c: c.model.initial_weights and c.checkpoint.names_checkpoint,
-        message="starts at step 0, but {checkpoint.load} resumes a run",
+        message="starts a run at step 0, but {checkpoint.load} resumes one",
         legal="Remove one of the two.",
     ),
     Rule(
         "average on the device or in memory",
         "train.ema_decay",
         lambda c: c.train.ema_decay is not None and c.parallel.offload == "disk",
-        message="would read and write the whole average at every step: {parallel.offload} keeps only parts "
+        message="would read and write the whole average in every step, because {parallel.offload} keeps only "
+        "parts "
         "of the state in memory",
         legal="Set it to null, or parallel.offload to cpu.",
     ),
@@ -192,30 +195,31 @@ RULES: tuple[Rule, ...] = (
         "validation of an average",
         "validation.ema",
         lambda c: c.validation.ema and c.train.ema_decay is None,
-        message="has no average to validate: {train.ema_decay}",
+        message="requires an average of the weights, but {train.ema_decay}",
         legal="Set train.ema_decay, for example to 0.999, or validation.ema to false.",
     ),
     Rule(
         "validation has data",
         "validation.interval",
         lambda c: c.validation.interval and c.data.validation is None,
-        message="needs data.validation",
-        legal="Give a token file PREFIX or a held-out fraction such as 0.05, or set validation.interval to "
+        message="requires data.validation",
+        legal="Use a token file PREFIX or a held-out fraction such as 0.05, or set validation.interval "
+        "to "
         "null.",
     ),
     Rule(
         "best of validations",
         "checkpoint.keep_best",
         lambda c: c.checkpoint.keep_best and c.validation.interval is None,
-        message="needs validations to choose by: {validation.interval}",
+        message="requires validation, but {validation.interval}",
         legal="Set validation.interval, or checkpoint.keep_best to false.",
     ),
     Rule(
         "patience with validations",
         "train.early_stopping_patience",
         lambda c: c.train.early_stopping_patience and c.validation.interval is None,
-        message="counts validations, and there are none: {validation.interval}",
-        legal="Set validation.interval, or leave train.early_stopping_patience out.",
+        message="requires validation, but {validation.interval}",
+        legal="Set validation.interval, or remove train.early_stopping_patience.",
     ),
     Rule(
         "monitored set exists",
@@ -223,35 +227,35 @@ RULES: tuple[Rule, ...] = (
         lambda c: (
             c.validation.monitor is not None and c.validation.monitor not in named_sets(c.data.validation)
         ),
-        message="is not the name of a set of data.validation",
-        legal=lambda c: list(named_sets(c.data.validation)) or "Leave it out: data.validation is one set.",
+        message="is not a set of data.validation",
+        legal=lambda c: list(named_sets(c.data.validation)) or "Remove it: data.validation is a single set.",
     ),
     Rule(
         "losses of the members of a blend",
         "logging.loss_by_source",
         lambda c: c.logging.loss_by_source and not (isinstance(c.data.train, dict) and len(c.data.train) > 1),
-        message="has no effect: data.train is not a blend",
-        legal="Give data.train as {PREFIX: weight}, or set it to false.",
+        message="has no effect, because data.train is not a blend",
+        legal="Set data.train to {PREFIX: weight}, or set it to false.",
     ),
     Rule(
         "profiled steps within the run",
         "profiling.steps",
         lambda c: (c.profiling.timeline or c.profiling.ranks) and c.profiling.steps[0] > c.known_steps,
         message="begins after {train.steps}",
-        legal=lambda c: f"The first may be at most {c.train.steps}; or leave timeline and ranks out.",
+        legal=lambda c: f"Set a first step of at most {c.train.steps}, or remove timeline and ranks.",
     ),
     Rule(
         "profiled ranks exist",
         "profiling.ranks",
         lambda c: not set(c.profiling.ranks) <= set(range(c.world_size)),
-        message=lambda c: f"names ranks that {c.world_size} processes do not have",
+        message=lambda c: f"contains ranks that do not exist among {c.world_size} processes",
         legal=lambda c: f"Choose among 0 to {c.world_size - 1}.",
     ),
     Rule(
         "snapshot of a GPU",
         "profiling.memory_snapshot",
         lambda c: c.profiling.memory_snapshot and c.local_devices == 0,
-        message="needs a GPU, but this run uses none",
+        message="requires a GPU, but this run does not use one",
         legal="Leave it out.",
     ),
 )

@@ -74,7 +74,7 @@ RULES: tuple[Rule, ...] = (
         "checkpoint exists",
         "checkpoint.load",
         lambda c: c.checkpoint.names_checkpoint and not is_checkpoint(c.checkpoint.load),
-        message="is neither auto nor none, nor a checkpoint (it has no manifest.json), nor a run that has "
+        message="is neither auto nor none, nor a checkpoint (manifest.json is missing), nor a run with "
         "saved one",
         legal=_start,
     ),
@@ -82,7 +82,7 @@ RULES: tuple[Rule, ...] = (
         "keep_every beside keep",
         "checkpoint.keep_every",
         lambda c: c.checkpoint.keep_every and c.checkpoint.keep is None,
-        message="has no effect: without checkpoint.keep every checkpoint stays",
-        legal="Set checkpoint.keep too, or leave it out.",
+        message="has no effect, because all checkpoints are kept unless checkpoint.keep is set",
+        legal="Set checkpoint.keep as well, or remove it.",
     ),
 )

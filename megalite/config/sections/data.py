@@ -80,7 +80,7 @@ def _token_file_rules(option: str) -> tuple[Rule, Rule, Rule]:
             f"{option} is one text",
             option,
             in_brackets,
-            message="is a text, and neither a list nor a mapping of token files",
+            message="is a string, not a list or a mapping of token files",
             legal="Write [PREFIX, PREFIX], {PREFIX: weight} or for validation {NAME: PREFIX}, with a space "
             "after each colon.",
         ),
@@ -89,13 +89,13 @@ def _token_file_rules(option: str) -> tuple[Rule, Rule, Rule]:
             option,
             bad_weight,
             message="has a weight that is not a positive number",
-            legal="Give every prefix a weight above 0, or remove it.",
+            legal="Set the weight of every prefix to a positive number, or remove the prefix.",
         ),
         Rule(
             f"{option} exists",
             option,
             lambda c: _missing(get(c)),
-            message=lambda c: f"does not exist: there is no {' and no '.join(_missing(get(c)))}",
+            message=lambda c: f"does not exist: could not find {' and '.join(_missing(get(c)))}",
             legal=lambda c: _nearest_prefix(get(c)),
         ),
     )
@@ -136,10 +136,11 @@ def _end_of_document_rule(option: str) -> Rule:
         option,
         lambda c: attrgetter(option)(c) and without(c),
         message=lambda c: (
-            f"needs text whose documents end in an EOS token, and {without(c)[0]}.json names none, or says "
+            f"requires text whose documents end in an EOS token, and {without(c)[0]}.json names none, or "
+            "says "
             "chat"
         ),
-        legal='Set it to false, which is right for chat data, or write {"vocab_size": V, "eos": ID} into '
+        legal='Set it to false, which is correct for chat data, or write {"vocab_size": V, "eos": ID} into '
         "that file.",
     )
 
@@ -149,8 +150,8 @@ RULES: tuple[Rule, ...] = (
         "training data is given",
         "data.train",
         lambda c: not prefixes(c.data.train),
-        message="names no token file",
-        legal="Give the PREFIX of PREFIX.bin and PREFIX.idx; megalite prepare --output PREFIX makes them.",
+        message="is not set",
+        legal="Use the PREFIX of PREFIX.bin and PREFIX.idx, which megalite prepare --output PREFIX creates.",
     ),
     *_token_file_rules("data.train"),
     *_token_file_rules("data.validation"),
@@ -158,15 +159,16 @@ RULES: tuple[Rule, ...] = (
         "validation data is named",
         "data.validation",
         lambda c: isinstance(c.data.validation, (list, dict)) and not c.data.validation,
-        message="names no token file",
-        legal="Give a token file PREFIX, several as {NAME: PREFIX}, a held-out fraction such as 0.05, or "
+        message="is not set",
+        legal="Use a token file PREFIX, several as {NAME: PREFIX}, a held-out fraction such as 0.05, "
+        "or "
         "null for no validation.",
     ),
     Rule(
         "a validation set has a name",
         "data.validation",
         lambda c: isinstance(c.data.validation, dict) and "" in c.data.validation,
-        message="has a set without a name, by which its loss is written",
+        message="has a set without a name, which is required to log its loss",
         legal="Write {NAME: PREFIX}, with a name before each colon.",
     ),
     Rule(
@@ -180,8 +182,8 @@ RULES: tuple[Rule, ...] = (
         "one vocabulary",
         "data.train",
         lambda c: len({metadata(p).get("vocab_size") for p in all_prefixes(c)} - {None}) > 1,
-        message=lambda c: f"and data.validation mix vocabularies: {_vocabularies(c)}",
-        legal="Prepare all of them with one tokenizer.",
+        message=lambda c: f"and data.validation use different vocabularies: {_vocabularies(c)}",
+        legal="Prepare all of them with the same tokenizer.",
     ),
     Rule(
         "chat or text",
@@ -190,13 +192,13 @@ RULES: tuple[Rule, ...] = (
         message=lambda c: (
             f"and data.validation mix conversations ({', '.join(filter(is_chat, all_prefixes(c)))}) with text"
         ),
-        legal="Give token files of one kind; megalite prepare --chat makes those of conversations.",
+        legal="Use token files of one kind; megalite prepare --chat creates those of conversations.",
     ),
     Rule(
         "packing of conversations",
         "data.packing",
         lambda c: c.data.packing and not any(map(is_chat, all_prefixes(c))),
-        message="has no effect: data.train is text, which fills every row",
+        message="has no effect, because data.train is text, which fills every row",
         legal="Set it to false, or prepare conversations with megalite prepare --chat.",
     ),
     _end_of_document_rule("data.reset_positions"),

@@ -71,7 +71,7 @@ def _parse(text: str) -> Fault:
     needed = {"step", *KINDS[kind]}
     if not needed <= values.keys() <= needed | {"rank", "restart"}:
         raise ValueError(
-            text, f"needs {' and '.join(sorted(needed))}, and besides it takes rank and restart only"
+            text, f"requires {' and '.join(sorted(needed))}, and besides it takes rank and restart only"
         )
     first, _, last = values["step"].partition("-")
     try:

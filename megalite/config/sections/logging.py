@@ -42,7 +42,7 @@ _WANDB = tuple(
         f"logging.{name}",
         partial(lambda name, c: getattr(c.logging, name) is not None and not c.logging.wandb, name),
         message="has no effect: {logging.wandb}",
-        legal="Set logging.wandb to true or to a project's name, or leave it out.",
+        legal="Set logging.wandb to true or to the name of a project, or remove it.",
     )
     for name in ("wandb_entity", "wandb_group", "wandb_tags", "wandb_name", "wandb_mode")
 )

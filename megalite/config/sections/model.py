@@ -307,7 +307,7 @@ def _layers_exist(name: str) -> Rule:
         f"{name} exist",
         f"model.{name}",
         broken,
-        message="does not list distinct layers of this model",
+        message="must list distinct layers of this model",
         legal=lambda c: f"Legal entries: 0 to {c.model.num_hidden_layers - 1}, each once.",
     )
 
@@ -342,7 +342,7 @@ _MIXTURE = (
         "a token's experts exist",
         "model.num_experts_per_tok",
         lambda c: c.model.num_experts and c.model.num_experts_per_tok > c.model.num_experts,
-        message="is more than {model.num_experts}",
+        message="exceeds {model.num_experts}",
         legal=lambda c: range(1, (c.model.num_experts or 1) + 1),
     ),
     _layers_exist("mlp_only_layers"),
@@ -350,14 +350,15 @@ _MIXTURE = (
         "a mixture is left",
         "model.num_experts",
         lambda c: c.model.num_experts and not c.model.has_mixtures,
-        message="has no effect: model.decoder_sparse_step and model.mlp_only_layers make every layer dense",
-        legal="Remove it, or leave a layer out of mlp_only_layers.",
+        message="has no effect: all layers are dense because of model.decoder_sparse_step and "
+        "model.mlp_only_layers",
+        legal="Remove it, or remove a layer from mlp_only_layers.",
     ),
     Rule(
         "clamped_swiglu is gated",
         "model.hidden_act",
         lambda c: c.model.hidden_act == "clamped_swiglu" and not c.model.gated_mlp,
-        message="has a gate, and {model.gated_mlp}",
+        message="requires a gate, but {model.gated_mlp}",
         legal="Set model.gated_mlp to true.",
     ),
 )
@@ -367,7 +368,7 @@ _GROUPS = (
         "groups divide the experts",
         "model.n_group",
         lambda c: c.model.n_group and c.model.num_experts and c.model.num_experts % c.model.n_group,
-        message="does not divide {model.num_experts}: groups are equal",
+        message="must divide {model.num_experts} into groups of the same size",
         legal=lambda c: divisors(c.model.num_experts or 1),
     ),
     Rule(
@@ -379,7 +380,8 @@ _GROUPS = (
             and c.model.router_scores == "sigmoid"
             and 2 * c.model.n_group > c.model.num_experts
         ),
-        message="leaves less than two of {model.num_experts} in a group, whose score is the sum of its two "
+        message="leaves fewer than two of {model.num_experts} in a group, but the score of a group is the "
+        "sum of its two "
         "best experts",
         legal=lambda c: [
             groups
@@ -391,7 +393,7 @@ _GROUPS = (
         "topk_group needs groups",
         "model.topk_group",
         lambda c: c.model.topk_group > (c.model.n_group or 1),
-        message="is more than {model.n_group}",
+        message="exceeds {model.n_group}",
         legal=lambda c: range(1, (c.model.n_group or 1) + 1),
     ),
     Rule(
@@ -402,7 +404,7 @@ _GROUPS = (
             and c.model.num_experts
             and c.model.num_experts_per_tok * c.model.n_group > c.model.topk_group * c.model.num_experts
         ),
-        message="is more than the experts in {model.topk_group} of {model.n_group} groups",
+        message="exceeds the number of experts in {model.topk_group} of {model.n_group} groups",
         legal=lambda c: range(
             1, c.model.topk_group * (c.model.num_experts or 1) // (c.model.n_group or 1) + 1
         ),
@@ -414,7 +416,8 @@ _MTP = (
         "modules of multi-token prediction look up tokens only",
         "model.mtp_layers",
         lambda c: c.model.mtp_layers and c.model.position == "learned",
-        message="does not fit {model.position}: the modules look up further tokens, which have no learned "
+        message="is incompatible with {model.position}: the modules read further tokens, which have no "
+        "learned "
         "positions of their own",
         legal="Set it to 0, or model.position to rope or none.",
     ),
@@ -422,7 +425,8 @@ _MTP = (
         "modules of multi-token prediction and scaled logits",
         "model.mtp_layers",
         lambda c: c.model.mtp_layers and c.model.logit_scale is not None,
-        message="does not fit {model.logit_scale}: the modules read the final norm, which that would scale",
+        message="is incompatible with {model.logit_scale}: the modules read the final norm, which it would "
+        "scale",
         legal="Set it to 0, or model.logit_scale to null.",
     ),
 )
@@ -440,10 +444,10 @@ def _without_latents(name: str) -> Rule:
 
 def _not_with_latents(name: str, legal: str) -> Rule:
     return Rule(
-        f"{name} does not fit latents",
+        f"{name} is incompatible with latents",
         f"model.{name}",
         lambda c: c.model.kv_lora_rank is not None and getattr(c.model, name) != getattr(ModelConfig(), name),
-        message="does not fit latent attention, {model.kv_lora_rank}",
+        message="is incompatible with latent attention, {model.kv_lora_rank}",
         legal=legal,
     )
 
@@ -460,7 +464,8 @@ _LATENTS = (
         "every head has its key and value",
         "model.num_key_value_heads",
         lambda c: c.model.kv_lora_rank is not None and c.model.kv_heads != c.model.num_attention_heads,
-        message="does not fit latent attention, in which each of {model.num_attention_heads} has its own key "
+        message="is incompatible with latent attention, in which each of {model.num_attention_heads} has its "
+        "own key "
         "and value",
         legal="Remove it.",
     ),
@@ -525,7 +530,7 @@ def _scaling_problem(c: "RuleContext") -> str | None:
         return "holds a value that is not a positive number"
     if [len(each) for each in lists] != ([c.model.rotary_dim // 2] * 2 if kind == "longrope" else []):
         return (
-            f"needs {c.model.rotary_dim // 2} numbers, one for each pair of channels, in longrope's "
+            f"requires {c.model.rotary_dim // 2} numbers, one for each pair of channels, in longrope's "
             "short_factor and long_factor"
         )
     if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
@@ -551,14 +556,14 @@ RULES: tuple[Rule, ...] = (
         "preset or from_hf",
         "model.from_hf",
         lambda c: c.model.from_hf and c.model.preset,
-        message="and {model.preset} both give the shape",
+        message="and {model.preset} both set the shape",
         legal="Remove one of the two.",
     ),
     Rule(
         "init_from exists",
         "model.init_from",
         lambda c: (path := _init_from(c)) and path[:3] != "hf:" and not is_checkpoint(path),
-        message="is neither a checkpoint (it has no manifest.json) nor a run that has saved one",
+        message="is neither a checkpoint (manifest.json is missing) nor a run with a checkpoint",
         legal=_own_weights,
     ),
     Rule(
@@ -567,7 +572,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: (
             (path := _init_from(c)).startswith("hf:") and not (Path(path[3:]) / "config.json").is_file()
         ),
-        message="names no Hugging Face model: there is no config.json",
+        message="is not a Hugging Face model: config.json is missing",
         legal=_hf_weights,
     ),
     Rule(
@@ -578,14 +583,15 @@ RULES: tuple[Rule, ...] = (
             and c.model.kv_lora_rank is None
             and c.model.hidden_size % c.model.num_attention_heads
         ),
-        message="does not divide {model.hidden_size}, and model.head_dim is not given",
+        message="does not divide {model.hidden_size}, and model.head_dim is not set",
         legal=_legal_heads,
     ),
     Rule(
         "heads over key-value heads",
         "model.num_key_value_heads",
         lambda c: c.model.num_attention_heads % c.model.kv_heads,
-        message="does not divide {model.num_attention_heads}: each key-value head is shared by the same "
+        message="does not divide {model.num_attention_heads}: every key-value head must be shared by the "
+        "same "
         "number of query heads",
         legal=lambda c: divisors(c.model.num_attention_heads),
     ),
@@ -594,7 +600,7 @@ RULES: tuple[Rule, ...] = (
         "model.head_dim",
         lambda c: c.model.position == "rope" and c.model.kv_lora_rank is None and c.model.head_size % 2,
         value=lambda c: c.model.head_size,
-        message="is odd: rotary embeddings (model.position = rope) rotate pairs of channels",
+        message="must be even, because rotary embeddings (model.position = rope) rotate pairs of channels",
         legal=lambda c: multiples(c.model.head_size, 2),
     ),
     Rule(
@@ -603,7 +609,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: (
             c.model.position == "rope" and c.model.kv_lora_rank is not None and c.model.qk_rope_head_dim % 2
         ),
-        message="is odd: rotary embeddings (model.position = rope) rotate pairs of channels",
+        message="must be even, because rotary embeddings (model.position = rope) rotate pairs of channels",
         legal=lambda c: multiples(c.model.qk_rope_head_dim, 2),
     ),
     Rule(
@@ -637,13 +643,13 @@ RULES: tuple[Rule, ...] = (
             and (c.model.position != "rope" or c.model.sliding_window is None)
         ),
         message="has no effect: {model.position}, {model.sliding_window}",
-        legal="Remove it, or set model.position to rope and give model.sliding_window.",
+        legal="Remove it, or set model.position to rope and model.sliding_window to a width.",
     ),
     Rule(
         "parallel_block with norms before",
         "model.parallel_block",
         lambda c: c.model.parallel_block != "none" and c.model.norm_placement != "pre",
-        message="does not fit {model.norm_placement}: in parallel, attention and feed-forward have norms at "
+        message="is incompatible with {model.norm_placement}: parallel blocks have norms only at "
         "their input only",
         legal="Set model.norm_placement to pre, or model.parallel_block to none.",
     ),
@@ -658,7 +664,7 @@ RULES: tuple[Rule, ...] = (
         "rope_scaling needs rope",
         "model.rope_scaling",
         lambda c: c.model.rope_scaling and c.model.position != "rope",
-        message="has nothing to scale: {model.position}",
+        message="has no effect with {model.position}",
         legal="Remove it, or set model.position to rope.",
     ),
     Rule(
@@ -666,7 +672,7 @@ RULES: tuple[Rule, ...] = (
         "model.rope_scaling.rope_type",
         lambda c: c.model.rope_scaling is not None and _rope_type(c) not in ROPE_SCALING_KEYS,
         value=_rope_type,
-        message="is not a known kind of rotary scaling",
+        message="is not a supported rotary scaling",
         legal=lambda c: (
             "Write rope_type in place of type, its name in older files."
             if "type" in (c.model.rope_scaling or {})
@@ -693,14 +699,14 @@ RULES: tuple[Rule, ...] = (
         "sliding_window_layers needs a window",
         "model.sliding_window_layers",
         lambda c: c.model.sliding_window_layers is not None and c.model.sliding_window is None,
-        message="has no effect: model.sliding_window is not given",
-        legal="Remove it, or give model.sliding_window.",
+        message="has no effect, because model.sliding_window is not set",
+        legal="Remove it, or set model.sliding_window.",
     ),
     Rule(
         "rows are added to weights",
         "model.resize_embeddings",
         lambda c: c.model.resize_embeddings is not None and c.model.initial_weights is None,
-        message="adds rows to the embedding of the weights that model.init_from names, and there are none",
-        legal="Set model.init_from, or leave it out: random weights have the vocabulary of the data.",
+        message="adds rows to the embedding of model.init_from, which is not set",
+        legal="Set model.init_from, or remove it: random weights have the vocabulary of the data.",
     ),
 )

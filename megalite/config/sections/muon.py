@@ -37,7 +37,7 @@ RULES: tuple[Rule, ...] = (
         "fewer than 100 Newton-Schulz iterations",
         "muon.ns_steps",
         lambda c: c.muon.ns_steps >= 100,
-        message="is more than Newton-Schulz iterations need, and than torch.optim.Muon takes",
+        message="is too large for the number of Newton-Schulz iterations",
         legal="Legal values: 1 to 99; 5 is usual.",
     ),
 )

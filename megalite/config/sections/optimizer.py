@@ -48,14 +48,14 @@ RULES: tuple[Rule, ...] = (
         "two betas",
         "optimizer.betas",
         lambda c: len(c.optimizer.betas) != 2,
-        message="is not a pair",
-        legal="Give two numbers, for example [0.9, 0.95].",
+        message="must be a pair of numbers",
+        legal="For example [0.9, 0.95].",
     ),
     Rule(
         "lr_scaling has its base",
         "optimizer.lr_scaling",
         lambda c: c.optimizer.lr_scaling != "none" and c.optimizer.base_batch_size is None,
-        message="needs optimizer.base_batch_size, the batch size at which optimizer.lr was chosen",
-        legal="Give it, or set optimizer.lr_scaling to none.",
+        message="requires optimizer.base_batch_size, the batch size for which optimizer.lr was chosen",
+        legal="Set it, or set optimizer.lr_scaling to none.",
     ),
 )

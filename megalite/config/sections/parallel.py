@@ -90,8 +90,8 @@ RULES: tuple[Rule, ...] = (
         "inner ranks belong to a ring",
         "parallel.context_inner",
         lambda c: c.parallel.context_inner > 1 and (c.parallel.cp == 1 or c.parallel.context != "ring"),
-        message="does not fit {parallel.cp} and {parallel.context}: these are groups of the ranks of a ring",
-        legal="Set parallel.context to ring with parallel.cp above 1, or leave it out.",
+        message="is incompatible with {parallel.cp} and {parallel.context}: it sets groups of ring ranks",
+        legal="Set parallel.context to ring with parallel.cp above 1, or remove it.",
     ),
     Rule(
         "balanced parts of gather or ring",
@@ -99,30 +99,30 @@ RULES: tuple[Rule, ...] = (
         lambda c: (
             c.parallel.context_parts == "balanced" and c.parallel.cp > 1 and c.parallel.context == "ulysses"
         ),
-        message="has no effect: under {parallel.context} all ranks attend equally much already",
-        legal="Leave it out, or set parallel.context to gather or ring.",
+        message="has no effect: with {parallel.context} all ranks already have the same amount of attention",
+        legal="Remove it, or set parallel.context to gather or ring.",
     ),
     Rule(
         "four schedule costs",
         "parallel.schedule_costs",
         lambda c: len(c.parallel.schedule_costs) != 4 or not sum(c.parallel.schedule_costs[:3]),
-        message="does not give the durations of forward, input gradient, weight gradient and message, not "
+        message="must contain the durations of forward, input gradient, weight gradient and message, not "
         "all of the first three 0",
-        legal="Give four numbers, for example [1, 1, 1, 0].",
+        legal="For example [1, 1, 1, 0].",
     ),
     Rule(
         "partition or layer costs",
         "parallel.layer_costs",
         lambda c: c.parallel.layer_costs and c.parallel.partition,
-        message="has no effect: {parallel.partition} is given",
+        message="has no effect, because {parallel.partition} is set",
         legal="Remove one of the two.",
     ),
     Rule(
         "dp_shard shares something",
         "parallel.dp_shard",
         lambda c: c.parallel.zero == 0 and c.parallel.dp_shard not in (None, 1),
-        message="has nothing to shard: {parallel.zero}",
-        legal="Leave it out, or set parallel.zero to 1, 2 or 3.",
+        message="has no effect with {parallel.zero}",
+        legal="Remove it, or set parallel.zero to 1, 2 or 3.",
     ),
     Rule(
         "zero stage",
@@ -135,28 +135,28 @@ RULES: tuple[Rule, ...] = (
         "offloaded parameters are sharded",
         "parallel.offload_parameters",
         lambda c: c.parallel.offload_parameters and c.parallel.zero != 3,
-        message="needs weights that are gathered only while they are used, but {parallel.zero}",
-        legal="Leave it out, or set parallel.zero to 3.",
+        message="requires sharded weights (parallel.zero = 3), but {parallel.zero}",
+        legal="Remove it, or set parallel.zero to 3.",
     ),
     Rule(
         "offload_dir is for disk",
         "parallel.offload_dir",
         lambda c: c.parallel.offload_dir is not None and c.parallel.offload != "disk",
         message="has no effect: {parallel.offload}",
-        legal="Leave it out, or set parallel.offload to disk.",
+        legal="Remove it, or set parallel.offload to disk.",
     ),
     Rule(
         "PowerSGD reduces whole gradients",
         "parallel.powersgd_rank",
         lambda c: c.parallel.powersgd_rank and c.parallel.zero > 1,
-        message="needs whole gradients, but {parallel.zero} shards them",
-        legal="Set parallel.zero to 0 or 1, or leave powersgd_rank out.",
+        message="requires whole gradients, but {parallel.zero} shards them",
+        legal="Set parallel.zero to 0 or 1, or remove powersgd_rank.",
     ),
     Rule(
         "one compression",
         "parallel.powersgd_rank",
         lambda c: c.parallel.powersgd_rank and c.parallel.reduce_dtype == "bf16",
-        message="sends its factors in full precision, which {parallel.reduce_dtype} would round",
+        message="sends its factors in full precision, which is incompatible with {parallel.reduce_dtype}",
         legal="Remove one of the two.",
     ),
 )

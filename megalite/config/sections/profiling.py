@@ -29,7 +29,7 @@ RULES: tuple[Rule, ...] = (
         "profiled steps are a range",
         "profiling.steps",
         lambda c: len(c.profiling.steps) != 2 or not 1 <= c.profiling.steps[0] <= c.profiling.steps[1],
-        message="is not a first and a last step",
-        legal="Give two numbers, counted from 1, for example [3, 5].",
+        message="must be a first and a last step",
+        legal="Steps are counted from 1, for example [3, 5].",
     ),
 )
