@@ -733,7 +733,7 @@ ROWS = [
         (
             "would train random weights on conversations, because model.from_hf = hf",
             "Set it to hf:hf",
-            "none for random weights on purpose",
+            "none to train random weights on purpose",
         ),
     ),
     Row(
