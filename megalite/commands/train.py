@@ -245,7 +245,7 @@ def random_weights(trainer: Trainer) -> list[str]:
     if model.from_hf is None or model.initial_weights is not None or trainer.step_done > 0:
         return []
     intent = (
-        "as model.init_from = none asks"
+        "as requested by model.init_from=none"
         if model.init_from
         else f"to load the weights, set model.init_from=hf:{model.from_hf}"
     )

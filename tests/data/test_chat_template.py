@@ -536,12 +536,12 @@ OPTIONS = {
     "json is no list": (["--input", "b.json"], "--input b.json is not a list of records"),
     "training a tokenizer": (
         ["--input", "ok.jsonl", "--train_tokenizer", "300"],
-        "--chat needs the tokenizer of the model",
+        "--train_tokenizer is not supported with --chat",
     ),
-    "too short": (["--input", "ok.jsonl", "--max_length", "1"], "--max_length 1 leaves nothing to predict"),
+    "too short": (["--input", "ok.jsonl", "--max_length", "1"], "--max_length must be at least 2, got 1"),
     "no length": (
         ["--input", "ok.jsonl", "--too_long", "truncate"],
-        "--too_long truncate cuts conversations of more than --max_length",
+        "--too_long truncate requires --max_length",
     ),
     "no template": (
         ["--input", "ok.jsonl", "--chat_template", "none.jinja"],

@@ -289,12 +289,12 @@ BAD = {
         ["--input", "a.parquet", "--text_key", "id", "--tokenizer", "byte"],
         "of type int64 in a.parquet",
     ),
-    "no tokenizer": (["--input", "ok.txt"], "--tokenizer is missing"),
+    "no tokenizer": (["--input", "ok.txt"], "--tokenizer is required"),
     "missing tokenizer": (["--input", "ok.txt", "--tokenizer", "x.model"], "--tokenizer x.model does not exist"),
     "text as a tokenizer": (["--input", "ok.txt", "--tokenizer", "ok.txt"], "ok.txt is not a sentencepiece model"),
     "train to no model": (
         ["--input", "ok.txt", "--tokenizer", "byte", "--train_tokenizer", "300"],
-        "does not end in .model",
+        "--tokenizer must end in .model",
     ),
     "vocabulary too large": (
         ["--input", "ok.txt", "--train_tokenizer", "90000"],
@@ -303,7 +303,7 @@ BAD = {
     "vocabulary is text": (["--input", "ok.txt", "--train_tokenizer", "many"], "invalid int value: 'many'"),
     "chat options for text": (
         ["--input", "ok.txt", "--tokenizer", "byte", "--loss_on", "last", "--too_long", "truncate"],
-        "--loss_on and --too_long belongs to chat data. Add --chat",
+        "--loss_on and --too_long can only be used with --chat. Add --chat",
     ),
     "unknown option": (["--input", "ok.txt", "--tokenizer", "byte", "--fast"], "--fast"),
     "bad line after training": (

@@ -81,7 +81,9 @@ def test_unknown_names_are_answered_with_the_family_s(tmp_path):
         "all-linear, q, k, v, o, "
         "gate, up, down, qkv_proj, gate_up_proj, o_proj, down_proj. Nearest: qkv_proj."
     )
-    with pytest.raises(ConfigError, match=r"contains lm_haed, which is not a module of any family .* Nearest: lm_head[.]"):
+    with pytest.raises(
+        ConfigError, match=r"contains lm_haed, which is not a module of any family .* Nearest: lm_head[.]"
+    ):
         own(None, tmp_path, modules_to_save=["lm_haed"])
     with pytest.raises(ConfigError, match="names v twice"):
         own("phi3", tmp_path, ranks={"qkv_proj": 4, "v": 2})

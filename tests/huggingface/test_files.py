@@ -193,7 +193,7 @@ def test_weights_that_are_not_finite_are_rejected_by_name_and_number(reader: Cal
         reader(theirs)
     said = str(rejected.value)
     assert f"{theirs} contains NaN or infinite values" in said and "model.norm.weight: 2\n" in said
-    assert "model.layers.1.mlp.down_proj.weight: 3\n" in said and "Take the weights from an earlier checkpoint" in said
+    assert "model.layers.1.mlp.down_proj.weight: 3\n" in said and "Use an earlier checkpoint" in said
     assert not theirs.with_name("ours").exists()
 
 

@@ -116,11 +116,11 @@ REFUSED = {
     ),
     "microbatches": (
         {"train": {"rampup_batch_size": [3, 3, 9]}},
-        r"no multiples of train\.micro_batch_size \* parallel\.dp = 2",
+        r"not multiples of train\.micro_batch_size \* parallel\.dp = 2",
     ),
     "rollbacks": (
         {"faults": {"rollback": True}},
-        r"changes the batch size.*: faults\.rollback = true\. Leave it out, or set faults\.rollback to",
+        r"is not supported with faults\.rollback = true.* Remove it, or set faults\.rollback to",
     ),
 }
 

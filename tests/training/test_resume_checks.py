@@ -263,12 +263,12 @@ def test_a_run_directory_stands_for_its_newest_checkpoint(prefix, run):
     [
         (
             {"from_hf": "DIR"},
-            "the weights are random: model.from_hf = DIR gives the shape alone; for its own set model.init_from = "
-            "hf:DIR",
+            "the weights are initialized randomly: model.from_hf=DIR only sets the shape; to load the weights, set "
+            "model.init_from=hf:DIR",
         ),
         (
             {"from_hf": "DIR", "init_from": "none"},
-            "the weights are random: model.from_hf = DIR gives the shape alone; as model.init_from = none",
+            "the weights are initialized randomly: model.from_hf=DIR only sets the shape; as requested by",
         ),
         ({"init_from": "none"}, None),
     ],
@@ -287,11 +287,11 @@ def test_random_weights_are_announced_where_a_model_gave_its_shape(prefix, tmp_p
     assert (
         any(said.startswith(line) for said in first)
         if line
-        else not any("weights are random" in said for said in first)
+        else not any("initialized randomly" in said for said in first)
     )
     named.step()
     announce(named, [])
-    assert "weights are random" not in capsys.readouterr().out
+    assert "initialized randomly" not in capsys.readouterr().out
     plain.close(), named.close()
 
 

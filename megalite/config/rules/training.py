@@ -61,12 +61,12 @@ def _longest_decay(c: RuleContext) -> str:
 
 
 def _no_ramp_up(option: str, is_set: Callable[[RuleContext], bool], what: str) -> Rule:
-    """The rule that a ramp-up of the batch size does not go with an option."""
+    """Return the rule that an option is incompatible with a ramp-up of the batch size."""
     return Rule(
         f"no ramp-up with {option}",
         "train.rampup_batch_size",
         lambda c: c.train.rampup_batch_size and is_set(c),
-        message=f"changes {what} from step to step, which is not supported with {{{option}}}",
+        message=f"is not supported with {{{option}}}, because {what}",
         legal=f"Remove it, or set {option} to false.",
     )
 
@@ -100,11 +100,11 @@ RULES: tuple[Rule, ...] = (
         legal=lambda c: f"{_example_ramp(c)[:-1]}, or choose a smaller train.micro_batch_size.",
     ),
     _no_ramp_up(
-        "faults.rollback", lambda c: c.faults.rollback, "the batch size, which a rollback would move,"
+        "faults.rollback",
+        lambda c: c.faults.rollback,
+        "a rollback would change the batch sizes of later steps",
     ),
-    _no_ramp_up(
-        "profiling.timeline", lambda c: c.profiling.timeline, "the schedule, of which a timeline shows one,"
-    ),
+    _no_ramp_up("profiling.timeline", lambda c: c.profiling.timeline, "a timeline shows a single schedule"),
     Rule(
         "fp64 on CPU",
         "train.precision",

@@ -205,7 +205,7 @@ class _StageOwners:
                 yield _MatrixRange(matrix, bucket, place, place + size, group)
 
     def parts(self, segment: Segment) -> tuple[tuple[LocalPart, ...], list[int]]:
-        """Return the different parts of a matrix, and for each tp coordinate the index of its part."""
+        """Return the distinct parts of a matrix, and the index of the part at each tp coordinate."""
         # tp is innermost
         held = [segment.local(self.layout.coordinates(rank)) for rank in range(self.layout.tp)]
         parts = tuple(dict.fromkeys(held))

@@ -105,7 +105,7 @@ class PassTimes(NamedTuple):
 
 
 class Operations:
-    """Times of a model's units on a device. With adapters, all other weights are frozen."""
+    """Computes the time of each unit of a model on a device. With adapters, other weights are frozen."""
 
     def __init__(
         self,
