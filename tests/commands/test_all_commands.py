@@ -29,13 +29,13 @@ MISSING: dict[str, tuple[list[str], str]] = {
         "--tokenizer ./no/gone does not exist",
     ),
     "data": (["inspect", GONE], "no/gone.idx is missing"),
-    "convert": (["import", GONE, "x"], "no/gone/config.json cannot be read"),
+    "convert": (["import", GONE, "x"], "no/gone/config.json could not be read"),
     "convert, out": (["export", GONE, "x"], "no/gone is not a checkpoint: the directory does not exist"),
     "convert, adapter": (["adapter-export", GONE, "x"], "no/gone is not a checkpoint: the directory does not exist"),
     "convert, check": (["check", GONE, "x"], "no/gone is not a checkpoint: the directory does not exist"),
     "convert, taken": (["import", "model", "taken"], "taken already exists. Choose another path"),
     "generate": ([GONE, "--prompt", "a"], "no/gone is not a checkpoint: the directory does not exist"),
-    "generate, hf": ([f"hf:{GONE}", "--prompt", "a"], "no/gone/config.json cannot be read"),
+    "generate, hf": ([f"hf:{GONE}", "--prompt", "a"], "no/gone/config.json could not be read"),
     "evaluate": (["perplexity", GONE, "--text", "text"], "no/gone is not a checkpoint: the directory does not exist"),
     "evaluate, text": (["perplexity", "hf:model", "--text", GONE], "--text no/gone cannot be read: No such file"),
     "checkpoint": (["verify", GONE], "no/gone is not a checkpoint: the directory does not exist"),
@@ -202,7 +202,7 @@ def test_an_output_that_cannot_be_written_is_named_before_any_work(
             run(name_of(case), words, monkeypatch)
         said = capsys.readouterr().err
         assert ended.value.code == 2 and str(tmp_path / end) in said and "Errno" not in said, said
-        assert why in said or "cannot be written" in said, said
+        assert why in said or "is not writable" in said, said
         assert said.count("\n") == 1 and list((tmp_path / "locked").iterdir()) == []
 
 

@@ -322,7 +322,7 @@ def test_what_can_not_be_evaluated_ends_with_one_message(
     monkeypatch.setattr("sys.argv", ["tools/evaluate.py"])
     wrong: dict[str, list[Any]] = {
         "is not a checkpoint": ["perplexity", tmp_path / "nowhere", *text],
-        "config.json cannot be read": ["perplexity", f"hf:{tmp_path}", *text],
+        "config.json could not be read": ["perplexity", f"hf:{tmp_path}", *text],
         "--text nowhere cannot be read": ["perplexity", model, "--text", "nowhere"],
         "parallel.tp = 3 does not divide": ["perplexity", model, *text, "--tp", 3],
         "which have no moving average. Remove --ema.": [

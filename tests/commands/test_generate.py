@@ -318,7 +318,7 @@ def test_what_can_not_be_loaded_ends_with_one_message(
             "--ema",
         ],
         "contains no configuration": [tmp_path, "--prompt", "x"],
-        "config.json cannot be read": [f"hf:{tmp_path}", "--prompt", "x"],
+        "config.json could not be read": [f"hf:{tmp_path}", "--prompt", "x"],
         "--tokenizer none.model does not exist": [checkpoint, "--prompt", "x", "--tokenizer", "none.model"],
         "parallel.tp = 3 does not divide model.num_attention_heads = 2": [checkpoint, "--prompt", "x", "--tp", "3"],
         "parallel.pp = 3 makes 3 stages": [checkpoint, "--prompt", "x", "--pp", "3"],

@@ -105,7 +105,7 @@ def test_hugging_face_directories(names: dict[str, str]):
     ]
     with pytest.raises(ConfigError, match="HF_DIR runs/trained is not a Hugging Face model"):
         hf_directory("runs/trained", "weights", "HF_DIR")
-    with pytest.raises(ConfigError, match="HF_DIR hf:runs: runs/config.json cannot be read"):
+    with pytest.raises(ConfigError, match="HF_DIR hf:runs: runs/config.json could not be read"):
         hf_directory("hf:runs", "weights", "HF_DIR")
 
 

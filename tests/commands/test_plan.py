@@ -423,7 +423,7 @@ def test_a_written_plan_trains(tool, tmp_path):
         ),
         (
             ["--model", "llama-3-8b", *ARGUMENTS, "--dp_shard", "4", "--zero", "0"],
-            "parallel.dp_shard = 4 has nothing to shard",
+            "parallel.dp_shard = 4 has no effect",
         ),
         (["--model", "llama-3-8b", *ARGUMENTS, "--sequence_length", "9000"], "data.sequence_length = 9000 exceeds"),
         (["--model", "llama-3-8b", *ARGUMENTS, "--sequence_length", "131072"], "or take the preset llama-3.1-8b."),
@@ -447,7 +447,7 @@ def test_a_written_plan_trains(tool, tmp_path):
         ),
         (
             ["--model", "llama-3-8b", *ARGUMENTS, "--schedule", "1f1b", "--virtual_stages", "2"],
-            "parallel.virtual_stages = 2 does not belong",
+            "parallel.virtual_stages = 2 does not match",
         ),
         (["--model", "llama-3-8b", *ARGUMENTS, "--virtual_stages", "64"], "parallel.pp = 2 makes 128 stages under"),
         (

@@ -92,7 +92,7 @@ def test_by_default_the_first_one_ends_it(run, tmp_path):
         and "a.jsonl line 2 is not valid JSON" in err
         and "Pass --skip_bad N to skip up to N bad records." in err
     )
-    assert "--skip_bad -1 must be at least 0" in run("--input", "a.jsonl", "--skip_bad", "-1")[2]
+    assert "--skip_bad must be at least 0, got -1" in run("--input", "a.jsonl", "--skip_bad", "-1")[2]
 
 
 def test_of_many_the_first_ten_are_listed(run, tmp_path):

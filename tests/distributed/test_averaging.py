@@ -221,7 +221,10 @@ def test_it_is_validated_and_exported_in_place_of_the_weights(precision, prefix,
             {"train": {"ema_decay": 0.9}, "parallel": {"offload": "disk"}},
             r"train\.ema_decay = 0\.9 would read and write the whole average",
         ),
-        ({"validation": {"ema": True}}, r"validation\.ema = true has no average to validate: train\.ema_decay = null"),
+        (
+            {"validation": {"ema": True}},
+            r"validation\.ema = true requires an average of the weights, but train\.ema_decay = null",
+        ),
     ],
 )
 def test_what_does_not_fit_is_one_message(changes, message, prefix):

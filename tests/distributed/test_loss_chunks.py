@@ -148,7 +148,7 @@ def test_backward_runs_once_from_a_gradient_of_one():
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-    with pytest.raises(RuntimeError, match="scale the loss before"):
+    with pytest.raises(RuntimeError, match="scale the loss instead"):
         (2 * Head().chunked()).backward()
     head = Head()
     with pytest.raises(RuntimeError, match="no second derivative"):

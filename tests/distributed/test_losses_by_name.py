@@ -159,6 +159,8 @@ def test_named_sets_are_read_from_the_command_line_and_bad_ones_are_refused(pref
     }
     with pytest.raises(SystemExit):
         load_config([*common, "--data.validation", f"{{one: {a}, two: {b}x}}"], world_size=1)
-    assert f"there is no {b}x.bin" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match=r"logging\.loss_by_source = true has no effect: data\.train is not a blend"):
+    assert f"could not find {b}x.bin" in capsys.readouterr().err
+    with pytest.raises(
+        ConfigError, match=r"logging\.loss_by_source = true has no effect, because data\.train is not a blend"
+    ):
         check(from_dict(config_with(prefixes, {a: 1.0}, logging={"loss_by_source": True})), 1)

@@ -85,7 +85,7 @@ def test_unknown_names_are_answered_with_the_family_s(tmp_path):
         ConfigError, match=r"contains lm_haed, which is not a module of any family .* Nearest: lm_head[.]"
     ):
         own(None, tmp_path, modules_to_save=["lm_haed"])
-    with pytest.raises(ConfigError, match="names v twice"):
+    with pytest.raises(ConfigError, match="contains v twice"):
         own("phi3", tmp_path, ranks={"qkv_proj": 4, "v": 2})
 
 

@@ -152,7 +152,7 @@ def test_a_vocabulary_that_does_not_fit_is_named_with_both_ways_out(prefix: str,
         config = configuration(tmp_path / "theirs", prefix, tmp_path)
         config["model"] |= {"init_from": start, "resize_embeddings": None}
         with pytest.raises(
-            checkpoint.CheckpointError, match=f"vocab_size = {GROWN}.*{VOCAB} tokens.*resize_embeddings = mean.*prepare"
+            checkpoint.CheckpointError, match=f"vocab_size={GROWN}.*{VOCAB} tokens.*resize_embeddings=mean.*prepare"
         ):
             started(config)
         config["model"] |= {"vocab_size": 64, "resize_embeddings": "mean"}

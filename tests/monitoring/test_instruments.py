@@ -159,9 +159,7 @@ def test_a_tp_group_on_several_hosts_is_named() -> None:
     results = [{"host": f"node{rank // 6}"} for rank in range(12)]
     assert across_hosts(results, 1) == across_hosts(results, 2) == across_hosts(results, 6) == []
     (line,) = across_hosts(results, 4)
-    assert line.startswith(
-        "parallel.tp = 4: 1 of 3 tp groups span several hosts, the first of them ranks 4 to 7: every layer"
-    )
+    assert line.startswith("parallel.tp=4: 1 of 3 tp groups span several hosts (first: ranks 4 to 7), so every layer")
 
 
 def test_a_small_shared_memory_is_named_once_a_host() -> None:
@@ -169,7 +167,7 @@ def test_a_small_shared_memory_is_named_once_a_host() -> None:
     enough = {"host": "node2", "shared_memory": 512 << 20, "wanted_shared_memory": 512 << 20}
     unknown = {"host": "node3", "shared_memory": None, "wanted_shared_memory": 1}
     (line,) = short_of_memory([host, host, enough, unknown])
-    assert line.startswith("node1: /dev/shm has 64 MiB free, and its ranks may need 512 MiB")
+    assert line.startswith("node1: /dev/shm has 64 MiB free, but its ranks may need 512 MiB")
 
 
 def test_options_of_the_network_reach_the_environment_unless_it_has_its_own() -> None:
@@ -179,12 +177,12 @@ def test_options_of_the_network_reach_the_environment_unless_it_has_its_own() ->
     own = {"NCCL_SOCKET_IFNAME": "eth0", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_NVLS_ENABLE": "0"}
     own |= {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert environment == {"NCCL_DEBUG": "WARN", "NCCL_IB_TIMEOUT": "23", **own}
-    assert notes == ["NCCL_DEBUG = WARN in the environment overrides INFO from the section network"]
+    assert notes == ["NCCL_DEBUG = WARN in the environment overrides INFO of the network section"]
 
 
 def test_values_that_may_be_secret_are_not_printed() -> None:
     (note,) = set_variables(NetworkConfig(variables={"HF_TOKEN": "mine"}), {"HF_TOKEN": "yours"})
-    assert note == "HF_TOKEN in the environment overrides that of the section network"
+    assert note == "HF_TOKEN in the environment overrides the value in the network section"
 
 
 def test_the_slowest_link_is_named() -> None:

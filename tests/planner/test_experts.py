@@ -210,7 +210,7 @@ def test_the_tool_explains_a_mixture(capsys):
         ]
     )
     text = capsys.readouterr().out
-    assert text.startswith("46,702,792,704 parameters (12,879,925,248 of them for each token) on 64 × ")
+    assert text.startswith("46,702,792,704 parameters (12,879,925,248 active per token) on 64 × ")
     assert "for equally loaded experts" in text and "sending tokens to their experts" in text
     with pytest.raises(SystemExit):
         main(["--model", "mixtral-8x7b", *sizes, "--ep", "3"])

@@ -116,8 +116,8 @@ def test_others_have_as_many_stages_on_a_rank_as_the_run(tmp_path):
     "changes, message",
     [
         ({"pp": "left out"}, "missing key 'pp'"),
-        ({"schedule": "zigzag"}, "'zigzag' is not a schedule"),
-        ({"pp": 0}, "pp = 0"),
+        ({"schedule": "zigzag"}, "parallel.schedule='zigzag'"),
+        ({"pp": 0}, "pp must be at least 1, got 0"),
         ({"pp": "four"}, "is not a run's timeline"),
         ({"comm": "fast"}, "is not a run's timeline"),
         ({"durations": {**FILE["durations"], "forward": [1, 2]}}, "forward has 2 durations for 4 stages"),

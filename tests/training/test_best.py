@@ -177,7 +177,7 @@ def test_one_set_can_be_followed_and_one_that_is_not_there_is_refused(prefix, tm
         "val_loss/two": 1.0,
     }
     with pytest.raises(
-        ConfigError, match=r"validation\.monitor = tow is not the name of a set of data\.validation\. .*Nearest: two"
+        ConfigError, match=r"validation\.monitor = tow is not a set of data\.validation\. .*Nearest: two"
     ):
         check(from_dict(options(prefix, tmp_path, data=named, validation={"monitor": "tow"})), 1)
 
@@ -254,10 +254,10 @@ def test_nothing_changes_in_a_run_that_follows_nothing(prefix, tmp_path, monkeyp
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"checkpoint": {"keep_best": True}}, r"checkpoint\.keep_best = true needs validations to choose by"),
+        ({"checkpoint": {"keep_best": True}}, r"checkpoint\.keep_best = true requires validation"),
         (
             {"train": {"early_stopping_patience": 2}},
-            r"train\.early_stopping_patience = 2 counts validations, and there are none",
+            r"train\.early_stopping_patience = 2 requires validation",
         ),
         ({"train": {"early_stopping_patience": 0}}, r"train\.early_stopping_patience = 0 is not a positive size"),
         ({"train": {"early_stopping_threshold": 0.1}}, r"train\.early_stopping_threshold = 0\.1 has no effect"),

@@ -236,7 +236,7 @@ def test_a_text_is_not_read_with_another_tokenizer(world, capfd):
         generate([*arguments, str(world.tokenizers[1])])
     said = capfd.readouterr().err
     assert f"--tokenizer {world.tokenizers[1]} is not the tokenizer of {world.run}/checkpoints/step_00000001" in said
-    assert f"Give the tokenizer that the model was trained with, {world.tokenizers[0]}, with --tokenizer" in said
+    assert f"Pass the tokenizer used in training, {world.tokenizers[0]}, with --tokenizer" in said
     assert 'was "a" and is now "b"' in said and said.endswith("or use --allow_tokenizer_change to continue anyway.\n")
     assert generate([*arguments, str(world.tokenizers[1]), "--allow_tokenizer_change"]) == 0
     assert "continuing because of --allow_tokenizer_change" in capfd.readouterr().err

@@ -99,9 +99,7 @@ def test_a_model_is_used_with_the_copy_of_its_run(kind: Callable[[], str], place
     prepared(TEXT[:999] + "other words, other pieces " * 50, "data/x.model", train_tokenizer=310, overwrite=True)
     source, copy = open_source("runs/run"), (tmp_path / "runs" / "run" / place)
     assert tokenizer_of(source, None).encode(TEXT) == ids
-    with pytest.raises(
-        ConfigError, match=rf"Give the tokenizer that the model was trained with, {copy}, with --tokenizer"
-    ):
+    with pytest.raises(ConfigError, match=rf"Pass the tokenizer used in training, {copy}, with --tokenizer"):
         tokenizer_of(source, "data/x.model")
     with pytest.raises(
         ConfigError,
@@ -114,7 +112,7 @@ def test_a_model_is_used_with_the_copy_of_its_run(kind: Callable[[], str], place
     shutil.rmtree("data")
     assert tokenizer_of(source, None).encode(TEXT) == ids
     shutil.rmtree("runs/run/tokenizer")
-    with pytest.raises(ConfigError, match="the training data's tokenizer cannot be read"):
+    with pytest.raises(ConfigError, match="the tokenizer of the training data cannot be read"):
         tokenizer_of(open_source("runs/run"), None)
 
 

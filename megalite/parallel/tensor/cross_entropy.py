@@ -24,9 +24,7 @@ from megalite.parallel.collectives import all_gather
 from megalite.parallel.microbatch import IGNORE_INDEX
 from megalite.parallel.weight import Weight
 
-NO_SECOND_DERIVATIVE = (
-    "the second derivative of the loss is not supported: call backward without create_graph"
-)
+NO_SECOND_DERIVATIVE = "the loss has no second derivative: call backward without create_graph"
 
 ChunkLoss = Callable[[Tensor, Tensor], Tensor]
 """(chunk of the head's input [chunk, batch, hidden], its targets [tokens]) -> the loss, a scalar."""
