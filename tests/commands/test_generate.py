@@ -323,7 +323,7 @@ def test_what_can_not_be_loaded_ends_with_one_message(
         "parallel.tp = 3 does not divide model.num_attention_heads = 2": [checkpoint, "--prompt", "x", "--tp", "3"],
         "parallel.pp = 3 makes 3 stages": [checkpoint, "--prompt", "x", "--pp", "3"],
         "is empty. Each line must be a prompt": [checkpoint, "--prompts", tmp_path / "empty"],
-        "cannot be read (KeyError('prompt')). Each line must be a JSON string or an object": [
+        "cannot be read: KeyError('prompt'). Each line must be a JSON string or an object": [
             checkpoint,
             "--prompts",
             tmp_path / "wrong.jsonl",
