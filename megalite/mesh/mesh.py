@@ -199,7 +199,7 @@ class Mesh:
 
     @property
     def coordinates(self) -> Coordinates:
-        """This rank's index on every axis, including derived ones, with the axis's size."""
+        """Return this rank's index and the size of every axis, including derived axes."""
         axes = (self.pp, self.dp, self.cp, self.tp, self.data, self.expert, self.expert_data)
         return Coordinates({axis.name: AxisPlace(axis.rank, axis.size) for axis in axes})
 

@@ -73,8 +73,10 @@ def read_later(x: Tensor) -> Callable[[], Tensor]:
 
 
 def read_aside(make: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
-    """As `read_later`, of what `make` waits for and computes on a stream of its own, if nothing that it needs
-    is still queued on the current one."""
+    """Read the result of `make`, which runs on its own stream, as `read_later` does.
+
+    Nothing that `make` reads may still be queued on the current stream.
+    """
     with torch.cuda.stream(side_stream(device)):
         return read_later(make())
 

@@ -91,12 +91,12 @@ def watch_parent() -> None:
 
 @contextmanager
 def blocked(signals: Sequence[int]) -> Iterator[None]:
-    """Processes that are started inside have the signals blocked from their first instruction on, until they
-    unblock them.
+    """Context manager that starts processes with signals blocked.
 
-    In this process, signals that end a command are handled at the end of the block, so that no process is
-    left half started. Handlers of Python run in the main thread whichever thread receives the signal, also if
-    the main thread has it blocked: so they are replaced.
+    A child process has the signals blocked from its first instruction until it unblocks them. In this
+    process, signals that end a command are handled at the end of the block, so that no process is left half
+    started. Python runs handlers in the main thread, whichever thread receives the signal and even if the
+    main thread has blocked it, so the handlers are replaced.
     """
     delayed: list[int] = []
     heard = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if current_thread() is main_thread() else ()
@@ -117,8 +117,10 @@ def blocked(signals: Sequence[int]) -> Iterator[None]:
 
 
 def _die_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends. The caller then looks whether it had ended
-    before."""
+    """Ask the kernel to kill this process when its parent exits.
+
+    The caller must then check whether the parent had already exited.
+    """
     if sys.platform == "linux":
         import ctypes  # imported only under a launcher
 
@@ -127,7 +129,7 @@ def _die_with_parent() -> None:
 
 
 def _follow(chain: list[Process] | None) -> None:
-    """Watch the processes from the parent up to the launcher. None: the launcher is gone."""
+    """Watch the processes from the parent up to the launcher; None means that the launcher has exited."""
     if chain is None:
         _end()
     if chain:
@@ -156,8 +158,10 @@ def _end() -> NoReturn:
 
 
 def _from_environment() -> list[Process] | None:
-    """The processes from the parent up to the launcher, which the last one is; None if it is gone, empty if
-    it cannot be told."""
+    """Return the processes from the parent up to the launcher, which is the last one.
+
+    Returns None if the launcher has exited, and an empty list if it is unknown.
+    """
     if LAUNCHER in os.environ:
         pid, _, started = os.environ[LAUNCHER].partition(" ")
         return _up_to(int(pid), int(started) if started else None)

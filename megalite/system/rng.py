@@ -123,8 +123,10 @@ def block_rows(start: int, stop: int) -> Iterator[range]:
 
 
 def drawn_rows(segment: Segment, start: int, stop: int, seed: int) -> Iterator[Tensor]:
-    """Rows [start, stop) of a segment's random initial values, fp32, whole: in blocks, with the columns of
-    all ranks, so that no number depends on the mesh."""
+    """Return rows [start, stop) of a segment's random initial values, in fp32.
+
+    They are drawn in blocks, with the columns of all ranks, so that no number depends on the mesh.
+    """
     for rows in block_rows(start, stop):
         yield _rows(segment, rows, _fill(segment, rows, seed, torch.empty(_block_shape(segment, rows))))
 

@@ -96,8 +96,10 @@ class SharedMemory:
         return memory
 
     def _introduce(self, group: ProcessGroup) -> None:
-        """Initialise this rank's semaphores, and open the processes of the other ranks, to notice when one
-        ends."""
+        """Initialize this rank's semaphores, and open the processes of the other ranks.
+
+        An open process reports when it exits.
+        """
         for writer in self._others:
             self._libc.sem_init(self._semaphore(writer, self.rank), 1, 0)
         self._processes[self.rank] = os.getpid()
@@ -134,8 +136,10 @@ class SharedMemory:
         return self._slots[writer, number % SLOTS, : like.nbytes].view(like.dtype).view(like.shape)
 
     def peers(self, number: int, own: Tensor) -> list[Tensor]:
-        """Every rank's message of that number, in rank order: `own`, and views of the others' slots, valid
-        until `release`."""
+        """Return every rank's message with a number, in rank order.
+
+        These are `own`, and views of the slots of the other ranks, which are valid until `release`.
+        """
         for writer in self._others:
             while self._seen[writer] <= number:
                 self._await(writer)
@@ -170,8 +174,10 @@ class SharedMemory:
 
 
 def _control_bytes(size: int) -> int:
-    """Size of semaphores [writer, reader], released numbers [reader, slot] and process ids; rounded up to a
-    cache line."""
+    """Return the size of the control block, rounded up to a cache line.
+
+    It contains semaphores [writer, reader], released numbers [reader, slot] and process ids.
+    """
     return -(-(size * size * _SEMAPHORE_BYTES + 8 * size * (SLOTS + 1)) // 64) * 64
 
 

@@ -48,7 +48,7 @@ class Option(NamedTuple):
 
 
 class ItemGroup(NamedTuple):
-    """A number of identical items, and their options besides keeping everything."""
+    """Identical items with the same options for freeing memory."""
 
     items: int
     options: tuple[Option, ...]
@@ -163,8 +163,10 @@ def _branched(kinds: Sequence[ItemGroup], needs: tuple[int, ...], known: Counts 
 
 @contextmanager
 def _silenced() -> Iterator[None]:
-    """Discard what C code writes to stdout: HiGHS prints a line for debugging, which would end up beside the
-    object of --json."""
+    """Discard the output of C code on stdout.
+
+    HiGHS prints a debugging line, which would otherwise be mixed with the output of --json.
+    """
     flush = ctypes.CDLL(None).fflush  # its buffer is written when it is full, or at exit
     sys.stdout.flush()
     flush(None)
@@ -296,8 +298,10 @@ class _Bound:
         self._rates = np.concatenate((nothing, rates), axis=1)
 
     def least(self, left: Array) -> Array:
-        """A lower bound of the cost of freeing what is left, [..., constraints]; infinite where it cannot be
-        freed."""
+        """Return a lower bound of the cost of freeing `left` bytes, or infinity where that is impossible.
+
+        left: [..., constraints].
+        """
         bound = np.zeros(left.shape[:-1])
         for index, (freed, costs, rates) in enumerate(
             zip(self._freed, self._costs, self._rates, strict=True)
@@ -328,8 +332,11 @@ def _hull(kind: ItemGroup, index: int) -> list[_Step]:
 
 
 def _greedy(kinds: Sequence[ItemGroup], needs: tuple[int, ...]) -> Counts | None:
-    """A good choice: items by items, the cheapest for what is still needed, then all that turn out to be
-    needless taken back."""
+    """Return a good choice.
+
+    Items are added one by one, with the cheapest option for the remaining need. Items that turn out to be
+    unnecessary are removed at the end.
+    """
     # of each kind, the place of keeping everything, before its options
     first = [0, *accumulate(1 + len(kind.options) for kind in kinds)]
     moves = [  # from one place to another of the same kind

@@ -67,8 +67,11 @@ def exposed(fabric: Fabric, model: ModelConfig, share: Share, width: int) -> tup
 
 
 def worst_rows(config: Config) -> float:
-    """How many times the equal share of rows a rank computes if all tokens of its expert group choose its
-    experts. A capacity limits what its experts keep of each sequence of which the group has tokens."""
+    """Return the ratio of the most rows that a rank can compute to an equal share of rows.
+
+    The maximum occurs if all tokens of an expert group choose the experts of one rank. A capacity limits the
+    rows that these experts keep from each sequence with tokens in the group.
+    """
     model, ep, experts = config.model, config.parallel.ep, config.model.num_experts or 0
     most = ep * min(model.num_experts_per_tok, experts // ep) / model.num_experts_per_tok
     if model.expert_capacity_factor is None:

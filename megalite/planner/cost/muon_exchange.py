@@ -73,8 +73,10 @@ def _worked(matrix: OwnedMatrix) -> int:
 def seconds(
     model: ModelConfig, muon: MuonConfig, device: Device, precision: str, layers: float, ranks: int
 ) -> float:
-    """The iterations of one rank, if `ranks` share the matrices of some layers; at least those of one
-    matrix."""
+    """Return the time of one rank's iterations if `ranks` share the matrices of some layers.
+
+    It is at least the time of one matrix.
+    """
     wanted = "bf16" if muon.ns_dtype == "bf16" else "fp32"
     dtype = wanted if wanted in device.peaks else precision
     shapes = [sorted(shape) for shape in matrix_shapes(model)]

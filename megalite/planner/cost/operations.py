@@ -417,8 +417,10 @@ class Operations:
         return logits.plus(module.plus(logits).times(self.model.mtp_layers))
 
     def _logits(self, share: Share, splits: bool) -> PassTimes:
-        """A norm, logits and loss. With loss chunks, the forward also computes the gradients; a split
-        backward does not use chunks."""
+        """Return the time of the final norm, the logits and the loss.
+
+        With loss chunks, the forward also computes the gradients; a split backward does not use chunks.
+        """
         (block,) = self.units(share).head().blocks
         (logits,) = block.matmuls
         chunked = self.software.loss_bytes == OURS.loss_bytes and not splits and not self.device.cpu

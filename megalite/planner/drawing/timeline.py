@@ -383,7 +383,10 @@ def svg(drawn: Picture, hover: Callable[[Box], tuple[str, str]] | None = None) -
 
 
 def html(drawn: Picture) -> str:
-    """A self-contained HTML page. Hovering over a bar shows its tooltip and highlights its microbatch."""
+    """Return a self-contained HTML page.
+
+    Hovering over a bar shows its tooltip and highlights its microbatch.
+    """
 
     def hover(box: Box) -> tuple[str, str]:
         microbatch = "" if box.microbatch is None else f' data-microbatch="{box.microbatch}"'

@@ -56,7 +56,7 @@ def _slices(plan: BubblePlan, rank: int) -> list[dict[str, Any]]:
 
 
 def _gathers(plan: BubblePlan, rank: int) -> list[dict[str, Any]]:
-    """A rank's gathering of weights, on a thread below the rank's own."""
+    """Return the weight gathers of a rank, on a thread below the rank's own thread."""
     scale, thread = MICROSECONDS[plan.unit], {"pid": 0, "tid": plan.schedule.ranks + rank}
     slices = [
         {
@@ -77,8 +77,10 @@ def _gathers(plan: BubblePlan, rank: int) -> list[dict[str, Any]]:
 
 
 def _counter(plan: BubblePlan, rank: int) -> list[dict[str, Any]]:
-    """A counter of activations in whole stages, from the start of a forward to the end of the last pass that
-    needs them."""
+    """Return the number of activations in whole stages.
+
+    An activation counts from the start of its forward to the end of the last pass that needs it.
+    """
     scale, held, events = MICROSECONDS[plan.unit], 0, []
     for action, start, end in plan.timeline.spans[rank]:
         change = {ActionKind.FORWARD: 1, plan.schedule.passes[-1]: -1}.get(action.kind, 0)
@@ -100,7 +102,7 @@ def _counter(plan: BubblePlan, rank: int) -> list[dict[str, Any]]:
 
 
 def _flows(plan: BubblePlan) -> list[dict[str, Any]]:
-    """An arrow for each message, from the action that sends it to the start of the one that needs it."""
+    """Return an arrow per message, from the sending action to the start of the action that needs it."""
     scale = MICROSECONDS[plan.unit]
     placed = {span.action: (rank, span) for rank, spans in enumerate(plan.timeline.spans) for span in spans}
     events: list[dict[str, Any]] = []

@@ -45,7 +45,7 @@ table's rows."""
 
 
 def prediction_interval(seconds: float) -> tuple[float, float]:
-    """Return the times between which 80 % of measured steps lie.
+    """Return the interval that contains 80 % of measured step times.
 
     It applies to devices with published runs that have been compared with predictions.
     """

@@ -67,9 +67,12 @@ def matmul(
 
 
 def _tiled(device: Device, m: float, n: float, k: float, precision: str, batch: float) -> float:
-    """The fastest of several tilings. Tiles are assigned to the multiprocessors in waves; the last wave may
-    be nearly empty. If there are too few tiles for one wave, several multiprocessors share a tile, each with
-    a part of the inner dimension (split-K)."""
+    """Return the time of the fastest tiling.
+
+    Tiles are assigned to the multiprocessors in waves, and the last wave may be nearly empty. If there are
+    too few tiles for one wave, several multiprocessors share a tile, each with a part of the inner dimension
+    (split-K).
+    """
     unit = device.peak(precision) * device.sustained / device.multiprocessors
     best = math.inf
     for rows, columns, speed in TILES:

@@ -119,9 +119,11 @@ class Activations:
         return HeldBytes(saved, recomputed, stash, first, workspace=workspace)
 
     def _stash(self, unit: UnitCost) -> tuple[int, int]:
-        """Bytes that a layer's weight pass needs, and the part allocated before anything saved is freed: the
-        last matmul's stash, except tensors that are also saved, and except what the norm after the matmul
-        frees."""
+        """Return the bytes that a layer's weight pass needs, and the part that is allocated early.
+
+        The early part is allocated before any saved tensor is freed: the stash of the last matmul, except
+        tensors that are also saved, and except the tensors that the norm after the matmul frees.
+        """
         if not self.splits:
             return 0, 0
         last = unit.blocks[-1]
@@ -183,8 +185,11 @@ class Activations:
         )
 
     def _joined(self, lookup: UnitCost, joining: UnitCost) -> HeldBytes:
-        """The first part of a module of multi-token prediction. The output of a norm that it reads is kept
-        for it alone where the loss is computed in chunks, which keep a gradient in its place."""
+        """Return the activations of the first part of an MTP module.
+
+        If the loss is computed in chunks, which keep a gradient in place of the norm's output, the module
+        keeps the output of that norm itself.
+        """
         before = self.own if self.loss_chunk else 0
         stash = sum(self._size(each.stashed) for each in joining.matmuls) if self.splits else 0
         return HeldBytes(

@@ -194,8 +194,10 @@ class Search:
     def _fitted(
         self, time: float, level: Refinement, choice: LayoutChoice
     ) -> Iterator[tuple[float, Refinement, LayoutChoice, StepTime | None]]:
-        """A choice that recomputes what makes it fit: first on the few ranks that need most, which most often
-        are too slow already."""
+        """Return a choice with the recomputation that it requires to fit.
+
+        It is computed first on the few ranks that require most, because these are usually too slow already.
+        """
         ends = self.bounds.ranks(choice) if level is Refinement.BOUNDED else None
         fitted = self._within_budget(choice, ranks=ends)
         if fitted.recompute == BUDGET:
@@ -210,8 +212,10 @@ class Search:
     def _within_budget(
         self, choice: LayoutChoice, exact: bool = False, ranks: Iterable[int] | None = None
     ) -> LayoutChoice:
-        """A choice of a budget with what it must recompute to fit, on all pipeline ranks or on some: of those
-        that are listed the best, of the others a good solution. As it is, and rejected, if it does not fit.
+        """Return a choice of a budget with the recomputation that it requires to fit.
+
+        The recomputation is on all pipeline ranks or on some of them. Listed plans get the best solution,
+        others a good one. A choice that does not fit is returned unchanged and rejected.
         """
         if shown(choice.recompute) != BUDGET:
             return choice
@@ -260,7 +264,7 @@ class Search:
         return replace(choice, micro_batch_size=0, recompute="")
 
     def plan(self, choice: LayoutChoice, step: StepTime | None = None) -> Plan:
-        """Return the plan of any choice, with its time and memory.
+        """Return the plan of a choice, with its time and memory.
 
         The choice may use fewer devices than the search.
         """
@@ -324,10 +328,13 @@ class Search:
         return self._legal[frame]
 
     def _contexts(self, tp: int) -> Iterator[LayoutChoice]:
-        """Choices of context parallelism: powers of two that leave every rank enough of a row, unless the
-        user has fixed cp. If legal, ulysses is a candidate, which is balanced whatever the documents, and one
-        method that takes any number of heads; a ring only if it is balanced, over all ranks or between the
-        groups of a node. Rows that hold documents have balanced parts."""
+        """Return the choices of context parallelism.
+
+        These are powers of two that leave every rank enough of a row, unless the user has fixed cp. If legal,
+        ulysses is a candidate, because it is balanced for any documents, and so is one method that supports
+        any number of heads. A ring is a candidate only if it is balanced, over all ranks or between the
+        groups of a node. Rows with documents have balanced parts.
+        """
         longest, rows = max(1, self.job.sequence_length // SHORTEST_PART), self.job.rows
         (parts,) = self._names("context_parts", ("balanced" if rows.documents else "zigzag",))
         for cp in self._sizes("cp", [1 << power for power in range(longest.bit_length())]):
@@ -377,8 +384,10 @@ class Search:
         return ways
 
     def _shards(self, core: LayoutChoice) -> Sequence[int | None]:
-        """Numbers of data ranks over which ZeRO may shard: all (None), and where they are on several nodes
-        those of a node, whose shards are replicated over the nodes. An expert group is inside a shard group.
+        """Return the numbers of data ranks over which ZeRO may shard.
+
+        These are all ranks (None) and, on several nodes, the ranks of one node, with shards replicated over
+        the nodes. An expert group lies inside a shard group.
         """
         local = int(self.fixed.get("dp_shard", self.job.device.per_node // core.tp))
         whole = local > 0 and core.data % local == 0 and local * core.tp % core.ep == 0
@@ -432,9 +441,12 @@ class Search:
                     )
 
     def _expert_groups(self, frame: LayoutChoice) -> Iterator[tuple[int, str]]:
-        """(ep, dispatcher) pairs: sizes that divide the experts and a stage's ranks and, unless the user has
-        fixed ep, leave no group cut by nodes. Gathering all rows is a candidate where it moves no more bytes
-        than sending each to its experts."""
+        """Return the candidate pairs (ep, dispatcher).
+
+        Sizes divide the experts and the ranks of a stage and, unless the user has fixed ep, keep every group
+        within a node or over whole nodes. Gathering all rows is a candidate if it moves no more bytes than
+        sending each row to its experts.
+        """
         model, ranks = self.job.model, frame.data * frame.tp
         for ep in self._sizes("ep", _divisors(model.num_experts or 1)):
             if (
@@ -504,9 +516,11 @@ def _communicating(pipeline: PipelineShape) -> Schedule:
 
 
 def _family(choice: LayoutChoice) -> LayoutChoice:
-    """The key by which listed plans differ: plans that differ only in their schedule, their method of context
-    parallelism, their dispatcher or what they must recompute count as one, as do those that offload
-    needlessly."""
+    """Return the key that distinguishes listed plans.
+
+    Plans that differ only in their schedule, context parallelism method, dispatcher or required recomputation
+    count as one plan, and so do plans that offload needlessly.
+    """
     plain = replace(choice, context="", context_inner=1, context_parts="", expert_dispatch="")
     return replace(plain, schedule="", virtual_stages=0, recompute="")
 

@@ -118,9 +118,14 @@ class LayoutBounds:
         )
 
     def time(self, choice: LayoutChoice, again: Mapping[int, float] = MappingProxyType({})) -> float:
-        """Seconds of a step: as `Stepper.least`, and of the first, the last and the recomputing pipeline
-        ranks what they at least wait for gradients. again: pipeline rank → seconds per microbatch that it
-        recomputes at least, besides what the choice names."""
+        """Return a lower bound of the step time, in seconds.
+
+        It adds to `Stepper.least` the time that the first, the last and the recomputing pipeline ranks must
+        wait for gradients.
+
+        Args:
+            again: pipeline rank → seconds per microbatch that it must recompute, in addition to the choice.
+        """
         passes, ranks = self.stepper.slowed(choice), {0, choice.pp - 1, *again}
         longest = max(self._span(choice, passes, rank, again) for rank in ranks)
         return self.stepper.least(choice, self.stepper.slow(choice) * longest)
@@ -128,12 +133,12 @@ class LayoutBounds:
     def _span(
         self, choice: LayoutChoice, passes: Sequence[PassTimes], rank: int, again: Mapping[int, float]
     ) -> float:
-        """A lower bound of the pipeline's time, before devices' slowdown, from the order of one rank's
-        passes.
+        """Return a lower bound of the pipeline time, from the order of the passes of one rank.
 
-        Its first backward follows the forwards before it in the order and, of one microbatch, all forwards
-        and the backwards of later stages. After its last forward, one microbatch has all later forwards and
-        all backwards ahead. What it computes in between takes its time.
+        The slowdown of devices is not included. The first backward of the rank follows the forwards before it
+        in the order and, for one microbatch, all forwards and the backwards of later stages. After the last
+        forward, one microbatch still requires all later forwards and all backwards. The computation in
+        between takes its own time.
         """
         forwards, backwards = [each.forward for each in passes], [each.backward for each in passes]
         if not choice.splits:
@@ -284,9 +289,12 @@ class LayoutBounds:
         )
 
     def _states(self, choice: LayoutChoice, rank: _Rank) -> float:
-        """Bytes on the device: weights, and of those that are trained gradients, master weights and moments,
-        sharded by the choice's ZeRO stage; the gradients that fill until they are reduced, of two layers, or
-        of all whose weight passes are deferred; and the weights of two layers that are gathered."""
+        """Return the bytes of weights, gradients and optimizer state on the device.
+
+        The sum contains the weights; master weights and moments of trained weights, sharded by the ZeRO
+        stage; the gradients that accumulate until they are reduced, of two layers or of all layers with
+        deferred weight passes; and the gathered weights of two layers.
+        """
         size, width = self.stepper.operations.size, self._gradient
         master, moments = 0 if size == 4 else 4, 8 if self.job.muon is None else 4
         two = min(2 / rank.layers, 1.0)

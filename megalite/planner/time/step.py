@@ -231,7 +231,7 @@ class Stepper:
         self._pace = functools.lru_cache(maxsize=None)(pace)
 
     def _layers_of_stages(self, stages: int) -> list[int]:
-        """Number of layers in each stage, under a run's default partition."""
+        """Return the number of layers per stage under a run's default partition."""
         costs = layer_costs(self.job.model, self.job.sequence_length)
         return balanced(costs.layers, stages, costs.embedding, costs.head)
 
@@ -268,9 +268,12 @@ class Stepper:
         return [(own[kinds.index(kind)], kinds.count(kind)) for kind in dict.fromkeys(kinds)]
 
     def least(self, choice: LayoutChoice, pipeline: float = 0.0) -> float:
-        """A lower bound of the step time: that of the pipeline (`filled`, or `pipeline` if that is larger),
-        then what no rank can hide of gradients and weights, and the optimizer. Exact with one pipeline rank
-        and without recomputation."""
+        """Return a lower bound of the step time.
+
+        It is the pipeline time (`filled`, or `pipeline` if larger), the communication of gradients and
+        weights that no rank can hide, and the optimizer. It is exact with one pipeline rank and without
+        recomputation.
+        """
         _, sizes, _ = self.stages(choice)
         plain = replace(choice, offload="none")
         filled = self.filled(plain if choice.zero >= 2 else replace(plain, zero=0, dp_shard=None))
@@ -297,8 +300,11 @@ class Stepper:
         return self._with_data(choice, passes, sizes, self.layers_of_stages(len(passes)))[0]
 
     def alone(self, choice: LayoutChoice, rank: int) -> float:
-        """A lower bound of the step time from one pipeline rank: its work, with the communication of ZeRO-2
-        and 3 that it waits for, and its part of the optimizer."""
+        """Return a lower bound of the step time from one pipeline rank.
+
+        It includes the rank's work, the communication of ZeRO-2 and 3 that it waits for, and its part of the
+        optimizer.
+        """
         passes, sizes, _ = self.stages(choice)
         layers, placed = (
             self.layers_of_stages(len(passes)),
@@ -313,8 +319,10 @@ class Stepper:
         return work + self._optimizer(choice, [Parameters(*map(sum, zip(*its_sizes, strict=True)))])
 
     def _filled(self, choice: LayoutChoice) -> float:
-        """A lower bound of the pipeline's time: a rank's work, after the forwards of the stages before it and
-        before their backwards."""
+        """Return a lower bound of the pipeline time.
+
+        It is the work of a rank, after the forwards and before the backwards of the stages in front of it.
+        """
         passes = self.slowed(choice)
         own = placement(choice.schedule, choice.pp, choice.asked_stages)
         busy = self._by_rank(choice, [each.total for each in passes])
@@ -374,8 +382,10 @@ class Stepper:
         last: bool,
         splits: bool,
     ) -> tuple[PassTimes, Parameters, float]:
-        """One stage, given the kind of each of its layers and what it recomputes. whole: as
-        `recomputed_share`."""
+        """Return one stage, given the kind of each layer and its recomputation.
+
+        whole: as in `recomputed_share`.
+        """
         # layers of the model that are alike
         model, own = self.job.model, [self.kinds.index(kind) for kind, _ in layers]
         total = functools.reduce(
@@ -482,8 +492,10 @@ class Stepper:
         return max(computation + taken, communication)
 
     def _reduction(self, choice: LayoutChoice, size: Parameters) -> tuple[float, float]:
-        """Seconds of the step's gradient reduction and of the all-gather of updated weights, for a rank's
-        parameters. Ranks that hold the same shard sum it once a step."""
+        """Return the seconds of the gradient reduction and of the all-gather of updated weights.
+
+        They are for the parameters of one rank. Ranks with the same shard sum it once per step.
+        """
         fabric = self.operations.fabric
         reduce = gather = 0.0
         for domain in domains(self.device, choice, size):
@@ -566,7 +578,7 @@ class Stepper:
         head: bool = False,
         modules: int = 0,
     ) -> Parameters:
-        """As `Parameters.of`; they do not depend on a rank's part of the batch."""
+        """Return `Parameters.of`, which does not depend on a rank's part of the batch."""
         return Parameters.of(
             self.operations.units(Share(self.job.sequence_length, tp=tp, ep=ep)),
             layers,
