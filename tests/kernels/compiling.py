@@ -39,10 +39,11 @@ SPILLS = {
     ("sm_100", r"add \+ rms norm backward bf16, 12288 wide"): 8,
     ("sm_90", r"dk dv bf16 (80|96|128) channels( causal)?( window)?( documents)?"): 88,
     ("sm_90", r"weight gradients of experts bf16.*"): 368,
+    ("sm_90", r"dk dv bf16 256 channels softcap documents dropout"): 24,
 }
 """Bytes of a thread that may be spilled, by architecture and pattern of the launch's name; elsewhere none. On sm_100
-the assembler keeps to 128 registers and no other form was found. On sm_90 these tiles were faster on an H200 than every
-tile that spills nothing."""
+the assembler keeps to 128 registers and no other form was found, nor for 256 channels on sm_90. The other tiles of
+sm_90 were faster on an H200 than every tile that spills nothing."""
 PROCESSES = 2
 HANGS_AFTER = 3600  # seconds: far more than compiling takes on two cores that other tests and programs use as well
 DOCUMENT = ROOT / "docs" / "appendix" / "compiled-kernels.md"
