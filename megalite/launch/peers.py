@@ -146,7 +146,7 @@ class Peers:
         self._beats, self.heard = 0, monotonic()
         self.beat_s = max(BEAT_S, size / MOST_BEATS)
         self._closed, self._wake = Event(), Event()
-        # a firewall may refuse connections: only a rank that has answered has ended if it refuses them
+        # ranks that have answered, see `_ask_warily`
         self._answering: set[int] = set()
         self._threads = [
             Thread(target=each, name=f"megalite-peers{each.__name__}", daemon=True)
@@ -228,6 +228,17 @@ class Peers:
         place = stored or self._places.get(rank, {})
         return (PeerState.FAILED if place.get("failed") and state is PeerState.ENDED else state), place
 
+    def _ask_warily(self, rank: int) -> tuple[PeerState, Place]:
+        """Ask a rank that nothing but its silence speaks against.
+
+        A firewall may refuse connections, so a refusal only means that the process has ended if the rank has
+        answered before.
+        """
+        state, place = self.ask(rank)
+        if state is PeerState.ENDED and rank not in self._answering:
+            state = PeerState.UNREACHABLE
+        return state, place
+
     def host(self, rank: int) -> str:
         """Return the host name of a rank."""
         address = self._address(rank)
@@ -262,9 +273,7 @@ class Peers:
         if self._store_rank in (None, self.rank):
             return None
         assert self._store_rank is not None
-        state, place = self.ask(self._store_rank)
-        if state is PeerState.ENDED and self._store_rank not in self._answering:
-            state = PeerState.UNREACHABLE
+        state, place = self._ask_warily(self._store_rank)
         return (
             None
             if state is PeerState.ANSWERS or {"left", "lost"} & place.keys()
@@ -278,13 +287,11 @@ class Peers:
             rank = (self._watched + step) % self.size
             if rank == self.rank:
                 break
-            state, place = self.ask(rank)
+            state, place = self._ask_warily(rank)
             if state is PeerState.ANSWERS:
                 if silent is None:  # those before have left
                     self._watched, self._changed = rank, monotonic()
                 break
-            if state is PeerState.ENDED and rank not in self._answering:
-                state = PeerState.UNREACHABLE
             if not {"left", "lost"} & place.keys() and (
                 silent is None or state in (PeerState.ENDED, PeerState.FAILED)
             ):
@@ -354,8 +361,9 @@ class Peers:
         deadline = monotonic() + SILENT_S + ANSWER_S
         while others and self.verdict is None and monotonic() < deadline:
             for rank in others:
-                state, place = self.ask(rank)
-                if state is not PeerState.ANSWERS or place.get("failed") or place.get("lost") is not None:
+                state, place = self._ask_warily(rank)
+                ended = state in (PeerState.ENDED, PeerState.FAILED)
+                if ended or place.get("failed") or place.get("lost") is not None:
                     return rank
             Event().wait(self.beat_s / 4)
         return None

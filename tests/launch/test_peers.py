@@ -82,6 +82,14 @@ def test_a_collective_that_does_not_say_which_rank_is_gone_names_it(ranks: list[
     assert ranks[1].origin(None, (1, 0)) == lost  # rank 0 has lost it
 
 
+def test_a_rank_that_refuses_and_has_never_answered_is_not_named_by_its_group(ranks: list[Peers]) -> None:
+    """A firewall may refuse. The rank that watches it, and has heard it, tells the others."""
+    end(ranks[2])
+    assert ranks[0].origin(None, (0, 2)) is None and ranks[0].verdict is None
+    lost = until(ranks[1].look)
+    assert lost.rank == 2 and until(lambda: ranks[0].verdict) == lost
+
+
 def test_a_rank_that_left_as_planned_is_not_missed(ranks: list[Peers]) -> None:
     ranks[1].close(left=True)
     peers.Event().wait(2 * peers.SILENT_S)
