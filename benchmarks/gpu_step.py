@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks import report
 from megalite.config.load import from_dict
 from megalite.families.presets import preset
-from megalite.model.cost import model_flops_per_token
+from megalite.model.cost.flops import model_flops_per_token
 from megalite.planner.api import peak_flops
 
 SECONDS, LONGEST = 560.0, 240.0  # time limits of all runs together, and of one

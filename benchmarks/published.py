@@ -18,7 +18,7 @@ from typing import Any
 from megalite.config.files import read_tree
 from megalite.config.sections.model import ModelConfig
 from megalite.families.presets import preset
-from megalite.model.cost import model_flops_per_token
+from megalite.model.cost.flops import model_flops_per_token
 from megalite.planner.api import Device, Link, find_device, read_link
 from megalite.planner.hardware.constants import CONSTANTS
 from megalite.planner.plans import LayoutChoice, PlannedJob, Software, Stepper, StepTime, explanation

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks import report
 from megalite.config.load import from_dict
-from megalite.model.cost import model_flops_per_token
+from megalite.model.cost.flops import model_flops_per_token
 
 MODEL = {
     "vocab_size": 8192,

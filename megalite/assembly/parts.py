@@ -6,10 +6,10 @@ The trainer, verification and generation build the same parts here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megalite_kernels import backend
@@ -24,8 +24,13 @@ from megalite.config.amounts import duration_seconds
 from megalite.config.schema import Config
 from megalite.mesh.mesh import Layout, Mesh, MeshAxis
 from megalite.model.adapter_parameters import with_adapters
-from megalite.model.parameters import embedding_pair, kv_replicas, model_specs
+from megalite.model.blocks.attention.parameters import kv_replicas
+from megalite.model.kinds import block_kinds, windows
+from megalite.model.mtp import further_losses
+from megalite.model.mtp.statistics import MtpStatistics
+from megalite.model.parameters import embedding_pair, model_specs
 from megalite.model.stage import Stage
+from megalite.model.statistics import JoinedStatistics, ModelStatistics
 from megalite.optimizer.registry import OPTIMIZERS, kinds_of
 from megalite.parallel.microbatch import Microbatch
 from megalite.parallel.pipeline.generator import placement
@@ -34,10 +39,6 @@ from megalite.parallel.pipeline.send_recv_actions import edges
 from megalite.parallel.sharding.offload import StateMemory, check_directory, state_memory
 from megalite.parallel.sharding.store import ParameterStore, StoreOptions
 from megalite.parallel.spec import Rectangle, parameter_count
-
-if TYPE_CHECKING:
-    from megalite.model.mtp import MultiTokenStatistics
-    from megalite.model.router_states import Routers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -98,11 +99,11 @@ def microbatch_maker(config: Config, cp: MeshAxis) -> Callable[..., Microbatch]:
     if cp.size > 1:
         from megalite.parallel.context.rows import Cut
 
-        make = Cut.of(config, cp)
-    if config.model.mtp_layers:
+        make = Cut.of(config, cp, windows(config.model))
+    if further := further_losses(config.model):
         from megalite.data.mtp_targets import WithMtpTargets
 
-        return WithMtpTargets(make, config.model.mtp_layers)
+        return WithMtpTargets(make, further)
     return make
 
 
@@ -113,12 +114,12 @@ class Parts:
     store: ParameterStore
     stages: dict[int, Stage]
     runtime: Runtime
-    routers: Routers | MultiTokenStatistics | None  # None: neither MoE layers nor MTP modules
+    statistics: ModelStatistics | None  # None: nothing is reported but the loss
 
     def to_load(self) -> list[Rectangle]:
-        """Return the tensors of a trained model: its weights, and the biases of routers."""
+        """Return the tensors of a trained model: its weights, and the states that it computes with."""
         weights = self.store.to_load()
-        return weights if self.routers is None else weights + self.routers.learned()
+        return weights if self.statistics is None else weights + self.statistics.learned()
 
 
 def build_parts(
@@ -169,22 +170,18 @@ def build_parts(
     }
     shape = activation_shape(config)
     runtime = Runtime(stages, mesh, shape, dtype, device, store.weight_grads, store.gatherer)
-    return Parts(store, stages, runtime, _routers(config, stages, mesh, store.device))
+    return Parts(store, stages, runtime, _statistics(config, stages, mesh, store.device))
 
 
-def _routers(
+def _statistics(
     config: Config, stages: dict[int, Stage], mesh: Mesh, device: torch.device
-) -> Routers | MultiTokenStatistics | None:
-    """Return the states and metrics of routers and MTP modules (`Parts.routers`)."""
-    model, routers = config.model, None
-    if model.num_experts:
-        from megalite.model.router_states import Routers
-
-        # Biases are frozen with the weights: PEFT's files of adapters have no place for them.
-        rate = 0.0 if config.lora.rank else model.router_bias_rate
-        routers = Routers(replace(model, router_bias_rate=rate), stages.values(), device)
-    if not model.mtp_layers:
-        return routers
-    from megalite.model.mtp import MultiTokenStatistics
-
-    return MultiTokenStatistics(model.mtp_layers, routers, mesh, device)
+) -> ModelStatistics | None:
+    """Return the statistics of blocks and of further losses (`Parts.statistics`)."""
+    parts: list[ModelStatistics] = []
+    for kind in block_kinds(config.model):
+        blocks = [block for stage in stages.values() for block in stage.blocks(kind.name)]
+        if (own := kind.statistics(config, blocks, device)) is not None:
+            parts.append(own)
+    if further := further_losses(config.model):
+        parts.append(MtpStatistics(further, mesh, device))
+    return JoinedStatistics(parts) if parts else None

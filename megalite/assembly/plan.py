@@ -14,8 +14,11 @@ from megalite.config.sections.model import ModelConfig
 from megalite.config.token_files import is_chat, prefixes
 from megalite.mesh.layout import AxisPlace, Coordinates
 from megalite.model.adapter_parameters import with_adapters
-from megalite.model.cost import layer_costs
-from megalite.model.parameters import model_specs, stage_units
+from megalite.model.cost.flops import layer_costs
+from megalite.model.kinds import learns_from_steps
+from megalite.model.mtp import further_losses
+from megalite.model.parameters import model_specs
+from megalite.model.unit_numbers import stage_units
 from megalite.parallel.pipeline.gather_actions import with_gathering
 from megalite.parallel.pipeline.generator import build, placement
 from megalite.parallel.pipeline.orders import RECIPES
@@ -138,10 +141,10 @@ def _validated(
 def counts_tokens(config: Config) -> bool:
     """Return whether the ranks sum the number of valid tokens before each backward.
 
-    They do if the number differs between steps, or if MTP modules have numbers of their own.
+    They do if the number differs between steps, or if further losses have numbers of their own.
     """
     chat = any(map(is_chat, prefixes(config.data.train)))
-    return config.data.eod_mask_loss or config.model.mtp_layers > 0 or chat
+    return config.data.eod_mask_loss or further_losses(config.model) > 0 or chat
 
 
 def staggered_end(config: Config) -> bool:
@@ -163,10 +166,9 @@ def may_be_optimistic(schedule: str, pp: int, offload: str, model: ModelConfig, 
     """Return whether a rank may update before the norm is known, where ranks finish one after the other.
 
     Not under offload: the copy of its optimizer state would not fit in memory. Not in fp16: a changed loss
-    scale would require the next step's first forwards again. Not if routers learn from the step: its load is
-    summed together with the norm, and those forwards need it.
+    scale would require the next step's first forwards again. Not if blocks learn from the step: its
+    statistics are summed together with the norm, and those forwards need them.
     """
     if not RECIPES[schedule].staggered or pp == 1:
         return False
-    routers_learn = model.num_experts is not None and model.router_balance != "sequence"
-    return offload == "none" and precision != "fp16" and not routers_learn
+    return offload == "none" and precision != "fp16" and not learns_from_steps(model)

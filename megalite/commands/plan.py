@@ -38,6 +38,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.recompute import BUDGET
 from megalite.config.schema import Config
 from megalite.launch.exit_status import ExitStatus
+from megalite.model.kinds import dispatch_of
 from megalite.parallel.pipeline.generator import SCHEDULES
 from megalite.planner.api import Device, HardwareError, find_device, known_devices
 from megalite.planner.plans import (
@@ -267,7 +268,7 @@ def answer(options: argparse.Namespace, progress: Report = silent) -> tuple[dict
         "gpus": options.gpus,
         "plans": [],
     }
-    content |= {"active_parameters": active(base)} if base.model.num_experts else {}
+    content |= {"active_parameters": active(base)} if dispatch_of(base.model) else {}
     content |= {"considered": search.considered, "simulated": search.timed, "complete": complete}
     if not plans and not complete:
         message = "Search interrupted before any plan was found."
@@ -335,7 +336,7 @@ def cost(job: PlannedJob, plan: Plan, device: Device, options: argparse.Namespac
 
 def text(search: Search, plans: list[Plan], cost: dict[str, float | None], sentences: list[str]) -> str:
     job = search.job
-    per_token = f" ({active(search.base):,} active per token)" if job.model.num_experts else ""
+    per_token = f" ({active(search.base):,} active per token)" if dispatch_of(job.model) else ""
     head = (
         f"{parameters(search.base):,} parameters{per_token} on {search.gpus} × {job.device.name}; "
         f"{search.considered:,} legal layouts, "

@@ -23,7 +23,7 @@ OPERATIONS = {
     "mlp_out": "the down projection, where it or a norm keeps something",
     "experts": "a whole mixture of experts",
 }
-"""Name → what is computed again."""
+"""Name → what is computed again. `megalite.model.kinds` adds those of kinds that are registered."""
 BUDGET = "budget"
 SIMPLE = re.compile(r"none|selective|full|every-[1-9]\d*")
 _ENTRY = re.compile(r"(?:([1-9]\d*)\*)?(.+)")

@@ -21,22 +21,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby
 from pathlib import Path
-from typing import cast
 
 import torch
-from megalite_kernels.rotary import rotary_tables
 from torch import Tensor
 
 from megalite.assembly import parts as build
 from megalite.checkpoint import CheckpointError
 from megalite.checkpoint.agreement import raise_on_all_ranks
 from megalite.config.dims import equal_part
-from megalite.generation.cache import CachedAttention, CachedState, KeyValueCache, padded
 from megalite.generation.sampling import Sampling, draw, uniform
 from megalite.generation.sources import check_layout, for_inference, open_source
 from megalite.mesh.mesh import Mesh
-from megalite.model.attention import Attention
 from megalite.model.forward_state import ForwardState
+from megalite.model.kinds import KINDS
+from megalite.model.layer import PlacedBlock
+from megalite.model.row_cache import CachedBlock, CachedState, RowCache, padded
 from megalite.model.stage import Stage
 from megalite.parallel.collectives import Work, all_gather, all_reduce, message
 from megalite.parallel.context.gathered import whole
@@ -109,8 +108,12 @@ class LanguageModel:
                 done += sum(rectangle.tensor.nbytes for rectangle in part)
         parts.store.publish()
         self._stage: Stage = parts.stages[self.mesh.pp.rank]
-        for layer in self._stage.layers.values():
-            layer.attention = CachedAttention(cast(Attention, layer.attention))
+        self._cached: list[CachedBlock] = []  # the blocks that keep something of a row
+        for module in list(self._stage.modules()):
+            if isinstance(module, PlacedBlock):
+                module.block = KINDS[module.spec.kind].cached(module.block)
+                if isinstance(module.block, CachedBlock):
+                    self._cached.append(module.block)
         self._speaker = self.mesh.dims.rank({"pp": pp - 1, "dp": 0, "cp": 0, "tp": 0})  # the rank that draws
 
     @property
@@ -148,7 +151,7 @@ class LanguageModel:
         """Yield `continuations` of one row."""
         return (token for (token,) in self.continuations([prompt], count, sampling, vocab_size=vocab_size))
 
-    def _next(self, cache: KeyValueCache, rows: Rows, starts: list[int]) -> Tensor | None:
+    def _next(self, cache: RowCache, rows: Rows, starts: list[int]) -> Tensor | None:
         """Logits of the token after each row, whose last token has not been read yet; moves the starts of
         rows that are too long now."""
         lengths = [len(row) - start for row, start in zip(rows, starts, strict=True)]
@@ -162,11 +165,11 @@ class LanguageModel:
                 starts[number] = len(rows[number]) - max(self.longest // 2, 1)
         return self.read(cache, [row[start:] for row, start in zip(rows, starts, strict=True)])
 
-    def new_cache(self, rows: int, capacity: int) -> KeyValueCache:
-        return KeyValueCache(self._stage, rows, capacity, self.device, self.mesh.cp)
+    def new_cache(self, rows: int, capacity: int) -> RowCache:
+        return RowCache(self._cached, rows, capacity, self._stage.dtype, self.device, self.mesh.cp)
 
     @torch.no_grad()
-    def read(self, cache: KeyValueCache, rows: Rows) -> Tensor | None:
+    def read(self, cache: RowCache, rows: Rows) -> Tensor | None:
         """Read rows from their beginning into the cache. Returns logits of the next tokens, [rows,
         vocabulary], on the last stage."""
         lengths = [len(row) for row in rows]
@@ -179,7 +182,7 @@ class LanguageModel:
         return self._logits(x[last, torch.arange(len(rows), device=self.device)].unsqueeze(0))[0]
 
     @torch.no_grad()
-    def extend(self, cache: KeyValueCache, tokens: Sequence[int], positions: Sequence[int]) -> Tensor | None:
+    def extend(self, cache: RowCache, tokens: Sequence[int], positions: Sequence[int]) -> Tensor | None:
         """Read one more token of each row at these positions. Returns logits like `read`."""
         read, where = torch.tensor([[tokens], [positions]], device=self.device)  # [1, rows] each
         microbatch = Microbatch(read, read, where, self._samples(len(tokens)))
@@ -278,26 +281,7 @@ class LanguageModel:
     def _state(self, microbatch: Microbatch, lengths: list[int]) -> ForwardState:
         """What a forward pass needs. Under LongRoPE each row has the factors of its own length, as if it were
         alone."""
-        state, model = self._stage.forward_state(microbatch, step=0, training=False), self.config.model
-        longer = [
-            model.longrope_context is not None and length > model.longrope_context for length in lengths
-        ]
-        if any(longer) and not all(longer):
-            positions = microbatch.positions.expand(-1, len(lengths))  # [seq, rows]
-            shape = (
-                model.rotary_width,
-                model.rope_theta,
-                model.rope_scaling,
-                self._stage.dtype,
-                self.device,
-                model.rotary_dim,
-            )
-            short, long = (
-                rotary_tables(positions, *shape, length=length) for length in (min(lengths), max(lengths))
-            )
-            which = torch.tensor(longer, device=self.device)[:, None]
-            state.rotary = torch.where(which, long[0], short[0]), torch.where(which, long[1], short[1])
-        return state
+        return self._stage.forward_state(microbatch, step=0, training=False, lengths=lengths)
 
     def _samples(self, rows: int) -> Tensor:
         """Return placeholders for the sample indices. Inference has no dropout."""

@@ -28,6 +28,8 @@ from megalite.data.tokenizer.tokenizers import Tokenizer
 from megalite.families.model_config import end_ids
 from megalite.huggingface.companions import recorded_tokenizer
 from megalite.huggingface.convert import HF, HuggingFaceSource, origin, starting_weights
+from megalite.model.kinds import dispatch_of
+from megalite.model.mtp import without_further_losses
 from megalite.parallel.spec import Rectangle
 
 ALLOW = "--allow_tokenizer_change"
@@ -134,9 +136,10 @@ def for_inference(
     )
     train.precision = precision  # type: ignore[assignment]
     saving = replace(config.checkpoint, async_save=False)
-    ep = gcd(tp, config.model.num_experts or 1)  # experts too are split over tp ranks
+    dispatch = dispatch_of(config.model)
+    ep = 1 if dispatch is None else gcd(tp, dispatch.experts)  # experts too are split over tp ranks
     parallel = ParallelConfig(tp=tp, pp=pp, cp=cp, dp=1, context="gather", zero=0, ep=ep)
-    model = replace(config.model, mtp_layers=0)
+    model = without_further_losses(config.model)
     return replace(
         config,
         run=replace(config.run, timeout=TIMEOUT),

@@ -2,7 +2,7 @@
 
 A checkpoint has the states `router/bias` and `router/load`, [layers, experts] fp64 each, and with modules of
 multi-token prediction the same of these; files have the first in fp32, and the second is equal at the start
-of a run. See `megalite.model.router_states`.
+of a run. See `megalite.model.blocks.mixture.router_states`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megalite.checkpoint import Manifest
 from megalite.checkpoint.inspect import whole
 from megalite.config.sections.model import ModelConfig
 from megalite.families.module_names import names_of
-from megalite.model.parameters import layer_count
+from megalite.model.mtp import layer_count
 
 PREFIX = "router/"
 BIAS, LOAD = f"{PREFIX}bias", f"{PREFIX}load"

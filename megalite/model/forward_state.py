@@ -5,6 +5,7 @@ No communication.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
@@ -48,6 +49,8 @@ class ForwardState:
         loss_scale: the factor of the loss, and of the auxiliary losses of layers.
         statistics: the statistics of layers, in addition to the loss (`StageOutput`).
         choices: layer → the choice of experts that recomputation must repeat.
+        lengths: in generation, the number of tokens of each row that its next token continues; None: of
+            each row, the positions are all there is.
     """
 
     samples: Tensor
@@ -66,6 +69,7 @@ class ForwardState:
     statistics: dict[str, Tensor] = field(default_factory=dict)
     choices: dict[int, Any] = field(default_factory=dict)
     boundaries: Boundaries | None = None
+    lengths: Sequence[int] | None = None
 
     def dropout_key(self, site: Site, layer: int) -> int:
         """Return the key of one mask. Key, sample, position and channel determine each of its bits."""

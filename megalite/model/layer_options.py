@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-from torch import Tensor
 
 from megalite.config.schema import Config
-from megalite.mesh.mesh import Mesh
 from megalite.parallel.compiled_ops import CompiledOps
-
-Caller = Callable[..., Any]
-"""Calls an operation of a layer: (name, function, *arguments) -> the function's outputs."""
-
-
-def call(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call an operation and keep its activations, as layers do without recomputation."""
-    return function(*arguments)
 
 
 @dataclass(frozen=True)
@@ -60,14 +47,3 @@ class LayerOptions:
     def recomputes_experts(self) -> bool:
         """Whether backward runs the forward of MoE blocks again, which must repeat the choice of experts."""
         return self.recompute == "full" or "experts" in self.recompute.split("+")
-
-    def attention_over(self, mesh: Mesh) -> Callable[..., Tensor] | None:
-        """Return the attention operation under context parallelism, or None if cp is 1.
-
-        Each rank's part of a sequence attends to the whole sequence (`parallel.context`).
-        """
-        if mesh.cp.size == 1:
-            return None
-        from megalite.parallel.context.attend import attention_over
-
-        return attention_over(mesh.cp, self.context, mesh.cp_levels)

@@ -13,21 +13,21 @@ every rank that takes part, and computes the same dropout masks, which depend on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import count
 from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megalite.config.recompute import operations_of
+from megalite.model.block_module import Operation
 from megalite.model.forward_state import ForwardState
-from megalite.model.transformer import FeedForward, Layer, ParallelLayer
+from megalite.model.layer import Layer
 
 Run = Callable[[Tensor, ForwardState], Tensor]
-NORM_OF_SUM = "norm of the sum"  # the second output of a layer's `join`
 
 
 def recomputing(layer: Layer, mode: str, exchanged: bool) -> Run | None:
@@ -44,10 +44,10 @@ def recomputing(layer: Layer, mode: str, exchanged: bool) -> Run | None:
     names = operations_of(mode)
     if exchanged and not names.issuperset(("qkv", "attention")):
         names -= {"qkv", "attention"}
-    dropped = frozenset(_dropped(layer, names))
-    if not dropped:
+    dropped, norms = layer.operations(names)
+    if not dropped and not norms:
         return None
-    recorder = Recorder(layer, dropped)
+    recorder = Recorder(layer, dropped, norms)
     layer.call_through(recorder.call)
     return recorder.run
 
@@ -72,33 +72,6 @@ class _Recompute(torch.autograd.Function):
             out = ctx.layer.compute(inputs, ctx.state)
         torch.autograd.backward(out, grads[0])
         return inputs.grad, None, None
-
-
-def _dropped(layer: Layer, names: frozenset[str]) -> Iterator[str]:
-    """Yield the operations of a layer whose tensors are dropped, as the layer names them in its calls.
-
-    Args:
-        names: the recomputed operations of `config.recompute`.
-    """
-    if "attn_norm" in names:
-        yield "attention_input_norm"
-    if "qkv" in names:
-        yield "project"
-    if "attention" in names:
-        yield "attend"
-    parallel = isinstance(layer, ParallelLayer)
-    if ("attn_out" if parallel else "residual") in names:
-        yield "out"
-        yield "attention_output" if parallel else "join"
-    elif "mlp_norm" in names and not isinstance(layer.mlp_input_norm, nn.Identity):
-        yield "mlp_input_norm" if parallel else NORM_OF_SUM
-    if isinstance(layer.mlp, FeedForward):
-        if "mlp_in" in names:
-            yield "up"
-        if "mlp_out" in names:
-            yield from ("down", "mlp_output")
-    elif "experts" in names:
-        yield from ("mlp", "mlp_output")
 
 
 class Value:
@@ -203,10 +176,11 @@ class Recorder:
 
     Args:
         dropped: the operations whose tensors are dropped.
+        norms: sums of which only the norm is dropped, and that norm.
     """
 
-    def __init__(self, layer: Layer, dropped: frozenset[str]):
-        self.layer, self._dropped = layer, dropped
+    def __init__(self, layer: Layer, dropped: set[Operation], norms: dict[Operation, Operation]):
+        self.layer, self._dropped, self._norms = layer, dropped, norms
         self._values: dict[int, Value] | None = None  # by storage, while the layer runs
 
     def run(self, x: Tensor, state: ForwardState) -> Tensor:
@@ -220,23 +194,23 @@ class Recorder:
                     value.tensor = None
             self._values = None
 
-    def call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    def call(self, operation: Operation, *arguments: Any) -> Any:
         """Call an operation of the layer, and record it if its tensors are dropped."""
         if self._values is None:  # the layer does not run in training
-            return function(*arguments)
-        if name in self._dropped:
-            return self._recorded(function, arguments)
-        outputs = function(*arguments)
-        if name == "join" and NORM_OF_SUM in self._dropped:
-            self._drop_norm(*outputs)
+            return operation(*arguments)
+        if operation in self._dropped:
+            return self._recorded(operation, arguments)
+        outputs = operation(*arguments)
+        if operation in self._norms:
+            self._drop_norm(self._norms[operation], *outputs)
         return outputs
 
-    def _drop_norm(self, total: Tensor, normed: Tensor) -> None:
-        """Drop only the norm's output of `join`, which computes it fused with the sum.
+    def _drop_norm(self, norm: Operation, total: Tensor, normed: Tensor) -> None:
+        """Drop only the norm that an operation computes fused with a sum.
 
         It is recomputed from the sum.
         """
-        call = OperationCall(self.layer.mlp_input_norm, (self._argument(total),))
+        call = OperationCall(norm, (self._argument(total),))
         call.outputs[0] = ref(self._put(normed, call))
 
     def _recorded(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

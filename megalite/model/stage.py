@@ -9,20 +9,22 @@ the shard axis); the runtime sends activations between stages.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from megalite_kernels.rotary import rotary_tables
 from torch import Tensor, nn
 
 from megalite.config.schema import Config
 from megalite.config.sections.model import ModelConfig
 from megalite.mesh.mesh import Mesh
+from megalite.model.block_module import BlockModule
 from megalite.model.cost.units import LOSS_CHUNK_ON_GPU
 from megalite.model.forward_state import Dropout, ForwardState, Site
+from megalite.model.kinds import block_kinds
+from megalite.model.layer import PlacedBlock, Scale, make_layer, make_norm
 from megalite.model.layer_options import LayerOptions
-from megalite.model.parameters import head_unit
-from megalite.model.transformer import Scale, make_layer, make_norm
+from megalite.model.mtp import further_losses
+from megalite.model.unit_numbers import head_unit
 from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.microbatch import Microbatch, StageOutput
 from megalite.parallel.sharding.weight_gatherer import WeightGatherer
@@ -32,7 +34,7 @@ from megalite.parallel.tensor.linear import ColumnParallelLinear
 from megalite.parallel.weight import Weight
 
 if TYPE_CHECKING:
-    from megalite.model.mtp import MultiTokenPrediction
+    from megalite.model.mtp.modules import MultiTokenPrediction
 
 
 class Head(nn.Module):
@@ -142,18 +144,27 @@ class Stage(nn.Module):
         loss = CrossEntropy(mesh.tp, model.vocabulary, train.label_smoothing, train.z_loss)
         self.head = Head(model, weights, mesh, options, loss, train.loss_chunk) if last in units else None
         self.mtp: MultiTokenPrediction | None = None
-        if self.head is not None and model.mtp_layers:
-            from megalite.model.mtp import MultiTokenPrediction
+        if self.head is not None and further_losses(model):
+            from megalite.model.mtp.modules import MultiTokenPrediction
 
             self.mtp = MultiTokenPrediction(config, weights, mesh, ops, loss)
-        # (cos, sin) by `segments`, length and frequencies
-        self._rotary: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+        # what kinds of blocks add to the state of each microbatch
+        inputs = (kind.inputs(model, dtype) for kind in block_kinds(model))
+        self._inputs = [add for add in inputs if add is not None]
 
-    def forward_state(self, microbatch: Microbatch, step: int, training: bool) -> ForwardState:
+    def blocks(self, kind: str) -> list[BlockModule]:
+        """Return the blocks of a kind, those of MTP modules included."""
+        placed = (module for module in self.modules() if isinstance(module, PlacedBlock))
+        return [each.block for each in placed if each.spec.kind == kind]
+
+    def forward_state(
+        self, microbatch: Microbatch, step: int, training: bool, lengths: Sequence[int] | None = None
+    ) -> ForwardState:
         """Return the properties of a microbatch for all units.
 
         Args:
             step: part of the key of dropout masks.
+            lengths: as in `ForwardState`.
         """
         state = ForwardState(
             samples=microbatch.samples,
@@ -166,43 +177,11 @@ class Stage(nn.Module):
             part=microbatch.part,
             lora_dropout=self.lora_dropout,
             boundaries=microbatch.boundaries,
+            lengths=lengths,
         )
-        model = self.model_config
-        if model.position == "rope":
-            state.rotary = self._rotary_tables(state, model.rope_theta, model.rope_scaling)
-        if model.rope_local_theta is not None:
-            state.local_rotary = self._rotary_tables(state, model.rope_local_theta, None)
+        for add in self._inputs:
+            add(state)
         return state
-
-    def _rotary_tables(
-        self, state: ForwardState, theta: float, scaling: dict[str, Any] | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of the positions.
-
-        Cached where all rows have the same positions, which the host knows from `segments`.
-        """
-        model, positions = self.model_config, state.document_positions  # [seq, 1] or [seq, batch]
-        # empty: positions differ between rows
-        shared = state.segments if state.document_start is None else ()
-        key = (shared, len(positions), theta, scaling is None)
-        tables = self._rotary.get(key) if shared else None
-        if tables is None:
-            # [seq] where rows share positions (or batch is 1), else [seq, batch]
-            positions = positions.squeeze(1)
-            length = 0 if model.longrope_context is None else state.length
-            tables = rotary_tables(
-                positions,
-                model.rotary_width,
-                theta,
-                scaling,
-                self.dtype,
-                positions.device,
-                model.rotary_dim,
-                length,
-            )
-            if shared:
-                self._rotary[key] = tables
-        return tables
 
     def trunk(self, x: Tensor, state: ForwardState) -> Tensor:
         """Run all units except the head.

@@ -22,7 +22,7 @@ from megalite.config.load import write_config
 from megalite.config.rule import show
 from megalite.config.schema import Config
 from megalite.config.sections.logging import LoggingConfig
-from megalite.model.cost import model_flops_per_token
+from megalite.model.cost.flops import model_flops_per_token
 from megalite.system.files import replacing, write_synced
 from megalite.system.messages import say
 

@@ -136,14 +136,14 @@ def _checked(trainer: Trainer, directory: Path) -> checkpoint.Manifest:
 def load_weights(trainer: Trainer, source: str) -> None:
     """Load only the weights, of any dtype, from a checkpoint, hf:DIR or an adapter.
 
-    Adapters that are not in the source are initialized. The biases of routers are loaded like weights, if the
-    source has them.
+    Adapters that are not in the source are initialized. Biases that the model has learned besides its weights
+    are loaded like these, if the source has them.
     """
     # not needed without initial weights
     from megalite.checkpoint.finite import nonfinite, reject
 
     trainer.mesh.activity.enter(LOADING)
-    routers, known = trainer.parts.routers, None
+    statistics, known = trainer.parts.statistics, None
     if source.startswith("hf:") or trainer.config.lora.init_from is not None:
         from megalite.huggingface.adapter_import import starting_weights  # imported only where it is needed
 
@@ -156,7 +156,7 @@ def load_weights(trainer: Trainer, source: str) -> None:
 
         manifest = without_adapters(_checked(trainer, Path(source)))
         read, known = of_checkpoint(trainer.config.model, trainer.config.run.seed, manifest), manifest.tensors
-    states = [] if routers is None else routers.learned()
+    states = [] if statistics is None else statistics.learned()
     biases = [
         state for state in states if state.name.endswith("bias") and (known is None or state.name in known)
     ]
@@ -192,9 +192,9 @@ def resume(trainer: Trainer, directory: Path) -> None:
         resume_checks.continue_steps(trainer.config, state)
         resume_checks.check_resume(trainer.config, trainer.train_data.fingerprint, state, directory)
     with raise_on_all_ranks(trainer.mesh, CheckpointError):
-        routers = [] if trainer.parts.routers is None else trainer.parts.routers.rectangles()
+        learned = [] if trainer.parts.statistics is None else trainer.parts.statistics.rectangles()
         without = () if manifest.has_averages else (EMA,)
-        checkpoint.load(manifest, [*trainer.optimizer.state.to_load(without), *routers])
+        checkpoint.load(manifest, [*trainer.optimizer.state.to_load(without), *learned])
         if trainer.average is not None and not manifest.has_averages:
             trainer.average.start()
         if trainer.store.reducer.powersgd is not None:
@@ -259,14 +259,14 @@ def begin_save(trainer: Trainer, best: bool = False, timed: bool = False) -> Sav
 def to_save(trainer: Trainer) -> list[Rectangle]:
     """Return this rank's part of a checkpoint.
 
-    It contains weights and optimizer state, and the state of PowerSGD and of the routers, which is the same
-    on all ranks.
+    It contains weights and optimizer state, and the states of PowerSGD and of the model's blocks, which are
+    the same on all ranks.
     """
-    powersgd, routers = trainer.store.reducer.powersgd, trainer.parts.routers
+    powersgd, statistics = trainer.store.reducer.powersgd, trainer.parts.statistics
     return [
         *trainer.optimizer.state.to_save(),
         *([] if powersgd is None else powersgd.to_save()),
-        *([] if routers is None or trainer.mesh.rank > 0 else routers.rectangles()),
+        *([] if statistics is None or trainer.mesh.rank > 0 else statistics.rectangles()),
     ]
 
 

@@ -19,7 +19,8 @@ from megalite.config.recompute import shown
 from megalite.config.rules import check
 from megalite.config.schema import Config
 from megalite.config.token_files import remarks
-from megalite.model.cost import per_token
+from megalite.model.cost.flops import per_token
+from megalite.model.kinds import dispatch_of
 from megalite.model.parameters import active_parameters
 from megalite.parallel.pipeline.schedule import Schedule
 from megalite.parallel.pipeline.simulator import simulate
@@ -113,7 +114,7 @@ def calculate(config: Config, ranks: list[int], device: DeviceType) -> dict[str,
         "parameters": parameter_count(
             [spec for rank in range(dims.pp) for spec in plan.specs_of(config, rank)]
         ),
-        **({"active_parameters": active_parameters(config.model)} if config.model.num_experts else {}),
+        **({"active_parameters": active_parameters(config.model)} if dispatch_of(config.model) else {}),
         "world_size": world_size,
         "device": device,
         "built": ranks,

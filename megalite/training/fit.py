@@ -141,7 +141,7 @@ def report_results(
     for result in results if writer is not None else ():
         metrics = measured(trainer, result)
         numbers = {
-            **result.routing,
+            **result.of_model,
             **{name: number for observer in observers for name, number in observer.numbers(metrics).items()},
         }
         console.step(metrics, result.fault, numbers)

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
-from megalite.config.dims import part_length
-from megalite.config.schema import Config
+from megalite.assembly.parts import DTYPES
 from megalite.launch import matmul_library
-from megalite.model.parameters import kv_replicas
+from megalite.model.kinds import block_kinds
 
 if TYPE_CHECKING:
     from megalite.training.trainer import Trainer
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def kernels(trainer: Trainer) -> list[str]:
@@ -24,42 +19,12 @@ def kernels(trainer: Trainer) -> list[str]:
 
 
 def attention(trainer: Trainer) -> list[str]:
-    """Describe the attention route of the run, or return no line if there is no choice."""
-    data = trainer.train_data
-    return attention_route(
-        trainer.config,
-        trainer.device,
-        data.chat or (trainer.config.data.reset_positions and data.eos is not None),
-    )
-
-
-def attention_route(config: Config, device: torch.device, documents: bool) -> list[str]:
-    """Describe the attention route, or return no line on a CPU and for parts of rows.
-
-    Args:
-        documents: whether rows contain several documents.
-    """
-    parallel = config.parallel
-    if device.type == "cpu" or (parallel.cp > 1 and parallel.context != "ulysses"):
-        return []
-    from megalite_kernels.attention_routes import AttentionCall, describe
-
-    model, tp, cp = config.model, parallel.tp, parallel.cp  # ulysses: whole rows of some of the heads
-    heads, kv_heads = (
-        model.num_attention_heads // tp // cp,
-        max(model.kv_heads * kv_replicas(model, tp) // tp // cp, 1),
-    )
+    """Describe the kernels that the blocks of the run take, or return no line if there is no choice."""
+    config, data = trainer.config, trainer.train_data
+    documents = data.chat or (config.data.reset_positions and data.eos is not None)
     dtype = DTYPES[config.train.precision]
-    q, k, v = (
-        torch.empty(part_length(config) * cp, 1, count, model.head_size, dtype=dtype, device=device)
-        for count in (heads, kv_heads, kv_heads)
-    )
-    call = AttentionCall(
-        *(q, k, v),
-        window=any(model.window(layer) is not None for layer in range(model.num_hidden_layers)),
-        documents=documents,
-        boundaries=documents,
-        softcap=model.attention_softcap is not None,
-        dropout=model.attention_dropout > 0,
-    )
-    return [describe(call)]
+    return [
+        line
+        for kind in block_kinds(config.model)
+        for line in kind.routes(config, trainer.device, dtype, documents)
+    ]

@@ -29,7 +29,9 @@ from megalite.launch import matmul_library
 from megalite.launch.matmul_library import NAMES, MatmulShape
 from megalite.mesh.layout import Layout
 from megalite.mesh.mesh import Mesh
-from megalite.model.parameters import head_unit
+from megalite.model.cost.records import AttentionCost, Share
+from megalite.model.cost.units import Units
+from megalite.model.unit_numbers import layers_in
 from megalite.parallel.collectives import all_reduce
 
 # how much faster than oneDNN MKL must be: runs of one configuration should not differ because two libraries
@@ -104,28 +106,37 @@ def _measured(config: Config, mesh: Mesh, allowed: tuple[matmul_library.Path, ..
     return MatmulChoice(path, reason, config.train.fp32_matmul, total)
 
 
-def step_matmuls(config: Config, mesh: Mesh) -> list[MatmulShape]:
-    """Return this rank's matmuls of one step, in linear layers and attention, forward and backward."""
-    train, length, layout = config.train, part_length(config), Layout.of(config)
-    keys = length * layout.cp  # of whole rows; ulysses has all queries of fewer heads, which is as much
-    microbatches, rows = layout.microbatches, train.micro_batch_size * length
-    shapes = linear_shapes(config, mesh)
-    linear = [matmul for shape in shapes for matmul in _linear(rows, shape, microbatches)]
-    units, last = {spec.unit for spec in specs_of(config, mesh.pp.rank)}, head_unit(config.model)
-    layers = len(units - {0, last}) + (config.model.mtp_layers if last in units else 0)
-    heads, width = (
-        train.micro_batch_size * config.model.num_attention_heads // mesh.tp.size,
-        config.model.head_size,
-    )
+def _attentions(config: Config, mesh: Mesh) -> list[AttentionCost]:
+    """Return the attention of each layer on this rank."""
+    share = Share.of(config.parallel, config.data.sequence_length, config.train.micro_batch_size)
+    units, numbers = Units(config.model, share), {spec.unit for spec in specs_of(config, mesh.pp.rank)}
+    layers = [layer for number in sorted(numbers) for layer in layers_in(config.model, number)]
+    return [step for layer in layers for step in units.layer(layer).attentions]
+
+
+def _attention(step: AttentionCost, length: int, microbatches: int) -> list[MatmulShape]:
+    """Return the matmuls of attention; ulysses has all queries of fewer heads, which is as much."""
+    width, keys, heads = step.key_size, step.sequence, step.batch * step.heads
     # query · key and the gradient of the probabilities; then those that multiply by the scores
-    count = 2 * layers * microbatches
-    attention = [
+    count = 2 * microbatches
+    return [
         MatmulShape(length, width, keys, (False, True), heads, count),
         MatmulShape(length, keys, width, (False, False), heads, count),
         MatmulShape(keys, length, width, (True, False), heads, count),
     ]
+
+
+def step_matmuls(config: Config, mesh: Mesh) -> list[MatmulShape]:
+    """Return this rank's matmuls of one step, in linear layers and attention, forward and backward."""
+    train, length, layout = config.train, part_length(config), Layout.of(config)
+    microbatches, rows = layout.microbatches, train.micro_batch_size * length
+    shapes = linear_shapes(config, mesh)
+    linear = [matmul for shape in shapes for matmul in _linear(rows, shape, microbatches)]
+    attention = [
+        matmul for step in _attentions(config, mesh) for matmul in _attention(step, length, microbatches)
+    ]
     counts: dict[MatmulShape, int] = {}
-    for matmul in [*linear, *(attention if count else [])]:
+    for matmul in [*linear, *attention]:
         alike = matmul._replace(times=1)
         counts[alike] = counts.get(alike, 0) + matmul.times
     return [matmul._replace(times=count) for matmul, count in counts.items()]

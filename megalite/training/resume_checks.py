@@ -17,6 +17,7 @@ from megalite.config.rampup import steps_for
 from megalite.config.rule import show
 from megalite.config.run_length import resume_steps, with_batches
 from megalite.config.schema import Config
+from megalite.model.kinds import dispatch_of
 from megalite.model.parameters import embedding_uses
 
 FREE = ("preset", "from_hf", "init_from", "resize_embeddings", "dropout")
@@ -209,7 +210,7 @@ def changed_compression(config: Config, state: dict[str, Any]) -> list[str]:
         options.powersgd_rank is not None and sizes.data > 1
         for options, sizes in zip((before, now), dims, strict=True)
     )
-    tied, experts = embedding_uses(config.model) > 0, config.model.num_experts is not None
+    tied, experts = embedding_uses(config.model) > 0, dispatch_of(config.model) is not None
     # whether something is summed over tp only with a split sequence
     partial = experts or config.model.position == "learned"
     others = {"ep": experts, "pp": tied, "schedule": tied, "sequence_parallel": partial}

@@ -25,6 +25,7 @@ from megalite.data import dataset as datasets
 from megalite.data.loader import Loader
 from megalite.mesh.mesh import Mesh
 from megalite.model.adapter_parameters import total_parameters
+from megalite.model.mtp import further_losses
 from megalite.optimizer import registry as optimizers
 from megalite.optimizer.averaging import WeightAverage
 from megalite.optimizer.loss_scale import LossScale
@@ -65,7 +66,7 @@ class StepResult:
     fault: str | None  # why the update was skipped, and the samples of the step; None if it was applied
     streak: int  # consecutive skipped steps, this one included
     stop: float  # the sum of the ranks' requests to stop or save (`training.stop_requests`)
-    routing: Mapping[str, Any]  # metrics of mixtures of experts (`model.router_states`)
+    of_model: Mapping[str, Any]  # metrics of its blocks and further losses (`model.statistics`)
 
     @property
     def skipped(self) -> bool:
@@ -263,8 +264,8 @@ class Trainer:
         activity.enter(UPDATING)
         # tp ranks hold the same loss: the sum over the world counts it once
         loss = statistics["loss"] if self.mesh.tp.rank == 0 else 0.0
-        router = None if self.parts.routers is None else self.parts.routers.own(statistics)
-        own = StepStatistics(loss, *pace, stops=stop, router=router)
+        of_model = None if self.parts.statistics is None else self.parts.statistics.own(statistics)
+        own = StepStatistics(loss, *pace, stops=stop, model=of_model)
         self.weight_updater.finish(step, own, wait)
 
         self.step_done, self.samples = number, self.samples + self.loader.size(self.samples)
@@ -279,7 +280,10 @@ class Trainer:
             last = step.samples + self.loader.size(step.samples) - 1
             fault = f"{fault} (samples {step.samples} to {last})"
         bubble = 1 - totals.busy / (self.mesh.pp.size * totals.wall) if totals.wall else None
-        routers = self.parts.routers
+        statistics, metrics = self.parts.statistics, dict[str, Any]()
+        if statistics is not None:
+            assert totals.model is not None, "the totals of a step are known before anything learns from it"
+            metrics = statistics.learn(totals.model, step.tokens, fault is None)
         return StepResult(
             step=step.number,
             loss=step.loss,
@@ -292,7 +296,7 @@ class Trainer:
             fault=fault,
             streak=step.streak,
             stop=totals.stops,
-            routing={} if routers is None else routers.learn(totals.router, step.tokens, fault is None),
+            of_model=metrics,
         )
 
     def _valid_tokens(self, microbatches: list[Microbatch]) -> int:
@@ -302,7 +306,7 @@ class Trainer:
         CPU memory here, and the sum is computed there as well, so that the host does not wait for the device.
         """
         config = self.config
-        if config.model.mtp_layers:
+        if further_losses(config.model):
             from megalite.data.mtp_targets import count_valid
 
             return count_valid(microbatches, self.mesh.counting)

@@ -48,11 +48,11 @@ class StepStatistics:
     # seconds from the first action to the last, on the ranks of the first stage; 0 on others
     wall: float = 0.0
     stops: float = 0.0  # requests to stop or save (`training.stop_requests`); 0: none
-    router: Tensor | None = None  # the routers' statistics of all MoE layers (`parallel.expert.balance`)
+    model: Tensor | None = None  # of its blocks and further losses (`model.statistics`)
 
     def values(self) -> list[Tensor | float]:
         """Return the fields in order."""
-        return [self.loss, self.busy, self.wall, self.stops, *([] if self.router is None else [self.router])]
+        return [self.loss, self.busy, self.wall, self.stops, *([] if self.model is None else [self.model])]
 
     @staticmethod
     def of(totals: Tensor) -> StepStatistics:

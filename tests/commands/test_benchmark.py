@@ -23,7 +23,7 @@ from megalite.assembly import parts as build
 from megalite.commands.plan import main as plan_main
 from megalite.config.load import from_dict
 from megalite.mesh.mesh import Mesh
-from megalite.model.cost import model_flops_per_token, per_token
+from megalite.model.cost.flops import model_flops_per_token, per_token
 from megalite.planner.hardware.devices import Link, find_device
 from megalite.training.matmul_choice import linear_shapes
 from tests.commands.jobs import measure_steps

@@ -20,7 +20,7 @@ from benchmarks import command as tool
 from benchmarks import gpu_step, kernel_page, kernel_run, kernels, report, tuning
 from benchmarks.kernel_cases import CASES, Contest, KernelCase, Sizes, Target
 from megalite.config.load import from_dict
-from megalite.model.cost import model_flops_per_token
+from megalite.model.cost.flops import model_flops_per_token
 from tests.conftest import HAS_GPU
 from tests.kernels.compiling import MODULES
 from tests.kernels.variants import launches

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.model.cost.context_parallel import Heads, exchange, levels
+from megalite.model.blocks.attention.context import Heads, exchange, levels
 from megalite.model.cost.records import Share
 from tests.distributed.test_equivalence import assert_same_run
 from tests.support import jobs, jobs_context

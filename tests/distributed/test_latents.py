@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megalite.config.load import from_dict
-from megalite.model.cost.context_parallel import exchange, latents_travel
+from megalite.model.blocks.attention.context import exchange, latents_travel
 from megalite.model.cost.records import Share
 from megalite.model.cost.units import Units
 from tests.distributed.test_equivalence import assert_same_run

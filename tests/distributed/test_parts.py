@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megalite.model.parameters import padded_vocabulary
+from megalite.model.spec_builder import padded_vocabulary
 from megalite.parallel.microbatch import IGNORE_INDEX
 from tests.support import jobs_parts
 from tests.support.configs import SINGLE, config_of, write_tokens

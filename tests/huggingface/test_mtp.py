@@ -165,7 +165,7 @@ def test_gradients_are_those_of_transformers_layers(name: str, tmp_path: Path) -
     parts = {key: value.requires_grad_() for key, value in own_parts(config.model.hidden_size).items()}
     own, ahead = losses_of(model, parts, rows)
     (own + 0.3 * ahead).backward()
-    assert (result.loss, result.routing["mtp_loss"]) == pytest.approx((own.item(), ahead.item()), rel=1e-5)
+    assert (result.loss, result.of_model["mtp_loss"]) == pytest.approx((own.item(), ahead.item()), rel=1e-5)
     gradients = as_in_files({key: value.grad for key, value in (*model.named_parameters(), *parts.items())})
     largest = max(value.abs().max().item() for value in gradients.values() if value is not None)
     for key, place in places(config.model, hf_config(directory)["model_type"]).items():

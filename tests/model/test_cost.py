@@ -9,7 +9,7 @@ from megalite.config.schema import Config
 from megalite.config.sections.lora import LoraConfig
 from megalite.config.sections.model import ModelConfig
 from megalite.families.presets import preset
-from megalite.model.cost import model_flops_per_token, per_token
+from megalite.model.cost.flops import model_flops_per_token, per_token
 from megalite.monitoring.metrics import throughput
 from megalite.planner.api import peak_flops
 

@@ -161,9 +161,9 @@ def test_losses_and_gradients_are_those_of_the_definition(name, prefix, tmp_path
     rows = torch.stack([flat[start : start + SEQUENCE + 1] for start in range(0, BATCH * SEQUENCE, SEQUENCE)])
     own, *ahead = defined(weights, config.model, rows, documents)
     assert result.loss == pytest.approx(own.item(), rel=1e-9)
-    assert result.routing["mtp_loss"] == pytest.approx(sum(ahead).item() / len(ahead), rel=1e-9)
+    assert result.of_model["mtp_loss"] == pytest.approx(sum(ahead).item() / len(ahead), rel=1e-9)
     if len(ahead) > 1:
-        assert result.routing["mtp_losses"] == pytest.approx([each.item() for each in ahead], rel=1e-9)
+        assert result.of_model["mtp_losses"] == pytest.approx([each.item() for each in ahead], rel=1e-9)
     total = own + WEIGHT / len(ahead) * sum(ahead)
     expected = torch.autograd.grad(total, list(weights.values()))
     assert {f"exp_avg/{key}" for key in weights} == moments.keys()
@@ -193,8 +193,8 @@ def test_a_step_whose_targets_are_all_ignored_has_a_loss_of_zero(modules, tmp_pa
     trainer = Trainer(config, make_mesh(config))
     result = trainer.step()
     trainer.close()
-    assert (result.loss, result.grad_norm, result.routing["mtp_loss"]) == (0.0, 0.0, 0.0)
-    assert result.routing.get("mtp_losses", [0.0]) == [0.0] * modules
+    assert (result.loss, result.grad_norm, result.of_model["mtp_loss"]) == (0.0, 0.0, 0.0)
+    assert result.of_model.get("mtp_losses", [0.0]) == [0.0] * modules
 
 
 def test_modules_read_and_predict_what_a_loop_finds():

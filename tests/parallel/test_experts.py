@@ -3,8 +3,6 @@ time."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from megalite_kernels.grouped_weight_grad import add_grouped_gradient
@@ -13,9 +11,9 @@ from torch import Tensor
 
 from megalite.config.sections.model import ModelConfig
 from megalite.mesh.mesh import MeshAxis
-from megalite.model.router_states import Routers
+from megalite.model.blocks.mixture.balance import AUXILIARY, DROPPED, Balance, RouterState, Z
+from megalite.model.blocks.mixture.router_states import Routers
 from megalite.parallel.compiled_ops import CompiledOps
-from megalite.parallel.expert.balance import AUXILIARY, DROPPED, Balance, RouterState, Z
 from megalite.parallel.expert.choice import choose, combine, in_best_groups, spread
 from megalite.parallel.expert.grouped_matmul import Experts, grouped_matmul, matmul_loop
 from megalite.parallel.expert.router import Router
@@ -183,7 +181,7 @@ def test_the_global_loss_has_the_last_steps_load_and_z_is_the_log_sum_exp() -> N
 
 def test_a_bias_moves_against_the_load_and_only_for_applied_steps() -> None:
     config = model(router_balance="bias", router_bias_rate=0.5)
-    routers = Routers(config, [SimpleNamespace(modules=lambda: [])], torch.device("cpu"))  # type: ignore[list-item]
+    routers = Routers(config, [], torch.device("cpu"))
     totals = torch.tensor([4.0, 0.0, 10.0, 5.0, 6.0, 0.0, 0.0, 0.0], dtype=torch.float64)  # the mean is 5
     before = routers.load.clone(), routers.bias.clone()
     metrics = routers.learn(totals, 25, applied=False)

@@ -12,7 +12,7 @@ from torch import Tensor
 from megalite.assembly.parts import make_mesh
 from megalite.config.load import from_dict
 from megalite.mesh.mesh import MeshAxis
-from megalite.model import transformer
+from megalite.model import layer
 from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.tensor.norm import FullWidthRMSNorm, LayerNorm, RMSNorm, add_and_norm
 from megalite.training.trainer import Trainer
@@ -54,7 +54,7 @@ def test_the_fused_addition_trains_to_the_same_bits(name, prefix, monkeypatch):
 
     losses, tensors = train()
     assert bool(calls) == (name in FUSED)
-    monkeypatch.setattr(transformer, "add_and_norm", plain_addition)
+    monkeypatch.setattr(layer, "add_and_norm", plain_addition)
     expected_losses, expected = train()
     assert losses == expected_losses
     assert tensors.keys() == expected.keys() and all(torch.equal(tensors[key], expected[key]) for key in expected)

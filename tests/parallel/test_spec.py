@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from megalite.config.sections.model import ModelConfig
 from megalite.families.presets import preset
 from megalite.mesh.layout import Coordinates, Layout
-from megalite.model.parameters import model_specs, padded_vocabulary, stage_units
+from megalite.model.parameters import model_specs
+from megalite.model.spec_builder import padded_vocabulary
+from megalite.model.unit_numbers import stage_units
 from megalite.parallel.spec import ParamSpec, Segment, holders, parameter_count, rectangles
 
 PUBLISHED = {  # from the models' cards and Hugging Face's num_parameters()

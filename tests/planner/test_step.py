@@ -19,7 +19,7 @@ from megalite.config.sections.lora import LoraConfig
 from megalite.config.sections.model import ModelConfig
 from megalite.config.sections.muon import MuonConfig
 from megalite.families.presets import preset
-from megalite.model.cost import per_token
+from megalite.model.cost.flops import per_token
 from megalite.model.cost.records import attended_pairs
 from megalite.parallel.pipeline.generator import SCHEDULES, build, chunks_of
 from megalite.parallel.pipeline.simulator import simulate

@@ -48,8 +48,8 @@ def train(context: Any, config: dict[str, Any], steps: int, kinds: tuple[str, ..
         trainer.close()
     report = numbers(results)
     for key, name in (("dropped", "dropped_tokens"), ("mtp_losses", "mtp_loss")):
-        if name in results[0].routing:
-            report[key] = [result.routing[name] for result in results]
+        if name in results[0].of_model:
+            report[key] = [result.of_model[name] for result in results]
     if context.rank == 0:
         report["tensors"] = tensors
     return report

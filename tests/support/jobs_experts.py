@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megalite.config.load import from_dict
+from megalite.model.blocks.mixture.block import MixtureOfExperts
 from megalite.model.forward_state import ForwardState
-from megalite.model.moe import MixtureOfExperts
 from megalite.parallel.expert.choice import ExpertChoice
 from megalite.parallel.expert.row_exchange import exchange
 from tests.support import jobs

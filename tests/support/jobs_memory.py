@@ -12,7 +12,7 @@ from torch import Tensor
 from megalite.assembly import parts as build
 from megalite.config.load import from_dict
 from megalite.config.schema import Config
-from megalite.model.parameters import padded_vocabulary
+from megalite.model.spec_builder import padded_vocabulary
 from megalite.optimizer.adamw import AdamW
 from megalite.optimizer.registry import OPTIMIZERS
 from megalite.optimizer.state import OptimizerState

@@ -12,7 +12,8 @@ from megalite.config.sections.model import ModelConfig
 from megalite.config.sections.muon import MuonConfig
 from megalite.config.sections.optimizer import OptimizerConfig
 from megalite.mesh.mesh import Layout, Mesh
-from megalite.model.parameters import kv_replicas, model_specs
+from megalite.model.blocks.attention.parameters import kv_replicas
+from megalite.model.parameters import model_specs
 from megalite.optimizer.muon import exchange
 from megalite.optimizer.muon.muon import Muon
 from megalite.optimizer.registry import OPTIMIZERS

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from megalite.config.rules.context import RuleContext
 
 
-PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down", "q_a", "q_b", "kv_a", "kv_b")
-"""The roles of a layer's matrices, which can have adapters. The last four are those of latent attention."""
+PROJECTIONS = ["q", "k", "v", "o", "gate", "up", "down", "q_a", "q_b", "kv_a", "kv_b"]
+"""The roles of a layer's matrices, which can have adapters. The last four are those of latent attention.
+`megalite.model.kinds` adds those of kinds that are registered."""
 EXPERTS = ("experts.in", "experts.down")
 """The roles of the matrices of a layer's experts: gate and up of all experts, and down of all."""
 SAVED_MODULES = ("embedding", "head", "norms")

@@ -32,6 +32,10 @@ ROPE_SCALING_KEYS: dict[str, tuple[str, ...]] = {
 """rope_type → the other keys of model.rope_scaling, all required. yarn may have `truncate: false`, too."""
 
 
+LAYER_BLOCKS = {"attention", "latent_attention", "feed_forward", "mixture"}
+"""What model.layer_blocks may name. `megalite.model.kinds` adds kinds that are registered."""
+
+
 @dataclass
 class ModelConfig:
     """The model. Fields have the names of Hugging Face's LlamaConfig, if it has them."""
@@ -62,6 +66,9 @@ class ModelConfig:
     """Inner width of the feed-forward block."""
     num_hidden_layers: int = option(4, SIZE)
     """Number of transformer layers."""
+    layer_blocks: list[str] | None = None
+    """Kinds of the blocks of each layer, joined by +: attention+feed_forward, attention+mixture. null:
+    attention (latent_attention with kv_lora_rank), then mixture in layers with experts, else feed_forward."""
     mtp_layers: int = option(0, NOT_NEGATIVE)
     """Number of modules of multi-token prediction (DeepSeek-V3): each has one more layer, and in training
     predicts one token further ahead. Evaluation and generation do not use them."""

@@ -13,9 +13,11 @@ from typing import Any, Literal, NamedTuple
 from megalite.config.sections.lora import LoraConfig
 from megalite.config.sections.model import ModelConfig
 from megalite.config.sections.train import TrainConfig
+from megalite.model.cost.recomputed import repeated
 from megalite.model.cost.records import MODES, AttentionCost, Matmul, Share, attended_pairs
 from megalite.model.cost.units import Units
-from megalite.model.parameters import layer_count
+from megalite.model.mtp import further_losses, layer_count
+from megalite.model.mtp.cost import joining, modules
 
 
 class LayerCosts(NamedTuple):
@@ -38,10 +40,7 @@ def layer_costs(model: ModelConfig, sequence_length: int) -> LayerCosts:
     units = Units(model, Share(sequence_length))
     layers = [units.layer(index).flops for index in range(model.num_hidden_layers)]
     head = units.head().flops
-    if model.mtp_layers:
-        from megalite.model.cost.mtp import modules
-
-        head += sum(part.flops for module in modules(units) for part in module)
+    head += sum(part.flops for module in modules(units) for part in module)
     return LayerCosts(layers, units.embedding().flops, head)
 
 
@@ -119,12 +118,9 @@ def per_token(
         scores. lora: adapters. Frozen weights have no weight gradient: two matmuls instead of three.
     """
     units = Units(model, Share(1), lora)  # one token
-    head = (1 + model.mtp_layers) * float(sum(matmul.training_flops for matmul in units.head().matmuls))
+    head = (1 + further_losses(model)) * float(sum(matmul.training_flops for matmul in units.head().matmuls))
     layers, attention, recomputed = 0.0, 0.0, 0.0
-    if model.mtp_layers:
-        from megalite.model.cost.mtp import joining
-
-        layers += model.mtp_layers * sum(matmul.training_flops for matmul in joining(units).matmuls)
+    layers += further_losses(model) * sum(matmul.training_flops for matmul in joining(units).matmuls)
     for index in range(layer_count(model)):
         unit = units.layer(index)
         layers += sum(matmul.training_flops for matmul in unit.matmuls)
@@ -135,8 +131,6 @@ def per_token(
         mode = TrainConfig(recompute=recompute).recompute_of(index)
         again = unit.steps if mode == "full" else []
         if mode not in MODES:
-            from megalite.model.cost.recomputed import repeated
-
             again = repeated(units, index, mode)
         recomputed += sum(step.flops for step in again if isinstance(step, Matmul))
         recomputed += 2 * scores if any(isinstance(step, AttentionCost) for step in again) else 0.0

@@ -3,33 +3,28 @@
 Every tensor that a layer keeps is needed by its backward. An operation that is recomputed therefore runs once
 more whatever else is kept, as its inputs are there by then: costs and bytes of operations add up. Where one
 includes another (the residual sum its norm), they are alternatives of one `Group`. Names are those of
-`config.recomputation`.
+`config.recompute`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megalite.config.recompute import operations_of
-from megalite.model.cost.records import (
-    MODES,
-    AttentionCost,
-    BlockCost,
-    Buffer,
-    Elementwise,
-    LatentUpProjection,
-    Matmul,
-    Step,
-)
-from megalite.model.cost.units import Units
+from megalite.model.cost.records import MODES, BlockCost, Buffer, Elementwise, Step
+from megalite.model.kinds import KINDS, blocks_of
 
-STREAM, NORMED, STATISTICS, PROBABILITIES = (
-    "residual stream",
-    "output of the norm",
-    "statistics of the norm",
-    "probabilities",
-)
+if TYPE_CHECKING:
+    from megalite.model.block_kind import BlockSpec
+    from megalite.model.cost.units import Units
+
+STREAM, NORMED, STATISTICS = "residual stream", "output of the norm", "statistics of the norm"
+NORM_OPERATIONS = {"attention": "attn_norm", "mlp": "mlp_norm"}
+"""Slot → the operation of `train.recompute` for the norm of the input of its block."""
+SUM_OPERATION = "residual"  # the sum in front of a block that is not the first one, and its norm
+OUTPUT_OPERATIONS = {"attention": "attn_out"}
+"""Slot → the operation for the output of a block that another one stands beside."""
 
 
 class Operation(NamedTuple):
@@ -40,8 +35,8 @@ class Operation(NamedTuple):
         buffers: what is not kept.
         steps: what backward computes again.
         dropped: number of values to which dropout applies again.
-        scores: attention's backward computes its probabilities again besides `steps`, a block at a time, so
-        that they never exist at once.
+        scores: attention's backward computes its probabilities again besides `steps`.
+        streamed: those of `buffers` that never exist at once again.
     """
 
     names: tuple[str, ...]
@@ -49,11 +44,12 @@ class Operation(NamedTuple):
     steps: tuple[Step, ...]
     dropped: int = 0
     scores: bool = False
+    streamed: tuple[Buffer, ...] = ()
 
     @property
     def restored(self) -> tuple[Buffer, ...]:
         """Return the buffers that exist again while the layer's backward runs."""
-        return tuple(each for each in self.buffers if not (self.scores and each.name == PROBABILITIES))
+        return tuple(each for each in self.buffers if each not in self.streamed)
 
 
 Group = tuple[Operation, ...]
@@ -62,13 +58,13 @@ Group = tuple[Operation, ...]
 
 def groups(units: Units, index: int) -> list[Group]:
     """Return the groups of operations that a layer (0-based) can recompute. Each frees memory."""
-    attention, transformation = units.layer(index).blocks
-    parallel = units.model.parallel_block != "none"
-    candidates = [
-        *_attention(units, attention, parallel),
-        *_between(units, attention, transformation, parallel),
-    ]
-    candidates += _experts(transformation) if units.model.is_mixture(index) else _feed_forward(transformation)
+    blocks, costs = blocks_of(units.model, index), units.layer(index).blocks
+    candidates: list[Group] = []
+    for number, (block, cost) in enumerate(zip(blocks, costs, strict=True)):
+        candidates += _input(units, block, cost, costs[number - 1] if number else None)
+        candidates += KINDS[block.kind].recomputed(units, cost)
+        if number + 1 < len(blocks) and blocks[number + 1].beside:
+            candidates.append(_output(block, cost))
     kept = [
         tuple(each for each in group if sum(buffer.values for buffer in each.buffers)) for group in candidates
     ]
@@ -91,73 +87,31 @@ def repeated(units: Units, index: int, mode: str) -> list[Step]:
     return [step for operation in chosen(groups(units, index), mode) for step in operation.steps]
 
 
-def _named(buffers: Iterable[Buffer], *names: str) -> tuple[Buffer, ...]:
+def named(buffers: Iterable[Buffer], *names: str) -> tuple[Buffer, ...]:
+    """Return the buffers with these names."""
     return tuple(buffer for buffer in buffers if buffer.name in names)
 
 
-def _norm(units: Units) -> Elementwise:
-    """Return a standalone norm, which reads its input and writes its output."""
-    return Elementwise((2 * units.own,))
+def _input(units: Units, block: BlockSpec, cost: BlockCost, before: BlockCost | None) -> list[Group]:
+    """Return the norm of a block's input, and the residual sum in front of it.
 
-
-def _attention(units: Units, block: BlockCost, parallel: bool) -> list[Group]:
-    *projections, step, out = block.steps
-    assert isinstance(step, AttentionCost) and isinstance(out, Matmul)
-    expansion = (
-        [projections.pop()] if isinstance(projections[-1], LatentUpProjection) else []
-    )  # a part of attention
-    norm = Operation(("attn_norm",), _named(block.before.kept, NORMED, STATISTICS), (_norm(units),))
-    inputs = (
-        *_named(step.kept, "queries, keys and values"),
-        *(buffer for each in projections for buffer in each.kept),
-    )
-    scores, rest = (
-        _named(step.kept, PROBABILITIES),
-        tuple(each for each in step.kept if each not in inputs and each.name != PROBABILITIES),
-    )
-    projected: list[Group] = [(Operation(("qkv",), inputs, tuple(projections)),)]
-    names, buffers, steps = ("attention",), rest, (*expansion, step)
-    # it keeps what it has exchanged, not its inputs
-    if units.share.cp > 1 and units.share.context == "ulysses":
-        projected, names, buffers, steps = [], ("qkv", "attention"), (*inputs, *rest), (*projections, step)  # type: ignore[assignment]
-    whole = Operation(names, (*buffers, *scores), steps)
-    if scores:
-        again: Group = (
-            Operation(("scores",), scores, (), scores=True),
-            whole,
-            whole._replace(names=("scores", *names), scores=True),
-        )
-    else:
-        again = (whole,)
-    last = (
-        [(Operation(("attn_out",), (*out.kept, *block.after.kept), (out, block.after)),)] if parallel else []
-    )
-    return [(norm,), *projected, again, *last]
-
-
-def _between(units: Units, attention: BlockCost, transformation: BlockCost, parallel: bool) -> list[Group]:
-    """Return the residual sum between attention and feed-forward, and its norm."""
-    before = transformation.before.kept
-    normed = _named(before, NORMED, STATISTICS)
-    norm = Operation(("mlp_norm",), normed, (_norm(units),))
-    if parallel:
+    Args:
+        before: the block before it in the layer; None: it is the first one, whose sum is the layer's input.
+    """
+    normed = named(cost.before.kept, NORMED, STATISTICS)
+    # a standalone norm reads its input and writes its output
+    norm = Operation((NORM_OPERATIONS[block.slot],), normed, (Elementwise((2 * units.own,)),))
+    if before is None or block.beside:
         return [(norm,)]
-    out = attention.matmuls[-1]
-    buffers = (*_named(before, STREAM), *normed, *out.kept, *attention.after.kept)
-    steps = (out, Elementwise(attention.after.forward), Elementwise(transformation.before.forward))
-    only_output = norm._replace(buffers=_named(normed, NORMED))  # the statistics stay with the sum
-    return [(only_output, Operation(("residual",), buffers, steps, dropped=attention.dropped))]
+    out = before.matmuls[-1]
+    buffers = (*named(cost.before.kept, STREAM), *normed, *out.kept, *before.after.kept)
+    steps = (out, Elementwise(before.after.forward), Elementwise(cost.before.forward))
+    only_output = norm._replace(buffers=named(normed, NORMED))  # the statistics stay with the sum
+    return [(only_output, Operation((SUM_OPERATION,), buffers, steps, dropped=before.dropped))]
 
 
-def _feed_forward(block: BlockCost) -> list[Group]:
-    into, activation, down = block.steps
-    assert isinstance(into, Matmul) and isinstance(activation, Elementwise) and isinstance(down, Matmul)
-    return [
-        (Operation(("mlp_in",), (*activation.kept, *into.kept), (into,)),),
-        (Operation(("mlp_out",), (*down.kept, *block.after.kept), (activation, down, block.after)),),
-    ]
-
-
-def _experts(block: BlockCost) -> list[Group]:
-    kept = tuple(buffer for step in (*block.steps, block.after) for buffer in step.kept)
-    return [(Operation(("experts",), kept, (*block.steps, block.after)),)]
+def _output(block: BlockSpec, cost: BlockCost) -> Group:
+    """Return the output projection of a block that another one stands beside."""
+    out = cost.matmuls[-1]
+    buffers = (*out.kept, *cost.after.kept)
+    return (Operation((OUTPUT_OPERATIONS[block.slot],), buffers, (out, cost.after)),)

@@ -1,7 +1,7 @@
 """The records that describe a unit: what one tensor-parallel rank computes and keeps for one microbatch.
 
 UnitCost             embedding, layer or head
-  BlockCost          a layer has two: attention, and the feed-forward
+  BlockCost          of each block of a layer
     Matmul           matmul with a stored weight           EmbeddingLookup  rows of a stored table
     AttentionCost    matmuls of queries, keys and values   Elementwise      memory-bound kernels
       Buffer         a tensor that forward keeps for backward
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 from megalite.config.dims import equal_part
+from megalite.config.recompute import operations_of
 
 Dtype = Literal["compute", "accumulate", "index", "mask"]
 """compute: train.precision; accumulate: at least fp32; index: of a token or a position; mask: one byte."""
@@ -123,6 +124,65 @@ def size_in_bytes(buffers: Iterable[Buffer], widths: Mapping[Dtype, int], mode: 
         for buffer in buffers
         if MODES.index(buffer.kept_under) >= strength
     )
+
+
+class Kernels(NamedTuple):
+    """Options of a run that choose kernels.
+
+    Attributes:
+        kernels: `train.kernels`.
+        documents: whether rows hold several documents.
+        deterministic: `run.deterministic`.
+    """
+
+    kernels: str
+    documents: bool
+    deterministic: bool
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """What a block sends over the ranks of `parallel.ep`: each token's row to some of its experts, and back.
+
+    Attributes:
+        experts: number of experts, which the ranks share equally.
+        choices: experts that process a token.
+        width: elements of a row.
+        kept: elements that an expert keeps of a row until its backward.
+        operation: the operation of `train.recompute` that repeats the forward.
+        capacity_factor: the most rows of an expert and sequence, relative to equal load; None: no limit.
+    """
+
+    experts: int
+    choices: int
+    width: int
+    kept: int
+    operation: str
+    capacity_factor: float | None = None
+
+    def repeated(self, mode: str) -> bool:
+        """Return whether the backward of a layer with this mode of `train.recompute` dispatches again."""
+        return mode == "full" or self.operation in operations_of(mode)
+
+
+class ContextExchange(NamedTuple):
+    """Number of values that a block exchanges over cp; a rank sends (ranks − 1) / ranks of them.
+
+    Attributes:
+        method: how they are exchanged: ulysses, gather or ring.
+        ranks: the ranks of this level of cp.
+        forward: at the compute dtype, again wherever the forward is recomputed.
+        backward: at the compute dtype.
+        summed: gradients, in at least fp32, in backward.
+        merged: values of a partial result, which each hop of a ring merges with those before it.
+    """
+
+    method: str = ""
+    ranks: int = 1
+    forward: int = 0
+    backward: int = 0
+    summed: int = 0
+    merged: int = 0
 
 
 class Collectives(NamedTuple):
@@ -383,6 +443,7 @@ class AttentionCost:
     Attributes:
         sequence: positions of a row, over all cp ranks.
         cp: ranks that compute an equal part of the pairs each.
+        dropped: whether dropout applies to the probabilities.
     """
 
     batch: int
@@ -393,6 +454,7 @@ class AttentionCost:
     window: int | None
     kept: tuple[Buffer, ...] = ()
     cp: int = 1
+    dropped: bool = False
     local_weights = 0
 
     @property
@@ -437,18 +499,23 @@ class BlockCost:
     """A block of a unit: its steps in the order of the forward.
 
     Attributes:
-        before: the residual sum, and the norm that is fused with it.
         steps: between the norms. The weight gradient of the last matmul is the first that a split backward
-        defers. after: the norm of the block's output.
-        dropped: number of output values to which dropout applies.
+            defers.
         workspace: estimate of the largest temporaries of the backward: gradients, gathered inputs.
+        exchanges: of its levels of context parallelism, innermost first.
+        keeps_input: whether the backward needs the block's input.
+        before: the residual sum, and the norm that is fused with it.
+        after: the norm of the block's output.
+        dropped: number of output values to which dropout applies.
     """
 
-    before: Elementwise
     steps: tuple[Step, ...]
+    workspace: tuple[Buffer, ...] = ()
+    exchanges: tuple[ContextExchange, ...] = ()
+    keeps_input: bool = True
+    before: Elementwise = Elementwise()
     after: Elementwise = Elementwise()
     dropped: int = 0
-    workspace: tuple[Buffer, ...] = ()
 
     @property
     def all_steps(self) -> tuple[Step, ...]:
@@ -457,6 +524,10 @@ class BlockCost:
     @property
     def matmuls(self) -> list[Matmul]:
         return [step for step in self.steps if isinstance(step, Matmul)]
+
+    @property
+    def attentions(self) -> list[AttentionCost]:
+        return [step for step in self.steps if isinstance(step, AttentionCost)]
 
 
 @dataclass(frozen=True)
@@ -475,7 +546,7 @@ class UnitCost:
 
     @property
     def attentions(self) -> list[AttentionCost]:
-        return [step for step in self.steps if isinstance(step, AttentionCost)]
+        return [step for block in self.blocks for step in block.attentions]
 
     @property
     def flops(self) -> int:

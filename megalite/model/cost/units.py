@@ -8,14 +8,13 @@ functions save is a Buffer, each storage counted once. Shapes of weights are tho
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
+from dataclasses import replace
 
 from megalite.config.sections.lora import PROJECTIONS, LoraConfig
 from megalite.config.sections.model import ModelConfig
 from megalite.mesh.layout import Coordinates
-from megalite.model.cost import context_parallel
+from megalite.model.block_kind import BlockSpec
 from megalite.model.cost.records import (
-    AttentionCost,
     BlockCost,
     Buffer,
     Elementwise,
@@ -23,15 +22,16 @@ from megalite.model.cost.records import (
     LocalMatmul,
     Matmul,
     Share,
-    SharedKeyMatmul,
     UnitCost,
 )
-from megalite.model.parameters import head_unit, kv_replicas, model_specs, padded_vocabulary
+from megalite.model.kinds import KINDS, blocks_of, kinds_of_layer
+from megalite.model.parameters import layer_specs
+from megalite.model.spec_builder import padded_vocabulary
+from megalite.model.unit_numbers import head_unit
 
 LOSS_CHUNK_ON_GPU = 4096
 """Tokens whose logits exist at a time on a GPU, unless train.loss_chunk says otherwise: adding a chunk to the
 fp32 weight gradient then takes 1/20 of the time of the chunk's matmuls."""
-ATTENTION_BLOCK = 64  # queries per block of the reference in `megalite_kernels.attention`
 
 
 class Units:
@@ -48,6 +48,7 @@ class Units:
         self.own = share.own_tokens * model.hidden_size  # elements of [sequence (/tp), batch, hidden]
         self.whole = share.tokens * model.hidden_size  # elements of [sequence, batch, hidden]
         self._layers: dict[Hashable, UnitCost] = {}
+        self._keys: dict[int, Hashable] = {}  # by layer
 
     def unit(self, number: int) -> UnitCost:
         """Return unit `number`: 0 is the embedding, 1 … L are the layers, and L + 1 is the head.
@@ -60,16 +61,21 @@ class Units:
 
     def alike(self, index: int) -> Hashable:
         """Return a key that layers with the same description share."""
-        return self.model.window(index), self.model.is_mixture(index)
+        if index not in self._keys:
+            names = kinds_of_layer(self.model, index)
+            self._keys[index] = tuple((name, KINDS[name].alike(self.model, index)) for name in names)
+        return self._keys[index]
 
     def layer(self, index: int) -> UnitCost:
         """Return the description of a transformer layer (0-based)."""
         key = self.alike(index)
         if key not in self._layers:
-            matmuls = self._layer_matmuls(index)
-            self._layers[key] = UnitCost(
-                (self._attention_block(index, matmuls), self._transformation(index, matmuls))
-            )
+            matmuls, costs = self._layer_matmuls(index), list[BlockCost]()
+            for block in blocks_of(self.model, index):
+                cost = KINDS[block.kind].cost(self, block, matmuls)
+                before, after = self._around(block, not costs, cost.keeps_input)
+                costs.append(replace(cost, before=before, after=after, dropped=self._dropped))
+            self._layers[key] = UnitCost(tuple(costs))
         return self._layers[key]
 
     def embedding(self) -> UnitCost:
@@ -87,18 +93,10 @@ class Units:
         kept += [Buffer("positions", share.sequence, "index")] if positions else []
         kept += self._dropout(model.embedding_dropout)
         weights = table + (model.hidden_size * model.max_position_embeddings if positions else 0)
-        return UnitCost(
-            (
-                BlockCost(
-                    Elementwise(),
-                    (
-                        EmbeddingLookup(
-                            share.tokens, model.hidden_size, weights, self._frozen("embedding"), tuple(kept)
-                        ),
-                    ),
-                ),
-            )
+        lookup = EmbeddingLookup(
+            share.tokens, model.hidden_size, weights, self._frozen("embedding"), tuple(kept)
         )
+        return UnitCost((BlockCost((lookup,)),))
 
     def head(self) -> UnitCost:
         """Return the description of the final norm and the logits.
@@ -118,11 +116,10 @@ class Units:
             self._frozen(name),
         )
         scale = () if model.logit_scale is None else (2 * self.own,)
-        kept = (Buffer("residual stream", self.own), *self._norm_buffers(matmul))
+        kept = (Buffer("residual stream", self.own), *self._norm_buffers(matmul.keeps_input))
         norm = Elementwise((2 * self.own, *scale), (3 * self.own, *scale), kept)
-        return UnitCost(
-            (BlockCost(norm, (matmul,), workspace=(Buffer("gradients of the norm", 2 * self.whole),)),)
-        )
+        workspace = (Buffer("gradients of the norm", 2 * self.whole),)
+        return UnitCost((BlockCost((matmul,), workspace, before=norm),))
 
     def _frozen(self, module: str) -> bool:
         return self.lora.rank > 0 and module not in (self.lora.modules_to_save or ())
@@ -132,39 +129,15 @@ class Units:
         """Return the rows of the padded vocabulary on this rank."""
         return padded_vocabulary(self.model.vocabulary, self.share.tp) // self.share.tp
 
-    @property
-    def heads(self) -> context_parallel.Heads:
-        """Return the heads of one tensor-parallel rank."""
-        model, share, tp = self.model, self.share, self.share.tp
-        kv = model.kv_heads * kv_replicas(model, tp) // tp
-        method = share.context if share.context_inner == 1 else "ulysses"  # two levels exchange heads first
-        travels = context_parallel.latents_travel(model, method, share.cp, tp, share.sequence_parallel)
-        latent = (model.kv_lora_rank or 0) + model.qk_rope_head_dim if travels else 0
-        return context_parallel.Heads(
-            model.num_attention_heads // tp, kv, model.head_size, model.value_size, latent
-        )
-
-    @property
-    def exchanges(self) -> tuple[tuple[int, context_parallel.ContextExchange], ...]:
-        """Return (ranks, exchange) of attention over cp, or over each of its two levels."""
-        return tuple(
-            (share.cp, context_parallel.exchange(share, heads))
-            for share, heads in context_parallel.levels(self.share, self.heads)
-        )
-
     # --- a layer
     # --------------------------------------------------------------------------------------------------------
 
     def _layer_matmuls(self, index: int) -> dict[str, Matmul]:
         """Return the matmuls of all tokens with the weights of a layer, by name."""
         lora, tp, matmuls = self.lora, self.share.tp, {}
-        prefix = f"layers.{index}."  # the last unit may have several layers
-        for spec in model_specs(self.model, tp=tp, units=[min(index + 1, head_unit(self.model))]):
-            segments = [
-                segment
-                for segment in spec.segments
-                if segment.role in PROJECTIONS and segment.name.startswith(prefix)
-            ]
+        prefix = f"layers.{index}."
+        for spec in layer_specs(self.model, index, tp):
+            segments = [segment for segment in spec.segments if segment.role in PROJECTIONS]
             if not segments:
                 continue
             name = spec.name.removeprefix(prefix).removesuffix(".weight")
@@ -185,96 +158,30 @@ class Units:
             matmuls[name] = matmul if segments[0].split is not None else self._of_own_tokens(matmul)
         return matmuls
 
-    def _of_own_tokens(self, matmul: Matmul) -> Matmul:
-        """Return the matmul of each rank's own tokens with a whole matrix, which computes a latent."""
-        own, travels = self.share.own_tokens, self.heads.latent > 0
-        shared = self.model.qk_rope_head_dim if matmul.name == "attention.kv_a" and not travels else 0
-        fields: dict[str, Any] = {**vars(matmul), "rows": own, "ranks": self.share.tokens // own}
-        return SharedKeyMatmul(**fields, shared=shared) if shared else LocalMatmul(**fields)
+    def _of_own_tokens(self, matmul: Matmul) -> LocalMatmul:
+        """Return the matmul of each rank's own tokens with a whole matrix."""
+        own = self.share.own_tokens
+        return LocalMatmul(**{**vars(matmul), "rows": own, "ranks": self.share.tokens // own})
 
-    def _attention_block(self, index: int, matmuls: dict[str, Matmul]) -> BlockCost:
-        if self.model.kv_lora_rank is not None:
-            from megalite.model.cost.latents import latent_block
+    def _around(self, block: BlockSpec, is_first: bool, keeps_input: bool) -> tuple[Elementwise, Elementwise]:
+        """Return the residual sum with its fused norm, and the norm of the output.
 
-            return latent_block(self, index, matmuls)
-        model, share, tokens = self.model, self.share, self.share.tokens
-        qkv, out = matmuls["attention.qkv"], matmuls["attention.out"]
-        heads, kv_heads, packed = self.heads.query, self.heads.kv, qkv.outputs
-        query = heads * model.head_size
-        normed: tuple[Buffer, ...] = ()
-        if model.qk_norm != "none":
-            statistics = {"full": 2, "head": heads + kv_heads, "each_head": 2 * (heads + kv_heads)}[
-                model.qk_norm
-            ]
-            normed = (
-                Buffer("normed queries and keys", tokens * (heads + kv_heads) * model.head_size),
-                Buffer("their statistics", tokens * statistics, "accumulate"),
-            )
-        moved = (2 * tokens * packed,) * (2 if normed else 1)
-        rotary = Elementwise(moved, moved, normed, summed=2 * tokens if model.qk_norm == "full" else 0)
-        attention = self.attention(index)
-        workspace = [
-            Buffer("gradients of attention", tokens * (query + 2 * packed)),
-            *context_parallel.workspace(share, self.heads),
-        ]
-        if not self.flash:  # the reference works on copies of at least fp32
-            workspace.append(Buffer("copies of the reference", tokens * 2 * (query + packed), "accumulate"))
-        before, after = self.around(qkv, is_first=True)
-        return BlockCost(before, (qkv, rotary, attention, out), after, self.dropped, tuple(workspace))
-
-    def attention(self, index: int) -> AttentionCost:
-        """Return the attention of a layer, between its projections."""
-        model, share, heads = self.model, self.share, self.heads
-        kept = (*context_parallel.kept(share, heads), *self._probabilities(index, heads.query))
-        return AttentionCost(
-            share.batch,
-            share.row,
-            heads.query,
-            heads.size,
-            heads.value_size,
-            model.window(index),
-            kept,
-            share.cp,
-        )
-
-    def _transformation(self, index: int, matmuls: dict[str, Matmul]) -> BlockCost:
-        if not self.model.is_mixture(index):
-            return self.feed_forward(matmuls["mlp.in"], matmuls["mlp.down"])
-        from megalite.model.cost.mixtures import mixture_block
-
-        return mixture_block(self, matmuls)
-
-    def feed_forward(self, into: Matmul, down: Matmul) -> BlockCost:
-        """Return the block of a dense feed-forward."""
-        tokens = self.share.tokens
-        inner = tokens * down.inputs
-        forward, backward = (3, 6) if self.model.gated_mlp else (2, 4)
-        # The activation's input is kept; its output is recomputed.
-        activation = Elementwise(
-            (forward * inner,),
-            (backward * inner,),
-            (Buffer("input of the activation", tokens * into.outputs),),
-        )
-        workspace = Buffer("gradients of the feed-forward", self.whole + 2 * inner + tokens * into.outputs)
-        before, after = self.around(into, is_first=False)
-        return BlockCost(before, (into, activation, down), after, self.dropped, (workspace,))
-
-    def around(self, column: Matmul, is_first: bool) -> tuple[Elementwise, Elementwise]:
-        """The residual sum with its fused norm, and the norm of the output. `is_first`: the block's input is
-        the layer's input."""
-        model, placement, own = self.model, self.model.norm_placement, self.own
+        Args:
+            is_first: whether the block's input is the layer's input.
+            keeps_input: whether the block's backward needs its input.
+        """
+        model, own = self.model, self.own
         width = model.hidden_size * (2 if model.norm == "layer" and model.norm_bias else 1)
         scale = (2 * own,) if model.residual_multiplier != 1.0 else ()
-        if model.parallel_block != "none" and not is_first:  # the layer's input is kept already
-            shared = model.parallel_block == "shared_norm"
+        if block.beside:  # the layer's input is kept already
             addition = Elementwise((3 * own,), (3 * own,))
-            norm = Elementwise((3 * own, 2 * own), (3 * own, 3 * own), self._norm_buffers(column), width)
-            return addition if shared else norm, Elementwise(scale, scale)
+            norm = Elementwise((3 * own, 2 * own), (3 * own, 3 * own), self._norm_buffers(keeps_input), width)
+            return addition if block.input_norm is None else norm, Elementwise(scale, scale)
         stream = Buffer("residual stream", own, kept_under="full" if is_first else "selective")
         # positions for dropout are the microbatch's
-        before = (stream, *(self._norm_buffers(column) if placement != "post" else ()))
-        after = self._norm_buffers() if placement != "pre" else ()
-        second = placement == "both"
+        before = (stream, *(self._norm_buffers(keeps_input) if block.input_norm is not None else ()))
+        after = self._norm_buffers() if block.output_norm else ()
+        second = block.output_norm and block.input_norm is not None
         return (
             Elementwise((4 * own,), (4 * own,), before, width),
             Elementwise(
@@ -285,22 +192,14 @@ class Units:
             ),
         )
 
-    def _norm_buffers(self, column: Matmul | None = None) -> tuple[Buffer, ...]:
+    def _norm_buffers(self, keeps_output: bool = True) -> tuple[Buffer, ...]:
         """Return what a norm and the following matmul keep.
 
-        These are the norm's output, unless the matmul needs no input, and statistics (rstd; for
-        LayerNorm also the mean).
+        These are the norm's output, if that is kept, and statistics (rstd; for LayerNorm also the mean).
         """
-        statistics = Buffer(
-            "statistics of the norm",
-            self.share.own_tokens * (1 if self.model.norm == "rms" else 2),
-            "accumulate",
-        )
-        return (
-            (Buffer("output of the norm", self.own), statistics)
-            if column is None or column.keeps_input
-            else (statistics,)
-        )
+        values = self.share.own_tokens * (1 if self.model.norm == "rms" else 2)
+        statistics = Buffer("statistics of the norm", values, "accumulate")
+        return (Buffer("output of the norm", self.own), statistics) if keeps_output else (statistics,)
 
     def _dropout(self, probability: float) -> list[Buffer]:
         """The positions that are part of a mask's key; the mask itself is recomputed."""
@@ -311,22 +210,5 @@ class Units:
         )
 
     @property
-    def dropped(self) -> int:
+    def _dropped(self) -> int:
         return self.own if self.model.residual_dropout else 0
-
-    def _probabilities(self, index: int, heads: int) -> tuple[Buffer, ...]:
-        """What attention keeps: log-sum-exp, or the reference's probabilities, block by block of queries, of
-        the keys that a block sees."""
-        by_positions = self.share.cp > 1 and self.share.context != "ulysses"  # never keeps probabilities
-        if self.flash or by_positions or self.model.attention_sinks:
-            return (Buffer("log-sum-exp", self.share.tokens * heads, "accumulate"),)
-        if self.model.attention_softcap is not None:
-            return ()
-        sequence = self.share.row
-        window, seen = self.model.window(index) or sequence, 0
-        for first in range(0, sequence, ATTENTION_BLOCK):
-            stop = min(first + ATTENTION_BLOCK, sequence)
-            seen += (stop - first) * (stop - max(first - window + 1, 0))
-        return (
-            Buffer("probabilities", self.share.batch * heads * seen // self.share.cp, "accumulate", "none"),
-        )

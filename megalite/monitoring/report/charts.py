@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from megalite.model.kinds import dispatching_layers
 from megalite.monitoring.metrics import SOURCE, VALIDATED
 from megalite.monitoring.report.run import PHASES, RecordedRun
 
@@ -225,7 +226,7 @@ def _loads(run: RecordedRun) -> dict[str, Any]:
         [line["step"] for line in recorded],
         zip(*(line[LOADS] for line in recorded), strict=True),
     )
-    layers = filter(run.config.model.is_mixture, range(run.config.model.num_hidden_layers))
+    layers = dispatching_layers(run.config.model)
     lines = [
         _line(f"layer {layer}", 0, steps, column, _begins(run))
         for layer, column in zip(layers, columns, strict=False)

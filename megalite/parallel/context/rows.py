@@ -8,7 +8,7 @@ process.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,12 +49,13 @@ class Cut:
     inner: int = 1
 
     @classmethod
-    def of(cls, config: Config, cp: MeshAxis) -> Cut:
-        context, model, inner = config.parallel.context, config.model, config.parallel.context_inner
+    def of(cls, config: Config, cp: MeshAxis, windows: Iterable[int | None]) -> Cut:
+        """Return the cut of a configuration; `windows` has one of each layer."""
+        context, inner = config.parallel.context, config.parallel.context_inner
         parts = PARTS[context](part_length(config) * cp.size, cp.size // inner)
         uneven = None if context == "ulysses" else context
-        windows = tuple(Counter(map(model.window, range(model.num_hidden_layers))).items())
-        return cls(parts, cp.rank, uneven, config.parallel.context_parts == "balanced", windows, inner)
+        by_documents, counted = config.parallel.context_parts == "balanced", tuple(Counter(windows).items())
+        return cls(parts, cp.rank, uneven, by_documents, counted, inner)
 
     def __call__(
         self,

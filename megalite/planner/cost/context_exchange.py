@@ -18,10 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megalite.config.schema import Config
-from megalite.model.cost.context_parallel import Heads, levels
-from megalite.model.cost.context_parallel import exchange as exchange_of
-from megalite.model.cost.records import Share
-from megalite.model.cost.units import Units
+from megalite.model.cost.records import BlockCost, ContextExchange, Share
 from megalite.planner.hardware.kernels import stream
 from megalite.planner.hardware.links import Fabric, Group, group
 
@@ -55,55 +52,53 @@ WHOLE = Rows()
 
 
 def exposed(
-    fabric: Fabric, units: Units, attention: tuple[float, float], width: int, rows: Rows
+    fabric: Fabric, share: Share, block: BlockCost, seconds: tuple[float, float], width: int, rows: Rows
 ) -> tuple[float, float]:
-    """Return the exposed seconds of one layer and microbatch in forward and in backward.
+    """Return the exposed seconds of one block and microbatch in forward and in backward.
 
     Args:
-        attention: seconds of the rank's part of attention, forward and backward.
-        width: bytes of an element of queries, keys and values.
+        seconds: the rank's part of what runs beside a ring, forward and backward.
+        width: bytes of an element of what is exchanged.
     """
-    if units.share.cp == 1:
+    if not block.exchanges:
         return 0.0, 0.0
     forward = backward = 0.0
-    stride = units.share.tp
-    for share, heads in levels(units.share, units.heads):
-        ahead, back = _exchange(fabric, share, heads, stride, attention, width)
-        forward, backward, stride = forward + ahead, backward + back, stride * share.cp
-    # Where latents travel, the parts of a ring are computed one after the other, and nobody waits between
-    # them.
-    slower = rows.imbalance("gather" if units.heads.latent else units.share.context, units.share.parts) - 1.0
-    return forward + slower * attention[0], backward + slower * attention[1]
+    stride = share.tp
+    for exchange in block.exchanges:
+        ahead, back = _exchange(fabric, exchange, stride, seconds, width)
+        forward, backward, stride = forward + ahead, backward + back, stride * exchange.ranks
+    slower = rows.imbalance(block.exchanges[-1].method, share.parts) - 1.0
+    return forward + slower * seconds[0], backward + slower * seconds[1]
 
 
 def _exchange(
-    fabric: Fabric, share: Share, heads: Heads, stride: int, attention: tuple[float, float], width: int
+    fabric: Fabric, exchange: ContextExchange, stride: int, seconds: tuple[float, float], width: int
 ) -> tuple[float, float]:
     """Return the exposed seconds of one level, with a stride of `stride` between its ranks."""
-    exchange, ranks = exchange_of(share, heads), group(fabric.device, share.cp, stride)
-    if share.context == "ulysses":
+    ranks = group(fabric.device, exchange.ranks, stride)
+    if exchange.method == "ulysses":
         calls = 2  # of half of the values each
         return (
             calls * fabric.all_to_all(exchange.forward / calls * width, ranks),
             calls * fabric.all_to_all(exchange.backward / calls * width, ranks),
         )
-    if share.context == "gather" or heads.latent:
+    if exchange.method == "gather":
         again = fabric.half(exchange.backward * width, ranks)
         return fabric.half(exchange.forward * width, ranks), again + fabric.half(
             exchange.summed * WIDE, ranks
         )
-    return _ring(fabric, share, heads, ranks, attention, width)
+    return _ring(fabric, exchange, ranks, seconds, width)
 
 
 def _ring(
-    fabric: Fabric, share: Share, heads: Heads, ranks: Group, attention: tuple[float, float], width: int
+    fabric: Fabric, exchange: ContextExchange, ranks: Group, seconds: tuple[float, float], width: int
 ) -> tuple[float, float]:
     device = fabric.device
-    part = exchange_of(share, heads).forward / share.cp  # values of one rank's keys and values
-    hops, kv, gradients = share.cp - 1, part * width, part * WIDE
+    part = exchange.forward / exchange.ranks  # values of one rank's keys and values
+    hops, kv, gradients = exchange.ranks - 1, part * width, part * WIDE
     # beside one hop
-    forward, backward = (0.0, 0.0) if device.cpu else (seconds / share.cp for seconds in attention)
-    merging = stream(device, MERGE * share.tokens * heads.query * heads.value_size * WIDE)
+    forward, backward = (0.0, 0.0) if device.cpu else (each / exchange.ranks for each in seconds)
+    merging = stream(device, MERGE * exchange.merged * WIDE)
     summing = merging + stream(device, MERGE * gradients)
     ahead = hops * max(0.0, fabric.hop(kv, ranks) - forward)
     # the first hop, and the last one of gradients

@@ -7,11 +7,10 @@ from collections.abc import Iterable
 
 from megalite.assembly import plan
 from megalite.config.dims import ParallelDims, rows_per_expert
-from megalite.config.recompute import operations_of
 from megalite.config.schema import Config
-from megalite.config.sections.model import ModelConfig
-from megalite.model.cost.records import Share
-from megalite.model.parameters import layers_in
+from megalite.model.cost.records import Dispatch, Share
+from megalite.model.kinds import dispatch_of, dispatches_of
+from megalite.model.unit_numbers import layers_in
 from megalite.parallel.pipeline.schedule import ActionKind, Schedule
 from megalite.planner.hardware.links import Fabric, group
 from megalite.planner.memory.activations import Activations
@@ -27,40 +26,40 @@ def sent(config: Config, units: Iterable[int], microbatches: int) -> float:
     See `parallel.expert.dispatch`.
     """
     model, ep, width = config.model, config.parallel.ep, Widths.of(config)
-    layers = [layer for unit in units for layer in layers_in(model, unit) if model.is_mixture(layer)]
-    tokens, k, experts = (
-        Activations(config).share.own_tokens,
-        model.num_experts_per_tok,
-        model.num_experts or 0,
-    )
+    dispatches = [
+        (layer, dispatch)
+        for unit in units
+        for layer in layers_in(model, unit)
+        for dispatch in dispatches_of(model, layer)
+    ]
+    tokens = Activations(config).share.own_tokens
     others = (ep - 1) / ep
     total = 0.0
-    for layer in layers:
-        mode = config.train.recompute_of(layer)
-        again = mode == "full" or "experts" in operations_of(mode)
+    for layer, dispatch in dispatches:
+        again, k = dispatch.repeated(config.train.recompute_of(layer)), dispatch.choices
         if config.parallel.expert_dispatch == "all_to_all":
-            rows = tokens * k * model.hidden_size * width.compute * others
+            rows = tokens * k * dispatch.width * width.compute * others
             # there and back, in forward and backward; counts once
-            total += (4 + 2 * again) * rows + experts * COUNT * (ep - 1)
+            total += (4 + 2 * again) * rows + dispatch.experts * COUNT * (ep - 1)
         else:
-            rows = tokens * ep * model.hidden_size * width.compute * others
+            rows = tokens * ep * dispatch.width * width.compute * others
             weights = tokens * ep * k * width.accumulate * others
             total += (4 + 2 * again) * rows + (2 + again) * weights + tokens * ep * k * INDEX * others
     return microbatches * total
 
 
-def exposed(fabric: Fabric, model: ModelConfig, share: Share, width: int) -> tuple[float, float]:
-    """Return the exposed seconds of one mixture and microbatch in forward and in backward.
+def exposed(fabric: Fabric, dispatch: Dispatch, share: Share, width: int) -> tuple[float, float]:
+    """Return the exposed seconds of one dispatch and microbatch in forward and in backward.
 
     Experts wait for their rows, so nothing overlaps with the exchange.
 
     width: bytes of an element of the rows.
     """
-    ranks, k = group(fabric.device, share.ep, 1), model.num_experts_per_tok
-    own = share.own_tokens * model.hidden_size * width
+    ranks, k = group(fabric.device, share.ep, 1), dispatch.choices
+    own = share.own_tokens * dispatch.width * width
     if share.dispatch == "all_to_all":
         there = fabric.all_to_all(k * own, ranks)
-        return fabric.half(share.ep * (model.num_experts or 0) * COUNT, ranks) + 2 * there, 2 * there
+        return fabric.half(share.ep * dispatch.experts * COUNT, ranks) + 2 * there, 2 * there
     chosen = share.ep * share.own_tokens * k
     rows, weights = fabric.half(share.ep * own, ranks), fabric.half(chosen * WIDE, ranks)
     return 2 * rows + weights + fabric.half(chosen * INDEX, ranks), 2 * rows + weights
@@ -72,20 +71,17 @@ def worst_rows(config: Config) -> float:
     The maximum occurs if all tokens of an expert group choose the experts of one rank. A capacity limits the
     rows that these experts keep from each sequence with tokens in the group.
     """
-    model, ep, experts = config.model, config.parallel.ep, config.model.num_experts or 0
-    most = ep * min(model.num_experts_per_tok, experts // ep) / model.num_experts_per_tok
-    if model.expert_capacity_factor is None:
+    dispatch, ep = _dispatch(config), config.parallel.ep
+    experts, choices, factor = dispatch.experts, dispatch.choices, dispatch.capacity_factor
+    most = ep * min(choices, experts // ep) / choices
+    if factor is None:
         return most
     share, length = Activations(config).share, config.data.sequence_length
-    kept = (
-        rows_per_expert(model.expert_capacity_factor, length, model.num_experts_per_tok, experts)
-        * experts
-        // ep
-    )
+    kept = rows_per_expert(factor, length, choices, experts) * experts // ep
     dims = ParallelDims.of(config)
     ranks = dims.replica // dims.pp  # that share a sequence
     sequences = share.batch * (max(ep // ranks, 1) if ep % ranks == 0 or ranks % ep == 0 else ep // ranks + 2)
-    return min(most, sequences * kept / (share.own_tokens * model.num_experts_per_tok))
+    return min(most, sequences * kept / (share.own_tokens * choices))
 
 
 def worst_expert_bytes(config: Config) -> int:
@@ -93,17 +89,21 @@ def worst_expert_bytes(config: Config) -> int:
 
     These are rows, and the input of the activation.
     """
-    model = config.model
-    rows = Activations(config).share.own_tokens * model.num_experts_per_tok
-    packed = (2 if model.gated_mlp else 1) * model.expert_width
-    return round(
-        max(worst_rows(config) - 1, 0.0) * rows * (model.hidden_size + packed) * Widths.of(config).compute
-    )
+    dispatch = _dispatch(config)
+    rows = Activations(config).share.own_tokens * dispatch.choices
+    return round(max(worst_rows(config) - 1, 0.0) * rows * dispatch.kept * Widths.of(config).compute)
+
+
+def _dispatch(config: Config) -> Dispatch:
+    """Return the dispatch of a configuration with experts."""
+    dispatch = dispatch_of(config.model)
+    assert dispatch is not None, "the worst load is of a model with experts"
+    return dispatch
 
 
 def describe_worst_load(config: Config) -> str:
     """Describe the worst load: its condition, and the number of rows that a rank then computes."""
-    factor = config.model.expert_capacity_factor
+    factor = _dispatch(config).capacity_factor
     limited = "" if factor is None else f", within model.expert_capacity_factor = {factor:g}"
     return (
         f"if all tokens choose the experts of one rank{limited}, it computes {worst_rows(config):.4g} times "
@@ -118,7 +118,7 @@ def worst_total(config: Config, schedule: Schedule) -> int:
     """
     units = plan.units_of(config)
     kept = {
-        stage: sum(_keeps(config, layer) for unit in numbers for layer in layers_in(config.model, unit))
+        stage: sum(_kept(config, layer) for unit in numbers for layer in layers_in(config.model, unit))
         for stage, numbers in units.items()
     }
     return worst_expert_bytes(config) * max(
@@ -126,12 +126,10 @@ def worst_total(config: Config, schedule: Schedule) -> int:
     )
 
 
-def _keeps(config: Config, layer: int) -> bool:
-    """Return whether a layer is a mixture that keeps its rows until its backward."""
-    if not config.model.is_mixture(layer):
-        return False
+def _kept(config: Config, layer: int) -> int:
+    """Return the number of a layer's dispatches that keep their rows until the backward."""
     mode = config.train.recompute_of(layer)
-    return mode != "full" and "experts" not in operations_of(mode)
+    return sum(not dispatch.repeated(mode) for dispatch in dispatches_of(config.model, layer))
 
 
 def _most_kept(schedule: Schedule, rank: int, kept: dict[int, int]) -> int:

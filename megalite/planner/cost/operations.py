@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from megalite.config.sections.lora import LoraConfig
 from megalite.config.sections.model import ModelConfig
-from megalite.model.cost.mtp import joining
 from megalite.model.cost.records import (
     AttentionCost,
     BlockCost,
@@ -28,6 +27,9 @@ from megalite.model.cost.records import (
     Step,
 )
 from megalite.model.cost.units import LOSS_CHUNK_ON_GPU, Units
+from megalite.model.kinds import dispatches_of
+from megalite.model.mtp import further_losses
+from megalite.model.mtp.cost import joining
 from megalite.planner.cost import context_exchange, expert_exchange
 from megalite.planner.hardware.devices import Device
 from megalite.planner.hardware.kernels import DROPOUT, ELEMENTWISE_BYTES, attention, matmul, stream
@@ -315,18 +317,27 @@ class Operations:
         return 2 * exposed, exposed + again + max(0.0, half - beside)
 
     def exchange(self, share: Share, index: int) -> tuple[float, float]:
-        """Return the exposed communication of a layer's attention over cp, forward and backward."""
-        units = self.units(share)
-        forward, backward = zip(*map(self._attention, units.layer(index).attentions), strict=True)
-        return context_exchange.exposed(
-            self.fabric, units, (sum(forward), sum(backward)), self.size, self.rows
-        )
+        """Return the exposed communication of a layer's blocks over cp, forward and backward."""
+        waits = [(0.0, 0.0)]
+        for block in self.units(share).layer(index).blocks:
+            steps = [(0.0, 0.0), *map(self._attention, block.attentions)]
+            forward, backward = (sum(seconds) for seconds in zip(*steps, strict=True))
+            waits.append(
+                context_exchange.exposed(self.fabric, share, block, (forward, backward), self.size, self.rows)
+            )
+        forward, backward = (sum(seconds) for seconds in zip(*waits, strict=True))
+        return forward, backward
 
     def dispatch(self, share: Share, index: int) -> tuple[float, float]:
-        """Return the exposed communication of a layer's mixture over ep, forward and backward."""
-        if share.ep == 1 or not self.model.is_mixture(index):
-            return 0.0, 0.0
-        return expert_exchange.exposed(self.fabric, self.model, share, self.size)
+        """Return the exposed communication of a layer's blocks over ep, forward and backward."""
+        waits = [(0.0, 0.0)]
+        if share.ep > 1:
+            waits += [
+                expert_exchange.exposed(self.fabric, dispatch, share, self.size)
+                for dispatch in dispatches_of(self.model, index)
+            ]
+        forward, backward = (sum(seconds) for seconds in zip(*waits, strict=True))
+        return forward, backward
 
     def _attention(self, step: AttentionCost) -> tuple[float, float]:
         if not self.software.flash:
@@ -379,16 +390,14 @@ class Operations:
         """
         sequence, width, batch = step.sequence, step.head_size, step.heads * step.batch / step.cp
         scores = batch * sequence**2
-        dropped = bool(self.model.attention_dropout)
         mask = (0.5 if self.software.masks else 0.0) * scores
         query_key, by_value = (
             self._gemm(sequence, sequence, width, batch),
             self._gemm(sequence, width, sequence, batch),
         )
-        forward = query_key + self._move(2 * scores, *([2 * scores + mask] if dropped else [])) + by_value
-        backward = (
-            query_key + 3 * by_value + self._move(3 * scores, *([2 * scores + mask] if dropped else []))
-        )
+        dropped = [2 * scores + mask] if step.dropped else []
+        forward = query_key + self._move(2 * scores, *dropped) + by_value
+        backward = query_key + 3 * by_value + self._move(3 * scores, *dropped)
         return forward, backward
 
     # --- embedding and head
@@ -414,7 +423,7 @@ class Operations:
         (block,) = joining(self.units(share)).blocks
         module = self.embedding(share).plus(self._block(share, block))
         logits = self._logits(share, splits)
-        return logits.plus(module.plus(logits).times(self.model.mtp_layers))
+        return logits.plus(module.plus(logits).times(further_losses(self.model)))
 
     def _logits(self, share: Share, splits: bool) -> PassTimes:
         """Return the time of the final norm, the logits and the loss.

@@ -15,15 +15,16 @@ from megalite.assembly.plan import activation_shape
 from megalite.config.schema import Config
 from megalite.config.sections.lora import LoraConfig
 from megalite.config.token_files import is_chat, prefixes
-from megalite.model.cost.mtp import modules
 from megalite.model.cost.recomputed import chosen, groups
-from megalite.model.cost.records import MODES, Buffer, Dtype, Share, UnitCost, size_in_bytes
+from megalite.model.cost.records import MODES, Buffer, Dtype, Kernels, Share, UnitCost, size_in_bytes
 from megalite.model.cost.units import LOSS_CHUNK_ON_GPU, Units
-from megalite.model.parameters import head_unit
+from megalite.model.kinds import block_kinds, kinds_of_layer
+from megalite.model.mtp import module_layers
+from megalite.model.mtp.cost import modules
+from megalite.model.unit_numbers import head_unit
 from megalite.planner.memory.states import DeviceType, Widths
 
 INDEX = 8  # bytes of a token or a target
-WIDEST_HEAD = 256  # largest head size that the Triton kernels of `megalite_kernels.attention` support
 
 
 @dataclass(frozen=True)
@@ -134,21 +135,11 @@ class Activations:
     @property
     def flash(self) -> bool:
         """Return whether attention keeps one number per query (the log-sum-exp) instead of probabilities."""
-        model, train = self.model, self.config.train
+        train = self.config.train
         if self.device == "cpu" or train.precision not in ("bf16", "fp16"):
             return False
-        options = (
-            model.sliding_window,
-            model.attention_softcap,
-            model.attention_dropout or None,
-            self.documents or None,
-        )
-        plain = (
-            all(option is None for option in options)
-            and not self.config.run.deterministic
-            and model.head_size % 8 == 0
-        )
-        return model.head_size <= WIDEST_HEAD and (plain or train.kernels != "torch")
+        kernels = Kernels(train.kernels, self.documents, self.config.run.deterministic)
+        return not any(kind.keeps_scores(self.model, kernels) for kind in block_kinds(self.model))
 
     @property
     def loss_chunk(self) -> int:
@@ -202,23 +193,24 @@ class Activations:
         """Return the bytes of a stage's units, first to last.
 
         Parts of modules of multi-token prediction count as units. If positions depend on documents,
-        each microbatch keeps its own rotary tables.
+        each microbatch keeps its own tables.
         """
         units = [self.unit(number) for number in numbers]
         if head_unit(self.model) in numbers:
-            for index, parts in enumerate(modules(self.units), self.model.num_hidden_layers):
+            for index, parts in zip(module_layers(self.model), modules(self.units), strict=True):
                 units += [self._joined(*parts[:2]), self.layer(index), self.head()]
         if self.documents:
-            units[0] = replace(units[0], saved=units[0].saved + self.share.batch * self._rotary(numbers))
+            units[0] = replace(units[0], saved=units[0].saved + self.share.batch * self._tables(numbers))
         return units
 
     def tables(self, numbers: Sequence[int]) -> int:
-        """Return the bytes of a stage's rotary tables, if they do not depend on documents."""
-        return 0 if self.documents else self._rotary(numbers)
+        """Return the bytes of a stage's tables by position, if they do not depend on documents."""
+        return 0 if self.documents else self._tables(numbers)
 
-    def _rotary(self, numbers: Sequence[int]) -> int:
-        rotates = any(
-            self.model.uses_rope(number - 1) for number in numbers if 0 < number < head_unit(self.model)
-        )
-        tables = 1 if self.model.rope_local_theta is None else 2  # of cos and sin
-        return tables * 2 * self.share.sequence * self.model.rotary_width * self.width if rotates else 0
+    def _tables(self, numbers: Sequence[int]) -> int:
+        layers = [number - 1 for number in numbers if 0 < number < head_unit(self.model)]
+        values = 0
+        for kind in block_kinds(self.model):
+            own = [layer for layer in layers if kind.name in kinds_of_layer(self.model, layer)]
+            values += kind.table_values(self.model, own, self.share.sequence)
+        return values * self.width

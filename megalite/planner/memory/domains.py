@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from megalite.model.cost.mtp import joining
 from megalite.model.cost.records import Elementwise, EmbeddingLookup, LocalMatmul, Matmul, UnitCost
 from megalite.model.cost.units import Units
+from megalite.model.mtp.cost import joining
 from megalite.planner.hardware.devices import Device
 from megalite.planner.hardware.links import Group, placed
 

@@ -22,7 +22,7 @@ from megalite.assembly import plan
 from megalite.config.dims import ParallelDims
 from megalite.config.recompute import BUDGET
 from megalite.config.schema import Config
-from megalite.model.parameters import head_unit, layers_in
+from megalite.model.unit_numbers import head_unit, layers_in
 from megalite.parallel.pipeline.schedule import ActionKind, Schedule
 from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.planner.cost.muon_exchange import exchange

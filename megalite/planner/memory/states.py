@@ -17,6 +17,7 @@ from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
 from megalite.mesh.layout import AxisPlace, Coordinates
 from megalite.model.adapter_parameters import with_adapters
+from megalite.model.kinds import dispatch_of
 from megalite.model.parameters import model_specs
 from megalite.optimizer.registry import OPTIMIZERS, kinds_of, state_elements
 from megalite.parallel.sharding.buckets import BucketLayout
@@ -69,7 +70,7 @@ class Sharing:
         if dims.shard > 1 or parallel.offload_parameters:
             zero = parallel.zero
         else:  # as `ParameterStore`
-            zero = min(parallel.zero, 2 if config.model.num_experts and dims.expert_shard > 1 else 0)
+            zero = min(parallel.zero, 2 if dispatch_of(config.model) and dims.expert_shard > 1 else 0)
         if domain == "dense":
             return Sharing(dims.data, dims.shard, dims.replicate, zero)
         if dims.expert_shard == 1 and not parallel.offload_parameters:

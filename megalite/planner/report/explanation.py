@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megalite.config.recompute import shown
+from megalite.model.kinds import dispatch_of
 from megalite.planner.cost.expert_exchange import describe_worst_load, worst_expert_bytes
 from megalite.planner.hardware.constants import ALIKE, INTERVAL, prediction_interval
 from megalite.planner.search.best_first import Plan, Search
@@ -202,7 +203,7 @@ def winner(search: Search, plans: Sequence[Plan]) -> list[str]:
 
 def imbalance(search: Search, plan: Plan) -> list[str]:
     """Describe the memory that the worst load of experts adds to a plan, which assumes equal load."""
-    if search.job.model.num_experts is None or plan.choice.ep == 1:
+    if dispatch_of(search.job.model) is None or plan.choice.ep == 1:
         return []
     config, more = apply_layout(search.base, plan.choice), search.imbalance(plan.choice)
     room, worst = search.job.device.memory - plan.memory.total, describe_worst_load(config)
@@ -380,7 +381,7 @@ def illegal(search: Search) -> str:
     more |= {"dp_shard": fixed.get("dp_shard"), "zero": int(fixed.get("zero", 1))}
     more |= {
         "ep": int(fixed.get("ep", 1)),
-        "sequence_parallel": tp > 1 and search.job.model.num_experts is not None,
+        "sequence_parallel": tp > 1 and dispatch_of(search.job.model) is not None,
     }
     config = apply_layout(search.base, LayoutChoice(tp, pp, dp, schedule, stages, **more))
     if "virtual_stages" in fixed:
@@ -474,10 +475,9 @@ def _legal_tp(search: Search) -> list[int]:
 
 def _largest_ep(search: Search) -> int:
     """Return the largest ep inside a node that divides the experts."""
-    model, node = search.job.model, min(search.gpus, search.job.device.per_node)
-    return max(
-        ep for ep in range(1, node + 1) if (model.num_experts or 1) % ep == 0 and search.gpus % ep == 0
-    )
+    dispatch, node = dispatch_of(search.job.model), min(search.gpus, search.job.device.per_node)
+    experts = 1 if dispatch is None else dispatch.experts
+    return max(ep for ep in range(1, node + 1) if experts % ep == 0 and search.gpus % ep == 0)
 
 
 def _split_rows(search: Search) -> list[LayoutChoice]:

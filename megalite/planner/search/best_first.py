@@ -25,6 +25,7 @@ from megalite.assembly import plan
 from megalite.config.dims import fixed_stages
 from megalite.config.recompute import BUDGET, shown
 from megalite.config.schema import Config
+from megalite.model.kinds import dispatch_of
 from megalite.parallel.pipeline.gather_actions import with_gathering
 from megalite.parallel.pipeline.generator import SCHEDULES, chunks_of
 from megalite.parallel.pipeline.schedule import Schedule, Unit
@@ -447,15 +448,12 @@ class Search:
         within a node or over whole nodes. Gathering all rows is a candidate if it moves no more bytes than
         sending each row to its experts.
         """
-        model, ranks = self.job.model, frame.data * frame.tp
-        for ep in self._sizes("ep", _divisors(model.num_experts or 1)):
-            if (
-                (model.num_experts or 1) % ep
-                or ranks % ep
-                or ("ep" not in self.fixed and self._cuts_nodes(ep))
-            ):
+        split, ranks = dispatch_of(self.job.model), frame.data * frame.tp
+        experts, choices = (1, 0) if split is None else (split.experts, split.choices)
+        for ep in self._sizes("ep", _divisors(experts)):
+            if experts % ep or ranks % ep or ("ep" not in self.fixed and self._cuts_nodes(ep)):
                 continue
-            gathers = 1 < ep <= model.num_experts_per_tok
+            gathers = 1 < ep <= choices
             for dispatch in self._names(
                 "expert_dispatch", ("all_to_all", "all_gather") if gathers else ("all_to_all",)
             ):

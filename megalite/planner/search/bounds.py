@@ -15,7 +15,7 @@ from typing import NamedTuple
 from megalite.config.recompute import BUDGET, shown
 from megalite.config.schema import Config
 from megalite.model.cost.recomputed import groups
-from megalite.model.parameters import head_unit
+from megalite.model.unit_numbers import head_unit
 from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.orders import ScheduleShape as OrderShape

@@ -9,7 +9,7 @@ from megalite.config.dims import ParallelDims
 from megalite.config.errors import ConfigError
 from megalite.config.recompute import BUDGET
 from megalite.config.schema import Config
-from megalite.model.cost import layer_costs
+from megalite.model.cost.flops import layer_costs
 from megalite.planner.hardware.devices import Device, HardwareError, find_device, find_device_by_driver_name
 from megalite.planner.time.step import LayoutChoice, PlannedJob, Stepper
 

@@ -18,10 +18,11 @@ from megalite.config.schema import Config
 from megalite.config.sections.lora import LoraConfig
 from megalite.config.sections.model import ModelConfig
 from megalite.config.sections.muon import MuonConfig
-from megalite.model.cost import layer_costs, per_token
+from megalite.model.cost.flops import layer_costs, per_token
 from megalite.model.cost.records import Share
 from megalite.model.cost.units import Units
-from megalite.model.parameters import embedding_pair, layer_count
+from megalite.model.mtp import further_losses, layer_count
+from megalite.model.parameters import embedding_pair
 from megalite.optimizer.registry import ADAMW
 from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.orders import RECIPES
@@ -408,8 +409,8 @@ class Stepper:
             total = total.plus(self.operations.head(share, splits))
         alone = last and (not model.tie_word_embeddings or not first)
         # its embedding, which modules look up
-        copied = last and not first and model.mtp_layers > 0 and not model.tie_word_embeddings
-        modules = model.mtp_layers if last else 0
+        copied = last and not first and further_losses(model) > 0 and not model.tie_word_embeddings
+        modules = further_losses(model) if last else 0
         return (
             total,
             self._parameters(share.tp, share.ep, tuple(own), first or copied, alone, modules),

@@ -14,10 +14,13 @@ from megalite.assembly import plan
 from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
 from megalite.mesh.layout import Coordinates
-from megalite.model.cost.mtp import modules
+from megalite.model.blocks.attention.parameters import kv_replicas
 from megalite.model.cost.recomputed import repeated
 from megalite.model.cost.records import AttentionCost, Elementwise, EmbeddingLookup, Matmul, UnitCost
-from megalite.model.parameters import embedding_pair, head_unit, kv_replicas, layers_in
+from megalite.model.mtp import further_losses
+from megalite.model.mtp.cost import modules
+from megalite.model.parameters import embedding_pair
+from megalite.model.unit_numbers import head_unit, layers_in
 from megalite.parallel.pipeline.schedule import ActionKind, Schedule
 from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.spec import Segment
@@ -81,9 +84,9 @@ def _context(config: Config, sizes: Activations, number: int) -> float:
     for layer in layers_in(config.model, number):
         again = repeated(sizes.units, layer, config.train.recompute_of(layer))
         times = 1 + any(isinstance(step, AttentionCost) for step in again)
-        for ranks, each in sizes.units.exchanges:
-            forward = each.forward * sizes.width * times
-            total += ring(forward + each.backward * sizes.width + each.summed * sizes.accumulate, ranks)
+        for each in (each for block in sizes.units.layer(layer).blocks for each in block.exchanges):
+            values = each.forward * times + each.backward
+            total += ring(values * sizes.width + each.summed * sizes.accumulate, each.ranks)
     return total
 
 
@@ -103,7 +106,7 @@ class _Tensor:
         units, model, train = self.sizes.units, self.config.model, self.config.train
         unit, more = units.unit(number), 0.0
         if number == head_unit(model):  # each loss reduces maxima, sums and target logits
-            statistics = (4 if train.label_smoothing else 3) * (1 + model.mtp_layers)
+            statistics = (4 if train.label_smoothing else 3) * (1 + further_losses(model))
             more = ring(self.ranks * statistics * self.sizes.share.tokens * self.sizes.accumulate, self.ranks)
             unit = UnitCost(
                 (

@@ -12,6 +12,7 @@ from benchmarks import context_parts
 from megalite.config.dims import TILE, block_length, part_length
 from megalite.config.load import from_dict
 from megalite.mesh.mesh import MeshAxis
+from megalite.model.kinds import windows
 from megalite.parallel.context.balanced import KEYS, balanced, between_ranks, imbalance, visited
 from megalite.parallel.context.parts import PositionSegment, zigzag
 from megalite.parallel.context.rows import Cut
@@ -103,7 +104,7 @@ def test_imbalance_of_a_ring_is_that_of_each_hop():
 def test_parts_follow_the_documents_of_each_microbatch():
     sizes = {"parallel": {"cp": 4, "context": "gather", "context_parts": "balanced"}, "data": {"sequence_length": 61}}
     config = from_dict(sizes)
-    cuts = [Cut.of(config, MeshAxis("cp", rank, 4, (0, 1, 2, 3))) for rank in range(4)]
+    cuts = [Cut.of(config, MeshAxis("cp", rank, 4, (0, 1, 2, 3)), windows(config.model)) for rank in range(4)]
     tokens = torch.arange(61).unsqueeze(1).expand(-1, 2)
     for seed in range(3):
         starts = torch.from_numpy(drawn(61, 2, seed))

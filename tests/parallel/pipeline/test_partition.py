@@ -10,7 +10,7 @@ from megalite.assembly import parts as build
 from megalite.config.schema import Config
 from megalite.config.sections.model import ModelConfig
 from megalite.config.sections.parallel import ParallelConfig
-from megalite.model.cost import layer_costs
+from megalite.model.cost.flops import layer_costs
 from megalite.parallel.pipeline.partition import balanced
 
 

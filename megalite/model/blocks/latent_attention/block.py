@@ -29,10 +29,13 @@ from megalite_kernels.dropout import dropout
 from megalite_kernels.rotary import rotate
 from torch import Tensor
 
+from megalite.config.sections.model import ModelConfig
 from megalite.mesh.mesh import Mesh, MeshAxis
-from megalite.model.attention import Attention, Rotate
-from megalite.model.cost.context_parallel import latents_travel
+from megalite.model.block_kind import BlockSpec
+from megalite.model.blocks.attention.block import Attention, Rotate
+from megalite.model.blocks.latent_attention.context import latents_travel
 from megalite.model.forward_state import ForwardState, Site
+from megalite.model.layer_options import LayerOptions
 from megalite.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from megalite.parallel.context.parts import PositionSegments
 from megalite.parallel.microbatch import positions_of
@@ -190,8 +193,8 @@ class LatentAttention(Attention):
         keys, values = _KeysAndValues.apply(self.kv_up(latent, mask), key, self.heads, plain)
         return keys, values
 
-    def operation(self, state: ForwardState) -> dict[str, Any]:
-        options = super().operation(state)
+    def attention_options(self, state: ForwardState) -> dict[str, Any]:
+        options = super().attention_options(state)
         if self.latents_travel and state.part is not None:
             options["expand"] = partial(self._expand, state)
         return options
@@ -219,3 +222,10 @@ class LatentAttention(Attention):
             return None
         key = state.dropout_key(site, self.layer)
         return partial(dropout, key=key, samples=state.samples, positions=positions(), p=state.lora_dropout)
+
+
+def make(
+    model: ModelConfig, block: BlockSpec, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions
+) -> LatentAttention:
+    """Return the module of a block, see `BlockKind.make`."""
+    return LatentAttention(model, block, weights, mesh, options)

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from megalite.config.sections.model import ModelConfig
 from megalite.mesh.mesh import Mesh
-from megalite.model.attention import Attention
+from megalite.model.block_kind import BlockSpec
+from megalite.model.blocks.attention.block import Attention, attention_over
 from megalite.model.forward_state import ForwardState
 from megalite.model.layer_options import LayerOptions
 from megalite.parallel.weight import Weight
@@ -51,11 +52,16 @@ class SinkAttention(Attention):
     """`Attention` with a sink in each head."""
 
     def __init__(
-        self, model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions
+        self,
+        model: ModelConfig,
+        block: BlockSpec,
+        weights: Mapping[str, Weight],
+        mesh: Mesh,
+        options: LayerOptions,
     ):
-        super().__init__(model, layer, weights, mesh, options)
-        self.sinks = weights[f"layers.{layer}.attention.sinks.weight"]  # [heads/tp]
-        self.attend = options.attention_over(mesh) or _AttentionWithSinks.apply
+        super().__init__(model, block, weights, mesh, options)
+        self.sinks = weights[f"{block.name}.sinks.weight"]  # [heads/tp]
+        self.attend = attention_over(options, mesh) or _AttentionWithSinks.apply
 
-    def operation(self, state: ForwardState) -> dict[str, Any]:
-        return {**super().operation(state), "sinks": self.sinks}
+    def attention_options(self, state: ForwardState) -> dict[str, Any]:
+        return {**super().attention_options(state), "sinks": self.sinks}

@@ -14,15 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalite.config.sections.model import ModelConfig
 from megalite.mesh.mesh import Mesh
+from megalite.model.block_kind import BlockSpec
+from megalite.model.block_module import BlockModule, Operation
+from megalite.model.blocks.feed_forward.block import FeedForward
+from megalite.model.blocks.mixture.balance import Balance, RouterState
 from megalite.model.forward_state import ForwardState
 from megalite.model.layer_options import LayerOptions
-from megalite.model.parameters import layer_count
-from megalite.model.transformer import FeedForward
-from megalite.parallel.expert.balance import Balance, RouterState
+from megalite.model.mtp import layer_count
 from megalite.parallel.expert.choice import ExpertChoice, choose, in_best_groups
 from megalite.parallel.expert.dispatch import make_dispatch
 from megalite.parallel.expert.grouped_matmul import Experts
@@ -34,14 +36,19 @@ from megalite.parallel.weight import Weight
 TINY = 1e-20  # sigmoid scores may all be 0; sums of probabilities are too large to be changed by it
 
 
-class MixtureOfExperts(nn.Module):
+class MixtureOfExperts(BlockModule):
     """[seq (/tp), batch, hidden] -> the same shape, as `FeedForward`. With tp > 1 the sequence is split."""
 
     def __init__(
-        self, model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions
+        self,
+        model: ModelConfig,
+        block: BlockSpec,
+        weights: Mapping[str, Weight],
+        mesh: Mesh,
+        options: LayerOptions,
     ):
         super().__init__()
-        name = f"layers.{layer}.mlp"
+        name, layer = block.name, block.layer
         weight_in = weights[f"{name}.experts.in.weight"]
         self.model, self.layer, self.keeps_choice = model, layer, options.recomputes_experts
         # the index of this rank's part of the sequence
@@ -62,7 +69,7 @@ class MixtureOfExperts(nn.Module):
             self.capacity = Capacity(model.expert_capacity_factor, mesh.sequence, mesh.tp.size)
         self.shared = self.shared_gate = None
         if model.shared_expert_intermediate_size:
-            self.shared = FeedForward(model, layer, weights, mesh, options, "mlp.shared")
+            self.shared = FeedForward(model, layer, f"{name}.shared", weights, mesh, options)
             gate = weights.get(f"{name}.shared_gate.weight")
             self.shared_gate = Router(gate) if gate is not None else None
 
@@ -90,6 +97,9 @@ class MixtureOfExperts(nn.Module):
         shared = None if self.shared is None else self._shared(x, rows, state)
         out = self.dispatch.run(rows, weights, choice, self.experts).view_as(x)
         return out if shared is None else out + shared
+
+    def operations(self) -> Mapping[str, Operation]:
+        return {"experts": self}
 
     def _record(self, state: ForwardState, statistics: Tensor) -> None:
         """Record the layer's statistics in the tensor of all layers, [layers, experts + 3]."""
@@ -124,3 +134,10 @@ class MixtureOfExperts(nn.Module):
         if self.shared_gate is None:
             return out
         return out * self.shared_gate(rows).sigmoid().to(x.dtype).view(*x.shape[:-1], 1)
+
+
+def make(
+    model: ModelConfig, block: BlockSpec, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions
+) -> MixtureOfExperts:
+    """Return the module of a block, see `BlockKind.make`."""
+    return MixtureOfExperts(model, block, weights, mesh, options)

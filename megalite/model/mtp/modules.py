@@ -18,9 +18,9 @@ their part of the sequence with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -28,22 +28,19 @@ from torch import Tensor, nn
 from megalite.config.schema import Config
 from megalite.mesh.mesh import Mesh, MeshAxis
 from megalite.model.forward_state import Dropout, ForwardState, Site
+from megalite.model.layer import make_layer, make_norm
 from megalite.model.layer_options import LayerOptions
-from megalite.model.parameters import layer_count
-from megalite.model.transformer import make_layer, make_norm
+from megalite.model.mtp import further_losses, module_layers
+from megalite.model.mtp.statistics import STATISTIC
 from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.microbatch import IGNORE_INDEX, Microbatch
-from megalite.parallel.spec import Rectangle
 from megalite.parallel.tensor.cross_entropy import CrossEntropy
 from megalite.parallel.tensor.embedding import ParallelEmbedding
 from megalite.parallel.tensor.linear import ColumnParallelLinear
 from megalite.parallel.weight import Weight
 
 if TYPE_CHECKING:
-    from megalite.model.router_states import Routers
     from megalite.model.stage import Head
-
-STATISTIC = "mtp"
 
 
 class MtpModule(nn.Module):
@@ -86,13 +83,14 @@ class MultiTokenPrediction(nn.Module):
     ):
         super().__init__()
         model, options = config.model, LayerOptions.of(config, 0, ops)
-        self.loss, self.weight = loss, config.train.mtp_weight / model.mtp_layers
+        self.loss, self.weight = loss, config.train.mtp_weight / further_losses(model)
         self.embedding = ParallelEmbedding(
             weights["embedding.weight"], None, mesh.tp, options.sequence_parallel, model.embedding_scale
         )
         self.embedding.first_stage = False
-        indices = range(model.num_hidden_layers, layer_count(model))
-        self.predictors = nn.ModuleList(MtpModule(config, index, weights, mesh, ops) for index in indices)
+        self.predictors = nn.ModuleList(
+            MtpModule(config, index, weights, mesh, ops) for index in module_layers(model)
+        )
 
     def forward(
         self, x: Tensor, head: Head, microbatch: Microbatch, state: ForwardState
@@ -120,42 +118,3 @@ class MultiTokenPrediction(nn.Module):
             statistics.append(torch.stack([token_losses, (targets != IGNORE_INDEX).sum().double()]))
         state.statistics[STATISTIC] = torch.stack(statistics)  # [modules, 2]
         return own, total
-
-
-class MultiTokenStatistics:
-    """Metrics of the MTP modules' losses, and of routers if there are any.
-
-    Has the interface of `Routers`.
-    """
-
-    def __init__(self, modules: int, routers: Routers | None, mesh: Mesh, device: torch.device):
-        # tp ranks have the same losses
-        self.modules, self.routers, self.counts = modules, routers, mesh.tp.rank == 0
-        self._zeros = torch.zeros(2 * modules, dtype=torch.float64, device=device)
-
-    def own(self, statistics: Mapping[str, Tensor]) -> Tensor:
-        """Return the statistics of this rank, flattened.
-
-        Statistics of routers come first, then each module's sum of token losses and number of targets.
-        """
-        own = statistics[STATISTIC].flatten() if self.counts and STATISTIC in statistics else self._zeros
-        return own if self.routers is None else torch.cat([self.routers.own(statistics), own])
-
-    def learn(self, totals: Tensor | None, tokens: int, applied: bool) -> dict[str, Any]:
-        """Return the metrics of a step; routers learn from it. Arguments as for `Routers`."""
-        assert totals is not None, "the totals of a step are known before routers learn from it"
-        of_routers, own = totals[: -2 * self.modules], totals[-2 * self.modules :].view(-1, 2)  # [modules, 2]
-        losses = (own[:, 0] / own[:, 1].clamp(min=1)).tolist()
-        metrics: dict[str, Any] = {}
-        if self.routers is not None:
-            metrics |= self.routers.learn(of_routers, tokens, applied)
-        metrics["mtp_loss"] = sum(losses) / len(losses)
-        if len(losses) > 1:
-            metrics["mtp_losses"] = losses
-        return metrics
-
-    def learned(self) -> list[Rectangle]:
-        return [] if self.routers is None else self.routers.learned()
-
-    def rectangles(self) -> Iterator[Rectangle]:
-        yield from () if self.routers is None else self.routers.rectangles()

@@ -7,7 +7,7 @@ context parallelism in `parallel.context`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 from megalite.config.sections.model import ModelConfig
 from megalite.mesh.mesh import Mesh
+from megalite.model.block_kind import BlockSpec
+from megalite.model.block_module import BlockModule, Operation
+from megalite.model.blocks.attention.parameters import kv_replicas
 from megalite.model.forward_state import ForwardState, Site
-from megalite.model.layer_options import Caller, LayerOptions, call
-from megalite.model.parameters import kv_replicas
+from megalite.model.layer_options import LayerOptions
 from megalite.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.tensor.norm import EachHeadLayerNorm, FullWidthRMSNorm, RMSNorm
 from megalite.parallel.weight import Weight
@@ -85,26 +87,42 @@ class _Attention(torch.autograd.Function):
         return (*attention_backward(grads[0], q, k, v, out, tuple(saved), **ctx.options), None)
 
 
-class Attention(nn.Module):
+def attention_over(options: LayerOptions, mesh: Mesh) -> Callable[..., Tensor] | None:
+    """Return the attention operation under context parallelism, or None if cp is 1.
+
+    Each rank's part of a sequence attends to the whole sequence (`parallel.context`).
+    """
+    if mesh.cp.size == 1:
+        return None
+    from megalite.parallel.context import attend
+
+    return attend.attention_over(mesh.cp, options.context, mesh.cp_levels)
+
+
+class Attention(BlockModule):
     """Self-attention: [seq (/tp), batch, hidden] -> the same shape.
 
     Under sequence parallelism each tp rank has seq/tp positions.
     """
 
     def __init__(
-        self, model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions
+        self,
+        model: ModelConfig,
+        block: BlockSpec,
+        weights: Mapping[str, Weight],
+        mesh: Mesh,
+        options: LayerOptions,
     ):
         super().__init__()
-        name = f"layers.{layer}.attention"
+        name, layer = block.name, block.layer
         tp, sequence_parallel = mesh.tp, options.sequence_parallel
         self.layer, self.model_config, self.options = layer, model, options
-        self.call: Caller = call  # of the operations that `model.recomputation` may recompute
         self.heads = model.num_attention_heads // tp.size
         self.first_head = self.heads * tp.rank  # global index: part of the key of attention dropout
         self.uses_rope, self.local_rope = model.uses_rope(layer), model.local_rope(layer)
         bias = weights.get(f"{name}.out.bias")
         self.out = RowParallelLinear(weights[f"{name}.out.weight"], bias, tp, sequence_parallel)
-        self.attend = options.attention_over(mesh) or _Attention.apply
+        self.attend = attention_over(options, mesh) or _Attention.apply
         self.make_projections(name, weights, mesh)
 
     def make_projections(self, name: str, weights: Mapping[str, Weight], mesh: Mesh) -> None:
@@ -130,12 +148,19 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, state: ForwardState) -> Tensor:
         # [seq, batch, heads/tp, head_dim]; k and v with this rank's key-value heads
-        q, k, v = self.call("project", self.project, x, state)
+        q, k, v = self.call(self.project, x, state)
         # [seq, batch, heads/tp, head_dim]
-        out = self.call("attend", self.attend, q, k, v, self.operation(state))
+        out = self.call(self.attend, q, k, v, self.attention_options(state))
         # row-parallel: summed over tp
         mask = state.adapter_mask(Site.OUT_ADAPTER, self.layer)
-        return self.call("out", self.out, out.flatten(-2), mask)
+        return self.call(self.out, out.flatten(-2), mask)
+
+    def operations(self) -> Mapping[str, Operation]:
+        return {"qkv": self.project, "attention": self.attend}
+
+    @property
+    def last(self) -> Operation:
+        return self.out
 
     def project(self, x: Tensor, state: ForwardState) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of this rank's heads, normalized and rotated.
@@ -163,7 +188,7 @@ class Attention(nn.Module):
             return None
         return state.local_rotary if self.local_rope else state.rotary
 
-    def operation(self, state: ForwardState) -> dict[str, Any]:
+    def attention_options(self, state: ForwardState) -> dict[str, Any]:
         """Return the keyword arguments of the attention operation."""
         model, dropout = self.model_config, None
         if model.attention_dropout and state.training:
@@ -182,3 +207,14 @@ class Attention(nn.Module):
             "recompute": self.options.recomputes_scores or not torch.is_grad_enabled(),
         }
         return options if state.part is None else {**options, "part": state.part}
+
+
+def make(
+    model: ModelConfig, block: BlockSpec, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions
+) -> Attention:
+    """Return the module of a block, see `BlockKind.make`."""
+    if not model.attention_sinks:
+        return Attention(model, block, weights, mesh, options)
+    from megalite.model.blocks.attention.sinks import SinkAttention
+
+    return SinkAttention(model, block, weights, mesh, options)

@@ -1,8 +1,8 @@
-"""The description of the modules of multi-token prediction (`model.multi_token`).
+"""The description of the modules of multi-token prediction (`mtp.modules`).
 
 A module looks up tokens as the embedding does, joins them with the output of a norm, and has a layer and
-logits. The head keeps that output as well, unless it computes its loss in chunks (`planning.activations`
-counts it then).
+logits. The head keeps that output as well, unless it computes its loss in chunks
+(`planner.memory.activations` counts it then).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megalite.model.cost.records import BlockCost, Buffer, Elementwise, LocalMatmul, UnitCost
-from megalite.model.parameters import layer_count
+from megalite.model.mtp import module_layers
 
 if TYPE_CHECKING:
     from megalite.model.cost.units import Units
@@ -31,11 +31,12 @@ def joining(units: Units) -> UnitCost:
     matmul = LocalMatmul(
         "mtp.eh_proj", share.own_tokens, hidden, 2 * hidden, 2 * hidden * hidden, "outputs", ranks=ranks
     )
-    return UnitCost((BlockCost(norms, (matmul,), workspace=(Buffer("gradients of both", 4 * own),)),))
+    return UnitCost((BlockCost((matmul,), (Buffer("gradients of both", 4 * own),), before=norms),))
 
 
 def modules(units: Units) -> list[tuple[UnitCost, UnitCost, UnitCost, UnitCost]]:
     """Return the lookup, the joining part, the layer, and the norm with logits of each module."""
-    model = units.model
-    indices = range(model.num_hidden_layers, layer_count(model))
-    return [(units.embedding(), joining(units), units.layer(index), units.head()) for index in indices]
+    return [
+        (units.embedding(), joining(units), units.layer(index), units.head())
+        for index in module_layers(units.model)
+    ]

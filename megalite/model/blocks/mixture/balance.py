@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megalite.config.sections.model import ModelConfig
 from megalite.mesh.mesh import MeshAxis
+from megalite.model.kinds import layers_of
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.expert.choice import ExpertChoice, best
 from megalite.parallel.microbatch import IGNORE_INDEX
@@ -95,7 +96,8 @@ class Balance:
     def __init__(self, model: ModelConfig, state: RouterState, sequence: MeshAxis):
         self.model, self.state, self.sequence = model, state, sequence
         # modules of multi-token prediction are not counted
-        self.layers = max(sum(map(model.is_mixture, range(model.num_hidden_layers))), 1)
+        layers = layers_of(model, "mixture")
+        self.layers = max(sum(layer < model.num_hidden_layers for layer in layers), 1)
         self.by_sequence = model.router_balance == "sequence" or (
             model.router_balance == "bias" and model.router_aux_loss_coef > 0
         )

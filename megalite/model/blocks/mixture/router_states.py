@@ -1,6 +1,6 @@
 """States of a model's routers, and metrics of their load balance.
 
-A step's statistics, summed over all ranks (`parallel.expert.balance`), arrive with the gradient norm. Every
+A step's statistics, summed over all ranks (`balance`), arrive with the gradient norm. Every
 rank computes the same new states of all layers from them, so a checkpoint stores them once. A skipped step
 changes nothing.
 
@@ -11,15 +11,19 @@ the optimizer, which the device runs at that time.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megalite.config.schema import Config
 from megalite.config.sections.model import ModelConfig
-from megalite.model.parameters import layer_count
-from megalite.model.stage import Stage
-from megalite.parallel.expert.balance import AUXILIARY, DROPPED, RouterState, Z
+from megalite.model.block_module import BlockModule
+from megalite.model.blocks.mixture.balance import AUXILIARY, DROPPED, RouterState, Z
+from megalite.model.blocks.mixture.block import MixtureOfExperts
+from megalite.model.kinds import layers_of
+from megalite.model.mtp import layer_count
 from megalite.parallel.spec import Rectangle
 from megalite.system.pinned_memory import copy_later
 
@@ -35,18 +39,16 @@ class Routers:
     A checkpoint may overwrite the rectangles: the next step reads them from the device once.
     """
 
-    def __init__(self, model: ModelConfig, stages: Iterable[Stage], device: torch.device):
-        from megalite.model.moe import MixtureOfExperts
-
+    def __init__(self, model: ModelConfig, blocks: Iterable[BlockModule], device: torch.device):
         self.model, self.count = model, layer_count(model)
-        self.layers = [layer for layer in range(self.count) if model.is_mixture(layer)]
+        self.layers = layers_of(model, "mixture")
         start = RouterState.start(model, device)
         self.load, self.bias = start.load.repeat(self.count, 1), start.bias.repeat(self.count, 1)
         self._host: RouterState | None = None  # a copy in CPU memory; None: to be read from the device
-        for stage in stages:
-            for module in stage.modules():
-                if isinstance(module, MixtureOfExperts):
-                    module.balance.state = self.state(module.layer)
+        self.size = self.count * (self.load.shape[1] - AUXILIARY)
+        for block in blocks:
+            assert isinstance(block, MixtureOfExperts)
+            block.balance.state = self.state(block.layer)
 
     def state(self, layer: int) -> RouterState:
         return RouterState(self.load[layer], self.bias[layer])
@@ -56,7 +58,7 @@ class Routers:
         zeros = self.load.new_zeros(self.count, self.load.shape[1] - AUXILIARY)
         return statistics.get("router", zeros).flatten()
 
-    def learn(self, totals: Tensor | None, tokens: int, applied: bool) -> dict[str, Any]:
+    def learn(self, totals: Tensor, tokens: int, applied: bool) -> dict[str, Any]:
         """Learn from a step, and return its metrics.
 
         Args:
@@ -64,7 +66,6 @@ class Routers:
             tokens: number of valid tokens of the global batch.
             applied: whether the step was applied; routers do not learn from a skipped one.
         """
-        assert totals is not None, "the totals of a step are known before routers learn from it"
         rows = totals.view(self.count, -1)
         if self._host is None:
             self._host = RouterState(self.load.to("cpu", copy=True), self.bias.to("cpu", copy=True))
@@ -116,7 +117,14 @@ class Routers:
         """
         self._host = None
         for name, values in (("load", self.load), ("bias", self.bias)):
-            own, mtp = values.split((self.model.num_hidden_layers, self.model.mtp_layers))
+            own, mtp = values.tensor_split((self.model.num_hidden_layers,))
             yield Rectangle(f"{KIND}/{name}", tuple(own.shape), (0, 0), own)
             if len(mtp):
                 yield Rectangle(f"{KIND}/{MTP}{name}", tuple(mtp.shape), (0, 0), mtp)
+
+
+def routers(config: Config, blocks: Iterable[BlockModule], device: torch.device) -> Routers:
+    """Return the states of a model's routers, see `BlockKind.statistics`."""
+    # Biases are frozen with the weights: PEFT's files of adapters have no place for them.
+    rate = 0.0 if config.lora.rank else config.model.router_bias_rate
+    return Routers(replace(config.model, router_bias_rate=rate), blocks, device)

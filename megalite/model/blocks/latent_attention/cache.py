@@ -14,45 +14,48 @@ the cache over cp.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from megalite.model.latent_attention import LatentAttention
+from megalite.model.block_module import BlockModule
+from megalite.model.blocks.attention.cache import CachedAttention, KeyValueStore, within_prompts
+from megalite.model.blocks.latent_attention.block import LatentAttention
+from megalite.model.blocks.latent_attention.context import latent_width
+from megalite.model.forward_state import ForwardState
+from megalite.model.row_cache import CachedBlock, RowCache
 
-if TYPE_CHECKING:
-    from megalite.generation.cache import CachedState
 
-
-class LatentReader:
-    """Attention of one layer with latent attention through the cache.
+class CachedLatentAttention(CachedAttention):
+    """Latent attention through the cache.
 
     Args:
-        layer: its attention, whose weights do not change any more.
+        attention: its weights do not change any more.
     """
 
-    def __init__(self, layer: LatentAttention):
-        self.layer, self.plain = layer, layer.model_config.qk_nope_head_dim
+    def __init__(self, attention: LatentAttention):
+        super().__init__(attention)
+        self.layer, self.plain = attention, attention.model_config.qk_nope_head_dim
         self._matrix: Tensor | None = None
 
-    def attend(self, x: Tensor, state: CachedState) -> Tensor:
-        """Compute the output of this rank's heads, [seq, batch, heads/tp, value_size].
+    def new_store(self, rows: int, capacity: int, dtype: torch.dtype, device: torch.device) -> KeyValueStore:
+        model = self.layer.model_config
+        slots = min(model.window(self.layer.layer) or capacity, capacity)
+        keys = torch.zeros(rows, 1, slots + 1, latent_width(model), dtype=dtype, device=device)
+        return KeyValueStore(keys, keys[..., : model.kv_lora_rank])
 
-        x: [seq, batch, hidden].
-        """
-        layer, cache = self.layer, state.cache
+    def attend(self, x: Tensor, state: ForwardState, cache: RowCache) -> Tensor:
+        """Return the output of this rank's heads, [seq, batch, heads/tp, value_size]."""
+        layer, store, options = self.layer, cache.store(self), self.layer.attention_options(state)
         queries, (latent, key) = layer.queries(x, state), layer.latent(x, state)
-        options = layer.operation(state)
         # [seq, batch, kv_lora_rank + qk_rope_head_dim]
-        whole = cache.whole(torch.cat((latent, key), -1), options)
-        cache.store(layer.layer, whole.unsqueeze(2), whole.unsqueeze(2))
+        whole = cache.whole(torch.cat((latent, key), -1), state.part)
+        store.write(cache, whole.unsqueeze(2), whole.unsqueeze(2))
         if cache.reads_prompts:
             whole_latent, whole_key = whole.split((latent.shape[-1], key.shape[-1]), -1)
             k, v = layer.keys_and_values(whole_latent, whole_key, None)
-            return cache.within_prompts(queries, k, v, options)
+            return within_prompts(queries, k, v, options)
         # [1, batch, heads, kv_lora_rank]
-        out = cache.look_up(layer.layer, self._absorbed(queries), options)
+        out = store.look_up(cache, self._absorbed(queries), options)
         return torch.einsum("sbhr,hvr->sbhv", out, self.matrix[:, self.plain :])
 
     def _absorbed(self, queries: Tensor) -> Tensor:
@@ -79,3 +82,9 @@ class LatentReader:
                 )
             self._matrix = whole.unflatten(0, (self.layer.heads, -1))
         return self._matrix
+
+
+def cached(block: BlockModule) -> CachedBlock:
+    """Return the block that generation uses, see `BlockKind.cached`."""
+    assert isinstance(block, LatentAttention)
+    return CachedLatentAttention(block)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from megalite.model.block_kind import BlockSpec
+from megalite.model.blocks.feed_forward.cost import feed_forward
+from megalite.model.cost.recomputed import Group, Operation
 from megalite.model.cost.records import BlockCost, Buffer, Elementwise, LocalMatmul, Matmul
 
 if TYPE_CHECKING:
     from megalite.model.cost.units import Units
 
 
-def local_matmuls(units: Units) -> list[LocalMatmul]:
+def _local_matmuls(units: Units, slot: str) -> list[LocalMatmul]:
     """Return the router and both matmuls of the experts for one rank's tokens."""
     model, share = units.model, units.share
     ranks, k, hidden, experts = (
@@ -25,7 +29,7 @@ def local_matmuls(units: Units) -> list[LocalMatmul]:
         lora = units.lora
         rank = lora.rank_of(name) if lora.adapts(name) else 0
         return LocalMatmul(
-            f"mlp.{name}",
+            f"{slot}.{name}",
             rows,
             outputs,
             inputs,
@@ -48,13 +52,13 @@ def local_matmuls(units: Units) -> list[LocalMatmul]:
     ]
 
 
-def mixture_block(units: Units, matmuls: dict[str, Matmul]) -> BlockCost:
-    """Return the description of a mixture: router, experts and the shared expert.
+def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> BlockCost:
+    """Return the description of the block, see `BlockKind.cost`: router, experts and the shared expert.
 
     It keeps logits and probabilities, the choice of experts, and the rows before and after the experts.
     """
     model, share, own = units.model, units.share, units.own
-    router, into, down = local_matmuls(units)
+    router, into, down = _local_matmuls(units, block.slot)
     forward, backward = (3, 6) if model.gated_mlp else (2, 4)
     inner, sent = into.rows * model.expert_width, into.rows * model.hidden_size
     routing = Elementwise(
@@ -77,11 +81,10 @@ def mixture_block(units: Units, matmuls: dict[str, Matmul]) -> BlockCost:
     combine = Elementwise((sent + summed,), (2 * sent + summed,), (Buffer("rows from the experts", sent),))
     workspace = [Buffer("gradients of the experts", own + 2 * sent + 2 * inner + into.rows * into.outputs)]
     steps = (router, routing, spread, into, activation, down, combine)
-    before, after = units.around(into, is_first=False)
-    if "mlp.shared.in" in matmuls:
-        shared = units.feed_forward(matmuls["mlp.shared.in"], matmuls["mlp.shared.down"])
+    if f"{block.slot}.shared.in" in matmuls:
+        shared = feed_forward(units, matmuls[f"{block.slot}.shared.in"], matmuls[f"{block.slot}.shared.down"])
         gate = LocalMatmul(
-            "mlp.shared_gate",
+            f"{block.slot}.shared_gate",
             share.own_tokens,
             1,
             model.hidden_size,
@@ -92,4 +95,10 @@ def mixture_block(units: Units, matmuls: dict[str, Matmul]) -> BlockCost:
         )
         steps = (*steps, *shared.steps, *((gate,) if model.shared_expert_gate else ()))
         workspace += shared.workspace
-    return BlockCost(before, steps, after, units.dropped, tuple(workspace))
+    return BlockCost(steps, tuple(workspace), keeps_input=into.keeps_input)
+
+
+def recomputed(cost: BlockCost) -> list[Group]:
+    """Return what the backward can compute again: the whole mixture."""
+    kept = tuple(buffer for step in (*cost.steps, cost.after) for buffer in step.kept)
+    return [(Operation(("experts",), kept, (*cost.steps, cost.after)),)]

@@ -7,30 +7,13 @@ those of its positions. The exchanged values are those of the table in docs/cont
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from megalite.model.cost.records import Buffer, Share
-
-if TYPE_CHECKING:
-    from megalite.config.sections.model import ModelConfig
+from megalite.model.cost.records import Buffer, ContextExchange, Share
 
 FP32_COPIES = {"gather": 3, "ring": 4}
 """Gradients of keys and values that exist at once. gather: as computed, stacked, ordered by rank. ring: of
 the rank's own part, of the part that is there, as computed, and on their way."""
-
-
-class ContextExchange(NamedTuple):
-    """Number of values that are exchanged over cp; a rank sends (cp − 1) / cp of them.
-
-    Attributes:
-        forward: at the compute dtype, again wherever the forward is recomputed.
-        backward: at the compute dtype.
-        summed: gradients, in at least fp32, in backward.
-    """
-
-    forward: int = 0
-    backward: int = 0
-    summed: int = 0
 
 
 class Heads(NamedTuple):
@@ -45,21 +28,6 @@ class Heads(NamedTuple):
     size: int
     value_size: int
     latent: int = 0
-
-
-def latents_travel(model: ModelConfig, method: str, cp: int, tp: int, sequence_parallel: bool) -> bool:
-    """Return whether attention over cp exchanges latents, from which each rank computes keys and values.
-
-    It does where a rank sends fewer bytes so. The matmuls that are added take about kv_lora_rank operations
-    per byte that is saved, and a GPU computes more than those while a byte passes its links (an H100 over
-    NVLink about 1,300).
-    """
-    if model.kv_lora_rank is None or cp == 1 or method == "ulysses":
-        return False
-    keys_and_values = model.num_attention_heads // tp * (model.head_size + model.value_size)
-    # each has the latents of a part of the tokens, but keys and values of all
-    senders = tp if sequence_parallel else 1
-    return model.kv_lora_rank + model.qk_rope_head_dim < keys_and_values * senders
 
 
 def levels(share: Share, heads: Heads) -> tuple[tuple[Share, Heads], ...]:
@@ -101,9 +69,17 @@ def exchange(share: Share, heads: Heads) -> ContextExchange:
         return ContextExchange()
     if share.context == "ulysses":  # queries, keys and values there, the output back
         values = share.tokens * (heads.query + _kv_copies(share, heads)) * (heads.size + heads.value_size)
-        return ContextExchange(values, values)
-    values = share.own_tokens * share.cp * heads.latent if heads.latent else _whole(share, heads)
-    return ContextExchange(values, values, values)
+        return ContextExchange("ulysses", share.cp, values, values)
+    if heads.latent:  # all-gathered by either method
+        values = share.own_tokens * share.cp * heads.latent
+        return ContextExchange("gather", share.cp, values, values, values)
+    values, merged = _whole(share, heads), share.tokens * heads.query * heads.value_size
+    return ContextExchange(share.context, share.cp, values, values, values, merged)
+
+
+def exchanges(share: Share, heads: Heads) -> tuple[ContextExchange, ...]:
+    """Return the exchange of each level, or none without context parallelism."""
+    return () if share.cp == 1 else tuple(exchange(*level) for level in levels(share, heads))
 
 
 def workspace(share: Share, heads: Heads) -> tuple[Buffer, ...]:

@@ -1,0 +1,22 @@
+"""Multi-head latent attention (MLA): keys and values are computed from a narrow latent of each token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megalite.model.block_kind import BlockSpec
+from megalite.model.blocks.attention import AttentionKind
+from megalite.model.blocks.latent_attention import parameters
+from megalite.parallel.spec import ParamSpec
+
+if TYPE_CHECKING:
+    from megalite.model.spec_builder import SpecBuilder
+
+
+class LatentAttentionKind(AttentionKind):
+    """Attention whose keys and values are computed from latents."""
+
+    name = "latent_attention"
+
+    def specs(self, build: SpecBuilder, block: BlockSpec) -> list[ParamSpec]:
+        return parameters.specs(build, block.name)

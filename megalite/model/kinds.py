@@ -1,0 +1,101 @@
+"""The kinds of blocks, and which blocks a layer consists of.
+
+`KINDS` is open: `register` adds a kind, whose name `model.layer_blocks` may then have. The facts that other
+rooms need about a model's blocks are offered here under general names.
+"""
+
+from __future__ import annotations
+
+from megalite.config.recompute import OPERATIONS
+from megalite.config.sections.lora import PROJECTIONS
+from megalite.config.sections.model import LAYER_BLOCKS, ModelConfig
+from megalite.model.block_kind import BlockKind, BlockSpec
+from megalite.model.blocks.attention import AttentionKind
+from megalite.model.blocks.feed_forward import FeedForwardKind
+from megalite.model.blocks.latent_attention import LatentAttentionKind
+from megalite.model.blocks.mixture import MixtureKind
+from megalite.model.cost.records import Dispatch
+from megalite.model.mtp import layer_count
+
+KINDS: dict[str, BlockKind] = {}
+"""Name → kind. `register` adds one."""
+INPUT_NORMS = {"attention": "input_norm", "mlp": "mlp_norm"}
+"""Slot → the stored name of the norm of its input."""
+
+
+def register(kind: BlockKind) -> None:
+    """Add a kind, with its operations of `train.recompute` and the matrices that adapters may adapt.
+
+    A kind that is registered again replaces the one with its name.
+    """
+    KINDS[kind.name] = kind
+    LAYER_BLOCKS.add(kind.name)
+    OPERATIONS.update(kind.operations)
+    PROJECTIONS.extend(role for role in kind.projections if role not in PROJECTIONS)
+
+
+for _kind in (AttentionKind(), LatentAttentionKind(), FeedForwardKind(), MixtureKind()):
+    register(_kind)
+
+
+def kinds_of_layer(model: ModelConfig, layer: int) -> list[str]:
+    """Return the names of the kinds of a layer's blocks (0-based), in the order of the forward."""
+    if model.layer_blocks is not None and layer < model.num_hidden_layers:
+        return model.layer_blocks[layer].split("+")
+    attention = "attention" if model.kv_lora_rank is None else "latent_attention"
+    return [attention, "mixture" if model.is_mixture(layer) else "feed_forward"]
+
+
+def blocks_of(model: ModelConfig, layer: int) -> tuple[BlockSpec, ...]:
+    """Return the blocks of a layer (0-based), in the order of the forward."""
+    before, after = model.norm_placement != "post", model.norm_placement != "pre"
+    blocks: list[BlockSpec] = []
+    for name in kinds_of_layer(model, layer):
+        slot = KINDS[name].slot
+        beside = model.parallel_block != "none" and len(blocks) > 0
+        shares_norm = beside and model.parallel_block == "shared_norm"
+        norm = INPUT_NORMS[slot] if before and not shares_norm else None
+        blocks.append(BlockSpec(name, layer, slot, norm, after, beside))
+    return tuple(blocks)
+
+
+def block_kinds(model: ModelConfig) -> list[BlockKind]:
+    """Return the kinds that a model's layers have, in the order of their first block."""
+    names = [name for layer in range(layer_count(model)) for name in kinds_of_layer(model, layer)]
+    return [KINDS[name] for name in dict.fromkeys(names)]
+
+
+def layers_of(model: ModelConfig, kind: str) -> list[int]:
+    """Return the layers (0-based) that have a block of a kind, with those of MTP modules."""
+    return [layer for layer in range(layer_count(model)) if kind in kinds_of_layer(model, layer)]
+
+
+def dispatches_of(model: ModelConfig, layer: int) -> list[Dispatch]:
+    """Return what the blocks of a layer (0-based) send over the ranks of `parallel.ep`."""
+    dispatches = (KINDS[name].dispatch(model) for name in kinds_of_layer(model, layer))
+    return [dispatch for dispatch in dispatches if dispatch is not None]
+
+
+def dispatch_of(model: ModelConfig) -> Dispatch | None:
+    """Return what the blocks of a model send over the ranks of `parallel.ep`, or None."""
+    dispatches = (kind.dispatch(model) for kind in block_kinds(model))
+    return next((dispatch for dispatch in dispatches if dispatch is not None), None)
+
+
+def dispatching_layers(model: ModelConfig) -> list[int]:
+    """Return the layers (0-based) with blocks that use the ranks of `parallel.ep`, without MTP modules."""
+    return [layer for layer in range(model.num_hidden_layers) if dispatches_of(model, layer)]
+
+
+def learns_from_steps(model: ModelConfig) -> bool:
+    """Return whether the forward of a step depends on sums of the step before besides its gradients."""
+    return any(kind.learns(model) for kind in block_kinds(model))
+
+
+def windows(model: ModelConfig) -> list[int | None]:
+    """Return how many positions back a token looks in each layer, at most; None: to the start."""
+    widths: list[int | None] = []
+    for layer in range(model.num_hidden_layers):
+        own = [KINDS[name].window(model, layer) for name in kinds_of_layer(model, layer)]
+        widths.append(next((window for window in own if window is not None), None))
+    return widths

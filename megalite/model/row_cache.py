@@ -1,0 +1,146 @@
+"""The cache of generation: what blocks keep of the tokens that a model has read, so that the next token of a
+row costs one position.
+
+Rows may have different lengths. A pass reads either whole rows from their start (prompts), padded after their
+ends, where no token looks, or one token of each row. A block keeps its own data in a store; this module knows
+which rows and positions a pass has. Each tp rank keeps what it computes, each stage that of its layers. Each
+cp rank keeps whole rows: of a prompt it computes its part, and all-gathers what it keeps
+(`parallel.context.gathered`). Nothing else here communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megalite.mesh.mesh import MeshAxis
+from megalite.model.block_module import BlockModule
+from megalite.model.forward_state import ForwardState
+from megalite.parallel.context.gathered import whole
+from megalite.parallel.context.parts import SequencePart
+
+ROUND_UP = 64
+
+
+def padded(length: int) -> int:
+    """Round a length up to a multiple of ROUND_UP.
+
+    Rotary tables and matrix-product kernels are reused if there are few shapes.
+    """
+    return -(-length // ROUND_UP) * ROUND_UP
+
+
+class BlockStore(Protocol):
+    """What one block keeps of a batch of rows."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class CachedBlock(BlockModule):
+    """A block in generation: reads and extends its store of the `RowCache` in a `CachedState`."""
+
+    def new_store(self, rows: int, capacity: int, dtype: torch.dtype, device: torch.device) -> BlockStore:
+        """Allocate a store for a number of rows.
+
+        Args:
+            capacity: maximum number of positions of a row.
+        """
+        raise NotImplementedError
+
+
+class CacheSlots(NamedTuple):
+    """The slots of a store that keep the tokens of one pass, and the slots that they look at.
+
+    Position p of a row is in slot p mod slots: a store with as many slots as a window overwrites the position
+    that has just left it. The next token of a row looks at the first min(length, slots) slots.
+    """
+
+    rows: Tensor  # [batch, 1]
+    slot: Tensor  # [batch, seq]; the slot after the last one for padding and what the window has left
+    # [batch, 1, 1, used slots]: slots not written yet; None for prompts, which attend only to themselves
+    empty: Tensor | None
+
+
+class RowCache:
+    """The stores of one stage's blocks for a batch of rows; their memory is allocated once.
+
+    Args:
+        rows: number of rows.
+        capacity: maximum number of positions of a row.
+
+    Attributes:
+        ends: [rows, 1] number of tokens of each row, with those of the current pass.
+        reads_prompts: whether the current pass reads rows from their start.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[CachedBlock],
+        rows: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        cp: MeshAxis,
+    ):
+        self.rows, self.capacity, self.device, self.cp = rows, capacity, device, cp
+        self._stores = {block: block.new_store(rows, capacity, dtype, device) for block in blocks}
+        self._column_of_rows = self._column(range(rows))
+        self._slots: dict[int, CacheSlots] = {}  # by number of slots, for the current pass
+
+    @property
+    def nbytes(self) -> int:
+        return sum(store.nbytes for store in self._stores.values())
+
+    def store(self, block: CachedBlock) -> Any:
+        """Return the store of a block."""
+        return self._stores[block]
+
+    def begin_prompts(self, lengths: list[int], padded: int) -> None:
+        """Prepare a pass that reads every row from its start, padded to one length. Clears the cache.
+
+        Args:
+            lengths: the number of tokens of each row.
+        """
+        self.reads_prompts, self.ends, self._longest = True, self._column(lengths), padded
+        self._slots = {}
+
+    def begin_tokens(self, positions: list[int]) -> None:
+        """Prepare a pass that reads one token of each row at these positions.
+
+        All earlier positions must have been read.
+        """
+        self.reads_prompts, self._longest = False, padded(max(positions) + 1)
+        self.ends = self._column([position + 1 for position in positions])
+        self._slots = {}
+
+    def slots(self, count: int) -> CacheSlots:
+        """Return the slots of the current pass in stores with `count` slots."""
+        if count not in self._slots:
+            if self.reads_prompts:
+                position = torch.arange(self._longest, device=self.device)
+                last = (position < self.ends) & (position >= self.ends - count)  # [rows, padded]
+                slot, empty = torch.where(last, position % count, count), None
+            else:
+                used = torch.arange(min(self._longest, count), device=self.device)
+                slot, empty = (self.ends - 1) % count, (used >= self.ends)[:, None, None]
+            self._slots[count] = CacheSlots(self._column_of_rows, slot, empty)
+        return self._slots[count]
+
+    def whole(self, x: Tensor, part: SequencePart | None) -> Tensor:
+        """All-gather whole rows [seq, …] from this cp rank's part. Without parts x is whole."""
+        return x if part is None else whole(x, self.cp, part)
+
+    def _column(self, numbers: Sequence[int]) -> Tensor:
+        return torch.tensor(list(numbers), device=self.device).unsqueeze(1)
+
+
+@dataclass(kw_only=True)
+class CachedState(ForwardState):
+    """The state of a forward pass that reads and extends a cache."""
+
+    cache: RowCache
