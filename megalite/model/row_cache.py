@@ -74,6 +74,7 @@ class RowCache:
         capacity: maximum number of positions of a row.
 
     Attributes:
+        stores: that of each block.
         ends: [rows, 1] number of tokens of each row, with those of the current pass.
         reads_prompts: whether the current pass reads rows from their start.
     """
@@ -88,17 +89,15 @@ class RowCache:
         cp: MeshAxis,
     ):
         self.rows, self.capacity, self.device, self.cp = rows, capacity, device, cp
-        self._stores = {block: block.new_store(rows, capacity, dtype, device) for block in blocks}
+        self.stores: dict[CachedBlock, Any] = {
+            block: block.new_store(rows, capacity, dtype, device) for block in blocks
+        }
         self._column_of_rows = self._column(range(rows))
         self._slots: dict[int, CacheSlots] = {}  # by number of slots, for the current pass
 
     @property
     def nbytes(self) -> int:
-        return sum(store.nbytes for store in self._stores.values())
-
-    def store(self, block: CachedBlock) -> Any:
-        """Return the store of a block."""
-        return self._stores[block]
+        return sum(store.nbytes for store in self.stores.values())
 
     def begin_prompts(self, lengths: list[int], padded: int) -> None:
         """Prepare a pass that reads every row from its start, padded to one length. Clears the cache.

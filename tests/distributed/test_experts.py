@@ -116,7 +116,8 @@ def test_a_run_starts_with_the_biases_of_its_initial_weights(prefix, tmp_path):
         trainer = Trainer(parsed, make_mesh(parsed))
         for _ in range(steps):
             trainer.step()
-        bias, directory = trainer.parts.routers.bias.clone(), str(trainer.save())
+        states = {state.name: state.tensor for state in trainer.parts.statistics.rectangles()}
+        bias, directory = states["router/bias"].clone(), str(trainer.save())
         trainer.close()
         return bias, directory
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megalite.config.load import from_dict
-from megalite.model.blocks.attention.context import exchange, latents_travel
+from megalite.model.blocks.latent_attention.context import latents_travel
 from megalite.model.cost.records import Share
 from megalite.model.cost.units import Units
 from tests.distributed.test_equivalence import assert_same_run
@@ -95,8 +95,9 @@ def test_bytes_are_those_of_the_formula(method, tp, split, ranks):
         results = ranks.run(2 * tp, jobs_context.attend_latents, method, tp, split, (sequence, batch, 4), dtype)
         assert [rank["sent"] for rank in results] == [expected] * 2 * tp
     share = Share(sequence // 2, batch, tp, split, cp=2, context=method)
-    heads = Units(from_dict({"model": {**MODEL_OF_4, **LATENTS}}).model, share).heads
-    assert exchange(share, heads).forward * torch.float64.itemsize // 2 == expected[0], "what plans count"
+    units = Units(from_dict({"model": {**MODEL_OF_4, **LATENTS}}).model, share)
+    ((exchange,), *_) = (block.exchanges for block in units.layer(0).blocks)
+    assert exchange.forward * torch.float64.itemsize // 2 == expected[0], "what plans count"
 
 
 def test_keys_and_values_travel_where_they_are_fewer():

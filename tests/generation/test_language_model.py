@@ -83,10 +83,10 @@ def steps(model: LanguageModel, rows: list[list[int]], tokens: list[list[int]]) 
     """Logits of each step, [count, rows, vocabulary], when `tokens` follow the rows."""
     cache = model.new_cache(len(rows), max(map(len, rows)) + len(tokens))
     results = [model.read(cache, rows)]
-    memory = [kept.keys.data_ptr() for kept in cache._layers.values()]
+    memory = [kept.keys.data_ptr() for kept in cache.stores.values()]
     for step, following in enumerate(tokens[:-1]):
         results.append(model.extend(cache, following, [len(row) + step for row in rows]))
-    assert memory == [kept.keys.data_ptr() for kept in cache._layers.values()], "the cache was allocated again"
+    assert memory == [kept.keys.data_ptr() for kept in cache.stores.values()], "the cache was allocated again"
     assert not any(each.requires_grad for each in results)
     return torch.stack(results)
 

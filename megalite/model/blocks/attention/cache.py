@@ -115,7 +115,7 @@ class CachedAttention(CachedBlock):
         Args:
             x: [seq, batch, hidden]; of a prompt, this cp rank's part.
         """
-        store, options = cache.store(self), self.attention.attention_options(state)
+        store, options = cache.stores[self], self.attention.attention_options(state)
         q, k, v = self.attention.project(x, state)
         k, v = (cache.whole(each, state.part) for each in (k, v))
         store.write(cache, k, v)
