@@ -101,7 +101,7 @@ def microbatch_maker(config: Config, cp: MeshAxis) -> Callable[..., Microbatch]:
 
         make = Cut.of(config, cp, windows(config.model))
     if further := further_losses(config.model):
-        from megalite.data.mtp_targets import WithMtpTargets
+        from megalite.model.mtp.targets import WithMtpTargets
 
         return WithMtpTargets(make, further)
     return make

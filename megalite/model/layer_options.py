@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megalite.config.recompute import operations_of
 from megalite.config.schema import Config
 from megalite.parallel.compiled_ops import CompiledOps
 
@@ -38,12 +39,6 @@ class LayerOptions:
             ops,
         )
 
-    @property
-    def recomputes_scores(self) -> bool:
-        """Whether attention's backward recomputes its probabilities."""
-        return self.recompute == "selective" or "scores" in self.recompute.split("+")
-
-    @property
-    def recomputes_experts(self) -> bool:
-        """Whether backward runs the forward of MoE blocks again, which must repeat the choice of experts."""
-        return self.recompute == "full" or "experts" in self.recompute.split("+")
+    def recomputes(self, operation: str) -> bool:
+        """Return whether backward computes an operation of `train.recompute` again by itself."""
+        return operation in operations_of(self.recompute)

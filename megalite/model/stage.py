@@ -74,15 +74,22 @@ class Head(nn.Module):
         logits = self.project(normed)
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
-    def forward(self, x: Tensor, targets: Tensor, scale: float) -> Tensor:
-        """Return the sum of the token losses times `scale`, a scalar.
+    def losses(self, x: Tensor, microbatch: Microbatch, state: ForwardState) -> tuple[Tensor, Tensor]:
+        """Return the scaled loss of the next token, and the total of all losses, which are the same here.
 
-        x is [seq (/tp), batch, hidden], targets [seq, batch].
+        Args:
+            x: the output of the last layer, [seq (/tp), batch, hidden].
         """
-        return self.loss_of(self.norm(x), targets, scale, self.loss)
+        loss = self.loss_of(self.norm(x), microbatch.targets, state.loss_scale, self.loss)
+        return loss, loss
 
     def loss_of(self, normed: Tensor, targets: Tensor, scale: float, of_logits: CrossEntropy) -> Tensor:
-        """Return the result of `forward` for a normalized input."""
+        """Return the sum of the token losses times `scale`, a scalar.
+
+        Args:
+            normed: [seq (/tp), batch, hidden].
+            targets: [seq, batch].
+        """
 
         def loss(part: Tensor, part_targets: Tensor) -> Tensor:
             logits = self._logits(part).flatten(0, 1)  # [tokens, vocabulary/tp]
@@ -143,11 +150,11 @@ class Stage(nn.Module):
                 self.layers[str(unit)] = make_layer(model, unit - 1, weights, mesh, layer_options)
         loss = CrossEntropy(mesh.tp, model.vocabulary, train.label_smoothing, train.z_loss)
         self.head = Head(model, weights, mesh, options, loss, train.loss_chunk) if last in units else None
-        self.mtp: MultiTokenPrediction | None = None
+        self.further_losses: MultiTokenPrediction | None = None
         if self.head is not None and further_losses(model):
             from megalite.model.mtp.modules import MultiTokenPrediction
 
-            self.mtp = MultiTokenPrediction(config, weights, mesh, ops, loss)
+            self.further_losses = MultiTokenPrediction(config, self.head, weights, mesh, ops, loss)
         # what kinds of blocks add to the state of each microbatch
         inputs = (kind.inputs(model, dtype) for kind in block_kinds(model))
         self._inputs = [add for add in inputs if add is not None]
@@ -208,11 +215,8 @@ class Stage(nn.Module):
         if self.head is None:
             return StageOutput(x, state.statistics)
         x = self.gatherer.pre_forward(self.head_unit, x)
-        if self.mtp is not None and state.training:
-            # [] each: the loss of the next token, and the total with further tokens
-            own, loss = self.mtp(x, self.head, microbatch, state)
-        else:
-            own = loss = self.head(x, microbatch.targets, loss_scale)  # []
+        head = self.head if self.further_losses is None or not state.training else self.further_losses
+        own, loss = head.losses(x, microbatch, state)  # [] each
         # detached: the sum over microbatches must not keep their graphs
         statistics = {"loss": own.detach(), **state.statistics}
         return StageOutput(self.gatherer.post_forward(self.head_unit, loss), statistics)

@@ -39,7 +39,7 @@ class Boundaries(NamedTuple):
 
 
 class MtpTargets(NamedTuple):
-    """Inputs and targets of the multi-token prediction (MTP) modules (`data.mtp_targets`).
+    """Inputs and targets of the multi-token prediction (MTP) modules (`model.mtp.targets`).
 
     The k-th module reads index k − 1.
 

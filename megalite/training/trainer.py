@@ -307,7 +307,7 @@ class Trainer:
         """
         config = self.config
         if further_losses(config.model):
-            from megalite.data.mtp_targets import count_valid
+            from megalite.model.mtp.targets import count_valid
 
             return count_valid(microbatches, self.mesh.counting)
         if not (config.data.eod_mask_loss or self.train_data.chat):  # as `assembly.plan.counts_tokens`

@@ -1,7 +1,7 @@
 """Multi-token prediction on one process against its definition, written out in float64: losses, and the gradient of
 every parameter.
 
-Also what it predicts from (`data.mtp_targets`), how many parameters it has, and that validation does not know it.
+Also what it predicts from (`model.mtp.targets`), how many parameters it has, and that validation does not know it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from megalite.config.load import from_dict
 from megalite.config.schema import Config
 from megalite.config.sections.model import ModelConfig
 from megalite.data.indexed import IndexedTokens
-from megalite.data.mtp_targets import shifted
 from megalite.data.preparation.writer import IndexedWriter
 from megalite.families.presets import preset
+from megalite.model.mtp.targets import shifted
 from megalite.model.parameters import active_parameters, model_specs
 from megalite.parallel.microbatch import IGNORE_INDEX
 from megalite.parallel.spec import parameter_count

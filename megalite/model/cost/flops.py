@@ -16,8 +16,7 @@ from megalite.config.sections.train import TrainConfig
 from megalite.model.cost.recomputed import repeated
 from megalite.model.cost.records import MODES, AttentionCost, Matmul, Share, attended_pairs
 from megalite.model.cost.units import Units
-from megalite.model.mtp import further_losses, layer_count
-from megalite.model.mtp.cost import joining, modules
+from megalite.model.mtp import layer_count
 
 
 class LayerCosts(NamedTuple):
@@ -40,7 +39,7 @@ def layer_costs(model: ModelConfig, sequence_length: int) -> LayerCosts:
     units = Units(model, Share(sequence_length))
     layers = [units.layer(index).flops for index in range(model.num_hidden_layers)]
     head = units.head().flops
-    head += sum(part.flops for module in modules(units) for part in module)
+    head += sum(part.flops for loss in units.further_losses() for part in loss)
     return LayerCosts(layers, units.embedding().flops, head)
 
 
@@ -118,9 +117,10 @@ def per_token(
         scores. lora: adapters. Frozen weights have no weight gradient: two matmuls instead of three.
     """
     units = Units(model, Share(1), lora)  # one token
-    head = (1 + further_losses(model)) * float(sum(matmul.training_flops for matmul in units.head().matmuls))
+    further = units.further_losses()
+    head = (1 + len(further)) * float(sum(matmul.training_flops for matmul in units.head().matmuls))
     layers, attention, recomputed = 0.0, 0.0, 0.0
-    layers += further_losses(model) * sum(matmul.training_flops for matmul in joining(units).matmuls)
+    layers += sum(matmul.training_flops for loss in further for matmul in loss.joining.matmuls)
     for index in range(layer_count(model)):
         unit = units.layer(index)
         layers += sum(matmul.training_flops for matmul in unit.matmuls)

@@ -581,3 +581,19 @@ class UnitCost:
         steps = [step for step in self.steps if isinstance(step, Matmul | EmbeddingLookup)]
         counts = [(step.communicated, *step.collectives(sequence_parallel)) for step in steps]
         return Collectives(*(sum(count[0] * count[way] for count in counts) for way in (1, 2)))
+
+
+class FurtherLoss(NamedTuple):
+    """A further loss of the head, which a module with a layer computes in training.
+
+    Attributes:
+        lookup: of the tokens that the module reads.
+        joining: of these with the output of the norm before.
+        layer: the module's layer.
+        head: the norm and the logits.
+    """
+
+    lookup: UnitCost
+    joining: UnitCost
+    layer: UnitCost
+    head: UnitCost

@@ -19,12 +19,14 @@ from megalite.model.cost.records import (
     Buffer,
     Elementwise,
     EmbeddingLookup,
+    FurtherLoss,
     LocalMatmul,
     Matmul,
     Share,
     UnitCost,
 )
 from megalite.model.kinds import KINDS, blocks_of, kinds_of_layer
+from megalite.model.mtp.cost import further_losses
 from megalite.model.parameters import layer_specs
 from megalite.model.spec_builder import padded_vocabulary
 from megalite.model.unit_numbers import head_unit
@@ -53,7 +55,7 @@ class Units:
     def unit(self, number: int) -> UnitCost:
         """Return unit `number`: 0 is the embedding, 1 … L are the layers, and L + 1 is the head.
 
-        Modules of multi-token prediction are not included.
+        Further losses of the head are not included.
         """
         if number == 0:
             return self.embedding()
@@ -120,6 +122,10 @@ class Units:
         norm = Elementwise((2 * self.own, *scale), (3 * self.own, *scale), kept)
         workspace = (Buffer("gradients of the norm", 2 * self.whole),)
         return UnitCost((BlockCost((matmul,), workspace, before=norm),))
+
+    def further_losses(self) -> list[FurtherLoss]:
+        """Return the description of the head's further losses in training."""
+        return further_losses(self)
 
     def _frozen(self, module: str) -> bool:
         return self.lora.rank > 0 and module not in (self.lora.modules_to_save or ())

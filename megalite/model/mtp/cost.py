@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megalite.model.cost.records import BlockCost, Buffer, Elementwise, LocalMatmul, UnitCost
+from megalite.model.cost.records import BlockCost, Buffer, Elementwise, FurtherLoss, LocalMatmul, UnitCost
 from megalite.model.mtp import module_layers
 
 if TYPE_CHECKING:
     from megalite.model.cost.units import Units
 
 
-def joining(units: Units) -> UnitCost:
+def _joining(units: Units) -> UnitCost:
     """Return the norms of the embedding and of the previous output, and the matmul of their concatenation."""
     model, share, own = units.model, units.share, units.own
     hidden, statistics = model.hidden_size, share.own_tokens * (1 if model.norm == "rms" else 2)
@@ -34,9 +34,9 @@ def joining(units: Units) -> UnitCost:
     return UnitCost((BlockCost((matmul,), (Buffer("gradients of both", 4 * own),), before=norms),))
 
 
-def modules(units: Units) -> list[tuple[UnitCost, UnitCost, UnitCost, UnitCost]]:
-    """Return the lookup, the joining part, the layer, and the norm with logits of each module."""
+def further_losses(units: Units) -> list[FurtherLoss]:
+    """Return the description of each module."""
     return [
-        (units.embedding(), joining(units), units.layer(index), units.head())
+        FurtherLoss(units.embedding(), _joining(units), units.layer(index), units.head())
         for index in module_layers(units.model)
     ]

@@ -75,15 +75,22 @@ class MultiTokenPrediction(nn.Module):
     """Losses of the last stage: next-token prediction and multi-token prediction.
 
     Args:
+        head: computes all logits, and the loss of the next token.
         loss: the loss of the logits of further tokens.
     """
 
     def __init__(
-        self, config: Config, weights: Mapping[str, Weight], mesh: Mesh, ops: CompiledOps, loss: CrossEntropy
+        self,
+        config: Config,
+        head: Head,
+        weights: Mapping[str, Weight],
+        mesh: Mesh,
+        ops: CompiledOps,
+        loss: CrossEntropy,
     ):
         super().__init__()
         model, options = config.model, LayerOptions.of(config, 0, ops)
-        self.loss, self.weight = loss, config.train.mtp_weight / further_losses(model)
+        self.head, self.loss, self.weight = head, loss, config.train.mtp_weight / further_losses(model)
         self.embedding = ParallelEmbedding(
             weights["embedding.weight"], None, mesh.tp, options.sequence_parallel, model.embedding_scale
         )
@@ -92,9 +99,7 @@ class MultiTokenPrediction(nn.Module):
             MtpModule(config, index, weights, mesh, ops) for index in module_layers(model)
         )
 
-    def forward(
-        self, x: Tensor, head: Head, microbatch: Microbatch, state: ForwardState
-    ) -> tuple[Tensor, Tensor]:
+    def losses(self, x: Tensor, microbatch: Microbatch, state: ForwardState) -> tuple[Tensor, Tensor]:
         """Return the scaled loss of the next token, and the total with the losses of further tokens.
 
         The experts of a module's layer count and balance the module's own targets.
@@ -103,6 +108,7 @@ class MultiTokenPrediction(nn.Module):
             x: the output of the last layer, [seq (/tp), batch, hidden].
         """
         assert microbatch.mtp_targets is not None, "a microbatch has the tokens that the modules read"
+        head = self.head
         hidden = head.norm(x)
         own = total = head.loss_of(hidden, microbatch.targets, state.loss_scale, head.loss)  # []
         statistics = []

@@ -28,8 +28,6 @@ from megalite.model.cost.records import (
 )
 from megalite.model.cost.units import LOSS_CHUNK_ON_GPU, Units
 from megalite.model.kinds import dispatches_of
-from megalite.model.mtp import further_losses
-from megalite.model.mtp.cost import joining
 from megalite.planner.cost import context_exchange, expert_exchange
 from megalite.planner.hardware.devices import Device
 from megalite.planner.hardware.kernels import DROPOUT, ELEMENTWISE_BYTES, attention, matmul, stream
@@ -418,12 +416,14 @@ class Operations:
     def head(self, share: Share, splits: bool) -> PassTimes:
         """Return the time of the final norm, logits and loss.
 
-        The parts of multi-token prediction other than its layers are included.
+        Further losses are included without their layers.
         """
-        (block,) = joining(self.units(share)).blocks
+        logits, further = self._logits(share, splits), self.units(share).further_losses()
+        if not further:
+            return logits
+        (block,) = further[0].joining.blocks
         module = self.embedding(share).plus(self._block(share, block))
-        logits = self._logits(share, splits)
-        return logits.plus(module.plus(logits).times(further_losses(self.model)))
+        return logits.plus(module.plus(logits).times(len(further)))
 
     def _logits(self, share: Share, splits: bool) -> PassTimes:
         """Return the time of the final norm, the logits and the loss.

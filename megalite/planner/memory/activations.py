@@ -16,11 +16,19 @@ from megalite.config.schema import Config
 from megalite.config.sections.lora import LoraConfig
 from megalite.config.token_files import is_chat, prefixes
 from megalite.model.cost.recomputed import chosen, groups
-from megalite.model.cost.records import MODES, Buffer, Dtype, Kernels, Share, UnitCost, size_in_bytes
+from megalite.model.cost.records import (
+    MODES,
+    Buffer,
+    Dtype,
+    FurtherLoss,
+    Kernels,
+    Share,
+    UnitCost,
+    size_in_bytes,
+)
 from megalite.model.cost.units import LOSS_CHUNK_ON_GPU, Units
 from megalite.model.kinds import block_kinds, kinds_of_layer
 from megalite.model.mtp import module_layers
-from megalite.model.mtp.cost import modules
 from megalite.model.unit_numbers import head_unit
 from megalite.planner.memory.states import DeviceType, Widths
 
@@ -175,30 +183,30 @@ class Activations:
             workspace=self._size(block.workspace),
         )
 
-    def _joined(self, lookup: UnitCost, joining: UnitCost) -> HeldBytes:
-        """Return the activations of the first part of an MTP module.
+    def _joined(self, loss: FurtherLoss) -> HeldBytes:
+        """Return the activations of the first part of a further loss.
 
         If the loss is computed in chunks, which keep a gradient in place of the norm's output, the module
         keeps the output of that norm itself.
         """
         before = self.own if self.loss_chunk else 0
-        stash = sum(self._size(each.stashed) for each in joining.matmuls) if self.splits else 0
+        stash = sum(self._size(each.stashed) for each in loss.joining.matmuls) if self.splits else 0
         return HeldBytes(
-            before + self._size((*lookup.kept, *joining.kept)),
+            before + self._size((*loss.lookup.kept, *loss.joining.kept)),
             stash=stash,
-            workspace=self.own + sum(self._size(block.workspace) for block in joining.blocks),
+            workspace=self.own + sum(self._size(block.workspace) for block in loss.joining.blocks),
         )
 
     def stage(self, numbers: Sequence[int]) -> list[HeldBytes]:
         """Return the bytes of a stage's units, first to last.
 
-        Parts of modules of multi-token prediction count as units. If positions depend on documents,
+        Parts of further losses count as units. If positions depend on documents,
         each microbatch keeps its own tables.
         """
         units = [self.unit(number) for number in numbers]
         if head_unit(self.model) in numbers:
-            for index, parts in zip(module_layers(self.model), modules(self.units), strict=True):
-                units += [self._joined(*parts[:2]), self.layer(index), self.head()]
+            for index, loss in zip(module_layers(self.model), self.units.further_losses(), strict=True):
+                units += [self._joined(loss), self.layer(index), self.head()]
         if self.documents:
             units[0] = replace(units[0], saved=units[0].saved + self.share.batch * self._tables(numbers))
         return units

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megalite.model.cost.records import Elementwise, EmbeddingLookup, LocalMatmul, Matmul, UnitCost
 from megalite.model.cost.units import Units
-from megalite.model.mtp.cost import joining
 from megalite.planner.hardware.devices import Device
 from megalite.planner.hardware.links import Group, placed
 
@@ -36,18 +35,17 @@ class Parameters(NamedTuple):
 
     @classmethod
     def of(
-        cls, units: Units, layers: Sequence[int], embedding: bool, head: bool, modules: int = 0
+        cls, units: Units, layers: Sequence[int], embedding: bool, head: bool, further: bool = False
     ) -> Parameters:
         """Return the parameters of some layers, optionally with the embedding and the head's matrix.
 
-        modules: number of modules of multi-token prediction; their parameters other than layers are
-        included.
+        further: include the parameters of the head's further losses, without their layers.
         """
         kinds = {units.alike(index): index for index in layers}
         each = {kind: cls._of(units.layer(index), units) for kind, index in kinds.items()}
         parts = [each[units.alike(index)] for index in layers]
         parts += [cls._of(units.embedding(), units)] if embedding else []
-        parts += [cls._of(joining(units), units)] * modules
+        parts += [cls._of(loss.joining, units) for loss in units.further_losses()] if further else []
         if head:
             parts += [
                 cls._of(UnitCost((replace(block, before=Elementwise()),)), units)

@@ -410,10 +410,9 @@ class Stepper:
         alone = last and (not model.tie_word_embeddings or not first)
         # its embedding, which modules look up
         copied = last and not first and further_losses(model) > 0 and not model.tie_word_embeddings
-        modules = further_losses(model) if last else 0
         return (
             total,
-            self._parameters(share.tp, share.ep, tuple(own), first or copied, alone, modules),
+            self._parameters(share.tp, share.ep, tuple(own), first or copied, alone, last),
             kernels,
         )
 
@@ -577,7 +576,7 @@ class Stepper:
         layers: tuple[int, ...],
         embedding: bool = False,
         head: bool = False,
-        modules: int = 0,
+        further: bool = False,
     ) -> Parameters:
         """Return `Parameters.of`, which does not depend on a rank's part of the batch."""
         return Parameters.of(
@@ -585,7 +584,7 @@ class Stepper:
             layers,
             embedding,
             head,
-            modules,
+            further,
         )
 
     def held(self, choice: LayoutChoice, sizes: list[Parameters]) -> list[Parameters]:

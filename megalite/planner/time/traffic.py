@@ -17,8 +17,6 @@ from megalite.mesh.layout import Coordinates
 from megalite.model.blocks.attention.parameters import kv_replicas
 from megalite.model.cost.recomputed import repeated
 from megalite.model.cost.records import AttentionCost, Elementwise, EmbeddingLookup, Matmul, UnitCost
-from megalite.model.mtp import further_losses
-from megalite.model.mtp.cost import modules
 from megalite.model.parameters import embedding_pair
 from megalite.model.unit_numbers import head_unit, layers_in
 from megalite.parallel.pipeline.schedule import ActionKind, Schedule
@@ -106,12 +104,13 @@ class _Tensor:
         units, model, train = self.sizes.units, self.config.model, self.config.train
         unit, more = units.unit(number), 0.0
         if number == head_unit(model):  # each loss reduces maxima, sums and target logits
-            statistics = (4 if train.label_smoothing else 3) * (1 + further_losses(model))
+            further = units.further_losses()
+            statistics = (4 if train.label_smoothing else 3) * (1 + len(further))
             more = ring(self.ranks * statistics * self.sizes.share.tokens * self.sizes.accumulate, self.ranks)
             unit = UnitCost(
                 (
                     *unit.blocks,
-                    *(block for parts in modules(units) for part in parts for block in part.blocks),
+                    *(block for loss in further for part in loss for block in part.blocks),
                 )
             )
         again = [

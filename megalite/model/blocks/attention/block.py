@@ -204,7 +204,7 @@ class Attention(BlockModule):
             "dropout": dropout,
             "boundaries": state.boundaries,
             # without a backward nothing is saved
-            "recompute": self.options.recomputes_scores or not torch.is_grad_enabled(),
+            "recompute": self.options.recomputes("scores") or not torch.is_grad_enabled(),
         }
         return options if state.part is None else {**options, "part": state.part}
 

@@ -50,7 +50,9 @@ class MixtureOfExperts(BlockModule):
         super().__init__()
         name, layer = block.name, block.layer
         weight_in = weights[f"{name}.experts.in.weight"]
-        self.model, self.layer, self.keeps_choice = model, layer, options.recomputes_experts
+        self.model, self.layer = model, layer
+        # the forward that backward runs again must repeat the choice of experts
+        self.keeps_choice = options.recompute == "full" or options.recomputes("experts")
         # the index of this rank's part of the sequence
         self.part = mesh.tp.rank if options.sequence_parallel else 0
         self.router = Router(weights[f"{name}.router.weight"], weights.get(f"{name}.router.bias"))
