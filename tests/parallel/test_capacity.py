@@ -11,10 +11,11 @@ from torch import Tensor
 
 from megalite.config.dims import rows_per_expert
 from megalite.mesh.mesh import MeshAxis
+from megalite.model.blocks.mixture import capacity
+from megalite.model.blocks.mixture.capacity import Capacity, pieces_of
+from megalite.model.blocks.mixture.router import choose
 from megalite.parallel.context.parts import PositionSegment, zigzag
-from megalite.parallel.expert import capacity
-from megalite.parallel.expert.capacity import Capacity, pieces_of
-from megalite.parallel.expert.choice import ExpertChoice, choose, combine, spread
+from megalite.parallel.expert.choice import ExpertChoice, combine, spread
 
 LENGTH, BATCH, EXPERTS, K, FACTOR = 13, 3, 5, 2, 0.8
 ALONE = MeshAxis("sequence", 0, 1, (0,))

@@ -12,11 +12,11 @@ from torch import Tensor
 from megalite.config.sections.model import ModelConfig
 from megalite.mesh.mesh import MeshAxis
 from megalite.model.blocks.mixture.balance import AUXILIARY, DROPPED, Balance, RouterState, Z
+from megalite.model.blocks.mixture.router import Router, choose, in_best_groups
 from megalite.model.blocks.mixture.router_states import Routers
 from megalite.parallel.compiled_ops import CompiledOps
-from megalite.parallel.expert.choice import choose, combine, in_best_groups, spread
+from megalite.parallel.expert.choice import combine, spread
 from megalite.parallel.expert.grouped_matmul import Experts, grouped_matmul, matmul_loop
-from megalite.parallel.expert.router import Router
 from megalite.parallel.microbatch import IGNORE_INDEX
 from megalite.parallel.spec import ParamSpec, Segment
 from megalite.parallel.tensor.linear import Activation

@@ -1,5 +1,4 @@
-"""Mixture of experts: routing, dispatch and combine of the rows of tokens, and grouped matmuls.
+"""Expert parallelism: how the rows of tokens reach their experts and come back, and the experts' matmuls.
 
-Start with `megalite.model.moe`, which calls these modules in order: router.py, choice.py, balance.py,
-dispatch.py, grouped_matmul.py.
+Start with dispatch.py; `megalite.model.blocks.mixture` chooses the experts (choice.py holds its choice).
 """

@@ -1,4 +1,4 @@
-"""Choice of the experts for each token, and the order in which the rows of tokens are sent to them.
+"""The experts of each token, and the order in which the rows of tokens are sent to them.
 
 Rows are sorted by expert, then by token, so that the rows for one rank are consecutive. On return from the
 experts, the k rows of a token are gathered and summed in the order of its choices, without atomic additions,
@@ -46,6 +46,13 @@ class ExpertChoice:
     partial: bool = False
     kept: dict[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, experts: Tensor, number: int) -> ExpertChoice:
+        """Return the choice of these experts for each token, [tokens, k], out of `number`."""
+        flat = experts.flatten()
+        order = flat.argsort(stable=True)
+        return cls(experts, order, inverse_order(order, len(order)), count(flat, number))
+
     @property
     def k(self) -> int:
         return self.experts.shape[1]
@@ -63,40 +70,6 @@ class ExpertChoice:
     def rows(self) -> Tensor:
         """The sent row of each token and choice, [tokens, k], as in `inverse`."""
         return self.inverse.view_as(self.experts)
-
-
-def best(scores: Tensor, k: int) -> Tensor:
-    """Return the experts with the k largest scores of each token, [tokens, experts] -> [tokens, k].
-
-    Among equal scores the expert with the lower index comes first.
-    """
-    # topk breaks ties in arbitrary order
-    return scores.detach().sort(dim=-1, descending=True, stable=True).indices[:, :k].contiguous()
-
-
-def choose(scores: Tensor, k: int) -> ExpertChoice:
-    """Choose the k best experts."""
-    experts = best(scores, k)
-    flat = experts.flatten()
-    order = flat.argsort(stable=True)
-    return ExpertChoice(experts, order, inverse_order(order, len(order)), count(flat, scores.shape[1]))
-
-
-def in_best_groups(scores: Tensor, groups: int, kept: int, counted: int) -> Tensor:
-    """Set scores [tokens, experts] outside the `kept` best of `groups` equal groups of each token to −inf.
-
-    The score of a group is the sum of its `counted` largest scores. Among equal groups the first ones are
-    better.
-    """
-    grouped = scores.detach().unflatten(-1, (groups, -1))  # [tokens, groups, experts / groups]
-    best = (
-        grouped.topk(counted, dim=-1)
-        .values.sum(-1)
-        .sort(dim=-1, descending=True, stable=True)
-        .indices[:, :kept]
-    )
-    hidden = torch.ones(grouped.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, best, False)
-    return grouped.masked_fill(hidden.unsqueeze(-1), -torch.inf).flatten(1)
 
 
 class _Spread(torch.autograd.Function):

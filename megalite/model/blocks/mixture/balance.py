@@ -26,9 +26,10 @@ from torch import Tensor
 
 from megalite.config.sections.model import ModelConfig
 from megalite.mesh.mesh import MeshAxis
+from megalite.model.blocks.mixture.router import best
 from megalite.model.kinds import layers_of
 from megalite.parallel.collectives import all_reduce
-from megalite.parallel.expert.choice import ExpertChoice, best
+from megalite.parallel.expert.choice import ExpertChoice
 from megalite.parallel.microbatch import IGNORE_INDEX
 
 AUXILIARY, Z, DROPPED = -3, -2, -1  # columns of the statistics, after one for each expert

@@ -22,13 +22,13 @@ from megalite.model.block_kind import BlockSpec
 from megalite.model.block_module import BlockModule, Operation
 from megalite.model.blocks.feed_forward.block import FeedForward
 from megalite.model.blocks.mixture.balance import Balance, RouterState
+from megalite.model.blocks.mixture.router import Router, choose, in_best_groups
 from megalite.model.forward_state import ForwardState
 from megalite.model.layer_options import LayerOptions
 from megalite.model.mtp import layer_count
-from megalite.parallel.expert.choice import ExpertChoice, choose, in_best_groups
+from megalite.parallel.expert.choice import ExpertChoice
 from megalite.parallel.expert.dispatch import make_dispatch
 from megalite.parallel.expert.grouped_matmul import Experts
-from megalite.parallel.expert.router import Router
 from megalite.parallel.microbatch import IGNORE_INDEX
 from megalite.parallel.tensor.linear import Activation
 from megalite.parallel.weight import Weight
@@ -66,7 +66,7 @@ class MixtureOfExperts(BlockModule):
         self.balance = Balance(model, RouterState.start(model, weight_in.tensor.device), mesh.sequence)
         self.capacity = None
         if model.expert_capacity_factor is not None:
-            from megalite.parallel.expert.capacity import Capacity
+            from megalite.model.blocks.mixture.capacity import Capacity
 
             self.capacity = Capacity(model.expert_capacity_factor, mesh.sequence, mesh.tp.size)
         self.shared = self.shared_gate = None

@@ -1,4 +1,6 @@
-"""Logits of the router: a matmul of this rank's tokens with a small replicated matrix, in at least fp32.
+"""Logits of the router, and the choice of experts by the scores made of them.
+
+Logits are a matmul of this rank's tokens with a small replicated matrix, in at least fp32.
 
 No communication. Under sequence parallelism each tp rank has a part of the sequence: the weight gradient is
 partial, and summed over tp at the end of the step like that of a norm.
@@ -12,6 +14,7 @@ import torch
 from megalite_kernels import router_logits
 from torch import Tensor, nn
 
+from megalite.parallel.expert.choice import ExpertChoice
 from megalite.parallel.weight import Weight
 
 
@@ -47,3 +50,34 @@ class Router(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         return _Logits.apply(rows, self.weight.tensor, self)
+
+
+def best(scores: Tensor, k: int) -> Tensor:
+    """Return the experts with the k largest scores of each token, [tokens, experts] -> [tokens, k].
+
+    Among equal scores the expert with the lower index comes first.
+    """
+    # topk breaks ties in arbitrary order
+    return scores.detach().sort(dim=-1, descending=True, stable=True).indices[:, :k].contiguous()
+
+
+def choose(scores: Tensor, k: int) -> ExpertChoice:
+    """Choose the k best experts."""
+    return ExpertChoice.of(best(scores, k), scores.shape[1])
+
+
+def in_best_groups(scores: Tensor, groups: int, kept: int, counted: int) -> Tensor:
+    """Set scores [tokens, experts] outside the `kept` best of `groups` equal groups of each token to −inf.
+
+    The score of a group is the sum of its `counted` largest scores. Among equal groups the first ones are
+    better.
+    """
+    grouped = scores.detach().unflatten(-1, (groups, -1))  # [tokens, groups, experts / groups]
+    best = (
+        grouped.topk(counted, dim=-1)
+        .values.sum(-1)
+        .sort(dim=-1, descending=True, stable=True)
+        .indices[:, :kept]
+    )
+    hidden = torch.ones(grouped.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, best, False)
+    return grouped.masked_fill(hidden.unsqueeze(-1), -torch.inf).flatten(1)
