@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from megalite.model.layer_options import LayerOptions
     from megalite.model.spec_builder import SpecBuilder
     from megalite.model.statistics import ModelStatistics
-    from megalite.parallel.weight import Weight
+    from megalite.parallel.weight import Weights
 
 
 @dataclass(frozen=True)
@@ -103,12 +103,7 @@ class BlockKind:
     # ---- block.py
 
     def make(
-        self,
-        model: ModelConfig,
-        block: BlockSpec,
-        weights: Mapping[str, Weight],
-        mesh: Mesh,
-        options: LayerOptions,
+        self, model: ModelConfig, block: BlockSpec, weights: Weights, mesh: Mesh, options: LayerOptions
     ) -> BlockModule:
         """Return the module that computes it."""
         module: BlockModule = self.file("block").make(model, block, weights, mesh, options)

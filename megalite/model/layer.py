@@ -11,7 +11,7 @@ parallelism. Communicates only in the blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -21,19 +21,18 @@ from torch import Tensor, nn
 from megalite.config.sections.model import ModelConfig
 from megalite.mesh.mesh import Mesh
 from megalite.model.block_kind import BlockSpec
-from megalite.model.block_module import BlockModule, Caller, Operation, call
-from megalite.model.cost.recomputed import NORM_OPERATIONS, OUTPUT_OPERATIONS, SUM_OPERATION
+from megalite.model.block_module import BlockModule, Caller, call
 from megalite.model.forward_state import Dropout, ForwardState, Site
 from megalite.model.kinds import KINDS, blocks_of
 from megalite.model.layer_options import LayerOptions
 from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.tensor.norm import LayerNorm, RMSNorm, add_and_norm
-from megalite.parallel.weight import Weight
+from megalite.parallel.weight import Weights
 
 OUTPUT_DROPOUT = {"attention": Site.ATTENTION_OUTPUT, "mlp": Site.MLP_OUTPUT}  # by slot
 
 
-def make_norm(model: ModelConfig, weights: Mapping[str, Weight], name: str, ops: CompiledOps) -> nn.Module:
+def make_norm(model: ModelConfig, weights: Weights, name: str, ops: CompiledOps) -> nn.Module:
     if model.norm == "rms":
         return RMSNorm(weights[f"{name}.weight"], model.rms_norm_eps, model.norm_offset, ops)
     return LayerNorm(
@@ -61,12 +60,7 @@ class PlacedBlock(nn.Module):
     """
 
     def __init__(
-        self,
-        model: ModelConfig,
-        spec: BlockSpec,
-        weights: Mapping[str, Weight],
-        mesh: Mesh,
-        options: LayerOptions,
+        self, model: ModelConfig, spec: BlockSpec, weights: Weights, mesh: Mesh, options: LayerOptions
     ):
         super().__init__()
 
@@ -81,26 +75,24 @@ class PlacedBlock(nn.Module):
             output.append(Scale(model.residual_multiplier))
         self.output = nn.Sequential(*output)
         self.dropout = Dropout(
-            model.residual_dropout,
-            OUTPUT_DROPOUT[spec.slot],
-            spec.layer,
-            mesh.tp,
-            options.sequence_parallel,
+            model.residual_dropout, OUTPUT_DROPOUT[spec.slot], spec.layer, mesh.tp, options.sequence_parallel
         )
 
 
 class Layer(nn.Module):
-    """A list of blocks that add to the residual stream: [seq (/tp), batch, hidden] -> the same shape."""
+    """A list of blocks that add to the residual stream: [seq (/tp), batch, hidden] -> the same shape.
 
-    def __init__(
-        self, model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions
-    ):
+    Attributes:
+        placed: the blocks, in the order of the forward.
+        following: for each block but the first, the block before it, the block, and the operation that
+            returns the residual sum between them with its norm.
+    """
+
+    def __init__(self, model: ModelConfig, layer: int, weights: Weights, mesh: Mesh, options: LayerOptions):
         super().__init__()
-        blocks = [PlacedBlock(model, spec, weights, mesh, options) for spec in blocks_of(model, layer)]
-        self.blocks = nn.ModuleList(blocks)
-        self._first = blocks[:1]  # in a list: it is registered already
-        # what a block reads that follows another one: (the one before it, the block, their sum with its norm)
-        self._following = [(*pair, partial(self._join, *pair)) for pair in pairwise(blocks)]
+        self.placed = [PlacedBlock(model, spec, weights, mesh, options) for spec in blocks_of(model, layer)]
+        self.blocks = nn.ModuleList(self.placed)
+        self.following = [(*pair, partial(self._join, *pair)) for pair in pairwise(self.placed)]
         # `compute` under activation checkpointing
         self.recomputed: Callable[[Tensor, ForwardState], Tensor] | None = None
         self.call: Caller = call
@@ -111,11 +103,11 @@ class Layer(nn.Module):
 
     def compute(self, x: Tensor, state: ForwardState) -> Tensor:
         """Compute the layer without recomputation."""
-        (block,) = self._first
+        block = self.placed[0]
         normed = self.call(block.input_norm, x)
         output = self.call(block.block, normed, state)
         branches: list[Tensor] = []  # of blocks beside the current one
-        for before, block, join in self._following:
+        for before, block, join in self.following:
             if block.spec.beside:
                 branches.append(before.dropout(self.call(before.output, output), state))
                 if block.spec.input_norm is not None:
@@ -125,9 +117,6 @@ class Layer(nn.Module):
                 branches = []
             output = self.call(block.block, normed, state)
         return _summed(x, branches) + block.dropout(self.call(block.output, output), state)
-
-    def _placed(self) -> list[PlacedBlock]:
-        return [*self._first, *(block for _, block, _ in self._following)]
 
     @staticmethod
     def _join(
@@ -139,34 +128,8 @@ class Layer(nn.Module):
     def call_through(self, caller: Caller) -> None:
         """Make the layer call its operations through `caller`, which may drop their activations."""
         self.call = caller
-        for block in self._placed():
+        for block in self.placed:
             block.block.call = caller
-
-    def operations(self, names: Container[str]) -> tuple[set[Operation], dict[Operation, Operation]]:
-        """Return the operations that names of `train.recompute` stand for.
-
-        The second part has sums of which only the norm is recomputed: the sum → its norm.
-        """
-        chosen: set[Operation] = set()
-        norms: dict[Operation, Operation] = {}
-        (first,) = self._first
-        if NORM_OPERATIONS[first.spec.slot] in names:
-            chosen.add(first.input_norm)
-        for before, block, join in self._following:
-            norm = NORM_OPERATIONS[block.spec.slot] in names and block.spec.input_norm is not None
-            if block.spec.beside:
-                if OUTPUT_OPERATIONS[before.spec.slot] in names:
-                    chosen |= {before.block.last, before.output}
-                if norm:
-                    chosen.add(block.input_norm)
-            elif SUM_OPERATION in names:
-                chosen |= {before.block.last, join}
-            elif norm:
-                norms[join] = block.input_norm
-        for block in self._placed():
-            own = {each for name, each in block.block.operations().items() if name in names}
-            chosen |= {*own, block.output} if block.block.last in own else own
-        return chosen, norms
 
 
 def _summed(x: Tensor, branches: Sequence[Tensor]) -> Tensor:
@@ -175,9 +138,7 @@ def _summed(x: Tensor, branches: Sequence[Tensor]) -> Tensor:
     return x
 
 
-def make_layer(
-    model: ModelConfig, layer: int, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions
-) -> Layer:
+def make_layer(model: ModelConfig, layer: int, weights: Weights, mesh: Mesh, options: LayerOptions) -> Layer:
     module = Layer(model, layer, weights, mesh, options)
     if options.recompute not in ("none", "selective"):
         from megalite.model.recomputation import recomputing

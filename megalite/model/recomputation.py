@@ -13,7 +13,7 @@ every rank that takes part, and computes the same dropout masks, which depend on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from itertools import count
 from typing import Any, NamedTuple
 from weakref import ref
@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megalite.config.recompute import operations_of
 from megalite.model.block_module import Operation
+from megalite.model.cost.recomputed import NORM_OPERATIONS, OUTPUT_OPERATIONS, SUM_OPERATION
 from megalite.model.forward_state import ForwardState
 from megalite.model.layer import Layer
 
@@ -44,12 +45,39 @@ def recomputing(layer: Layer, mode: str, exchanged: bool) -> Run | None:
     names = operations_of(mode)
     if exchanged and not names.issuperset(("qkv", "attention")):
         names -= {"qkv", "attention"}
-    dropped, norms = layer.operations(names)
+    dropped, norms = _chosen(layer, names)
     if not dropped and not norms:
         return None
     recorder = Recorder(layer, dropped, norms)
     layer.call_through(recorder.call)
     return recorder.run
+
+
+def _chosen(layer: Layer, names: Container[str]) -> tuple[set[Operation], dict[Operation, Operation]]:
+    """Return the operations of a layer that names of `train.recompute` stand for.
+
+    The second part has sums of which only the norm is recomputed: the sum → its norm.
+    """
+    chosen: set[Operation] = set()
+    norms: dict[Operation, Operation] = {}
+    first = layer.placed[0]
+    if NORM_OPERATIONS[first.spec.slot] in names:
+        chosen.add(first.input_norm)
+    for before, block, join in layer.following:
+        norm = NORM_OPERATIONS[block.spec.slot] in names and block.spec.input_norm is not None
+        if block.spec.beside:
+            if OUTPUT_OPERATIONS[before.spec.slot] in names:
+                chosen |= {before.block.last, before.output}
+            if norm:
+                chosen.add(block.input_norm)
+        elif SUM_OPERATION in names:
+            chosen |= {before.block.last, join}
+        elif norm:
+            norms[join] = block.input_norm
+    for block in layer.placed:
+        own = {each for name, each in block.block.operations().items() if name in names}
+        chosen |= {*own, block.output} if block.block.last in own else own
+    return chosen, norms
 
 
 class _Recompute(torch.autograd.Function):

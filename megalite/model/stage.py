@@ -8,7 +8,7 @@ the shard axis); the runtime sends activations between stages.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,7 +31,7 @@ from megalite.parallel.sharding.weight_gatherer import WeightGatherer
 from megalite.parallel.tensor.cross_entropy import CrossEntropy, loss_in_chunks
 from megalite.parallel.tensor.embedding import ParallelEmbedding
 from megalite.parallel.tensor.linear import ColumnParallelLinear
-from megalite.parallel.weight import Weight
+from megalite.parallel.weight import Weights
 
 if TYPE_CHECKING:
     from megalite.model.mtp.modules import MultiTokenPrediction
@@ -48,7 +48,7 @@ class Head(nn.Module):
     def __init__(
         self,
         model: ModelConfig,
-        weights: Mapping[str, Weight],
+        weights: Weights,
         mesh: Mesh,
         options: LayerOptions,
         loss: CrossEntropy,
@@ -122,7 +122,7 @@ class Stage(nn.Module):
         self,
         config: Config,
         units: Sequence[int],
-        weights: Mapping[str, Weight],
+        weights: Weights,
         gatherer: WeightGatherer,
         mesh: Mesh,
         dtype: torch.dtype,

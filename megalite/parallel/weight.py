@@ -13,7 +13,7 @@ communication.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
@@ -234,3 +234,7 @@ class Weight:
             self._uninitialized = False
         if self.bucket is not None:
             self.bucket.complete(self, self._arrived // self._per_reduction - 1)
+
+
+Weights = Mapping[str, Weight]
+"""The weights of a rank, by stored name."""

@@ -25,7 +25,6 @@ from megalite.data import dataset as datasets
 from megalite.data.loader import Loader
 from megalite.mesh.mesh import Mesh
 from megalite.model.adapter_parameters import total_parameters
-from megalite.model.mtp import further_losses
 from megalite.optimizer import registry as optimizers
 from megalite.optimizer.averaging import WeightAverage
 from megalite.optimizer.loss_scale import LossScale
@@ -306,7 +305,7 @@ class Trainer:
         CPU memory here, and the sum is computed there as well, so that the host does not wait for the device.
         """
         config = self.config
-        if further_losses(config.model):
+        if microbatches[0].mtp_targets is not None:
             from megalite.model.mtp.targets import count_valid
 
             return count_valid(microbatches, self.mesh.counting)

@@ -18,7 +18,6 @@ their part of the sequence with it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -37,7 +36,7 @@ from megalite.parallel.microbatch import IGNORE_INDEX, Microbatch
 from megalite.parallel.tensor.cross_entropy import CrossEntropy
 from megalite.parallel.tensor.embedding import ParallelEmbedding
 from megalite.parallel.tensor.linear import ColumnParallelLinear
-from megalite.parallel.weight import Weight
+from megalite.parallel.weight import Weights
 
 if TYPE_CHECKING:
     from megalite.model.stage import Head
@@ -50,9 +49,7 @@ class MtpModule(nn.Module):
         index: the index of its layer.
     """
 
-    def __init__(
-        self, config: Config, index: int, weights: Mapping[str, Weight], mesh: Mesh, ops: CompiledOps
-    ):
+    def __init__(self, config: Config, index: int, weights: Weights, mesh: Mesh, ops: CompiledOps):
         super().__init__()
         model, name, options = config.model, f"layers.{index}.mtp", LayerOptions.of(config, index, ops)
         self.enorm = make_norm(model, weights, f"{name}.enorm", ops)
@@ -80,13 +77,7 @@ class MultiTokenPrediction(nn.Module):
     """
 
     def __init__(
-        self,
-        config: Config,
-        head: Head,
-        weights: Mapping[str, Weight],
-        mesh: Mesh,
-        ops: CompiledOps,
-        loss: CrossEntropy,
+        self, config: Config, head: Head, weights: Weights, mesh: Mesh, ops: CompiledOps, loss: CrossEntropy
     ):
         super().__init__()
         model, options = config.model, LayerOptions.of(config, 0, ops)

@@ -33,7 +33,7 @@ Experts = Callable[[Tensor, Groups], Tensor]
 """This rank's experts: (rows [n, hidden] sorted by expert, number of rows of each expert) -> [n, hidden]."""
 
 
-class Dispatch(Protocol):
+class RowDispatch(Protocol):
     """Interface of a dispatch, which sends rows to their experts."""
 
     def begin(self, choice: ExpertChoice) -> None:
@@ -204,7 +204,7 @@ def _own_rows(chosen: Tensor, number: int, sizes: list[int], axis: MeshAxis) -> 
     return whole
 
 
-def make_dispatch(name: str, axis: MeshAxis) -> Dispatch:
+def make_dispatch(name: str, axis: MeshAxis) -> RowDispatch:
     """Return the dispatch over an expert axis.
 
     Args:
@@ -212,6 +212,6 @@ def make_dispatch(name: str, axis: MeshAxis) -> Dispatch:
     """
     if axis.size == 1:
         return LocalDispatch()
-    kinds: dict[str, Callable[[MeshAxis], Dispatch]]
+    kinds: dict[str, Callable[[MeshAxis], RowDispatch]]
     kinds = {"all_to_all": AllToAllDispatch, "all_gather": AllGatherDispatch, "same_rows": SameRowsDispatch}
     return kinds[name](axis)

@@ -12,7 +12,7 @@ Partial gradients are summed over tp at the end of the step:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from megalite.config.sections.lora import LoraConfig
 from megalite.mesh.layout import Coordinates
 from megalite.mesh.mesh import MeshAxis
-from megalite.parallel.weight import Weight
+from megalite.parallel.weight import Weight, Weights
 
 # dropout of (x [seq, batch, channels], channel_offset); linear, so it is also its own gradient
 Mask = Callable[..., Tensor]
@@ -127,7 +127,7 @@ class Adapter:
         return x if mask is None else mask(x, channel_offset=self.first_channel)
 
 
-def attach_adapters(weights: Mapping[str, Weight], lora: LoraConfig, tp: MeshAxis) -> None:
+def attach_adapters(weights: Weights, lora: LoraConfig, tp: MeshAxis) -> None:
     """Attach adapters to each stored matrix by name.
 
     They are NAME.lora_a of the matrix and NAME.lora_b of each of its segments.
@@ -151,9 +151,7 @@ def attach_adapters(weights: Mapping[str, Weight], lora: LoraConfig, tp: MeshAxi
             weight.adapter = kind(weight, a, _parts(weight, weights, lora, tp), biased, tp)
 
 
-def _parts(
-    weight: Weight, weights: Mapping[str, Weight], lora: LoraConfig, tp: MeshAxis
-) -> list[SegmentAdapter]:
+def _parts(weight: Weight, weights: Weights, lora: LoraConfig, tp: MeshAxis) -> list[SegmentAdapter]:
     at, first, adapters = Coordinates.on("tp", tp.rank, tp.size), 0, []
     for segment in weight.spec.segments:
         columns = slice(first, first := first + segment.local(at).shape[0])

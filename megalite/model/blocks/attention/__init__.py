@@ -39,7 +39,11 @@ class AttentionKind(BlockKind):
     def inputs(self, model: ModelConfig, dtype: torch.dtype) -> Callable[[ForwardState], None] | None:
         if model.position != "rope":
             return None
-        tables: Callable[[ForwardState], None] = import_module(f"{ROOM}.rotary").RotaryInputs(model, dtype)
+        tables: Callable[[ForwardState], None]
+        if model.longrope_context is not None:
+            tables = import_module(f"{ROOM}.longrope").LongropeInputs(model, dtype)
+        else:
+            tables = import_module(f"{ROOM}.rotary").RotaryInputs(model, dtype)
         return tables
 
     def alike(self, model: ModelConfig, layer: int) -> int | None:

@@ -25,7 +25,7 @@ from megalite.model.forward_state import ForwardState, Site
 from megalite.model.layer_options import LayerOptions
 from megalite.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.tensor.norm import EachHeadLayerNorm, FullWidthRMSNorm, RMSNorm
-from megalite.parallel.weight import Weight
+from megalite.parallel.weight import Weights
 
 
 class _Split(torch.autograd.Function):
@@ -106,17 +106,13 @@ class Attention(BlockModule):
     """
 
     def __init__(
-        self,
-        model: ModelConfig,
-        block: BlockSpec,
-        weights: Mapping[str, Weight],
-        mesh: Mesh,
-        options: LayerOptions,
+        self, model: ModelConfig, block: BlockSpec, weights: Weights, mesh: Mesh, options: LayerOptions
     ):
         super().__init__()
         name, layer = block.name, block.layer
         tp, sequence_parallel = mesh.tp, options.sequence_parallel
         self.layer, self.model_config, self.options = layer, model, options
+        self.recomputes_scores = options.recomputes("scores")
         self.heads = model.num_attention_heads // tp.size
         self.first_head = self.heads * tp.rank  # global index: part of the key of attention dropout
         self.uses_rope, self.local_rope = model.uses_rope(layer), model.local_rope(layer)
@@ -125,7 +121,7 @@ class Attention(BlockModule):
         self.attend = attention_over(options, mesh) or _Attention.apply
         self.make_projections(name, weights, mesh)
 
-    def make_projections(self, name: str, weights: Mapping[str, Weight], mesh: Mesh) -> None:
+    def make_projections(self, name: str, weights: Weights, mesh: Mesh) -> None:
         """Create the modules of `project`."""
         model, tp = self.model_config, mesh.tp
         # at least 1: tp ranks beyond the kv heads hold replicas
@@ -136,7 +132,7 @@ class Attention(BlockModule):
         self.q_norm = self._qk_norm(weights, f"{name}.q_norm.weight", mesh)
         self.k_norm = self._qk_norm(weights, f"{name}.k_norm.weight", mesh)
 
-    def _qk_norm(self, weights: Mapping[str, Weight], name: str, mesh: Mesh) -> nn.Module | None:
+    def _qk_norm(self, weights: Weights, name: str, mesh: Mesh) -> nn.Module | None:
         model = self.model_config
         if model.qk_norm == "none":
             return None
@@ -204,13 +200,13 @@ class Attention(BlockModule):
             "dropout": dropout,
             "boundaries": state.boundaries,
             # without a backward nothing is saved
-            "recompute": self.options.recomputes("scores") or not torch.is_grad_enabled(),
+            "recompute": self.recomputes_scores or not torch.is_grad_enabled(),
         }
         return options if state.part is None else {**options, "part": state.part}
 
 
 def make(
-    model: ModelConfig, block: BlockSpec, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions
+    model: ModelConfig, block: BlockSpec, weights: Weights, mesh: Mesh, options: LayerOptions
 ) -> Attention:
     """Return the module of a block, see `BlockKind.make`."""
     if not model.attention_sinks:

@@ -8,7 +8,6 @@ heads and their complete gradient; over dp and cp it is summed like any other. C
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from megalite.model.block_kind import BlockSpec
 from megalite.model.blocks.attention.block import Attention, attention_over
 from megalite.model.forward_state import ForwardState
 from megalite.model.layer_options import LayerOptions
-from megalite.parallel.weight import Weight
+from megalite.parallel.weight import Weights
 
 
 class _AttentionWithSinks(torch.autograd.Function):
@@ -52,12 +51,7 @@ class SinkAttention(Attention):
     """`Attention` with a sink in each head."""
 
     def __init__(
-        self,
-        model: ModelConfig,
-        block: BlockSpec,
-        weights: Mapping[str, Weight],
-        mesh: Mesh,
-        options: LayerOptions,
+        self, model: ModelConfig, block: BlockSpec, weights: Weights, mesh: Mesh, options: LayerOptions
     ):
         super().__init__(model, block, weights, mesh, options)
         self.sinks = weights[f"{block.name}.sinks.weight"]  # [heads/tp]

@@ -13,7 +13,7 @@ from megalite.model.block_module import BlockModule, Operation
 from megalite.model.forward_state import ForwardState, Site
 from megalite.model.layer_options import LayerOptions
 from megalite.parallel.tensor.linear import Activation, ColumnParallelLinear, RowParallelLinear
-from megalite.parallel.weight import Weight
+from megalite.parallel.weight import Weights
 
 
 class FeedForward(BlockModule):
@@ -28,13 +28,7 @@ class FeedForward(BlockModule):
     """
 
     def __init__(
-        self,
-        model: ModelConfig,
-        layer: int,
-        name: str,
-        weights: Mapping[str, Weight],
-        mesh: Mesh,
-        options: LayerOptions,
+        self, model: ModelConfig, layer: int, name: str, weights: Weights, mesh: Mesh, options: LayerOptions
     ):
         super().__init__()
         self.layer, tp, sequence_parallel = layer, mesh.tp, options.sequence_parallel
@@ -59,7 +53,7 @@ class FeedForward(BlockModule):
 
 
 def make(
-    model: ModelConfig, block: BlockSpec, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions
+    model: ModelConfig, block: BlockSpec, weights: Weights, mesh: Mesh, options: LayerOptions
 ) -> FeedForward:
     """Return the module of a block, see `BlockKind.make`."""
     return FeedForward(model, block.layer, block.name, weights, mesh, options)

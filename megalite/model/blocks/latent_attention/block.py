@@ -20,7 +20,7 @@ itself computes the keys and values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -42,7 +42,7 @@ from megalite.parallel.microbatch import positions_of
 from megalite.parallel.tensor.linear import ColumnParallelLinear
 from megalite.parallel.tensor.lora import Mask
 from megalite.parallel.tensor.norm import RMSNorm
-from megalite.parallel.weight import Weight
+from megalite.parallel.weight import Weights
 
 EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is, as in the published code
 
@@ -113,7 +113,7 @@ class _KeysAndValues(torch.autograd.Function):
 class LatentAttention(Attention):
     """`Attention` with a latent for keys and values, and often another one for queries."""
 
-    def make_projections(self, name: str, weights: Mapping[str, Weight], mesh: Mesh) -> None:
+    def make_projections(self, name: str, weights: Weights, mesh: Mesh) -> None:
         model, options, tp = self.model_config, self.options, mesh.tp
         self.kv_heads, self.tp, self.sequence_parallel = self.heads, tp, options.sequence_parallel
 
@@ -225,7 +225,7 @@ class LatentAttention(Attention):
 
 
 def make(
-    model: ModelConfig, block: BlockSpec, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions
+    model: ModelConfig, block: BlockSpec, weights: Weights, mesh: Mesh, options: LayerOptions
 ) -> LatentAttention:
     """Return the module of a block, see `BlockKind.make`."""
     return LatentAttention(model, block, weights, mesh, options)

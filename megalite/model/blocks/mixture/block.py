@@ -31,7 +31,7 @@ from megalite.parallel.expert.dispatch import make_dispatch
 from megalite.parallel.expert.grouped_matmul import Experts
 from megalite.parallel.microbatch import IGNORE_INDEX
 from megalite.parallel.tensor.linear import Activation
-from megalite.parallel.weight import Weight
+from megalite.parallel.weight import Weights
 
 TINY = 1e-20  # sigmoid scores may all be 0; sums of probabilities are too large to be changed by it
 
@@ -40,12 +40,7 @@ class MixtureOfExperts(BlockModule):
     """[seq (/tp), batch, hidden] -> the same shape, as `FeedForward`. With tp > 1 the sequence is split."""
 
     def __init__(
-        self,
-        model: ModelConfig,
-        block: BlockSpec,
-        weights: Mapping[str, Weight],
-        mesh: Mesh,
-        options: LayerOptions,
+        self, model: ModelConfig, block: BlockSpec, weights: Weights, mesh: Mesh, options: LayerOptions
     ):
         super().__init__()
         name, layer = block.name, block.layer
@@ -139,7 +134,7 @@ class MixtureOfExperts(BlockModule):
 
 
 def make(
-    model: ModelConfig, block: BlockSpec, weights: Mapping[str, Weight], mesh: Mesh, options: LayerOptions
+    model: ModelConfig, block: BlockSpec, weights: Weights, mesh: Mesh, options: LayerOptions
 ) -> MixtureOfExperts:
     """Return the module of a block, see `BlockKind.make`."""
     return MixtureOfExperts(model, block, weights, mesh, options)
