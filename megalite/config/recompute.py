@@ -3,7 +3,7 @@
     mlp_in+attn_norm                every layer recomputes these operations
     4*mlp_in+attn_norm,28*none      the first four layers do, the others recompute nothing
 
-`planning.budget` writes such lists.
+`planner.budget` writes such lists.
 """
 
 from __future__ import annotations

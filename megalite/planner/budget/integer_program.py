@@ -1,4 +1,4 @@
-"""Which results to keep: a solution of the integer programme that `planning.budget` states.
+"""Which results to keep: a solution of the integer programme that `planner.budget` states.
 
 Every kind has a number of equal items (layers), and each item takes one of the kind's options: to keep
 everything, which costs nothing, or an option that costs some time and frees some bytes of every constraint.
