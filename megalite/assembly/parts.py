@@ -26,7 +26,7 @@ from megalite.mesh.mesh import Layout, Mesh, MeshAxis
 from megalite.model.adapter_parameters import with_adapters
 from megalite.model.blocks.attention.parameters import kv_replicas
 from megalite.model.kinds import block_kinds, windows
-from megalite.model.mtp import further_losses
+from megalite.model.mtp.losses import further_losses
 from megalite.model.mtp.statistics import MtpStatistics
 from megalite.model.parameters import embedding_pair, model_specs
 from megalite.model.stage import Stage

@@ -16,7 +16,7 @@ from megalite.mesh.layout import AxisPlace, Coordinates
 from megalite.model.adapter_parameters import with_adapters
 from megalite.model.cost.flops import layer_costs
 from megalite.model.kinds import learns_from_steps
-from megalite.model.mtp import further_losses
+from megalite.model.mtp.losses import further_losses
 from megalite.model.parameters import model_specs
 from megalite.model.unit_numbers import stage_units
 from megalite.parallel.pipeline.gather_actions import with_gathering

@@ -29,7 +29,7 @@ from megalite.families.model_config import end_ids
 from megalite.huggingface.companions import recorded_tokenizer
 from megalite.huggingface.convert import HF, HuggingFaceSource, origin, starting_weights
 from megalite.model.kinds import dispatch_of
-from megalite.model.mtp import without_further_losses
+from megalite.model.mtp.losses import without_further_losses
 from megalite.parallel.spec import Rectangle
 
 ALLOW = "--allow_tokenizer_change"

@@ -16,7 +16,7 @@ from megalite.checkpoint import Manifest
 from megalite.checkpoint.inspect import whole
 from megalite.config.sections.model import ModelConfig
 from megalite.families.module_names import names_of
-from megalite.model.mtp import layer_count
+from megalite.model.mtp.losses import layer_count
 
 PREFIX = "router/"
 BIAS, LOAD = f"{PREFIX}bias", f"{PREFIX}load"

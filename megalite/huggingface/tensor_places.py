@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from megalite.config.sections.model import ModelConfig
 from megalite.families.module_names import EACH_HEAD, MTP_COPIES, Names, names_of
 from megalite.huggingface.head_order import decoupled_channels, grouped_heads, rotated_channels, rows_of
-from megalite.model.mtp import layer_count
+from megalite.model.mtp.losses import layer_count
 from megalite.model.parameters import model_specs
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 A kind is a room, `megalite.model.blocks.KIND`, with files of the same names:
 
+    kind.py         its class of `BlockKind`, which the other files answer for
     parameters.py   its stored parameters
     block.py        its computation: a module from weights, mesh and options
     cost.py         what one rank computes, keeps and sends for one microbatch
@@ -84,7 +85,7 @@ class BlockKind:
 
     def file(self, name: str) -> Any:
         """Import a file of the room."""
-        return import_module(f"{type(self).__module__}.{name}")
+        return import_module(f"{type(self).__module__.rpartition('.')[0]}.{name}")
 
     # ---- parameters.py
 

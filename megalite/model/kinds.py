@@ -10,12 +10,12 @@ from megalite.config.recompute import OPERATIONS
 from megalite.config.sections.lora import PROJECTIONS
 from megalite.config.sections.model import LAYER_BLOCKS, ModelConfig
 from megalite.model.block_kind import BlockKind, BlockSpec
-from megalite.model.blocks.attention import AttentionKind
-from megalite.model.blocks.feed_forward import FeedForwardKind
-from megalite.model.blocks.latent_attention import LatentAttentionKind
-from megalite.model.blocks.mixture import MixtureKind
+from megalite.model.blocks.attention.kind import AttentionKind
+from megalite.model.blocks.feed_forward.kind import FeedForwardKind
+from megalite.model.blocks.latent_attention.kind import LatentAttentionKind
+from megalite.model.blocks.mixture.kind import MixtureKind
 from megalite.model.cost.records import Dispatch
-from megalite.model.mtp import layer_count
+from megalite.model.mtp.losses import layer_count
 
 KINDS: dict[str, BlockKind] = {}
 """Name → kind. `register` adds one."""

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from megalite.config.sections.model import ModelConfig
 from megalite.model.kinds import KINDS, blocks_of
-from megalite.model.mtp import further_losses, layer_count, module_layers
+from megalite.model.mtp.losses import further_losses, layer_count, module_layers
 from megalite.model.mtp.parameters import module_specs
 from megalite.model.spec_builder import SpecBuilder, one_each
 from megalite.model.unit_numbers import head_unit, unit_of

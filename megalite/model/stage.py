@@ -23,7 +23,7 @@ from megalite.model.forward_state import Dropout, ForwardState, Site
 from megalite.model.kinds import block_kinds
 from megalite.model.layer import PlacedBlock, Scale, make_layer, make_norm
 from megalite.model.layer_options import LayerOptions
-from megalite.model.mtp import further_losses
+from megalite.model.mtp.losses import further_losses
 from megalite.model.unit_numbers import head_unit
 from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.microbatch import Microbatch, StageOutput

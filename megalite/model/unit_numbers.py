@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megalite.config.sections.model import ModelConfig
-from megalite.model.mtp import module_layers
+from megalite.model.mtp.losses import module_layers
 
 
 def head_unit(model: ModelConfig) -> int:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from megalite.assembly.parts import DTYPES
+from megalite.config.schema import Config
 from megalite.launch import matmul_library
 from megalite.model.kinds import block_kinds
 
@@ -22,9 +25,16 @@ def attention(trainer: Trainer) -> list[str]:
     """Describe the kernels that the blocks of the run take, or return no line if there is no choice."""
     config, data = trainer.config, trainer.train_data
     documents = data.chat or (config.data.reset_positions and data.eos is not None)
+    return routes(config, trainer.device, documents)
+
+
+def routes(config: Config, device: torch.device, documents: bool) -> list[str]:
+    """Describe the kernels that a configuration's blocks take.
+
+    Args:
+        documents: whether rows contain several documents.
+    """
     dtype = DTYPES[config.train.precision]
     return [
-        line
-        for kind in block_kinds(config.model)
-        for line in kind.routes(config, trainer.device, dtype, documents)
+        line for kind in block_kinds(config.model) for line in kind.routes(config, device, dtype, documents)
     ]

@@ -17,7 +17,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict
 from megalite.launch.environment import on_one_gpu
 from megalite.launch.process import choose_device
-from megalite.training.kernel_choice import attention_route
+from megalite.training.kernel_choice import routes
 from tests.support.configs import write_tokens
 
 # Ends the process where torch is about to be imported: no device can have been touched before.
@@ -80,21 +80,19 @@ def test_ranks_that_share_a_gpu_are_named():
 
 def test_the_report_names_attentions_implementation_and_why_not_a_faster_one(monkeypatch):
     config = from_dict({"model": {"preset": "tiny"}, "data": {"sequence_length": 200}, "train": {"precision": "bf16"}})
-    assert attention_route(config, torch.device("cpu"), documents=False) == []
+    assert routes(config, torch.device("cpu"), documents=False) == []
     for name, allowed in (("can_use_cudnn_attention", True), ("can_use_flash_attention", False)):
         monkeypatch.setattr(torch.backends.cuda, name, lambda parameters, allowed=allowed: allowed)
     monkeypatch.setattr(attention_routes, "measured", lambda device: DeviceRoutes())
     monkeypatch.setattr(attention_routes, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(attention_routes, "takes_triton", lambda x: True)
     with FakeTensorMode():
-        (line,) = attention_route(config, torch.device("cuda"), documents=False)
-        (documents,) = attention_route(config, torch.device("cuda"), documents=True)
+        (line,) = routes(config, torch.device("cuda"), documents=False)
+        (documents,) = routes(config, torch.device("cuda"), documents=True)
         config.parallel.cp, config.data.sequence_length = 2, 199  # whole rows, padded to 200
-        assert attention_route(config, torch.device("cuda"), documents=False) == [line]
+        assert routes(config, torch.device("cuda"), documents=False) == [line]
         config.parallel.context = "ring"
-        assert attention_route(config, torch.device("cuda"), documents=False) == [], (
-            "parts of rows have one implementation"
-        )
+        assert routes(config, torch.device("cuda"), documents=False) == [], "parts of rows have one implementation"
     assert line == (
         "attention: triton; not cudnn (200 positions are no multiple of 128); not flash (torch rejects it); "
         "no routes were measured on this device"

@@ -16,7 +16,7 @@ from megalite.config.sections.train import TrainConfig
 from megalite.model.cost.recomputed import repeated
 from megalite.model.cost.records import MODES, AttentionCost, Matmul, Share, attended_pairs
 from megalite.model.cost.units import Units
-from megalite.model.mtp import layer_count
+from megalite.model.mtp.losses import layer_count
 
 
 class LayerCosts(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megalite.model.cost.records import BlockCost, Buffer, Elementwise, FurtherLoss, LocalMatmul, UnitCost
-from megalite.model.mtp import module_layers
+from megalite.model.mtp.losses import module_layers
 
 if TYPE_CHECKING:
     from megalite.model.cost.units import Units

@@ -29,7 +29,7 @@ from megalite.mesh.mesh import Mesh, MeshAxis
 from megalite.model.forward_state import Dropout, ForwardState, Site
 from megalite.model.layer import make_layer, make_norm
 from megalite.model.layer_options import LayerOptions
-from megalite.model.mtp import further_losses, module_layers
+from megalite.model.mtp.losses import further_losses, module_layers
 from megalite.model.mtp.statistics import STATISTIC
 from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.microbatch import IGNORE_INDEX, Microbatch

@@ -34,7 +34,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.recompute import BUDGET, OPERATIONS, written
 from megalite.config.schema import Config
 from megalite.model.cost.recomputed import Group, Operation, groups
-from megalite.model.mtp import layer_count
+from megalite.model.mtp.losses import layer_count
 from megalite.model.unit_numbers import head_unit, layers_in
 from megalite.parallel.pipeline.schedule import ActionKind as Pass
 from megalite.parallel.pipeline.schedule import Schedule

@@ -28,7 +28,7 @@ from megalite.model.cost.records import (
 )
 from megalite.model.cost.units import LOSS_CHUNK_ON_GPU, Units
 from megalite.model.kinds import block_kinds, kinds_of_layer
-from megalite.model.mtp import module_layers
+from megalite.model.mtp.losses import module_layers
 from megalite.model.unit_numbers import head_unit
 from megalite.planner.memory.states import DeviceType, Widths
 

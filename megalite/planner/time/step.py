@@ -21,7 +21,7 @@ from megalite.config.sections.muon import MuonConfig
 from megalite.model.cost.flops import layer_costs, per_token
 from megalite.model.cost.records import Share
 from megalite.model.cost.units import Units
-from megalite.model.mtp import further_losses, layer_count
+from megalite.model.mtp.losses import further_losses, layer_count
 from megalite.model.parameters import embedding_pair
 from megalite.optimizer.registry import ADAMW
 from megalite.parallel.pipeline.generator import placement

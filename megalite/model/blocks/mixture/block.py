@@ -25,7 +25,7 @@ from megalite.model.blocks.mixture.balance import Balance, RouterState
 from megalite.model.blocks.mixture.router import Router, choose, in_best_groups
 from megalite.model.forward_state import ForwardState
 from megalite.model.layer_options import LayerOptions
-from megalite.model.mtp import layer_count
+from megalite.model.mtp.losses import layer_count
 from megalite.parallel.expert.choice import ExpertChoice
 from megalite.parallel.expert.dispatch import make_dispatch
 from megalite.parallel.expert.grouped_matmul import Experts

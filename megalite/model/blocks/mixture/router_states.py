@@ -23,7 +23,7 @@ from megalite.model.block_module import BlockModule
 from megalite.model.blocks.mixture.balance import AUXILIARY, DROPPED, RouterState, Z
 from megalite.model.blocks.mixture.block import MixtureOfExperts
 from megalite.model.kinds import layers_of
-from megalite.model.mtp import layer_count
+from megalite.model.mtp.losses import layer_count
 from megalite.parallel.spec import Rectangle
 from megalite.system.pinned_memory import copy_later
 

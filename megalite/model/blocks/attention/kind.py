@@ -1,0 +1,72 @@
+"""What attention answers as a kind of block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from megalite.config.schema import Config
+from megalite.config.sections.model import ModelConfig
+from megalite.model.block_kind import BlockKind, BlockSpec
+from megalite.model.blocks.attention import parameters
+from megalite.parallel.spec import ParamSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from megalite.model.block_module import BlockModule
+    from megalite.model.cost.recomputed import Group
+    from megalite.model.cost.records import BlockCost, Kernels
+    from megalite.model.cost.units import Units
+    from megalite.model.forward_state import ForwardState
+    from megalite.model.spec_builder import SpecBuilder
+
+ROOM = __name__.rpartition(".")[0]
+
+
+class AttentionKind(BlockKind):
+    """Attention with keys and values of its own."""
+
+    name, slot = "attention", "attention"
+
+    def specs(self, build: SpecBuilder, block: BlockSpec) -> list[ParamSpec]:
+        return parameters.specs(build, block.name)
+
+    def inputs(self, model: ModelConfig, dtype: torch.dtype) -> Callable[[ForwardState], None] | None:
+        if model.position != "rope":
+            return None
+        tables: Callable[[ForwardState], None]
+        if model.longrope_context is not None:
+            tables = import_module(f"{ROOM}.longrope").LongropeInputs(model, dtype)
+        else:
+            tables = import_module(f"{ROOM}.rotary").RotaryInputs(model, dtype)
+        return tables
+
+    def alike(self, model: ModelConfig, layer: int) -> int | None:
+        return model.window(layer)
+
+    def recomputed(self, units: Units, cost: BlockCost) -> list[Group]:
+        groups: list[Group] = import_module(f"{ROOM}.cost").recomputed(units, cost)
+        return groups
+
+    def window(self, model: ModelConfig, layer: int) -> int | None:
+        return model.window(layer)
+
+    def table_values(self, model: ModelConfig, layers: Sequence[int], positions: int) -> int:
+        if not any(map(model.uses_rope, layers)):
+            return 0
+        tables = 1 if model.rope_local_theta is None else 2  # of cos and sin
+        return tables * 2 * positions * model.rotary_width
+
+    def keeps_scores(self, model: ModelConfig, kernels: Kernels) -> bool:
+        keeps: bool = import_module(f"{ROOM}.cost").keeps_scores(model, kernels)
+        return keeps
+
+    def cached(self, block: BlockModule) -> BlockModule:
+        cached: BlockModule = self.file("cache").cached(block)
+        return cached
+
+    def routes(self, config: Config, device: torch.device, dtype: torch.dtype, documents: bool) -> list[str]:
+        lines: list[str] = import_module(f"{ROOM}.kernel_route").routes(config, device, dtype, documents)
+        return lines

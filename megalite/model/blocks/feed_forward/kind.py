@@ -1,0 +1,28 @@
+"""What the feed-forward answers as a kind of block."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megalite.model.block_kind import BlockKind, BlockSpec
+from megalite.model.blocks.feed_forward import parameters
+from megalite.parallel.spec import ParamSpec
+
+if TYPE_CHECKING:
+    from megalite.model.cost.recomputed import Group
+    from megalite.model.cost.records import BlockCost
+    from megalite.model.cost.units import Units
+    from megalite.model.spec_builder import SpecBuilder
+
+
+class FeedForwardKind(BlockKind):
+    """A feed-forward that computes each position by itself."""
+
+    name, slot = "feed_forward", "mlp"
+
+    def specs(self, build: SpecBuilder, block: BlockSpec) -> list[ParamSpec]:
+        return parameters.specs(build, block.name, build.model.intermediate_size)
+
+    def recomputed(self, units: Units, cost: BlockCost) -> list[Group]:
+        groups: list[Group] = self.file("cost").recomputed(cost)
+        return groups
