@@ -37,7 +37,12 @@ SHARE_OF_STEPS = Bounds(lambda n: 0 < n <= 1, "is not a fraction of the steps", 
 
 
 def option(
-    default: T, bounds: Bounds | None = None, *, amount: AmountKind | None = None, path: bool = False
+    default: T,
+    bounds: Bounds | None = None,
+    *,
+    amount: AmountKind | None = None,
+    path: bool = False,
+    kinds: tuple[str, ...] = (),
 ) -> T:
     """A dataclass field of a section.
 
@@ -46,11 +51,13 @@ def option(
         bounds: the range of its numbers.
         amount: the amounts with a unit that it accepts.
         path: whether it names files, in which ~ is the home directory.
+        kinds: the kinds of blocks whose computation it belongs to (or mtp); only these read it, besides
+            configuration and conversion. (): it belongs to the model.
 
     Returns:
         A `dataclasses.Field`, typed as the value so that the annotation of the field is checked against it.
     """
-    metadata = {"bounds": bounds, "amount": amount, "path": path}
+    metadata = {"bounds": bounds, "amount": amount, "path": path, "kinds": kinds}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)  # type: ignore[return-value]
     return field(default=default, metadata=metadata)

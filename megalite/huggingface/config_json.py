@@ -75,6 +75,7 @@ def meaning(model: ModelConfig) -> dict[str, Any]:
     layers = range(model.num_hidden_layers)
     local = [layer for layer in layers if model.window(layer) is not None]
     values = asdict(model) | {
+        "layer_blocks": ["+".join(model.block_names(layer)) for layer in layers],
         "num_key_value_heads": model.kv_heads,
         "head_dim": model.head_size,
         "attention_scale": model.attention_scale or model.head_size**-0.5,

@@ -75,12 +75,14 @@ class BlockKind:
         slot: the slot of a layer that it takes.
         operations: operations that `train.recompute` may name besides those of `config.recompute`, and what
             each computes again.
+        context: the values of `parallel.context` that it supports; (): it needs whole rows.
         projections: roles of its matrices that adapters may adapt besides those of `config.sections.lora`.
     """
 
     name: str
     slot: str
     operations: Mapping[str, str] = {}
+    context: Sequence[str] = ()
     projections: Sequence[str] = ()
 
     def file(self, name: str) -> Any:

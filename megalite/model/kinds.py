@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from megalite.config.recompute import OPERATIONS
 from megalite.config.sections.lora import PROJECTIONS
-from megalite.config.sections.model import LAYER_BLOCKS, ModelConfig
+from megalite.config.sections.model import LAYER_BLOCKS, BlockOption, ModelConfig
 from megalite.model.block_kind import BlockKind, BlockSpec
 from megalite.model.blocks.attention.kind import AttentionKind
 from megalite.model.blocks.feed_forward.kind import FeedForwardKind
@@ -29,7 +29,7 @@ def register(kind: BlockKind) -> None:
     A kind that is registered again replaces the one with its name.
     """
     KINDS[kind.name] = kind
-    LAYER_BLOCKS.add(kind.name)
+    LAYER_BLOCKS.setdefault(kind.name, BlockOption(kind.slot, tuple(kind.context)))
     OPERATIONS.update(kind.operations)
     PROJECTIONS.extend(role for role in kind.projections if role not in PROJECTIONS)
 
@@ -38,19 +38,11 @@ for _kind in (AttentionKind(), LatentAttentionKind(), FeedForwardKind(), Mixture
     register(_kind)
 
 
-def kinds_of_layer(model: ModelConfig, layer: int) -> list[str]:
-    """Return the names of the kinds of a layer's blocks (0-based), in the order of the forward."""
-    if model.layer_blocks is not None and layer < model.num_hidden_layers:
-        return model.layer_blocks[layer].split("+")
-    attention = "attention" if model.kv_lora_rank is None else "latent_attention"
-    return [attention, "mixture" if model.is_mixture(layer) else "feed_forward"]
-
-
 def blocks_of(model: ModelConfig, layer: int) -> tuple[BlockSpec, ...]:
     """Return the blocks of a layer (0-based), in the order of the forward."""
     before, after = model.norm_placement != "post", model.norm_placement != "pre"
     blocks: list[BlockSpec] = []
-    for name in kinds_of_layer(model, layer):
+    for name in model.block_names(layer):
         slot = KINDS[name].slot
         beside = model.parallel_block != "none" and len(blocks) > 0
         shares_norm = beside and model.parallel_block == "shared_norm"
@@ -61,18 +53,18 @@ def blocks_of(model: ModelConfig, layer: int) -> tuple[BlockSpec, ...]:
 
 def block_kinds(model: ModelConfig) -> list[BlockKind]:
     """Return the kinds that a model's layers have, in the order of their first block."""
-    names = [name for layer in range(layer_count(model)) for name in kinds_of_layer(model, layer)]
+    names = [name for layer in range(layer_count(model)) for name in model.block_names(layer)]
     return [KINDS[name] for name in dict.fromkeys(names)]
 
 
 def layers_of(model: ModelConfig, kind: str) -> list[int]:
     """Return the layers (0-based) that have a block of a kind, with those of MTP modules."""
-    return [layer for layer in range(layer_count(model)) if kind in kinds_of_layer(model, layer)]
+    return [layer for layer in range(layer_count(model)) if kind in model.block_names(layer)]
 
 
 def dispatches_of(model: ModelConfig, layer: int) -> list[Dispatch]:
     """Return what the blocks of a layer (0-based) send over the ranks of `parallel.ep`."""
-    dispatches = (KINDS[name].dispatch(model) for name in kinds_of_layer(model, layer))
+    dispatches = (KINDS[name].dispatch(model) for name in model.block_names(layer))
     return [dispatch for dispatch in dispatches if dispatch is not None]
 
 
@@ -96,6 +88,6 @@ def windows(model: ModelConfig) -> list[int | None]:
     """Return how many positions back a token looks in each layer, at most; None: to the start."""
     widths: list[int | None] = []
     for layer in range(model.num_hidden_layers):
-        own = [KINDS[name].window(model, layer) for name in kinds_of_layer(model, layer)]
+        own = [KINDS[name].window(model, layer) for name in model.block_names(layer)]
         widths.append(next((window for window in own if window is not None), None))
     return widths

@@ -17,6 +17,7 @@ from megalite.config.amounts import duration_seconds
 from megalite.config.errors import ConfigError
 from megalite.config.rules import RULES, all_rules, check
 from megalite.config.schema import OPTIONS, Config
+from megalite.config.sections.model import LAYER_BLOCKS, BlockOption
 
 
 @dataclass
@@ -404,6 +405,48 @@ ROWS = [
         {"model.head_dim": 4, "model.rope_scaling": LONGROPE | {"long_factor": [1.0]}},
         {"model.rope_scaling": LONGROPE},
         ("requires 2 numbers, one for each pair",),
+    ),
+    Row(
+        "an entry of layer_blocks for each layer",
+        {"model.layer_blocks": ["attention+feed_forward"]},
+        {"model.num_hidden_layers": 1},
+        ("1 is the number of entries", "model.num_hidden_layers = 4"),
+    ),
+    Row(
+        "layer_blocks are known",
+        {"model.layer_blocks": [*["attention+feed_forward"] * 3, "atention+feed_forward"]},
+        {"model.layer_blocks": ["attention+feed_forward"] * 4},
+        ("atention", "latent_attention", "mixture"),
+    ),
+    Row(
+        "a slot for each block of a layer",
+        {"model.layer_blocks": [*["attention"] * 3, "attention+attention+feed_forward"]},
+        {"model.layer_blocks": ["attention+feed_forward"] * 4},
+        ("attention+attention+feed_forward",),
+    ),
+    Row(
+        "blocks support context parallelism",
+        {"model.layer_blocks": ["whole_rows+feed_forward"] * 4, "parallel.cp": 2},
+        {"parallel.cp": 1},
+        ("ulysses", "whole_rows", "Set parallel.cp to 1"),
+    ),
+    Row(
+        "mixture blocks and num_experts",
+        {"model.layer_blocks": ["attention+mixture"] * 4},
+        {"model.num_experts": 4},
+        ("model.num_experts = null",),
+    ),
+    Row(
+        "latent_attention blocks and kv_lora_rank",
+        {"model.layer_blocks": ["latent_attention+feed_forward"] * 4},
+        {"model.kv_lora_rank": 16},
+        ("model.kv_lora_rank = null",),
+    ),
+    Row(
+        "attention blocks and kv_lora_rank",
+        {"model.layer_blocks": ["attention+feed_forward"] * 4, "model.kv_lora_rank": 16},
+        {"model.kv_lora_rank": None},
+        ("model.kv_lora_rank = 16", "Name latent_attention"),
     ),
     Row("no_rope_layers exist", {"model.no_rope_layers": [3, 4]}, {"model.no_rope_layers": [0, 3]}, ("0 to 3",)),
     Row(
@@ -1030,6 +1073,11 @@ def configure(options: dict[str, Any]) -> Config:
         assert hasattr(getattr(config, section), key)
         setattr(getattr(config, section), key, value)
     return config
+
+
+@pytest.fixture(autouse=True)
+def _a_kind_without_context_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LAYER_BLOCKS, "whole_rows", BlockOption("attention", ()))
 
 
 def verdict(options: dict[str, Any], world: int | None = None, devices: int | None = None) -> str | None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from megalite.config.dims import ParallelDims
 from megalite.config.rule import Rule, around, describe_legal, divisors, multiples
 from megalite.config.rules.context import RuleContext
+from megalite.config.sections.model import EVERY_CONTEXT, LAYER_BLOCKS
 
 
 def legal_tp(c: RuleContext) -> list[int]:
@@ -26,6 +27,17 @@ def legal_ulysses(c: RuleContext) -> list[int]:
 def legal_inner(c: RuleContext) -> list[int]:
     """Sizes of the inner groups of a ring: they divide it into several, and have whole heads."""
     return [inner for inner in legal_ulysses(c) if inner < c.parallel.cp and c.parallel.cp % inner == 0]
+
+
+def _block_without_context(c: RuleContext, context: str) -> str | None:
+    """Return a kind of block in model.layer_blocks that does not support a value of parallel.context."""
+    names = (name for entry in c.model.layer_blocks or () for name in entry.split("+"))
+    return next((n for n in names if n in LAYER_BLOCKS and context not in LAYER_BLOCKS[n].context), None)
+
+
+def _legal_contexts(c: RuleContext) -> str:
+    legal = [context for context in EVERY_CONTEXT if _block_without_context(c, context) is None]
+    return f"Legal values: {', '.join(legal)}." if legal else "Set parallel.cp to 1."
 
 
 def _heads_for_ulysses(c: RuleContext) -> str:
@@ -196,6 +208,16 @@ RULES: tuple[Rule, ...] = (
         ),
         message="is not a multiple of {parallel.tp}, as required by parallel.sequence_parallel",
         legal=lambda c: multiples(c.data.sequence_length, c.parallel.tp),
+    ),
+    Rule(
+        "blocks support context parallelism",
+        "parallel.context",
+        lambda c: c.parallel.cp > 1 and _block_without_context(c, c.parallel.context),
+        message=lambda c: (
+            f"is not supported by {_block_without_context(c, c.parallel.context)}, a kind of block in "
+            f"model.layer_blocks, with parallel.cp = {c.parallel.cp}"
+        ),
+        legal=_legal_contexts,
     ),
     Rule(
         "ulysses divides heads",

@@ -2,10 +2,11 @@
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from megalite.config.option import FRACTION, NOT_NEGATIVE, POSITIVE, SIZE, option
 from megalite.config.repository_id import is_repository_id
@@ -32,8 +33,33 @@ ROPE_SCALING_KEYS: dict[str, tuple[str, ...]] = {
 """rope_type → the other keys of model.rope_scaling, all required. yarn may have `truncate: false`, too."""
 
 
-LAYER_BLOCKS = {"attention", "latent_attention", "feed_forward", "mixture"}
-"""What model.layer_blocks may name. `megalite.model.kinds` adds kinds that are registered."""
+class BlockOption(NamedTuple):
+    """A kind of block that model.layer_blocks may name.
+
+    Attributes:
+        slot: the slot of a layer that it takes.
+        context: the values of parallel.context that it supports with more than one cp rank.
+    """
+
+    slot: str
+    context: tuple[str, ...]
+
+
+EVERY_CONTEXT = ("ulysses", "gather", "ring")
+LAYER_BLOCKS = {
+    "attention": BlockOption("attention", EVERY_CONTEXT),
+    "latent_attention": BlockOption("attention", EVERY_CONTEXT),
+    "feed_forward": BlockOption("mlp", EVERY_CONTEXT),
+    "mixture": BlockOption("mlp", EVERY_CONTEXT),
+}
+"""By name. `megalite.model.kinds` adds kinds that are registered."""
+
+
+ATTENTION, LATENTS, FEED_FORWARD, MIXTURE = (
+    (kind,) for kind in ("attention", "latent_attention", "feed_forward", "mixture")
+)
+ANY_ATTENTION, ANY_FEED_FORWARD, MTP = (*ATTENTION, *LATENTS), (*FEED_FORWARD, *MIXTURE), ("mtp",)
+"""Whose fields some of ModelConfig's are (`option`)."""
 
 
 @dataclass
@@ -62,34 +88,34 @@ class ModelConfig:
     """Vocabulary size. null: that of the training data."""
     hidden_size: int = option(256, SIZE)
     """Width of the residual stream."""
-    intermediate_size: int = option(688, SIZE)
+    intermediate_size: int = option(688, SIZE, kinds=ANY_FEED_FORWARD)
     """Inner width of the feed-forward block."""
     num_hidden_layers: int = option(4, SIZE)
     """Number of transformer layers."""
     layer_blocks: list[str] | None = None
     """Kinds of the blocks of each layer, joined by +: attention+feed_forward, attention+mixture. null:
     attention (latent_attention with kv_lora_rank), then mixture in layers with experts, else feed_forward."""
-    mtp_layers: int = option(0, NOT_NEGATIVE)
+    mtp_layers: int = option(0, NOT_NEGATIVE, kinds=MTP)
     """Number of modules of multi-token prediction (DeepSeek-V3): each has one more layer, and in training
     predicts one token further ahead. Evaluation and generation do not use them."""
-    num_attention_heads: int = option(4, SIZE)
+    num_attention_heads: int = option(4, SIZE, kinds=ANY_ATTENTION)
     """Number of query heads."""
-    num_key_value_heads: int | None = option(None, SIZE)
+    num_key_value_heads: int | None = option(None, SIZE, kinds=ANY_ATTENTION)
     """Number of key-value heads (grouped-query attention). null: num_attention_heads."""
-    head_dim: int | None = option(None, SIZE)
+    head_dim: int | None = option(None, SIZE, kinds=ANY_ATTENTION)
     """Width of one attention head. null: hidden_size / num_attention_heads."""
-    kv_lora_rank: int | None = option(None, SIZE)
+    kv_lora_rank: int | None = option(None, SIZE, kinds=LATENTS)
     """Multi-head latent attention (DeepSeek-V2): width of the latent that keys and values are computed from.
     null: there are no latents."""
-    q_lora_rank: int | None = option(None, SIZE)
+    q_lora_rank: int | None = option(None, SIZE, kinds=LATENTS)
     """With kv_lora_rank, width of the latent that queries are computed from. null: they are computed from the
     layer's input."""
-    qk_nope_head_dim: int = option(128, SIZE)
+    qk_nope_head_dim: int = option(128, SIZE, kinds=LATENTS)
     """With kv_lora_rank, channels of a query's or key's head that do not rotate."""
-    qk_rope_head_dim: int = option(64, SIZE)
+    qk_rope_head_dim: int = option(64, SIZE, kinds=LATENTS)
     """With kv_lora_rank, channels of a query's or key's head that rotate; those of keys are the same in all
     heads."""
-    v_head_dim: int = option(128, SIZE)
+    v_head_dim: int = option(128, SIZE, kinds=LATENTS)
     """With kv_lora_rank, width of a value's head."""
     max_position_embeddings: int = option(2048, SIZE)
     """Maximum sequence length, in tokens; also the number of rows of a learned position table."""
@@ -98,20 +124,20 @@ class ModelConfig:
     position: Literal["rope", "learned", "none"] = "rope"
     """Position encoding: rotary embeddings (rope), a learned table added to the embedding (learned), or none.
     """
-    rope_theta: float = option(10000.0, POSITIVE)
+    rope_theta: float = option(10000.0, POSITIVE, kinds=ANY_ATTENTION)
     """Base of the rotary frequencies."""
-    rope_local_theta: float | None = option(None, POSITIVE)
+    rope_local_theta: float | None = option(None, POSITIVE, kinds=ANY_ATTENTION)
     """Base of the rotary frequencies in the layers with a sliding window, to which rope_scaling then does not
     apply (Gemma-3). null: all layers have the same frequencies."""
-    partial_rotary_factor: float = 1.0
+    partial_rotary_factor: float = option(1.0, kinds=ANY_ATTENTION)
     """Share of each head's channels that rotary embeddings rotate; the others keep their values."""
-    rope_scaling: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = option(None, kinds=ANY_ATTENTION)
     """Rotary scaling, as in Hugging Face: {rope_type: linear, factor: F}, {rope_type: llama3, factor: F,
     low_freq_factor: L, high_freq_factor: H, original_max_position_embeddings: N}, {rope_type: yarn, factor:
     F, original_max_position_embeddings: N, beta_fast: 32, beta_slow: 1, attention_factor: A} or {rope_type:
     longrope, original_max_position_embeddings: N, short_factor: [..], long_factor: [..], attention_factor:
     A}, where sequences longer than N have the long factors. null: no scaling."""
-    no_rope_layers: list[int] | None = None
+    no_rope_layers: list[int] | None = option(None, kinds=ANY_ATTENTION)
     """Indices (0-based) of the layers without rotary embeddings. null: every layer has them."""
     norm: Literal["rms", "layer"] = "rms"
     """Normalisation: RMSNorm, or LayerNorm."""
@@ -128,77 +154,77 @@ class ModelConfig:
     in parallel, each with its norm (GPT-NeoX)."""
     rms_norm_eps: float = option(1e-5, POSITIVE)
     """Epsilon of every norm, RMSNorm and LayerNorm."""
-    qk_norm: Literal["none", "head", "full", "each_head"] = "none"
+    qk_norm: Literal["none", "head", "full", "each_head"] = option("none", kinds=ATTENTION)
     """Norm of queries and keys: RMSNorm per head (head, Qwen3) or over the full width (full, OLMo-2),
     LayerNorm without bias per head with weights of its own for each head (each_head, Command-R+), or none."""
     hidden_act: Literal[
         "silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2", "clamped_swiglu"
-    ] = "silu"
+    ] = option("silu", kinds=ANY_FEED_FORWARD)
     """Activation of the feed-forward block; gelu_new, gelu_fast and gelu_pytorch_tanh are all the tanh
     approximation of GELU, relu2 is the square of relu, clamped_swiglu limits gate and up as gpt-oss does."""
-    gated_mlp: bool = True
+    gated_mlp: bool = option(True, kinds=ANY_FEED_FORWARD)
     """Gated feed-forward: act(gate) * up (SwiGLU with silu). false: act(up)."""
-    num_experts: int | None = option(None, SIZE)
+    num_experts: int | None = option(None, SIZE, kinds=MIXTURE)
     """Number of experts of a layer whose feed-forward is a mixture of experts. null: every feed-forward is
     dense."""
-    num_experts_per_tok: int = option(2, SIZE)
+    num_experts_per_tok: int = option(2, SIZE, kinds=MIXTURE)
     """Number of experts that process a token: those with the largest router probabilities."""
-    moe_intermediate_size: int | None = option(None, SIZE)
+    moe_intermediate_size: int | None = option(None, SIZE, kinds=MIXTURE)
     """Inner width of one expert. null: intermediate_size."""
-    norm_topk_prob: bool = True
+    norm_topk_prob: bool = option(True, kinds=MIXTURE)
     """Divide the probabilities of a token's experts by their sum; false: the outputs are weighted with the
     probabilities themselves."""
-    router_logit_bias: bool = False
+    router_logit_bias: bool = option(False, kinds=MIXTURE)
     """Routers add a learned bias to their logits (gpt-oss)."""
-    router_scores: Literal["softmax", "sigmoid"] = "softmax"
+    router_scores: Literal["softmax", "sigmoid"] = option("softmax", kinds=MIXTURE)
     """What a router makes of its logits: probabilities (softmax), or a score for each expert by itself
     (sigmoid, DeepSeek-V3)."""
-    routed_scaling_factor: float = option(1.0, POSITIVE)
+    routed_scaling_factor: float = option(1.0, POSITIVE, kinds=MIXTURE)
     """Factor on the weights of a token's experts."""
-    n_group: int | None = option(None, SIZE)
+    n_group: int | None = option(None, SIZE, kinds=MIXTURE)
     """Number of equal groups of experts; a token chooses its experts from the topk_group best groups. A
     group's score is its largest one (softmax), or the sum of its two largest (sigmoid). null: no groups."""
-    topk_group: int = option(1, SIZE)
+    topk_group: int = option(1, SIZE, kinds=MIXTURE)
     """With n_group, number of groups that a token chooses its experts from."""
-    shared_expert_intermediate_size: int | None = option(None, SIZE)
+    shared_expert_intermediate_size: int | None = option(None, SIZE, kinds=MIXTURE)
     """Inner width of an expert that processes every token, next to the chosen ones. null: there is none."""
-    shared_expert_gate: bool = True
+    shared_expert_gate: bool = option(True, kinds=MIXTURE)
     """Multiply the shared expert's output by a learned sigmoid gate of the token (Qwen2-MoE)."""
-    decoder_sparse_step: int = option(1, SIZE)
+    decoder_sparse_step: int = option(1, SIZE, kinds=MIXTURE)
     """Every n-th layer is a mixture: those whose 1-based number n divides. The others are dense."""
-    mlp_only_layers: list[int] | None = None
+    mlp_only_layers: list[int] | None = option(None, kinds=MIXTURE)
     """Indices (0-based) of further layers that are dense. null: none."""
-    router_balance: Literal["global", "sequence", "bias"] = "global"
+    router_balance: Literal["global", "sequence", "bias"] = option("global", kinds=MIXTURE)
     """How the experts are kept equally loaded: by an auxiliary loss from the load of the previous step
     (global) or of each sequence (sequence), or by a bias on the choice, which each step moves against the
     load (bias). The layout of ranks changes none of them."""
-    router_aux_loss_coef: float = option(0.0, NOT_NEGATIVE)
+    router_aux_loss_coef: float = option(0.0, NOT_NEGATIVE, kinds=MIXTURE)
     """Coefficient of the auxiliary loss of router_balance (bias: that of each sequence), averaged over tokens
     and layers. 0: no loss."""
-    router_z_loss_coef: float = option(0.0, NOT_NEGATIVE)
+    router_z_loss_coef: float = option(0.0, NOT_NEGATIVE, kinds=MIXTURE)
     """Coefficient of the mean squared log-sum-exp of the router's logits, which keeps them small. 0: no loss.
     """
-    router_bias_rate: float = option(0.001, NOT_NEGATIVE)
+    router_bias_rate: float = option(0.001, NOT_NEGATIVE, kinds=MIXTURE)
     """With router_balance bias, how far a step moves each expert's bias."""
-    expert_capacity_factor: float | None = option(None, POSITIVE)
+    expert_capacity_factor: float | None = option(None, POSITIVE, kinds=MIXTURE)
     """In training an expert processes at most ceil(factor * sequence_length * num_experts_per_tok /
     num_experts) tokens of each sequence, first choices first, then by position; it drops the others, which
     keep what their other experts give. null: none is dropped."""
-    attention_bias: bool = False
+    attention_bias: bool = option(False, kinds=ATTENTION)
     """Bias on the query, key and value projections."""
-    attention_out_bias: bool = False
+    attention_out_bias: bool = option(False, kinds=ATTENTION)
     """Bias on the attention output projection."""
-    mlp_bias: bool = False
+    mlp_bias: bool = option(False, kinds=ANY_FEED_FORWARD)
     """Bias on the feed-forward projections."""
-    sliding_window: int | None = option(None, SIZE)
+    sliding_window: int | None = option(None, SIZE, kinds=ANY_ATTENTION)
     """Number of most recent positions, the token's own included, that a token attends to. null: all."""
-    sliding_window_layers: list[int] | None = None
+    sliding_window_layers: list[int] | None = option(None, kinds=ANY_ATTENTION)
     """Indices (0-based) of the layers that use sliding_window. null: every layer."""
-    attention_scale: float | None = option(None, POSITIVE)
+    attention_scale: float | None = option(None, POSITIVE, kinds=ANY_ATTENTION)
     """Factor on the attention scores. null: head_dim ** -0.5."""
-    attention_softcap: float | None = option(None, POSITIVE)
+    attention_softcap: float | None = option(None, POSITIVE, kinds=ANY_ATTENTION)
     """Cap of the attention scores: cap * tanh(scores / cap) (Gemma-2). null: no cap."""
-    attention_sinks: bool = False
+    attention_sinks: bool = option(False, kinds=ATTENTION)
     """Every head has a learned score that joins the softmax over the keys and has no value (gpt-oss)."""
     logit_scale: float | None = option(None, POSITIVE)
     """Factor on the logits, before their cap. null: 1."""
@@ -213,7 +239,7 @@ class ModelConfig:
     projections."""
     embedding_dropout: float = option(0.0, FRACTION)
     """Dropout probability on the embedding's output."""
-    attention_dropout: float = option(0.0, FRACTION)
+    attention_dropout: float = option(0.0, FRACTION, kinds=ANY_ATTENTION)
     """Dropout probability on the attention probabilities."""
     residual_dropout: float = option(0.0, FRACTION)
     """Dropout probability on each block's output, before the residual addition."""
@@ -289,8 +315,17 @@ class ModelConfig:
         local = self.sliding_window_layers is None or layer in self.sliding_window_layers
         return self.sliding_window if local else None
 
+    def block_names(self, layer: int) -> list[str]:
+        """The kinds of a layer's blocks, in the order of the forward."""
+        if self.layer_blocks is not None and layer < len(self.layer_blocks):
+            return self.layer_blocks[layer].split("+")
+        attention = "attention" if self.kv_lora_rank is None else "latent_attention"
+        return [attention, "mixture" if self.is_mixture(layer) else "feed_forward"]
+
     def is_mixture(self, layer: int) -> bool:
         """Whether the layer's feed-forward is a mixture of experts."""
+        if self.layer_blocks is not None and layer < len(self.layer_blocks):
+            return "mixture" in self.block_names(layer)
         return (
             bool(self.num_experts)
             and layer not in (self.mlp_only_layers or ())
@@ -318,6 +353,81 @@ def _layers_exist(name: str) -> Rule:
         legal=lambda c: f"Legal entries: 0 to {c.model.num_hidden_layers - 1}, each once.",
     )
 
+
+def _listed(c: "RuleContext") -> list[list[str]]:
+    """The kinds of the blocks of each layer that model.layer_blocks lists."""
+    return [entry.split("+") for entry in c.model.layer_blocks or ()]
+
+
+def _unknown_block(c: "RuleContext") -> str | None:
+    return next((name for names in _listed(c) for name in names if name not in LAYER_BLOCKS), None)
+
+
+def _same_slot(c: "RuleContext") -> str | None:
+    """The first entry with two blocks of one slot."""
+    for names in _listed(c):
+        slots = [LAYER_BLOCKS[name].slot for name in names if name in LAYER_BLOCKS]
+        if len(set(slots)) < len(slots):
+            return "+".join(names)
+    return None
+
+
+def _block_needs(name: str, option: str, lacks: Callable[["RuleContext"], bool], way_out: str) -> Rule:
+    """A kind of block that another option excludes."""
+    return Rule(
+        f"{name} blocks and {option}",
+        "model.layer_blocks",
+        lambda c: any(name in names for names in _listed(c)) and lacks(c),
+        value=lambda _: name,
+        message=f"is incompatible with {{model.{option}}}",
+        legal=way_out,
+    )
+
+
+_LAYER_BLOCKS = (
+    Rule(
+        "an entry of layer_blocks for each layer",
+        "model.layer_blocks",
+        lambda c: c.model.layer_blocks is not None and len(c.model.layer_blocks) != c.model.num_hidden_layers,
+        value=lambda c: len(c.model.layer_blocks or ()),
+        message="is the number of entries, which must be {model.num_hidden_layers}",
+        legal="Write one entry for each layer.",
+    ),
+    Rule(
+        "layer_blocks are known",
+        "model.layer_blocks",
+        _unknown_block,
+        value=_unknown_block,
+        message="is not a kind of block",
+        legal=lambda c: f"Known kinds: {', '.join(LAYER_BLOCKS)}.",
+    ),
+    Rule(
+        "a slot for each block of a layer",
+        "model.layer_blocks",
+        _same_slot,
+        value=_same_slot,
+        message="names two kinds for the same part of a layer",
+        legal="Name one kind of attention, or one in its place, and one of feed_forward and mixture.",
+    ),
+    _block_needs(
+        "mixture",
+        "num_experts",
+        lambda c: not c.model.num_experts,
+        "Set model.num_experts, or name feed_forward.",
+    ),
+    _block_needs(
+        "latent_attention",
+        "kv_lora_rank",
+        lambda c: c.model.kv_lora_rank is None,
+        "Set model.kv_lora_rank, or name attention.",
+    ),
+    _block_needs(
+        "attention",
+        "kv_lora_rank",
+        lambda c: c.model.kv_lora_rank is not None,
+        "Name latent_attention, or remove model.kv_lora_rank.",
+    ),
+)
 
 _WITHOUT_EXPERTS = tuple(
     Rule(
@@ -357,9 +467,9 @@ _MIXTURE = (
         "a mixture is left",
         "model.num_experts",
         lambda c: c.model.num_experts and not c.model.has_mixtures,
-        message="has no effect: all layers are dense because of model.decoder_sparse_step and "
-        "model.mlp_only_layers",
-        legal="Remove it, or remove a layer from mlp_only_layers.",
+        message="has no effect: all layers are dense because of model.decoder_sparse_step, "
+        "model.mlp_only_layers or model.layer_blocks",
+        legal="Remove it, or make a layer a mixture.",
     ),
     Rule(
         "clamped_swiglu is gated",
@@ -555,6 +665,7 @@ def _scaling_example(c: "RuleContext") -> str:
 
 
 RULES: tuple[Rule, ...] = (
+    *_LAYER_BLOCKS,
     *_MIXTURE,
     *_GROUPS,
     *_MTP,

@@ -25,7 +25,7 @@ from megalite.model.cost.records import (
     Share,
     UnitCost,
 )
-from megalite.model.kinds import KINDS, blocks_of, kinds_of_layer
+from megalite.model.kinds import KINDS, blocks_of
 from megalite.model.mtp.cost import further_losses
 from megalite.model.parameters import layer_specs
 from megalite.model.spec_builder import padded_vocabulary
@@ -64,7 +64,7 @@ class Units:
     def alike(self, index: int) -> Hashable:
         """Return a key that layers with the same description share."""
         if index not in self._keys:
-            names = kinds_of_layer(self.model, index)
+            names = self.model.block_names(index)
             self._keys[index] = tuple((name, KINDS[name].alike(self.model, index)) for name in names)
         return self._keys[index]
 

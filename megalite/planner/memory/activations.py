@@ -27,7 +27,7 @@ from megalite.model.cost.records import (
     size_in_bytes,
 )
 from megalite.model.cost.units import LOSS_CHUNK_ON_GPU, Units
-from megalite.model.kinds import block_kinds, kinds_of_layer
+from megalite.model.kinds import block_kinds
 from megalite.model.mtp.losses import module_layers
 from megalite.model.unit_numbers import head_unit
 from megalite.planner.memory.states import DeviceType, Widths
@@ -219,6 +219,6 @@ class Activations:
         layers = [number - 1 for number in numbers if 0 < number < head_unit(self.model)]
         values = 0
         for kind in block_kinds(self.model):
-            own = [layer for layer in layers if kind.name in kinds_of_layer(self.model, layer)]
+            own = [layer for layer in layers if kind.name in self.model.block_names(layer)]
             values += kind.table_values(self.model, own, self.share.sequence)
         return values * self.width
