@@ -24,8 +24,7 @@ from megalite.config.amounts import duration_seconds
 from megalite.config.schema import Config
 from megalite.mesh.mesh import Layout, Mesh, MeshAxis
 from megalite.model.adapter_parameters import with_adapters
-from megalite.model.blocks.attention.parameters import kv_replicas
-from megalite.model.kinds import block_kinds, windows
+from megalite.model.kinds import block_kinds, replicas, windows
 from megalite.model.mtp.losses import further_losses
 from megalite.model.mtp.statistics import MtpStatistics
 from megalite.model.parameters import embedding_pair, model_specs
@@ -74,7 +73,7 @@ def mesh_options(config: Config) -> dict[str, Any]:
     """Return the arguments of a mesh besides the layout."""
     plan = schedule(config, layout(config).microbatches)
     return {
-        "kv_replicas": kv_replicas(config.model, config.parallel.tp),
+        "kv_replicas": replicas(config.model, config.parallel.tp),
         "tied": embedding_pair(config.model, plan.placement),
         "channels": edges(plan),
         "staggered_end": staggered_end(config),

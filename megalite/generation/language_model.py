@@ -33,7 +33,7 @@ from megalite.generation.sampling import Sampling, draw, uniform
 from megalite.generation.sources import check_layout, for_inference, open_source
 from megalite.mesh.mesh import Mesh
 from megalite.model.forward_state import ForwardState
-from megalite.model.kinds import KINDS
+from megalite.model.kinds import KINDS, outdated_after
 from megalite.model.layer import PlacedBlock
 from megalite.model.row_cache import CachedBlock, CachedState, RowCache, padded
 from megalite.model.stage import Stage
@@ -155,9 +155,8 @@ class LanguageModel:
         """Logits of the token after each row, whose last token has not been read yet; moves the starts of
         rows that are too long now."""
         lengths = [len(row) - start for row, start in zip(rows, starts, strict=True)]
-        longrope = self.config.model.longrope_context
-        # that row's cached keys have the factors of shorter sequences
-        outdated = longrope is not None and longrope + 1 in lengths
+        limit = outdated_after(self.config.model)
+        outdated = limit is not None and limit + 1 in lengths
         if max(lengths) <= self.longest and not outdated:
             return self.extend(cache, [row[-1] for row in rows], [length - 1 for length in lengths])
         for number, length in enumerate(lengths):
@@ -256,11 +255,9 @@ class LanguageModel:
             raise ValueError(
                 f"rows must have 1 to {self.longest} tokens, got {min(map(len, rows))} to {longest}"
             )
-        longrope = self.config.model.longrope_context
+        limit = outdated_after(self.config.model)
         length = min(
-            padded(longest),
-            self.longest,
-            longrope if longrope is not None and longest <= longrope else self.longest,
+            padded(longest), self.longest, limit if limit is not None and longest <= limit else self.longest
         )
         tokens = (
             torch.tensor([[*row, *[0] * (length - len(row))] for row in rows], device=self.device)

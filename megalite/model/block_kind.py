@@ -99,6 +99,10 @@ class BlockKind:
         """Return the number of its parameters that do not process a given token."""
         return 0
 
+    def replicas(self, model: ModelConfig, tp: int) -> int:
+        """Return the number of tp ranks that hold the same part of its tensors that are split."""
+        return 1
+
     def dispatch(self, model: ModelConfig) -> Dispatch | None:
         """Return what it sends over the ranks of `parallel.ep`, or None if it does not use them."""
         return None
@@ -180,6 +184,10 @@ class BlockKind:
         A block that computes each position by itself keeps nothing, and is returned as it is.
         """
         return block
+
+    def outdated_after(self, model: ModelConfig) -> int | None:
+        """Return the length of a row after which what it keeps must be computed again, or None."""
+        return None
 
     # ---- at the start of a run
 

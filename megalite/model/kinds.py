@@ -79,6 +79,17 @@ def dispatching_layers(model: ModelConfig) -> list[int]:
     return [layer for layer in range(model.num_hidden_layers) if dispatches_of(model, layer)]
 
 
+def replicas(model: ModelConfig, tp: int) -> int:
+    """Return the largest number of tp ranks that hold the same part of a tensor that is split over tp."""
+    return max(kind.replicas(model, tp) for kind in block_kinds(model))
+
+
+def outdated_after(model: ModelConfig) -> int | None:
+    """Return the length of a row after which generation reads the row again from its start, or None."""
+    lengths = (kind.outdated_after(model) for kind in block_kinds(model))
+    return min((length for length in lengths if length is not None), default=None)
+
+
 def learns_from_steps(model: ModelConfig) -> bool:
     """Return whether the forward of a step depends on sums of the step before besides its gradients."""
     return any(kind.learns(model) for kind in block_kinds(model))

@@ -14,9 +14,9 @@ from megalite.assembly import plan
 from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
 from megalite.mesh.layout import Coordinates
-from megalite.model.blocks.attention.parameters import kv_replicas
 from megalite.model.cost.recomputed import repeated
 from megalite.model.cost.records import AttentionCost, Elementwise, EmbeddingLookup, Matmul, UnitCost
+from megalite.model.kinds import replicas
 from megalite.model.parameters import embedding_pair
 from megalite.model.unit_numbers import head_unit, layers_in
 from megalite.parallel.pipeline.schedule import ActionKind, Schedule
@@ -137,7 +137,7 @@ class _Tensor:
         These are gradients that are partial over tp, and those of replicated key-value heads.
         """
         sharing, width = Sharing.of(self.config), Widths.of(self.config).gradient
-        replicas = kv_replicas(self.config.model, self.ranks)
+        copies = replicas(self.config.model, self.ranks)
 
         def summed(segment: Segment) -> float:
             size = (
@@ -146,7 +146,7 @@ class _Tensor:
                 / (sharing.shard if sharing.zero else 1)
             )
             return 2 * ring(
-                size, self.ranks if segment.grad_partial_axis else replicas if segment.replicas > 1 else 1
+                size, self.ranks if segment.grad_partial_axis else copies if segment.replicas > 1 else 1
             )
 
         trained = (bucket for bucket in buckets if bucket.trainable)

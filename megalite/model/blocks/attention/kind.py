@@ -33,6 +33,12 @@ class AttentionKind(BlockKind):
     def specs(self, build: SpecBuilder, block: BlockSpec) -> list[ParamSpec]:
         return parameters.specs(build, block.name)
 
+    def replicas(self, model: ModelConfig, tp: int) -> int:
+        return parameters.kv_replicas(model, tp)
+
+    def outdated_after(self, model: ModelConfig) -> int | None:
+        return model.longrope_context  # its keys have the factors of shorter sequences
+
     def inputs(self, model: ModelConfig, dtype: torch.dtype) -> Callable[[ForwardState], None] | None:
         if model.position != "rope":
             return None
