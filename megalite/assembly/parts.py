@@ -183,4 +183,6 @@ def _statistics(
             parts.append(own)
     if further := further_losses(config.model):
         parts.append(MtpStatistics(further, mesh, device))
-    return JoinedStatistics(parts) if parts else None
+    if len(parts) <= 1:
+        return parts[0] if parts else None
+    return JoinedStatistics(parts)
