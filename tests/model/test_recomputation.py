@@ -78,3 +78,13 @@ def test_nothing_is_left_after_a_step():
     stepped(FAMILIES["dropout"], EVERYTHING)
     gc.collect()
     assert not [each for each in gc.get_objects() if isinstance(each, Value)]
+
+
+def test_blocks_beside_each_other_drop_output_and_norm_together():
+    case = FAMILIES["parallel, two norms, plain"]
+    model = {**case["model"], "num_hidden_layers": 8, "vocab_size": 32}  # the peak is what layers keep
+    output, norm, both = (
+        jobs_memory.most_allocated(RankContext(0, 1), tree(**{**case, "model": model, "train": {"recompute": mode}}))
+        for mode in ("attn_out", "mlp_norm", "attn_out+mlp_norm")
+    )
+    assert both <= norm < output
