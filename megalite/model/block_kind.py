@@ -72,7 +72,7 @@ class BlockKind:
 
     Attributes:
         name: its name in `model.layer_blocks`.
-        slot: the slot of a layer that it takes.
+        slot: the slot of a layer that it takes, attention or mlp.
         operations: operations that `train.recompute` may name besides those of `config.recompute`, and what
             each computes again.
         context: the values of `parallel.context` that it supports; (): it needs whole rows.

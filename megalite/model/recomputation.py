@@ -66,7 +66,7 @@ def _chosen(layer: Layer, names: Container[str]) -> tuple[set[Operation], dict[O
     for before, block, join in layer.following:
         norm = NORM_OPERATIONS[block.spec.slot] in names and block.spec.input_norm is not None
         if block.spec.beside:
-            if OUTPUT_OPERATIONS[before.spec.slot] in names:
+            if OUTPUT_OPERATIONS.get(before.spec.slot) in names:
                 chosen |= {before.block.last, before.output}
             if norm:
                 chosen.add(block.input_norm)

@@ -24,7 +24,7 @@ NORM_OPERATIONS = {"attention": "attn_norm", "mlp": "mlp_norm"}
 """Slot → the operation of `train.recompute` for the norm of the input of its block."""
 SUM_OPERATION = "residual"  # the sum in front of a block that is not the first one, and its norm
 OUTPUT_OPERATIONS = {"attention": "attn_out"}
-"""Slot → the operation for the output of a block that another one stands beside."""
+"""Slot → the operation for the output of a block that another one stands beside; not of all slots."""
 
 
 class Operation(NamedTuple):
@@ -63,7 +63,7 @@ def groups(units: Units, index: int) -> list[Group]:
     for number, (block, cost) in enumerate(zip(blocks, costs, strict=True)):
         candidates += _input(units, block, cost, costs[number - 1] if number else None)
         candidates += KINDS[block.kind].recomputed(units, cost)
-        if number + 1 < len(blocks) and blocks[number + 1].beside:
+        if number + 1 < len(blocks) and blocks[number + 1].beside and block.slot in OUTPUT_OPERATIONS:
             candidates.append(_output(block, cost))
     kept = [
         tuple(each for each in group if sum(buffer.values for buffer in each.buffers)) for group in candidates

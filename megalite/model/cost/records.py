@@ -336,8 +336,8 @@ class LocalMatmul(Matmul):
 
 
 @dataclass(frozen=True)
-class SharedKeyMatmul(LocalMatmul):
-    """A `LocalMatmul` with outputs that every tp rank needs for all tokens: latent attention's rotary keys.
+class SharedOutputsMatmul(LocalMatmul):
+    """A `LocalMatmul` some of whose outputs every tp rank needs for all tokens, such as a shared key.
 
     Attributes:
         shared: number of these outputs.
@@ -355,16 +355,16 @@ class SharedKeyMatmul(LocalMatmul):
 
 
 @dataclass(frozen=True)
-class LatentUpProjection(Matmul):
-    """Keys and values of whole rows, computed from the latents of all cp ranks as part of attention.
+class WholeRowsMatmul(Matmul):
+    """A matmul of whole rows, whose narrow inputs travel over cp, such as latents: a part of attention.
 
-    The backward recomputes them.
+    The backward repeats it.
 
     Attributes:
         rows: tokens of whole rows.
-        width: of a token's latent and shared key, which travel together.
+        width: values of a token that travel.
         cp: ranks that hold a part of the tokens.
-        gathered: sequence parallelism: latents are gathered over tp, too.
+        gathered: sequence parallelism: they are gathered over tp, too.
     """
 
     width: int = 0
@@ -372,8 +372,8 @@ class LatentUpProjection(Matmul):
     gathered: bool = False
 
     @classmethod
-    def of(cls, matmul: Matmul, share: Share, width: int) -> LatentUpProjection:
-        """Return the up-projection of a rank; `matmul` expands the latents."""
+    def of(cls, matmul: Matmul, share: Share, width: int) -> WholeRowsMatmul:
+        """Return the matmul of a rank; `matmul` is that of its own tokens."""
         fields: dict[str, Any] = {**vars(matmul), "rows": share.tokens * share.cp}
         return cls(**fields, width=width, cp=share.cp, gathered=share.sequence_parallel)
 

@@ -20,11 +20,11 @@ from megalite.model.cost.records import (
     BlockCost,
     Elementwise,
     EmbeddingLookup,
-    LatentUpProjection,
     LocalMatmul,
     Matmul,
     Share,
     Step,
+    WholeRowsMatmul,
 )
 from megalite.model.cost.units import LOSS_CHUNK_ON_GPU, Units
 from megalite.model.kinds import dispatches_of
@@ -196,7 +196,7 @@ class Operations:
         match step:
             case LocalMatmul():
                 return self._local_matmul(step)
-            case LatentUpProjection():
+            case WholeRowsMatmul():
                 once = self._product(step)
                 return once._replace(backward=once.forward + once.backward)
             case Matmul():
@@ -287,7 +287,7 @@ class Operations:
         if share.tp == 1:
             return 0.0, 0.0
         ranks = group(self.device, share.tp, 1)
-        if isinstance(column, LatentUpProjection):
+        if isinstance(column, WholeRowsMatmul):
             latents = column.communicated * self.size
             half = self.tensor.half(latents, ranks)
             return (

@@ -17,9 +17,9 @@ from megalite.model.cost.records import (
     Buffer,
     Elementwise,
     Kernels,
-    LatentUpProjection,
     Matmul,
     Step,
+    WholeRowsMatmul,
 )
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def recomputed(units: Units, cost: BlockCost) -> list[Group]:
     *projections, step, _out = cost.steps
     assert isinstance(step, AttentionCost)
     expansion: list[Step] = (
-        [projections.pop()] if isinstance(projections[-1], LatentUpProjection) else []
+        [projections.pop()] if isinstance(projections[-1], WholeRowsMatmul) else []
     )  # a part of attention
     inputs = (*named(step.kept, INPUTS), *(buffer for each in projections for buffer in each.kept))
     probabilities = named(step.kept, PROBABILITIES)

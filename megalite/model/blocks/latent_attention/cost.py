@@ -14,10 +14,10 @@ from megalite.model.cost.records import (
     BlockCost,
     Buffer,
     Elementwise,
-    LatentUpProjection,
     Matmul,
-    SharedKeyMatmul,
+    SharedOutputsMatmul,
     Step,
+    WholeRowsMatmul,
 )
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> Block
     rotating = model.qk_rope_head_dim
     down, up = matmuls[f"{block.slot}.kv_a"], matmuls[f"{block.slot}.kv_b"]
     if heads.latent:
-        up = LatentUpProjection.of(up, share, heads.latent)
+        up = WholeRowsMatmul.of(up, share, heads.latent)
     elif rotating:
-        down = SharedKeyMatmul(**vars(down), shared=rotating)
+        down = SharedOutputsMatmul(**vars(down), shared=rotating)
     queries: tuple[Step, ...]
     if model.q_lora_rank is None:
         q, queries = matmuls[f"{block.slot}.q"], (matmuls[f"{block.slot}.q"],)
