@@ -14,7 +14,7 @@ from typing import Any
 
 from megalite.config.errors import ConfigError
 from megalite.config.rule import Mistakes, show, suggestion
-from megalite.config.sections.lora import EXPERTS, PROJECTIONS, SAVED_MODULES
+from megalite.config.sections.lora import BUILT_IN_PROJECTIONS, EXPERTS, PROJECTIONS, SAVED_MODULES
 from megalite.families.model_config import hf_config
 from megalite.families.module_names import FAMILY_NAMES, Names
 
@@ -32,7 +32,8 @@ def with_own_names(given: dict[str, Any]) -> dict[str, Any]:
     } or FAMILY_NAMES
     mixture = any("mlp.experts.in" in table.layer.values() for table in tables.values())
     there = {"gate", *(part for parts in _projections(tables).values() for part in parts)}
-    projections = tuple(role for role in PROJECTIONS if role in there)
+    # families know the built-in ones; others are of registered kinds of blocks
+    projections = tuple(role for role in PROJECTIONS if role in there or role not in BUILT_IN_PROJECTIONS)
     own_names = (*projections, *(EXPERTS if mixture else ()))
     whose = f"a {family} model" if family in tables else "any family"
     options: dict[str, Any] = {}

@@ -108,6 +108,7 @@ class LanguageModel:
                 done += sum(rectangle.tensor.nbytes for rectangle in part)
         parts.store.publish()
         self._stage: Stage = parts.stages[self.mesh.pp.rank]
+        self._outdated_after = outdated_after(self.config.model)
         self._cached: list[CachedBlock] = []  # the blocks that keep something of a row
         for module in list(self._stage.modules()):
             if isinstance(module, PlacedBlock):
@@ -155,7 +156,7 @@ class LanguageModel:
         """Logits of the token after each row, whose last token has not been read yet; moves the starts of
         rows that are too long now."""
         lengths = [len(row) - start for row, start in zip(rows, starts, strict=True)]
-        limit = outdated_after(self.config.model)
+        limit = self._outdated_after
         outdated = limit is not None and limit + 1 in lengths
         if max(lengths) <= self.longest and not outdated:
             return self.extend(cache, [row[-1] for row in rows], [length - 1 for length in lengths])
@@ -255,7 +256,7 @@ class LanguageModel:
             raise ValueError(
                 f"rows must have 1 to {self.longest} tokens, got {min(map(len, rows))} to {longest}"
             )
-        limit = outdated_after(self.config.model)
+        limit = self._outdated_after
         length = min(
             padded(longest), self.longest, limit if limit is not None and longest <= limit else self.longest
         )

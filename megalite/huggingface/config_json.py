@@ -1,7 +1,7 @@
 """ModelConfig → Hugging Face config.json, for the families in `megalite.families.model_config`."""
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -75,7 +75,6 @@ def meaning(model: ModelConfig) -> dict[str, Any]:
     layers = range(model.num_hidden_layers)
     local = [layer for layer in layers if model.window(layer) is not None]
     values = asdict(model) | {
-        "layer_blocks": ["+".join(model.block_names(layer)) for layer in layers],
         "num_key_value_heads": model.kv_heads,
         "head_dim": model.head_size,
         "attention_scale": model.attention_scale or model.head_size**-0.5,
@@ -87,6 +86,9 @@ def meaning(model: ModelConfig) -> dict[str, Any]:
         "sliding_window_layers": local,
     }
     values |= _mixture_meaning(model)
+    derived = replace(model, layer_blocks=None)
+    if all(model.block_names(layer) == derived.block_names(layer) for layer in layers):
+        values["layer_blocks"] = None
     return {
         name: value
         for name, value in values.items()

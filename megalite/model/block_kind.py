@@ -73,6 +73,8 @@ class BlockKind:
     Attributes:
         name: its name in `model.layer_blocks`.
         slot: the slot of a layer that it takes, attention or mlp.
+        joins_output: whether the operation `residual` may repeat the block's last matmul, which must compute
+            the output from what the backward has (`BlockModule.last`).
         operations: operations that `train.recompute` may name besides those of `config.recompute`, and what
             each computes again.
         context: the values of `parallel.context` that it supports; (): it needs whole rows.
@@ -81,6 +83,7 @@ class BlockKind:
 
     name: str
     slot: str
+    joins_output: bool = False
     operations: Mapping[str, str] = {}
     context: Sequence[str] = ()
     projections: Sequence[str] = ()

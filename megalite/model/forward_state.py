@@ -49,8 +49,8 @@ class ForwardState:
         loss_scale: the factor of the loss, and of the auxiliary losses of layers.
         statistics: the statistics of layers, in addition to the loss (`StageOutput`).
         choices: layer → the choice of experts that recomputation must repeat.
-        lengths: in generation, the number of tokens of each row that its next token continues; None: of
-            each row, the positions are all there is.
+        lengths: in generation, the number of tokens of each row in it; None: in
+            training, where all rows have as many as there are positions.
     """
 
     samples: Tensor

@@ -29,7 +29,7 @@ def register(kind: BlockKind) -> None:
     A kind that is registered again replaces the one with its name.
     """
     KINDS[kind.name] = kind
-    LAYER_BLOCKS.setdefault(kind.name, BlockOption(kind.slot, tuple(kind.context)))
+    LAYER_BLOCKS[kind.name] = BlockOption(kind.slot, tuple(kind.context))
     OPERATIONS.update(kind.operations)
     PROJECTIONS.extend(role for role in kind.projections if role not in PROJECTIONS)
 

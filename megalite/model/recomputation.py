@@ -26,6 +26,7 @@ from megalite.config.recompute import operations_of
 from megalite.model.block_module import Operation
 from megalite.model.cost.recomputed import NORM_OPERATIONS, OUTPUT_OPERATIONS, SUM_OPERATION
 from megalite.model.forward_state import ForwardState
+from megalite.model.kinds import KINDS
 from megalite.model.layer import Layer
 
 Run = Callable[[Tensor, ForwardState], Tensor]
@@ -64,13 +65,14 @@ def _chosen(layer: Layer, names: Container[str]) -> tuple[set[Operation], dict[O
     if NORM_OPERATIONS[first.spec.slot] in names:
         chosen.add(first.input_norm)
     for before, block, join in layer.following:
+        joins = KINDS[before.spec.kind].joins_output
         norm = NORM_OPERATIONS[block.spec.slot] in names and block.spec.input_norm is not None
         if block.spec.beside:
-            if OUTPUT_OPERATIONS.get(before.spec.slot) in names:
+            if joins and OUTPUT_OPERATIONS.get(before.spec.slot) in names:
                 chosen |= {before.block.last, before.output}
             if norm:
                 chosen.add(block.input_norm)
-        elif SUM_OPERATION in names:
+        elif joins and SUM_OPERATION in names:
             chosen |= {before.block.last, join}
         elif norm:
             norms[join] = block.input_norm

@@ -32,6 +32,7 @@ from tests.support.short_convolution import KIND, WIDTH, ShortConvolutionKind
 
 STEPS = 4
 LAYERS = [f"{KIND}+feed_forward", "attention+feed_forward", f"{KIND}+feed_forward", f"{KIND}+feed_forward"]
+ORDERS = ["feed_forward+attention", KIND, "feed_forward", f"feed_forward+{KIND}"]
 BASE = case_of(tied=False, kv_heads=2, vocab_size=96, layers=4, masked=True, dropout=0.1, precision="fp64") | {
     "microbatches": 4
 }
@@ -84,6 +85,27 @@ def test_trains_like_one_process(name, ranks, references, prefix):
     several, one = configs(prefix, **LAYOUTS[name])
     got = ranks.run(world(LAYOUTS[name]), short_convolution.train, several, STEPS)
     assert_same_run(got, references.run(short_convolution.train, one, STEPS), 1e-9, 1e-9)
+
+
+@pytest.mark.parametrize(
+    "recompute", ["none", "residual+attn_norm+mlp_norm+attn_out", "mlp_in+mlp_out+convolution+qkv+attention", "full"]
+)
+@pytest.mark.parametrize("parallel", ["none", "two_norms"])
+def test_blocks_of_a_layer_may_be_of_any_number_and_order(recompute, parallel, ranks, references, prefix):
+    several, one = configs(prefix, tp=2, sequence_parallel=True, recompute=recompute)
+    for config in (several, one):
+        config["model"] |= {"layer_blocks": ORDERS, "parallel_block": parallel}
+    got = ranks.run(2, short_convolution.train, several, 2)
+    assert_same_run(got, references.run(short_convolution.train, one, 2), 1e-9, 1e-9)
+
+
+def test_its_matrices_have_adapters(ranks, references, prefix):
+    several, one = configs(prefix, tp=2, sequence_parallel=True)
+    for config in (several, one):
+        config["lora"] = {"rank": 2, "targets": ["conv_gate", "conv_out", "q"]}
+    got = ranks.run(2, short_convolution.train, several, 2)
+    assert_same_run(got, references.run(short_convolution.train, one, 2), 1e-9, 1e-9)
+    assert got[0]["tensors"]["weight/layers.0.attention.conv_gate.lora_b"].abs().max() > 0
 
 
 def test_gradients_are_those_of_autograd():

@@ -142,6 +142,7 @@ class CachedConvolution(CachedBlock):
 
 class ShortConvolutionKind(BlockKind):
     name, slot = KIND, "attention"
+    joins_output = True
     operations = {"convolution": "gate · convolution"}
     projections = ("conv_gate", "conv_value", "conv_out")
 

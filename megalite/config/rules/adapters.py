@@ -5,7 +5,14 @@ from pathlib import Path
 
 from megalite.config.rule import Rule
 from megalite.config.rules.context import RuleContext
-from megalite.config.sections.lora import EXPERTS, PROJECTIONS, entries, expert_target, first_entry
+from megalite.config.sections.lora import (
+    BUILT_IN_PROJECTIONS,
+    EXPERTS,
+    PROJECTIONS,
+    entries,
+    expert_target,
+    first_entry,
+)
 
 _ALONE = "Remove it, or leave lora.targets out: then all projections of the model have adapters."
 
@@ -15,7 +22,8 @@ def _attention_has(c: RuleContext) -> tuple[str, ...]:
     if c.model.kv_lora_rank is None:
         return tuple(role for role in PROJECTIONS if role not in ("q_a", "q_b", "kv_a", "kv_b"))
     queries = ("q",) if c.model.q_lora_rank is None else ("q_a", "q_b")
-    return (*queries, "kv_a", "kv_b", "o", "gate", "up", "down")
+    registered = (role for role in PROJECTIONS if role not in BUILT_IN_PROJECTIONS)
+    return (*queries, "kv_a", "kv_b", "o", "gate", "up", "down", *registered)
 
 
 def _adapted(option: str) -> Rule:

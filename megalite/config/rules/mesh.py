@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from megalite.config.dims import ParallelDims
 from megalite.config.rule import Rule, around, describe_legal, divisors, multiples
 from megalite.config.rules.context import RuleContext
-from megalite.config.sections.model import EVERY_CONTEXT, LAYER_BLOCKS
+from megalite.config.sections.model import EVERY_CONTEXT, LAYER_BLOCKS, blocks_in
 
 
 def legal_tp(c: RuleContext) -> list[int]:
@@ -31,7 +31,7 @@ def legal_inner(c: RuleContext) -> list[int]:
 
 def _block_without_context(c: RuleContext, context: str) -> str | None:
     """Return a kind of block in model.layer_blocks that does not support a value of parallel.context."""
-    names = (name for entry in c.model.layer_blocks or () for name in entry.split("+"))
+    names = (name for entry in c.model.layer_blocks or () for name in blocks_in(entry))
     return next((n for n in names if n in LAYER_BLOCKS and context not in LAYER_BLOCKS[n].context), None)
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 PROJECTIONS = ["q", "k", "v", "o", "gate", "up", "down", "q_a", "q_b", "kv_a", "kv_b"]
 """The roles of a layer's matrices, which can have adapters. The last four are those of latent attention.
 `megalite.model.kinds` adds those of kinds that are registered."""
+BUILT_IN_PROJECTIONS = tuple(PROJECTIONS)
 EXPERTS = ("experts.in", "experts.down")
 """The roles of the matrices of a layer's experts: gate and up of all experts, and down of all."""
 SAVED_MODULES = ("embedding", "head", "norms")
@@ -87,14 +88,19 @@ def first_entry(option: str, wrong: Callable[["RuleContext", str], bool], c: "Ru
     return next((name for name in entries(option, c) if wrong(c, name)), "")
 
 
-def _unknown(option: str, known: tuple[str, ...]) -> Rule:
-    find = partial(first_entry, option, lambda c, name: name not in known)
+def _adaptable() -> tuple[str, ...]:
+    """The roles that can have adapters, with those of registered kinds of blocks."""
+    return (*PROJECTIONS, *EXPERTS)
+
+
+def _unknown(option: str, known: Callable[[], tuple[str, ...]]) -> Rule:
+    find = partial(first_entry, option, lambda c, name: name not in known())
     return Rule(
         f"lora.{option} are known",
         f"lora.{option}",
         find,
         message=lambda c: f"names {find(c)}",
-        legal=f"Legal names: {', '.join(known)}.",
+        legal=lambda c: f"Legal names: {', '.join(known())}.",
     )
 
 
@@ -122,9 +128,9 @@ RULES: tuple[Rule, ...] = (
         message="trains the model itself, but other lora options are set",
         legal="Set it, for example to 16, or remove the other options.",
     ),
-    _unknown("targets", (*PROJECTIONS, *EXPERTS)),
-    _unknown("ranks", (*PROJECTIONS, *EXPERTS)),
-    _unknown("alphas", (*PROJECTIONS, *EXPERTS)),
-    _unknown("modules_to_save", SAVED_MODULES),
+    _unknown("targets", _adaptable),
+    _unknown("ranks", _adaptable),
+    _unknown("alphas", _adaptable),
+    _unknown("modules_to_save", lambda: SAVED_MODULES),
     *_WITH_EXPERTS,
 )

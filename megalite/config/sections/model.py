@@ -45,6 +45,11 @@ class BlockOption(NamedTuple):
     context: tuple[str, ...]
 
 
+def blocks_in(entry: str) -> list[str]:
+    """The kinds that an entry of model.layer_blocks names."""
+    return [name.strip() for name in entry.split("+")]
+
+
 EVERY_CONTEXT = ("ulysses", "gather", "ring")
 LAYER_BLOCKS = {
     "attention": BlockOption("attention", EVERY_CONTEXT),
@@ -94,7 +99,8 @@ class ModelConfig:
     """Number of transformer layers."""
     layer_blocks: list[str] | None = None
     """Kinds of the blocks of each layer, joined by +: attention+feed_forward, attention+mixture. null:
-    attention (latent_attention with kv_lora_rank), then mixture in layers with experts, else feed_forward."""
+    attention (latent_attention with kv_lora_rank), then mixture in layers with experts, else
+    feed_forward; so have the layers of mtp_layers."""
     mtp_layers: int = option(0, NOT_NEGATIVE, kinds=MTP)
     """Number of modules of multi-token prediction (DeepSeek-V3): each has one more layer, and in training
     predicts one token further ahead. Evaluation and generation do not use them."""
@@ -318,7 +324,7 @@ class ModelConfig:
     def block_names(self, layer: int) -> list[str]:
         """The kinds of a layer's blocks, in the order of the forward."""
         if self.layer_blocks is not None and layer < len(self.layer_blocks):
-            return self.layer_blocks[layer].split("+")
+            return blocks_in(self.layer_blocks[layer])
         attention = "attention" if self.kv_lora_rank is None else "latent_attention"
         return [attention, "mixture" if self.is_mixture(layer) else "feed_forward"]
 
@@ -356,7 +362,7 @@ def _layers_exist(name: str) -> Rule:
 
 def _listed(c: "RuleContext") -> list[list[str]]:
     """The kinds of the blocks of each layer that model.layer_blocks lists."""
-    return [entry.split("+") for entry in c.model.layer_blocks or ()]
+    return [blocks_in(entry) for entry in c.model.layer_blocks or ()]
 
 
 def _unknown_block(c: "RuleContext") -> str | None:

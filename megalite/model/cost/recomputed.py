@@ -61,9 +61,12 @@ def groups(units: Units, index: int) -> list[Group]:
     blocks, costs = blocks_of(units.model, index), units.layer(index).blocks
     candidates: list[Group] = []
     for number, (block, cost) in enumerate(zip(blocks, costs, strict=True)):
-        candidates += _input(units, block, cost, costs[number - 1] if number else None)
+        candidates.append(_input(units, block, cost, bool(number) and not block.beside))
+        if number and not block.beside and KINDS[blocks[number - 1].kind].joins_output:
+            candidates[-1] = (*candidates[-1], _sum(cost, costs[number - 1]))
         candidates += KINDS[block.kind].recomputed(units, cost)
-        if number + 1 < len(blocks) and blocks[number + 1].beside and block.slot in OUTPUT_OPERATIONS:
+        followed = number + 1 < len(blocks) and blocks[number + 1].beside
+        if followed and KINDS[block.kind].joins_output and block.slot in OUTPUT_OPERATIONS:
             candidates.append(_output(block, cost))
     kept = [
         tuple(each for each in group if sum(buffer.values for buffer in each.buffers)) for group in candidates
@@ -92,22 +95,24 @@ def named(buffers: Iterable[Buffer], *names: str) -> tuple[Buffer, ...]:
     return tuple(buffer for buffer in buffers if buffer.name in names)
 
 
-def _input(units: Units, block: BlockSpec, cost: BlockCost, before: BlockCost | None) -> list[Group]:
-    """Return the norm of a block's input, and the residual sum in front of it.
+def _input(units: Units, block: BlockSpec, cost: BlockCost, fused: bool) -> Group:
+    """Return the norm of a block's input.
 
     Args:
-        before: the block before it in the layer; None: it is the first one, whose sum is the layer's input.
+        fused: whether it is computed with the residual sum in front of it, which keeps the statistics.
     """
-    normed = named(cost.before.kept, NORMED, STATISTICS)
+    normed = named(cost.before.kept, NORMED, *(() if fused else (STATISTICS,)))
     # a standalone norm reads its input and writes its output
-    norm = Operation((NORM_OPERATIONS[block.slot],), normed, (Elementwise((2 * units.own,)),))
-    if before is None or block.beside:
-        return [(norm,)]
+    return (Operation((NORM_OPERATIONS[block.slot],), normed, (Elementwise((2 * units.own,)),)),)
+
+
+def _sum(cost: BlockCost, before: BlockCost) -> Operation:
+    """Return the residual sum in front of a block with its norm, and the output of the block before it."""
     out = before.matmuls[-1]
+    normed = named(cost.before.kept, NORMED, STATISTICS)
     buffers = (*named(cost.before.kept, STREAM), *normed, *out.kept, *before.after.kept)
     steps = (out, Elementwise(before.after.forward), Elementwise(cost.before.forward))
-    only_output = norm._replace(buffers=named(normed, NORMED))  # the statistics stay with the sum
-    return [(only_output, Operation((SUM_OPERATION,), buffers, steps, dropped=before.dropped))]
+    return Operation((SUM_OPERATION,), buffers, steps, dropped=before.dropped)
 
 
 def _output(block: BlockSpec, cost: BlockCost) -> Group:

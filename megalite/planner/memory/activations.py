@@ -133,9 +133,9 @@ class Activations:
         The early part is allocated before any saved tensor is freed: the stash of the last matmul, except
         tensors that are also saved, and except the tensors that the norm after the matmul frees.
         """
-        if not self.splits:
-            return 0, 0
         last = unit.blocks[-1]
+        if not self.splits or not last.matmuls:
+            return sum(self._size(each.stashed) for each in unit.matmuls) if self.splits else 0, 0
         matmul = last.matmuls[-1]
         first = self._size(matmul.stashed) - self._size((matmul.between,)) - self._size(last.after.kept)
         return sum(self._size(each.stashed) for each in unit.matmuls), max(first, 0)

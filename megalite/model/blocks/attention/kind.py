@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from megalite.config.schema import Config
-from megalite.config.sections.model import ModelConfig
+from megalite.config.sections.model import EVERY_CONTEXT, ModelConfig
 from megalite.model.block_kind import BlockKind, BlockSpec
 from megalite.model.blocks.attention import parameters
 from megalite.parallel.spec import ParamSpec
@@ -29,6 +29,8 @@ class AttentionKind(BlockKind):
     """Attention with keys and values of its own."""
 
     name, slot = "attention", "attention"
+    context = EVERY_CONTEXT
+    joins_output = True
 
     def specs(self, build: SpecBuilder, block: BlockSpec) -> list[ParamSpec]:
         return parameters.specs(build, block.name)

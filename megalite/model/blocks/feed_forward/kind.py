@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megalite.config.sections.model import EVERY_CONTEXT
 from megalite.model.block_kind import BlockKind, BlockSpec
 from megalite.model.blocks.feed_forward import parameters
 from megalite.parallel.spec import ParamSpec
@@ -19,6 +20,7 @@ class FeedForwardKind(BlockKind):
     """A feed-forward that computes each position by itself."""
 
     name, slot = "feed_forward", "mlp"
+    context = EVERY_CONTEXT
 
     def specs(self, build: SpecBuilder, block: BlockSpec) -> list[ParamSpec]:
         return parameters.specs(build, block.name, build.model.intermediate_size)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megalite.config.schema import Config
-from megalite.config.sections.model import ModelConfig
+from megalite.config.sections.model import EVERY_CONTEXT, ModelConfig
 from megalite.model.block_kind import BlockKind, BlockSpec
 from megalite.model.blocks.mixture import parameters
 from megalite.model.cost.records import Dispatch
@@ -27,6 +27,7 @@ class MixtureKind(BlockKind):
     """A router, the experts that it chooses for each token, and often a shared expert."""
 
     name, slot = "mixture", "mlp"
+    context = EVERY_CONTEXT
 
     def specs(self, build: SpecBuilder, block: BlockSpec) -> list[ParamSpec]:
         return parameters.specs(build, block.name)
