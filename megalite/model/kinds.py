@@ -6,9 +6,10 @@ rooms need about a model's blocks are offered here under general names.
 
 from __future__ import annotations
 
+from megalite.config.layer_blocks import LAYER_BLOCKS, BlockOption
 from megalite.config.recompute import OPERATIONS
 from megalite.config.sections.lora import PROJECTIONS
-from megalite.config.sections.model import LAYER_BLOCKS, BlockOption, ModelConfig
+from megalite.config.sections.model import ModelConfig
 from megalite.model.block_kind import BlockKind, BlockSpec
 from megalite.model.blocks.attention.kind import AttentionKind
 from megalite.model.blocks.feed_forward.kind import FeedForwardKind

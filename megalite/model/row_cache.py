@@ -88,7 +88,7 @@ class RowCache:
         device: torch.device,
         cp: MeshAxis,
     ):
-        self.rows, self.capacity, self.device, self.cp = rows, capacity, device, cp
+        self.device, self.cp = device, cp
         self.stores: dict[CachedBlock, Any] = {
             block: block.new_store(rows, capacity, dtype, device) for block in blocks
         }

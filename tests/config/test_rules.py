@@ -15,9 +15,9 @@ import yaml
 
 from megalite.config.amounts import duration_seconds
 from megalite.config.errors import ConfigError
+from megalite.config.layer_blocks import LAYER_BLOCKS, BlockOption
 from megalite.config.rules import RULES, all_rules, check
 from megalite.config.schema import OPTIONS, Config
-from megalite.config.sections.model import LAYER_BLOCKS, BlockOption
 
 
 @dataclass

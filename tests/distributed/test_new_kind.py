@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from megalite.config.layer_blocks import LAYER_BLOCKS
 from megalite.config.load import from_dict
 from megalite.config.recompute import OPERATIONS
 from megalite.config.sections.lora import PROJECTIONS
-from megalite.config.sections.model import LAYER_BLOCKS
 from megalite.generation.language_model import LanguageModel, Sampling
 from megalite.model.cost.flops import per_token
 from megalite.model.kinds import KINDS, register

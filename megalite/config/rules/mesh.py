@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from megalite.config.dims import ParallelDims
+from megalite.config.layer_blocks import EVERY_CONTEXT, LAYER_BLOCKS, blocks_in
 from megalite.config.rule import Rule, around, describe_legal, divisors, multiples
 from megalite.config.rules.context import RuleContext
-from megalite.config.sections.model import EVERY_CONTEXT, LAYER_BLOCKS, blocks_in
 
 
 def legal_tp(c: RuleContext) -> list[int]:

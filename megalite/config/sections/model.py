@@ -2,12 +2,13 @@
 
 import math
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
+from megalite.config import layer_blocks
+from megalite.config.layer_blocks import blocks_in
 from megalite.config.option import FRACTION, NOT_NEGATIVE, POSITIVE, SIZE, option
 from megalite.config.repository_id import is_repository_id
 from megalite.config.rule import (
@@ -33,37 +34,8 @@ ROPE_SCALING_KEYS: dict[str, tuple[str, ...]] = {
 """rope_type → the other keys of model.rope_scaling, all required. yarn may have `truncate: false`, too."""
 
 
-class BlockOption(NamedTuple):
-    """A kind of block that model.layer_blocks may name.
-
-    Attributes:
-        slot: the slot of a layer that it takes.
-        context: the values of parallel.context that it supports with more than one cp rank.
-    """
-
-    slot: str
-    context: tuple[str, ...]
-
-
-def blocks_in(entry: str) -> list[str]:
-    """The kinds that an entry of model.layer_blocks names."""
-    return [name.strip() for name in entry.split("+")]
-
-
-EVERY_CONTEXT = ("ulysses", "gather", "ring")
-LAYER_BLOCKS = {
-    "attention": BlockOption("attention", EVERY_CONTEXT),
-    "latent_attention": BlockOption("attention", EVERY_CONTEXT),
-    "feed_forward": BlockOption("mlp", EVERY_CONTEXT),
-    "mixture": BlockOption("mlp", EVERY_CONTEXT),
-}
-"""By name. `megalite.model.kinds` adds kinds that are registered."""
-
-
-ATTENTION, LATENTS, FEED_FORWARD, MIXTURE = (
-    (kind,) for kind in ("attention", "latent_attention", "feed_forward", "mixture")
-)
-ANY_ATTENTION, ANY_FEED_FORWARD, MTP = (*ATTENTION, *LATENTS), (*FEED_FORWARD, *MIXTURE), ("mtp",)
+ATTENTION, LATENTS, MIXTURE, MTP = ("attention",), ("latent_attention",), ("mixture",), ("mtp",)
+ANY_ATTENTION, ANY_FEED_FORWARD = ("attention", "latent_attention"), ("feed_forward", "mixture")
 """Whose fields some of ModelConfig's are (`option`)."""
 
 
@@ -360,81 +332,6 @@ def _layers_exist(name: str) -> Rule:
     )
 
 
-def _listed(c: "RuleContext") -> list[list[str]]:
-    """The kinds of the blocks of each layer that model.layer_blocks lists."""
-    return [blocks_in(entry) for entry in c.model.layer_blocks or ()]
-
-
-def _unknown_block(c: "RuleContext") -> str | None:
-    return next((name for names in _listed(c) for name in names if name not in LAYER_BLOCKS), None)
-
-
-def _same_slot(c: "RuleContext") -> str | None:
-    """The first entry with two blocks of one slot."""
-    for names in _listed(c):
-        slots = [LAYER_BLOCKS[name].slot for name in names if name in LAYER_BLOCKS]
-        if len(set(slots)) < len(slots):
-            return "+".join(names)
-    return None
-
-
-def _block_needs(name: str, option: str, lacks: Callable[["RuleContext"], bool], way_out: str) -> Rule:
-    """A kind of block that another option excludes."""
-    return Rule(
-        f"{name} blocks and {option}",
-        "model.layer_blocks",
-        lambda c: any(name in names for names in _listed(c)) and lacks(c),
-        value=lambda _: name,
-        message=f"is incompatible with {{model.{option}}}",
-        legal=way_out,
-    )
-
-
-_LAYER_BLOCKS = (
-    Rule(
-        "an entry of layer_blocks for each layer",
-        "model.layer_blocks",
-        lambda c: c.model.layer_blocks is not None and len(c.model.layer_blocks) != c.model.num_hidden_layers,
-        value=lambda c: len(c.model.layer_blocks or ()),
-        message="is the number of entries, which must be {model.num_hidden_layers}",
-        legal="Write one entry for each layer.",
-    ),
-    Rule(
-        "layer_blocks are known",
-        "model.layer_blocks",
-        _unknown_block,
-        value=_unknown_block,
-        message="is not a kind of block",
-        legal=lambda c: f"Known kinds: {', '.join(LAYER_BLOCKS)}.",
-    ),
-    Rule(
-        "a slot for each block of a layer",
-        "model.layer_blocks",
-        _same_slot,
-        value=_same_slot,
-        message="names two kinds for the same part of a layer",
-        legal="Name one kind of attention, or one in its place, and one of feed_forward and mixture.",
-    ),
-    _block_needs(
-        "mixture",
-        "num_experts",
-        lambda c: not c.model.num_experts,
-        "Set model.num_experts, or name feed_forward.",
-    ),
-    _block_needs(
-        "latent_attention",
-        "kv_lora_rank",
-        lambda c: c.model.kv_lora_rank is None,
-        "Set model.kv_lora_rank, or name attention.",
-    ),
-    _block_needs(
-        "attention",
-        "kv_lora_rank",
-        lambda c: c.model.kv_lora_rank is not None,
-        "Name latent_attention, or remove model.kv_lora_rank.",
-    ),
-)
-
 _WITHOUT_EXPERTS = tuple(
     Rule(
         f"{name} needs experts",
@@ -671,7 +568,7 @@ def _scaling_example(c: "RuleContext") -> str:
 
 
 RULES: tuple[Rule, ...] = (
-    *_LAYER_BLOCKS,
+    *layer_blocks.RULES,
     *_MIXTURE,
     *_GROUPS,
     *_MTP,

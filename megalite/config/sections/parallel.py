@@ -7,6 +7,8 @@ from megalite.config import amounts
 from megalite.config.option import NOT_NEGATIVE, POSITIVE, SIZE, option
 from megalite.config.rule import Rule
 
+ContextMethod = Literal["ulysses", "gather", "ring"]
+
 
 @dataclass
 class ParallelConfig:
@@ -21,7 +23,7 @@ class ParallelConfig:
     pp · cp)."""
     cp: int = option(1, SIZE)
     """Context-parallel size: number of ranks over which each sequence is split."""
-    context: Literal["ulysses", "gather", "ring"] = "ulysses"
+    context: ContextMethod = "ulysses"
     """With cp > 1, what attention exchanges: heads for positions (ulysses), all keys and values at once
     (gather) or rank by rank (ring)."""
     context_inner: int = option(1, SIZE)

@@ -70,7 +70,7 @@ class Sharing:
         if dims.shard > 1 or parallel.offload_parameters:
             zero = parallel.zero
         else:  # as `ParameterStore`
-            zero = min(parallel.zero, 2 if dispatch_of(config.model) and dims.expert_shard > 1 else 0)
+            zero = min(parallel.zero, 2 if dims.expert_shard > 1 and dispatch_of(config.model) else 0)
         if domain == "dense":
             return Sharing(dims.data, dims.shard, dims.replicate, zero)
         if dims.expert_shard == 1 and not parallel.offload_parameters:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from megalite.config.layer_blocks import LAYER_BLOCKS
 from megalite.config.schema import Config
-from megalite.config.sections.model import EVERY_CONTEXT, ModelConfig
+from megalite.config.sections.model import ModelConfig
 from megalite.model.block_kind import BlockKind, BlockSpec
 from megalite.model.blocks.attention import parameters
 from megalite.parallel.spec import ParamSpec
@@ -28,8 +29,8 @@ ROOM = __name__.rpartition(".")[0]
 class AttentionKind(BlockKind):
     """Attention with keys and values of its own."""
 
-    name, slot = "attention", "attention"
-    context = EVERY_CONTEXT
+    name = "attention"
+    slot, context = LAYER_BLOCKS[name]
     joins_output = True
 
     def specs(self, build: SpecBuilder, block: BlockSpec) -> list[ParamSpec]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megalite.config.sections.model import EVERY_CONTEXT
+from megalite.config.layer_blocks import LAYER_BLOCKS
 from megalite.model.block_kind import BlockKind, BlockSpec
 from megalite.model.blocks.feed_forward import parameters
 from megalite.parallel.spec import ParamSpec
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class FeedForwardKind(BlockKind):
     """A feed-forward that computes each position by itself."""
 
-    name, slot = "feed_forward", "mlp"
-    context = EVERY_CONTEXT
+    name = "feed_forward"
+    slot, context = LAYER_BLOCKS[name]
 
     def specs(self, build: SpecBuilder, block: BlockSpec) -> list[ParamSpec]:
         return parameters.specs(build, block.name, build.model.intermediate_size)

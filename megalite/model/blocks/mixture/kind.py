@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megalite.config.layer_blocks import LAYER_BLOCKS
 from megalite.config.schema import Config
-from megalite.config.sections.model import EVERY_CONTEXT, ModelConfig
+from megalite.config.sections.model import ModelConfig
 from megalite.model.block_kind import BlockKind, BlockSpec
 from megalite.model.blocks.mixture import parameters
 from megalite.model.cost.records import Dispatch
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 class MixtureKind(BlockKind):
     """A router, the experts that it chooses for each token, and often a shared expert."""
 
-    name, slot = "mixture", "mlp"
-    context = EVERY_CONTEXT
+    name = "mixture"
+    slot, context = LAYER_BLOCKS[name]
 
     def specs(self, build: SpecBuilder, block: BlockSpec) -> list[ParamSpec]:
         return parameters.specs(build, block.name)

@@ -1,0 +1,117 @@
+"""The kinds of blocks that model.layer_blocks may name, and its rules.
+
+attention+feed_forward          a layer of these two blocks
+attention+mixture               experts in place of the feed-forward
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, get_args
+
+from megalite.config.rule import Rule
+from megalite.config.sections.parallel import ContextMethod
+
+if TYPE_CHECKING:
+    from megalite.config.rules.context import RuleContext
+
+
+class BlockOption(NamedTuple):
+    """A kind of block that model.layer_blocks may name.
+
+    Attributes:
+        slot: the slot of a layer that it takes.
+        context: the values of parallel.context that it supports with more than one cp rank.
+    """
+
+    slot: str
+    context: tuple[str, ...]
+
+
+def blocks_in(entry: str) -> list[str]:
+    """The kinds that an entry of model.layer_blocks names."""
+    return [name.strip() for name in entry.split("+")]
+
+
+EVERY_CONTEXT: tuple[str, ...] = get_args(ContextMethod)
+LAYER_BLOCKS = {
+    "attention": BlockOption("attention", EVERY_CONTEXT),
+    "latent_attention": BlockOption("attention", EVERY_CONTEXT),
+    "feed_forward": BlockOption("mlp", EVERY_CONTEXT),
+    "mixture": BlockOption("mlp", EVERY_CONTEXT),
+}
+"""By name. `megalite.model.kinds` adds kinds that are registered."""
+
+
+def _listed(c: "RuleContext") -> list[list[str]]:
+    """The kinds of the blocks of each layer that model.layer_blocks lists."""
+    return [blocks_in(entry) for entry in c.model.layer_blocks or ()]
+
+
+def _unknown_block(c: "RuleContext") -> str | None:
+    return next((name for names in _listed(c) for name in names if name not in LAYER_BLOCKS), None)
+
+
+def _same_slot(c: "RuleContext") -> str | None:
+    """The first entry with two blocks of one slot."""
+    for names in _listed(c):
+        slots = [LAYER_BLOCKS[name].slot for name in names if name in LAYER_BLOCKS]
+        if len(set(slots)) < len(slots):
+            return "+".join(names)
+    return None
+
+
+def _block_needs(name: str, option: str, lacks: Callable[["RuleContext"], bool], way_out: str) -> Rule:
+    """A kind of block that another option excludes."""
+    return Rule(
+        f"{name} blocks and {option}",
+        "model.layer_blocks",
+        lambda c: any(name in names for names in _listed(c)) and lacks(c),
+        value=lambda _: name,
+        message=f"is incompatible with {{model.{option}}}",
+        legal=way_out,
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "an entry of layer_blocks for each layer",
+        "model.layer_blocks",
+        lambda c: c.model.layer_blocks is not None and len(c.model.layer_blocks) != c.model.num_hidden_layers,
+        value=lambda c: len(c.model.layer_blocks or ()),
+        message="is the number of entries, which must be {model.num_hidden_layers}",
+        legal="Write one entry for each layer.",
+    ),
+    Rule(
+        "layer_blocks are known",
+        "model.layer_blocks",
+        _unknown_block,
+        value=_unknown_block,
+        message="is not a kind of block",
+        legal=lambda c: f"Known kinds: {', '.join(LAYER_BLOCKS)}.",
+    ),
+    Rule(
+        "a slot for each block of a layer",
+        "model.layer_blocks",
+        _same_slot,
+        value=_same_slot,
+        message="names two kinds for the same part of a layer",
+        legal="Name one kind of attention, or one in its place, and one of feed_forward and mixture.",
+    ),
+    _block_needs(
+        "mixture",
+        "num_experts",
+        lambda c: not c.model.num_experts,
+        "Set model.num_experts, or name feed_forward.",
+    ),
+    _block_needs(
+        "latent_attention",
+        "kv_lora_rank",
+        lambda c: c.model.kv_lora_rank is None,
+        "Set model.kv_lora_rank, or name attention.",
+    ),
+    _block_needs(
+        "attention",
+        "kv_lora_rank",
+        lambda c: c.model.kv_lora_rank is not None,
+        "Name latent_attention, or remove model.kv_lora_rank.",
+    ),
+)
