@@ -11,6 +11,8 @@ Like transformers' Llama, RMSNorm normalizes in at least fp32, casts to x's dtyp
 weight in that dtype. Statistics and weight gradients are at least fp32.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,12 @@ _LAYER_NORM = 8192
 
 
 def _at_least_fp32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+@functools.lru_cache(maxsize=16)
+def _scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 def _gain(weight: Tensor, offset: float) -> Tensor:
@@ -43,7 +50,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tupl
     upcast = _at_least_fp32(x)
     # one pass without a temporary, unlike mean(x * x)
     norm = torch.linalg.vector_norm(upcast, dim=-1, keepdim=True)
-    rstd = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    eps_tensor = _scalar(eps, norm.dtype, norm.device)
+    rstd = torch.addcmul(eps_tensor, norm, norm, value=1 / x.shape[-1]).rsqrt_()
     if x.dtype == upcast.dtype:
         return (x * rstd).mul_(_gain(weight, offset)), rstd
     if offset:  # 1 + w must not be rounded to bf16 before the multiplication
@@ -80,15 +88,14 @@ def rms_norm_backward(
 
         return norm_triton.norm_backward(dy, dtotal, x, weight, None, rstd, offset)[:2]
     hidden = x.shape[-1]
-    grad, rows = _at_least_fp32(dy).reshape(-1, hidden), _at_least_fp32(x).reshape(-1, hidden)
-    scale = rstd.reshape(-1, 1)  # [rows, 1]
+    rows, scale = _at_least_fp32(x).reshape(-1, hidden), rstd.view(-1, 1)  # [rows, hidden], [rows, 1]
     gain = _gain(_at_least_fp32(weight), offset)
-    product = (grad * rows).mul_(scale)  # dy · x̂
+    scaled = _at_least_fp32(dy).reshape(-1, hidden) * scale
+    product = scaled * rows  # dy · x̂
     # not a matmul with a vector of ones: BLAS adds rows sequentially, 14 times the error at 8,192 rows
     dweight = product.sum(0)
-    coefficient = product.mv(gain).view(-1, 1).mul_(scale.square()).div_(hidden)
-    dx = torch.mul(grad, gain, out=product).mul_(scale).addcmul_(rows, coefficient, value=-1)
-    dx = dx.to(x.dtype).view(x.shape)
+    projection = product.mv(gain).view(-1, 1).mul_(scale).mul_(scale)  # rstd² · Σ g·dy·x̂, [rows, 1]
+    dx = scaled.mul_(gain).addcmul_(rows, projection, value=-1 / hidden).to(x.dtype).view(x.shape)
     return dx if dtotal is None else dx.add_(dtotal), dweight
 
 

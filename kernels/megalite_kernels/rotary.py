@@ -7,8 +7,11 @@ With x = [x1, x2] split at D/2 and angle(s, i) = position(s) · theta^(-2i/D):
     y1 = x1 · cos − x2 · sin        y2 = x2 · cos + x1 · sin
 
 The backward is the rotation by the opposite angle. Pairs that do not rotate have angle 0. Tables are D wide,
-with the angles of the D/2 pairs twice, as in transformers: a rotation is then one multiplication over whole
-rows and two over half rows, which is faster than four over half rows.
+with the angles of the D/2 pairs twice, and the first half of the sines negated: a rotation is then
+
+    y = x ∘ cos + [x2, x1] ∘ sin
+
+three operations over whole rows.
 """
 
 import functools
@@ -111,7 +114,7 @@ def rotary_tables(
 ) -> tuple[Tensor, Tensor]:
     """Return cos and sin: [S, D] for positions [S], [S, B, D] for positions [S, B].
 
-    Angles are computed in at least fp32.
+    The first half of the sines is negated. Angles are computed in at least fp32.
 
     Under YaRN and LongRoPE both are multiplied by an attention_factor, which multiplies scores by its square.
 
@@ -127,18 +130,14 @@ def rotary_tables(
     angle = positions.to(device=device, dtype=accumulate_dtype).unsqueeze(-1) * frequency
     factor, idle = (scaling or {}).get("attention_factor", 1.0), (0, (head_dim - rotary_dim) // 2)
     cos, sin = F.pad(angle.cos() * factor, idle, value=1.0), F.pad(angle.sin() * factor, idle)
-    return torch.cat((cos, cos), -1).to(dtype), torch.cat((sin, sin), -1).to(dtype)
+    return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
 
-def _rotate_into(y: Tensor, x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> None:
-    """Write x rotated by sign · angle to y; both [S, B, heads, D]; y must not overlap x."""
-    if cos.dim() == 2:
-        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)  # [S, 1 or B, 1, D]
-    half = x.shape[-1] // 2
-    torch.mul(x, cos, out=y)
-    y[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-sign)
-    y[..., half:].addcmul_(x[..., :half], sin[..., half:], value=sign)
+def _rotate_(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    """Rotate x [S, B, heads, D] by sign · angle, in place."""
+    shape = (x.shape[0], cos.shape[1] if cos.dim() == 3 else 1, 1, x.shape[3])
+    swapped = x.roll(x.shape[3] // 2, 3)
+    return x.mul_(cos.view(shape)).addcmul_(swapped, sin.view(shape), value=sign)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
@@ -150,13 +149,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor
         from megalite_kernels import rotary_triton
 
         return rotary_triton.rotate_and_pack(x, x[:, :, :0], x[:, :, :0], cos, sin, inverse)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _rotate_into(y, x, cos, sin, -1 if inverse else 1)
-    return y
+    return _rotate_(x.clone(memory_format=torch.contiguous_format), cos, sin, -1 if inverse else 1)
 
 
 def split_rotary(
-    packed: Tensor, hq: int, hk: int, head_dim: int, cos: Tensor | None, sin: Tensor | None
+    packed: Tensor,
+    hq: int,
+    hk: int,
+    head_dim: int,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    disposable: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split a packed projection into q, k and v, and rotate q and k.
 
@@ -164,18 +167,21 @@ def split_rotary(
 
     The results are views of one new buffer: `packed` is not kept alive. Without tables (cos is None) nothing
     is rotated, and the results are views of `packed` itself.
+
+    Args:
+        disposable: whether the results may be in the memory of `packed`.
     """
     heads = packed.unflatten(-1, (hq + 2 * hk, head_dim))
-    if cos is not None and sin is not None and takes_triton(packed):
-        from megalite_kernels import rotary_triton
+    if cos is not None and sin is not None:
+        if takes_triton(packed):
+            from megalite_kernels import rotary_triton
 
-        q, k, v = heads.split((hq, hk, hk), 2)
-        heads = rotary_triton.rotate_and_pack(q, k, v, cos, sin, False)
-    elif cos is not None and sin is not None:
-        source, heads = heads, torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
-        _rotate_into(heads[:, :, : hq + hk], source[:, :, : hq + hk], cos, sin, 1)
-        heads[:, :, hq + hk :].copy_(source[:, :, hq + hk :])
-    return heads[:, :, :hq], heads[:, :, hq : hq + hk], heads[:, :, hq + hk :]
+            heads = rotary_triton.rotate_and_pack(*heads.split((hq, hk, hk), 2), cos, sin, False)
+        else:
+            heads = heads if disposable else heads.clone()
+            _rotate_(heads.narrow(2, 0, hq + hk), cos, sin, 1)
+    q, k, v = heads.split((hq, hk, hk), 2)
+    return q, k, v
 
 
 def split_rotary_backward(
@@ -186,13 +192,7 @@ def split_rotary_backward(
         from megalite_kernels import rotary_triton
 
         return rotary_triton.rotate_and_pack(dq, dk, dv, cos, sin, True).flatten(-2)
-    sequence, batch, hq, head_dim = dq.shape
-    hk = dk.shape[2]
-    packed = torch.empty(sequence, batch, hq + 2 * hk, head_dim, dtype=dq.dtype, device=dq.device)
-    for gradient, part in ((dq, packed[:, :, :hq]), (dk, packed[:, :, hq : hq + hk])):
-        if cos is not None and sin is not None:
-            _rotate_into(part, gradient, cos, sin, -1)
-        else:
-            part.copy_(gradient)
-    packed[:, :, hq + hk :].copy_(dv)
+    packed = torch.cat((dq, dk, dv), 2)
+    if cos is not None and sin is not None:
+        _rotate_(packed.narrow(2, 0, dq.shape[2] + dk.shape[2]), cos, sin, -1)
     return packed.flatten(-2)

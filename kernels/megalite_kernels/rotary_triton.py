@@ -7,7 +7,7 @@ rotated, values unchanged: in forward the three parts of a packed projection, in
 forward values could stay where they are, for a sixth less traffic with 32 query and 8 key-value heads; but
 that would keep the whole projection in memory.) A row is one head of one token; a program has a tile of rows.
 Every head of a token reads the tables, but only the first one from memory: the others hit the cache. Of the
-tables' D columns the first D/2 are read: the others repeat them. Offsets are 64-bit, except row numbers: 2³¹
+tables' D columns the last D/2 are read: the first repeat them (the sines negated). Offsets are 64-bit, except row numbers: 2³¹
 rows do not fit in memory.
 """
 
@@ -68,7 +68,7 @@ def _rotary(
     from_k = k + position * k_position_step + sample * k_sample_step + (head - q_heads) * k_head_step + pair
     from_v = v + position * v_position_step + sample * v_sample_step + (head - turned) * v_head_step + pair
     source = tl.where(head < q_heads, from_q, tl.where(head < turned, from_k, from_v))
-    angle = position * table_position_step + sample * table_sample_step + pair
+    angle = position * table_position_step + sample * table_sample_step + HALF + pair
     _turn(source, cos + angle, sin + angle, out + row * (2 * HALF) + pair, exists, head < turned, sign, HALF)
 
 

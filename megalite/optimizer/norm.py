@@ -2,9 +2,9 @@
 
 Each global element is squared once and summed in chunks, which are combined in fp64.
 
-Chunks of at most 65,536 elements are cut at segment boundaries. Each dp rank counts its own shard (under
-every ZeRO stage), and each segment counts on its owning tp rank and stage, so that the sum over the world has
-each element exactly once.
+Each dp rank counts its own shard (under every ZeRO stage), and each segment counts on its owning tp rank and
+stage, so that the sum over the world has each element exactly once. Neighbors in a bucket are summed as one
+range: few operations, however many tensors a model has.
 
 Communication: one all-reduce over the world (`AllReduceNorm`), or an all-reduce over the ranks of a stage and
 one message each way between adjacent pipeline ranks (`ChainedNorm`).
@@ -22,9 +22,8 @@ from torch import Tensor
 
 from megalite.mesh.mesh import Mesh
 from megalite.parallel.collectives import Pending, Work, all_reduce, message
+from megalite.parallel.sharding.bucket_buffers import BucketBuffers
 from megalite.parallel.sharding.store import ParameterStore
-
-CHUNK = 65_536  # elements: longer fp32 sums lose accuracy on a CPU
 
 
 class NormReduction(Protocol):
@@ -54,18 +53,34 @@ class NormReduction(Protocol):
         """Wait until all messages are delivered."""
 
 
+def owned_ranges(store: ParameterStore) -> list[tuple[BucketBuffers, int, int]]:
+    """Return the ranges [start, stop) of buckets whose trained elements this rank owns.
+
+    Rectangles that touch, or have only padding between them, which is zero, are one range.
+    """
+    ranges: list[tuple[BucketBuffers, int, int]] = []
+    for bucket, rectangle, offset in store.owned_rectangles():
+        if bucket.gradients is None:
+            continue
+        start, stop = offset + rectangle.start, offset + rectangle.stop
+        if ranges and ranges[-1][0] is bucket:
+            _, first, before = ranges[-1]
+            if before == start or (before, start) in bucket.layout.gaps:
+                ranges[-1] = (bucket, first, stop)
+                continue
+        ranges.append((bucket, start, stop))
+    return ranges
+
+
 class LocalSquares:
     """The part of the norm that this rank computes, from the elements that it owns."""
 
     def __init__(self, store: ParameterStore):
         self.device = store.device
-        self.chunks: list[Tensor] = []
-        for bucket, rectangle, offset in store.owned_rectangles():
-            if bucket.gradients is not None:
-                first = offset - bucket.start
-                flat = bucket.owned_grads[first + rectangle.start : first + rectangle.stop]
-                # on a GPU more launches cost more than accuracy gains
-                self.chunks.extend(flat.split(CHUNK) if flat.is_cpu else [flat])
+        self.chunks = [
+            bucket.owned_grads[start - bucket.start : stop - bucket.start]
+            for bucket, start, stop in owned_ranges(store)
+        ]
 
     def sums(self, others: Sequence[float | Tensor]) -> Tensor:
         """Return the sum of squares, followed by `others`, as one fp64 vector.

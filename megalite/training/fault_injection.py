@@ -83,11 +83,10 @@ class FaultInjection:
         return prod(fault.amount for fault in self._due(step, ("spike",)))
 
     def spoil(self, step: int, gradients: Sequence[Tensor]) -> None:
-        """Set reduced gradients to NaN.
+        """Set an element of the reduced gradients to NaN, in each range that this rank includes in the norm.
 
-        Args:
-            gradients: the gradients that this rank includes in the norm.
+        Not whole ranges: their padding must stay zero in later steps.
         """
         for _ in self._due(step, ("nan",)):
             for gradient in gradients:
-                gradient.fill_(nan)
+                gradient[0] = nan

@@ -42,10 +42,11 @@ def test_tables_and_rotation_are_those_of_transformers(name):
     cos, sin = LlamaRotaryEmbedding(config)(q, positions)
     rotated, _ = apply_rotary_pos_emb(q, q, cos, sin)
     ours = rotary_tables(positions.T, 24, 5e5, scaling, torch.float32, "cpu")  # [S, B, D]
-    torch.testing.assert_close(ours, (cos.transpose(0, 1), sin.transpose(0, 1)), rtol=0, atol=1e-6)
+    signed = torch.cat((-sin[..., :12], sin[..., 12:]), -1)
+    torch.testing.assert_close(ours, (cos.transpose(0, 1), signed.transpose(0, 1)), rtol=0, atol=1e-6)
     torch.testing.assert_close(rotate(q.permute(2, 0, 1, 3), *ours), rotated.permute(2, 0, 1, 3))
     plain = rotary_tables(positions[0], 24, 5e5, scaling, torch.float32, "cpu")  # [S, D]
-    torch.testing.assert_close(plain, (cos[0], sin[0]), rtol=0, atol=1e-6)
+    torch.testing.assert_close(plain, (cos[0], signed[0]), rtol=0, atol=1e-6)
 
 
 def test_unknown_scaling_is_refused():
