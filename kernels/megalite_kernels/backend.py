@@ -13,7 +13,7 @@ from torch import Tensor
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 selected = ""  # train.kernels, once it is known
-_device_types: tuple[str, ...] = ()  # the device types whose tensors kernels compute
+_on_cuda = _on_cpu = False  # whether kernels compute the tensors of these devices
 
 
 def select(kernels: str) -> None:
@@ -27,17 +27,17 @@ def select(kernels: str) -> None:
     Raises:
         ValueError: triton is selected, but no kernel can run.
     """
-    global selected, _device_types
+    global selected, _on_cuda, _on_cpu
     installed = importlib.util.find_spec("triton") is not None
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if kernels == "triton" and not (installed and (interpreted or torch.cuda.is_available())):
         missing = "a GPU, or TRITON_INTERPRET=1" if installed else "the package triton"
         raise ValueError(f"train.kernels=triton requires {missing}. Set train.kernels to auto or torch.")
     selected = kernels
-    device_types = {"auto": ("cuda",), "triton": ("cuda", "cpu") if interpreted else ("cuda",), "torch": ()}
-    _device_types = device_types[kernels] if installed else ()
+    _on_cuda = installed and kernels != "torch"
+    _on_cpu = installed and kernels == "triton" and interpreted
 
 
 def takes_triton(x: Tensor) -> bool:
     """Return whether an operation on this tensor runs its Triton kernel."""
-    return x.device.type in _device_types and x.dtype in _DTYPES
+    return (_on_cuda and x.is_cuda or _on_cpu and x.is_cpu) and x.dtype in _DTYPES

@@ -52,7 +52,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tupl
     norm = torch.linalg.vector_norm(upcast, dim=-1, keepdim=True)
     eps_tensor = _scalar(eps, norm.dtype, norm.device)
     rstd = torch.addcmul(eps_tensor, norm, norm, value=1 / x.shape[-1]).rsqrt_()
-    if x.dtype == upcast.dtype:
+    if upcast is x:
         return (x * rstd).mul_(_gain(weight, offset)), rstd
     if offset:  # 1 + w must not be rounded to bf16 before the multiplication
         return (upcast * rstd).mul_(_at_least_fp32(weight) + offset).to(x.dtype), rstd
@@ -88,14 +88,15 @@ def rms_norm_backward(
 
         return norm_triton.norm_backward(dy, dtotal, x, weight, None, rstd, offset)[:2]
     hidden = x.shape[-1]
-    rows, scale = _at_least_fp32(x).reshape(-1, hidden), rstd.view(-1, 1)  # [rows, hidden], [rows, 1]
-    gain = _gain(_at_least_fp32(weight), offset)
-    scaled = _at_least_fp32(dy).reshape(-1, hidden) * scale
-    product = scaled * rows  # dy · x̂
+    gain, upcast = _gain(_at_least_fp32(weight), offset), _at_least_fp32(x)
+    scaled = _at_least_fp32(dy) * rstd
+    product = (scaled * upcast).reshape(-1, hidden)  # dy · x̂, [rows, H]
     # not a matmul with a vector of ones: BLAS adds rows sequentially, 14 times the error at 8,192 rows
     dweight = product.sum(0)
-    projection = product.mv(gain).view(-1, 1).mul_(scale).mul_(scale)  # rstd² · Σ g·dy·x̂, [rows, 1]
-    dx = scaled.mul_(gain).addcmul_(rows, projection, value=-1 / hidden).to(x.dtype).view(x.shape)
+    projection = product.mv(gain).view(rstd.shape).mul_(rstd).mul_(rstd)  # rstd² · Σ g·dy·x̂
+    dx = scaled.mul_(gain).addcmul_(upcast, projection, value=-1 / hidden)
+    if upcast is not x:
+        dx = dx.to(x.dtype)
     return dx if dtotal is None else dx.add_(dtotal), dweight
 
 

@@ -7,8 +7,8 @@ rotated, values unchanged: in forward the three parts of a packed projection, in
 forward values could stay where they are, for a sixth less traffic with 32 query and 8 key-value heads; but
 that would keep the whole projection in memory.) A row is one head of one token; a program has a tile of rows.
 Every head of a token reads the tables, but only the first one from memory: the others hit the cache. Of the
-tables' D columns the last D/2 are read: the first repeat them (the sines negated). Offsets are 64-bit, except row numbers: 2³¹
-rows do not fit in memory.
+tables' D columns the last D/2 are read: the first repeat them (the sines negated). Offsets are 64-bit, except
+row numbers: 2³¹ rows do not fit in memory.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megalite.model.forward_state import ForwardState
+from megalite.parallel.node import Saved
 
 Operation = Callable[..., Any]
 """A function of a layer whose tensors activation checkpointing may drop and compute again."""
@@ -41,4 +42,20 @@ class BlockModule(nn.Module):
         return self
 
     def forward(self, x: Tensor, state: ForwardState) -> Tensor:
+        """Compute the block operation by operation: each is a node of the graph."""
+        raise NotImplementedError
+
+    # ---- the whole block as one node of the graph, see `parallel.node`
+
+    @property
+    def differentiates(self) -> bool:
+        """Return whether the block has its own backward, `gradient`, with the options of the run."""
+        return False
+
+    def compute(self, x: Tensor, saved: Saved, state: ForwardState, residual: Tensor) -> Tensor:
+        """Return block(x) + residual, the same as `forward` computes."""
+        raise NotImplementedError
+
+    def gradient(self, grad: Tensor, saved: Saved, state: ForwardState) -> Tensor:
+        """Return the gradient of x, and accumulate those of the weights."""
         raise NotImplementedError

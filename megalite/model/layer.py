@@ -26,6 +26,7 @@ from megalite.model.forward_state import Dropout, ForwardState, Site
 from megalite.model.kinds import KINDS, blocks_of
 from megalite.model.layer_options import LayerOptions
 from megalite.parallel.compiled_ops import CompiledOps
+from megalite.parallel.node import Node, Saved
 from megalite.parallel.tensor.norm import LayerNorm, RMSNorm, add_and_norm
 from megalite.parallel.weight import Weights
 
@@ -77,6 +78,35 @@ class PlacedBlock(nn.Module):
         self.dropout = Dropout(
             model.residual_dropout, OUTPUT_DROPOUT[spec.slot], spec.layer, mesh.tp, options.sequence_parallel
         )
+        # Whether `compute` and `gradient` differentiate the block with its norm as one node of the graph.
+        self.is_node = (
+            self.block.differentiates
+            and isinstance(self.input_norm, RMSNorm | LayerNorm)
+            and spec.output_norm is False
+            and model.residual_multiplier == 1.0
+            and model.residual_dropout == 0.0
+            and options.adapter_dropout == 0.0
+        )
+        trained = [
+            weight
+            for name, weight in weights.items()
+            if name.startswith(f"{spec.name}.") and weight.trainable
+        ]
+        self.anchor = trained[0] if trained else None  # see `Node`
+
+    def forward(self, x: Tensor, state: ForwardState) -> Tensor:
+        """Return x + dropout(output(block(input_norm(x))))."""
+        if self.is_node:
+            return Node.apply(x, self.anchor and self.anchor.tensor, self, state)
+        return x + self.dropout(self.output(self.block(self.input_norm(x), state)), state)
+
+    def compute(self, x: Tensor, saved: Saved, state: ForwardState) -> Tensor:
+        normed = self.input_norm.compute(x, saved)
+        return self.block.compute(normed, saved, state, x)
+
+    def gradient(self, grad: Tensor, saved: Saved, state: ForwardState) -> Tensor:
+        dnormed = self.block.gradient(grad, saved, state)
+        return self.input_norm.gradient(dnormed, saved, grad)
 
 
 class Layer(nn.Module):
@@ -96,6 +126,8 @@ class Layer(nn.Module):
         # `compute` under activation checkpointing
         self.recomputed: Callable[[Tensor, ForwardState], Tensor] | None = None
         self.call: Caller = call
+        one_by_one = not any(block.spec.beside for block in self.placed)
+        self.by_block = one_by_one and any(block.is_node for block in self.placed)
 
     def forward(self, x: Tensor, state: ForwardState) -> Tensor:
         run = self.compute if self.recomputed is None or not torch.is_grad_enabled() else self.recomputed
@@ -103,6 +135,14 @@ class Layer(nn.Module):
 
     def compute(self, x: Tensor, state: ForwardState) -> Tensor:
         """Compute the layer without recomputation."""
+        if not self.by_block or not torch.is_grad_enabled():
+            return self.compute_by_operation(x, state)
+        for block in self.placed:
+            x = block(x, state)
+        return x
+
+    def compute_by_operation(self, x: Tensor, state: ForwardState) -> Tensor:
+        """Compute the layer with a node of the graph for each operation, which `call` may treat alone."""
         block = self.placed[0]
         normed = self.call(block.input_norm, x)
         output = self.call(block.block, normed, state)
@@ -127,7 +167,7 @@ class Layer(nn.Module):
 
     def call_through(self, caller: Caller) -> None:
         """Make the layer call its operations through `caller`, which may drop their activations."""
-        self.call = caller
+        self.call, self.by_block = caller, False
         for block in self.placed:
             block.block.call = caller
 

@@ -19,6 +19,7 @@ class LayerOptions:
         expert_dispatch: the method of dispatch and combine.
         context: the method of context parallelism, with more than one cp rank.
         ops: the functions between linears, eager or compiled.
+        adapter_dropout: the probability of dropout before adapters.
     """
 
     sequence_parallel: bool
@@ -26,6 +27,7 @@ class LayerOptions:
     expert_dispatch: str
     context: str
     ops: CompiledOps
+    adapter_dropout: float = 0.0
 
     @staticmethod
     def of(config: Config, layer: int, ops: CompiledOps) -> LayerOptions:
@@ -37,6 +39,7 @@ class LayerOptions:
             parallel.expert_dispatch,
             parallel.context,
             ops,
+            config.lora.dropout,
         )
 
     def recomputes(self, operation: str) -> bool:

@@ -129,8 +129,12 @@ class Weight:
         Args:
             groups: number of tokens of each expert.
         """
-        if self.trainable:
+        if not self.trainable:
+            return
+        if self._queue.deferred:
             self._queue.put(WeightMatmul(self, grad_output, inputs, groups))
+        else:
+            self.add_matmul(grad_output, inputs, groups)
 
     def accumulate_rows(self, rows: Tensor, values: Tensor, separately: bool = True) -> None:
         """Add values[i] to row rows[i] ([n], [n, width]), the gradient of a lookup. Equal rows are summed.

@@ -88,7 +88,8 @@ def test_what_torch_would_refuse_or_get_wrong_when_called_directly(sizes, expect
 
 
 def test_not_on_the_cpu_nor_in_a_deterministic_run(can_use, monkeypatch):
-    assert module._route(*(torch.ones(4, 1, 1, 8) for _ in range(3)), **NONE) == "reference"
+    assert module._route(*(torch.ones(4, 1, 1, 8) for _ in range(3)), **NONE) == "short"
+    assert module._route(*(torch.ones(65, 1, 1, 8) for _ in range(3)), **NONE) == "reference"
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     can_use["measured"] = device_routes.DeviceRoutes("a", plain="flash", documents="flash_varlen")
     assert routed() == routed(**KNOWN) == "triton"

@@ -47,6 +47,8 @@ def test_the_fused_addition_trains_to_the_same_bits(name, prefix, monkeypatch):
     def train() -> tuple[list[float], dict[str, Tensor]]:
         config = from_dict(config_of(CASE, prefix, **(FUSED | UNFUSED)[name]))
         trainer = Trainer(config, make_mesh(config))
+        for each in trainer.parts.runtime.stages[0].layers.values():
+            each.by_block = False
         losses = [trainer.step().loss for _ in range(3)]
         tensors = {key: value.clone() for key, value in global_tensors(trainer).items()}
         trainer.close()
@@ -81,6 +83,6 @@ def test_a_gradient_of_a_gradient_raises(kind):
         "layer": LayerNorm(weight(), weight(), 1e-5, 0.0, CompiledOps()),
         "full width": FullWidthRMSNorm(weight(), 1e-5, 0.0, MeshAxis("tp", 0, 1, (0,))),
     }
-    (dx,) = torch.autograd.grad(functions[kind](x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match="once_differentiable|gradients of gradients"):
+        (dx,) = torch.autograd.grad(functions[kind](x).square().sum(), x, create_graph=True)
         dx.square().sum().backward()

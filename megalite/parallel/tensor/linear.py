@@ -16,25 +16,20 @@ neither saved nor gathered again. Weight gradients do not pass through autograd,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from megalite.parallel.compiled_ops import CompiledOps
+from megalite.parallel.node import Node, Saved
 from megalite.parallel.weight import Weight
 
 if TYPE_CHECKING:
     from megalite.parallel.tensor.lora import AccumulateAdapter, Mask
-
-
-def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute x · weightᵀ (+ bias) on flattened rows: [seq, batch, in] -> [seq, batch, out]."""
-    rows = x.reshape(-1, x.shape[-1])
-    out = torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
-    return out.view(*x.shape[:-1], weight.shape[0])
 
 
 def _input_gradient(
@@ -48,9 +43,7 @@ def _input_gradient(
     """
     if weight.adapter is not None:
         return weight.adapter.backward(grad, saved, mask)
-    return torch.mm(grad.reshape(-1, grad.shape[-1]), weight.tensor).view(
-        *grad.shape[:-1], weight.tensor.shape[1]
-    ), None
+    return torch.matmul(grad, weight.tensor), None
 
 
 def _accumulate_linear(
@@ -71,49 +64,11 @@ def _accumulate_linear(
         rest(inputs)
 
 
-class _Column(torch.autograd.Function):
-    """y = x Wᵀ + b with W split along its outputs. Communication: see the module."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, layer: ColumnParallelLinear, mask: Mask | None
-    ) -> Tensor:
-        ctx.layer, ctx.mask, adapter = layer, mask, layer.weight.adapter
-        full = all_gather(x, layer.tp).wait() if layer.sequence_parallel else x  # [seq, batch, in]
-        out = _matmul(full, weight, None if layer.bias is None else layer.bias.tensor)  # [seq, batch, out/tp]
-        saved = () if adapter is None else adapter.forward(full, out, mask)
-        # Save x, not `full`: [seq/tp, batch, in] under sequence parallelism; gathering it again in backward
-        # costs less than the memory.
-        ctx.save_for_backward(x if layer.weight.trainable or adapter is not None else None, *saved)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
-        layer, grad = ctx.layer, grads[0]
-        x, *saved = ctx.saved_tensors
-        # Started first, so that it overlaps with the matmul of the input gradient.
-        gathering = all_gather(x, layer.tp) if layer.sequence_parallel and x is not None else None
-        reduction = rest = None
-        if ctx.needs_input_grad[0]:
-            # [seq, batch, in], a partial sum: of this rank's outputs
-            dx, rest = _input_gradient(grad, layer.weight, saved, ctx.mask)
-            reduction = (
-                reduce_scatter(dx, layer.tp)
-                if layer.sequence_parallel
-                else all_reduce(dx, layer.tp, disposable=True)
-            )
-        if x is not None:  # between start and wait of the reduction, to overlap with it
-            _accumulate_linear(
-                layer.weight, layer.bias, grad, x if gathering is None else gathering.wait(), rest
-            )
-        return (None if reduction is None else reduction.wait()), None, None, None
-
-
 class ColumnParallelLinear(nn.Module):
-    """Linear layer with outputs split over tp: [seq, batch, in] -> [seq, batch, out/tp].
+    """Linear layer with outputs split over tp: y = x Wᵀ + b, [seq, batch, in] -> [seq, batch, out/tp].
 
     With sequence parallelism the input is [seq/tp, batch, in] and is gathered first. `mask` is the dropout of
-    an adapter's input.
+    an adapter's input. Communication: see the module.
     """
 
     def __init__(self, weight: Weight, bias: Weight | None, tp: MeshAxis, sequence_parallel: bool):
@@ -122,7 +77,37 @@ class ColumnParallelLinear(nn.Module):
         self.sequence_parallel = sequence_parallel and tp.size > 1
 
     def forward(self, x: Tensor, mask: Mask | None = None) -> Tensor:
-        return _Column.apply(x, self.weight.tensor, self, mask)
+        return Node.apply(x, self.weight.tensor, self, mask, x.requires_grad)
+
+    def compute(self, x: Tensor, saved: Saved, mask: Mask | None = None, needs_dx: bool = True) -> Tensor:
+        weight, adapter = self.weight, self.weight.adapter
+        full = all_gather(x, self.tp).wait() if self.sequence_parallel else x  # [seq, batch, in]
+        bias = None if self.bias is None else self.bias.tensor
+        out = F.linear(full, weight.tensor, bias)  # [seq, batch, out/tp]
+        kept = () if adapter is None else adapter.forward(full, out, mask)
+        # Save x, not `full`: [seq/tp, batch, in] under sequence parallelism; gathering it again in backward
+        # costs less than the memory.
+        saved.append((x if weight.trainable or adapter is not None else None, *kept))
+        return out
+
+    def gradient(
+        self, grad: Tensor, saved: Saved, mask: Mask | None = None, needs_dx: bool = True
+    ) -> Tensor | None:
+        x, *kept = saved.pop()
+        # Started first, so that it overlaps with the matmul of the input gradient.
+        gathering = all_gather(x, self.tp) if self.sequence_parallel and x is not None else None
+        dx = reduction = rest = None
+        if needs_dx:
+            # [seq, batch, in], a partial sum: of this rank's outputs
+            dx, rest = _input_gradient(grad, self.weight, kept, mask)
+            if self.sequence_parallel:
+                reduction = reduce_scatter(dx, self.tp)
+            elif self.tp.size > 1:
+                reduction = all_reduce(dx, self.tp, disposable=True)
+        if x is not None:  # between start and wait of the reduction, to overlap with it
+            inputs = x if gathering is None else gathering.wait()
+            _accumulate_linear(self.weight, self.bias, grad, inputs, rest)
+        return dx if reduction is None else reduction.wait()
 
 
 class Activation:
@@ -141,49 +126,12 @@ class Activation:
         return self._backward(grad, x, self.name)
 
 
-class _Row(torch.autograd.Function):
-    """y = Σ_tp act(x) Wᵀ + b with W split along its inputs. Communication: see the module."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: RowParallelLinear, mask: Mask | None) -> Tensor:
-        ctx.layer, ctx.mask, adapter = layer, mask, layer.weight.adapter
-        active = x if layer.activation is None else layer.activation.forward(x)  # [seq, batch, in/tp]
-        out = _matmul(active, weight)  # [seq, batch, out], a partial sum: this rank has a part of the inputs
-        # The adapter adds to `out` before its reduction. `active` is not saved: backward recomputes it
-        # from x.
-        ctx.save_for_backward(x, *(() if adapter is None else adapter.forward(active, out, mask)))
-        summed = (
-            reduce_scatter(out, layer.tp)
-            if layer.sequence_parallel
-            else all_reduce(out, layer.tp, disposable=True)
-        )
-        out = summed.wait()  # [seq (/tp), batch, out]
-        # after the sum, otherwise it would be added tp times
-        return out if layer.bias is None else out.add_(layer.bias.tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
-        layer, grad = ctx.layer, grads[0]
-        # before the gather: the partial gradient for this rank's part of the sequence
-        if layer.bias is not None and layer.bias.trainable:
-            layer.bias.accumulate(grad.flatten(0, -2).sum(0, dtype=layer.bias.grad_dtype))
-        if layer.sequence_parallel:
-            grad = all_gather(grad, layer.tp).wait()  # [seq, batch, out]
-        inputs, *saved = ctx.saved_tensors
-        # [seq, batch, in/tp]: each rank needs only its own
-        dx, rest = _input_gradient(grad, layer.weight, saved, ctx.mask)
-        if layer.activation is not None:
-            # dx of the activation's input; `inputs`: its output, recomputed
-            dx, inputs = layer.activation.backward(dx, inputs)
-        _accumulate_linear(layer.weight, None, grad, inputs, rest)
-        return dx, None, None, None
-
-
 class RowParallelLinear(nn.Module):
-    """Linear layer with inputs split over tp: [seq, batch, in/tp] -> [seq, batch, out], summed over tp.
+    """Linear layer with inputs split over tp: y = Σ_tp act(x) Wᵀ + b.
 
-    With sequence parallelism the output is [seq/tp, batch, out]. The bias is added once, after the sum.
-    `activation` is applied to the input first; its output is not saved but recomputed in backward.
+    [seq, batch, in/tp] -> [seq, batch, out], with sequence parallelism [seq/tp, batch, out]. The bias is
+    added once, after the sum. `activation` is applied to the input first; its output is not saved but
+    recomputed in backward. Communication: see the module.
     """
 
     def __init__(
@@ -200,4 +148,38 @@ class RowParallelLinear(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor, mask: Mask | None = None) -> Tensor:
-        return _Row.apply(x, self.weight.tensor, self, mask)
+        return Node.apply(x, self.weight.tensor, self, mask)
+
+    def compute(
+        self, x: Tensor, saved: Saved, mask: Mask | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """Compute the layer; `residual` ([seq (/tp), batch, out]) is added to the output."""
+        weight, adapter = self.weight, self.weight.adapter
+        active = x if self.activation is None else self.activation.forward(x)  # [seq, batch, in/tp]
+        # [seq, batch, out], a partial sum: this rank has a part of the inputs
+        out = F.linear(active, weight.tensor)
+        # The adapter adds to `out` before its reduction. `active` is not saved: backward recomputes it
+        # from x.
+        saved.append((x, *(() if adapter is None else adapter.forward(active, out, mask))))
+        if self.sequence_parallel:
+            out = reduce_scatter(out, self.tp).wait()  # [seq/tp, batch, out]
+        elif self.tp.size > 1:
+            out = all_reduce(out, self.tp, disposable=True).wait()
+        if self.bias is not None:
+            out.add_(self.bias.tensor)  # after the sum, otherwise it would be added tp times
+        return out if residual is None else out.add_(residual)
+
+    def gradient(self, grad: Tensor, saved: Saved, mask: Mask | None = None) -> Tensor:
+        # before the gather: the partial gradient for this rank's part of the sequence
+        if self.bias is not None and self.bias.trainable:
+            self.bias.accumulate(grad.flatten(0, -2).sum(0, dtype=self.bias.grad_dtype))
+        if self.sequence_parallel:
+            grad = all_gather(grad, self.tp).wait()  # [seq, batch, out]
+        inputs, *kept = saved.pop()
+        # [seq, batch, in/tp]: each rank needs only its own
+        dx, rest = _input_gradient(grad, self.weight, kept, mask)
+        if self.activation is not None:
+            # dx of the activation's input; `inputs`: its output, recomputed
+            dx, inputs = self.activation.backward(dx, inputs)
+        _accumulate_linear(self.weight, None, grad, inputs, rest)
+        return dx

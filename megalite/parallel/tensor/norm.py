@@ -18,23 +18,8 @@ from torch.autograd.function import once_differentiable
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.compiled_ops import CompiledOps
+from megalite.parallel.node import Node, Saved
 from megalite.parallel.weight import Weight
-
-
-class _Apply(torch.autograd.Function):
-    """Forward: `norm.compute`. Backward: `norm.gradient`. These define the communication."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
-        y, *statistics = norm.compute(x)
-        ctx.save_for_backward(x, *statistics)
-        ctx.norm = norm
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.norm.gradient(grads[0], *ctx.saved_tensors), None, None
 
 
 class Norm(nn.Module, ABC):
@@ -45,14 +30,14 @@ class Norm(nn.Module, ABC):
         self.weight, self.eps = weight, eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Apply.apply(x, self.weight.tensor, self)
+        return Node.apply(x, self.weight.tensor, self)
 
     @abstractmethod
-    def compute(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the normalized x, and the statistics that `gradient` needs in addition to x."""
+    def compute(self, x: Tensor, saved: Saved) -> Tensor:
+        """Return the normalized x, and save x and its statistics."""
 
     @abstractmethod
-    def gradient(self, dy: Tensor, x: Tensor, *statistics: Tensor) -> Tensor:
+    def gradient(self, dy: Tensor, saved: Saved) -> Tensor:
         """Return the gradient of x, and accumulate those of the weights."""
 
 
@@ -63,15 +48,15 @@ class RMSNorm(Norm):
         super().__init__(weight, eps)
         self.offset, self.ops = offset, ops
 
-    def compute(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.ops.rms_norm(x, self.weight.tensor, self.eps, self.offset)
+    def compute(self, x: Tensor, saved: Saved) -> Tensor:
+        y, rstd = self.ops.rms_norm(x, self.weight.tensor, self.eps, self.offset)
+        saved.append((x, rstd))
+        return y
 
-    def gradient(self, dy: Tensor, x: Tensor, *statistics: Tensor, dtotal: Tensor | None = None) -> Tensor:
-        """Compute `Norm.gradient`.
-
-        `dtotal`, the gradient of x from another path, is added in the same pass.
-        """
-        dx, dweight = self.ops.rms_norm_backward(dy, x, self.weight.tensor, *statistics, self.offset, dtotal)
+    def gradient(self, dy: Tensor, saved: Saved, dtotal: Tensor | None = None) -> Tensor:
+        """Compute `Norm.gradient`; `dtotal`, the gradient of x from another path, is added."""
+        x, rstd = saved.pop()
+        dx, dweight = self.ops.rms_norm_backward(dy, x, self.weight.tensor, rstd, self.offset, dtotal)
         self.weight.accumulate(dweight)
         return dx
 
@@ -89,7 +74,7 @@ class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        dx = ctx.norm.gradient(grads[1], *ctx.saved_tensors, dtotal=grads[0])
+        dx = ctx.norm.gradient(grads[1], [ctx.saved_tensors], dtotal=grads[0])
         return dx, dx, None, None
 
 
@@ -111,17 +96,20 @@ class LayerNorm(Norm):
         super().__init__(weight, eps)
         self.bias, self.offset, self.ops = bias, offset, ops
 
-    def compute(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.ops.layer_norm(
-            x, self.weight.tensor, None if self.bias is None else self.bias.tensor, self.eps, self.offset
-        )
+    def compute(self, x: Tensor, saved: Saved) -> Tensor:
+        bias = None if self.bias is None else self.bias.tensor
+        y, mean, rstd = self.ops.layer_norm(x, self.weight.tensor, bias, self.eps, self.offset)
+        saved.append((x, mean, rstd))
+        return y
 
-    def gradient(self, dy: Tensor, x: Tensor, *statistics: Tensor) -> Tensor:
-        dx, dweight, dbias = self.ops.layer_norm_backward(dy, x, self.weight.tensor, *statistics, self.offset)
+    def gradient(self, dy: Tensor, saved: Saved, dtotal: Tensor | None = None) -> Tensor:
+        """Compute `Norm.gradient`; `dtotal`, the gradient of x from another path, is added."""
+        x, mean, rstd = saved.pop()
+        dx, dweight, dbias = self.ops.layer_norm_backward(dy, x, self.weight.tensor, mean, rstd, self.offset)
         self.weight.accumulate(dweight)
         if self.bias is not None:
             self.bias.accumulate(dbias)
-        return dx
+        return dx if dtotal is None else dx.add_(dtotal)
 
 
 class EachHeadLayerNorm(Norm):
@@ -134,13 +122,14 @@ class EachHeadLayerNorm(Norm):
         super().__init__(weight, eps)
         self.offset = offset
 
-    def compute(self, x: Tensor) -> tuple[Tensor, ...]:
+    def compute(self, x: Tensor, saved: Saved) -> Tensor:
         upcast = x.to(torch.promote_types(x.dtype, torch.float32))
         normed, mean, rstd = torch.native_layer_norm(upcast, x.shape[-1:], None, None, self.eps)
-        return (normed * (self.weight.tensor.view(x.shape[-2:]) + self.offset)).to(x.dtype), mean, rstd
+        saved.append((x, mean, rstd))
+        return (normed * (self.weight.tensor.view(x.shape[-2:]) + self.offset)).to(x.dtype)
 
-    def gradient(self, dy: Tensor, x: Tensor, *statistics: Tensor) -> Tensor:
-        mean, rstd = statistics
+    def gradient(self, dy: Tensor, saved: Saved) -> Tensor:
+        x, mean, rstd = saved.pop()
         upcast, grad = x.to(rstd.dtype), dy.to(rstd.dtype)
         self.weight.accumulate((grad * (upcast - mean) * rstd).sum((0, 1)).flatten())  # [heads/tp · head_dim]
         grad = grad * (self.weight.tensor.view(x.shape[-2:]) + self.offset)
@@ -163,15 +152,16 @@ class FullWidthRMSNorm(Norm):
         segment = weight.spec.segments[0]
         self.offset, self.tp, self.width, self.replicas = offset, tp, segment.shape[0], segment.replicas
 
-    def compute(self, x: Tensor) -> tuple[Tensor, ...]:
+    def compute(self, x: Tensor, saved: Saved) -> Tensor:
         upcast = x.to(torch.promote_types(x.dtype, torch.float32))
         # [seq, batch, 1]; each head is summed by `replicas` ranks
         squares = upcast.square().sum(-1, keepdim=True) / self.replicas
         rstd = torch.rsqrt(all_reduce(squares, self.tp).wait() / self.width + self.eps)
-        return (upcast * rstd).to(x.dtype) * (self.weight.tensor + self.offset), rstd
+        saved.append((x, rstd))
+        return (upcast * rstd).to(x.dtype) * (self.weight.tensor + self.offset)
 
-    def gradient(self, dy: Tensor, x: Tensor, *statistics: Tensor) -> Tensor:
-        (rstd,) = statistics
+    def gradient(self, dy: Tensor, saved: Saved) -> Tensor:
+        x, rstd = saved.pop()
         normed = x.to(rstd.dtype) * rstd
         grad = dy.to(rstd.dtype)
         self.weight.accumulate((grad * normed).flatten(0, -2).sum(0))  # [width · replicas / tp]

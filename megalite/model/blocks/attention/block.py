@@ -23,6 +23,7 @@ from megalite.model.block_module import BlockModule, Operation
 from megalite.model.blocks.attention.parameters import kv_replicas
 from megalite.model.forward_state import ForwardState, Site
 from megalite.model.layer_options import LayerOptions
+from megalite.parallel.node import Saved
 from megalite.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.tensor.norm import EachHeadLayerNorm, FullWidthRMSNorm, RMSNorm
 from megalite.parallel.weight import Weights
@@ -111,14 +112,18 @@ class Attention(BlockModule):
         super().__init__()
         name, layer = block.name, block.layer
         tp, sequence_parallel = mesh.tp, options.sequence_parallel
-        self.layer, self.model_config, self.options = layer, model, options
+        self.layer, self.model_config, self.options, self.ops = layer, model, options, options.ops
+        self.head_dim, self.window = model.head_size, model.window(layer)
+        self.scale = model.attention_scale or model.head_size**-0.5
         self.recomputes_scores = options.recomputes("scores")
         self.heads = model.num_attention_heads // tp.size
         self.first_head = self.heads * tp.rank  # global index: part of the key of attention dropout
         self.uses_rope, self.local_rope = model.uses_rope(layer), model.local_rope(layer)
         bias = weights.get(f"{name}.out.bias")
         self.out = RowParallelLinear(weights[f"{name}.out.weight"], bias, tp, sequence_parallel)
-        self.attend = attention_over(options, mesh) or _Attention.apply
+        across = attention_over(options, mesh)
+        self.attend = across or _Attention.apply
+        self.own_attention = across is None  # each rank has whole rows
         self.make_projections(name, weights, mesh)
 
     def make_projections(self, name: str, weights: Weights, mesh: Mesh) -> None:
@@ -146,10 +151,33 @@ class Attention(BlockModule):
         # [seq, batch, heads/tp, head_dim]; k and v with this rank's key-value heads
         q, k, v = self.call(self.project, x, state)
         # [seq, batch, heads/tp, head_dim]
-        out = self.call(self.attend, q, k, v, self.attention_options(state))
+        recompute = self.recomputes_scores or not torch.is_grad_enabled()
+        out = self.call(self.attend, q, k, v, self.attention_options(state, recompute))
         # row-parallel: summed over tp
         mask = state.adapter_mask(Site.OUT_ADAPTER, self.layer)
         return self.call(self.out, out.flatten(-2), mask)
+
+    @property
+    def differentiates(self) -> bool:
+        return type(self) is Attention and self.own_attention and self.q_norm is None
+
+    def compute(self, x: Tensor, saved: Saved, state: ForwardState, residual: Tensor) -> Tensor:
+        # [seq, batch, (heads + 2 · kv_heads) · head_dim], this tp rank's heads
+        packed = self.qkv.compute(x, saved)
+        cos, sin = self.rotary_tables(state) or (None, None)
+        # views of `packed`, rotated in place: [seq, batch, heads, head_dim], k and v with kv_heads
+        q, k, v = self.ops.split_rotary(packed, self.heads, self.kv_heads, self.head_dim, cos, sin, True)
+        out, scores = attention(q, k, v, **self.attention_options(state, self.recomputes_scores))
+        saved.append((q, k, v, out, *scores))
+        return self.out.compute(out.flatten(-2), saved, residual=residual)
+
+    def gradient(self, grad: Tensor, saved: Saved, state: ForwardState) -> Tensor:
+        dout = self.out.gradient(grad, saved)
+        q, k, v, out, *scores = saved.pop()
+        options = self.attention_options(state, self.recomputes_scores)
+        grads = attention_backward(dout.view_as(out), q, k, v, out, tuple(scores), **options)
+        dpacked = self.ops.split_rotary_backward(*grads, *(self.rotary_tables(state) or (None, None)))
+        return self.qkv.gradient(dpacked, saved)
 
     def operations(self) -> Mapping[str, Operation]:
         return {"qkv": self.project, "attention": self.attend}
@@ -184,8 +212,12 @@ class Attention(BlockModule):
             return None
         return state.local_rotary if self.local_rope else state.rotary
 
-    def attention_options(self, state: ForwardState) -> dict[str, Any]:
-        """Return the keyword arguments of the attention operation."""
+    def attention_options(self, state: ForwardState, recompute: bool = True) -> dict[str, Any]:
+        """Return the keyword arguments of the attention operation.
+
+        Args:
+            recompute: whether it keeps only its inputs, as without a backward.
+        """
         model, dropout = self.model_config, None
         if model.attention_dropout and state.training:
             key = state.dropout_key(Site.ATTENTION, self.layer)
@@ -193,14 +225,13 @@ class Attention(BlockModule):
                 key, state.samples, model.attention_dropout, self.first_head, state.first_position
             )
         options = {
-            "scale": model.attention_scale or model.head_size**-0.5,
-            "window": model.window(self.layer),
+            "scale": self.scale,
+            "window": self.window,
             "document_start": state.first_visible,
             "softcap": model.attention_softcap,
             "dropout": dropout,
             "boundaries": state.boundaries,
-            # without a backward nothing is saved
-            "recompute": self.recomputes_scores or not torch.is_grad_enabled(),
+            "recompute": recompute,
         }
         return options if state.part is None else {**options, "part": state.part}
 

@@ -57,5 +57,5 @@ class SinkAttention(Attention):
         self.sinks = weights[f"{block.name}.sinks.weight"]  # [heads/tp]
         self.attend = attention_over(options, mesh) or _AttentionWithSinks.apply
 
-    def attention_options(self, state: ForwardState) -> dict[str, Any]:
-        return {**super().attention_options(state), "sinks": self.sinks}
+    def attention_options(self, state: ForwardState, recompute: bool = True) -> dict[str, Any]:
+        return {**super().attention_options(state, recompute), "sinks": self.sinks}

@@ -12,6 +12,7 @@ from megalite.model.block_kind import BlockSpec
 from megalite.model.block_module import BlockModule, Operation
 from megalite.model.forward_state import ForwardState, Site
 from megalite.model.layer_options import LayerOptions
+from megalite.parallel.node import Saved
 from megalite.parallel.tensor.linear import Activation, ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.weight import Weights
 
@@ -43,6 +44,18 @@ class FeedForward(BlockModule):
         inner = self.call(self.up, x, state.adapter_mask(Site.UP_ADAPTER, self.layer))
         out: Tensor = self.call(self.down, inner, state.adapter_mask(Site.DOWN_ADAPTER, self.layer))
         return out
+
+    @property
+    def differentiates(self) -> bool:
+        return True
+
+    def compute(self, x: Tensor, saved: Saved, state: ForwardState, residual: Tensor) -> Tensor:
+        inner = self.up.compute(x, saved)
+        return self.down.compute(inner, saved, residual=residual)
+
+    def gradient(self, grad: Tensor, saved: Saved, state: ForwardState) -> Tensor:
+        dinner = self.down.gradient(grad, saved)
+        return self.up.gradient(dinner, saved)
 
     def operations(self) -> Mapping[str, Operation]:
         return {"mlp_in": self.up, "mlp_out": self.down}

@@ -193,8 +193,8 @@ class LatentAttention(Attention):
         keys, values = _KeysAndValues.apply(self.kv_up(latent, mask), key, self.heads, plain)
         return keys, values
 
-    def attention_options(self, state: ForwardState) -> dict[str, Any]:
-        options = super().attention_options(state)
+    def attention_options(self, state: ForwardState, recompute: bool = True) -> dict[str, Any]:
+        options = super().attention_options(state, recompute)
         if self.latents_travel and state.part is not None:
             options["expand"] = partial(self._expand, state)
         return options

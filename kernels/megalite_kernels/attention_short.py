@@ -1,0 +1,72 @@
+"""Plain causal attention of short sequences on a CPU, in as few operations as possible.
+
+    p = softmax(mask + scale·q·kᵀ)    out = p·v
+    dv = pᵀ·dout    ds = scale · p ∘ (dout·vᵀ − Σ_keys p∘(dout·vᵀ))    dq = ds·k    dk = dsᵀ·q
+
+All keys are computed, also the half that causal attention hides: below LONGEST positions an operation costs
+more than what blocks save. The g query heads that share a key-value head are rows of one matrix. Tensors of
+one sample are not copied: batched matmuls read queries, keys and values where the projection wrote them.
+All arithmetic is in at least fp32.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+LONGEST = 64  # positions; see `attention` for the measurements
+
+
+@functools.lru_cache(maxsize=16)
+def _mask(sequence: int, group: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return 0 where a key is visible, else -inf: [g·S, S], row i·S + s of position s."""
+    hidden = torch.ones(sequence, sequence, dtype=torch.bool, device=device).triu_(1)
+    mask = torch.zeros(sequence, sequence, dtype=dtype, device=device)
+    return mask.masked_fill_(hidden, -torch.inf).repeat(group, 1)
+
+
+def _rows(x: Tensor, kv_heads: int) -> Tensor:
+    """Return [S, B, heads, D] as [B·kv_heads, g·S, D] in at least fp32; a view where the strides allow it."""
+    rows = x.permute(1, 2, 0, 3).reshape(x.shape[1] * kv_heads, -1, x.shape[3])
+    return rows if rows.dtype in (torch.float32, torch.float64) else rows.float()
+
+
+def _probabilities(query: Tensor, key: Tensor, scale: float) -> Tensor:
+    sequence = key.shape[1]
+    mask = _mask(sequence, query.shape[1] // sequence, query.dtype, query.device)
+    return torch.softmax(torch.baddbmm(mask, query, key.transpose(1, 2), alpha=scale), -1)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, keep: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return out [S, B, hq, Dv], contiguous, and with `keep` the probabilities [B·hk, g·S, S]."""
+    sequence, batch, heads, _ = q.shape
+    kv_heads, width = k.shape[2], v.shape[3]
+    probabilities = _probabilities(_rows(q, kv_heads), _rows(k, kv_heads), scale)
+    rows = torch.bmm(probabilities, _rows(v, kv_heads))
+    out = rows.view(batch, heads, sequence, width).permute(2, 0, 1, 3).contiguous()
+    return out if out.dtype == q.dtype else out.to(q.dtype), (probabilities,) if keep else ()
+
+
+def backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, saved: tuple[Tensor, ...], scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq [S, B, hq, D], dk [S, B, hk, D] and dv [S, B, hk, Dv], of any strides."""
+    kv_heads = k.shape[2]
+    query, key, value, grad = (_rows(x, kv_heads) for x in (q, k, v, dout))
+    probabilities = saved[0] if saved else _probabilities(query, key, scale)
+    dprobabilities = torch.bmm(grad, value.transpose(1, 2))
+    dscores = torch._softmax_backward_data(dprobabilities, probabilities, -1, dprobabilities.dtype).mul_(
+        scale
+    )
+    return (
+        _like(q, torch.bmm(dscores, key)),
+        _like(k, torch.bmm(dscores.transpose(1, 2), query)),
+        _like(v, torch.bmm(probabilities.transpose(1, 2), grad)),
+    )
+
+
+def _like(x: Tensor, rows: Tensor) -> Tensor:
+    """Return the inverse of `_rows`: a view of x's shape, in its dtype."""
+    sequence, batch, heads, dim = x.shape
+    heads_first = rows.view(batch, heads, sequence, dim).permute(2, 0, 1, 3)
+    return heads_first if rows.dtype == x.dtype else heads_first.to(x.dtype)
