@@ -194,12 +194,12 @@ def _route(
     boundaries: Boundaries | None,
 ) -> str:
     """Return the name of the implementation: triton, reference, short, or one of `attention_routes`."""
-    width = max(q.shape[-1], v.shape[-1])
     if not q.is_cuda:
-        if takes_triton(q) and width <= WIDEST:
+        if takes_triton(q) and q.shape[-1] <= WIDEST and v.shape[-1] <= WIDEST:
             return "triton"
         plain = window is None and document_start is None and softcap is None and dropout is None
-        return "short" if plain and 0 < len(q) <= attention_short.LONGEST else "reference"
+        return "short" if plain and 0 < q.shape[0] <= attention_short.LONGEST else "reference"
+    width = max(q.shape[-1], v.shape[-1])
     from megalite_kernels.attention_routes import AttentionCall, choose
 
     if q.shape[-1] != v.shape[-1]:  # a library gets them padded

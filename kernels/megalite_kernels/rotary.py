@@ -112,7 +112,7 @@ def rotary_tables(
     rotary_dim: int | None = None,
     length: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Return cos and sin: [S, D] for positions [S], [S, B, D] for positions [S, B].
+    """Return cos and sin: [S, 1, 1, D] for positions [S], [S, B, 1, D] for positions [S, B].
 
     The first half of the sines is negated. Angles are computed in at least fp32.
 
@@ -127,7 +127,8 @@ def rotary_tables(
     rotary_dim = head_dim if rotary_dim is None else rotary_dim
     frequency = _frequencies(rotary_dim, theta, scaling, accumulate_dtype, device, length)
     # [..., rotary_dim/2]
-    angle = positions.to(device=device, dtype=accumulate_dtype).unsqueeze(-1) * frequency
+    rows = positions.to(device=device, dtype=accumulate_dtype)
+    angle = (rows.unsqueeze(1) if rows.dim() == 1 else rows)[:, :, None, None] * frequency
     factor, idle = (scaling or {}).get("attention_factor", 1.0), (0, (head_dim - rotary_dim) // 2)
     cos, sin = F.pad(angle.cos() * factor, idle, value=1.0), F.pad(angle.sin() * factor, idle)
     return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
@@ -135,9 +136,8 @@ def rotary_tables(
 
 def _rotate_(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     """Rotate x [S, B, heads, D] by sign · angle, in place."""
-    shape = (x.shape[0], cos.shape[1] if cos.dim() == 3 else 1, 1, x.shape[3])
     swapped = x.roll(x.shape[3] // 2, 3)
-    return x.mul_(cos.view(shape)).addcmul_(swapped, sin.view(shape), value=sign)
+    return x.mul_(cos).addcmul_(swapped, sin, value=sign)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
@@ -171,16 +171,16 @@ def split_rotary(
     Args:
         disposable: whether the results may be in the memory of `packed`.
     """
-    heads = packed.unflatten(-1, (hq + 2 * hk, head_dim))
+    heads = packed.view(*packed.shape[:2], hq + 2 * hk, head_dim)
     if cos is not None and sin is not None:
         if takes_triton(packed):
             from megalite_kernels import rotary_triton
 
-            heads = rotary_triton.rotate_and_pack(*heads.split((hq, hk, hk), 2), cos, sin, False)
+            heads = rotary_triton.rotate_and_pack(*heads.split_with_sizes((hq, hk, hk), 2), cos, sin, False)
         else:
             heads = heads if disposable else heads.clone()
             _rotate_(heads.narrow(2, 0, hq + hk), cos, sin, 1)
-    q, k, v = heads.split((hq, hk, hk), 2)
+    q, k, v = heads.split_with_sizes((hq, hk, hk), 2)
     return q, k, v
 
 

@@ -95,7 +95,7 @@ def rotate_and_pack(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, i
         sources = [source if source.stride(-1) == 1 else source.contiguous() for source in (q, k, v)]
         cos, sin = cos.contiguous(), sin.contiguous()
         steps = [step for source in sources for step in source.stride()[:3]]
-        steps += [cos.stride(0), cos.stride(1) if cos.dim() == 3 else 0]
+        steps += [cos.stride(0), cos.stride(1) if cos.shape[1] > 1 else 0]
         batch, q_heads, head_dim = q.shape[1:]
         rows, variant = packed.numel() // head_dim, _variant(q.dtype, head_dim)
         programs = triton.cdiv(rows, variant.constants["ROWS"])

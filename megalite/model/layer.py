@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -78,35 +78,45 @@ class PlacedBlock(nn.Module):
         self.dropout = Dropout(
             model.residual_dropout, OUTPUT_DROPOUT[spec.slot], spec.layer, mesh.tp, options.sequence_parallel
         )
-        # Whether `compute` and `gradient` differentiate the block with its norm as one node of the graph.
-        self.is_node = (
+        # whether `ResidualBlocks` may compute it
+        self.differentiates = (
             self.block.differentiates
             and isinstance(self.input_norm, RMSNorm | LayerNorm)
-            and spec.output_norm is False
-            and model.residual_multiplier == 1.0
-            and model.residual_dropout == 0.0
-            and options.adapter_dropout == 0.0
+            and len(output) == 1
+            and not spec.output_norm
+            and model.residual_dropout == options.adapter_dropout == 0.0
         )
-        trained = [
-            weight
-            for name, weight in weights.items()
-            if name.startswith(f"{spec.name}.") and weight.trainable
-        ]
-        self.anchor = trained[0] if trained else None  # see `Node`
+        own = (weight for key, weight in weights.items() if key.startswith(f"{spec.name}."))
+        self.trained = next((weight for weight in own if weight.trainable), None)
 
     def forward(self, x: Tensor, state: ForwardState) -> Tensor:
         """Return x + dropout(output(block(input_norm(x))))."""
-        if self.is_node:
-            return Node.apply(x, self.anchor and self.anchor.tensor, self, state)
         return x + self.dropout(self.output(self.block(self.input_norm(x), state)), state)
 
+
+class ResidualBlocks:
+    """Blocks that follow each other, x + block(norm(x)) one after the other, as one node of autograd's graph.
+
+    Computes the same as `Layer.by_operation`, without the graph of their operations.
+    """
+
+    def __init__(self, placed: Sequence[PlacedBlock]):
+        self.steps = [(each.input_norm, each.block) for each in placed]
+        self.trained = next((each.trained for each in placed if each.trained), None)
+
+    def __call__(self, x: Tensor, state: ForwardState) -> Tensor:
+        return Node.apply(x, None if self.trained is None else self.trained.tensor, self, state)
+
     def compute(self, x: Tensor, saved: Saved, state: ForwardState) -> Tensor:
-        normed = self.input_norm.compute(x, saved)
-        return self.block.compute(normed, saved, state, x)
+        for norm, block in self.steps:
+            x = block.compute(norm.compute(x, saved), saved, state, residual=x)
+        return x
 
     def gradient(self, grad: Tensor, saved: Saved, state: ForwardState) -> Tensor:
-        dnormed = self.block.gradient(grad, saved, state)
-        return self.input_norm.gradient(dnormed, saved, grad)
+        for norm, block in reversed(self.steps):
+            # of x: through the block and its norm, and through the residual sum
+            grad = norm.gradient(block.gradient(grad, saved, state), saved, dtotal=grad)
+        return grad
 
 
 class Layer(nn.Module):
@@ -126,8 +136,20 @@ class Layer(nn.Module):
         # `compute` under activation checkpointing
         self.recomputed: Callable[[Tensor, ForwardState], Tensor] | None = None
         self.call: Caller = call
-        one_by_one = not any(block.spec.beside for block in self.placed)
-        self.by_block = one_by_one and any(block.is_node for block in self.placed)
+        self.nodes = self._nodes()
+
+    def _nodes(self) -> list[Callable[[Tensor, ForwardState], Tensor]]:
+        """Return functions that compute the layer one after the other, with blocks joined to nodes.
+
+        Empty if no blocks can be: `by_operation` then computes the layer.
+        """
+        if any(block.spec.beside for block in self.placed):
+            return []
+        nodes: list[Callable[[Tensor, ForwardState], Tensor]] = []
+        for joined, group in groupby(self.placed, key=lambda block: block.differentiates):
+            blocks = list(group)
+            nodes.extend([ResidualBlocks(blocks)] if joined else blocks)
+        return nodes if any(isinstance(node, ResidualBlocks) for node in nodes) else []
 
     def forward(self, x: Tensor, state: ForwardState) -> Tensor:
         run = self.compute if self.recomputed is None or not torch.is_grad_enabled() else self.recomputed
@@ -135,14 +157,14 @@ class Layer(nn.Module):
 
     def compute(self, x: Tensor, state: ForwardState) -> Tensor:
         """Compute the layer without recomputation."""
-        if not self.by_block or not torch.is_grad_enabled():
-            return self.compute_by_operation(x, state)
-        for block in self.placed:
-            x = block(x, state)
+        if not self.nodes or not torch.is_grad_enabled():
+            return self.by_operation(x, state)
+        for node in self.nodes:
+            x = node(x, state)
         return x
 
-    def compute_by_operation(self, x: Tensor, state: ForwardState) -> Tensor:
-        """Compute the layer with a node of the graph for each operation, which `call` may treat alone."""
+    def by_operation(self, x: Tensor, state: ForwardState) -> Tensor:
+        """Compute the layer with a node for each operation, whose activations `call` may drop."""
         block = self.placed[0]
         normed = self.call(block.input_norm, x)
         output = self.call(block.block, normed, state)
@@ -167,7 +189,7 @@ class Layer(nn.Module):
 
     def call_through(self, caller: Caller) -> None:
         """Make the layer call its operations through `caller`, which may drop their activations."""
-        self.call, self.by_block = caller, False
+        self.call, self.nodes = caller, []
         for block in self.placed:
             block.block.call = caller
 

@@ -67,7 +67,7 @@ class Weight:
         self.spec = spec
         self.tensor = tensor
         self.grad: Tensor | None = None
-        self.grad_dtype = grad_dtype
+        self.grad_dtype, self.trainable = grad_dtype, grad_dtype is not None
         self.bucket = bucket
         self.adapter: Adapter | None = None
         self.expert_adapter: ExpertAdapter | None = None
@@ -78,10 +78,6 @@ class Weight:
         # nothing has been added to `grad` in this reduction: its content is undefined
         self._uninitialized = True
         self._separate_embedding_grad: Tensor | None = None
-
-    @property
-    def trainable(self) -> bool:
-        return self.grad_dtype is not None
 
     @property
     def deferred(self) -> bool:
@@ -164,7 +160,8 @@ class Weight:
 
     def add_matmul(self, grad_output: Tensor, inputs: Tensor, groups: Groups | None) -> None:
         """Compute and add grad_outputᵀ · inputs now. Called by the queue."""
-        grad, left = self._open_grad(), grad_output.t()  # [out, in], [out, tokens]
+        grad = self._open_grad() if self.grad is None else self.grad  # [out, in]
+        left = grad_output.t()  # [out, tokens]
         if groups is not None:  # one matmul for each of the experts that are stacked in this weight
             from megalite_kernels.grouped_weight_grad import add_grouped_gradient
 
@@ -212,7 +209,7 @@ class Weight:
         return self.grad
 
     def _add(self, value: Tensor) -> None:
-        grad = self._open_grad()
+        grad = self._open_grad() if self.grad is None else self.grad
         if self._uninitialized:
             grad.copy_(value)
             self._uninitialized = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from megalite.model.layer import Layer
 from megalite.training.verify import global_tensors
@@ -19,7 +20,15 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # ranks, case,
     "layer norm, biases, a plain activation": (
         1,
         {},
-        {"model": {"norm": "layer", "attention_bias": True, "mlp_bias": True, "gated_mlp": False, "hidden_act": "gelu"}},
+        {
+            "model": {
+                "norm": "layer",
+                "attention_bias": True,
+                "mlp_bias": True,
+                "gated_mlp": False,
+                "hidden_act": "gelu",
+            }
+        },
     ),
     "window, soft-cap, dropout of scores": (
         1,
@@ -48,10 +57,25 @@ def trained(context: Any, config: dict[str, Any], by_block: bool) -> tuple[Any, 
     trainer = make_trainer(context, config)
     layers = [layer for stage in trainer.parts.runtime.stages.values() for layer in stage.layers.values()]
     assert all(isinstance(layer, Layer) for layer in layers)
-    has_nodes = all(layer.by_block for layer in layers)
+    has_nodes = all(layer.nodes for layer in layers)
     for layer in layers:
-        layer.by_block = layer.by_block and by_block
+        layer.nodes = layer.nodes if by_block else []
     results = [trainer.step() for _ in range(3)]
     tensors = {name: value.clone() for name, value in global_tensors(trainer).items()}
     trainer.close()
     return has_nodes, [(result.loss, result.grad_norm) for result in results], tensors
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_bits_as_operation_by_operation(name, ranks, prefix):
+    world, case, sections = CASES[name]
+    config = config_of({**CASE, **case}, prefix, **sections)
+    for nodes, operations in zip(
+        ranks.run(world, trained, config, True), ranks.run(world, trained, config, False), strict=True
+    ):
+        has_nodes, results, tensors = nodes
+        _, expected_results, expected = operations
+        assert has_nodes
+        assert results == expected_results
+        assert tensors.keys() == expected.keys()
+        assert [key for key in tensors if not torch.equal(tensors[key], expected[key])] == []

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.mesh.mesh import MeshAxis
@@ -26,15 +27,17 @@ class _Embed(torch.autograd.Function):
         ctx: Any, table: Tensor, tokens: Tensor, positions: Tensor | None, layer: ParallelEmbedding
     ) -> Tensor:
         ctx.layer = layer
-        local = tokens - layer.first  # [seq, batch], row in this rank's part of the table
-        outside = (local < 0) | (local >= table.shape[0])  # tokens of other ranks
-        rows = local.masked_fill(outside, 0) if layer.tp.size > 1 else tokens
-        out = table[rows]  # [seq, batch, hidden]
+        rows, outside = tokens, None
         if layer.tp.size > 1:
+            local = tokens - layer.first  # [seq, batch], row in this rank's part of the table
+            outside = (local < 0) | (local >= table.shape[0])  # tokens of other ranks
+            rows = local.masked_fill(outside, 0)
+        out = F.embedding(rows, table)  # [seq, batch, hidden]
+        if outside is not None:
             # each token then has one nonzero term in the sum over tp
             out.masked_fill_(outside.unsqueeze(-1), 0)
-        # [seq (/tp), batch, hidden]
-        out = (reduce_scatter if layer.sequence_parallel else all_reduce)(out, layer.tp).wait()
+            # [seq (/tp), batch, hidden]
+            out = (reduce_scatter if layer.sequence_parallel else all_reduce)(out, layer.tp).wait()
         if layer.scale is not None:
             out = out * layer.scale
         if layer.positions is not None:
@@ -56,7 +59,7 @@ class _Embed(torch.autograd.Function):
             grad = all_gather(grad, layer.tp).wait()  # [seq, batch, hidden]: a token's row may be on any rank
         if layer.scale is not None:
             grad = grad * layer.scale
-        if layer.tp.size > 1:
+        if outside is not None:
             # tokens of other ranks add zero to row 0, so that no shape depends on data
             grad = grad.masked_fill(outside.unsqueeze(-1), 0)
         layer.weight.accumulate_rows(rows.reshape(-1), grad.flatten(0, 1), layer.first_stage)
