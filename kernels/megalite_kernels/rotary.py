@@ -176,7 +176,8 @@ def split_rotary(
         if takes_triton(packed):
             from megalite_kernels import rotary_triton
 
-            heads = rotary_triton.rotate_and_pack(*heads.split_with_sizes((hq, hk, hk), 2), cos, sin, False)
+            q, k, v = heads.split_with_sizes((hq, hk, hk), 2)
+            heads = rotary_triton.rotate_and_pack(q, k, v, cos, sin, False)
         else:
             heads = heads if disposable else heads.clone()
             _rotate_(heads.narrow(2, 0, hq + hk), cos, sin, 1)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from megalite.model.forward_state import Dropout, ForwardState, Site
 from megalite.model.kinds import KINDS, blocks_of
 from megalite.model.layer_options import LayerOptions
 from megalite.parallel.compiled_ops import CompiledOps
-from megalite.parallel.node import Node, Saved
+from megalite.parallel.node import Chain, Node, Operation, Saved
 from megalite.parallel.tensor.norm import LayerNorm, RMSNorm, add_and_norm
 from megalite.parallel.weight import Weights
 
@@ -70,7 +71,7 @@ class PlacedBlock(nn.Module):
 
         self.spec = spec
         self.block: BlockModule = KINDS[spec.kind].make(model, spec, weights, mesh, options)
-        self.input_norm = norm(spec.input_norm and f"layers.{spec.layer}.{spec.input_norm}")
+        self.input_norm: Any = norm(spec.input_norm and f"layers.{spec.layer}.{spec.input_norm}")
         output = [norm(f"{spec.name}.output_norm" if spec.output_norm else None)]
         if model.residual_multiplier != 1.0:
             output.append(Scale(model.residual_multiplier))
@@ -78,7 +79,7 @@ class PlacedBlock(nn.Module):
         self.dropout = Dropout(
             model.residual_dropout, OUTPUT_DROPOUT[spec.slot], spec.layer, mesh.tp, options.sequence_parallel
         )
-        # whether `ResidualBlocks` may compute it
+        # whether `compute` and `gradient` may be used, with the options of the run
         self.differentiates = (
             self.block.differentiates
             and isinstance(self.input_norm, RMSNorm | LayerNorm)
@@ -86,37 +87,33 @@ class PlacedBlock(nn.Module):
             and not spec.output_norm
             and model.residual_dropout == options.adapter_dropout == 0.0
         )
-        own = (weight for key, weight in weights.items() if key.startswith(f"{spec.name}."))
+        prefixes = (f"{spec.name}.", f"layers.{spec.layer}.{spec.input_norm}.")
+        own = (weight for key, weight in weights.items() if key.startswith(prefixes))
         self.trained = next((weight for weight in own if weight.trainable), None)
 
     def forward(self, x: Tensor, state: ForwardState) -> Tensor:
         """Return x + dropout(output(block(input_norm(x))))."""
         return x + self.dropout(self.output(self.block(self.input_norm(x), state)), state)
 
-
-class ResidualBlocks:
-    """Blocks that follow each other, x + block(norm(x)) one after the other, as one node of autograd's graph.
-
-    Computes the same as `Layer.by_operation`, without the graph of their operations.
-    """
-
-    def __init__(self, placed: Sequence[PlacedBlock]):
-        self.steps = [(each.input_norm, each.block) for each in placed]
-        self.trained = next((each.trained for each in placed if each.trained), None)
-
-    def __call__(self, x: Tensor, state: ForwardState) -> Tensor:
-        return Node.apply(x, None if self.trained is None else self.trained.tensor, self, state)
-
     def compute(self, x: Tensor, saved: Saved, state: ForwardState) -> Tensor:
-        for norm, block in self.steps:
-            x = block.compute(norm.compute(x, saved), saved, state, residual=x)
-        return x
+        """Compute the same as `forward`, as a part of a node of the graph."""
+        return self.block.compute(self.input_norm.compute(x, saved), saved, state, residual=x)
 
     def gradient(self, grad: Tensor, saved: Saved, state: ForwardState) -> Tensor:
-        for norm, block in reversed(self.steps):
-            # of x: through the block and its norm, and through the residual sum
-            grad = norm.gradient(block.gradient(grad, saved, state), saved, dtotal=grad)
-        return grad
+        # x is also the residual: its gradient there is that of the output
+        return self.input_norm.gradient(self.block.gradient(grad, saved, state), saved, dtotal=grad)
+
+
+def as_node(operations: Sequence[Operation]) -> Callable[[Tensor, ForwardState], Tensor]:
+    """Return a function that computes placed blocks, and what is between them, as one node of the graph."""
+    placed = (operation for operation in operations if isinstance(operation, PlacedBlock))
+    trained = next((each.trained for each in placed if each.trained is not None), None)
+    joined = Chain(operations)
+
+    def node(x: Tensor, state: ForwardState) -> Tensor:
+        return Node.apply(x, None if trained is None else trained.tensor, joined, state)
+
+    return node
 
 
 class Layer(nn.Module):
@@ -139,17 +136,22 @@ class Layer(nn.Module):
         self.nodes = self._nodes()
 
     def _nodes(self) -> list[Callable[[Tensor, ForwardState], Tensor]]:
-        """Return functions that compute the layer one after the other, with blocks joined to nodes.
+        """Return functions that compute the layer one after the other: blocks joined to nodes, and others.
 
-        Empty if no blocks can be: `by_operation` then computes the layer.
+        Empty if no blocks can be joined: `by_operation` then computes the layer.
         """
         if any(block.spec.beside for block in self.placed):
             return []
         nodes: list[Callable[[Tensor, ForwardState], Tensor]] = []
-        for joined, group in groupby(self.placed, key=lambda block: block.differentiates):
+        for differentiates, group in groupby(self.placed, key=lambda block: block.differentiates):
             blocks = list(group)
-            nodes.extend([ResidualBlocks(blocks)] if joined else blocks)
-        return nodes if any(isinstance(node, ResidualBlocks) for node in nodes) else []
+            nodes.extend([as_node(blocks)] if differentiates else blocks)
+        return nodes if any(block.differentiates for block in self.placed) else []
+
+    @property
+    def is_node(self) -> bool:
+        """Whether the whole layer may be a part of a node of the graph."""
+        return len(self.nodes) == 1 and self.recomputed is None
 
     def forward(self, x: Tensor, state: ForwardState) -> Tensor:
         run = self.compute if self.recomputed is None or not torch.is_grad_enabled() else self.recomputed

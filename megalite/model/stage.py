@@ -8,7 +8,8 @@ the shard axis); the runtime sends activations between stages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,13 +22,14 @@ from megalite.model.block_module import BlockModule
 from megalite.model.cost.units import LOSS_CHUNK_ON_GPU
 from megalite.model.forward_state import Dropout, ForwardState, Site
 from megalite.model.kinds import block_kinds
-from megalite.model.layer import PlacedBlock, Scale, make_layer, make_norm
+from megalite.model.layer import PlacedBlock, Scale, as_node, make_layer, make_norm
 from megalite.model.layer_options import LayerOptions
 from megalite.model.mtp.losses import further_losses
 from megalite.model.unit_numbers import head_unit
 from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.microbatch import Microbatch, StageOutput
-from megalite.parallel.sharding.weight_gatherer import WeightGatherer
+from megalite.parallel.node import Operation
+from megalite.parallel.sharding.weight_gatherer import UnitEnd, UnitStart, WeightGatherer
 from megalite.parallel.tensor.cross_entropy import CrossEntropy, loss_in_chunks
 from megalite.parallel.tensor.embedding import ParallelEmbedding
 from megalite.parallel.tensor.linear import ColumnParallelLinear
@@ -148,6 +150,7 @@ class Stage(nn.Module):
             if 0 < unit < last:
                 layer_options = LayerOptions.of(config, unit - 1, ops)
                 self.layers[str(unit)] = make_layer(model, unit - 1, weights, mesh, layer_options)
+        self.single, self.joined = [self._layer(int(unit)) for unit in self.layers], self._joined()
         loss = CrossEntropy(mesh.tp, model.vocabulary, train.label_smoothing, train.z_loss)
         self.head = Head(model, weights, mesh, options, loss, train.loss_chunk) if last in units else None
         self.further_losses: MultiTokenPrediction | None = None
@@ -200,12 +203,36 @@ class Stage(nn.Module):
             positions = state.document_positions if self.embedding.positions is not None else None
             x = self.embedding(x, positions)  # [seq (/tp), batch, hidden]
             x = self.embedding_dropout(self.gatherer.post_forward(0, x), state)
-        for name, layer in self.layers.items():
-            unit = int(name)
-            # Both calls are part of the autograd graph under ZeRO-3: in backward post_forward gathers the
-            # weights, pre_forward frees them.
-            x = self.gatherer.post_forward(unit, layer(self.gatherer.pre_forward(unit, x), state))
+        for run in self.joined if torch.is_grad_enabled() else self.single:
+            x = run(x, state)
         return x
+
+    def _layer(self, unit: int) -> Callable[[Tensor, ForwardState], Tensor]:
+        """Return a function that computes a layer."""
+        layer, gatherer = self.layers[str(unit)], self.gatherer
+
+        # Both calls are part of the autograd graph under ZeRO-3: in backward post_forward gathers the
+        # weights, pre_forward frees them.
+        def run(x: Tensor, state: ForwardState) -> Tensor:
+            return gatherer.post_forward(unit, layer(gatherer.pre_forward(unit, x), state))
+
+        return run
+
+    def _joined(self) -> list[Callable[[Tensor, ForwardState], Tensor]]:
+        """Return functions that compute the layers one after the other, of which as many as possible are one
+        node of autograd's graph."""
+        runs: list[Callable[[Tensor, ForwardState], Tensor]] = []
+        for joins, group in groupby(map(int, self.layers), lambda unit: self.layers[str(unit)].is_node):
+            units = list(group)
+            if not joins:
+                runs.extend(map(self._layer, units))
+                continue
+            operations: list[Operation] = []
+            for unit in units:
+                placed = self.layers[str(unit)].placed
+                operations += [UnitStart(self.gatherer, unit), *placed, UnitEnd(self.gatherer, unit)]
+            runs.append(as_node(operations))
+        return runs
 
     def forward(
         self, x: Tensor, microbatch: Microbatch, state: ForwardState, loss_scale: float

@@ -1,14 +1,15 @@
-"""An operation, or a whole block, as one node of autograd's graph.
+"""Operations as one node of autograd's graph.
 
 An operation is computed and differentiated by two plain methods: `compute` appends what the backward needs to
 a list, and `gradient` takes it from there, in the reverse order. Operations are therefore put together like
-functions: the `compute` of a block calls those of its linears and norms, its `gradient` calls theirs in the
-reverse order. Either way the graph has one node, and autograd's cost is that of one node. This module does no
-communication.
+functions: the `compute` of a block calls those of its linears and norms, and its `gradient` calls theirs in
+the reverse order. However many they are, the graph has one node, and autograd's cost is that of one node.
+This module does no communication.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain, islice
 from typing import Any, Protocol
 
@@ -23,10 +24,27 @@ class Operation(Protocol):
     """A function of one tensor with its backward; `context` are further arguments, the same for both."""
 
     def compute(self, x: Tensor, saved: Saved, *context: Any) -> Tensor:
-        """Return the output, a new tensor, and append an entry to `saved`."""
+        """Return the output, and append an entry to `saved`."""
 
-    def gradient(self, grad: Tensor, saved: Saved, *context: Any) -> Tensor | None:
+    def gradient(self, grad: Tensor, saved: Saved, *context: Any) -> Tensor:
         """Return the gradient of x, pop the entry, and accumulate the gradients of weights."""
+
+
+class Chain:
+    """Operations one after the other."""
+
+    def __init__(self, operations: Sequence[Operation]):
+        self.operations = operations
+
+    def compute(self, x: Tensor, saved: Saved, *context: Any) -> Tensor:
+        for operation in self.operations:
+            x = operation.compute(x, saved, *context)
+        return x
+
+    def gradient(self, grad: Tensor, saved: Saved, *context: Any) -> Tensor:
+        for operation in reversed(self.operations):
+            grad = operation.gradient(grad, saved, *context)
+        return grad
 
 
 class Node(torch.autograd.Function):
@@ -51,5 +69,9 @@ class Node(torch.autograd.Function):
             raise RuntimeError("gradients of gradients are not supported: do not use create_graph=True")
         tensors = iter(ctx.saved_tensors)
         saved: Saved = [tuple(islice(tensors, size)) for size in ctx.sizes]
-        dx = ctx.operation.gradient(grads[0], saved, *ctx.context)
+        # `saved` alone holds them now: memory is freed as operations pop their entries
+        ctx.maybe_clear_saved_tensors()
+        del tensors
+        grad, grads = grads[0], ()
+        dx = ctx.operation.gradient(grad, saved, *ctx.context)
         return (dx, None, None, *(None for _ in ctx.context))

@@ -58,8 +58,11 @@ def trained(context: Any, config: dict[str, Any], by_block: bool) -> tuple[Any, 
     layers = [layer for stage in trainer.parts.runtime.stages.values() for layer in stage.layers.values()]
     assert all(isinstance(layer, Layer) for layer in layers)
     has_nodes = all(layer.nodes for layer in layers)
-    for layer in layers:
-        layer.nodes = layer.nodes if by_block else []
+    if not by_block:
+        for stage in trainer.parts.runtime.stages.values():
+            stage.joined = stage.single
+        for layer in layers:
+            layer.nodes = []
     results = [trainer.step() for _ in range(3)]
     tensors = {name: value.clone() for name, value in global_tensors(trainer).items()}
     trainer.close()

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import Pending, all_gather
+from megalite.parallel.node import Saved
 from megalite.parallel.sharding.bucket_buffers import BucketBuffers
 from megalite.parallel.sharding.transfers import TransferLog
 
@@ -64,6 +65,13 @@ class WeightGatherer:
     def post_forward(self, unit: int, x: Tensor) -> Tensor:
         """Process the unit's output x. Return x."""
         return x
+
+    def acquire(self, unit: int) -> None:
+        """Wait for the weights of a unit, at the start of its forward or backward."""
+        self.wait_for(unit)
+
+    def release(self, unit: int) -> None:
+        """Note that the forward or backward of a unit has ended."""
 
     def gather_updated(self) -> None:
         """Start gathering the updated weights.
@@ -196,6 +204,36 @@ class ShardGatherer(WeightGatherer):
         bucket.allocate()
         pending = self._collective(bucket.shard, bucket.domain.shard, bucket.weights)
         bucket.gathering = self.log.gathering(f"gather {self.buckets.index(bucket)}", pending)
+
+
+class UnitStart:
+    """Start of a unit, as an operation of a node that computes several units (`parallel.node`)."""
+
+    def __init__(self, gatherer: WeightGatherer, unit: int):
+        self.gatherer, self.unit = gatherer, unit
+
+    def compute(self, x: Tensor, saved: Saved, state: Any) -> Tensor:
+        self.gatherer.acquire(self.unit)
+        return x
+
+    def gradient(self, grad: Tensor, saved: Saved, state: Any) -> Tensor:
+        self.gatherer.release(self.unit)
+        return grad
+
+
+class UnitEnd:
+    """End of a unit, the opposite of `UnitStart`."""
+
+    def __init__(self, gatherer: WeightGatherer, unit: int):
+        self.gatherer, self.unit = gatherer, unit
+
+    def compute(self, x: Tensor, saved: Saved, state: Any) -> Tensor:
+        self.gatherer.release(self.unit)
+        return x
+
+    def gradient(self, grad: Tensor, saved: Saved, state: Any) -> Tensor:
+        self.gatherer.acquire(self.unit)
+        return grad
 
 
 class _UnitBoundary(torch.autograd.Function):

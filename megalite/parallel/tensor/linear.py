@@ -90,13 +90,12 @@ class ColumnParallelLinear(nn.Module):
         saved.append((x if weight.trainable or adapter is not None else None, *kept))
         return out
 
-    def gradient(
-        self, grad: Tensor, saved: Saved, mask: Mask | None = None, needs_dx: bool = True
-    ) -> Tensor | None:
+    def gradient(self, grad: Tensor, saved: Saved, mask: Mask | None = None, needs_dx: bool = True) -> Tensor:
+        """Return the gradient of x, which is empty without `needs_dx`."""
         x, *kept = saved.pop()
         # Started first, so that it overlaps with the matmul of the input gradient.
         gathering = all_gather(x, self.tp) if self.sequence_parallel and x is not None else None
-        dx = reduction = rest = None
+        dx, reduction, rest = grad.new_empty(0), None, None
         if needs_dx:
             # [seq, batch, in], a partial sum: of this rank's outputs
             dx, rest = _input_gradient(grad, self.weight, kept, mask)
