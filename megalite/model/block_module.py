@@ -52,8 +52,8 @@ class BlockModule(nn.Module):
         """Return whether the block has its own backward, `gradient`, with the options of the run."""
         return False
 
-    def compute(self, x: Tensor, saved: Saved, state: ForwardState, residual: Tensor) -> Tensor:
-        """Return block(x) + residual, the same as `forward` computes."""
+    def compute(self, x: Tensor, saved: Saved, state: ForwardState, residual: Tensor | None = None) -> Tensor:
+        """Return the same as `forward`, a new tensor, to which `residual` is added."""
         raise NotImplementedError
 
     def gradient(self, grad: Tensor, saved: Saved, state: ForwardState) -> Tensor:

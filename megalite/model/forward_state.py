@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.microbatch import Boundaries
+from megalite.parallel.node import Saved
 
 if TYPE_CHECKING:
     from megalite.parallel.context.parts import PositionSegments, SequencePart
@@ -162,7 +163,16 @@ class Dropout:
     def __call__(self, x: Tensor, state: ForwardState) -> Tensor:
         if self.probability == 0.0 or not state.training:
             return x
+        return _Dropout.apply(x, *self._mask(x, state))
+
+    def _mask(self, x: Tensor, state: ForwardState) -> tuple[int, Tensor, Tensor, float]:
+        """Return the arguments of `megalite_kernels.dropout` after x."""
         first = x.shape[0] * self.tp.rank if self.sequence_parallel else 0
         positions = state.positions.narrow(0, first, x.shape[0])  # [seq (/tp), 1] or [seq (/tp), batch]
-        key = state.dropout_key(self.site, self.layer)
-        return _Dropout.apply(x, key, state.samples, positions, self.probability)
+        return state.dropout_key(self.site, self.layer), state.samples, positions, self.probability
+
+    def compute(self, x: Tensor, saved: Saved, state: ForwardState) -> Tensor:
+        return dropout(x, *self._mask(x, state)) if state.training else x
+
+    def gradient(self, grad: Tensor, saved: Saved, state: ForwardState) -> Tensor:
+        return self.compute(grad, saved, state)  # the mask is its own backward

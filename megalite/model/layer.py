@@ -52,6 +52,12 @@ class Scale(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * self.factor
 
+    def compute(self, x: Tensor, saved: Saved) -> Tensor:
+        return x * self.factor
+
+    def gradient(self, grad: Tensor, saved: Saved) -> Tensor:
+        return grad * self.factor
+
 
 class PlacedBlock(nn.Module):
     """A block in its place in a layer: [seq (/tp), batch, hidden] -> the same shape.
@@ -71,22 +77,19 @@ class PlacedBlock(nn.Module):
 
         self.spec = spec
         self.block: BlockModule = KINDS[spec.kind].make(model, spec, weights, mesh, options)
+        self.has_no_norm = spec.input_norm is None
         self.input_norm: Any = norm(spec.input_norm and f"layers.{spec.layer}.{spec.input_norm}")
-        output = [norm(f"{spec.name}.output_norm" if spec.output_norm else None)]
+        output = [norm(f"{spec.name}.output_norm")] if spec.output_norm else []
         if model.residual_multiplier != 1.0:
             output.append(Scale(model.residual_multiplier))
         self.output = nn.Sequential(*output)
         self.dropout = Dropout(
             model.residual_dropout, OUTPUT_DROPOUT[spec.slot], spec.layer, mesh.tp, options.sequence_parallel
         )
+        self.steps: Sequence[Any] = output  # of `output`
+        self.is_plain = not output and self.dropout.probability == 0.0
         # whether `compute` and `gradient` may be used, with the options of the run
-        self.differentiates = (
-            self.block.differentiates
-            and isinstance(self.input_norm, RMSNorm | LayerNorm)
-            and len(output) == 1
-            and not spec.output_norm
-            and model.residual_dropout == options.adapter_dropout == 0.0
-        )
+        self.differentiates = self.block.differentiates and options.adapter_dropout == 0.0
         prefixes = (f"{spec.name}.", f"layers.{spec.layer}.{spec.input_norm}.")
         own = (weight for key, weight in weights.items() if key.startswith(prefixes))
         self.trained = next((weight for weight in own if weight.trainable), None)
@@ -97,11 +100,23 @@ class PlacedBlock(nn.Module):
 
     def compute(self, x: Tensor, saved: Saved, state: ForwardState) -> Tensor:
         """Compute the same as `forward`, as a part of a node of the graph."""
-        return self.block.compute(self.input_norm.compute(x, saved), saved, state, residual=x)
+        normed = x if self.has_no_norm else self.input_norm.compute(x, saved)
+        if self.is_plain:
+            return self.block.compute(normed, saved, state, residual=x)
+        out = self.block.compute(normed, saved, state)
+        for step in self.steps:
+            out = step.compute(out, saved)
+        if self.dropout.probability:
+            out = self.dropout.compute(out, saved, state)
+        return out.add_(x)
 
     def gradient(self, grad: Tensor, saved: Saved, state: ForwardState) -> Tensor:
+        dout = self.dropout.gradient(grad, saved, state) if self.dropout.probability else grad
+        for step in reversed(self.steps):
+            dout = step.gradient(dout, saved)
+        dx = self.block.gradient(dout, saved, state)
         # x is also the residual: its gradient there is that of the output
-        return self.input_norm.gradient(self.block.gradient(grad, saved, state), saved, dtotal=grad)
+        return dx.add_(grad) if self.has_no_norm else self.input_norm.gradient(dx, saved, dtotal=grad)
 
 
 def as_node(operations: Sequence[Operation]) -> Callable[[Tensor, ForwardState], Tensor]:

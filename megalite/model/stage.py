@@ -22,7 +22,7 @@ from megalite.model.block_module import BlockModule
 from megalite.model.cost.units import LOSS_CHUNK_ON_GPU
 from megalite.model.forward_state import Dropout, ForwardState, Site
 from megalite.model.kinds import block_kinds
-from megalite.model.layer import PlacedBlock, Scale, as_node, make_layer, make_norm
+from megalite.model.layer import Layer, PlacedBlock, Scale, as_node, make_layer, make_norm
 from megalite.model.layer_options import LayerOptions
 from megalite.model.mtp.losses import further_losses
 from megalite.model.unit_numbers import head_unit
@@ -229,8 +229,9 @@ class Stage(nn.Module):
                 continue
             operations: list[Operation] = []
             for unit in units:
-                placed = self.layers[str(unit)].placed
-                operations += [UnitStart(self.gatherer, unit), *placed, UnitEnd(self.gatherer, unit)]
+                layer = self.layers[str(unit)]
+                assert isinstance(layer, Layer)
+                operations += [UnitStart(self.gatherer, unit), *layer.placed, UnitEnd(self.gatherer, unit)]
             runs.append(as_node(operations))
         return runs
 

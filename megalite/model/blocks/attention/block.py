@@ -134,8 +134,9 @@ class Attention(BlockModule):
         bias = weights.get(f"{name}.qkv.bias")
         sequence_parallel = self.options.sequence_parallel
         self.qkv = ColumnParallelLinear(weights[f"{name}.qkv.weight"], bias, tp, sequence_parallel)
-        self.q_norm = self._qk_norm(weights, f"{name}.q_norm.weight", mesh)
-        self.k_norm = self._qk_norm(weights, f"{name}.k_norm.weight", mesh)
+        self.q_norm: Any = self._qk_norm(weights, f"{name}.q_norm.weight", mesh)
+        self.k_norm: Any = self._qk_norm(weights, f"{name}.k_norm.weight", mesh)
+        self.norms_heads = self.q_norm is not None
 
     def _qk_norm(self, weights: Weights, name: str, mesh: Mesh) -> nn.Module | None:
         model = self.model_config
@@ -159,14 +160,19 @@ class Attention(BlockModule):
 
     @property
     def differentiates(self) -> bool:
-        return type(self) is Attention and self.own_attention and self.q_norm is None
+        return type(self) is Attention and self.own_attention and self.model_config.qk_norm != "full"
 
-    def compute(self, x: Tensor, saved: Saved, state: ForwardState, residual: Tensor) -> Tensor:
+    def compute(self, x: Tensor, saved: Saved, state: ForwardState, residual: Tensor | None = None) -> Tensor:
         # [seq, batch, (heads + 2 · kv_heads) · head_dim], this tp rank's heads
         packed = self.qkv.compute(x, saved)
-        cos, sin = self.rotary_tables(state) or (None, None)
+        tables = self.rotary_tables(state)
+        cos, sin = (None, None) if tables is None or self.norms_heads else tables
         # views of `packed`, rotated in place: [seq, batch, heads, head_dim], k and v with kv_heads
         q, k, v = self.ops.split_rotary(packed, self.heads, self.kv_heads, self.head_dim, cos, sin, True)
+        if self.norms_heads:  # norms are applied before the rotation
+            q, k = self.q_norm.compute(q, saved), self.k_norm.compute(k, saved)
+            if tables is not None:
+                q, k = rotate(q, *tables), rotate(k, *tables)
         out, scores = attention(q, k, v, **self.attention_options(state, self.recomputes_scores))
         saved.append((q, k, v, out, *scores))
         return self.out.compute(out.flatten(-2), saved, residual=residual)
@@ -175,8 +181,15 @@ class Attention(BlockModule):
         dout = self.out.gradient(grad, saved)
         q, k, v, out, *scores = saved.pop()
         options = self.attention_options(state, self.recomputes_scores)
-        grads = attention_backward(dout.view_as(out), q, k, v, out, tuple(scores), **options)
-        dpacked = self.ops.split_rotary_backward(*grads, *(self.rotary_tables(state) or (None, None)))
+        dq, dk, dv = attention_backward(dout.view_as(out), q, k, v, out, tuple(scores), **options)
+        tables = self.rotary_tables(state)
+        cos, sin = (None, None) if tables is None or self.norms_heads else tables
+        if self.norms_heads:
+            if tables is not None:
+                dq, dk = rotate(dq, *tables, inverse=True), rotate(dk, *tables, inverse=True)
+            dk = self.k_norm.gradient(dk, saved)
+            dq = self.q_norm.gradient(dq, saved)
+        dpacked = self.ops.split_rotary_backward(dq, dk, dv, cos, sin)
         return self.qkv.gradient(dpacked, saved)
 
     def operations(self) -> Mapping[str, Operation]:

@@ -49,7 +49,7 @@ class FeedForward(BlockModule):
     def differentiates(self) -> bool:
         return True
 
-    def compute(self, x: Tensor, saved: Saved, state: ForwardState, residual: Tensor) -> Tensor:
+    def compute(self, x: Tensor, saved: Saved, state: ForwardState, residual: Tensor | None = None) -> Tensor:
         inner = self.up.compute(x, saved)
         return self.down.compute(inner, saved, residual=residual)
 
