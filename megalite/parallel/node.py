@@ -57,7 +57,7 @@ class Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, anchor: Tensor | None, operation: Operation, *context: Any) -> Tensor:
         saved: Saved = []
-        out = operation.compute(x, saved, *context)
+        out = operation.compute(x.detach(), saved, *context)
         ctx.operation, ctx.context = operation, context
         ctx.sizes = [len(entry) for entry in saved]
         ctx.save_for_backward(*chain.from_iterable(saved))

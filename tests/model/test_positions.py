@@ -105,4 +105,4 @@ def test_rows_may_stand_at_positions_of_their_own():
         one = Microbatch(tokens[:1], tokens[:1], torch.tensor([places]), samples)
         tables = stage.forward_state(one, step=0, training=False).rotary
         assert tables is not None
-        assert all(torch.equal(ours[0], theirs[places]) for ours, theirs in zip(tables, whole, strict=True))
+        assert all(torch.equal(ours[0], theirs[places, 0]) for ours, theirs in zip(tables, whole, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, defaultdict
 from itertools import accumulate
 from typing import Any
@@ -56,7 +57,13 @@ class Ledger:
         return _Kept(self, tensor)
 
     def hooks(self) -> Any:
-        return torch.autograd.graph.saved_tensors_hooks(self.keep, lambda kept: kept.tensor)
+        return torch.autograd.graph.saved_tensors_hooks(self.keep, self.given)
+
+    def given(self, kept: _Kept) -> Tensor:
+        """The tensor, which counts as long as a backward has it, also when the graph has let it go."""
+        alias = kept.tensor.detach()
+        weakref.finalize(alias, lambda kept: None, kept)
+        return alias
 
     def watch(self, queue: WeightGradQueue) -> None:
         """Count the memory that matmuls deferred to a weight pass keep."""

@@ -90,7 +90,7 @@ class Units:
         positions = model.position == "learned"
         kept = [
             Buffer("tokens", share.tokens, "index"),
-            Buffer("tokens of other ranks", share.tokens, "mask"),
+            *([Buffer("tokens of other ranks", share.tokens, "mask")] if share.tp > 1 else []),
         ]
         kept += [Buffer("positions", share.sequence, "index")] if positions else []
         kept += self._dropout(model.embedding_dropout)

@@ -174,11 +174,12 @@ class RowParallelLinear(nn.Module):
             self.bias.accumulate(grad.flatten(0, -2).sum(0, dtype=self.bias.grad_dtype))
         if self.sequence_parallel:
             grad = all_gather(grad, self.tp).wait()  # [seq, batch, out]
-        inputs, *kept = saved.pop()
+        x, *kept = saved.pop()
         # [seq, batch, in/tp]: each rank needs only its own
         dx, rest = _input_gradient(grad, self.weight, kept, mask)
+        inputs = x
         if self.activation is not None:
             # dx of the activation's input; `inputs`: its output, recomputed
-            dx, inputs = self.activation.backward(dx, inputs)
+            dx, inputs = self.activation.backward(dx, x)
         _accumulate_linear(self.weight, None, grad, inputs, rest)
         return dx

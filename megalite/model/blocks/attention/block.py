@@ -165,32 +165,34 @@ class Attention(BlockModule):
     def compute(self, x: Tensor, saved: Saved, state: ForwardState, residual: Tensor | None = None) -> Tensor:
         # [seq, batch, (heads + 2 · kv_heads) · head_dim], this tp rank's heads
         packed = self.qkv.compute(x, saved)
-        tables = self.rotary_tables(state)
-        cos, sin = (None, None) if tables is None or self.norms_heads else tables
+        tables = self.rotary_tables(state) or (None, None)
         # views of `packed`, rotated in place: [seq, batch, heads, head_dim], k and v with kv_heads
-        q, k, v = self.ops.split_rotary(packed, self.heads, self.kv_heads, self.head_dim, cos, sin, True)
+        turn = (None, None) if self.norms_heads else tables
+        q, k, v = self.ops.split_rotary(packed, self.heads, self.kv_heads, self.head_dim, *turn, True)
         if self.norms_heads:  # norms are applied before the rotation
             q, k = self.q_norm.compute(q, saved), self.k_norm.compute(k, saved)
-            if tables is not None:
+            if tables[0] is not None:
                 q, k = rotate(q, *tables), rotate(k, *tables)
         out, scores = attention(q, k, v, **self.attention_options(state, self.recomputes_scores))
-        saved.append((q, k, v, out, *scores))
+        saved.append((q, k, v, out, *tables, *scores))
         return self.out.compute(out.flatten(-2), saved, residual=residual)
 
     def gradient(self, grad: Tensor, saved: Saved, state: ForwardState) -> Tensor:
         dout = self.out.gradient(grad, saved)
-        q, k, v, out, *scores = saved.pop()
+        return self.qkv.gradient(self._projection_gradient(dout, saved, state), saved)
+
+    def _projection_gradient(self, dout: Tensor, saved: Saved, state: ForwardState) -> Tensor:
+        """Return the gradient of the packed projection; what attention has kept is freed on return."""
+        q, k, v, out, cos, sin, *scores = saved.pop()
         options = self.attention_options(state, self.recomputes_scores)
         dq, dk, dv = attention_backward(dout.view_as(out), q, k, v, out, tuple(scores), **options)
-        tables = self.rotary_tables(state)
-        cos, sin = (None, None) if tables is None or self.norms_heads else tables
         if self.norms_heads:
-            if tables is not None:
-                dq, dk = rotate(dq, *tables, inverse=True), rotate(dk, *tables, inverse=True)
+            if cos is not None:
+                dq, dk = rotate(dq, cos, sin, inverse=True), rotate(dk, cos, sin, inverse=True)
+                cos = sin = None
             dk = self.k_norm.gradient(dk, saved)
             dq = self.q_norm.gradient(dq, saved)
-        dpacked = self.ops.split_rotary_backward(dq, dk, dv, cos, sin)
-        return self.qkv.gradient(dpacked, saved)
+        return self.ops.split_rotary_backward(dq, dk, dv, cos, sin)
 
     def operations(self) -> Mapping[str, Operation]:
         return {"qkv": self.project, "attention": self.attend}
