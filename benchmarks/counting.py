@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 COUNTED = ("forward", "backward", "views_forward", "views_backward", "nodes")
-"""OperationCounter that compute and others, by pass, and autograd nodes. What is outside of a backward counts as
+"""Operations that compute and others, by pass, and autograd nodes. What is outside of a backward counts as
 forward, the optimizer too."""
 _NODE = "autograd::engine::evaluate_function: "
 _NO_KERNEL = {
@@ -21,7 +21,7 @@ _NO_KERNEL = {
 _NO_TENSOR = {"promote_types", "result_type", "can_cast"}  # no operation in any sense
 
 
-class OperationCounter(TorchDispatchMode):
+class StepCounter(TorchDispatchMode):
     """Counts the operations that reach the dispatcher below autograd, as `COUNTED` has them.
 
     One call is one operation, whatever it calls itself: a fused optimizer's update of all tensors is one.
@@ -46,13 +46,13 @@ class OperationCounter(TorchDispatchMode):
         self.counts[f"views_{name}" if no_kernel else name] += 1
 
 
-def counts(step: Callable[[], object], operations: OperationCounter | None = None) -> dict[str, int]:
+def counts(step: Callable[[], object], operations: StepCounter | None = None) -> dict[str, int]:
     """Return the counts of one call.
 
     Args:
         operations: counts them; default: a new one.
     """
-    operations = operations or OperationCounter()
+    operations = operations or StepCounter()
     with profile(activities=[ProfilerActivity.CPU]) as recorded, operations:
         step()
     nodes = sum(event.name.startswith(_NODE) for event in recorded.events())
