@@ -379,6 +379,9 @@ def show(path: Path, as_json: bool) -> None:
         print("\n" + report.table(judged, KERNEL_TARGETS if "kernel" in judged[0] else TARGETS))
     if "convention" in content:
         print(f"\n{content['convention']}")
+    if content.get("layer"):
+        layer = report.table([host.shown_layer(row) for row in content["layer"]], host.LAYER_COLUMNS)
+        print(f"\n{layer}\n\n{host.LAYER_CONVENTION}")
     where = (
         content.get("device", {}).get("name")
         or f"{content['machine']['cpu']}, {content['machine']['cores']} cores"

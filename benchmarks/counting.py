@@ -10,9 +10,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-COUNTED = ("forward", "backward", "views_forward", "views_backward", "nodes")
-"""Operations that compute and others, by pass, and autograd nodes. What is outside of a backward counts as
-forward, the optimizer too."""
+COUNTED = tuple(
+    f"{kind}_{name}" for kind in ("operations", "views", "kernels") for name in ("forward", "backward")
+)
+"""Operations that compute, views and allocations, and launches of own kernels, by pass. What is outside of a
+backward counts as forward, the optimizer too."""
 _NODE = "autograd::engine::evaluate_function: "
 _NO_KERNEL = {
     *("_unsafe_view", "_reshape_alias", "lift_fresh"),
@@ -22,41 +24,48 @@ _NO_TENSOR = {"promote_types", "result_type", "can_cast"}  # no operation in any
 
 
 class StepCounter(TorchDispatchMode):
-    """Counts the operations that reach the dispatcher below autograd, as `COUNTED` has them.
+    """Counts the operations of ATen that reach the dispatcher below autograd.
 
     One call is one operation, whatever it calls itself: a fused optimizer's update of all tensors is one.
     Views and allocations run no kernel.
+
+    Attributes:
+        counts: by the names in `COUNTED`.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.counts = Counter[str]()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # otherwise torch imports its compiler, which takes seconds
+
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         name = function.overloadpacket.__name__
         if function.namespace == "aten" and name not in _NO_TENSOR:
-            self.count(no_kernel=function.is_view or name in _NO_KERNEL)
+            self.count("views" if function.is_view or name in _NO_KERNEL else "operations")
         return function(*args, **(kwargs or {}))
 
-    def count(self, no_kernel: bool = False) -> None:
-        """Count an operation in the pass that is running."""
+    def count(self, kind: str) -> None:
+        """Count one operation, view or kernel in the pass that is running."""
         name = "backward" if torch._C._current_graph_task_id() != -1 else "forward"
-        self.counts[f"views_{name}" if no_kernel else name] += 1
+        self.counts[f"{kind}_{name}"] += 1
 
 
-def counts(step: Callable[[], object], operations: StepCounter | None = None) -> dict[str, int]:
-    """Return the counts of one call.
+def counts(step: Callable[[], object], counter: StepCounter | None = None) -> dict[str, int]:
+    """Return what one call counts, by the names in `COUNTED`, and the autograd `nodes` that it runs.
 
     Args:
-        operations: counts them; default: a new one.
+        counter: counts operations; default: a new one.
     """
-    operations = operations or StepCounter()
-    with profile(activities=[ProfilerActivity.CPU]) as recorded, operations:
+    counter = counter or StepCounter()
+    with profile(activities=[ProfilerActivity.CPU]) as recorded, counter:
         step()
     nodes = sum(event.name.startswith(_NODE) for event in recorded.events())
-    return {name: operations.counts[name] for name in COUNTED} | {"nodes": nodes}
+    return {name: counter.counts[name] for name in COUNTED} | {"nodes": nodes}
 
 
 def of_a_layer(deep: Mapping[str, float], shallow: Mapping[str, float], layers: int) -> dict[str, float]:

@@ -5,13 +5,14 @@ fp32 are trained with clipping, on one thread. transformers' loop has torch's fu
 clip_grad_norm_, with its defaults. Both programs run in one process and alternate step by step; a ratio is
 the median over such pairs. What a layer costs is the difference of two depths: processor time, autograd nodes
 and ATen operations. On two ranks only megalite runs, and the processor time of a rank tells what the host
-does, the wall time also how long it waits.
+does, the wall time also how long it waits. What a layer starts on a GPU is counted without one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
@@ -24,9 +25,10 @@ LENGTH = 32  # tokens of a row
 LAYOUTS: dict[str, dict[str, int]] = {"TP2": {"tp": 2}, "PP2": {"pp": 2}}
 """Measured with the narrowest model and its smallest batch, beside one process."""
 CONVENTION = (
-    "Where two numbers stand, the first is megalite's, the second transformers'. time/theirs: of alternating "
-    "steps, with quartiles. Of a layer: the difference of two depths; processor time, of a rank; nodes: of "
-    "autograd; operations: calls of ATen that compute, and with views and allocations."
+    "Of two numbers, the first is megalite's, the second transformers'. time/theirs, processor/theirs: ratios of "
+    "wall time and of processor time, which other load affects less; medians of alternating steps. processor: "
+    "of one rank. A layer is the difference of two depths: processor time, autograd nodes, calls of ATen that "
+    "compute, and views."
 )
 COLUMNS = {
     "model": "model",
@@ -35,13 +37,27 @@ COLUMNS = {
     "ms/step": "ms_per_step:,.1f",
     "transformers": "peer_ms_per_step:,.1f",
     "time/theirs": "ratio:.3f",
-    "quartiles": "ratio_quartiles",
-    "processor, ms": "processor_ms_per_step:,.1f",
+    "quartiles": "quartiles",
+    "processor, ms": "processor_ms",
+    "processor/theirs": "processor_ratio:.3f",
     "layer, µs": "us",
     "nodes": "nodes",
     "operations": "operations",
-    "with views": "with_views",
+    "views": "views",
 }
+LAYER_COLUMNS = {
+    "a layer on a GPU, bf16": "program",
+    "kernels": "kernels",
+    "Triton's": "triton",
+    "operations": "operations",
+    "views": "views",
+    "nodes": "nodes:g",
+    "host, µs": "us_per_layer:,.0f",
+}
+LAYER_CONVENTION = (
+    "Counted without a GPU, forward + backward; kernels: Triton's launches and operations that compute; "
+    "host: processor time on this CPU, with Triton's kernels left out and tiny operations of torch."
+)
 
 
 @dataclass
@@ -103,10 +119,12 @@ class HostRun:
             return row
         peer = [result["peer"] for result in self.results]
         row |= self._times("peer_", peer)
-        pairs = zip(_joined(own, "seconds"), _joined(peer, "seconds"), strict=True)
-        ratios = [ours / theirs for ours, theirs in pairs]
-        low, _, high = quantiles(ratios, n=4)
-        row |= {"ratio": median(ratios), "ratio_quartiles": f"{low:.3f}–{high:.3f}", "pairs": len(ratios)}
+        for prefix, name in (("", "seconds"), ("processor_", "processor_seconds")):
+            pairs = zip(_joined(own, name), _joined(peer, name), strict=True)
+            ratios = [ours / theirs for ours, theirs in pairs]
+            low, _, high = quantiles(ratios, n=4)
+            row |= {f"{prefix}ratio": median(ratios), f"{prefix}quartiles": f"{low:.3f}–{high:.3f}"}
+        row["pairs"] = len(ratios)
         return row | {"counts": own[0]["counts"], "peer_counts": peer[0]["counts"]}
 
     def _times(self, prefix: str, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -151,6 +169,24 @@ def runs(widths: Sequence[int], batches: Sequence[int], smoke: bool) -> list[Hos
     ]
 
 
+def layer_on_gpu(smoke: bool) -> list[dict[str, Any]]:
+    """Return what a layer starts on a GPU, for each program (`launches_run`); nothing without Triton."""
+    if find_spec("triton") is None:
+        return []
+    run = HostRun(32, 1, layers=(2, 1) if smoke else (16, 8))
+    with TemporaryDirectory(prefix="megalite_benchmark_") as scratch:
+        config = run.config(Path(scratch))
+        config["train"] |= {"precision": "bf16", "kernels": "triton"}
+        spec = {
+            "config": config,
+            "layers": run.layers,
+            "warmup_steps": 1 if smoke else 3,
+            "steps": 1 if smoke else 12,
+        }
+        result = report.launch("benchmarks.launches_run", spec, threads=1)
+    return [{"program": program, **figures} for program, figures in result.items()]
+
+
 def compare(
     *,
     rounds: int,
@@ -167,10 +203,12 @@ def compare(
             for run in compared:
                 progress(f"round {number} of {rounds}: {run.name}, batch {run.batch}, {run.layout}")
                 run.measure(Path(scratch), threads)
+    progress("a layer on a GPU")
     return {
         "threads": threads,
         "protocol": {"rounds": rounds, "matmul": "highest", "precision": "fp32", "grad_clip": 1.0},
         "results": [run.row() for run in compared],
+        "layer": layer_on_gpu(smoke),
         "targets": [],
         "convention": CONVENTION,
     }
@@ -179,17 +217,32 @@ def compare(
 def shown(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row with the columns of a layer, of both programs, as text."""
     own, peer = row.get("counts"), row.get("peer_counts")
-    text = {
-        "us": " / ".join(f"{row[name]:,.0f}" for name in ("us_per_layer", "peer_us_per_layer") if name in row)
-    }
+    text = {}
+    for column, name, style in (
+        ("processor_ms", "processor_ms_per_step", ",.1f"),
+        ("us", "us_per_layer", ",.0f"),
+    ):
+        text[column] = " / ".join(format(row[key], style) for key in (name, f"peer_{name}") if key in row)
     if own and peer:
         for column, names in (
             ("nodes", ["nodes"]),
-            ("operations", ["forward", "backward"]),
-            ("with_views", ["forward", "backward", "views_forward", "views_backward"]),
+            ("operations", ["operations_forward", "operations_backward"]),
+            ("views", ["views_forward", "views_backward"]),
         ):
             text[column] = " / ".join(f"{sum(each[name] for name in names):g}" for each in (own, peer))
     return row | text
+
+
+def shown_layer(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of `layer_on_gpu` with the numbers of forward and backward as text."""
+
+    def both(*kinds: str) -> str:
+        return " + ".join(
+            f"{sum(row[f'{kind}_{name}'] for kind in kinds):g}" for name in ("forward", "backward")
+        )
+
+    kernels = {"kernels": both("kernels", "operations"), "triton": both("kernels")}
+    return row | kernels | {"operations": both("operations"), "views": both("views")}
 
 
 def _joined(results: Sequence[dict[str, Any]], name: str) -> list[float]:

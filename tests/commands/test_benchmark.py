@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import bubble, checkpoint, comm, context, overhead, peers, plan, prepare, report, scaling, step
 from benchmarks.command import main
-from benchmarks.counting import COUNTED, counts
+from benchmarks.counting import counts
 from benchmarks.prepare_run import measured
 from benchmarks.scaling_run import measure
 from benchmarks.trainer_run import step_matmuls
@@ -38,6 +38,13 @@ PEERS = (
     "torch.distributed.fsdp",
     "torch.distributed.optim",
 )
+LAYER_ON_GPU = {
+    **{"kernels_forward": 5, "operations_forward": 5},
+    **{"kernels_backward": 6, "operations_backward": 13},
+    "nodes": 16,
+}
+"""What a decoder layer of Llama runs on a GPU: Triton's kernels, ATen's operations, and autograd nodes. A larger number
+makes small models slower."""
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
 
@@ -57,7 +64,7 @@ def launched_forked(monkeypatch: pytest.MonkeyPatch, peers_imported: forked_prog
         with tempfile.TemporaryDirectory() as scratch:
             file, result = Path(scratch, "spec.json"), Path(scratch, "result.json")
             file.write_text(json.dumps({**spec, "threads": threads, "result": str(result)}))
-            imported = peers_imported if module.endswith(("peer", "host_run")) else None
+            imported = peers_imported if module.endswith(("peer", "host_run", "launches_run")) else None
             succeeded, output = forked_programs.run(["-m", module, str(file)], ranks, imported=imported)
             assert succeeded, output
             content: dict[str, Any] = json.loads(result.read_text())
@@ -164,9 +171,13 @@ def test_host_alternates_with_transformers_and_counts_a_layer(
     assert one["ratio"] == pytest.approx(median(ours / theirs for ours, theirs in zip(own, peer, strict=True)))
     assert one["ms_per_step"] == pytest.approx(median(own)) and one["pairs"] == len(peer) == 2
     for layer in (one["counts"], one["peer_counts"]):
-        assert layer.keys() == set(COUNTED) and all(count == int(count) > 0 for count in layer.values())
+        assert all(layer[name] == int(layer[name]) > 0 for name in ("operations_forward", "views_backward", "nodes"))
     assert one["peer_counts"]["nodes"] > 7 + 9, "of a layer, its products and weights alone"
     assert all("ratio" not in row and row["processor_ms_per_step"] > 0 for row in others)
+    layers = {row["program"]: row for row in content["layer"]}
+    assert {name: layers["megalite, Triton"][name] for name in LAYER_ON_GPU} == LAYER_ON_GPU
+    for name in ("transformers", "torchtitan"):
+        assert layers[name]["kernels_forward"] == 0 and layers[name]["operations_backward"] > 14, "its products"
 
 
 def test_counted_are_the_operations_and_nodes_of_both_passes() -> None:
@@ -175,7 +186,7 @@ def test_counted_are_the_operations_and_nodes_of_both_passes() -> None:
     weight, x = torch.ones(3, 2, requires_grad=True), torch.ones(4, 2)
     counted = counts(lambda: (x @ weight.t()).sum().backward())
     assert counted["nodes"] == 4
-    assert (counted["forward"], counted["backward"]) == (3, 1)
+    assert (counted["operations_forward"], counted["operations_backward"]) == (3, 1)
     assert counted["views_forward"] == 1 and counted["views_backward"] > 0
 
 
