@@ -25,10 +25,10 @@ LENGTH = 32  # tokens of a row
 LAYOUTS: dict[str, dict[str, int]] = {"TP2": {"tp": 2}, "PP2": {"pp": 2}}
 """Measured with the narrowest model and its smallest batch, beside one process."""
 CONVENTION = (
-    "Of two numbers, the first is megalite's, the second transformers'. time/theirs, processor/theirs: medians "
-    "of alternating steps, of wall time and of processor time, which other load affects less. processor: of "
-    "one rank. A layer is the difference of two depths: processor time, autograd nodes, calls of ATen that "
-    "compute, and views."
+    "Of two numbers, the first is megalite's, the second transformers'. time/theirs, processor/theirs: "
+    "medians over alternating steps, of wall time and of processor time, which other load affects less. "
+    "processor: of one rank. A layer is the difference of two depths: processor time, autograd nodes, calls "
+    "of ATen that compute, and views."
 )
 COLUMNS = {
     "model": "model",

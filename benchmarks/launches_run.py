@@ -17,6 +17,7 @@ The times are without Triton's launcher, but include tiny computations of torch,
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -135,6 +136,9 @@ def main() -> None:
             name: [make(with_layers(spec["config"], layers)) for layers in spec["layers"]]
             for name, make in PROGRAMS.items()
         }
+        gc.collect()
+        gc.freeze()
+        gc.disable()
         times = [
             alternating([run[depth] for run in passes.values()], spec["warmup_steps"], spec["steps"])
             for depth in range(2)
