@@ -2,6 +2,7 @@
 
     step [--precision fp32 bf16] [--compile]    a 25M Llama (on a GPU 1B) against transformers
     kernels [GROUP ...] [--tune]                Triton kernels on a GPU against torch and Liger
+    host [--widths 64] [--batches 1]            the host's part of a step against transformers
     overhead                                    small models against their matmuls alone
     peers [NAME ...] [--rounds 10]              ratios to nanoGPT, DDP, torchtitan, picotron …
     comm                                        data parallelism on 4 ranks against torch
@@ -33,6 +34,7 @@ from benchmarks import (
     comm,
     context,
     gpu_step,
+    host,
     kernels,
     overhead,
     peers,
@@ -47,6 +49,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.load import exit_with
 
 ON_CPU = {
+    "host": host,
     "overhead": overhead,
     "comm": comm,
     "checkpoint": checkpoint,
@@ -132,7 +135,7 @@ def parser() -> Parser:
     commands = top.add_subparsers(
         dest="benchmark",
         required=True,
-        metavar="step|kernels|overhead|peers|comm|checkpoint|scaling|plan|prepare|bubble|context",
+        metavar="step|kernels|host|overhead|peers|comm|checkpoint|scaling|plan|prepare|bubble|context",
     )
     threads = Parser(add_help=False)
     threads.add_argument("--threads", type=int, default=2, help="threads of single-process runs (default 2)")
@@ -159,6 +162,11 @@ def parser() -> Parser:
     )
     of_kernels.add_argument(
         "--tune", action="store_true", help="measure other settings of the static tables instead"
+    )
+    add_host(
+        commands.add_parser(
+            "host", parents=[common], help="the host's part of a step of small models, against transformers"
+        )
     )
     commands.add_parser(
         "overhead",
@@ -248,6 +256,35 @@ def add_scaling(commands: argparse.ArgumentParser) -> None:
     )
 
 
+def add_host(commands: argparse.ArgumentParser) -> None:
+    add = commands.add_argument
+    add(
+        "--widths",
+        type=width,
+        nargs="+",
+        default=list(host.WIDTHS),
+        metavar="N",
+        help=f"hidden sizes (default {' '.join(map(str, host.WIDTHS))})",
+    )
+    add(
+        "--batches",
+        type=positive,
+        nargs="+",
+        default=list(host.BATCHES),
+        metavar="N",
+        help=f"rows of {host.LENGTH} tokens (default {' '.join(map(str, host.BATCHES))})",
+    )
+    add("--threads", type=int, default=1, help="threads of each process (default 1)")
+
+
+def width(text: str) -> int:
+    """Return a hidden size that whole heads of an even number of channels fill."""
+    size = positive(text)
+    if size % (8 if size < 512 else 64):
+        raise argparse.ArgumentTypeError(f"{text} is not a multiple of 8, or of 64 from 512 on")
+    return size
+
+
 def numbers(text: str) -> list[int]:
     return [positive(part) for part in text.split(",")]
 
@@ -322,6 +359,8 @@ def measure(options: argparse.Namespace) -> Path:
     if options.benchmark == "prepare":
         del common["threads"]
         return save(prepare.compare(**common, megabytes=options.megabytes, workers=options.workers))
+    if options.benchmark == "host":
+        common |= {name: list(dict.fromkeys(getattr(options, name))) for name in ("widths", "batches")}
     if options.benchmark == "peers":
         common["peers"] = list(dict.fromkeys(options.peers or peers.PEERS))
     return save(ON_CPU[options.benchmark].compare(**common))
@@ -340,6 +379,9 @@ def show(path: Path, as_json: bool) -> None:
         print("\n" + report.table(judged, KERNEL_TARGETS if "kernel" in judged[0] else TARGETS))
     if "convention" in content:
         print(f"\n{content['convention']}")
+    if content.get("layer"):
+        layer = report.table([host.shown_layer(row) for row in content["layer"]], host.LAYER_COLUMNS)
+        print(f"\n{layer}\n\n{host.LAYER_CONVENTION}")
     where = (
         content.get("device", {}).get("name")
         or f"{content['machine']['cpu']}, {content['machine']['cores']} cores"
@@ -352,6 +394,8 @@ def lines(content: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, str]
     name = content["benchmark"]
     if name == "kernels":
         return [kernels.shown(row) for row in content["results"]], kernels.COLUMNS
+    if name == "host":
+        return [host.shown(row) for row in content["results"]], host.COLUMNS
     if name == "tuning":
         return content["results"], kernels.TUNED_COLUMNS
     if name.startswith("scaling"):

@@ -9,6 +9,7 @@ recomputation, mixed precision and compilation are off, as in the run it is comp
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,22 +25,42 @@ from benchmarks.sharded_peer import Peer, adamw_options
 from megalite.config.sections.model import ModelConfig
 
 
-class TitanAttention(nn.Module):
+class SeparateProjections(nn.Module):
+    """Queries, keys and values by a product each, as in torchtitan up to 0.2."""
+
     def __init__(self, model: ModelConfig):
         super().__init__()
-        self.head, self.repeats = model.head_size, model.num_attention_heads // model.kv_heads
+        self.head = model.head_size
         heads, kv_heads = model.num_attention_heads * self.head, model.kv_heads * self.head
-        self.q, self.out = (
-            nn.Linear(model.hidden_size, heads, bias=False),
-            nn.Linear(heads, model.hidden_size, bias=False),
-        )
-        self.k, self.v = (
-            nn.Linear(model.hidden_size, kv_heads, bias=False),
-            nn.Linear(model.hidden_size, kv_heads, bias=False),
-        )
+        self.q = nn.Linear(model.hidden_size, heads, bias=False)
+        self.k, self.v = (nn.Linear(model.hidden_size, kv_heads, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Iterator[Tensor]:
+        return (linear(x).unflatten(-1, (-1, self.head)) for linear in (self.q, self.k, self.v))
+
+
+class OneProjection(nn.Module):
+    """Queries, keys and values by one product, grouped by key-value head and then copied, as since 0.3."""
+
+    def __init__(self, model: ModelConfig):
+        super().__init__()
+        self.head, self.parts = model.head_size, [model.num_attention_heads // model.kv_heads, 1, 1]
+        self.qkv = nn.Linear(model.hidden_size, model.kv_heads * sum(self.parts) * self.head, bias=False)
+
+    def forward(self, x: Tensor) -> Iterator[Tensor]:
+        groups = self.qkv(x).unflatten(-1, (-1, sum(self.parts), self.head))
+        return (part.flatten(2, 3).contiguous() for part in groups.split(self.parts, -2))
+
+
+class TitanAttention(nn.Module):
+    def __init__(self, model: ModelConfig, projections: type[nn.Module]):
+        super().__init__()
+        self.repeats = model.num_attention_heads // model.kv_heads
+        self.qkv = projections(model)
+        self.out = nn.Linear(model.num_attention_heads * model.head_size, model.hidden_size, bias=False)
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:  # [batch, seq, hidden]
-        q, k, v = (linear(x).unflatten(-1, (-1, self.head)) for linear in (self.q, self.k, self.v))
+        q, k, v = self.qkv(x)  # [batch, seq, heads, head] each
         q, k = rotated(q, turns), rotated(k, turns)
         if self.repeats > 1:
             k, v = (each.unsqueeze(3).expand(-1, -1, -1, self.repeats, -1).flatten(2, 3) for each in (k, v))
@@ -66,9 +87,9 @@ class TitanFeedForward(nn.Module):
 
 
 class TitanLayer(nn.Module):
-    def __init__(self, model: ModelConfig):
+    def __init__(self, model: ModelConfig, projections: type[nn.Module]):
         super().__init__()
-        self.attention, self.feed_forward = TitanAttention(model), TitanFeedForward(model)
+        self.attention, self.feed_forward = TitanAttention(model, projections), TitanFeedForward(model)
         self.attention_norm, self.ffn_norm = (
             nn.RMSNorm(model.hidden_size, eps=model.rms_norm_eps) for _ in range(2)
         )
@@ -79,10 +100,10 @@ class TitanLayer(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self, model: ModelConfig, length: int):
+    def __init__(self, model: ModelConfig, length: int, projections: type[nn.Module] = SeparateProjections):
         super().__init__()
         self.tokens = nn.Embedding(model.vocabulary, model.hidden_size)
-        self.blocks = nn.ModuleList(TitanLayer(model) for _ in range(model.num_hidden_layers))
+        self.blocks = nn.ModuleList(TitanLayer(model, projections) for _ in range(model.num_hidden_layers))
         self.norm = nn.RMSNorm(model.hidden_size, eps=model.rms_norm_eps)
         self.head = nn.Linear(model.hidden_size, model.vocabulary, bias=False)
         angles = torch.outer(

@@ -7,6 +7,7 @@ gradients and optimizer state are bf16: no casts and half the memory, but small 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,19 +18,19 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.measure import Memory, device_memory, finish, matmul_peak, read_spec, timed
 from megalite.config.load import from_dict
+from megalite.config.schema import Config
 from megalite.huggingface.config_json import to_hf_config
 
 
-def main() -> None:
-    spec = read_spec()
-    memory = Memory()
-    config = from_dict(spec["config"])
-    device: str = spec.get("device", "cpu")
-    torch.set_num_threads(spec["threads"])
-    if spec["matmul"] is not None:
-        torch.set_float32_matmul_precision(spec["matmul"])
+def training_step(
+    config: Config, device: str = "cpu", all_bf16: bool = False
+) -> tuple[LlamaForCausalLM, Callable[[], float]]:
+    """Return a model with random weights, and a function that trains one step and returns its loss.
+
+    Args:
+        all_bf16: whether weights, gradients and optimizer state are bf16.
+    """
     torch.manual_seed(0)
-    all_bf16 = spec.get("weights") == "bf16"
     # the key-value cache, by default filled in training too
     without_cache = {"use_cache": False} if device == "cuda" else {}
     with torch.device(device):
@@ -62,16 +63,27 @@ def main() -> None:
         optimizer.zero_grad()
         return float(loss)
 
+    return model, step
+
+
+def main() -> None:
+    spec = read_spec()
+    memory = Memory()
+    config = from_dict(spec["config"])
+    device: str = spec.get("device", "cpu")
+    torch.set_num_threads(spec["threads"])
+    if spec["matmul"] is not None:
+        torch.set_float32_matmul_precision(spec["matmul"])
+    model, step = training_step(config, device, all_bf16=spec.get("weights") == "bf16")
     seconds = timed(step, spec["warmup_steps"], spec["steps"])
+    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
     result = {
         "seconds": seconds,
         "peak_rss_above_import": memory.peak_above(),
         **device_memory(device),
         "attention": model.config._attn_implementation,
         "matmul": torch.get_float32_matmul_precision(),
-        "peak_flops": matmul_peak(
-            spec["peak_size"], torch.bfloat16 if bf16 else torch.float32, device=device
-        ),
+        "peak_flops": matmul_peak(spec["peak_size"], dtype, device=device),
     }
     finish(spec, result)
 

@@ -16,6 +16,7 @@ import torch
 
 from benchmarks import bubble, checkpoint, comm, context, overhead, peers, plan, prepare, report, scaling, step
 from benchmarks.command import main
+from benchmarks.counting import counts
 from benchmarks.prepare_run import measured
 from benchmarks.scaling_run import measure
 from benchmarks.trainer_run import step_matmuls
@@ -37,6 +38,13 @@ PEERS = (
     "torch.distributed.fsdp",
     "torch.distributed.optim",
 )
+LAYER_ON_GPU = {
+    **{"kernels_forward": 5, "operations_forward": 5},
+    **{"kernels_backward": 6, "operations_backward": 13},
+    "nodes": 16,
+}
+"""What a decoder layer of Llama runs on a GPU: Triton's kernels, ATen's operations, and autograd nodes. A larger number
+makes small models slower."""
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
 
@@ -56,7 +64,7 @@ def launched_forked(monkeypatch: pytest.MonkeyPatch, peers_imported: forked_prog
         with tempfile.TemporaryDirectory() as scratch:
             file, result = Path(scratch, "spec.json"), Path(scratch, "result.json")
             file.write_text(json.dumps({**spec, "threads": threads, "result": str(result)}))
-            imported = peers_imported if module.endswith("peer") else None
+            imported = peers_imported if module.endswith(("peer", "host_run", "launches_run")) else None
             succeeded, output = forked_programs.run(["-m", module, str(file)], ranks, imported=imported)
             assert succeeded, output
             content: dict[str, Any] = json.loads(result.read_text())
@@ -149,6 +157,37 @@ def test_overhead_stands_beside_the_products_of_the_same_ranks(
         )
         assert min(row[part] for part in ("waiting_ms", "sockets_ms", "calls_ms")) >= 0 and row["bytes_ms"] > 0
         assert row["floor_share"] == pytest.approx((row["products_ms"] + row["bytes_ms"]) / row["ms_per_step"])
+
+
+@pytest.mark.usefixtures("launched_forked")
+def test_host_alternates_with_transformers_and_counts_a_layer(
+    run: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    content = run("host")
+    check_surroundings(content, tmp_path)
+    one, *others = content["results"]
+    assert [row["layout"] for row in content["results"]] == ["one process", "TP2", "PP2"]
+    (own,), (peer,) = one["step_ms"], one["peer_step_ms"]
+    assert one["ratio"] == pytest.approx(median(ours / theirs for ours, theirs in zip(own, peer, strict=True)))
+    assert one["ms_per_step"] == pytest.approx(median(own)) and one["pairs"] == len(peer) == 2
+    for layer in (one["counts"], one["peer_counts"]):
+        assert all(layer[name] == int(layer[name]) > 0 for name in ("operations_forward", "views_backward", "nodes"))
+    assert one["peer_counts"]["nodes"] > 7 + 9, "of a layer, its products and weights alone"
+    assert all("ratio" not in row and row["processor_ms_per_step"] > 0 for row in others)
+    layers = {row["program"]: row for row in content["layer"]}
+    assert {name: layers["megalite, Triton"][name] for name in LAYER_ON_GPU} == LAYER_ON_GPU
+    for name in ("transformers", "torchtitan"):
+        assert layers[name]["kernels_forward"] == 0 and layers[name]["operations_backward"] > 14, "its products"
+
+
+def test_counted_are_the_operations_and_nodes_of_both_passes() -> None:
+    """Worked by hand. Before the backward: the transposed view, the product, the sum, and the gradient 1 of the sum; in
+    it one product, of the weight. Nodes: SumBackward0, MmBackward0, TBackward0 and AccumulateGrad."""
+    weight, x = torch.ones(3, 2, requires_grad=True), torch.ones(4, 2)
+    counted = counts(lambda: (x @ weight.t()).sum().backward())
+    assert counted["nodes"] == 4
+    assert (counted["operations_forward"], counted["operations_backward"]) == (3, 1)
+    assert counted["views_forward"] == 1 and counted["views_backward"] > 0
 
 
 @pytest.mark.usefixtures("launched_forked")
@@ -391,6 +430,7 @@ def test_products_are_those_that_model_flops_count(model: dict[str, Any]) -> Non
         (["step", "--rounds", "0"], "--rounds must be at least 1, got 0"),
         (["overhead", "--threads", "0"], "--threads must be at least 1, got 0"),
         (["step", "--machine", "a/b"], "--machine a/b is not a valid part of a file name"),
+        (["host", "--widths", "64", "20"], "argument --widths: 20 is not a multiple of 8"),
         (["step", "--precision", "fp64"], "invalid choice: 'fp64'"),
         (["kernel"], "'kernel' is not a"),
         (["scaling", "--layout", "tp2"], "Invalid layout: --layout tp2. Specify the axis that grows"),
