@@ -8,11 +8,12 @@ of the host stays what it was, and a tensor that was replaced is not found. Memo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -29,11 +30,13 @@ class OperationGraphs:
 
     Attributes:
         replays: number of replays by pool.
+        owned: the addresses of the memory that operations have allocated, which the next replay overwrites.
         before: called with the pool before each replay.
     """
 
     def __init__(self, device: torch.device | str):
         self.replays: dict[Any, int] = {}
+        self.owned: set[int] = set()
         self.before: Callable[[Any], None] = lambda pool: None
 
     def begin(self) -> None:
@@ -42,6 +45,7 @@ class OperationGraphs:
     def record(self, compute: Callable[[], None], pool: Any) -> Callable[[], None]:
         with _Recording() as recording:
             compute()
+        self.owned |= recording.owned
         self.replays.setdefault(pool, 0)
 
         def replay() -> None:
@@ -58,6 +62,7 @@ class _Recording(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[Callable[[], None]] = []
+        self.owned: set[int] = set()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -72,6 +77,10 @@ class _Recording(TorchDispatchMode):
         result = function(*args, **options)
         # a view is of memory that the replay writes anyway
         if schema.is_mutable or not any(each.alias_info for each in schema.returns):
+            if not schema.is_mutable:
+                self.owned |= {
+                    each.untyped_storage().data_ptr() for each in tree_leaves(result) if isinstance(each, Tensor)
+                }
             self.operations.append(lambda: _repeat(function, args, options, result, schema.is_mutable))
         return result
 
@@ -99,12 +108,20 @@ def train(context: Any, config: dict[str, Any], steps: int) -> dict[str, Any]:
     with patch.object(graphed_runtime, "CudaGraphs", OperationGraphs):
         trainer = make_trainer(context, config)
     graphs = getattr(trainer.parts.runtime, "graphs", None)
+    isend = dist.isend
+
+    @wraps(isend)
+    def checked(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        assert graphs is None or tensor.untyped_storage().data_ptr() not in graphs.owned, "a replay may overwrite it"
+        return isend(tensor, *args, **options)
+
     if graphs is not None:
         graphs.before = partial(check_weights, trainer)
     try:
         results, validation = [], 0.0
         for step in range(1, steps + 1):
-            results += trainer.train_step(wait=True)
+            with patch.object(dist, "isend", checked):
+                results += trainer.train_step(wait=True)
             if step == 3:
                 validation = trainer.evaluate()
         tensors = global_tensors(trainer, ("weight", *STATE))

@@ -32,7 +32,8 @@ When: the first step runs eagerly. It compiles and loads kernels and creates the
 is not allowed during a recording. All graphs are recorded at the beginning of the second step, before its
 first message: a recording waits for the device, and a device that waits for a peer's message could wait for
 ever. If a later step has more microbatches (`train.rampup_batch_size`) and needs pairs that do not exist, all
-are recorded again. Validation runs eagerly.
+are recorded again; the first step with a second microbatch runs eagerly, because it is the first to run the
+kernels that add to gradients. Validation runs eagerly.
 
 Recording: on one stream for all graphs. Autograd nodes from before are collected first, because the engine
 makes the recorded stream wait for the stream on which a leaf's node was created, which ends the recording
@@ -216,7 +217,7 @@ class GraphedRuntime(Runtime):
         self._scale = torch.zeros((), dtype=accumulate_dtype, device=self.device)
         self._recorded: dict[GraphSlot, GraphedPasses] = {}
         self._slots = Counter[int]()  # by stage, in this step
-        self._warm = False  # whether a step has run
+        self._warm = 0  # the largest number of microbatches, up to 2, of a step that ran eagerly
 
     def run(
         self,
@@ -230,9 +231,7 @@ class GraphedRuntime(Runtime):
     ) -> tuple[dict[str, Tensor], StepTiming]:
         if training:
             loss_scale = self._scale.fill_(loss_scale)
-            if self._warm:
-                self._begin_step(schedule, microbatches)
-            self._warm = True  # the graphs are only used in training
+            self._begin_step(schedule, microbatches)
         return super().run(
             schedule, microbatches, step=step, loss_scale=loss_scale, training=training, confirm=confirm
         )
@@ -243,6 +242,10 @@ class GraphedRuntime(Runtime):
             self._slot(stage, number) for number in range(len(microbatches)) for stage in sorted(self.stages)
         )
         if not needed.keys() <= self._recorded.keys():
+            self._recorded.clear()
+            if (warm := min(len(microbatches), 2)) > self._warm:
+                self._warm = warm
+                return  # this step runs eagerly
             self._record(list(needed), microbatches[0], schedule.stages - 1)
         for weight in self._weights:
             weight.begin_step(0, 1)  # a replay counts no contributions
@@ -255,7 +258,6 @@ class GraphedRuntime(Runtime):
 
         Gradients that are written meanwhile are overwritten by the step.
         """
-        self._recorded.clear()
         self.graphs.begin()
         self.weight_grads.begin_run(deferred=False)
         for stage in self.stages.values():
