@@ -73,7 +73,8 @@ class _Recording(TorchDispatchMode):
     ) -> Any:
         options = dict(kwargs or {})
         schema = function._schema
-        assert schema.name != "aten::_local_scalar_dense", "the host reads a number, which ends a recording"
+        if schema.name == "aten::_local_scalar_dense":
+            raise RuntimeError("the host reads a number")
         result = function(*args, **options)
         # a view is of memory that the replay writes anyway
         if schema.is_mutable or not any(each.alias_info for each in schema.returns):

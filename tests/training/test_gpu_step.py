@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -141,6 +142,20 @@ def test_nothing_is_read_or_uploaded_while_graphs_are_recorded(
         trainer.train_step()
         trainer.close()
     assert trainer.parts.runtime.graphs.replays == {(0, 0): 4} and not rules.faults
+
+
+def test_a_stage_that_cannot_be_recorded_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphed_runtime, "CudaGraphs", OperationGraphs)
+    trainer = trainer_of(tmp_path, "cpu", "fp32", {"graphs": True}, **GRAPHED)
+    head = trainer.parts.stages[0].head
+    assert head is not None
+    head.loss = replace(head.loss, observe=lambda losses: losses.sum().item())
+    trainer.step()
+    with pytest.raises(
+        RuntimeError, match=r"stage 0 could not be recorded .*: the host reads a number\. Set train\.graphs"
+    ):
+        trainer.step()
+    trainer.loader.close()
 
 
 def test_graphs_need_a_gpu(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ Recording: on one stream for all graphs. Autograd nodes from before are collecte
 makes the recorded stream wait for the stream on which a leaf's node was created, which ends the recording
 with an error. Only the recording thread is restricted (`thread_local`), because other threads pin memory and
 query events at any time. Nothing is garbage collected meanwhile, because unloading a module or destroying an
-event is not allowed.
+event is not allowed. Graphs are dropped all together: those of one stream share the workspace of cuBLAS.
 
 Communication: none inside a graph. ZeRO-1's gathers are awaited before a replay, for all layers of the stage
 at once. Weights, gradients and buckets must not move. `config.rules.graphs` rejects what a graph cannot
@@ -126,6 +126,20 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def _named(stage: int) -> Iterator[None]:
+    """Name the stage in an error of its recording."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise  # has a report of its own
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise RuntimeError(
+            f"stage {stage} could not be recorded as a CUDA graph: {reason}. Set train.graphs to false."
+        ) from error
+
+
 class GraphSlot(NamedTuple):
     """Use of a pair of graphs.
 
@@ -154,12 +168,12 @@ class GraphedPasses:
 
     Args:
         like: a microbatch with the shapes of all others.
-        activations: shape of the activations between stages, [seq (/tp), batch, hidden].
+        activations: memory for the stage's input, [seq (/tp), batch, hidden]; None for the first stage.
 
     Attributes:
         x: the stage's input: tokens [seq, batch], or activations.
-        output: the loss, a scalar, or activations.
-        grad_output: gradient of `output`; None for the loss.
+        output: activations, or the loss of the last stage, a scalar.
+        grad_output: memory for the gradient of `output`; None for the loss.
         statistics: by name, scalars.
         forward, backward: replay the graphs, once they are recorded.
     """
@@ -181,6 +195,8 @@ class GraphedPasses:
         self._state = stage.forward_state(self._microbatch, step=0, training=True)
 
     def record_forward(self, graphs: Graphs, scale: Tensor, pool: Hashable) -> None:
+        """Record the forward. The loss is multiplied by `scale`."""
+
         def compute() -> None:
             self._root, self.statistics = self._stage(self.x, self._microbatch, self._state, scale)
 
@@ -188,6 +204,7 @@ class GraphedPasses:
         self.output = self._root.detach()
 
     def record_backward(self, graphs: Graphs, pool: Hashable) -> None:
+        """Record the backward of the forward that was recorded."""
         self.backward = graphs.record(lambda: torch.autograd.backward(self._root, self.grad_output), pool)
         del self._root  # with the nodes of autograd, which belong to the stream of the recording
 
@@ -216,7 +233,9 @@ class GraphedRuntime(Runtime):
         # a tensor, because a number would become part of the graphs
         self._scale = torch.zeros((), dtype=accumulate_dtype, device=self.device)
         self._recorded: dict[GraphSlot, GraphedPasses] = {}
-        self._slots = Counter[int]()  # by stage, in this step
+        self._schedule: Schedule | None = None  # of this step
+        self._slots = Counter[int]()  # number of its slots, by stage
+        self._needed: dict[GraphSlot, None] = {}  # in the order of the step
         self._warm = 0  # the largest number of microbatches, up to 2, of a step that ran eagerly
 
     def run(
@@ -231,22 +250,22 @@ class GraphedRuntime(Runtime):
     ) -> tuple[dict[str, Tensor], StepTiming]:
         if training:
             loss_scale = self._scale.fill_(loss_scale)
-            self._begin_step(schedule, microbatches)
+            self._begin_step(schedule, microbatches[0])
         return super().run(
             schedule, microbatches, step=step, loss_scale=loss_scale, training=training, confirm=confirm
         )
 
-    def _begin_step(self, schedule: Schedule, microbatches: Sequence[Microbatch]) -> None:
-        self._slots = in_flight(schedule.actions[self.mesh.pp.rank])
-        needed = dict.fromkeys(
-            self._slot(stage, number) for number in range(len(microbatches)) for stage in sorted(self.stages)
-        )
-        if not needed.keys() <= self._recorded.keys():
+    def _begin_step(self, schedule: Schedule, like: Microbatch) -> None:
+        if schedule is not self._schedule:
+            self._schedule, self._slots = schedule, in_flight(schedule.actions[self.mesh.pp.rank])
+            numbers, stages = range(schedule.microbatches), sorted(self.stages)
+            self._needed = dict.fromkeys(self._slot(stage, number) for number in numbers for stage in stages)
+        if not self._needed.keys() <= self._recorded.keys():
             self._recorded.clear()
-            if (warm := min(len(microbatches), 2)) > self._warm:
+            if (warm := min(schedule.microbatches, 2)) > self._warm:
                 self._warm = warm
                 return  # this step runs eagerly
-            self._record(list(needed), microbatches[0], schedule.stages - 1)
+            self._record(list(self._needed), like, schedule.stages - 1)
         for weight in self._weights:
             weight.begin_step(0, 1)  # a replay counts no contributions
 
@@ -268,12 +287,13 @@ class GraphedRuntime(Runtime):
         rounds: defaultdict[tuple[int, bool], list[GraphSlot]] = defaultdict(list)
         for slot in slots:
             rounds[slot.number, slot.first].append(slot)
-        with torch.enable_grad():
-            for together in rounds.values():
-                for slot in together:
-                    self._recorded[slot] = self._passes_of(slot.stage, like, last)
+        for together in rounds.values():
+            for slot in together:
+                self._recorded[slot] = self._passes_of(slot.stage, like, last)
+                with torch.enable_grad(), _named(slot.stage):
                     self._recorded[slot].record_forward(self.graphs, self._scale, slot[:2])
-                for slot in reversed(together):
+            for slot in reversed(together):
+                with _named(slot.stage):
                     self._recorded[slot].record_backward(self.graphs, slot[:2])
 
     def _passes_of(self, stage: int, like: Microbatch, last: int) -> GraphedPasses:
@@ -316,7 +336,7 @@ class GraphedRuntime(Runtime):
         if stage > 0:
             assert passes.x.grad is not None
             run.products[stage, microbatch] = passes.x.grad.clone()
-        if microbatch == len(run.microbatches) - 1:
+        if microbatch == run.schedule.microbatches - 1:
             for weight in self._weights:
                 if weight.spec.unit in self.stages[stage].units and weight.bucket is not None:
                     weight.bucket.complete(weight, 0)
