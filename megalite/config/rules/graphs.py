@@ -39,7 +39,7 @@ def _no_dropout(option: str) -> Rule:
     return _excludes(
         option,
         lambda c: getattr(getattr(c, section), name),
-        "a graph would repeat the dropout masks of one step",
+        "a replay would repeat the dropout masks of the recorded step",
         f"{option} to 0",
     )
 
@@ -50,7 +50,7 @@ def _other_block(c: RuleContext) -> str | None:
     return next((name for name in names if name not in GRAPHED_BLOCKS), None)
 
 
-_WAITS = "the host starts and awaits the collectives inside a stage, which a graph would not do"
+_WAITS = "the host starts and awaits the collectives inside a stage, which a replay does not"
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -83,7 +83,7 @@ RULES: tuple[Rule, ...] = (
     _excludes(
         "model.num_experts",
         lambda c: c.model.num_experts is not None,
-        "the sizes of its matmuls depend on the choices of its routers",
+        "the sizes of an expert's matmuls depend on the router",
         "train a dense model",
     ),
     Rule(
@@ -99,7 +99,7 @@ RULES: tuple[Rule, ...] = (
     _excludes(
         "model.mtp_layers",
         lambda c: c.model.mtp_layers,
-        "the factors of their losses change in every step",
+        "the factors of the modules' losses change in every step",
         "model.mtp_layers to 0",
     ),
     *map(
@@ -109,13 +109,13 @@ RULES: tuple[Rule, ...] = (
     _excludes(
         "data.reset_positions",
         lambda c: c.data.reset_positions,
-        "attention would keep the documents of one microbatch",
+        "a replay would use the documents of the recorded microbatch",
         "data.reset_positions to false",
     ),
     _excludes(
         "data.train",
         lambda c: any(map(is_chat, prefixes(c.data.train))),
-        "attention would keep the conversations of one microbatch",
+        "a replay would use the conversations of the recorded microbatch",
         "train on text",
     ),
     _excludes(
@@ -133,7 +133,7 @@ RULES: tuple[Rule, ...] = (
     _excludes(
         "logging.loss_by_source",
         lambda c: c.logging.loss_by_source,
-        "a graph does not add up the losses of a row",
+        "a replay does not add up the losses of a row",
         "logging.loss_by_source to false",
     ),
 )

@@ -229,6 +229,8 @@ class GraphedRuntime(Runtime):
         super().__init__(*args, **options)
         self.graphs: Graphs = CudaGraphs(self.device)
         self._weights = [weight for weight in weights if weight.trainable]
+        units = {unit for stage in self.stages.values() for unit in stage.units}
+        assert units.issuperset(weight.spec.unit for weight in self._weights), "a stage completes each weight"
         accumulate_dtype = torch.promote_types(self.dtype, torch.float32)
         # a tensor, because a number would become part of the graphs
         self._scale = torch.zeros((), dtype=accumulate_dtype, device=self.device)
