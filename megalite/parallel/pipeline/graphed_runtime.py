@@ -53,6 +53,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -64,6 +65,7 @@ from megalite.parallel.pipeline.runtime import Runtime
 from megalite.parallel.pipeline.schedule import Action, ActionKind, Schedule
 from megalite.parallel.weight import Weight
 from megalite.system.clock import StepTiming
+from megalite.system.messages import say
 
 if TYPE_CHECKING:
     from megalite.parallel.pipeline.runtime import _Run
@@ -279,6 +281,7 @@ class GraphedRuntime(Runtime):
 
         Gradients that are written meanwhile are overwritten by the step.
         """
+        started = perf_counter()
         self.graphs.begin()
         self.weight_grads.begin_run(deferred=False)
         for stage in self.stages.values():
@@ -297,6 +300,8 @@ class GraphedRuntime(Runtime):
             for slot in reversed(together):
                 with _named(slot.stage):
                     self._recorded[slot].record_backward(self.graphs, slot[:2])
+        if self.mesh.rank == 0:
+            say(f"train.graphs: recorded {2 * len(slots)} graphs in {perf_counter() - started:.1f} s")
 
     def _passes_of(self, stage: int, like: Microbatch, last: int) -> GraphedPasses:
         def activations() -> Tensor:
