@@ -1,4 +1,4 @@
-"""Part 5: bandwidth and latency of the links, compared with the assumptions of the planner.
+"""Part 6: bandwidth and latency of the links, compared with the assumptions of the planner.
 
 It measures copies between host and device, and collectives and messages by size. Two ranks that share a GPU
 are not measured, because they are not connected by anything that training would use.

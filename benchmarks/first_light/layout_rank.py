@@ -8,6 +8,7 @@ because NCCL rejects them on one node.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -40,7 +41,7 @@ def main() -> None:
     from megalite.launch.process import choose_device, configure_process, shutdown, start_process_group
 
     device = choose_device()
-    configure_process(device)
+    configure_process(device, spec.get("deterministic", False))
     start_process_group(device, spec["timeout"])
     act = {"probe": probe, "layouts": train_each, "fit": fit_until_the_end}[spec["act"]]
     act(spec, directory, device)
@@ -88,17 +89,23 @@ def train_each(spec: dict[str, Any], directory: Path, device: torch.device) -> N
 
 
 def train(number: int, config: Config, steps: int, directory: Path, device: torch.device) -> None:
-    """Train some steps, and write losses, norms, times and the final weights.
+    """Train some steps, and write losses, norms, times, reserved memory and the final weights.
 
     With background saves, a checkpoint is saved halfway, and steps are resumed from it.
     """
     import numpy as np
+    import torch
     from megalite_kernels import backend
 
     from megalite.assembly import parts as build
     from megalite.training.trainer import Trainer
     from megalite.training.verify import global_tensors
 
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        gc.collect()  # the trainer before
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
     mesh = build.make_mesh(config)
     backend.select(config.train.kernels)
     trainer = Trainer(config, mesh, device)
@@ -123,9 +130,9 @@ def train(number: int, config: Config, steps: int, directory: Path, device: torc
         arrays: dict[str, Any] = {name: tensor.float().numpy() for name, tensor in weights.items()}
         np.savez(directory / f"{number}.npz", **arrays)
         scalars = [{"loss": result.loss, "grad_norm": result.grad_norm} for result in results]
-        (directory / f"{number}.json").write_text(
-            json.dumps({"scalars": scalars, "seconds": seconds}), encoding="utf-8"
-        )
+        reserved = torch.cuda.max_memory_reserved(device) / 2**30 if on_gpu else None
+        results_of_run = {"scalars": scalars, "seconds": seconds, "reserved_gib": reserved}
+        (directory / f"{number}.json").write_text(json.dumps(results_of_run), encoding="utf-8")
 
 
 def fit_until_the_end(spec: dict[str, Any], directory: Path, device: torch.device) -> None:

@@ -254,7 +254,7 @@ class RankMachine:
         stall = SLOW_S if self.scene.rehearse else STALL_S
         reference, problem = self.start("alone", 1, spec, stall)
         if problem:
-            yield row("one process", "failed", _last(problem), output=problem)
+            yield row("one process", "failed", last_line(problem), output=problem)
             return
         attempt = 0
         while legal:
@@ -275,7 +275,7 @@ class RankMachine:
                 yield row(
                     layout.name,
                     "failed",
-                    _last(problem) if problem else "no result was written",
+                    last_line(problem) if problem else "no result was written",
                     output=problem,
                 )
 
@@ -315,14 +315,18 @@ class RankMachine:
         )
 
 
-def _last(problem: str) -> str:
+def last_line(problem: str) -> str:
     """Return the error and the last line that was printed."""
     first, *said = problem.strip().splitlines()
     return f"{first}: {said[-1].strip()[:200]}" if said else first
 
 
-def compared(layout: LayoutCase, directory: Path, reference: Path) -> Row:
-    """Compare the results of rank 0 with those of one process: losses, norms and the final weights."""
+def compared(layout: LayoutCase, directory: Path, reference: Path, where: str = "on one process") -> Row:
+    """Compare the results of rank 0 with a reference: losses, norms and the final weights.
+
+    Args:
+        where: how the reference was computed.
+    """
     got, expected = (
         json.loads(path.with_suffix(".json").read_text(encoding="utf-8")) for path in (directory, reference)
     )
@@ -336,7 +340,7 @@ def compared(layout: LayoutCase, directory: Path, reference: Path) -> Row:
                 return row(
                     layout.name,
                     "failed",
-                    f"step {step}: {name} is {own[name]:.8g}, but {alone[name]:.8g} on one process",
+                    f"step {step}: {name} is {own[name]:.8g}, but {alone[name]:.8g} {where}",
                     **got,
                 )
     weights, others = (np.load(path.with_suffix(".npz")) for path in (directory, reference))
@@ -344,9 +348,10 @@ def compared(layout: LayoutCase, directory: Path, reference: Path) -> Row:
         return row(layout.name, "failed", f"other weights: {sorted(set(weights) ^ set(others))[:3]}")
     errors = {name: float(np.abs(weights[name] - others[name]).max()) for name in weights}
     most = max(errors, key=errors.__getitem__)
+    steps = len(got["scalars"])
     if not all(error <= absolute for error in errors.values()):
         return row(
-            layout.name, "failed", f"{most} differs by {errors[most]:.3g} after {STEPS} steps", errors=errors
+            layout.name, "failed", f"{most} differs by {errors[most]:.3g} after {steps} steps", errors=errors
         )
-    said = f"{STEPS} steps; loss and norm within {worst:.1e}, weights within {errors[most]:.1e}"
+    said = f"{steps} steps; loss and norm within {worst:.1e}, weights within {errors[most]:.1e}"
     return row(layout.name, "passed", said, seconds=got["seconds"], scalars=got["scalars"])

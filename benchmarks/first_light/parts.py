@@ -28,9 +28,10 @@ class FirstLightPart:
 
 PARTS = (
     FirstLightPart("machine", "Versions, topology, clocks, known troubles", "machine", 25, 60),
-    FirstLightPart("values", "Kernels against float64, tests marked gpu", "values", 110, 120, proves=True),
-    FirstLightPart("step", "A training step, and routes of its largest operations", "step", 115, 120),
-    FirstLightPart("layouts", "Layouts against one process", "layouts", 110, 180, proves=True),
+    FirstLightPart("values", "Kernels against float64, tests marked gpu", "values", 100, 120, proves=True),
+    FirstLightPart("step", "A training step, and routes of its largest operations", "step", 105, 120),
+    FirstLightPart("layouts", "Layouts against one process", "layouts", 100, 180, proves=True),
+    FirstLightPart("graphs", "CUDA graphs against the eager step", "graphs", 30, 120, proves=True),
     FirstLightPart("links", "Links and collectives", "exchange", 30, 60),
     FirstLightPart("kernels", "Speed of the kernels", "speeds", 60, 90),
     FirstLightPart("predictions", "Predicted and measured", "predictions", 30, 60),

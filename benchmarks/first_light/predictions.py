@@ -1,4 +1,4 @@
-"""Part 7: predictions of the planner for all steps of part 3, compared with the measurements.
+"""Part 8: predictions of the planner for all steps of part 3, compared with the measurements.
 
 They are based on the device in the table and on a calibration. The calibration measures matmuls, bandwidth,
 attention, loss, links and the cost of a call, but no training step. With --calibrate it is written as a

@@ -1,4 +1,4 @@
-"""Part 6: all kernels of `megalite benchmark kernels`: time, fraction of the device's limit, and registers.
+"""Part 7: all kernels of `megalite benchmark kernels`: time, fraction of the device's limit, and registers.
 
 They are compared with torch, Liger and others. With --short two processes measure all groups, without the
 peers that torch.compile has to compile first; otherwise each group has its own process. Time that a group

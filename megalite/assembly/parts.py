@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,12 @@ def build_parts(
         if rank == mesh.pp.rank
     }
     shape = activation_shape(config)
-    runtime = Runtime(stages, mesh, shape, dtype, device, store.weight_grads, store.gatherer)
+    make_runtime: Callable[..., Runtime] = Runtime
+    if train.graphs and training:
+        from megalite.parallel.pipeline.graphed_runtime import GraphedRuntime
+
+        make_runtime = partial(GraphedRuntime, weights=store.weights.values())
+    runtime = make_runtime(stages, mesh, shape, dtype, device, store.weight_grads, store.gatherer)
     return Parts(store, stages, runtime, _statistics(config, stages, mesh, store.device))
 
 

@@ -66,7 +66,7 @@ class ForwardState:
     local_rotary: tuple[Tensor, Tensor] | None = None
     lora_dropout: float = 0.0
     targets: Tensor | None = None
-    loss_scale: float = 0.0
+    loss_scale: float | Tensor = 0.0
     statistics: dict[str, Tensor] = field(default_factory=dict)
     choices: dict[int, Any] = field(default_factory=dict)
     boundaries: Boundaries | None = None

@@ -85,11 +85,11 @@ class Head(nn.Module):
         loss = self.loss_of(self.norm(x), microbatch.targets, state.loss_scale, self.loss)
         return loss, loss
 
-    def loss_of(self, normed: Tensor, targets: Tensor, scale: float, of_logits: CrossEntropy) -> Tensor:
+    def loss_of(self, x: Tensor, targets: Tensor, scale: float | Tensor, of_logits: CrossEntropy) -> Tensor:
         """Return the sum of the token losses times `scale`, a scalar.
 
         Args:
-            normed: [seq (/tp), batch, hidden].
+            x: the normed output of the last layer, [seq (/tp), batch, hidden].
             targets: [seq, batch].
         """
 
@@ -101,10 +101,10 @@ class Head(nn.Module):
         # Chunks compute weight gradients in the forward. A split backward computes them in the W pass, which
         # needs the gradient of all logits: no chunks.
         if not self.chunk or weight.deferred:
-            return loss(normed, targets.reshape(-1))
+            return loss(x, targets.reshape(-1))
         # in positions of this rank, so that the tp ranks that split the sequence have `chunk` tokens together
-        length = max(self.chunk * len(normed) // targets.numel(), 1)
-        return loss_in_chunks(loss, normed, targets, weight, length)
+        length = max(self.chunk * len(x) // targets.numel(), 1)
+        return loss_in_chunks(loss, x, targets, weight, length)
 
 
 class Stage(nn.Module):
@@ -236,7 +236,7 @@ class Stage(nn.Module):
         return runs
 
     def forward(
-        self, x: Tensor, microbatch: Microbatch, state: ForwardState, loss_scale: float
+        self, x: Tensor, microbatch: Microbatch, state: ForwardState, loss_scale: float | Tensor
     ) -> StageOutput:
         state.targets, state.loss_scale = microbatch.targets, loss_scale
         x = self.trunk(x, state)

@@ -53,11 +53,13 @@ class FirstDifference:
 
 
 def single_process(config: Config) -> Config:
-    """Return the configuration for one process, with the same model, data and global batch."""
+    """Return the configuration for one process, with the same model, data and global batch, without CUDA
+    graphs."""
     alone = from_dict(to_dict(config))
     alone.parallel = ParallelConfig(dp=1, zero=0)
     alone.train = replace(
         alone.train,
+        graphs=False,
         micro_batch_size=gcd(alone.train.global_batch_size, *(alone.train.rampup_batch_size or [])[:2]),
     )
     return alone

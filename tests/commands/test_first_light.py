@@ -20,6 +20,7 @@ from megalite_kernels import activation, device_routes
 from benchmarks import kernels, plan, profiled, report
 from benchmarks.first_light import (
     exchange,
+    graphs,
     layout_rank,
     layouts,
     machine,
@@ -317,6 +318,41 @@ def test_a_layout_that_differs_is_named(change: dict[str, float], said: str | No
     assert (
         comparison["verdict"] == ("passed" if said is None else "failed") and (said or "within") in comparison["detail"]
     )
+
+
+def test_graphs_are_compared_where_they_are_legal(tmp_path: Path) -> None:
+    for case in graphs.cases(scene(gpus=(H200, H200))):
+        check(from_dict(case.config(tmp_path, graphs=True)), case.ranks, 1)
+
+
+@pytest.mark.parametrize(
+    ("problem", "change", "verdict", "said"),
+    [
+        ("", {}, "passed", "; equal bitwise"),
+        ("", {"weight": 0.500001}, "passed", "; not equal bitwise"),
+        ("", {"loss": 1.0001}, "failed", "step 1: loss is 1.0001, but 1 without graphs"),
+        ("a rank ended with status 1\nCUDA error", {}, "failed", "a rank ended with status 1: CUDA error"),
+        ("out of time\n", {}, "missing", "out of time"),
+    ],
+)
+def test_graphs_that_differ_from_the_eager_step_are_named(
+    problem: str,
+    change: dict[str, float],
+    verdict: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(place: Any, name: str, ranks: int, spec: dict[str, Any], seconds: float) -> tuple[Path, str]:
+        assert [config["train"]["graphs"] for _, config in spec["configs"]] == [False, True] and spec["deterministic"]
+        write_result(tmp_path / "0")
+        write_result(tmp_path / "1", **change)
+        return tmp_path, problem
+
+    monkeypatch.setattr(layouts.RankMachine, "start", start)
+    on_gpu = scene(gpus=(H200,))
+    result = graphs.proof(graphs.cases(on_gpu)[0], on_gpu, tmp_path)
+    assert result["verdict"] == verdict and said in result["detail"], result
 
 
 def test_a_layout_that_hangs_costs_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

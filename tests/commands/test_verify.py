@@ -42,6 +42,11 @@ def recorded(config: Config, ranks: int, directory: Path) -> Path:
     return directory
 
 
+def test_a_run_with_graphs_is_compared_with_one_without(prefix: str) -> None:
+    config = from_dict(config_of(with_layers({**NAMED, "microbatches": 1}), prefix, train={"graphs": True}))
+    assert not single_process(config).train.graphs and config.train.graphs
+
+
 def test_equal_runs_have_no_difference(recordings):
     assert compare(*recordings, relative=1e-5, absolute=2e-5) is None
 

@@ -18,6 +18,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.layer_blocks import LAYER_BLOCKS, BlockOption
 from megalite.config.rules import RULES, all_rules, check
 from megalite.config.schema import OPTIONS, Config
+from megalite.parallel.pipeline.orders import RECIPES
 
 
 @dataclass
@@ -132,6 +133,22 @@ LATENT_ROWS = {  # rule: what breaks it, next to latents, and what the same opti
     "model.qk_nope_head_dim in range": ("model.qk_nope_head_dim", 0, 1),
     "model.v_head_dim in range": ("model.v_head_dim", 0, 1),
 }
+GRAPHS = {"train.graphs": True}
+GRAPHED: list[tuple[str, Any, Any, dict[str, Any]]] = [  # option, what graphs do not support, what they do, others
+    ("parallel.tp", 2, 1, {}),
+    ("parallel.cp", 2, 1, {}),
+    ("parallel.zero", 2, 1, {"parallel.dp": 2}),
+    ("parallel.offload", "cpu", "none", {}),
+    ("parallel.schedule", "zb-h1", "gpipe", {}),
+    ("model.num_experts", 4, None, {}),
+    ("model.mtp_layers", 1, 0, {}),
+    *((f"model.{name}_dropout", 0.1, 0.0, {}) for name in ("embedding", "attention", "residual")),
+    ("lora.dropout", 0.1, 0.0, {"lora.rank": 4}),
+    ("data.reset_positions", True, False, {}),
+    ("data.train", "chat", "tokens", {}),
+    ("train.compile", True, False, {}),
+    ("logging.loss_by_source", True, False, {"data.train": {"tokens": 1.0, "bare": 1.0}}),
+]
 VALIDATED = {"data.validation": 0.1, "validation.interval": 5}
 RAMPED = {"train.rampup_batch_size": [4, 4, 9], "train.global_batch_size": 8, "train.micro_batch_size": 4}
 _REAL = ("router_aux_loss_coef", "router_z_loss_coef", "expert_capacity_factor")
@@ -1040,6 +1057,25 @@ ROWS = [
         ("requires a GPU",),
         devices=0,
     ),
+    Row("graphs on a GPU", GRAPHS, {"train.graphs": False}, ("requires a GPU",), devices=0),
+    *(
+        Row(f"graphs and {option}", GRAPHS | {option: broken} | others, {option: fixed}, (f"{option} = ",), devices=1)
+        for option, broken, fixed, others in GRAPHED
+    ),
+    Row(
+        "graphs and train.recompute",
+        GRAPHS | {"train.recompute": "budget", "train.memory_budget": 1e9},
+        {"train.graphs": False},
+        ("train.recompute = budget",),
+        devices=1,
+    ),
+    Row(
+        "graphs of known blocks",
+        GRAPHS | {"model.layer_blocks": ["whole_rows+feed_forward"] * 4},
+        {"model.layer_blocks": ["attention+feed_forward"] * 4},
+        ("whole_rows, a kind of block",),
+        devices=1,
+    ),
     Row("InfiniBand's timeout", {"network.ib_timeout": 32}, {"network.ib_timeout": 23}, ("1 to 31",)),
     Row("InfiniBand's timeout", {"network.ib_timeout": 0}, {"network.ib_timeout": 1}),
     Row(
@@ -1200,6 +1236,12 @@ def test_kernels_need_triton_and_a_gpu_or_its_interpreter(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     assert "the package triton, which is not installed" in (verdict(kernels, devices=1) or "")
     assert verdict({"train.kernels": "auto"}, devices=1) is None
+
+
+def test_graphs_take_every_schedule_that_does_not_split_the_backward():
+    whole = {name for name, recipe in RECIPES.items() if not recipe.splits}
+    legal = {name for name in RECIPES if verdict(GRAPHS | {"parallel.schedule": name}, devices=1) is None}
+    assert legal == whole
 
 
 def test_durations():

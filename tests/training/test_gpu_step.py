@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
 from megalite.assembly import parts as build
+from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict
+from megalite.parallel.pipeline import graphed_runtime
 from megalite.training import weight_update
 from megalite.training.trainer import Trainer
+from megalite.training.verify import global_tensors
 from tests.support.configs import SINGLE, config_of, write_tokens
-from tests.support.device_rules import DEVICE, watched
+from tests.support.device_rules import DEVICE, HOST, DeviceRules, watched
+from tests.support.operation_graphs import OperationGraphs
 
 CASE = {
     **SINGLE,
@@ -30,7 +36,9 @@ CASE = {
 BATCH = {"global_batch_size": 4, "micro_batch_size": 2}
 
 
-def trainer_of(directory: Path, device: str, precision: str, train: dict[str, Any], **case: Any) -> Trainer:
+def trainer_of(
+    directory: Path, device: str | torch.device, precision: str, train: dict[str, Any], **case: Any
+) -> Trainer:
     prefix = write_tokens(directory, CASE["vocab_size"])
     config = from_dict(config_of({**CASE, **case}, prefix, precision, train={**BATCH, "precision": precision, **train}))
     return Trainer(config, build.make_mesh(config), device)
@@ -114,6 +122,71 @@ def test_the_host_waits_for_the_results_alone(tmp_path: Path, precision: str, op
     rules = watched(Trainer(run_config, build.make_mesh(run_config), DEVICE))
     assert not rules.faults
     assert len(rules.waits) == 1 and rules.waits[0], "the update is queued when the host waits"
+
+
+GRAPHED = {"dropout": 0.0, "masked": False, "tied": False, "microbatches": 2}
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_nothing_is_read_or_uploaded_while_graphs_are_recorded(
+    recompute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Either would end a recording on a GPU."""
+    monkeypatch.setattr(graphed_runtime, "CudaGraphs", OperationGraphs)
+    train = {"graphs": True, "loss_chunk": 8}
+    trainer = trainer_of(tmp_path, DEVICE, "bf16", train, **GRAPHED, recompute=recompute)
+    rules = DeviceRules()
+    with patch.object(trainer.loader, "step", rules.placed(trainer.loader.step, HOST)), rules:
+        trainer.train_step()
+        rules.faults.clear()
+        trainer.train_step()
+        trainer.close()
+    assert trainer.parts.runtime.graphs.replays == {(0, 0): 4} and not rules.faults
+
+
+def test_a_stage_that_cannot_be_recorded_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphed_runtime, "CudaGraphs", OperationGraphs)
+    trainer = trainer_of(tmp_path, "cpu", "fp32", {"graphs": True}, **GRAPHED)
+    head = trainer.parts.stages[0].head
+    assert head is not None
+    head.loss = replace(head.loss, observe=lambda losses: losses.sum().item())
+    trainer.step()
+    with pytest.raises(
+        RuntimeError, match=r"stage 0 could not be recorded .*: the host reads a number\. Set train\.graphs"
+    ):
+        trainer.step()
+    trainer.loader.close()
+
+
+def test_graphs_need_a_gpu(tmp_path: Path) -> None:
+    """Also where no rule has asked for the device, as in megalite verify."""
+    with pytest.raises(ConfigError, match="train.graphs = true requires a GPU"):
+        trainer_of(tmp_path, "cpu", "fp32", {"graphs": True}, **GRAPHED)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "precision, kernels, case",
+    [("bf16", "triton", {}), ("fp16", "torch", {"recompute": "full"}), ("fp32", "triton", {"schedule": "gpipe"})],
+)
+def test_graphs_on_a_gpu_train_like_the_eager_step(
+    tmp_path: Path, precision: str, kernels: str, case: dict[str, Any]
+) -> None:
+    """Up to the order in which atomics add up the embedding's gradient."""
+    runs = []
+    for graphs in (False, True):
+        trainer = trainer_of(
+            tmp_path, "cuda", precision, {"kernels": kernels, "graphs": graphs, "loss_chunk": 8}, **GRAPHED, **case
+        )
+        results = [trainer.step() for _ in range(5)]
+        scalars = [value for result in results for value in (result.loss, result.grad_norm)]
+        runs.append((torch.tensor(scalars), global_tensors(trainer)))
+        trainer.close()
+    (eager, weights), (replayed, others) = runs
+    rounding = 1e-4 if precision == "fp32" else 1e-2
+    torch.testing.assert_close(replayed, eager, rtol=rounding, atol=0.0)
+    for name, weight in weights.items():
+        torch.testing.assert_close(others[name], weight, rtol=rounding, atol=rounding)
 
 
 @pytest.mark.gpu

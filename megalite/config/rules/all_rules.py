@@ -15,7 +15,7 @@ from typing import Any
 
 from megalite.config.errors import ConfigError
 from megalite.config.rule import Mistakes, Rule
-from megalite.config.rules import adapters, bounds, mesh, model_and_data, training
+from megalite.config.rules import adapters, bounds, graphs, mesh, model_and_data, training
 from megalite.config.rules.context import RuleContext
 from megalite.config.schema import OPTIONS, Config
 from megalite.config.sections import (
@@ -52,6 +52,7 @@ RULES: tuple[Rule, ...] = (
     *profiling.RULES,
     *network.RULES,
     *training.RULES,
+    *graphs.RULES,
     *faults.RULES,
 )
 """All rules; names are unique."""

@@ -82,6 +82,10 @@ class TrainConfig:
     as auto, and oneDNN may round to bf16."""
     compile: bool = False
     """Compile the pure functions between the linears with torch.compile."""
+    graphs: bool = False
+    """Record the forward and backward of each pipeline stage as CUDA graphs in the second step, and replay
+    them from then on: the host launches a whole pass with one call. For dense models without dropout whose
+    steps the host limits."""
     loss_chunk: int | None = option(None, NOT_NEGATIVE)
     """Number of tokens whose logits exist at a time; their gradients are computed in the forward. 0: all
     tokens of a microbatch. null: 4096 on a GPU, 0 on a CPU. Below 2048 the accumulation of the weight

@@ -83,7 +83,7 @@ class _Run:
     schedule: Schedule
     microbatches: Sequence[Microbatch]
     step: int
-    loss_scale: float
+    loss_scale: float | Tensor
     training: bool
     statistics: dict[str, Tensor]
     # leaves of the stages' graphs, whose .grad is sent to the previous stage
@@ -143,14 +143,15 @@ class Runtime:
         microbatches: Sequence[Microbatch],
         *,
         step: int,
-        loss_scale: float,
+        loss_scale: float | Tensor,
         training: bool = True,
         confirm: Callable[[], bool] | None = None,
     ) -> tuple[dict[str, Tensor], StepTiming]:
         """Execute this rank's actions.
 
         Args:
-            loss_scale: factor on the loss of every microbatch, and therefore on all gradients.
+            loss_scale: factor on the loss of every microbatch, and therefore on all gradients; a number, or a
+                tensor [] on the device.
             confirm: called after the forwards at the start of the rank's list (`Schedule.forward_prefix`). It
                 returns False, on every rank, if the weights have changed since the run began: the prefix is
                 then discarded and executed again.
@@ -187,7 +188,7 @@ class Runtime:
         schedule: Schedule,
         microbatches: Sequence[Microbatch],
         step: int,
-        loss_scale: float,
+        loss_scale: float | Tensor,
         training: bool,
     ) -> _Run:
         if self.gatherer is not None:

@@ -45,7 +45,7 @@ class CrossEntropy:
     z_loss: float = 0.0
     observe: Callable[[Tensor], None] | None = None  # called with the loss of every token, [tokens]
 
-    def __call__(self, logits: Tensor, targets: Tensor, scale: float) -> Tensor:
+    def __call__(self, logits: Tensor, targets: Tensor, scale: float | Tensor) -> Tensor:
         """Compute the loss, a scalar in at least fp32. The logits are overwritten in backward."""
         return _VocabParallelCrossEntropy.apply(logits, targets, scale, self)
 
@@ -59,7 +59,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     """Forward: all-gather of [k, tokens] statistics over tp. Backward: no communication."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, scale: float, loss: CrossEntropy) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, scale: Any, loss: CrossEntropy) -> Tensor:
         first, valid = loss.part(logits)
         # [k, tokens], k = 3 or 4
         own = statistics(logits, targets, first, valid, IGNORE_INDEX, loss.label_smoothing > 0)

@@ -110,7 +110,7 @@ class Balance:
         probabilities: Tensor,
         choice: ExpertChoice,
         targets: Tensor,
-        scale: float,
+        scale: float | Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Return weights [tokens, k] whose backward adds the auxiliary losses, and statistics [experts + 3].
 
