@@ -27,7 +27,7 @@ from megalite.model.forward_state import Dropout, ForwardState, Site
 from megalite.model.kinds import KINDS, blocks_of
 from megalite.model.layer_options import LayerOptions
 from megalite.parallel.compiled_ops import CompiledOps
-from megalite.parallel.node import Chain, Node, Operation, Saved
+from megalite.parallel.node import Chain, Differentiable, Node, Saved
 from megalite.parallel.tensor.norm import LayerNorm, RMSNorm, add_and_norm
 from megalite.parallel.weight import Weights
 
@@ -119,7 +119,7 @@ class PlacedBlock(nn.Module):
         return dx.add_(grad) if self.has_no_norm else self.input_norm.gradient(dx, saved, dtotal=grad)
 
 
-def as_node(operations: Sequence[Operation]) -> Callable[[Tensor, ForwardState], Tensor]:
+def as_node(operations: Sequence[Differentiable]) -> Callable[[Tensor, ForwardState], Tensor]:
     """Return a function that computes placed blocks, and what is between them, as one node of the graph."""
     placed = (operation for operation in operations if isinstance(operation, PlacedBlock))
     trained = next((each.trained for each in placed if each.trained is not None), None)

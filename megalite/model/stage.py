@@ -28,7 +28,7 @@ from megalite.model.mtp.losses import further_losses
 from megalite.model.unit_numbers import head_unit
 from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.microbatch import Microbatch, StageOutput
-from megalite.parallel.node import Operation
+from megalite.parallel.node import Differentiable
 from megalite.parallel.sharding.weight_gatherer import UnitEnd, UnitStart, WeightGatherer
 from megalite.parallel.tensor.cross_entropy import CrossEntropy, loss_in_chunks
 from megalite.parallel.tensor.embedding import ParallelEmbedding
@@ -227,7 +227,7 @@ class Stage(nn.Module):
             if not joins:
                 runs.extend(map(self._layer, units))
                 continue
-            operations: list[Operation] = []
+            operations: list[Differentiable] = []
             for unit in units:
                 layer = self.layers[str(unit)]
                 assert isinstance(layer, Layer)

@@ -20,7 +20,7 @@ Saved = list[tuple[Any, ...]]
 """What `compute` keeps for `gradient`: a stack with one entry for each operation, its tensors (or None)."""
 
 
-class Operation(Protocol):
+class Differentiable(Protocol):
     """A function of one tensor with its backward; `context` are further arguments, the same for both."""
 
     def compute(self, x: Tensor, saved: Saved, *context: Any) -> Tensor:
@@ -33,7 +33,7 @@ class Operation(Protocol):
 class Chain:
     """Operations one after the other."""
 
-    def __init__(self, operations: Sequence[Operation]):
+    def __init__(self, operations: Sequence[Differentiable]):
         self.operations = operations
 
     def compute(self, x: Tensor, saved: Saved, *context: Any) -> Tensor:
@@ -55,7 +55,9 @@ class Node(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor | None, operation: Operation, *context: Any) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, anchor: Tensor | None, operation: Differentiable, *context: Any
+    ) -> Tensor:
         saved: Saved = []
         out = operation.compute(x.detach(), saved, *context)
         ctx.operation, ctx.context = operation, context
