@@ -12,8 +12,7 @@ parallelism. Communicates only in the blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -22,13 +21,14 @@ from torch import Tensor, nn
 from megalite.config.sections.model import ModelConfig
 from megalite.mesh.mesh import Mesh
 from megalite.model.block_kind import BlockSpec
-from megalite.model.block_module import BlockModule, Caller, call
+from megalite.model.block_module import BlockModule
+from megalite.model.by_operation import ByOperation
 from megalite.model.forward_state import Dropout, ForwardState, Site
 from megalite.model.kinds import KINDS, blocks_of
 from megalite.model.layer_options import LayerOptions
 from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.node import Chain, Differentiable, Node, Saved
-from megalite.parallel.tensor.norm import LayerNorm, RMSNorm, add_and_norm
+from megalite.parallel.tensor.norm import LayerNorm, RMSNorm
 from megalite.parallel.weight import Weights
 
 OUTPUT_DROPOUT = {"attention": Site.ATTENTION_OUTPUT, "mlp": Site.MLP_OUTPUT}  # by slot
@@ -136,25 +136,21 @@ class Layer(nn.Module):
 
     Attributes:
         placed: the blocks, in the order of the forward.
-        following: for each block but the first, the block before it, the block, and the operation that
-            returns the residual sum between them with its norm.
+        nodes: functions that compute the layer one after the other: blocks joined to nodes of autograd's
+            graph, and others. Empty if no blocks can be joined: `by_operation` then computes the layer.
     """
 
     def __init__(self, model: ModelConfig, layer: int, weights: Weights, mesh: Mesh, options: LayerOptions):
         super().__init__()
         self.placed = [PlacedBlock(model, spec, weights, mesh, options) for spec in blocks_of(model, layer)]
         self.blocks = nn.ModuleList(self.placed)
-        self.following = [(*pair, partial(self._join, *pair)) for pair in pairwise(self.placed)]
+        self.by_operation = ByOperation(self.placed)
         # `compute` under activation checkpointing
         self.recomputed: Callable[[Tensor, ForwardState], Tensor] | None = None
-        self.call: Caller = call
         self.nodes = self._nodes()
 
     def _nodes(self) -> list[Callable[[Tensor, ForwardState], Tensor]]:
-        """Return functions that compute the layer one after the other: blocks joined to nodes, and others.
-
-        Empty if no blocks can be joined: `by_operation` then computes the layer.
-        """
+        """Return `nodes`."""
         if any(block.spec.beside for block in self.placed):
             return []
         nodes: list[Callable[[Tensor, ForwardState], Tensor]] = []
@@ -179,42 +175,6 @@ class Layer(nn.Module):
         for node in self.nodes:
             x = node(x, state)
         return x
-
-    def by_operation(self, x: Tensor, state: ForwardState) -> Tensor:
-        """Compute the layer with a node for each operation, whose activations `call` may drop."""
-        block = self.placed[0]
-        normed = self.call(block.input_norm, x)
-        output = self.call(block.block, normed, state)
-        branches: list[Tensor] = []  # of blocks beside the current one
-        for before, block, join in self.following:
-            if block.spec.beside:
-                branches.append(before.dropout(self.call(before.output, output), state))
-                if block.spec.input_norm is not None:
-                    normed = self.call(block.input_norm, x)
-            else:
-                x, normed = self.call(join, _summed(x, branches), output, state)
-                branches = []
-            output = self.call(block.block, normed, state)
-        return _summed(x, branches) + block.dropout(self.call(block.output, output), state)
-
-    @staticmethod
-    def _join(
-        before: PlacedBlock, block: PlacedBlock, x: Tensor, output: Tensor, state: ForwardState
-    ) -> tuple[Tensor, Tensor]:
-        """Return the residual sum after a block, and its norm: fused for RMSNorm, one pass over memory."""
-        return add_and_norm(x, before.dropout(before.output(output), state), block.input_norm)
-
-    def call_through(self, caller: Caller) -> None:
-        """Make the layer call its operations through `caller`, which may drop their activations."""
-        self.call, self.nodes = caller, []
-        for block in self.placed:
-            block.block.call = caller
-
-
-def _summed(x: Tensor, branches: Sequence[Tensor]) -> Tensor:
-    for branch in branches:
-        x = x + branch
-    return x
 
 
 def make_layer(model: ModelConfig, layer: int, weights: Weights, mesh: Mesh, options: LayerOptions) -> Layer:

@@ -50,7 +50,8 @@ def recomputing(layer: Layer, mode: str, exchanged: bool) -> Run | None:
     if not dropped and not norms:
         return None
     recorder = Recorder(layer, dropped, norms)
-    layer.call_through(recorder.call)
+    layer.by_operation.call_through(recorder.call)
+    layer.nodes = []
     return recorder.run
 
 
@@ -64,7 +65,7 @@ def _chosen(layer: Layer, names: Container[str]) -> tuple[set[Operation], dict[O
     first = layer.placed[0]
     if NORM_OPERATIONS[first.spec.slot] in names:
         chosen.add(first.input_norm)
-    for before, block, join in layer.following:
+    for before, block, join in layer.by_operation.following:
         joins = KINDS[before.spec.kind].joins_output
         norm = NORM_OPERATIONS[block.spec.slot] in names and block.spec.input_norm is not None
         if block.spec.beside:

@@ -12,9 +12,11 @@ from torch import Tensor
 from megalite.assembly.parts import make_mesh
 from megalite.config.load import from_dict
 from megalite.mesh.mesh import MeshAxis
-from megalite.model import layer
+from megalite.model import by_operation
+from megalite.model.by_operation import add_and_norm
 from megalite.parallel.compiled_ops import CompiledOps
-from megalite.parallel.tensor.norm import FullWidthRMSNorm, LayerNorm, RMSNorm, add_and_norm
+from megalite.parallel.tensor.head_norms import FullWidthRMSNorm
+from megalite.parallel.tensor.norm import LayerNorm, RMSNorm
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
 from tests.support.configs import SINGLE, config_of, write_tokens
@@ -58,7 +60,7 @@ def test_the_fused_addition_trains_to_the_same_bits(name, prefix, monkeypatch):
 
     losses, tensors = train()
     assert bool(calls) == (name in FUSED)
-    monkeypatch.setattr(layer, "add_and_norm", plain_addition)
+    monkeypatch.setattr(by_operation, "add_and_norm", plain_addition)
     expected_losses, expected = train()
     assert losses == expected_losses
     assert tensors.keys() == expected.keys() and all(torch.equal(tensors[key], expected[key]) for key in expected)

@@ -31,8 +31,9 @@ from megalite.parallel.sharding.buckets import BucketLayout, bucket_layout, buck
 from megalite.parallel.sharding.gradient_bucket import GradientBucket
 from megalite.parallel.sharding.offload import StateMemory, Uploads, pinned_zeros
 from megalite.parallel.sharding.reducer import GradientReducer
+from megalite.parallel.sharding.shard_gatherer import ShardGatherer
 from megalite.parallel.sharding.transfers import TransferLog
-from megalite.parallel.sharding.weight_gatherer import ShardGatherer, WeightGatherer
+from megalite.parallel.sharding.weight_gatherer import WeightGatherer
 from megalite.parallel.spec import WEIGHT, FlatRectangle, ParamSpec, Rectangle
 from megalite.parallel.weight import Weight
 from megalite.parallel.weight_grad_queue import WeightGradQueue

@@ -1,16 +1,16 @@
 """Causal self-attention with grouped key-value heads; each tp rank computes its own heads.
 
 Column-parallel query-key-value projection, attention over this rank's heads, row-parallel output projection.
-Communicates in the two linears, in a query-key norm over the full width (`FullWidthRMSNorm`), and under
-context parallelism in `parallel.context`.
+`compute` and `gradient` are its forward and backward as a part of a node of autograd's graph; `operations`
+has it with a node for each operation. Communicates in the two linears, in a query-key norm over the full
+width (`FullWidthRMSNorm`), and under context parallelism in `parallel.context`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from megalite_kernels.attention import attention, attention_backward
 from megalite_kernels.dropout import AttentionDropout
 from megalite_kernels.rotary import rotate
@@ -19,73 +19,15 @@ from torch import Tensor, nn
 from megalite.config.sections.model import ModelConfig
 from megalite.mesh.mesh import Mesh
 from megalite.model.block_kind import BlockSpec
-from megalite.model.block_module import BlockModule, Operation
+from megalite.model.blocks.attention.operations import AttentionByOperation, WholeRowAttention
 from megalite.model.blocks.attention.parameters import kv_replicas
 from megalite.model.forward_state import ForwardState, Site
 from megalite.model.layer_options import LayerOptions
 from megalite.parallel.node import Saved
+from megalite.parallel.tensor.head_norms import EachHeadLayerNorm, FullWidthRMSNorm
 from megalite.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from megalite.parallel.tensor.norm import EachHeadLayerNorm, FullWidthRMSNorm, RMSNorm
+from megalite.parallel.tensor.norm import RMSNorm
 from megalite.parallel.weight import Weights
-
-
-class _Split(torch.autograd.Function):
-    """Splits a packed projection into queries, keys and values, and rotates queries and keys.
-
-    Backward returns one packed gradient.
-
-    [seq, batch, (heads + 2 · kv_heads) · head_dim] -> queries [seq, batch, heads, head_dim], keys and values
-    [seq, batch, kv_heads, head_dim]. Without tables nothing is rotated. No communication.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, packed: Tensor, layer: Attention, rotary: tuple[Tensor, Tensor] | None) -> Any:
-        cos, sin = rotary if rotary is not None else (None, None)
-        ctx.save_for_backward(cos, sin)
-        ctx.ops = layer.options.ops
-        head_dim = layer.model_config.head_size
-        return ctx.ops.split_rotary(packed, layer.heads, layer.kv_heads, head_dim, cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return ctx.ops.split_rotary_backward(*grads, cos, sin), None, None
-
-
-class Rotate(torch.autograd.Function):
-    """Applies the rotary embedding to [seq, batch, heads, head_dim].
-
-    Backward rotates the gradient by the opposite angle. No communication.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return rotate(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return rotate(grads[0], cos, sin, inverse=True), None, None
-
-
-class _Attention(torch.autograd.Function):
-    """Computes softmax(q kᵀ · scale + mask) v over this rank's heads: [seq, batch, heads, head_dim].
-
-    No communication.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-        out, saved = attention(q, k, v, **options)
-        ctx.options = options
-        ctx.save_for_backward(q, k, v, out, *saved)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, out, *saved = ctx.saved_tensors
-        return (*attention_backward(grads[0], q, k, v, out, tuple(saved), **ctx.options), None)
 
 
 def attention_over(options: LayerOptions, mesh: Mesh) -> Callable[..., Tensor] | None:
@@ -100,7 +42,7 @@ def attention_over(options: LayerOptions, mesh: Mesh) -> Callable[..., Tensor] |
     return attend.attention_over(mesh.cp, options.context, mesh.cp_levels)
 
 
-class Attention(BlockModule):
+class Attention(AttentionByOperation):
     """Self-attention: [seq (/tp), batch, hidden] -> the same shape.
 
     Under sequence parallelism each tp rank has seq/tp positions.
@@ -122,7 +64,7 @@ class Attention(BlockModule):
         bias = weights.get(f"{name}.out.bias")
         self.out = RowParallelLinear(weights[f"{name}.out.weight"], bias, tp, sequence_parallel)
         across = attention_over(options, mesh)
-        self.attend = across or _Attention.apply
+        self.attend = across or WholeRowAttention.apply
         self.own_attention = across is None  # each rank has whole rows
         self.make_projections(name, weights, mesh)
 
@@ -147,16 +89,6 @@ class Attention(BlockModule):
         if model.qk_norm == "each_head":
             return EachHeadLayerNorm(weights[name], model.rms_norm_eps, model.norm_offset)
         return FullWidthRMSNorm(weights[name], model.rms_norm_eps, model.norm_offset, mesh.tp)
-
-    def forward(self, x: Tensor, state: ForwardState) -> Tensor:
-        # [seq, batch, heads/tp, head_dim]; k and v with this rank's key-value heads
-        q, k, v = self.call(self.project, x, state)
-        # [seq, batch, heads/tp, head_dim]
-        recompute = self.recomputes_scores or not torch.is_grad_enabled()
-        out = self.call(self.attend, q, k, v, self.attention_options(state, recompute))
-        # row-parallel: summed over tp
-        mask = state.adapter_mask(Site.OUT_ADAPTER, self.layer)
-        return self.call(self.out, out.flatten(-2), mask)
 
     @property
     def differentiates(self) -> bool:
@@ -193,30 +125,6 @@ class Attention(BlockModule):
             dk = self.k_norm.gradient(dk, saved)
             dq = self.q_norm.gradient(dq, saved)
         return self.ops.split_rotary_backward(dq, dk, dv, cos, sin)
-
-    def operations(self) -> Mapping[str, Operation]:
-        return {"qkv": self.project, "attention": self.attend}
-
-    @property
-    def last(self) -> Operation:
-        return self.out
-
-    def project(self, x: Tensor, state: ForwardState) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values of this rank's heads, normalized and rotated.
-
-        Each is [seq, batch, heads, head_dim].
-        """
-        rotary = self.rotary_tables(state)
-        # [seq, batch, (heads + 2 · kv_heads) · head_dim]
-        packed = self.qkv(x, state.adapter_mask(Site.QKV_ADAPTER, self.layer))
-        if self.q_norm is None or self.k_norm is None:
-            return _Split.apply(packed, self, rotary)  # split and rotation in one pass over memory
-        q, k, v = _Split.apply(packed, self, None)  # norms are applied before the rotation
-        if self.model_config.qk_norm == "full":  # over all heads at once: [seq, batch, heads · head_dim]
-            q, k = self.q_norm(q.flatten(-2)).view_as(q), self.k_norm(k.flatten(-2)).view_as(k)
-        else:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return (q, k, v) if rotary is None else (Rotate.apply(q, *rotary), Rotate.apply(k, *rotary), v)
 
     def rotary_tables(self, state: ForwardState) -> tuple[Tensor, Tensor] | None:
         """Return cos and sin of the positions of this cp rank, or None if the layer does not rotate.

@@ -32,7 +32,8 @@ from torch import Tensor
 from megalite.config.sections.model import ModelConfig
 from megalite.mesh.mesh import Mesh, MeshAxis
 from megalite.model.block_kind import BlockSpec
-from megalite.model.blocks.attention.block import Attention, Rotate
+from megalite.model.blocks.attention.block import Attention
+from megalite.model.blocks.attention.operations import Rotate
 from megalite.model.blocks.latent_attention.context import latents_travel
 from megalite.model.forward_state import ForwardState, Site
 from megalite.model.layer_options import LayerOptions

@@ -1,0 +1,141 @@
+"""Attention with a node of autograd's graph for each of its operations.
+
+Where recomputation drops the tensors of some operations, rows are split over cp ranks, or a kind has other
+projections, each operation stands alone; without a graph, as in evaluation, it makes no difference.
+Communicates as `block.Attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megalite_kernels.attention import attention, attention_backward
+from megalite_kernels.rotary import rotate
+from torch import Tensor
+
+from megalite.model.block_module import BlockModule, Operation
+from megalite.model.forward_state import ForwardState, Site
+
+if TYPE_CHECKING:
+    from megalite.config.sections.model import ModelConfig
+    from megalite.model.layer_options import LayerOptions
+    from megalite.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+
+
+class _Split(torch.autograd.Function):
+    """Splits a packed projection into queries, keys and values, and rotates queries and keys.
+
+    Backward returns one packed gradient.
+
+    [seq, batch, (heads + 2 · kv_heads) · head_dim] -> queries [seq, batch, heads, head_dim], keys and values
+    [seq, batch, kv_heads, head_dim]. Without tables nothing is rotated. No communication.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, packed: Tensor, layer: AttentionByOperation, rotary: tuple[Tensor, Tensor] | None
+    ) -> Any:
+        cos, sin = rotary if rotary is not None else (None, None)
+        ctx.save_for_backward(cos, sin)
+        ctx.ops = layer.options.ops
+        head_dim = layer.model_config.head_size
+        return ctx.ops.split_rotary(packed, layer.heads, layer.kv_heads, head_dim, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return ctx.ops.split_rotary_backward(*grads, cos, sin), None, None
+
+
+class Rotate(torch.autograd.Function):
+    """Applies the rotary embedding to [seq, batch, heads, head_dim].
+
+    Backward rotates the gradient by the opposite angle. No communication.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return rotate(grads[0], cos, sin, inverse=True), None, None
+
+
+class WholeRowAttention(torch.autograd.Function):
+    """Computes softmax(q kᵀ · scale + mask) v over this rank's heads: [seq, batch, heads, head_dim].
+
+    No communication.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        out, saved = attention(q, k, v, **options)
+        ctx.options = options
+        ctx.save_for_backward(q, k, v, out, *saved)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, out, *saved = ctx.saved_tensors
+        return (*attention_backward(grads[0], q, k, v, out, tuple(saved), **ctx.options), None)
+
+
+class AttentionByOperation(BlockModule):
+    """Computes attention operation by operation; `Attention` has its modules."""
+
+    layer: int
+    model_config: ModelConfig
+    options: LayerOptions
+    heads: int
+    kv_heads: int
+    recomputes_scores: bool
+    qkv: ColumnParallelLinear
+    out: RowParallelLinear
+    attend: Callable[..., Tensor]
+    q_norm: Any
+    k_norm: Any
+
+    def forward(self, x: Tensor, state: ForwardState) -> Tensor:
+        # [seq, batch, heads/tp, head_dim]; k and v with this rank's key-value heads
+        q, k, v = self.call(self.project, x, state)
+        # [seq, batch, heads/tp, head_dim]
+        recompute = self.recomputes_scores or not torch.is_grad_enabled()
+        out = self.call(self.attend, q, k, v, self.attention_options(state, recompute))
+        # row-parallel: summed over tp
+        mask = state.adapter_mask(Site.OUT_ADAPTER, self.layer)
+        return self.call(self.out, out.flatten(-2), mask)
+
+    def operations(self) -> Mapping[str, Operation]:
+        return {"qkv": self.project, "attention": self.attend}
+
+    @property
+    def last(self) -> Operation:
+        return self.out
+
+    def project(self, x: Tensor, state: ForwardState) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values of this rank's heads, normalized and rotated.
+
+        Each is [seq, batch, heads, head_dim].
+        """
+        rotary = self.rotary_tables(state)
+        # [seq, batch, (heads + 2 · kv_heads) · head_dim]
+        packed = self.qkv(x, state.adapter_mask(Site.QKV_ADAPTER, self.layer))
+        if self.q_norm is None or self.k_norm is None:
+            return _Split.apply(packed, self, rotary)  # split and rotation in one pass over memory
+        q, k, v = _Split.apply(packed, self, None)  # norms are applied before the rotation
+        if self.model_config.qk_norm == "full":  # over all heads at once: [seq, batch, heads · head_dim]
+            q, k = self.q_norm(q.flatten(-2)).view_as(q), self.k_norm(k.flatten(-2)).view_as(k)
+        else:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return (q, k, v) if rotary is None else (Rotate.apply(q, *rotary), Rotate.apply(k, *rotary), v)
+
+    def rotary_tables(self, state: ForwardState) -> tuple[Tensor, Tensor] | None:
+        raise NotImplementedError
+
+    def attention_options(self, state: ForwardState, recompute: bool = True) -> dict[str, Any]:
+        raise NotImplementedError
