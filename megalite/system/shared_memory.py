@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 # messages of a rank that others may not have read yet: layers have at most two collectives in flight
 SLOTS = 4
+MOST_VIEWS = 256
 SLOT_BYTES = 1 << 19  # longer messages go through sockets
 _SEMAPHORE_BYTES = 64  # glibc's sem_t has 32
 _PATIENCE = 1.0  # seconds between checks whether a silent peer is still alive
@@ -65,6 +66,8 @@ class SharedMemory:
         self._slots = torch.frombuffer(self._memory, dtype=torch.uint8, offset=_control_bytes(size)).view(
             size, SLOTS, SLOT_BYTES
         )
+        # of slots, by rank, slot, shape and dtype: a run has few different messages
+        self._views: dict[tuple[int, int, torch.Size, torch.dtype], Tensor] = {}
         self.published = 0
         self._seen = [0] * size  # for each rank, the messages whose semaphore this rank has waited for
         self._lives: dict[int, int] = {}
@@ -133,7 +136,13 @@ class SharedMemory:
         return number
 
     def _view(self, writer: int, number: int, like: Tensor) -> Tensor:
-        return self._slots[writer, number % SLOTS, : like.nbytes].view(like.dtype).view(like.shape)
+        key = (writer, number % SLOTS, like.shape, like.dtype)
+        if (view := self._views.get(key)) is None:
+            if len(self._views) >= MOST_VIEWS:
+                self._views.clear()
+            slot = self._slots[writer, number % SLOTS, : like.nbytes]
+            view = self._views[key] = slot.view(like.dtype).view(like.shape)
+        return view
 
     def peers(self, number: int, own: Tensor) -> list[Tensor]:
         """Return every rank's message with a number, in rank order.
