@@ -46,6 +46,7 @@ from megalite_kernels.dropout import AttentionDropout
 # queries per block: of 32, 64, 128 and 256 the fastest or nearly so at every sequence length from 64 to 2,048
 BLOCK = 64
 WIDEST = 256  # most channels of a head that the Triton kernels support
+_LIMITS = ("window", "document_start", "softcap", "dropout", "boundaries")  # options that decide the route
 OWN = ("triton", "reference", "short")  # implementations whose values may have another width than keys
 Boundaries = tuple[Tensor, int]
 """Offsets of the documents in the tokens of all rows, row after row, [documents + 1] int32, and the length of
@@ -287,7 +288,8 @@ def attention(
         )
         return flash_out, (lse,)
     if route == "short":
-        return attention_short.forward(q, k, v, scale, keep=not recompute)
+        out, (*_, probabilities) = attention_short.forward(q, k, v, scale)
+        return out, () if recompute else (probabilities,)
     if route != "reference":
         calls, options = _library(route, scale, window, boundaries)
         return calls.forward(q, k, v, options)
@@ -354,7 +356,8 @@ def attention_backward(
         arguments = scale, window, document_start, softcap, *_fields(dropout)
         return attention_triton.flash_attention_backward(dout, q, k, v, out, saved[0], *arguments)
     if route == "short":
-        return attention_short.backward(dout, q, k, v, saved, scale)
+        query, key, value = (attention_short.rows_of(x, k.shape[2]) for x in (q, k, v))
+        return attention_short.backward(dout, query, key, value, saved[0] if saved else None, scale)
     if route != "reference":
         calls, options = _library(route, scale, window, boundaries)
         return calls.backward(dout, q, k, v, out, saved, options)
@@ -384,3 +387,31 @@ def attention_backward(
         _heads(dkey, k, problem.kv_heads),
         _heads(dvalue, v, problem.kv_heads),
     )
+
+
+def keeping_inputs(
+    q: Tensor, k: Tensor, v: Tensor, *, recompute: bool = False, **options: Any
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return `attention`, and all that `backward_of_kept` needs, inputs included.
+
+    Of short sequences in at least fp32 the inputs are kept as the matmuls of both passes read them, in the
+    same bytes.
+    """
+    limits = {name: options.get(name) for name in _LIMITS}
+    if q.dtype in (torch.float32, torch.float64) and _route(q, k, v, **limits) == "short":
+        out, kept = attention_short.forward(q, k, v, options["scale"])
+        return out, kept[:3] if recompute else kept
+    out, saved = attention(q, k, v, recompute=recompute, **options)
+    return out, (q, k, v, out, *saved)
+
+
+def backward_of_kept(
+    dout: Tensor, kept: tuple[Tensor, ...], *, recompute: bool = False, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of `keeping_inputs`, as `attention_backward`; dout is [S, B, hq, Dv]."""
+    if kept[0].dim() == 3:  # rows
+        query, key, value, *probabilities = kept
+        scores = probabilities[0] if probabilities else None
+        return attention_short.backward(dout, query, key, value, scores, options["scale"])
+    q, k, v, out, *saved = kept
+    return attention_backward(dout, q, k, v, out, tuple(saved), recompute=recompute, **options)

@@ -25,10 +25,17 @@ def _mask(sequence: int, group: int, dtype: torch.dtype, device: torch.device) -
     return mask.masked_fill_(hidden, -torch.inf).repeat(group, 1)
 
 
-def _rows(x: Tensor, kv_heads: int) -> Tensor:
+def rows_of(x: Tensor, kv_heads: int) -> Tensor:
     """Return [S, B, heads, D] as [B·kv_heads, g·S, D] in at least fp32; a view where the strides allow it."""
     rows = x.permute(1, 2, 0, 3).reshape(x.shape[1] * kv_heads, -1, x.shape[3])
     return rows if rows.dtype in (torch.float32, torch.float64) else rows.float()
+
+
+def _heads(rows: Tensor, like: Tensor, heads: int) -> Tensor:
+    """Return the inverse of `rows_of`, a view [S, B, heads, D], in the dtype of `like`."""
+    sequence, batch = like.shape[:2]
+    heads_first = rows.view(batch, heads, sequence, rows.shape[2]).permute(2, 0, 1, 3)
+    return heads_first if rows.dtype == like.dtype else heads_first.to(like.dtype)
 
 
 def _probabilities(query: Tensor, key: Tensor, scale: float) -> Tensor:
@@ -37,36 +44,33 @@ def _probabilities(query: Tensor, key: Tensor, scale: float) -> Tensor:
     return torch.softmax(torch.baddbmm(mask, query, key.transpose(1, 2), alpha=scale), -1)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, keep: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return out [S, B, hq, Dv], contiguous, and with `keep` the probabilities [B·hk, g·S, S]."""
-    sequence, batch, heads, _ = q.shape
-    kv_heads, width = k.shape[2], v.shape[3]
-    probabilities = _probabilities(_rows(q, kv_heads), _rows(k, kv_heads), scale)
-    rows = torch.bmm(probabilities, _rows(v, kv_heads))
-    out = rows.view(batch, heads, sequence, width).permute(2, 0, 1, 3).contiguous()
-    return out if out.dtype == q.dtype else out.to(q.dtype), (probabilities,) if keep else ()
+def forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return out [S, B, hq, Dv], contiguous; `rows_of` q, k and v, and the probabilities [B·hk, g·S, S]."""
+    query, key, value = (rows_of(x, k.shape[2]) for x in (q, k, v))
+    probabilities = _probabilities(query, key, scale)
+    out = _heads(torch.bmm(probabilities, value), q, q.shape[2]).contiguous()
+    return out, (query, key, value, probabilities)
 
 
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, saved: tuple[Tensor, ...], scale: float
+    dout: Tensor, query: Tensor, key: Tensor, value: Tensor, probabilities: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq [S, B, hq, D], dk [S, B, hk, D] and dv [S, B, hk, Dv], of any strides."""
-    kv_heads = k.shape[2]
-    query, key, value, grad = (_rows(x, kv_heads) for x in (q, k, v, dout))
-    probabilities = saved[0] if saved else _probabilities(query, key, scale)
+    """Return dq [S, B, hq, D], dk [S, B, hk, D] and dv [S, B, hk, Dv], of any strides.
+
+    Args:
+        query, key, value: the rows of the forward.
+        probabilities: None: compute them again.
+    """
+    kv_heads = key.shape[0] // dout.shape[1]
+    grad = rows_of(dout, kv_heads)
+    if probabilities is None:
+        probabilities = _probabilities(query, key, scale)
     dprobabilities = torch.bmm(grad, value.transpose(1, 2))
     dscores = torch._softmax_backward_data(dprobabilities, probabilities, -1, dprobabilities.dtype).mul_(
         scale
     )
     return (
-        _like(q, torch.bmm(dscores, key)),
-        _like(k, torch.bmm(dscores.transpose(1, 2), query)),
-        _like(v, torch.bmm(probabilities.transpose(1, 2), grad)),
+        _heads(torch.bmm(dscores, key), dout, dout.shape[2]),
+        _heads(torch.bmm(dscores.transpose(1, 2), query), dout, kv_heads),
+        _heads(torch.bmm(probabilities.transpose(1, 2), grad), dout, kv_heads),
     )
-
-
-def _like(x: Tensor, rows: Tensor) -> Tensor:
-    """Return the inverse of `_rows`: a view of x's shape, in its dtype."""
-    sequence, batch, heads, dim = x.shape
-    heads_first = rows.view(batch, heads, sequence, dim).permute(2, 0, 1, 3)
-    return heads_first if rows.dtype == x.dtype else heads_first.to(x.dtype)

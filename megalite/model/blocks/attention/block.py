@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megalite_kernels.attention import attention, attention_backward
+from megalite_kernels.attention import backward_of_kept, keeping_inputs
 from megalite_kernels.dropout import AttentionDropout
 from megalite_kernels.rotary import rotate
 from torch import Tensor, nn
@@ -105,8 +105,8 @@ class Attention(AttentionByOperation):
             q, k = self.q_norm.compute(q, saved), self.k_norm.compute(k, saved)
             if tables[0] is not None:
                 q, k = rotate(q, *tables), rotate(k, *tables)
-        out, scores = attention(q, k, v, **self.attention_options(state, self.recomputes_scores))
-        saved.append((q, k, v, out, *tables, *scores))
+        out, kept = keeping_inputs(q, k, v, **self.attention_options(state, self.recomputes_scores))
+        saved.append((*tables, *kept))
         return self.out.compute(out.flatten(-2), saved, residual=residual)
 
     def gradient(self, grad: Tensor, saved: Saved, state: ForwardState) -> Tensor:
@@ -115,9 +115,9 @@ class Attention(AttentionByOperation):
 
     def _projection_gradient(self, dout: Tensor, saved: Saved, state: ForwardState) -> Tensor:
         """Return the gradient of the packed projection; what attention has kept is freed on return."""
-        q, k, v, out, cos, sin, *scores = saved.pop()
+        cos, sin, *kept = saved.pop()
         options = self.attention_options(state, self.recomputes_scores)
-        dq, dk, dv = attention_backward(dout.view_as(out), q, k, v, out, tuple(scores), **options)
+        dq, dk, dv = backward_of_kept(dout.unflatten(-1, (self.heads, -1)), tuple(kept), **options)
         if self.norms_heads:
             if cos is not None:
                 dq, dk = rotate(dq, cos, sin, inverse=True), rotate(dk, cos, sin, inverse=True)
