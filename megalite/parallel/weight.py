@@ -129,7 +129,7 @@ class Weight:
             return
         if self._queue.deferred:
             self._queue.put(WeightMatmul(self, grad_output, inputs, groups))
-        else:
+        else:  # the same as `put`, without a record
             self.add_matmul(grad_output, inputs, groups)
 
     def accumulate_rows(self, rows: Tensor, values: Tensor, separately: bool = True) -> None:

@@ -26,7 +26,7 @@ class WeightMatmul(NamedTuple):
 
 
 class WeightGradQueue:
-    """Queue of weight-gradient matmuls that wait for the W pass of their backward.
+    """Queue of weight-gradient matmuls, computed immediately or in the W pass of their backward.
 
     Matmuls are keyed by stage and microbatch, because a schedule may run other backwards between a backward
     and its W pass.
@@ -51,8 +51,11 @@ class WeightGradQueue:
         self.backward = (stage, microbatch)
 
     def put(self, matmul: WeightMatmul) -> None:
-        """Keep a matmul for the W pass."""
-        self._matmuls.setdefault(self.backward, []).append(matmul)
+        """Compute a matmul now, or keep it."""
+        if self.deferred:
+            self._matmuls.setdefault(self.backward, []).append(matmul)
+        else:
+            matmul.weight.add_matmul(*matmul[1:])
 
     def run(self, stage: int, microbatch: int) -> None:
         """Compute the matmuls of one backward, in the order in which they were added.

@@ -59,7 +59,7 @@ def cross_entropy(
 
 def gradient_norm(context: Any, config: dict[str, Any], gradients: dict[str, Tensor]) -> float:
     """The norm of given global gradients, held as the layout holds them; everything that must not count is
-    `PADDING`."""
+    `PADDING`, but the gaps between tensors, which are zero."""
     parsed = from_dict(config)
     mesh = mesh_of(context, parsed)
     store = build_parts(parsed, mesh, "cpu").store
@@ -82,6 +82,8 @@ def gradient_norm(context: Any, config: dict[str, Any], gradients: dict[str, Ten
     for memory in store.buckets:  # what other dp ranks own has not been reduced here
         assert memory.gradients is not None and memory.gradients.full is not None
         memory.gradients.full[: memory.start], memory.gradients.full[memory.stop :] = PADDING, PADDING
+        for start, stop in memory.layout.gaps:
+            memory.gradients.full[start:stop] = 0
     return total_norm(store, mesh)[0].item()
 
 
