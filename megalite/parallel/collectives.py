@@ -234,13 +234,12 @@ def _ordered_sum(parts: Sequence[Tensor], dtype: torch.dtype, reuse: int | None 
     Args:
         reuse: index of a part that may be overwritten, 0 or 1.
     """
-    if dtype in (torch.bfloat16, torch.float16):
-        return _ordered_sum([part.float() for part in parts], torch.float32, 0).to(dtype)
-    first, second = parts[0], parts[1]
-    total = first + second if reuse is None else torch.add(first, second, out=parts[reuse])
+    accumulate_dtype = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    first, second = parts[0].to(accumulate_dtype), parts[1].to(accumulate_dtype)
+    total = first + second if reuse is None else torch.add(first, second, out=(first, second)[reuse])
     for part in parts[2:]:
-        total += part
-    return total
+        total += part.to(accumulate_dtype)
+    return total.to(dtype)
 
 
 def message(
