@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from megalite.assembly.parts import make_mesh
+from megalite.config.load import from_dict
 from megalite.model.layer import Layer
+from megalite.parallel.tensor.linear import RowParallelLinear
+from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
 from tests.support.configs import SINGLE, config_of, write_tokens
 from tests.support.jobs import make_trainer
@@ -58,8 +62,11 @@ def prefix(tmp_path_factory) -> str:
     return write_tokens(tmp_path_factory.mktemp("data"), CASE["vocab_size"])
 
 
-def trained(context: Any, config: dict[str, Any], by_block: bool) -> tuple[Any, ...]:
-    """Losses, norms and weights of three steps, and whether any layer had a block that is a node."""
+def trained(context: Any, config: dict[str, Any], by_block: bool, in_matmul: bool = False) -> tuple[Any, ...]:
+    """Whether all layers have blocks that are nodes, and losses, norms and weights of three steps.
+
+    `in_matmul`: residual sums are a part of matmuls, as on a GPU.
+    """
     trainer = make_trainer(context, config)
     layers = [layer for stage in trainer.parts.runtime.stages.values() for layer in stage.layers.values()]
     assert all(isinstance(layer, Layer) for layer in layers)
@@ -69,6 +76,9 @@ def trained(context: Any, config: dict[str, Any], by_block: bool) -> tuple[Any, 
             stage.joined = stage.single
         for layer in layers:
             layer.nodes = []
+    for module in trainer.parts.runtime.stages[0].modules() if in_matmul else ():
+        if isinstance(module, RowParallelLinear):
+            module.adds_residual = True
     results = [trainer.step() for _ in range(3)]
     tensors = {name: value.clone() for name, value in global_tensors(trainer).items()}
     trainer.close()
@@ -88,3 +98,24 @@ def test_the_same_bits_as_operation_by_operation(name, ranks, prefix):
         assert results == expected_results
         assert tensors.keys() == expected.keys()
         assert [key for key in tensors if not torch.equal(tensors[key], expected[key])] == []
+
+
+def test_a_residual_sum_may_be_a_part_of_the_matmul(ranks, prefix):
+    config = config_of(CASE, prefix, precision="fp64")
+    ((_, results, tensors),) = ranks.run(1, trained, config, True, True)
+    ((_, expected_results, expected),) = ranks.run(1, trained, config, True)
+    torch.testing.assert_close(results, expected_results, rtol=1e-13, atol=0)
+    torch.testing.assert_close(tensors, expected, rtol=0, atol=1e-13)
+
+
+def test_no_second_backward(prefix):
+    """What the first one has freed cannot be used again."""
+    config = from_dict(config_of(CASE, prefix))
+    trainer = Trainer(config, make_mesh(config))
+    (stage,), (batch,) = trainer.parts.runtime.stages.values(), trainer.loader.step(0)
+    trainer.store.reducer.begin_step(1)
+    out = stage.trunk(batch.tokens, stage.forward_state(batch, 1, training=True)).sum()
+    out.backward()
+    with pytest.raises(RuntimeError, match="a second time"):
+        out.backward()
+    trainer.close()
