@@ -95,6 +95,7 @@ class Attention(AttentionByOperation):
         return type(self) is Attention and self.own_attention and self.model_config.qk_norm != "full"
 
     def compute(self, x: Tensor, saved: Saved, state: ForwardState, residual: Tensor | None = None) -> Tensor:
+        """Compute the block; each operation leaves in `saved` what its gradient takes from there."""
         # [seq, batch, (heads + 2 · kv_heads) · head_dim], this tp rank's heads
         packed = self.qkv.compute(x, saved)
         tables = self.rotary_tables(state) or (None, None)
@@ -110,8 +111,11 @@ class Attention(AttentionByOperation):
         return self.out.compute(out.flatten(-2), saved, residual=residual)
 
     def gradient(self, grad: Tensor, saved: Saved, state: ForwardState) -> Tensor:
-        dout = self.out.gradient(grad, saved)
-        return self.qkv.gradient(self._projection_gradient(dout, saved, state), saved)
+        dout = self.out.gradient(grad, saved)  # [seq, batch, heads · head_dim]
+        dpacked = self._projection_gradient(
+            dout, saved, state
+        )  # [seq, batch, (heads + 2 · kv_heads) · head_dim]
+        return self.qkv.gradient(dpacked, saved)  # [seq (/tp), batch, hidden]
 
     def _projection_gradient(self, dout: Tensor, saved: Saved, state: ForwardState) -> Tensor:
         """Return the gradient of the packed projection; what attention has kept is freed on return."""
