@@ -319,7 +319,7 @@ def _rotary(sizes: Sizes) -> Iterable[KernelCase]:
 
     def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         first, second = x.chunk(2, -1)
-        return x * cos[:, None, None] + torch.cat((-second, first), -1) * sin[:, None, None]
+        return x * cos + torch.cat((second, first), -1) * sin  # the first half of the sines is negated
 
     def torchs(packed: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = split(packed)
@@ -329,7 +329,9 @@ def _rotary(sizes: Sizes) -> Iterable[KernelCase]:
         from liger_kernel.transformers.rope import liger_rotary_pos_emb
 
         q, k, v = split(packed)
-        q, k = liger_rotary_pos_emb(q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), cos[None], sin[None])
+        unsigned = torch.cat((sin[..., dim // 2 :], sin[..., dim // 2 :]), -1)
+        tables = (table.view(1, length, dim) for table in (cos, unsigned))
+        q, k = liger_rotary_pos_emb(q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), *tables)
         return q.permute(2, 0, 1, 3), k.permute(2, 0, 1, 3), v
 
     def make_forward() -> Contest:

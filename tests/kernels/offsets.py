@@ -99,9 +99,9 @@ def norm_triton() -> None:
 def rotary_triton() -> None:
     sequence, hq, hk, dim = 2**31 // (6 * 128) + 3, 4, 1, 128
     packed = large(sequence, 1, (hq + 2 * hk) * dim)
-    cos, sin = large(sequence, dim), large(sequence, dim)
-    for table in (cos, sin):
-        table[-LAST:, dim // 2 :] = table[-LAST:, : dim // 2]
+    cos, sin = large(sequence, 1, 1, dim), large(sequence, 1, 1, dim)
+    for table, sign in ((cos, 1), (sin, -1)):
+        table[-LAST:, ..., dim // 2 :] = sign * table[-LAST:, ..., : dim // 2]
     grads = large(sequence, 1, hq, dim), large(sequence, 1, hk, dim), large(sequence, 1, hk, dim)
     computed = *rotary.split_rotary(packed, hq, hk, dim, cos, sin), rotary.split_rotary_backward(*grads, cos, sin)
     packed, cos, sin, *ends = end(packed, cos, sin, *grads)

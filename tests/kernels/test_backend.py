@@ -10,7 +10,7 @@ from megalite_kernels import backend
 class OnGpu:
     """As much of a CUDA tensor as is asked for."""
 
-    device = torch.device("cuda")
+    is_cuda, is_cpu = True, False
     dtype = torch.bfloat16
 
 

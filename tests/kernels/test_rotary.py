@@ -41,12 +41,13 @@ def test_tables_and_rotation_are_those_of_transformers(name):
     q = torch.randn(2, 4, 300, 24)
     cos, sin = LlamaRotaryEmbedding(config)(q, positions)
     rotated, _ = apply_rotary_pos_emb(q, q, cos, sin)
-    ours = rotary_tables(positions.T, 24, 5e5, scaling, torch.float32, "cpu")  # [S, B, D]
+    ours = rotary_tables(positions.T, 24, 5e5, scaling, torch.float32, "cpu")  # [S, B, 1, D]
     signed = torch.cat((-sin[..., :12], sin[..., 12:]), -1)
-    torch.testing.assert_close(ours, (cos.transpose(0, 1), signed.transpose(0, 1)), rtol=0, atol=1e-6)
+    expected = [table.transpose(0, 1).unsqueeze(2) for table in (cos, signed)]
+    torch.testing.assert_close(ours, tuple(expected), rtol=0, atol=1e-6)
     torch.testing.assert_close(rotate(q.permute(2, 0, 1, 3), *ours), rotated.permute(2, 0, 1, 3))
-    plain = rotary_tables(positions[0], 24, 5e5, scaling, torch.float32, "cpu")  # [S, D]
-    torch.testing.assert_close(plain, (cos[0], signed[0]), rtol=0, atol=1e-6)
+    plain = rotary_tables(positions[0], 24, 5e5, scaling, torch.float32, "cpu")  # [S, 1, 1, D]
+    torch.testing.assert_close(plain, tuple(table[:, :1] for table in expected), rtol=0, atol=1e-6)
 
 
 def test_unknown_scaling_is_refused():

@@ -18,7 +18,6 @@ def tables(sequence, batch, dim, dtype, device):
 
 def by_halves(x, cos, sin):
     """As transformers writes it; the first half of the sines is negated already."""
-    cos, sin = ((table if table.dim() == 3 else table.unsqueeze(1)).unsqueeze(2) for table in (cos, sin))
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((second, first), -1) * sin
 

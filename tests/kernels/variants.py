@@ -211,7 +211,7 @@ def of_rotary(module: Any) -> Calls:
     for dtype in DTYPES:
         for dim in (64, 96, 128):
             q, k, v = torch.empty(ROWS, BATCH, 10, dim, dtype=dtype).split((6, 2, 2), 2)
-            table = torch.empty(ROWS, dim, dtype=dtype)
+            table = torch.empty(ROWS, 1, 1, dim, dtype=dtype)
             yield (
                 (f"rotary {NAMES[dtype]}, {dim} channels",),
                 partial(module.rotate_and_pack, q, k, v, table, table, False),

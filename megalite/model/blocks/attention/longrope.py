@@ -23,5 +23,5 @@ class LongropeInputs(RotaryInputs):
             self.computed(positions, model.rope_theta, model.rope_scaling, length)
             for length in (min(lengths), max(lengths))
         )
-        which = torch.tensor(longer, device=positions.device)[:, None]
+        which = torch.tensor(longer, device=positions.device)[:, None, None]
         return torch.where(which, long[0], short[0]), torch.where(which, long[1], short[1])
