@@ -1,12 +1,12 @@
-"""MkDocs hook: replaces links to source files, which are valid in a checkout but not on the site, by the
-files' paths."""
+"""MkDocs hook: replaces links to source files and results, which are valid in a checkout but not on the site,
+by the files' paths."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-SOURCE = re.compile(r"\[[^\]]+\]\(\.\./((?:megalite|kernels)/[^)]+)\)")
+SOURCE = re.compile(r"!?\[[^\]]+\]\(\.\./((?:megalite|kernels|benchmarks)/[^)]+)\)")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
