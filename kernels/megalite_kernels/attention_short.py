@@ -27,7 +27,8 @@ def _mask(sequence: int, group: int, dtype: torch.dtype, device: torch.device) -
 
 def rows_of(x: Tensor, kv_heads: int) -> Tensor:
     """Return [S, B, heads, D] as [B·kv_heads, g·S, D] in at least fp32; a view where the strides allow it."""
-    rows = x.permute(1, 2, 0, 3).reshape(x.shape[1] * kv_heads, -1, x.shape[3])
+    sequence, batch, heads, dim = x.shape
+    rows = x.permute(1, 2, 0, 3).reshape(batch * kv_heads, heads // kv_heads * sequence, dim)
     return rows if rows.dtype in (torch.float32, torch.float64) else rows.float()
 
 
@@ -47,6 +48,9 @@ def _probabilities(query: Tensor, key: Tensor, scale: float) -> Tensor:
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return out [S, B, hq, Dv], contiguous; `rows_of` q, k and v, and the probabilities [B·hk, g·S, S]."""
     query, key, value = (rows_of(x, k.shape[2]) for x in (q, k, v))
+    if q.shape[1] > 1 or q.shape[2] > k.shape[2]:
+        # all are copies: a view would keep the projection, from which the others were copied
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     probabilities = _probabilities(query, key, scale)
     out = _heads(torch.bmm(probabilities, value), q, q.shape[2]).contiguous()
     return out, (query, key, value, probabilities)

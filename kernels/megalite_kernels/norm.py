@@ -28,8 +28,15 @@ def _at_least_fp32(x: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=16)
-def _scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _kept_scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=dtype, device=device)
+
+
+def _scalar(value: float, like: Tensor) -> Tensor:
+    """Return a tensor [] with this value, made once; a compiled graph makes its own."""
+    if torch.compiler.is_compiling():
+        return torch.full((), value, dtype=like.dtype, device=like.device)
+    return _kept_scalar(value, like.dtype, like.device)
 
 
 def _gain(weight: Tensor, offset: float) -> Tensor:
@@ -50,8 +57,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tupl
     upcast = _at_least_fp32(x)
     # one pass without a temporary, unlike mean(x * x)
     norm = torch.linalg.vector_norm(upcast, dim=-1, keepdim=True)
-    eps_tensor = _scalar(eps, norm.dtype, norm.device)
-    rstd = torch.addcmul(eps_tensor, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    rstd = torch.addcmul(_scalar(eps, norm), norm, norm, value=1 / x.shape[-1]).rsqrt_()
     if upcast is x:
         return (x * rstd).mul_(_gain(weight, offset)), rstd
     if offset:  # 1 + w must not be rounded to bf16 before the multiplication

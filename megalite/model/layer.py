@@ -169,8 +169,11 @@ class Layer(nn.Module):
         return run(x, state)
 
     def compute(self, x: Tensor, state: ForwardState) -> Tensor:
-        """Compute the layer without recomputation."""
-        if not self.nodes or not torch.is_grad_enabled():
+        """Compute the layer without recomputation.
+
+        In training the nodes compute it, also without a graph: a forward that is repeated has the same bits.
+        """
+        if not self.nodes or not state.training:
             return self.by_operation(x, state)
         for node in self.nodes:
             x = node(x, state)
