@@ -71,8 +71,10 @@ def dispatches_of(model: ModelConfig, layer: int) -> list[Dispatch]:
 
 def dispatch_of(model: ModelConfig) -> Dispatch | None:
     """Return what the blocks of a model send over the ranks of `parallel.ep`, or None."""
-    dispatches = (kind.dispatch(model) for kind in block_kinds(model))
-    return next((dispatch for dispatch in dispatches if dispatch is not None), None)
+    for layer in range(layer_count(model)):  # up to the first that has one: searches ask often
+        for dispatch in dispatches_of(model, layer):
+            return dispatch
+    return None
 
 
 def dispatching_layers(model: ModelConfig) -> list[int]:
