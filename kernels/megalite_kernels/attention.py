@@ -389,7 +389,7 @@ def attention_backward(
     )
 
 
-def keeping_inputs(
+def forward_keeping(
     q: Tensor, k: Tensor, v: Tensor, *, recompute: bool = False, **options: Any
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return `attention`, and all that `backward_of_kept` needs, inputs included.
@@ -408,7 +408,7 @@ def keeping_inputs(
 def backward_of_kept(
     dout: Tensor, kept: tuple[Tensor, ...], *, recompute: bool = False, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of `keeping_inputs`, as `attention_backward`; dout is [S, B, hq, Dv]."""
+    """Return the gradients of `forward_keeping`, as `attention_backward`; dout is [S, B, hq, Dv]."""
     if kept[0].dim() == 3:  # rows
         query, key, value, *probabilities = kept
         scores = probabilities[0] if probabilities else None

@@ -87,8 +87,8 @@ class PlacedBlock(nn.Module):
             model.residual_dropout, OUTPUT_DROPOUT[spec.slot], spec.layer, mesh.tp, options.sequence_parallel
         )
         self.steps: Sequence[Any] = output  # of `output`
-        self.is_plain = not output and self.dropout.probability == 0.0
-        # whether `compute` and `gradient` may be used, with the options of the run
+        self.adds_directly = not output and self.dropout.probability == 0.0
+        # whether `compute` and `gradient` may be used; they pass no dropout masks to adapters
         self.differentiates = self.block.differentiates and options.adapter_dropout == 0.0
         prefixes = (f"{spec.name}.", f"layers.{spec.layer}.{spec.input_norm}.")
         own = (weight for key, weight in weights.items() if key.startswith(prefixes))
@@ -101,7 +101,7 @@ class PlacedBlock(nn.Module):
     def compute(self, x: Tensor, saved: Saved, state: ForwardState) -> Tensor:
         """Compute the same as `forward`, as a part of a node of the graph."""
         normed = x if self.has_no_norm else self.input_norm.compute(x, saved)
-        if self.is_plain:
+        if self.adds_directly:
             return self.block.compute(normed, saved, state, residual=x)
         out = self.block.compute(normed, saved, state)
         for step in self.steps:
@@ -120,7 +120,10 @@ class PlacedBlock(nn.Module):
 
 
 def as_node(operations: Sequence[Differentiable]) -> Callable[[Tensor, ForwardState], Tensor]:
-    """Return a function that computes placed blocks, and what is between them, as one node of the graph."""
+    """Return a function that computes placed blocks as one node of the graph.
+
+    Between them may be starts and ends of units (`Stage`).
+    """
     placed = (operation for operation in operations if isinstance(operation, PlacedBlock))
     trained = next((each.trained for each in placed if each.trained is not None), None)
     joined = Chain(operations)

@@ -17,17 +17,20 @@ import torch
 from torch import Tensor
 
 Saved = list[tuple[Any, ...]]
-"""What `compute` keeps for `gradient`: a stack with one entry for each operation, its tensors (or None)."""
+"""What `compute` keeps for `gradient`: a stack whose entries are tuples of tensors (or None)."""
 
 
 class Differentiable(Protocol):
     """A function of one tensor with its backward; `context` are further arguments, the same for both."""
 
     def compute(self, x: Tensor, saved: Saved, *context: Any) -> Tensor:
-        """Return the output, and append an entry to `saved`."""
+        """Return the output, and append entries to `saved`, if the backward needs any."""
 
     def gradient(self, grad: Tensor, saved: Saved, *context: Any) -> Tensor:
-        """Return the gradient of x, pop the entry, and accumulate the gradients of weights."""
+        """Return the gradient of x, pop the entries, and accumulate the gradients of weights.
+
+        `grad` stays as it is: others may add it to theirs.
+        """
 
 
 class Chain:
@@ -50,8 +53,8 @@ class Chain:
 class Node(torch.autograd.Function):
     """Computes `operation.compute(x, saved, *context)`.
 
-    `anchor` is a trained weight of the operation, or None: with it the output has a gradient even if x has
-    none. Its own gradient does not pass through autograd (`parallel.weight`).
+    `anchor` is a trained weight of the operation, or None. It only makes the output require a gradient, even
+    if x does not: gradients of weights do not pass through autograd (`parallel.weight`).
     """
 
     @staticmethod
@@ -71,7 +74,7 @@ class Node(torch.autograd.Function):
             raise RuntimeError("gradients of gradients are not supported: do not use create_graph=True")
         tensors = iter(ctx.saved_tensors)
         saved: Saved = [tuple(islice(tensors, size)) for size in ctx.sizes]
-        # `saved` alone holds them now: memory is freed as operations pop their entries
+        # unless the graph is retained, `saved` alone holds them now: operations free them by popping
         ctx.maybe_clear_saved_tensors()
         del tensors
         grad, grads = grads[0], ()

@@ -47,21 +47,25 @@ def _input_gradient(
 
 
 def _accumulate_linear(
-    weight: Weight, bias: Weight | None, grad: Tensor, inputs: Tensor, rest: AccumulateAdapter | None
+    weight: Weight,
+    bias: Weight | None,
+    grad: Tensor,
+    inputs: Tensor,
+    accumulate_adapter: AccumulateAdapter | None,
 ) -> None:
     """Accumulate bias and weight gradients.
 
     Args:
         grad: [seq, batch, out].
         inputs: [seq, batch, in].
-        rest: accumulates the gradients of the adapter.
+        accumulate_adapter: accumulates the gradients of the adapter.
     """
     rows = grad.reshape(-1, grad.shape[-1])  # [tokens, out]
     if bias is not None and bias.trainable:
         bias.accumulate(rows.sum(0, dtype=bias.grad_dtype))
     weight.accumulate_matmul(rows, inputs.reshape(-1, inputs.shape[-1]))
-    if rest is not None:
-        rest(inputs)
+    if accumulate_adapter is not None:
+        accumulate_adapter(inputs)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -77,9 +81,9 @@ class ColumnParallelLinear(nn.Module):
         self.sequence_parallel = sequence_parallel and tp.size > 1
 
     def forward(self, x: Tensor, mask: Mask | None = None) -> Tensor:
-        return Node.apply(x, self.weight.tensor, self, mask, x.requires_grad)
+        return Node.apply(x, self.weight.tensor, self, mask)
 
-    def compute(self, x: Tensor, saved: Saved, mask: Mask | None = None, needs_dx: bool = True) -> Tensor:
+    def compute(self, x: Tensor, saved: Saved, mask: Mask | None = None) -> Tensor:
         weight, adapter = self.weight, self.weight.adapter
         full = all_gather(x, self.tp).wait() if self.sequence_parallel else x  # [seq, batch, in]
         bias = None if self.bias is None else self.bias.tensor
@@ -90,22 +94,20 @@ class ColumnParallelLinear(nn.Module):
         saved.append((x if weight.trainable or adapter is not None else None, *kept))
         return out
 
-    def gradient(self, grad: Tensor, saved: Saved, mask: Mask | None = None, needs_dx: bool = True) -> Tensor:
-        """Return the gradient of x, which is empty without `needs_dx`."""
+    def gradient(self, grad: Tensor, saved: Saved, mask: Mask | None = None) -> Tensor:
         x, *kept = saved.pop()
         # Started first, so that it overlaps with the matmul of the input gradient.
         gathering = all_gather(x, self.tp) if self.sequence_parallel and x is not None else None
-        dx, reduction, rest = grad.new_empty(0), None, None
-        if needs_dx:
-            # [seq, batch, in], a partial sum: of this rank's outputs
-            dx, rest = _input_gradient(grad, self.weight, kept, mask)
-            if self.sequence_parallel:
-                reduction = reduce_scatter(dx, self.tp)
-            elif self.tp.size > 1:
-                reduction = all_reduce(dx, self.tp, disposable=True)
+        # [seq, batch, in], a partial sum: of this rank's outputs
+        dx, accumulate_adapter = _input_gradient(grad, self.weight, kept, mask)
+        reduction = None
+        if self.sequence_parallel:
+            reduction = reduce_scatter(dx, self.tp)
+        elif self.tp.size > 1:
+            reduction = all_reduce(dx, self.tp, disposable=True)
         if x is not None:  # between start and wait of the reduction, to overlap with it
             inputs = x if gathering is None else gathering.wait()
-            _accumulate_linear(self.weight, self.bias, grad, inputs, rest)
+            _accumulate_linear(self.weight, self.bias, grad, inputs, accumulate_adapter)
         return dx if reduction is None else reduction.wait()
 
 
@@ -145,8 +147,8 @@ class RowParallelLinear(nn.Module):
         self.weight, self.bias, self.tp = weight, bias, tp
         self.sequence_parallel = sequence_parallel and tp.size > 1
         self.activation = activation
-        # On a GPU a matmul adds it to its fp32 accumulators, which saves a kernel and a rounding. On a CPU
-        # the sum is a pass of its own, with the same bits as operation by operation.
+        # On a GPU the matmul adds the residual to its fp32 accumulators, which saves a kernel and a rounding.
+        # On a CPU the sum is a pass of its own, with the same bits as operation by operation.
         alone = tp.size == 1 and bias is None and weight.adapter is None
         self.adds_residual = alone and weight.tensor.is_cuda
 
@@ -177,17 +179,18 @@ class RowParallelLinear(nn.Module):
         return out if residual is None else out.add_(residual)
 
     def gradient(self, grad: Tensor, saved: Saved, mask: Mask | None = None) -> Tensor:
-        # before the gather: the partial gradient for this rank's part of the sequence
+        x, *kept = saved.pop()
+        # Before the gather: of this rank's part of the sequence under sequence parallelism, which is summed
+        # over tp at the end of the step, otherwise whole.
         if self.bias is not None and self.bias.trainable:
             self.bias.accumulate(grad.flatten(0, -2).sum(0, dtype=self.bias.grad_dtype))
         if self.sequence_parallel:
-            grad = all_gather(grad, self.tp).wait()  # [seq, batch, out]
-        x, *kept = saved.pop()
+            grad = all_gather(grad, self.tp).wait()  # [seq, batch, out]; overlaps with nothing
         # [seq, batch, in/tp]: each rank needs only its own
-        dx, rest = _input_gradient(grad, self.weight, kept, mask)
+        dx, accumulate_adapter = _input_gradient(grad, self.weight, kept, mask)
         inputs = x
         if self.activation is not None:
             # dx of the activation's input; `inputs`: its output, recomputed
             dx, inputs = self.activation.backward(dx, x)
-        _accumulate_linear(self.weight, None, grad, inputs, rest)
+        _accumulate_linear(self.weight, None, grad, inputs, accumulate_adapter)
         return dx

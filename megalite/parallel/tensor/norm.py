@@ -1,8 +1,9 @@
 """Normalization layers, which accumulate their weight gradients directly in gradient buckets.
 
 A norm over the hidden dimension has whole rows on every tp rank: no communication in forward or backward.
-Under sequence parallelism its weight gradient is partial (each rank has a part of the sequence) and is summed
-over tp at the end of the step.
+Under sequence parallelism its weight gradient is partial (each rank has a part of the sequence), and so is
+that of a norm of heads (each rank has a part of the heads): the specs say so (`ParamSpec`), and the sum over
+tp is at the end of the step.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from megalite.parallel.weight import Weight
 
 
 class Norm(nn.Module, ABC):
-    """Base class of norms over the last dimension: [seq (/tp), batch, width] -> the same shape."""
+    """Base class of norms over the last dimension: [seq (/tp), batch, …, width] -> the same shape."""
 
     def __init__(self, weight: Weight, eps: float):
         super().__init__()

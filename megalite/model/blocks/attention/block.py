@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megalite_kernels.attention import backward_of_kept, keeping_inputs
+from megalite_kernels.attention import backward_of_kept, forward_keeping
 from megalite_kernels.dropout import AttentionDropout
 from megalite_kernels.rotary import rotate
 from torch import Tensor, nn
@@ -78,7 +78,7 @@ class Attention(AttentionByOperation):
         self.qkv = ColumnParallelLinear(weights[f"{name}.qkv.weight"], bias, tp, sequence_parallel)
         self.q_norm: Any = self._qk_norm(weights, f"{name}.q_norm.weight", mesh)
         self.k_norm: Any = self._qk_norm(weights, f"{name}.k_norm.weight", mesh)
-        self.norms_heads = self.q_norm is not None
+        self.norms_qk = self.q_norm is not None
 
     def _qk_norm(self, weights: Weights, name: str, mesh: Mesh) -> nn.Module | None:
         model = self.model_config
@@ -92,6 +92,7 @@ class Attention(AttentionByOperation):
 
     @property
     def differentiates(self) -> bool:
+        # Subclasses have other projections or operations; parts of rows and the full norm communicate inside.
         return type(self) is Attention and self.own_attention and self.model_config.qk_norm != "full"
 
     def compute(self, x: Tensor, saved: Saved, state: ForwardState, residual: Tensor | None = None) -> Tensor:
@@ -99,18 +100,21 @@ class Attention(AttentionByOperation):
         # [seq, batch, (heads + 2 · kv_heads) · head_dim], this tp rank's heads
         packed = self.qkv.compute(x, saved)
         tables = self.rotary_tables(state) or (None, None)
-        # views of `packed`, rotated in place: [seq, batch, heads, head_dim], k and v with kv_heads
-        turn = (None, None) if self.norms_heads else tables
-        q, k, v = self.ops.split_rotary(packed, self.heads, self.kv_heads, self.head_dim, *turn, True)
-        if self.norms_heads:  # norms are applied before the rotation
+        # Views of `packed`, rotated in place: [seq, batch, heads, head_dim], k and v with kv_heads. Norms are
+        # applied before the rotation: with them they are not rotated yet.
+        turn = (None, None) if self.norms_qk else tables
+        sizes = self.heads, self.kv_heads, self.head_dim
+        q, k, v = self.ops.split_rotary(packed, *sizes, *turn, disposable=True)
+        if self.norms_qk:
             q, k = self.q_norm.compute(q, saved), self.k_norm.compute(k, saved)
             if tables[0] is not None:
                 q, k = rotate(q, *tables), rotate(k, *tables)
-        out, kept = keeping_inputs(q, k, v, **self.attention_options(state, self.recomputes_scores))
+        out, kept = forward_keeping(q, k, v, **self.attention_options(state, self.recomputes_scores))
         saved.append((*tables, *kept))
         return self.out.compute(out.flatten(-2), saved, residual=residual)
 
     def gradient(self, grad: Tensor, saved: Saved, state: ForwardState) -> Tensor:
+        """Return the gradient of x through the block; that of the residual is the caller's."""
         dout = self.out.gradient(grad, saved)  # [seq, batch, heads · head_dim]
         dpacked = self._projection_gradient(
             dout, saved, state
@@ -118,15 +122,18 @@ class Attention(AttentionByOperation):
         return self.qkv.gradient(dpacked, saved)  # [seq (/tp), batch, hidden]
 
     def _projection_gradient(self, dout: Tensor, saved: Saved, state: ForwardState) -> Tensor:
-        """Return the gradient of the packed projection; what attention has kept is freed on return."""
+        """Return the gradient of the packed projection.
+
+        What attention has kept is freed on return, before the projection's own backward.
+        """
         cos, sin, *kept = saved.pop()
         options = self.attention_options(state, self.recomputes_scores)
         dq, dk, dv = backward_of_kept(dout.unflatten(-1, (self.heads, -1)), tuple(kept), **options)
-        if self.norms_heads:
+        if self.norms_qk:
             if cos is not None:
                 dq, dk = rotate(dq, cos, sin, inverse=True), rotate(dk, cos, sin, inverse=True)
-                cos = sin = None
-            dk = self.k_norm.gradient(dk, saved)
+                cos = sin = None  # the rotation is undone
+            dk = self.k_norm.gradient(dk, saved)  # in the reverse order of `compute`
             dq = self.q_norm.gradient(dq, saved)
         return self.ops.split_rotary_backward(dq, dk, dv, cos, sin)
 
@@ -143,7 +150,8 @@ class Attention(AttentionByOperation):
         """Return the keyword arguments of the attention operation.
 
         Args:
-            recompute: whether it keeps only its inputs, as without a backward.
+            recompute: True: keep q, k and v, and compute the rest again in a backward, if there is one.
+                False: keep the probabilities, too, or what a kernel has in their place.
         """
         model, dropout = self.model_config, None
         if model.attention_dropout and state.training:
