@@ -29,7 +29,7 @@ from megalite.model.unit_numbers import head_unit
 from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.microbatch import Microbatch, StageOutput
 from megalite.parallel.node import Differentiable
-from megalite.parallel.sharding.weight_gatherer import UnitEnd, UnitStart, WeightGatherer
+from megalite.parallel.sharding.weight_gatherer import WeightGatherer
 from megalite.parallel.tensor.cross_entropy import CrossEntropy, loss_in_chunks
 from megalite.parallel.tensor.embedding import ParallelEmbedding
 from megalite.parallel.tensor.linear import ColumnParallelLinear
@@ -231,7 +231,7 @@ class Stage(nn.Module):
             for unit in units:
                 layer = self.layers[str(unit)]
                 assert isinstance(layer, Layer)
-                operations += [UnitStart(self.gatherer, unit), *layer.placed, UnitEnd(self.gatherer, unit)]
+                operations += [self.gatherer.start_of(unit), *layer.placed, self.gatherer.end_of(unit)]
             runs.append(as_node(operations))
         return runs
 

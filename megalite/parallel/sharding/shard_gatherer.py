@@ -16,14 +16,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import Pending, all_gather
+from megalite.parallel.node import Node
 from megalite.parallel.sharding.bucket_buffers import BucketBuffers
 from megalite.parallel.sharding.transfers import TransferLog
 from megalite.parallel.sharding.weight_gatherer import WeightGatherer
@@ -80,13 +78,13 @@ class ShardGatherer(WeightGatherer):
         self._reshards[unit].append(self.buckets[bucket])
 
     def pre_forward(self, unit: int, x: Tensor) -> Tensor:
-        return _UnitBoundary.apply(x, partial(self.acquire, unit), partial(self.release, unit))
+        return Node.apply(x, None, self.start_of(unit))
 
     def post_forward(self, unit: int, x: Tensor) -> Tensor:
         if unit == 0:  # the backward of an embedding does not need weights, so they are not gathered again
             self.release(unit)
             return x
-        return _UnitBoundary.apply(x, partial(self.release, unit), partial(self.acquire, unit))
+        return Node.apply(x, None, self.end_of(unit))
 
     def gather_updated(self) -> None:
         """Free the full weights, which are outdated because the shards have changed."""
@@ -125,24 +123,3 @@ class ShardGatherer(WeightGatherer):
         bucket.allocate()
         pending = self._collective(bucket.shard, bucket.domain.shard, bucket.weights)
         bucket.gathering = self.log.gathering(f"gather {self.buckets.index(bucket)}", pending)
-
-
-class _UnitBoundary(torch.autograd.Function):
-    """Start or end of a unit of the model.
-
-    Forward: calls `forward_action`. Backward: calls `backward_action`. The backward passes the end of a unit
-    first and its start last, so that the two actions are swapped.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, forward_action: Callable[[], None], backward_action: Callable[[], None]
-    ) -> Tensor:
-        ctx.backward_action = backward_action
-        forward_action()
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        ctx.backward_action()
-        return grads[0], None, None

@@ -9,7 +9,8 @@ Communication: all-gather over the shard axis, once per step in ZeRO-1 and 2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -58,6 +59,12 @@ class WeightGatherer:
     def release(self, unit: int) -> None:
         """Note that the forward or backward of a unit has ended."""
 
+    def start_of(self, unit: int) -> UnitBoundary:
+        return UnitBoundary(partial(self.acquire, unit), partial(self.release, unit))
+
+    def end_of(self, unit: int) -> UnitBoundary:
+        return UnitBoundary(partial(self.release, unit), partial(self.acquire, unit))
+
     def gather_updated(self) -> None:
         """Start gathering the updated weights.
 
@@ -96,31 +103,20 @@ class WeightGatherer:
         raise RuntimeError(f"the schedule frees bucket {bucket}, but its weights are not sharded")
 
 
-class UnitStart:
-    """Start of a unit, as an operation of a node that computes several units (`parallel.node`)."""
+class UnitBoundary:
+    """Start or end of a unit of the model, as an operation of a node (`parallel.node`).
 
-    def __init__(self, gatherer: WeightGatherer, unit: int):
-        self.gatherer, self.unit = gatherer, unit
+    Its forward calls `forward_action`, its backward `backward_action`. The backward passes the end of a unit
+    first and its start last, so that the actions of the two are swapped.
+    """
 
-    def compute(self, x: Tensor, saved: Saved, state: Any) -> Tensor:
-        self.gatherer.acquire(self.unit)
+    def __init__(self, forward_action: Callable[[], None], backward_action: Callable[[], None]):
+        self.forward_action, self.backward_action = forward_action, backward_action
+
+    def compute(self, x: Tensor, saved: Saved, *context: Any) -> Tensor:
+        self.forward_action()
         return x
 
-    def gradient(self, grad: Tensor, saved: Saved, state: Any) -> Tensor:
-        self.gatherer.release(self.unit)
-        return grad
-
-
-class UnitEnd:
-    """End of a unit, the opposite of `UnitStart`."""
-
-    def __init__(self, gatherer: WeightGatherer, unit: int):
-        self.gatherer, self.unit = gatherer, unit
-
-    def compute(self, x: Tensor, saved: Saved, state: Any) -> Tensor:
-        self.gatherer.release(self.unit)
-        return x
-
-    def gradient(self, grad: Tensor, saved: Saved, state: Any) -> Tensor:
-        self.gatherer.acquire(self.unit)
+    def gradient(self, grad: Tensor, saved: Saved, *context: Any) -> Tensor:
+        self.backward_action()
         return grad
