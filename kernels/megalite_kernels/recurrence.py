@@ -1,0 +1,327 @@
+"""Linear recurrences with decay over a sequence, computed in chunks: the gated delta rule and Mamba-2's scan.
+
+Each head has a state S [dk, dv]. A token with key k, value v, log decay g ≤ 0 and strength β makes of it
+
+    S ← exp(g) S                 g: a number, or one for each of the dk channels (Kimi delta attention)
+    S ← S + β k (v − Sᵀk)ᵀ       the delta rule
+    S ← S + k vᵀ                 without β: Mamba-2, whose keys are B, queries C and values Δ·x
+
+and its output is o = Sᵀq. The tokens of a chunk are computed at once. With G the cumulative sum of g in the
+chunk and S the state before it, the values that the delta rule adds are u = T β (v − exp(G) Sᵀk) with
+T = (1 + tril₋₁(β kkᵀ exp(Gᵢ − Gⱼ)))⁻¹, and
+
+    o  = exp(G) Sᵀq + tril(qkᵀ exp(Gᵢ − Gⱼ)) u
+    S′ = exp(G_last) S + Σⱼ exp(G_last − Gⱼ) kⱼ uⱼᵀ
+
+Only differences Gᵢ − Gⱼ of a token and an earlier one are exponentiated, so nothing overflows. A token of
+another document does not see the state or earlier tokens. All of it is computed in at least fp32.
+
+Yang, Kautz, Hatamizadeh: Gated Delta Networks (2024). Dao, Gu: Transformers are SSMs (2024).
+No communication.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64
+CHANNEL_CHUNK = 16  # with a decay for each channel: the differences take chunk · dk numbers for each token
+
+
+class Tokens(NamedTuple):
+    """The inputs of a recurrence over a run of positions.
+
+    Attributes:
+        q, k: [seq, batch, key heads, dk].
+        v: [seq, batch, heads, dv]; head j reads key head j // (heads / key heads).
+        g: log decay, [seq, batch, heads], or [seq, batch, heads, dk] for each channel.
+        beta: [seq, batch, heads]; None: the values are added as they are.
+        starts: [seq, batch] or [seq, 1], where each token's document starts, counted from the first of these
+            positions: below 0, the document of the incoming state. None: all tokens continue that document.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor | None = None
+    starts: Tensor | None = None
+
+    @property
+    def chunk(self) -> int:
+        return CHUNK if self.g.ndim == 3 else CHANNEL_CHUNK
+
+
+class Gradients(NamedTuple):
+    """The gradients of `Tokens`, in the shapes and types of these, and of the incoming state."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor | None
+    initial: Tensor
+
+
+def forward(tokens: Tokens, initial: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the outputs [seq, batch, heads, dv], and the state after the last token.
+
+    Args:
+        initial: the state before the first token, [batch, heads, dk, dv] in at least fp32; None: zero.
+    """
+    chunks = _Chunks(tokens)
+    states, final = chunks.states(initial)
+    out = chunks.reading @ states + chunks.scores @ chunks.values(states)
+    return chunks.joined(out).to(tokens.v.dtype), final
+
+
+def final_state(tokens: Tokens, initial: Tensor | None = None) -> Tensor:
+    """Return the state after the last token."""
+    return _Chunks(tokens).states(initial)[1]
+
+
+def transfer(tokens: Tokens) -> Tensor:
+    """Return how the state after the tokens depends on the one before: the factor of S in S′.
+
+    It is a matrix [batch, heads, dk, dk], without β its diagonal [batch, heads, 1 or dk, 1].
+    """
+    chunks = _Chunks(tokens)
+    if tokens.beta is None:
+        return chunks.decay.prod(2)
+    width, batch, heads = tokens.k.shape[-1], tokens.v.shape[1], tokens.v.shape[2]
+    unit = torch.eye(width, dtype=chunks.decay.dtype, device=tokens.k.device)
+    nothing = tokens.v.new_zeros(()).expand(*tokens.v.shape[:3], width)
+    return final_state(tokens._replace(v=nothing), unit.expand(batch, heads, width, width))
+
+
+def apply_transfer(factor: Tensor, state: Tensor, transposed: bool = False) -> Tensor:
+    """Return what `transfer` makes of a state, or of the gradient of the state after the tokens."""
+    if factor.shape[-1] == 1:
+        return factor * state
+    return (factor.mT if transposed else factor) @ state
+
+
+def backward(
+    dout: Tensor, tokens: Tokens, initial: Tensor | None = None, dfinal: Tensor | None = None
+) -> Gradients:
+    """Return the gradients from those of the outputs and of the final state (None: zero).
+
+    The states are computed again.
+    """
+    chunks = _Chunks(tokens)
+    states, _ = chunks.states(initial)
+    return chunks.backward(chunks.split(dout), states, chunks.values(states), dfinal)
+
+
+class _Chunks:
+    """The chunks of a run of positions, [batch, heads, chunks, tokens, …].
+
+    Attributes:
+        q, k, v, beta: the inputs; beta is [batch, heads, chunks, tokens, 1].
+        between: exp(Gᵢ − Gⱼ) of each token i and a token j of its document up to itself, else 0: [.., i, j],
+            with a last dimension for the channels if these decay each by itself.
+        earlier: the same without j = i.
+        scores: [.., i, j], how much of the value added by token j token i reads.
+        reading: what token i reads the state before the chunk with.
+        writing: what token j's value is added to the state after the chunk with.
+        decay: the factor of the state before the chunk in the state after it, [.., 1 or dk, 1].
+    """
+
+    def __init__(self, tokens: Tokens):
+        self.tokens = tokens
+        self.length, self.chunk = len(tokens.v), tokens.chunk
+        self.dtype = torch.promote_types(tokens.v.dtype, torch.float32)
+        self.repeats = tokens.v.shape[2] // tokens.k.shape[2]
+        self.q, self.k = (
+            self.split(x).repeat_interleave(self.repeats, 1) for x in (tokens.q, tokens.k)
+        )  # [batch, heads, chunks, tokens, dk]
+        self.v = self.split(tokens.v)
+        self.beta = None if tokens.beta is None else self.split(tokens.beta.unsqueeze(-1))
+        by_channel = tokens.g.ndim == 4
+        total = self.split(tokens.g if by_channel else tokens.g.unsqueeze(-1)).cumsum(3)
+        same, continues = self._documents()
+        differences = total.unsqueeze(4) - total.unsqueeze(3)  # [.., i, j, 1 or dk]
+        between = differences.masked_fill_(~same.unsqueeze(-1), -torch.inf).exp_()
+        self.between = between if by_channel else between.squeeze(-1)
+        since_start = total.exp() * continues  # [.., i, 1 or dk]
+        # of token j to the last: 0 if that is in another document
+        to_end = between.select(3, self.chunk - 1)
+        self.since_start, self.to_end = since_start, to_end
+        self.reading, self.writing = self.q * since_start, self.k * to_end
+        self.decay = since_start.select(3, self.chunk - 1).unsqueeze(-1)  # [.., 1 or dk, 1]
+        self.scores = self._products(self.q)
+        if self.beta is not None:
+            # 1 + the part of earlier values that a value replaces; unit lower triangular
+            self.replaced = (self.beta * self._products(self.k)).tril(-1)
+            self.erasing = self.beta * self.k * since_start
+
+    def split(self, x: Tensor) -> Tensor:
+        """Return [seq, batch, heads, width] as [batch, heads, chunks, tokens, width], in at least fp32.
+
+        The last chunk is filled with zeros: such a token changes nothing, with any decay.
+        """
+        x = x.to(self.dtype).permute(1, 2, 0, 3)
+        missing = -self.length % self.chunk
+        return F.pad(x, (0, 0, 0, missing)).unflatten(2, (-1, self.chunk))
+
+    def joined(self, x: Tensor) -> Tensor:
+        """Return [batch, heads, chunks, tokens, width] as [seq, batch, heads, width]."""
+        return x.flatten(2, 3)[:, :, : self.length].permute(2, 0, 1, 3).contiguous()
+
+    def _documents(self) -> tuple[Tensor, Tensor]:
+        """Return which tokens j up to i token i sees, and which continue the document before the chunk.
+
+        [batch or 1, 1, chunks or 1, i, j] and [.., i, 1].
+        """
+        device, starts = self.tokens.v.device, self.tokens.starts
+        causal = torch.ones(self.chunk, self.chunk, dtype=torch.bool, device=device).tril()
+        if starts is None:
+            return causal[None, None, None], torch.ones(
+                1, 1, 1, self.chunk, 1, dtype=self.dtype, device=device
+            )
+        missing = -self.length % self.chunk
+        rows = torch.cat((starts, starts[-1:].expand(missing, -1))).t()  # filled in the last document
+        rows = rows.unflatten(1, (-1, self.chunk)).unsqueeze(1)  # [batch or 1, 1, chunks, tokens]
+        same = (rows.unsqueeze(-1) == rows.unsqueeze(-2)) & causal
+        first = torch.arange(rows.shape[2], device=device).unsqueeze(-1) * self.chunk
+        return same, (rows < first).unsqueeze(-1).to(self.dtype)
+
+    def _products(self, left: Tensor) -> Tensor:
+        """Return leftᵢ · kⱼ with the decay between, [.., i, j]."""
+        if self.between.ndim == 5:
+            return left @ self.k.mT * self.between
+        return torch.einsum("...id,...jd,...ijd->...ij", left, self.k, self.between)
+
+    def _products_backward(self, grad: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of left and k; the decay's follow from them."""
+        if self.between.ndim == 5:
+            grad = grad * self.between
+            return grad @ self.k, grad.mT @ left
+        dleft = torch.einsum("...ij,...jd,...ijd->...id", grad, self.k, self.between)
+        return dleft, torch.einsum("...ij,...id,...ijd->...jd", grad, left, self.between)
+
+    def solve(self, right: Tensor, transposed: bool = False) -> Tensor:
+        """Return T · right, or Tᵀ · right."""
+        unit = self.replaced.mT if transposed else self.replaced
+        return torch.linalg.solve_triangular(unit, right, upper=transposed, unitriangular=True)
+
+    def states(self, initial: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the state before each chunk [batch, heads, chunks, dk, dv], and the one after the last."""
+        batch, heads, count, _, width = self.v.shape
+        state = self.v.new_zeros(batch, heads, self.k.shape[-1], width)
+        if initial is not None:
+            state = initial.to(self.dtype)
+        before = []
+        if self.beta is None:
+            added = (self.writing.mT @ self.v).unbind(2)
+        else:
+            new, erased = self.solve(self.beta * self.v).unbind(2), self.solve(self.erasing).unbind(2)
+            writing = self.writing.mT.unbind(2)
+        decay = self.decay.unbind(2)
+        for index in range(count):
+            before.append(state)
+            if self.beta is None:
+                more = added[index]
+            else:
+                more = writing[index] @ (new[index] - erased[index] @ state)
+            state = decay[index] * state + more
+        return torch.stack(before, 2), state
+
+    def values(self, states: Tensor) -> Tensor:
+        """Return u, what each token adds to the state under its key."""
+        if self.beta is None:
+            return self.v
+        return self.solve(self.beta * self.v - self.erasing @ states)
+
+    def backward(self, dout: Tensor, states: Tensor, values: Tensor, dfinal: Tensor | None) -> Gradients:
+        """Return the gradients; `states` are those before the chunks, `values` is u."""
+        after, dvalues = self._state_gradients(dout, dfinal)
+        initial = self._before(dout, after, dvalues, 0)
+        # Where a factor exp(Gᵢ) comes with qᵢ or kᵢ, the gradient of G is that of the vector times the
+        # vector; where exp(−Gⱼ) comes with kⱼ, it is the same with the opposite sign.
+        dq, dk_later = self._products_backward((dout @ values.mT), self.q)
+        dq = dq + (dout @ states.mT) * self.since_start
+        dk_end = (values @ after.mT) * self.to_end  # through the state after the chunk
+        dk_later = dk_later + dk_end
+        dbeta, dk = None, dk_later
+        dtotal = self.q * dq - self.k * dk_later
+        if self.beta is None:
+            dv = dvalues
+        else:
+            dright = self.solve(dvalues, transposed=True)
+            dv = dright * self.beta
+            dreplaced = -(dright @ values.mT).tril(-1)
+            unscaled, dright_k = self._products(self.k).tril(-1), dright @ states.mT * self.since_start
+            dbeta = (dright * self.v).sum(-1, keepdim=True) - (dright_k * self.k).sum(-1, keepdim=True)
+            dbeta = dbeta + (dreplaced * unscaled).sum(-1, keepdim=True)
+            dk_own, dk_other = self._products_backward(dreplaced * self.beta, self.k)
+            dk_own = dk_own - self.beta * dright_k
+            dtotal = dtotal + self.k * (dk_own - dk_other)
+            dk = dk + dk_own + dk_other
+        last = (self.k * dk_end).sum(3, keepdim=True) + (after * states * self.decay).sum(-1).unsqueeze(3)
+        return self._gradients(dq, dk, dv, dtotal, last, dbeta, initial)
+
+    def _state_gradients(self, dout: Tensor, dfinal: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the gradients of the state after each chunk, and of the values u."""
+        batch, heads, count, _, width = self.v.shape
+        dstate = self.v.new_zeros(batch, heads, self.k.shape[-1], width)
+        if dfinal is not None:
+            dstate = dfinal.to(self.dtype)
+        within = self.scores.mT @ dout
+        after, dvalues = [dstate] * count, [dstate] * count
+        for index in reversed(range(count)):
+            after[index] = dstate
+            dvalues[index] = within[:, :, index] + self.writing[:, :, index] @ dstate
+            dstate = self._before(dout, dstate.unsqueeze(2), dvalues[index].unsqueeze(2), index)
+        return torch.stack(after, 2), torch.stack(dvalues, 2)
+
+    def _before(self, dout: Tensor, after: Tensor, dvalues: Tensor, index: int) -> Tensor:
+        """Return the gradient of the state before a chunk."""
+        own = slice(index, index + 1)
+        after, dvalues = (x[:, :, own] if x.shape[2] > 1 else x for x in (after, dvalues))
+        dstate = self.decay[:, :, own] * after + self.reading[:, :, own].mT @ dout[:, :, own]
+        if self.beta is not None:
+            unit = self.replaced[:, :, own].mT
+            dright = torch.linalg.solve_triangular(unit, dvalues, upper=True, unitriangular=True)
+            dstate = dstate - self.erasing[:, :, own].mT @ dright
+        return dstate.squeeze(2)
+
+    def _gradients(
+        self,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        dtotal: Tensor,
+        last: Tensor,
+        dbeta: Tensor | None,
+        initial: Tensor,
+    ) -> Gradients:
+        """Return the gradients in the shapes of the inputs.
+
+        Args:
+            dtotal: the gradient of G by channel, besides `last`, that of the last G.
+        """
+        inputs = self.tokens
+        if inputs.g.ndim == 3:
+            dtotal, last = dtotal.sum(-1, keepdim=True), last.sum(-1, keepdim=True)
+        # G is a cumulative sum: its gradient is summed from the end
+        dg = dtotal.flip(3).cumsum(3).flip(3) + last
+        dg = self.joined(dg)
+        return Gradients(
+            self._by_key_head(dq).to(inputs.q.dtype),
+            self._by_key_head(dk).to(inputs.k.dtype),
+            self.joined(dv).to(inputs.v.dtype),
+            (dg.squeeze(-1) if inputs.g.ndim == 3 else dg).to(inputs.g.dtype),
+            None
+            if dbeta is None or inputs.beta is None
+            else self.joined(dbeta).squeeze(-1).to(inputs.beta.dtype),
+            initial,
+        )
+
+    def _by_key_head(self, grad: Tensor) -> Tensor:
+        """Return the gradient of queries or keys: summed over the heads that read them."""
+        return self.joined(grad.unflatten(1, (-1, self.repeats)).sum(2))
