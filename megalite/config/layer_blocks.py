@@ -2,6 +2,7 @@
 
 attention+feed_forward          a layer of these two blocks
 attention+mixture               experts in place of the feed-forward
+delta+mixture                   a gated delta rule in place of attention
 """
 
 from collections.abc import Callable
@@ -35,6 +36,9 @@ EVERY_CONTEXT: tuple[str, ...] = get_args(ContextMethod)
 LAYER_BLOCKS = {
     "attention": BlockOption("attention", EVERY_CONTEXT),
     "latent_attention": BlockOption("attention", EVERY_CONTEXT),
+    "delta": BlockOption("mixer", ()),
+    "mamba": BlockOption("mixer", ()),
+    "convolution": BlockOption("mixer", ()),
     "feed_forward": BlockOption("mlp", EVERY_CONTEXT),
     "mixture": BlockOption("mlp", EVERY_CONTEXT),
 }

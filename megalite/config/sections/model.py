@@ -36,6 +36,7 @@ ROPE_SCALING_KEYS: dict[str, tuple[str, ...]] = {
 
 ATTENTION, LATENTS, MIXTURE, MTP = ("attention",), ("latent_attention",), ("mixture",), ("mtp",)
 ANY_ATTENTION, ANY_FEED_FORWARD = ("attention", "latent_attention"), ("feed_forward", "mixture")
+DELTA, MAMBA, CONVOLUTION = ("delta",), ("mamba",), ("convolution",)
 """Whose fields some of ModelConfig's are (`option`)."""
 
 
@@ -70,8 +71,9 @@ class ModelConfig:
     num_hidden_layers: int = option(4, SIZE)
     """Number of transformer layers."""
     layer_blocks: list[str] | None = None
-    """Kinds of the blocks of each layer, joined by +: attention+feed_forward, attention+mixture. null:
-    attention (latent_attention with kv_lora_rank), then mixture in layers with experts, else
+    """Kinds of the blocks of each layer, joined by +: attention+feed_forward, delta+mixture, mamba. Kinds:
+    attention, latent_attention, delta (gated delta rule), mamba (Mamba-2), convolution, feed_forward, mixture.
+    null: attention (latent_attention with kv_lora_rank), then mixture in layers with experts, else
     feed_forward; so have the layers of mtp_layers."""
     mtp_layers: int = option(0, NOT_NEGATIVE, kinds=MTP)
     """Number of modules of multi-token prediction (DeepSeek-V3): each has one more layer, and in training
@@ -204,6 +206,52 @@ class ModelConfig:
     """Cap of the attention scores: cap * tanh(scores / cap) (Gemma-2). null: no cap."""
     attention_sinks: bool = option(False, kinds=ATTENTION)
     """Every head has a learned score that joins the softmax over the keys and has no value (gpt-oss)."""
+    linear_num_key_heads: int = option(16, SIZE, kinds=DELTA)
+    """Number of heads of queries and keys of delta blocks (gated delta rule)."""
+    linear_num_value_heads: int = option(32, SIZE, kinds=DELTA)
+    """Number of heads of values of delta blocks, each with a state; a multiple of linear_num_key_heads."""
+    linear_key_head_dim: int = option(128, SIZE, kinds=DELTA)
+    """Width of a key's head of delta blocks."""
+    linear_value_head_dim: int = option(128, SIZE, kinds=DELTA)
+    """Width of a value's head of delta blocks."""
+    linear_conv_kernel_dim: int = option(4, SIZE, kinds=DELTA)
+    """Width of the causal convolution of delta blocks, in tokens."""
+    delta_decay: Literal["head", "channel"] = option("head", kinds=DELTA)
+    """Decay of the states of delta blocks: one for each head (gated delta rule, Qwen3-Next), or one for each
+    channel of a key (Kimi delta attention)."""
+    delta_negative_eigenvalues: bool = option(False, kinds=DELTA)
+    """Delta blocks replace values with strengths up to 2, not 1, so that states may change their sign."""
+    delta_norm_eps: float | None = option(None, POSITIVE, kinds=DELTA)
+    """Epsilon of the gated norm of delta blocks. null: rms_norm_eps."""
+    mamba_num_heads: int = option(128, SIZE, kinds=MAMBA)
+    """Number of heads of mamba blocks (Mamba-2), each with a state."""
+    mamba_head_dim: int = option(64, SIZE, kinds=MAMBA)
+    """Width of a head of mamba blocks."""
+    mamba_state_size: int = option(128, SIZE, kinds=MAMBA)
+    """Width of the state of each channel of mamba blocks."""
+    mamba_n_groups: int = option(8, SIZE, kinds=MAMBA)
+    """Number of groups of heads of mamba blocks, each with its own B and C; it divides mamba_num_heads."""
+    mamba_conv_kernel: int = option(4, SIZE, kinds=MAMBA)
+    """Width of the causal convolution of mamba blocks, in tokens."""
+    mamba_conv_bias: bool = option(True, kinds=MAMBA)
+    """Bias on the convolution of mamba blocks."""
+    mamba_proj_bias: bool = option(False, kinds=MAMBA)
+    """Bias on the projections of mamba blocks."""
+    mamba_norm: Literal["gate_first", "norm_first", "none"] = option("gate_first", kinds=MAMBA)
+    """Norm of the output of mamba blocks by group: after the gate (gate_first), before it (norm_first), or the
+    gate alone (none)."""
+    mamba_time_step_limit: list[float] | None = option(None, NOT_NEGATIVE, kinds=MAMBA)
+    """Smallest and largest step Δ of mamba blocks. null: no limits."""
+    mamba_multipliers: list[float] | None = option(None, kinds=MAMBA)
+    """Factors on the parts z, x, B, C and dt of the input projection of mamba blocks (Falcon-H1). null: 1."""
+    mamba_in_multiplier: float = option(1.0, POSITIVE, kinds=MAMBA)
+    """Factor on the input of mamba blocks."""
+    mamba_out_multiplier: float = option(1.0, POSITIVE, kinds=MAMBA)
+    """Factor on the output of mamba blocks."""
+    conv_kernel: int = option(3, SIZE, kinds=CONVOLUTION)
+    """Width of the causal convolution of convolution blocks (LFM2), in tokens."""
+    conv_bias: bool = option(False, kinds=CONVOLUTION)
+    """Bias on the convolution and the projections of convolution blocks."""
     logit_scale: float | None = option(None, POSITIVE)
     """Factor on the logits, before their cap. null: 1."""
     logit_softcap: float | None = option(None, POSITIVE)
