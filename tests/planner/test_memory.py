@@ -212,6 +212,7 @@ BUILT = {
     "weights in fp32, sharded, offloaded": {
         **{"dp": 4, "zero": 3, "dp_shard": 2, "offload": "cpu", "offload_parameters": True, "model": DECAYS},
     },
+    "weights in fp32, frozen": {"dp": 2, "zero": 3, "model": DECAYS, "lora": SOME},
     "fp16, interleaved": {"pp": 2, "dp": 2, "schedule": "interleaved", "train": {"precision": "fp16"}},
 }
 
