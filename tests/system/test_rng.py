@@ -3,6 +3,7 @@
 from functools import partial
 from itertools import pairwise
 from threading import Event
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -64,6 +65,8 @@ def test_other_distributions_have_their_range_and_shape():
     assert 1 <= rates.min() < 1.01 and 15.99 < rates.max() <= 16.0001 and abs(rates.mean() - 8.5) < 0.1
     from_zero = drawn(Segment("a", (20_000,), initial=LogUniform(0.0, 16.0)))
     assert from_zero.isfinite().all() and from_zero.min() < -5
+    with patch.object(rng, "uniform_", lambda numbers, *parts: numbers.zero_()):
+        assert drawn(Segment("a", (4,), initial=LogUniform(0.0, 16.0))).isfinite().all(), "0 is a number that is drawn"
     assert torch.equal(drawn(Segment("a", (300,), initial=LogIndex())), torch.arange(1.0, 301).double().log().float())
     biases = drawn(Segment("a", (20_000,), initial=InverseSoftplus()))
     steps = torch.nn.functional.softplus(biases.double())
