@@ -177,14 +177,15 @@ def _data(config: Config, schedule: Schedule, pp_rank: int, buckets: Sequence[Bu
                 sharing.kept(bucket) * comm_bytes, sharing.replicate
             )
         if sharing.zero and not sharing.weights_sharded:
-            total += ring(bucket.size * widths.compute, sharing.shard)
+            total += ring(bucket.size * widths.weights(bucket), sharing.shard)
     gathers = [
         buckets[action.bucket]
         for action in schedule.actions[pp_rank]
         if action.kind is ActionKind.GATHER and action.bucket is not None
     ]
     return total + sum(
-        ring(bucket.size * widths.compute, Sharing.of(config, bucket.domain).shard) for bucket in gathers
+        ring(bucket.size * widths.weights(bucket), Sharing.of(config, bucket.domain).shard)
+        for bucket in gathers
     )
 
 
