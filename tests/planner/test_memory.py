@@ -46,6 +46,15 @@ LATENTS = {
 }
 QUERIES = LATENTS | {"q_lora_rank": 10}
 DECAYS = {"layer_blocks": [f"{decaying_convolution.KIND}+feed_forward"] * 4}
+DELTA = {
+    "layer_blocks": ["delta+feed_forward"] * 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+}
+KIMI = DELTA | {"linear_num_key_heads": 4, "delta_decay": "channel"}
+CONVOLUTION = {"layer_blocks": ["convolution+feed_forward", "attention+feed_forward"] * 2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
@@ -131,6 +140,10 @@ ON_TWO = {
         "model": QUERIES,
         "lora": {"rank": 4, "targets": ["kv_a", "kv_b"]},
     },
+    "tp and sp, a decay by channel": {"tp": 2, "sequence_parallel": True, "model": KIMI},
+    "cp, states passed": {"cp": 2, "context": "gather", "model": DELTA},
+    "cp, heads of a recurrence exchanged": {"cp": 2, "model": DELTA},
+    "cp, convolution": {"cp": 2, "context": "ring", "model": CONVOLUTION},
 }
 
 
@@ -320,6 +333,14 @@ TRAFFIC = {
         }
     },
     "cp, ulysses, latents": {"cp": 2, "model": LATENTS},
+    "cp, tp and sp, states passed": {
+        **{"cp": 2, "context": "gather", "tp": 2, "sequence_parallel": True, "zero": 0, "model": DELTA}
+    },
+    "cp, states with a decay by channel, recomputed": {
+        **{"cp": 4, "context": "ring", "model": KIMI, "train": {"recompute": "mixer"}}
+    },
+    "cp, heads of a recurrence exchanged, recomputed": {"cp": 4, "model": DELTA, "train": {"recompute": "full"}},
+    "cp, convolution": {"cp": 2, "context": "gather", "model": CONVOLUTION, "train": {"recompute": "mixer"}},
     "ZeRO-1, weights in fp32": {"dp": 2, "model": DECAYS, "train": {"precision": "bf16"}},
     "ZeRO-3, weights in fp32": {"dp": 2, "zero": 3, "model": DECAYS, "train": {"precision": "bf16"}},
 }

@@ -173,11 +173,10 @@ class PassedStates(Convolutions):
             for number, (grad, each) in enumerate(zip(grads, own, strict=True))
         ]
         betas = [each.beta for each in gradients if each.beta is not None]
-        return Gradients(
-            *(torch.cat([getattr(each, name) for each in gradients]) for name in "qkvg"),
-            torch.cat(betas) if betas else None,
-            gradients[0].initial,
-        )
+        q, k, v, g = ([getattr(each, name) for each in gradients] for name in "qkvg")
+        beta = torch.cat(betas) if betas else None
+        first = gradients[0].initial
+        return Gradients(torch.cat(q), torch.cat(k), torch.cat(v), torch.cat(g), beta, first)
 
     def _gathered(self, own: Sequence[Tensor], most: int) -> Tensor:
         """Return what each segment of each rank has, [ranks · most, …]; zero where a rank has fewer."""
@@ -214,8 +213,8 @@ def _segments(tokens: Tokens, rows: RowsOfTokens, part: SequencePart) -> Iterato
 
 
 def _reads(ordered: Sequence[Slot], segment: PositionSegment, taken: int) -> Iterator[tuple[Slot, int, int]]:
-    """Yield where the `taken` tokens before a segment are: a segment, the place among its last `taken`, and the
-    place among those before."""
+    """Yield where the `taken` tokens before a segment are: a segment, the place among its last `taken`, and
+    the place among those before."""
     for slot in ordered:
         first = max(slot.segment.start, segment.start - taken)
         for position in range(first, min(slot.segment.stop, segment.start)):
