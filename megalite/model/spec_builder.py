@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import sqrt
 
 from megalite.config.sections.model import ModelConfig
@@ -64,16 +64,30 @@ class SpecBuilder:
         one = 1.0 - self.model.norm_offset
         return Segment(name, (width,), split, decay=False, init_value=one, role="norms", **options)  # type: ignore[arg-type]
 
-    def column(self, name: str, parts: Sequence[tuple[str, int, int]], bias: bool) -> list[ParamSpec]:
+    def column(
+        self,
+        name: str,
+        parts: Sequence[tuple[str, int, int]],
+        bias: bool,
+        roles: Mapping[str, str] | None = None,
+    ) -> list[ParamSpec]:
         """Return a column-parallel linear: weights [width, hidden], split along dim 0.
 
         Args:
             parts: (name, output width, replicas) of each segment.
+            roles: the roles of segments that have other roles than their names.
         """
         hidden = self.model.hidden_size
         prefix = name.rsplit(".", 1)[0]
         weights = tuple(
-            Segment(f"{prefix}.{part}.weight", (width, hidden), 0, copies, init_std=self.std, role=part)
+            Segment(
+                f"{prefix}.{part}.weight",
+                (width, hidden),
+                0,
+                copies,
+                init_std=self.std,
+                role=(roles or {}).get(part, part),
+            )
             for part, width, copies in parts
         )
         biases = tuple(

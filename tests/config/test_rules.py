@@ -123,6 +123,7 @@ LATENTS = {"model.kv_lora_rank": 8}
 LATENT_ROWS = {  # rule: what breaks it, next to latents, and what the same option must be
     "qk_norm is incompatible with latents": ("model.qk_norm", "head", "none"),
     "attention_sinks is incompatible with latents": ("model.attention_sinks", True, False),
+    "attention_gate is incompatible with latents": ("model.attention_gate", True, False),
     "head_dim is incompatible with latents": ("model.head_dim", 16, None),
     "attention_bias is incompatible with latents": ("model.attention_bias", True, False),
     "attention_out_bias is incompatible with latents": ("model.attention_out_bias", True, False),
@@ -464,6 +465,12 @@ ROWS = [
         {"model.layer_blocks": ["attention+feed_forward"] * 4, "model.kv_lora_rank": 16},
         {"model.kv_lora_rank": None},
         ("model.kv_lora_rank = 16", "Name latent_attention"),
+    ),
+    Row(
+        "gates have no sinks beside them",
+        {"model.attention_gate": True, "model.attention_sinks": True},
+        {"model.attention_sinks": False},
+        ("model.attention_sinks = true",),
     ),
     Row("no_rope_layers exist", {"model.no_rope_layers": [3, 4]}, {"model.no_rope_layers": [0, 3]}, ("0 to 3",)),
     Row(

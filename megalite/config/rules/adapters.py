@@ -20,7 +20,8 @@ _ALONE = "Remove it, or leave lora.targets out: then all projections of the mode
 def _attention_has(c: RuleContext) -> tuple[str, ...]:
     """The projections of a model with this kind of attention, feed-forward included."""
     if c.model.kv_lora_rank is None:
-        return tuple(role for role in PROJECTIONS if role not in ("q_a", "q_b", "kv_a", "kv_b"))
+        others = {"q_a", "q_b", "kv_a", "kv_b"} | (set() if c.model.attention_gate else {"attention_gate"})
+        return tuple(role for role in PROJECTIONS if role not in others)
     queries = ("q",) if c.model.q_lora_rank is None else ("q_a", "q_b")
     registered = (role for role in PROJECTIONS if role not in BUILT_IN_PROJECTIONS)
     return (*queries, "kv_a", "kv_b", "o", "gate", "up", "down", *registered)

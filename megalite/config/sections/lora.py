@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from megalite.config.rules.context import RuleContext
 
 
-PROJECTIONS = ["q", "k", "v", "o", "gate", "up", "down", "q_a", "q_b", "kv_a", "kv_b"]
-"""The roles of a layer's matrices, which can have adapters. The last four are those of latent attention.
+PROJECTIONS = ["q", "k", "v", "o", "gate", "up", "down", "q_a", "q_b", "kv_a", "kv_b", "attention_gate"]
+"""The roles of a layer's matrices, which can have adapters. q_a to kv_b are those of latent attention.
 `megalite.model.kinds` adds those of kinds that are registered."""
 BUILT_IN_PROJECTIONS = tuple(PROJECTIONS)
 EXPERTS = ("experts.in", "experts.down")
@@ -36,11 +36,11 @@ class LoraConfig:
     dropout: float = option(0.0, FRACTION)
     """Dropout probability on the adapters' input."""
     targets: list[str] | None = None
-    """Projections that have adapters, in every layer: q, k, v, o, gate, up, down and of latent attention q_a,
-    q_b, kv_a, kv_b, or their names in PEFT (q_proj; query_key_value means all its parts), and experts.in and
-    experts.down of a mixture's experts, each with an adapter of its own (PEFT's target_parameters
-    experts.gate_up_proj and experts.down_proj). null, all-linear or an empty list: all projections of the
-    model but those of experts."""
+    """Projections that have adapters, in every layer: q, k, v, o, gate, up, down, of latent attention q_a,
+    q_b, kv_a and kv_b, of gated attention attention_gate, or their names in PEFT (q_proj; query_key_value
+    means all its parts), and experts.in and experts.down of a mixture's experts, each with an adapter of its
+    own (PEFT's target_parameters experts.gate_up_proj and experts.down_proj). null, all-linear or an empty
+    list: all projections of the model but those of experts."""
     ranks: dict[str, int] | None = option(None, SIZE)
     """Ranks of single projections, {down: 4}. null: all have rank."""
     alphas: dict[str, float] | None = option(None, POSITIVE)

@@ -204,6 +204,9 @@ class ModelConfig:
     """Cap of the attention scores: cap * tanh(scores / cap) (Gemma-2). null: no cap."""
     attention_sinks: bool = option(False, kinds=ATTENTION)
     """Every head has a learned score that joins the softmax over the keys and has no value (gpt-oss)."""
+    attention_gate: bool = option(False, kinds=ATTENTION)
+    """Multiply the output of every head by sigmoid(gate), a projection of the layer's input as wide as the
+    queries, before the output projection (Qwen3-Next)."""
     logit_scale: float | None = option(None, POSITIVE)
     """Factor on the logits, before their cap. null: 1."""
     logit_softcap: float | None = option(None, POSITIVE)
@@ -478,6 +481,7 @@ _LATENTS = (
     _not_with_latents("qk_norm", "Set it to none: the latents have norms."),
     _not_with_latents("attention_bias", "Set it to false."),
     _not_with_latents("attention_sinks", "Set it to false."),
+    _not_with_latents("attention_gate", "Set it to false."),
     _not_with_latents("attention_out_bias", "Set it to false."),
     _not_with_latents("partial_rotary_factor", "Remove it, and set model.qk_rope_head_dim."),
     Rule(
@@ -573,6 +577,13 @@ RULES: tuple[Rule, ...] = (
     *_GROUPS,
     *_MTP,
     *_LATENTS,
+    Rule(
+        "gates have no sinks beside them",
+        "model.attention_gate",
+        lambda c: c.model.attention_gate and c.model.attention_sinks,
+        message="is incompatible with {model.attention_sinks}",
+        legal="Set one of them to false.",
+    ),
     Rule(
         "preset or from_hf",
         "model.from_hf",

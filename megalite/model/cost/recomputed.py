@@ -111,7 +111,7 @@ def _sum(cost: BlockCost, before: BlockCost) -> Operation:
     out = before.matmuls[-1]
     normed = named(cost.before.kept, NORMED, STATISTICS)
     buffers = (*named(cost.before.kept, STREAM), *normed, *out.kept, *before.after.kept)
-    steps = (out, Elementwise(before.after.forward), Elementwise(cost.before.forward))
+    steps = (*before.output, out, Elementwise(before.after.forward), Elementwise(cost.before.forward))
     return Operation((SUM_OPERATION,), buffers, steps, dropped=before.dropped)
 
 
@@ -119,4 +119,4 @@ def _output(block: BlockSpec, cost: BlockCost) -> Group:
     """Return the output projection of a block that another one stands beside."""
     out = cost.matmuls[-1]
     buffers = (*out.kept, *cost.after.kept)
-    return (Operation((OUTPUT_OPERATIONS[block.slot],), buffers, (out, cost.after)),)
+    return (Operation((OUTPUT_OPERATIONS[block.slot],), buffers, (*cost.output, out, cost.after)),)
