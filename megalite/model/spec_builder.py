@@ -38,8 +38,8 @@ class SpecBuilder:
         # must be summed over tp.
         self.partial_axis = "tp" if sequence_parallel and tp > 1 else None
         self.std = model.initializer_range
-        # of row-parallel weights, which add to the residual twice a layer
-        self.out_std = self.std / sqrt(2 * model.num_hidden_layers)
+        # of row-parallel weights, one of which each block adds to the residual with
+        self.out_std = self.std / sqrt(model.block_count)
 
     def norm(
         self, name: str, width: int | None = None, *, axis: str | None = None, rms: bool | None = None

@@ -443,6 +443,18 @@ ROWS = [
         ("attention+attention+feed_forward",),
     ),
     Row(
+        "one way to place blocks beside each other",
+        {"model.layer_blocks": ["attention|feed_forward"] * 4, "model.parallel_block": "two_norms"},
+        {"model.parallel_block": "none"},
+        ("attention|feed_forward", "model.parallel_block = two_norms"),
+    ),
+    Row(
+        "blocks beside each other with norms before",
+        {"model.layer_blocks": ["attention|feed_forward"] * 4, "model.norm_placement": "post"},
+        {"model.layer_blocks": ["attention+feed_forward"] * 4},
+        ("attention|feed_forward", "model.norm_placement = post"),
+    ),
+    Row(
         "blocks support context parallelism",
         {"model.layer_blocks": ["whole_rows+feed_forward"] * 4, "parallel.cp": 2},
         {"parallel.cp": 1},

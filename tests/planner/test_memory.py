@@ -45,6 +45,7 @@ LATENTS = {
 }
 QUERIES = LATENTS | {"q_lora_rank": 10}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+UNLIKE = ["feed_forward", "attention|feed_forward", "attention", "feed_forward|attention"]
 
 
 def tree(
@@ -91,6 +92,8 @@ ALONE = {
     "two rotary tables": {"model": {"rope_local_theta": 100.0, "sliding_window": 16, "sliding_window_layers": [0, 1]}},
     "gates": {"model": {"attention_gate": True}},
     "gates, norms of heads": {"model": {"attention_gate": True, "qk_norm": "head", "attention_bias": True}},
+    "blocks beside each other, layers of one block": {"model": {"layer_blocks": UNLIKE}},
+    "the same, adapters": {"model": {"layer_blocks": UNLIKE}, "lora": SOME},
     "adapters": {"lora": LORA},
     "adapters of some projections": {"lora": SOME},
     "DoRA": {"lora": DORA | {"targets": ["q", "o", "down"]}, "model": GPT2},
@@ -119,6 +122,7 @@ ON_TWO = {
     "cp, gather": {"cp": 2, "context": "gather"},
     "tp and sp, gates, adapters": {"tp": 2, "sequence_parallel": True, "lora": LORA, "model": {"attention_gate": True}},
     "cp, ulysses, gates": {"cp": 2, "model": {"attention_gate": True, "position": "none"}},
+    "pp, zb-h1, layers of one block": {"pp": 2, "schedule": "zb-h1", "model": {"layer_blocks": UNLIKE}},
     "cp, ring, gates": {"cp": 2, "context": "ring", "model": {"attention_gate": True}},
     "cp, ring, full": {"cp": 2, "context": "ring", "train": {"recompute": "full"}},
     "cp, gather, latents": {"cp": 2, "context": "gather", "model": QUERIES},

@@ -45,8 +45,9 @@ def _adapted(option: str) -> Rule:
 def _of_no_layer(c: RuleContext) -> bool:
     """Whether lora.targets names matrices of dense feed-forwards alone, and there are none: nothing would be
     trained."""
-    dense = c.model.shared_expert_intermediate_size or not all(
-        map(c.model.is_mixture, range(c.model.num_hidden_layers))
+    others = {"attention", "latent_attention", "mixture"}
+    dense = c.model.shared_expert_intermediate_size or any(
+        set(c.model.block_names(layer)) - others for layer in range(c.model.num_hidden_layers)
     )
     targets = set(entries("targets", c))
     return bool(

@@ -62,7 +62,7 @@ def groups(units: Units, index: int) -> list[Group]:
     candidates: list[Group] = []
     for number, (block, cost) in enumerate(zip(blocks, costs, strict=True)):
         candidates.append(_input(units, block, cost, bool(number) and not block.beside))
-        if number and not block.beside and KINDS[blocks[number - 1].kind].joins_output:
+        if number and not block.beside and joins_sum(blocks[number - 1]):
             candidates[-1] = (*candidates[-1], _sum(cost, costs[number - 1]))
         candidates += KINDS[block.kind].recomputed(units, cost)
         followed = number + 1 < len(blocks) and blocks[number + 1].beside
@@ -72,6 +72,14 @@ def groups(units: Units, index: int) -> list[Group]:
         tuple(each for each in group if sum(buffer.values for buffer in each.buffers)) for group in candidates
     ]
     return [group for group in kept if group]
+
+
+def joins_sum(block: BlockSpec) -> bool:
+    """Return whether the operation `residual` repeats a block's output in the sum in front of the next one.
+
+    Of blocks beside each other the sum with the outputs of the others would be kept for it.
+    """
+    return KINDS[block.kind].joins_output and not block.beside
 
 
 def chosen(options: Iterable[Group], mode: str) -> list[Operation]:
