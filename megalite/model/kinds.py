@@ -48,12 +48,13 @@ def blocks_of(model: ModelConfig, layer: int) -> tuple[BlockSpec, ...]:
     """Return the blocks of a layer (0-based), in the order of the forward."""
     before, after = model.norm_placement != "post", model.norm_placement != "pre"
     blocks: list[BlockSpec] = []
-    for name in model.block_names(layer):
-        slot = KINDS[name].slot
-        beside = model.parallel_block != "none" and len(blocks) > 0
-        shares_norm = beside and model.parallel_block == "shared_norm"
-        norm = INPUT_NORMS[slot] if before and not shares_norm else None
-        blocks.append(BlockSpec(name, layer, slot, norm, after, beside))
+    for group in model.block_groups(layer):
+        for place, name in enumerate(group):
+            slot = KINDS[name].slot
+            parallel = model.parallel_block != "none" and len(blocks) > 0
+            shares_norm = place > 0 or (parallel and model.parallel_block == "shared_norm")
+            norm = INPUT_NORMS[slot] if before and not shares_norm else None
+            blocks.append(BlockSpec(name, layer, slot, norm, after, parallel or place > 0))
     return tuple(blocks)
 
 
