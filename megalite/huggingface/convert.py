@@ -215,7 +215,7 @@ def _bound(
         by_name = {name: _fused(place) for name, place in by_name.items()}
     head = stored(f"{next(theirs for theirs, ours in names.ends.items() if ours == 'head')}.weight")
     # of a file in which names have a prefix
-    other_parts = (*unread, *(names.multimodal[1] if names.multimodal and stored("") else ()))
+    other_parts = (*unread, *names.dropped, *(names.multimodal[1] if names.multimodal and stored("") else ()))
     expected = {
         stored(theirs): shape for place in by_name.values() for theirs, shape in place.tensors.items()
     }
@@ -383,7 +383,16 @@ def import_model(
         directories.discard(temporary, directory)
         raise
     summary = _summary(theirs.model, theirs.family, (tensor.dtype for tensor in stored.values()))
-    return summary | {"notes": [*unread_note(hf_config(source)), *unread_files(source)]}
+    notes = [*unread_note(hf_config(source)), *unread_files(source), *_dropped(theirs)]
+    return summary | {"notes": notes}
+
+
+def _dropped(source: HuggingFaceSource) -> list[str]:
+    """Return a line about the tensors that transformers does not read either; none if there are none."""
+    prefixes = FAMILY_NAMES[source.family].dropped
+    counts = {prefix: sum(name.startswith(prefix) for name in source.weights) for prefix in prefixes}
+    listed = ", ".join(f"{count} of {prefix}*" for prefix, count in counts.items() if count)
+    return [f"tensors not imported, as transformers does not read them: {listed}"] if listed else []
 
 
 def _store(path: Path, source: HuggingFaceSource, progress: Report) -> dict[str, StoredTensor]:

@@ -14,7 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from megalite.config.sections.model import ModelConfig
-from megalite.families.module_names import EACH_HEAD, MTP_COPIES, Names, names_of
+from megalite.families.module_names import CONVOLUTIONS, EACH_HEAD, MTP_COPIES, Names, names_of
 from megalite.huggingface.head_order import decoupled_channels, grouped_heads, rotated_channels, rows_of
 from megalite.model.mtp.losses import layer_count
 from megalite.model.parameters import model_specs
@@ -32,7 +32,8 @@ class TensorPlace:
     Norms of each head are one matrix there, of `columns` columns, or one tensor a head: then `theirs` has {}
     where their numbers are. The experts of a layer are many tensors of equal shape, our rows in this order:
     `pieces` completes their names in `theirs`. In a fused file they are one tensor [experts, rows, columns],
-    with `experts` set; with `each_transposed` [experts, columns, rows].
+    with `experts` set; with `each_transposed` [experts, columns, rows]. A tensor whose shape has further
+    dimensions of one element there, such as the weights of a convolution, has that as `stored_shape`.
     """
 
     theirs: str
@@ -43,10 +44,13 @@ class TensorPlace:
     pieces: tuple[tuple[int | str, ...], ...] = ()
     experts: int | None = None
     each_transposed: bool = False
+    stored_shape: tuple[int, ...] | None = None
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """The names and shapes of the Hugging Face tensors."""
+        if self.stored_shape is not None:
+            return {self.theirs: self.stored_shape}
         if self.pieces:
             shape = (self.shape[0] // len(self.pieces), *self.shape[1:])
             return {self.theirs.format(*piece): shape for piece in self.pieces}
@@ -119,6 +123,11 @@ def places(model: ModelConfig, family: str) -> dict[str, TensorPlace]:
     shapes = {segment.name: segment.shape for spec in model_specs(model) for segment in spec.segments}
     tensor_places: dict[str, TensorPlace] = {}
     for theirs, parts in _modules(names, model):
+        tensor_places |= {  # a single tensor, named like a module
+            part: TensorPlace(theirs, shapes[part], range(shapes[part][0]), False)
+            for part in parts
+            if part in shapes
+        }
         for suffix in ("weight", "bias"):
             own = [f"{part}.{suffix}" for part in parts if f"{part}.{suffix}" in shapes]
             if own:
@@ -131,7 +140,12 @@ def places(model: ModelConfig, family: str) -> dict[str, TensorPlace]:
                         f"{theirs}.{suffix}", shapes[own[0]], model.num_experts or 0, names
                     )
                     continue
+                if own[0].endswith((".experts.in.weight", ".experts.down.weight")):
+                    tensor_places[own[0]] = _stacked(f"{theirs}.{suffix}", shapes[own[0]], model)
+                    continue
                 joined = _joined(f"{theirs}.{suffix}", {name: shapes[name] for name in own}, transposed)
+                if suffix == "weight" and theirs.endswith(CONVOLUTIONS):
+                    joined = {name: _convolution(place) for name, place in joined.items()}
                 if theirs.endswith(EACH_HEAD) and model.qk_norm == "each_head":
                     joined = {name: replace(place, columns=model.head_size) for name, place in joined.items()}
                 tensor_places |= {
@@ -148,6 +162,17 @@ def _experts(theirs: str, shape: tuple[int, ...], number: int, names: Names) -> 
     parts = names.expert if "{}.{}" in theirs else ()
     pieces = product(range(number), parts) if parts else product(range(number))
     return TensorPlace(theirs, shape, range(shape[0]), False, pieces=tuple(pieces))
+
+
+def _stacked(theirs: str, shape: tuple[int, ...], model: ModelConfig) -> TensorPlace:
+    """Return the place of a layer's experts in a family whose files have one tensor of all of them."""
+    return TensorPlace(theirs, shape, range(shape[0]), False, experts=model.num_experts or 0)
+
+
+def _convolution(place: TensorPlace) -> TensorPlace:
+    """Return the place in the weights of a convolution, [channels, 1, taps] there."""
+    channels, taps = place.shape
+    return replace(place, stored_shape=(channels, 1, taps))
 
 
 def _bare(theirs: str, ours: str, shape: tuple[int, ...], model: ModelConfig) -> dict[str, TensorPlace]:

@@ -170,6 +170,9 @@ class ModelConfig:
     """Inner width of an expert that processes every token, next to the chosen ones. null: there is none."""
     shared_expert_gate: bool = option(True, kinds=MIXTURE)
     """Multiply the shared expert's output by a learned sigmoid gate of the token (Qwen2-MoE)."""
+    moe_latent_size: int | None = option(None, SIZE, kinds=MIXTURE)
+    """Width of the latent that a mixture's experts read and write (Nemotron-H): all tokens are projected to it
+    before the experts, and back after them. null: experts have the width of the model."""
     decoder_sparse_step: int = option(1, SIZE, kinds=MIXTURE)
     """Every n-th layer is a mixture: those whose 1-based number n divides. The others are dense."""
     mlp_only_layers: list[int] | None = option(None, kinds=MIXTURE)
@@ -309,6 +312,11 @@ class ModelConfig:
         return self.moe_intermediate_size or self.intermediate_size
 
     @property
+    def expert_input(self) -> int:
+        """Width of what experts read and write."""
+        return self.moe_latent_size or self.hidden_size
+
+    @property
     def has_mixtures(self) -> bool:
         return any(map(self.is_mixture, range(self.num_hidden_layers)))
 
@@ -397,6 +405,7 @@ _WITHOUT_EXPERTS = tuple(
         *(
             "moe_intermediate_size",
             "shared_expert_intermediate_size",
+            "moe_latent_size",
             "router_aux_loss_coef",
             "router_z_loss_coef",
         ),
