@@ -16,7 +16,6 @@ from megalite.config.schema import Config
 from megalite.mesh.layout import Coordinates
 from megalite.model.cost.recomputed import repeated
 from megalite.model.cost.records import AttentionCost, Elementwise, EmbeddingLookup, Matmul, UnitCost
-from megalite.model.kinds import replicas
 from megalite.model.parameters import embedding_pair
 from megalite.model.unit_numbers import head_unit, layers_in
 from megalite.parallel.pipeline.schedule import ActionKind, Schedule
@@ -137,7 +136,6 @@ class _Tensor:
         These are gradients that are partial over tp, and those of replicated key-value heads.
         """
         sharing, width = Sharing.of(self.config), Widths.of(self.config).gradient
-        copies = replicas(self.config.model, self.ranks)
 
         def summed(segment: Segment) -> float:
             size = (
@@ -145,9 +143,7 @@ class _Tensor:
                 * width
                 / (sharing.shard if sharing.zero else 1)
             )
-            return 2 * ring(
-                size, self.ranks if segment.grad_partial_axis else copies if segment.replicas > 1 else 1
-            )
+            return 2 * ring(size, self.ranks if segment.grad_partial_axis else segment.replicas)
 
         trained = (bucket for bucket in buckets if bucket.trainable)
         return sum(
