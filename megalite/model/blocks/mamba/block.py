@@ -87,7 +87,7 @@ class MambaMixer:
         inner, states = self.heads * self.width, self.groups * model.mamba_state_size
         self.xbc = (inner, states, states)
         self.widths = Parts(inner, sum(self.xbc), self.heads)  # type: ignore[arg-type]
-        self.factors = self._factors(model)
+        self.factors = self._factors(model, weights[f"{name}.in.weight"].tensor)
 
     def _norm(self, model: ModelConfig, name: str, weights: Weights, mesh: Mesh) -> GatedNorm | GateAlone:
         if model.mamba_norm == "none":
@@ -103,14 +103,12 @@ class MambaMixer:
             rounded=False,
         )
 
-    def _factors(self, model: ModelConfig) -> Tensor | None:
+    def _factors(self, model: ModelConfig, like: Tensor) -> Tensor | None:
         each = [model.mamba_in_multiplier * factor for factor in model.mamba_multipliers or [1.0] * 5]
         if all(factor == 1.0 for factor in each):
             return None
         widths = (self.widths.z, *self.xbc, self.widths.dt)
-        device = self.conv.tensor.device
-        factors = [torch.full((width,), factor) for width, factor in zip(widths, each, strict=True)]  # type: ignore[call-overload]
-        return torch.cat(factors).to(device)
+        return torch.cat([like.new_full((width,), own) for width, own in zip(widths, each, strict=True)])  # type: ignore[arg-type]
 
     def compute(self, packed: Tensor, saved: Saved, state: ForwardState) -> Tensor:
         parts = self.split(packed)
@@ -153,11 +151,11 @@ class MambaMixer:
             assert dconv.bias is not None
             self.conv_bias.accumulate(dconv.bias)
         dpacked = torch.cat((dz, dconv.x, dstep.dt), -1)
-        return dpacked if self.factors is None else dpacked * self.factors.to(dpacked.dtype)
+        return dpacked if self.factors is None else dpacked * self.factors
 
     def split(self, packed: Tensor) -> Parts:
         if self.factors is not None:
-            packed = packed * self.factors.to(packed.dtype)
+            packed = packed * self.factors
         return Parts(*packed.split(list(self.widths), dim=-1))
 
     def tokens(self, x: Tensor, b: Tensor, c: Tensor, step: Step) -> Tokens:
