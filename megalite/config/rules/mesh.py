@@ -8,61 +8,12 @@ from megalite.config.rule import Rule, around, describe_legal, divisors, multipl
 from megalite.config.rules.context import RuleContext
 
 
-_SHARED_BY_HEADS = {"mamba": ("mamba_num_heads", "mamba_n_groups")}
-"""Kind of block → the options with its number of heads, and of what heads share in groups."""
-
-
-def _has_block(c: RuleContext, kind: str) -> bool:
-    return any(kind in c.model.block_names(layer) for layer in range(c.model.num_hidden_layers))
-
-
-def _splits_blocks(c: RuleContext, tp: int) -> bool:
-    """Whether ranks hold whole heads of blocks with a state, and whole parts of what these share or copies."""
-    numbers = [
-        [getattr(c.model, name) for name in names]
-        for kind, names in _SHARED_BY_HEADS.items()
-        if _has_block(c, kind)
-    ]
-    return all(heads % tp == 0 and (shared % tp == 0 or tp % shared == 0) for heads, shared in numbers)
-
-
-def _tp_of_blocks(kind: str, heads: str, shared: str) -> tuple[Rule, Rule]:
-    """Rules for the heads of a kind of block, and what they share."""
-
-    def number(c: RuleContext, name: str) -> int:
-        return int(getattr(c.model, name))
-
-    return (
-        Rule(
-            f"tp divides the heads of {kind} blocks",
-            "parallel.tp",
-            lambda c: _has_block(c, kind) and number(c, heads) % c.parallel.tp,
-            message=f"does not divide {{model.{heads}}}: each rank must hold whole heads",
-            legal=legal_tp,
-        ),
-        Rule(
-            f"tp fits what heads of {kind} blocks share",
-            "parallel.tp",
-            lambda c: (
-                _has_block(c, kind)
-                and number(c, shared) % c.parallel.tp
-                and c.parallel.tp % number(c, shared)
-            ),
-            message=f"neither divides {{model.{shared}}} nor is a multiple of it: they are split or copied "
-            "evenly",
-            legal=legal_tp,
-        ),
-    )
-
-
 def legal_tp(c: RuleContext) -> list[int]:
     """Tensor-parallel sizes that the model allows: whole heads, key-value heads split or replicated evenly,
     feed-forward split evenly."""
     kv, shared = c.model.kv_heads, c.model.shared_expert_intermediate_size or 0
     whole = [tp for tp in divisors(c.model.num_attention_heads) if kv % tp == 0 or tp % kv == 0]
-    return [
-        tp for tp in whole if c.model.intermediate_size % tp == shared % tp == 0 and _splits_blocks(c, tp)
-    ]
+    return [tp for tp in whole if c.model.intermediate_size % tp == shared % tp == 0]
 
 
 def legal_ulysses(c: RuleContext) -> list[int]:
@@ -241,7 +192,6 @@ RULES: tuple[Rule, ...] = (
         "split or replicated evenly",
         legal=legal_tp,
     ),
-    *(rule for kind, names in _SHARED_BY_HEADS.items() for rule in _tp_of_blocks(kind, *names)),
     Rule(
         "tp divides the feed-forward",
         "parallel.tp",

@@ -123,6 +123,16 @@ RULES: tuple[Rule, ...] = (
         "must be five numbers, for z, x, B, C and dt",
         "Write five numbers, or null.",
     ),
+    _fits(
+        "mamba",
+        "mamba's biases have no factors around them",
+        "mamba_proj_bias",
+        lambda model: (
+            model.mamba_proj_bias and (model.mamba_in_multiplier, model.mamba_out_multiplier) != (1.0, 1.0)
+        ),
+        "is incompatible with {model.mamba_in_multiplier} and {model.mamba_out_multiplier}",
+        "Set it to false, or the factors to 1.0.",
+    ),
     _splits("delta", "linear_num_value_heads", "value heads of delta blocks"),
     _shares("delta", "linear_num_key_heads", "key heads of delta blocks"),
     _splits("mamba", "mamba_num_heads", "heads of mamba blocks"),

@@ -549,48 +549,6 @@ _LATENTS = (
 )
 
 
-_MAMBA = (
-    Rule(
-        "groups divide the heads of mamba blocks",
-        "model.mamba_n_groups",
-        lambda c: _has_block("mamba", c) and c.model.mamba_num_heads % c.model.mamba_n_groups,
-        message="does not divide {model.mamba_num_heads}: groups have the same number of heads",
-        legal=lambda c: divisors(c.model.mamba_num_heads),
-    ),
-    Rule(
-        "a step of mamba blocks has two limits",
-        "model.mamba_time_step_limit",
-        lambda c: (
-            (limit := c.model.mamba_time_step_limit) is not None
-            and (len(limit) != 2 or limit[0] > limit[1])
-        ),
-        message="is not the smallest and the largest step",
-        legal="Write [0.001, 0.1], or null.",
-    ),
-    Rule(
-        "a factor for each part of mamba blocks",
-        "model.mamba_multipliers",
-        lambda c: c.model.mamba_multipliers is not None and len(c.model.mamba_multipliers) != 5,
-        message="must be five numbers",
-        legal="Write those of z, x, B, C and dt, or null.",
-    ),
-    Rule(
-        "mamba blocks with biases have no factors around them",
-        "model.mamba_proj_bias",
-        lambda c: (
-            c.model.mamba_proj_bias
-            and (c.model.mamba_in_multiplier, c.model.mamba_out_multiplier) != (1.0, 1.0)
-        ),
-        message="is incompatible with {model.mamba_in_multiplier} and {model.mamba_out_multiplier}",
-        legal="Set it to false, or the factors to 1.0.",
-    ),
-)
-
-
-def _has_block(kind: str, c: "RuleContext") -> bool:
-    return any(kind in c.model.block_names(layer) for layer in range(c.model.num_hidden_layers))
-
-
 def _init_from(c: "RuleContext") -> str:
     return c.model.initial_weights or ""
 
@@ -672,7 +630,6 @@ RULES: tuple[Rule, ...] = (
     *_GROUPS,
     *_MTP,
     *_LATENTS,
-    *_MAMBA,
     Rule(
         "preset or from_hf",
         "model.from_hf",
