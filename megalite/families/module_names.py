@@ -34,6 +34,13 @@ class Names:
         mtp: modules of an MTP layer besides those of a layer; empty if files have none.
         multimodal: prefix of the whole names in files of a multimodal model, and the prefixes of its other
             parts, which are not read.
+        nested: what follows `base` in files of a multimodal model.
+        kept: prefixes of tensors that transformers does not read with the language model. A conversion keeps
+            them aside, and an export has them again.
+        spellings: parts of names that files have in place of those in the table, and the latter.
+        by_head: modules whose rows are stored by head: the first head's rows of all parts, then the next
+            head's; and the field of ModelConfig that counts the heads.
+        mixer: what the roles of the matrices of a mixer begin with.
     """
 
     ends: dict[str, str]
@@ -49,6 +56,11 @@ class Names:
     router_bias: str = ""
     mtp: dict[str, str] = field(default_factory=dict)
     multimodal: tuple[str, tuple[str, ...]] | None = None
+    nested: str = ""
+    kept: tuple[str, ...] = ()
+    spellings: tuple[tuple[str, str], ...] = ()
+    by_head: dict[str, str] = field(default_factory=dict)
+    mixer: str = ""
 
 
 _ENDS = {"model.embed_tokens": "embedding", "model.norm": "norm", "lm_head": "head"}
@@ -62,6 +74,8 @@ _OUT = {"self_attn.o_proj": "attention.out", "mlp.down_proj": "mlp.down"}
 _LINEARS = _QKV | _GATE_UP | _OUT
 EACH_HEAD = ("q_norm", "k_norm", "layernorm.norms.{}")
 """Ends of the modules that may hold a norm of each head."""
+CONVOLUTIONS = ("conv1d", "conv.conv")
+"""Ends of the modules that are convolutions."""
 _STABLELM_NORM = {
     "self_attn.q_layernorm.norms.{}": "attention.q_norm",
     "self_attn.k_layernorm.norms.{}": "attention.k_norm",
@@ -116,6 +130,57 @@ _MIXTRAL = {
     "block_sparse_moe.gate": "mlp.router",
     "block_sparse_moe.experts.{}.{}": "mlp.experts.in",
     "block_sparse_moe.experts.{}.w2": "mlp.experts.down",
+}
+
+_GATED_QKV = _QKV | {"self_attn.q_proj": "attention.q attention.gate"}
+_DELTA = {
+    "linear_attn.conv1d": "mixer.conv_q mixer.conv_k mixer.conv_v",
+    "linear_attn.A_log": "mixer.a_log",
+    "linear_attn.dt_bias": "mixer.dt_bias",
+    "linear_attn.norm": "mixer.norm",
+    "linear_attn.out_proj": "mixer.out",
+}
+_QWEN_DELTA = _DELTA | {
+    "linear_attn.in_proj_qkv": "mixer.q mixer.k mixer.v",
+    **{f"linear_attn.in_proj_{part}": f"mixer.{part}" for part in "zba"},
+}
+_QWEN3_NEXT_DELTA = _DELTA | {
+    "linear_attn.in_proj_qkvz": "mixer.q mixer.k mixer.v mixer.z",
+    "linear_attn.in_proj_ba": "mixer.b mixer.a",
+}
+
+
+def _separate_delta(prefix: str, parts: dict[str, str]) -> dict[str, str]:
+    """The modules of a delta block that has a module for each of its parts."""
+    own = {f"{part}_proj": f"mixer.{part}" for part in ("q", "k", "v", "b")}
+    own |= {f"{part}_conv1d": f"mixer.conv_{part}" for part in "qkv"}
+    own |= {"A_log": "mixer.a_log", "dt_bias": "mixer.dt_bias", "o_norm": "mixer.norm", "o_proj": "mixer.out"}
+    return {f"{prefix}.{theirs}": ours for theirs, ours in (own | parts).items()}
+
+
+_KIMI_DELTA = _separate_delta(
+    "self_attn", {f"{part}_proj": f"mixer.{part}" for part in ("f_a", "f_b", "g_a", "g_b")}
+)
+
+
+def _either(one: dict[str, str], other: dict[str, str]) -> dict[str, str]:
+    """The modules of two kinds of blocks, which have some names in common."""
+    return {theirs: " ".join(each[theirs] for each in (one, other) if theirs in each) for theirs in one | other}
+
+
+_LFM2_ENDS = {"model.embed_tokens": "embedding", "model.embedding_norm": "norm", "lm_head": "head"}
+_LFM2 = _QKV | {
+    "self_attn.out_proj": "attention.out",
+    "self_attn.q_layernorm": "attention.q_norm",
+    "self_attn.k_layernorm": "attention.k_norm",
+    "operator_norm": "input_norm",
+    "ffn_norm": "mlp_norm",
+    "conv.in_proj": "mixer.B mixer.C mixer.x",
+    "conv.conv": "mixer.conv",
+    "conv.out_proj": "mixer.out",
+    "feed_forward.w1": "mlp.gate",
+    "feed_forward.w3": "mlp.up",
+    "feed_forward.w2": "mlp.down",
 }
 
 _LLAMA = Names(_ENDS, "model.layers", _LINEARS | _BEFORE)
@@ -201,6 +266,71 @@ FAMILY_NAMES = {
             "mlp.experts.down_proj": "mlp.experts.down",
         },
         bare=("self_attn.sinks", "experts.gate_up_proj", "experts.down_proj"),
+    ),
+    "qwen3_next": Names(
+        _ENDS,
+        "model.layers",
+        _LINEARS | _GATED_QKV | _BEFORE | _QK_NORM | _MIXTURE | _SHARED | _QWEN3_NEXT_DELTA,
+        kept=("mtp.",),
+        by_head={
+            "self_attn.q_proj": "num_attention_heads",
+            "in_proj_qkvz": "linear_num_key_heads",
+            "in_proj_ba": "linear_num_key_heads",
+        },
+        mixer="delta_",
+    ),
+    **dict.fromkeys(
+        ("qwen3_5_text", "qwen3_5_moe_text"),
+        Names(
+            _ENDS,
+            "model.layers",
+            _LINEARS | _GATED_QKV | _BEFORE | _QK_NORM | _MIXTURE | _SHARED | _QWEN_DELTA,
+            nested="language_model.",
+            kept=("mtp.", "model.visual."),
+            by_head={"self_attn.q_proj": "num_attention_heads"},
+            mixer="delta_",
+        ),
+    ),
+    "olmo_hybrid": Names(
+        _ENDS,
+        "model.layers",
+        _LINEARS
+        | _AFTER
+        | _QK_NORM
+        | _separate_delta("linear_attn", {"a_proj": "mixer.a", "g_proj": "mixer.z"})
+        | {"attention_layer_norm": "input_norm", "feedforward_layer_norm": "mlp_norm"},
+        kept=("mtp.",),
+        # transformers writes the first name in layers with attention, too
+        spellings=(("feedforward_layer_norm", "post_attention_layernorm"),),
+        mixer="delta_",
+    ),
+    "kimi_linear": Names(
+        _ENDS,
+        "model.layers",
+        _either(_LATENT | _OUT, _KIMI_DELTA)
+        | _GATE_UP
+        | _BEFORE
+        | _MIXTRAL
+        | {f"block_sparse_moe.{theirs[4:]}": ours for theirs, ours in _SHARED_EXPERTS.items()},
+        expert=("w1", "w3"),
+        router_bias="block_sparse_moe.gate.e_score_correction_bias",
+        # transformers writes the first name in dense layers, too
+        spellings=((".block_sparse_moe.", ".mlp."),),
+        mixer="delta_",
+    ),
+    "lfm2": Names(_LFM2_ENDS, "model.layers", _LFM2, mixer="conv_"),
+    "lfm2_moe": Names(
+        _LFM2_ENDS,
+        "model.layers",
+        _LFM2
+        | {
+            "feed_forward.gate": "mlp.router",
+            "feed_forward.experts.{}.{}": "mlp.experts.in",
+            "feed_forward.experts.{}.w2": "mlp.experts.down",
+        },
+        expert=("w1", "w3"),
+        router_bias="feed_forward.expert_bias",
+        mixer="conv_",
     ),
     "phi3": Names(_ENDS, "model.layers", _FUSED | _BEFORE),
     "gpt2": Names(

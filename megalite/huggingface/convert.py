@@ -53,7 +53,7 @@ from megalite.huggingface.files import ConversionError, NewFile, TensorFiles
 from megalite.huggingface.merging import Adapters
 from megalite.huggingface.model_card import write_card
 from megalite.huggingface.router_bias import PREFIX, bias_names, fill, states, to_export
-from megalite.huggingface.tensor_places import TensorPlace, copies, places
+from megalite.huggingface.tensor_places import TensorPlace, copies, evenly_cut, places
 from megalite.huggingface.tokenizer_export import (
     TokenizerChoice,
     choose,
@@ -163,7 +163,7 @@ class HuggingFaceSource:
                     f"{self.directory}: {theirs} and {place.theirs} differ, but the model shares this tensor"
                 )
         # a layer's experts are large: only those in the rectangle are read
-        if number := len(place.pieces) or place.experts:
+        if number := (len(place.pieces) if place.stored_shape is None else 0) or place.experts:
             length = place.shape[0] // number
             first, last = offsets[0] // length, (offsets[0] + sizes[0] - 1) // length
             if place.pieces:
@@ -174,9 +174,8 @@ class HuggingFaceSource:
                 own = place.flat(self.weights.experts(place.theirs, first, last + 1))
             return place.read(own, (offsets[0] - first * length, *offsets[1:]), sizes)
         pieces = [self.weights[theirs] for theirs in place.tensors]
-        return place.read(
-            pieces[0].view(place.shape) if len(pieces) == 1 else torch.cat(pieces), offsets, sizes
-        )
+        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return place.read(whole.view(place.shape), offsets, sizes)
 
 
 def _opened(directory: Path) -> TensorFiles:
@@ -215,7 +214,13 @@ def _bound(
         by_name = {name: _fused(place) for name, place in by_name.items()}
     head = stored(f"{next(theirs for theirs, ours in names.ends.items() if ours == 'head')}.weight")
     # of a file in which names have a prefix
-    other_parts = (*unread, *(names.multimodal[1] if names.multimodal and stored("") else ()))
+    other_parts = (*unread, *names.kept, *(names.multimodal[1] if names.multimodal and stored("") else ()))
+    if names.spellings:
+        there = {*weights}
+        by_name = {name: _spelled(place, names, stored, there) for name, place in by_name.items()}
+        convolutions = (place.theirs for name, place in by_name.items() if ".mixer.conv_" in name)
+        sizes = {theirs: weights.shape(stored(theirs)) for theirs in convolutions if stored(theirs) in weights}
+        by_name = evenly_cut(by_name, sizes)
     expected = {
         stored(theirs): shape for place in by_name.values() for theirs, shape in place.tensors.items()
     }
@@ -246,6 +251,23 @@ def _bound(
     return {name: replace(place, theirs=stored(place.theirs)) for name, place in by_name.items()}
 
 
+def _spelled(
+    place: TensorPlace, names: Names, stored: Callable[[str], str], there: set[str]
+) -> TensorPlace:
+    """Return the place with the spelling of its name that a file has.
+
+    there: the names in the file.
+    """
+    if any(stored(theirs) in there for theirs in place.tensors):
+        return place
+    others = (
+        replace(place, theirs=place.theirs.replace(ours, theirs))
+        for theirs, ours in names.spellings
+        if ours in place.theirs
+    )
+    return next((each for each in others if all(stored(theirs) in there for theirs in each.tensors)), place)
+
+
 def _fused(place: TensorPlace) -> TensorPlace:
     """Return the place in a file that stores the experts of a layer as one tensor, as transformers 5 does."""
     return (
@@ -257,6 +279,9 @@ def _fused(place: TensorPlace) -> TensorPlace:
 
 def _prefix(weights: Iterable[str], names: Names) -> Callable[[str], str]:
     """Return a function that converts a family's name of a tensor to the stored name."""
+    inner = f"{names.base}{names.nested}"
+    if names.nested and any(name.startswith(inner) for name in weights):
+        return lambda name: f"{inner}{name.removeprefix(names.base)}" if name.startswith(names.base) else name
     whole = names.multimodal[0] if names.multimodal else ""
     if whole and any(name.startswith(whole) for name in weights):
         return lambda name: f"{whole}{name}"
