@@ -99,7 +99,7 @@ def parser() -> Parser:
     add(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
-        help="dtype of all tensors (default: keep the stored dtypes)",
+        help="dtype of the tensors, except those that transformers keeps in fp32 (default: as stored)",
     )
     add(
         "--ema",

@@ -31,6 +31,8 @@ class Names:
         bare: modules whose tensors have no .weight at the end of their names, and _bias instead of .bias.
         router_bias: the tensor of an MoE block that is added to the scores when experts are chosen; empty if
             files have none.
+        fp32: our module of a layer whose weight transformers keeps in fp32 in a model of any dtype; empty if
+            there is none.
         mtp: modules of an MTP layer besides those of a layer; empty if files have none.
         multimodal: prefix of the whole names in files of a multimodal model, and the prefixes of its other
             parts, which are not read.
@@ -54,6 +56,7 @@ class Names:
     expert: tuple[str, ...] = ("gate_proj", "up_proj")
     bare: tuple[str, ...] = ()
     router_bias: str = ""
+    fp32: str = ""
     mtp: dict[str, str] = field(default_factory=dict)
     multimodal: tuple[str, tuple[str, ...]] | None = None
     nested: str = ""
@@ -237,13 +240,14 @@ FAMILY_NAMES = {
     "olmoe": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _QK_NORM | _MIXTURE),
     "qwen2_moe": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _MIXTURE | _SHARED),
     "qwen3_moe": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _QK_NORM | _MIXTURE),
-    "deepseek_v2": Names(_ENDS, "model.layers", _DEEPSEEK, interleaved=True),
+    "deepseek_v2": Names(_ENDS, "model.layers", _DEEPSEEK, interleaved=True, fp32="mlp.router"),
     "deepseek_v3": Names(
         _ENDS,
         "model.layers",
         _DEEPSEEK,
         interleaved=True,
         router_bias="mlp.gate.e_score_correction_bias",
+        fp32="mlp.router",
         mtp=_MTP,
     ),
     "glm4_moe": Names(
@@ -251,6 +255,7 @@ FAMILY_NAMES = {
         "model.layers",
         _LINEARS | _BEFORE | _QK_NORM | _MIXTURE | _SHARED_EXPERTS,
         router_bias="mlp.gate.e_score_correction_bias",
+        fp32="mlp.router",
         mtp=_MTP,
     ),
     "gpt_oss": Names(

@@ -470,7 +470,8 @@ def export_model(
             weights.
         like: Hugging Face directory whose family, token ids, tokenizer and generation settings are exported;
             by default the one that the checkpoint was imported from.
-        dtype: dtype of all tensors; by default the stored one.
+        dtype: dtype of the tensors; by default the stored one. Router biases are in fp32 in any case, and
+            modules that transformers keeps in fp32 are not rounded.
         shard: maximum number of bytes of a file.
         tokenizer: byte, FILE.model or a directory; by default the tokenizer of the training data, otherwise
             of `like`.
@@ -496,10 +497,10 @@ def export_model(
     stored = _stored(manifest, by_name)
     for theirs, ours in copies(model, config["model_type"]).items():
         by_name[theirs], stored[theirs] = replace(by_name[ours], theirs=theirs), stored[ours]
-    dtypes = {name: dtype or getattr(torch, tensor.dtype) for name, tensor in stored.items()}
+    dtypes, common = _dtypes(stored, dtype, names_of(model, config["model_type"]).fp32)
     ids = token_ids(found_tokenizer, from_dict(manifest.state["config"]), like)
     config |= {key: base[key] for key in base.keys() & families().kept} | ids
-    config |= {"torch_dtype": dtype_name(max(dtypes.values(), key=lambda each: each.itemsize))}
+    config |= {"torch_dtype": dtype_name(common)}
     summary = _summary(model, config["model_type"], map(dtype_name, dtypes.values()))
     with new_directory(target) as temporary:
         biases = to_export(manifest, bias_names(model, config["model_type"]))
@@ -526,23 +527,36 @@ def export_model(
     notes = [
         *without,
         *found_tokenizer.notes,
-        *_rounded(from_dict(manifest.state["config"]), dtypes.values(), like, base),
+        *_rounded(from_dict(manifest.state["config"]), common, like, base),
     ]
     return summary | {"like": like and str(like), "tokenizer": found_tokenizer.name, "notes": notes}
 
 
-def _rounded(
-    config: Config, dtypes: Iterable[torch.dtype], like: Path | None, base: dict[str, Any]
-) -> list[str]:
+def _dtypes(
+    stored: dict[str, StoredTensor], dtype: torch.dtype | None, fp32: str
+) -> tuple[dict[str, torch.dtype], torch.dtype]:
+    """Return the dtype of each tensor in the files, and that of the model: the widest of them.
+
+    Weights of the module `fp32` keep a wider dtype than `dtype` and do not count for that of the model.
+    transformers would otherwise load all weights in fp32 because of them.
+    """
+    dtypes = {name: dtype or getattr(torch, tensor.dtype) for name, tensor in stored.items()}
+    kept = {name for name in stored if fp32 and name.endswith(f".{fp32}.weight")}
+    common = max((dtypes[name] for name in dtypes.keys() - kept), key=lambda each: each.itemsize)
+    dtypes |= {name: torch.promote_types(dtypes[name], getattr(torch, stored[name].dtype)) for name in kept}
+    return dtypes, common
+
+
+def _rounded(config: Config, dtype: torch.dtype, like: Path | None, base: dict[str, Any]) -> list[str]:
     """Return a note if a run with adapters has rounded the frozen weights that it started from.
 
     Frozen weights are stored in compute precision.
     """
-    theirs, widest = stored_dtype(base), max(dtypes, key=lambda each: each.itemsize)
-    if not config.lora.rank or theirs != "float32" or widest.itemsize >= torch.float32.itemsize:
+    theirs = stored_dtype(base)
+    if not config.lora.rank or theirs != "float32" or dtype.itemsize >= torch.float32.itemsize:
         return []
     return [
-        f"the weights are exported in {dtype_name(widest)}: the run rounded the weights of {like}, which "
+        f"the weights are exported in {dtype_name(dtype)}: the run rounded the weights of {like}, which "
         f"are in {theirs}. Use adapter-export to keep them unchanged"
     ]
 

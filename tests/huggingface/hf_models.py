@@ -3,6 +3,7 @@ has written."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -317,12 +318,14 @@ def make(case: Case) -> Any:
     with torch.no_grad():
         for value in model.parameters():
             value.add_(torch.randn_like(value), alpha=0.1)
-        biases = {
-            name: value.normal_(std=0.1).clone() for name, value in model.named_buffers() if name.endswith(ROUTER_BIAS)
-        }
-    model = model.to(case.dtype)
-    for name, value in biases.items():  # in fp32 in files of any dtype
-        model.get_submodule(name.rpartition(".")[0]).e_score_correction_bias = value
+        for name, value in model.named_buffers():
+            if name.endswith(ROUTER_BIAS):
+                value.normal_(std=0.1)
+    # Routers' biases, and some families' routers, are in fp32 in files of any dtype.
+    kept = re.compile("|".join([ROUTER_BIAS, *(model._keep_in_fp32_modules_strict or ())]))
+    for name, value in [*model.named_parameters(), *model.named_buffers()]:
+        if not kept.search(name):
+            value.data = value.to(case.dtype)
     return model
 
 

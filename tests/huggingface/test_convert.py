@@ -20,7 +20,7 @@ from torch import Tensor
 from megalite.checkpoint import manifest_of
 from megalite.commands import convert as convert_hf
 from megalite.evaluation.logits import load_stage, our_logits
-from megalite.families.model_config import hf_config
+from megalite.families.model_config import hf_config, stored_dtype
 from megalite.huggingface import convert as converting
 from tests.huggingface.hf_models import (
     CASES,
@@ -88,6 +88,7 @@ def test_a_model_goes_in_and_out_and_computes_the_same(name, tmp_path: Path, cap
         tensor.numel() for key, tensor in stored(theirs).items() if not key.endswith(ROUTER_BIAS)
     )
     assert same_bytes(stored(theirs), stored(again))
+    assert stored_dtype(hf_config(again)) == stored_dtype(hf_config(theirs))
     for beside in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (again / beside).read_bytes() == (theirs / beside).read_bytes()
     assert (again / "model.safetensors.index.json").exists() == (case.shard != "5GB")
@@ -434,6 +435,19 @@ def test_another_dtype_is_written_where_it_is_asked_for(whole, tmp_path: Path):
     rounded = {name: value.bfloat16() for name, value in stored(whole).items()}
     assert same_bytes(stored(tmp_path / "out"), rounded)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2, lite, yarn rope", "deepseek_v3", "glm4_moe"])
+def test_routers_that_transformers_keeps_in_fp32_are_not_rounded(name, tmp_path: Path):
+    from transformers import AutoModelForCausalLM
+
+    theirs, ours, out = write(CASES[name], tmp_path / "theirs"), tmp_path / "ours", tmp_path / "out"
+    convert_hf.main(["import", str(theirs), str(ours)])
+    convert_hf.main(["export", str(ours), str(out), "--dtype", "bfloat16"])
+    model = AutoModelForCausalLM.from_pretrained(theirs, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "expected")
+    assert same_bytes(stored(out), stored(tmp_path / "expected"))
+    assert stored_dtype(hf_config(out)) == "bfloat16"
 
 
 def test_check_tells_equal_from_different_position_by_position(whole, tmp_path: Path, capsys):
