@@ -75,6 +75,8 @@ class Family:
     the one in `neutral`."""
     rope_types: tuple[str, ...] = tuple(kind for kind in ROPE_SCALING_KEYS if kind != "longrope")
     """Types of rotary scaling that transformers supports for it."""
+    rope_entries: str = ""
+    """Further entries of its rotary fields, which have no influence on text. An export copies them."""
     multimodal: str | None = None
     """model_type of the multimodal model whose text_config is of this family."""
 
@@ -558,11 +560,11 @@ def unread_fields(config: dict[str, Any]) -> dict[str, Any]:
         if name not in _read_elsewhere(family)
     }
     if family.rope:
-        unread |= _unread_rope(config)
+        unread |= _unread_rope(config, family)
     return unread
 
 
-def _unread_rope(config: dict[str, Any]) -> dict[str, Any]:
+def _unread_rope(config: dict[str, Any], family: Family) -> dict[str, Any]:
     """The entries of the rotary fields that are not of their rope_type."""
     unread: dict[str, Any] = {}
     for name in ("rope_parameters", "rope_scaling"):
@@ -576,6 +578,7 @@ def _unread_rope(config: dict[str, Any]) -> dict[str, Any]:
                 *ROPE_SCALING_KEYS.get(_ROPE_NAMES.get(kind, kind), ()),
                 *_ROPE_ENTRIES,
                 *_FURTHER_ENTRIES.get(kind, ()),
+                *family.rope_entries.split(),
             }
             unread |= {f"{place}.{entry}": value for entry, value in entries.items() if entry not in read}
     return unread

@@ -56,7 +56,7 @@ class Names:
     expert: tuple[str, ...] = ("gate_proj", "up_proj")
     bare: tuple[str, ...] = ()
     router_bias: str = ""
-    fp32: str = ""
+    fp32: tuple[str, ...] = ()
     mtp: dict[str, str] = field(default_factory=dict)
     multimodal: tuple[str, tuple[str, ...]] | None = None
     nested: str = ""
@@ -240,14 +240,14 @@ FAMILY_NAMES = {
     "olmoe": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _QK_NORM | _MIXTURE),
     "qwen2_moe": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _MIXTURE | _SHARED),
     "qwen3_moe": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _QK_NORM | _MIXTURE),
-    "deepseek_v2": Names(_ENDS, "model.layers", _DEEPSEEK, interleaved=True, fp32="mlp.router"),
+    "deepseek_v2": Names(_ENDS, "model.layers", _DEEPSEEK, interleaved=True, fp32=("mlp.router.weight",)),
     "deepseek_v3": Names(
         _ENDS,
         "model.layers",
         _DEEPSEEK,
         interleaved=True,
         router_bias="mlp.gate.e_score_correction_bias",
-        fp32="mlp.router",
+        fp32=("mlp.router.weight",),
         mtp=_MTP,
     ),
     "glm4_moe": Names(
@@ -255,7 +255,7 @@ FAMILY_NAMES = {
         "model.layers",
         _LINEARS | _BEFORE | _QK_NORM | _MIXTURE | _SHARED_EXPERTS,
         router_bias="mlp.gate.e_score_correction_bias",
-        fp32="mlp.router",
+        fp32=("mlp.router.weight",),
         mtp=_MTP,
     ),
     "gpt_oss": Names(
@@ -319,6 +319,7 @@ FAMILY_NAMES = {
         | {f"block_sparse_moe.{theirs[4:]}": ours for theirs, ours in _SHARED_EXPERTS.items()},
         expert=("w1", "w3"),
         router_bias="block_sparse_moe.gate.e_score_correction_bias",
+        fp32=("mlp.router.weight", "mixer.dt_bias"),
         # transformers writes the first name in dense layers, too
         spellings=((".block_sparse_moe.", ".mlp."),),
         mixer="delta_",
