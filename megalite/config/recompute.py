@@ -12,7 +12,7 @@ import re
 from functools import lru_cache
 
 OPERATIONS = {
-    "attn_norm": "the norm in front of attention",
+    "attn_norm": "the norm in front of attention, or of a block with a state",
     "qkv": "queries, keys and values",
     "scores": "the probabilities of attention, where they are kept",
     "attention": "attention's output",
@@ -22,6 +22,8 @@ OPERATIONS = {
     "mlp_in": "the input of the activation",
     "mlp_out": "the down projection, where it or a norm keeps something",
     "experts": "a whole mixture of experts",
+    "mixer_in": "the projection of a delta, mamba or convolution block",
+    "mixer": "the output of its recurrence or convolution",
 }
 """Name → what is computed again. `megalite.model.kinds` adds those of kinds that are registered."""
 BUDGET = "budget"

@@ -32,9 +32,10 @@ from megalite.launch.causes import End, ExitCause, Lost, across_hosts, by_cause,
 from megalite.launch.memory_kills import MemoryKills
 from megalite.launch.output import LOGS, RECENT, job_of, log_of
 from megalite.system.activity import Activity
-from megalite.system.files import replacing
+from megalite.system.files import replacing, unique_name
 from megalite.system.messages import say
 
+PART = "rank_*.json"
 MOST_PARTS, MOST_LOGS, MOST_LINES = 64, 8, 60  # ranks, of these with their lines, and lines of each
 PATIENCE_S = 5.0
 UNKNOWN = "unknown"
@@ -229,8 +230,8 @@ def _write_part(directory: Path, part: RankReport, always: bool = False) -> None
     place = directory / run_files.CRASH_PARTS
     place.mkdir(parents=True, exist_ok=True)
     path = place / f"rank_{part.rank:05d}.json"
-    if always or len(os.listdir(place)) < MOST_PARTS or path.exists():
-        _replace(path, json.dumps(asdict(part)))
+    if always or path.exists() or sum(1 for _ in place.glob(PART)) < MOST_PARTS:
+        _replace(path, json.dumps(asdict(part)), place)
 
 
 def _parts(directory: Path, since: float, job: str) -> list[RankReport]:
@@ -239,16 +240,19 @@ def _parts(directory: Path, since: float, job: str) -> list[RankReport]:
     Times of other hosts are only used if a part does not name its job.
     """
     parts = []
-    for path in sorted((directory / run_files.CRASH_PARTS).glob("rank_*.json")):
+    for path in sorted((directory / run_files.CRASH_PARTS).glob(PART)):
         with suppress(OSError, ValueError, TypeError):
             parts.append(RankReport(**json.loads(path.read_text(encoding="utf-8"))))
     ours = (part for part in parts if (part.job == job if job and part.job else part.written >= since))
     return sorted(ours, key=lambda part: part.written)
 
 
-def _replace(path: Path, text: str) -> None:
-    # several processes may write one report
-    with replacing(path, path.with_name(f".{path.name}.{os.getpid()}.new")) as fresh:
+def _replace(path: Path, text: str, place: Path) -> None:
+    """Write a file, first under a name in `place` that no other writer has.
+
+    Ranks and launchers on several hosts write one report, in containers often with the same process number.
+    """
+    with replacing(path, place / unique_name(path)) as fresh:
         fresh.write_text(text, encoding="utf-8")
 
 
@@ -256,11 +260,20 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _compose(config: Config, since: float, job: str, reason: str | None) -> None:
-    """Write crash.md from all parts, again if another part has arrived meanwhile."""
+    """Write crash.md from all parts, again if another part has arrived meanwhile.
+
+    There is no lock, which a file system may not have and a killed rank would keep: the last one to write the
+    report has looked for parts since. One that is killed before it can look again must not have replaced a
+    newer report, so a report is not written if a part arrived while it was composed.
+    """
     directory, written = config.run.directory, list[RankReport]()
+    place = directory / run_files.CRASH_PARTS
     while (parts := _parts(directory, since, job)) != written:
-        _replace(directory / run_files.CRASH, report(config, parts, reason))
-        written = parts
+        text = report(config, parts, reason)
+        if _parts(directory, since, job) == parts:
+            # moved from the directory of the parts: NFS then lists the directory anew, if it has changed
+            _replace(directory / run_files.CRASH, text, place)
+            written = parts
 
 
 def completed(parts: Iterable[RankReport]) -> list[RankReport]:

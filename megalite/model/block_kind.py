@@ -47,7 +47,8 @@ class BlockSpec:
     Attributes:
         kind: its name in `kinds.KINDS`.
         layer: index of its layer, 0-based.
-        slot: the part of the layer's stored names that its parameters are under, `attention` or `mlp`.
+        slot: the part of the layer's stored names that its parameters are under: `attention`, `mixer` (of
+            blocks with a state) or `mlp`.
         input_norm: the stored name of the norm of its input within the layer; None: it has none.
         output_norm: whether its output is normalized before it is added.
         beside: whether it reads the input of the block before it, and not the sum with that block's output.
@@ -72,7 +73,7 @@ class BlockKind:
 
     Attributes:
         name: its name in `model.layer_blocks`.
-        slot: the slot of a layer that it takes, attention or mlp.
+        slot: the slot of a layer that it takes: attention, mixer or mlp.
         joins_output: whether the operation `residual` may repeat the block's last matmul, which must compute
             the output from what the backward has (`BlockModule.last`).
         operations: operations that `train.recompute` may name besides those of `config.recompute`, and what

@@ -12,6 +12,8 @@ from megalite.config.sections.lora import PROJECTIONS
 from megalite.config.sections.model import ModelConfig
 from megalite.model.block_kind import BlockKind, BlockSpec
 from megalite.model.blocks.attention.kind import AttentionKind
+from megalite.model.blocks.convolution.kind import ConvolutionKind
+from megalite.model.blocks.delta.kind import DeltaKind
 from megalite.model.blocks.feed_forward.kind import FeedForwardKind
 from megalite.model.blocks.latent_attention.kind import LatentAttentionKind
 from megalite.model.blocks.mixture.kind import MixtureKind
@@ -20,7 +22,7 @@ from megalite.model.mtp.losses import layer_count
 
 KINDS: dict[str, BlockKind] = {}
 """Name → kind. `register` adds one."""
-INPUT_NORMS = {"attention": "input_norm", "mlp": "mlp_norm"}
+INPUT_NORMS = {"attention": "input_norm", "mixer": "input_norm", "mlp": "mlp_norm"}
 """Slot → the stored name of the norm of its input."""
 
 
@@ -35,7 +37,10 @@ def register(kind: BlockKind) -> None:
     PROJECTIONS.extend(role for role in kind.projections if role not in PROJECTIONS)
 
 
-for _kind in (AttentionKind(), LatentAttentionKind(), FeedForwardKind(), MixtureKind()):
+for _kind in (
+    *(AttentionKind(), LatentAttentionKind(), DeltaKind(), ConvolutionKind()),
+    *(FeedForwardKind(), MixtureKind()),
+):
     register(_kind)
 
 

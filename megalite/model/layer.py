@@ -31,7 +31,11 @@ from megalite.parallel.node import Chain, Differentiable, Node, Saved
 from megalite.parallel.tensor.norm import LayerNorm, RMSNorm
 from megalite.parallel.weight import Weights
 
-OUTPUT_DROPOUT = {"attention": Site.ATTENTION_OUTPUT, "mlp": Site.MLP_OUTPUT}  # by slot
+OUTPUT_DROPOUT = {
+    "attention": Site.ATTENTION_OUTPUT,
+    "mixer": Site.MIXER_OUTPUT,
+    "mlp": Site.MLP_OUTPUT,
+}  # by slot
 
 
 def make_norm(model: ModelConfig, weights: Weights, name: str, ops: CompiledOps) -> nn.Module:

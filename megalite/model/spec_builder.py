@@ -64,16 +64,21 @@ class SpecBuilder:
         one = 1.0 - self.model.norm_offset
         return Segment(name, (width,), split, decay=False, init_value=one, role="norms", **options)  # type: ignore[arg-type]
 
-    def column(self, name: str, parts: Sequence[tuple[str, int, int]], bias: bool) -> list[ParamSpec]:
+    def column(
+        self, name: str, parts: Sequence[tuple[str, int, int]], bias: bool, roles: str = ""
+    ) -> list[ParamSpec]:
         """Return a column-parallel linear: weights [width, hidden], split along dim 0.
 
         Args:
             parts: (name, output width, replicas) of each segment.
+            roles: what the role of a segment has before its name.
         """
         hidden = self.model.hidden_size
         prefix = name.rsplit(".", 1)[0]
         weights = tuple(
-            Segment(f"{prefix}.{part}.weight", (width, hidden), 0, copies, init_std=self.std, role=part)
+            Segment(
+                f"{prefix}.{part}.weight", (width, hidden), 0, copies, init_std=self.std, role=roles + part
+            )
             for part, width, copies in parts
         )
         biases = tuple(

@@ -25,6 +25,14 @@ def replacing(path: Path, fresh: Path | None = None) -> Iterator[Path]:
         fresh.unlink(missing_ok=True)
 
 
+def unique_name(path: Path) -> str:
+    """Return a hidden name for a new file that replaces `path`, for files with several writers.
+
+    No other process or thread has it, on any host. The ending is that of `path`.
+    """
+    return f".{os.urandom(8).hex()}.{path.name}"
+
+
 def write_synced(path: Path, text: str) -> None:
     """Write a file and wait until its content is on disk. Its name is on disk only once its directory is
     synced, too."""

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from megalite.system.files import replacing
+from megalite.system.files import replacing, unique_name
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
@@ -33,15 +33,19 @@ def flush_output() -> None:
             stream.flush()
 
 
-def write_or_say(path: Path, write: Callable[[Path], object]) -> bool:
+def write_or_say(path: Path, write: Callable[[Path], object], *, shared: bool = False) -> bool:
     """Write the file of an instrument atomically, creating its directory.
 
     If that fails, print one line. Returns whether the file was written.
+
+    Args:
+        shared: several processes may write the file at the same time.
     """
+    # the ending stays: some writers compress by it
+    fresh_path = path.with_name(unique_name(path) if shared else f".new.{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # the ending stays: some writers compress by it
-        with replacing(path, path.with_name(f".new.{path.name}")) as fresh:
+        with replacing(path, fresh_path) as fresh:
             write(fresh)
     except OSError as error:
         say(f"{path} cannot be written: {error.strerror or error}")

@@ -94,7 +94,7 @@ class SummaryWriter:
             self._measure(self.summary)
             path.write_text(json.dumps(asdict(self.summary), indent=2) + "\n", encoding="utf-8")
 
-        write_or_say(self._directory / run_files.SUMMARY, write)
+        write_or_say(self._directory / run_files.SUMMARY, write, shared=True)  # with launchers
 
     def _measure(self, summary: RunSummary) -> None:
         """Read the progress of the run from its files."""
@@ -132,7 +132,8 @@ def launcher_failed(config: Config, status: int, reason: str, since: float, job:
         "reason": reason.strip().split("\n")[0],
         "ended": content.get("ended") or now(),
     }
-    write_or_say(path, lambda fresh: fresh.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8"))
+    text = json.dumps(content, indent=2) + "\n"
+    write_or_say(path, lambda fresh: fresh.write_text(text, encoding="utf-8"), shared=True)
 
 
 def last_records(metrics: Path) -> Iterator[dict[str, Any]]:

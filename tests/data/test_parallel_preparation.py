@@ -5,21 +5,30 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import pickle
+import signal
 import subprocess
 import sys
 import textwrap
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megalite.data.indexed import IndexedTokens
 from megalite.data.preparation import pool
+from megalite.data.preparation.encoded import Encoded
 from megalite.data.preparation.prepare import prepare
 from megalite.data.preparation.sources import open_inputs
+from megalite.data.preparation.tasks import Task
 from megalite.data.preparation.texts import Texts
 from megalite.data.tokenizer import tokenizers as tokenizing
+from tests.structure.sources import ROOT
 
 SOURCES = "".join(inspect.getsource(module) for module in (inspect, textwrap, json))
 ODD = "grüße 日本語 🎉 <|endoftext|> </s>\r\n\r\n  \n\t\n" + "no line end in " * 300 + "\n"
@@ -168,3 +177,62 @@ def test_tasks_name_what_workers_read(tmp_path):
 def test_by_default_every_usable_core_works(monkeypatch):
     monkeypatch.setattr(pool, "usable_cores", lambda: 6)
     assert [pool.default_workers(size) for size in (0, 5 << 20, 9 << 20, 1 << 30)] == [1, 1, 2, 6]
+
+
+class Unusual:
+    """An encoder that does what the first text of a task says, in a worker."""
+
+    def encode(self, task: Task, tokenizer: tokenizing.Tokenizer) -> Encoded:
+        what = task.texts[0]
+        if what == "fail":
+            raise ValueError("it broke")
+        if what == "be killed":
+            Connection._send = self._half  # type: ignore[attr-defined]
+        if what.startswith("be slow"):
+            time.sleep(0.1)
+            return Encoded(task.size, np.zeros(len(what), np.uint16))
+        masked = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        return Encoded(task.size, forms={"SIGINT is blocked"} if masked else set())
+
+    @staticmethod
+    def _half(connection: Connection, message: bytes) -> None:
+        os.write(connection.fileno(), message[: len(message) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def answers(encoder: pool.Encoder, *texts: str) -> Iterator[Any]:
+    """What two workers answer, up to the first error."""
+    tasks = (Task(number, texts=(text,)) for number, text in enumerate(texts))
+    try:
+        for result in pool.encoded(tasks, tokenizing.load("byte"), encoder, 2):
+            yield result.input_bytes, len(result.tokens), sorted(result.forms)
+    except Exception as error:
+        yield type(error).__name__, str(error), *(line.strip() for line in getattr(error, "__notes__", ()))
+
+
+def answered(encoder: str, texts: str) -> list[Any]:
+    """`answers` of a process that may hang."""
+    code = "import json; from tests.data.test_parallel_preparation import *; "
+    code += f"print(json.dumps(list(answers({encoder}(), *{texts}))))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stderr == ""
+    return json.loads(done.stdout)
+
+
+def test_a_worker_that_is_killed_while_it_sends_a_result_is_noticed():
+    """Also where the other one lives. Without a pipe of its own the rest of the result would be awaited for ever."""
+    assert [answer[0] for answer in answered("Unusual", "['be killed', 'work']")] == ["WorkerLost"]
+
+
+def test_workers_leave_ctrl_c_to_the_command_and_tell_where_they_failed():
+    *results, error = answered("Unusual", "['work'] * 3 + ['fail'] + ['work'] * 20")
+    assert results == [[number, 0, ["SIGINT is blocked"]] for number in range(3)]
+    assert error[:2] == ["ValueError", "it broke"] and 'raise ValueError("it broke")' in error[2]
+
+
+def test_tasks_and_results_that_no_pipe_holds_pass_each_other():
+    """A worker sends a result while it is sent a task."""
+    results = answered("Unusual", "['be slow' + 'a' * 999_993] * 12")
+    assert results == [[number, 1_000_000, []] for number in range(12)]

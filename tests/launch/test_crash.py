@@ -7,7 +7,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from megalite.launch.causes import End, ExitCause, Lost, by_cause
 from megalite.launch.memory_kills import MemoryKills
 from megalite.system.activity import Activity
 from megalite.training.job import Job
-from megalite.training.summary import SummaryWriter
+from megalite.training.summary import SummaryWriter, launcher_failed
 
 SECRET = "hunter2-token"
 RANKS = """
@@ -111,9 +112,87 @@ def test_ranks_without_a_launcher_write_one_report_together(tmp_path, monkeypatc
         each.join()
     report = (config.run.directory / run_files.CRASH).read_text()
     assert "rank 3 was first" in section(report, "Reason") and "lost" not in section(report, "Reason")
-    assert [line[:5] for line in section(report, "Ranks").splitlines() if line[2:3].isdigit()] == [
-        f"| {rank} |" for rank in range(6)
-    ]
+    assert rows(config) == [f"| {rank} |" for rank in range(6)]
+
+
+def rows(config: Config) -> list[str]:
+    report = (config.run.directory / run_files.CRASH).read_text()
+    return [line[:5] for line in section(report, "Ranks").splitlines() if line[2:3].isdigit()]
+
+
+def test_a_rank_with_an_older_report_does_not_replace_that_of_all(tmp_path, monkeypatch):
+    """Both have the same process number, as in containers on two hosts. Rank 0 composes its report before rank 1 has
+    failed, and writes it when rank 1 has written its own, but not replaced crash.md yet."""
+    config, real = configuration(tmp_path), crash.replacing
+    composed, written, also_written, replaced = (threading.Event() for _ in range(4))
+    writers = iter(["older", "newer"])
+
+    @contextmanager
+    def replacing(path: Path, fresh: Path) -> Iterator[Path]:
+        writer = next(writers, "") if path.name == run_files.CRASH else ""
+        if writer == "older":
+            composed.set()
+            assert written.wait(60)
+        with real(path, fresh) as place:
+            yield place
+            if writer == "newer":
+                written.set()
+                assert also_written.wait(60)
+            elif writer == "older":
+                also_written.set()
+                assert replaced.wait(60)
+
+    monkeypatch.setattr(crash, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(crash, "replacing", replacing)
+    older = threading.Thread(target=failed, args=(config, 0))
+    older.start()
+    assert composed.wait(60)
+    failed(config, 1)
+    replaced.set()
+    older.join()
+    assert rows(config) == ["| 0 |", "| 1 |"]
+
+
+def test_a_rank_that_is_killed_leaves_the_report_of_those_that_failed_meanwhile(tmp_path, monkeypatch):
+    """The launcher kills the others soon after the first failure, here after the rank has replaced crash.md."""
+    config, real_report, real_replacing = configuration(tmp_path), crash.report, crash.replacing
+
+    def report(config: Config, parts: Sequence[crash.RankReport], reason: str | None) -> str:
+        text = real_report(config, parts, reason)
+        if len(parts) == 1:
+            failed(config, 1)
+        return text
+
+    @contextmanager
+    def replacing(path: Path, fresh: Path) -> Iterator[Path]:
+        with real_replacing(path, fresh) as place:
+            yield place
+        if path.name == run_files.CRASH:
+            raise RuntimeError("killed")
+
+    monkeypatch.setattr(crash, "report", report)
+    monkeypatch.setattr(crash, "replacing", replacing)
+    failed(config, 0)
+    assert rows(config) == ["| 0 |", "| 1 |"]
+
+
+def test_two_launchers_record_the_end_at_the_same_time(tmp_path, monkeypatch, capsys):
+    """The one of the rank that failed first, and the one of rank 0."""
+    config, real = configuration(tmp_path), Path.write_text
+    config.parallel.dp = 1
+    SummaryWriter(config)
+    reasons = iter(["the second"])
+
+    def write_text(path: Path, *arguments: Any, **options: Any) -> int:
+        size = real(path, *arguments, **options)
+        for reason in reasons:
+            launcher_failed(config, 1, reason, since=0.0)
+        return size
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    launcher_failed(config, 1, "the first", since=0.0)
+    assert json.loads((config.run.directory / "summary.json").read_text())["reason"] == "the first"
+    assert capsys.readouterr().err == ""
 
 
 def test_parts_of_an_earlier_job_are_not_of_this_failure(tmp_path):
@@ -205,11 +284,7 @@ def test_clocks_of_hosts_do_not_tell_which_rank_failed_first(skew, tmp_path, mon
     )
     report = (config.run.directory / run_files.CRASH).read_text()
     assert section(report, "Reason").strip("`\n") == "rank 3 was killed by SIGKILL"
-    assert [line[:5] for line in section(report, "Ranks").splitlines() if line[2:3].isdigit()] == [
-        "| 0 |",
-        "| 1 |",
-        "| 3 |",
-    ]
+    assert rows(config) == ["| 0 |", "| 1 |", "| 3 |"]
     content = json.loads(summary.read_text())
     assert (content["state"], content["exit_status"], content["reason"]) == (
         "failed",

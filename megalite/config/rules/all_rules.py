@@ -15,7 +15,7 @@ from typing import Any
 
 from megalite.config.errors import ConfigError
 from megalite.config.rule import Mistakes, Rule
-from megalite.config.rules import adapters, bounds, graphs, mesh, model_and_data, training
+from megalite.config.rules import adapters, bounds, graphs, mesh, mixers, model_and_data, training
 from megalite.config.rules.context import RuleContext
 from megalite.config.schema import OPTIONS, Config
 from megalite.config.sections import (
@@ -36,7 +36,7 @@ from megalite.config.sections import (
 
 MODEL_RULES: tuple[Rule, ...] = (*bounds.RULES, *model.RULES, *lora.RULES, *adapters.RULES)
 """The rules for a model and its adapters, with the bounds of all options."""
-LAYOUT_RULES: tuple[Rule, ...] = (*mesh.RULES, *parallel.RULES)
+LAYOUT_RULES: tuple[Rule, ...] = (*mesh.RULES, *mixers.RULES, *parallel.RULES)
 """The rules for the layout of a model."""
 RULES: tuple[Rule, ...] = (
     *MODEL_RULES,

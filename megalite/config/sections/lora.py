@@ -12,8 +12,17 @@ if TYPE_CHECKING:
     from megalite.config.rules.context import RuleContext
 
 
-PROJECTIONS = ["q", "k", "v", "o", "gate", "up", "down", "q_a", "q_b", "kv_a", "kv_b"]
-"""The roles of a layer's matrices, which can have adapters. The last four are those of latent attention.
+MIXERS = {
+    "delta": ("q", "k", "v", "z", "b", "a", "f_a", "f_b", "g_a", "g_b", "o"),
+    "mamba": ("z", "x", "B", "C", "dt", "o"),
+    "conv": ("B", "C", "x", "o"),
+}
+"""The matrices of delta, mamba and convolution blocks; their roles are PREFIX_NAME."""
+PROJECTIONS = [
+    *("q", "k", "v", "o", "gate", "up", "down", "q_a", "q_b", "kv_a", "kv_b"),
+    *(f"{kind}_{part}" for kind, parts in MIXERS.items() for part in parts),
+]
+"""The roles of a layer's matrices, which can have adapters. q_a to kv_b are those of latent attention.
 `megalite.model.kinds` adds those of kinds that are registered."""
 BUILT_IN_PROJECTIONS = tuple(PROJECTIONS)
 EXPERTS = ("experts.in", "experts.down")
@@ -36,8 +45,10 @@ class LoraConfig:
     dropout: float = option(0.0, FRACTION)
     """Dropout probability on the adapters' input."""
     targets: list[str] | None = None
-    """Projections that have adapters, in every layer: q, k, v, o, gate, up, down and of latent attention q_a,
-    q_b, kv_a, kv_b, or their names in PEFT (q_proj; query_key_value means all its parts), and experts.in and
+    """Projections that have adapters, in every layer: q, k, v, o, gate, up, down, of latent attention q_a,
+    q_b, kv_a, kv_b, of delta blocks delta_q, delta_k, delta_v, delta_z, delta_b, delta_a, delta_o, of mamba
+    blocks mamba_z, mamba_x, mamba_B, mamba_C, mamba_dt, mamba_o, of convolution blocks conv_B, conv_C,
+    conv_x, conv_o, or their names in PEFT (q_proj; query_key_value means all its parts), and experts.in and
     experts.down of a mixture's experts, each with an adapter of its own (PEFT's target_parameters
     experts.gate_up_proj and experts.down_proj). null, all-linear or an empty list: all projections of the
     model but those of experts."""

@@ -71,9 +71,9 @@ class ModelConfig:
     num_hidden_layers: int = option(4, SIZE)
     """Number of transformer layers."""
     layer_blocks: list[str] | None = None
-    """Kinds of the blocks of each layer, joined by +: attention+feed_forward, delta+mixture, mamba. Kinds:
-    attention, latent_attention, delta (gated delta rule), mamba (Mamba-2), convolution, feed_forward, mixture.
-    null: attention (latent_attention with kv_lora_rank), then mixture in layers with experts, else
+    """Kinds of the blocks of each layer, joined by +: attention+feed_forward, delta+mixture, mamba. Known are
+    attention, latent_attention, delta (gated delta rule), mamba (Mamba-2), convolution, feed_forward and
+    mixture. null: attention (latent_attention with kv_lora_rank), then mixture in layers with experts, else
     feed_forward; so have the layers of mtp_layers."""
     mtp_layers: int = option(0, NOT_NEGATIVE, kinds=MTP)
     """Number of modules of multi-token prediction (DeepSeek-V3): each has one more layer, and in training
@@ -243,8 +243,8 @@ class ModelConfig:
     mamba_proj_bias: bool = option(False, kinds=MAMBA)
     """Bias on the projections of mamba blocks."""
     mamba_norm: Literal["gate_first", "norm_first", "none"] = option("gate_first", kinds=MAMBA)
-    """Norm of the output of mamba blocks by group: after the gate (gate_first), before it (norm_first), or the
-    gate alone (none)."""
+    """Norm of the output of mamba blocks by group: after the gate (gate_first), before it (norm_first), or
+    no norm, the gate alone (none)."""
     mamba_time_step_limit: list[float] | None = option(None, NOT_NEGATIVE, kinds=MAMBA)
     """Smallest and largest step Δ of mamba blocks. null: no limits."""
     mamba_multipliers: list[float] | None = option(None, kinds=MAMBA)

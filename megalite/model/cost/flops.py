@@ -14,7 +14,7 @@ from megalite.config.sections.lora import LoraConfig
 from megalite.config.sections.model import ModelConfig
 from megalite.config.sections.train import TrainConfig
 from megalite.model.cost.recomputed import repeated
-from megalite.model.cost.records import MODES, AttentionCost, Matmul, Share, attended_pairs
+from megalite.model.cost.records import MODES, AttentionCost, Matmul, RecurrenceCost, Share, attended_pairs
 from megalite.model.cost.units import Units
 from megalite.model.mtp.losses import layer_count
 
@@ -64,7 +64,7 @@ class Flops:
     Attributes:
         convention: palm counts all positions for attention (Chowdhery et al. 2022, Megatron-LM), causal only
         those that the mask leaves. layers: the matmuls with the layers' weights, those of modules of
-        multi-token prediction included. attention: query · key and probabilities · value.
+        multi-token prediction included. attention: query · key and probabilities · value; recurrences.
         head: the matmul with the vocabulary, once for each token that is predicted.
         embedding: the lookup counted as a matmul with the vocabulary; 0 if it is not counted.
         recomputed: what backward computes again.
@@ -127,12 +127,12 @@ def per_token(
         scores = sum(
             each.matmul_flops(_attended(sequence_length, each.window, convention)) for each in unit.attentions
         )
-        attention += 6 * scores
+        attention += 6 * scores + 3 * sum(each.flops for each in unit.recurrences)
         mode = TrainConfig(recompute=recompute).recompute_of(index)
         again = unit.steps if mode == "full" else []
         if mode not in MODES:
             again = repeated(units, index, mode)
-        recomputed += sum(step.flops for step in again if isinstance(step, Matmul))
+        recomputed += sum(step.flops for step in again if isinstance(step, Matmul | RecurrenceCost))
         recomputed += 2 * scores if any(isinstance(step, AttentionCost) for step in again) else 0.0
         if mode == "selective" or "scores" in mode.split("+") or flash:
             recomputed += scores

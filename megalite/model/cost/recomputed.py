@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megalite.model.cost.units import Units
 
 STREAM, NORMED, STATISTICS = "residual stream", "output of the norm", "statistics of the norm"
-NORM_OPERATIONS = {"attention": "attn_norm", "mlp": "mlp_norm"}
+NORM_OPERATIONS = {"attention": "attn_norm", "mixer": "attn_norm", "mlp": "mlp_norm"}
 """Slot → the operation of `train.recompute` for the norm of the input of its block."""
 SUM_OPERATION = "residual"  # the sum in front of a block that is not the first one, and its norm
 OUTPUT_OPERATIONS = {"attention": "attn_out"}

@@ -4,6 +4,7 @@ UnitCost             embedding, layer or head
   BlockCost          of each block of a layer
     Matmul           matmul with a stored weight           EmbeddingLookup  rows of a stored table
     AttentionCost    matmuls of queries, keys and values   Elementwise      memory-bound kernels
+    RecurrenceCost   chunks of a recurrence with a state
       Buffer         a tensor that forward keeps for backward
 """
 
@@ -491,7 +492,29 @@ class Elementwise:
     flops = 0
 
 
-Step = Matmul | EmbeddingLookup | AttentionCost | Elementwise
+@dataclass(frozen=True)
+class RecurrenceCost:
+    """A recurrence with a state for each head of this rank, in chunks of tokens.
+
+    Attributes:
+        flops: FLOPs of the forward, with the chunk of the convention (`CHUNK` of the block's cost).
+        backward_flops: of the backward, with what it computes again.
+        forward, backward: as in `Elementwise`.
+        chunk, key_size, value_size: sizes of the matmuls that these FLOPs are spent in.
+    """
+
+    flops: int
+    backward_flops: int
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    chunk: int
+    key_size: int
+    value_size: int
+    kept: tuple[Buffer, ...] = ()
+    local_weights = 0
+
+
+Step = Matmul | EmbeddingLookup | AttentionCost | RecurrenceCost | Elementwise
 
 
 @dataclass(frozen=True)
@@ -547,6 +570,10 @@ class UnitCost:
     @property
     def attentions(self) -> list[AttentionCost]:
         return [step for block in self.blocks for step in block.attentions]
+
+    @property
+    def recurrences(self) -> list[RecurrenceCost]:
+        return [step for step in self.steps if isinstance(step, RecurrenceCost)]
 
     @property
     def flops(self) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from math import prod
 from typing import NamedTuple
 
 from megalite.config.sections.lora import LoraConfig
@@ -22,6 +23,7 @@ from megalite.model.cost.records import (
     EmbeddingLookup,
     LocalMatmul,
     Matmul,
+    RecurrenceCost,
     Share,
     Step,
     WholeRowsMatmul,
@@ -203,6 +205,8 @@ class Operations:
                 return self._product(step)
             case AttentionCost():
                 return PassTimes(*self._attention(step), 0.0)
+            case RecurrenceCost():
+                return self._recurrence(step)
             case Elementwise():
                 return PassTimes(self._pointwise(*step.forward), self._pointwise(*step.backward), 0.0)
             case EmbeddingLookup(values=values):  # backward accumulates in fp32
@@ -350,6 +354,14 @@ class Operations:
             self.precision,
         )
         return times[0] / self.software.attention, times[1] / self.software.attention
+
+    def _recurrence(self, step: RecurrenceCost) -> PassTimes:
+        """Return the time of a recurrence: batches of small matmuls, and the memory around them."""
+        sizes = step.chunk, step.value_size, step.key_size
+        each = 2 * prod(sizes)
+        forward = self._gemm(*sizes, step.flops / each) + self._pointwise(*step.forward)
+        backward = self._gemm(*sizes, step.backward_flops / each) + self._pointwise(*step.backward)
+        return PassTimes(forward, backward, 0.0)
 
     def attention_again(self, share: Share, index: int) -> float:
         """Return the seconds of attention's forward, which `selective` recomputes in a layer.

@@ -1,0 +1,1 @@
+"""A gated short convolution."""

@@ -1,0 +1,24 @@
+"""The description of a convolution block for one rank and microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from megalite.model.block_kind import BlockSpec
+from megalite.model.cost.records import BlockCost, Elementwise, Matmul
+from megalite.model.mixer_cost import mixer_cost, recomputed
+
+if TYPE_CHECKING:
+    from megalite.model.cost.units import Units
+
+__all__ = ["cost", "recomputed"]
+
+
+def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> BlockCost:
+    """Return the description of the block, see `BlockKind.cost`."""
+    into, out = matmuls[f"{block.slot}.in"], matmuls[f"{block.slot}.out"]
+    values = units.share.tokens * out.inputs
+    # B ∘ x, the convolution, and its product with C; the backward repeats them
+    mixing = Elementwise((3 * values, 2 * values, 3 * values), (8 * values, 4 * values, 8 * values))
+    return mixer_cost(units, [into], [mixing], out, into.outputs)

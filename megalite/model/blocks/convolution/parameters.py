@@ -1,0 +1,20 @@
+"""The stored parameters of a convolution block, split over tp by channel."""
+
+from __future__ import annotations
+
+from megalite.model.spec_builder import SpecBuilder, one_each
+from megalite.parallel.spec import ParamSpec, Segment
+
+PREFIX = "conv_"  # of roles
+
+
+def specs(build: SpecBuilder, name: str) -> list[ParamSpec]:
+    """Return the projection, whose rows are the gates B and C and the values x, the convolution [hidden, K],
+    and the output projection."""
+    model, hidden = build.model, build.model.hidden_size
+    stored = build.column(f"{name}.in", [(part, hidden, 1) for part in "BCx"], model.conv_bias, roles=PREFIX)
+    taps = (hidden, model.conv_kernel)
+    stored += one_each(build.unit, Segment(f"{name}.conv.weight", taps, 0, decay=False, init_std=build.std))
+    if model.conv_bias:
+        stored += one_each(build.unit, Segment(f"{name}.conv.bias", (hidden,), 0, decay=False))
+    return stored + build.row(f"{name}.out", f"{PREFIX}o", hidden, model.conv_bias)
