@@ -7,7 +7,7 @@ from typing import Any
 
 from megalite.config.errors import ConfigError
 from megalite.config.sections.model import ModelConfig
-from megalite.families import deepseek, mamba
+from megalite.families import deepseek, layer_types, mamba
 from megalite.families.model_config import Family, families, from_hf_config
 
 _TRAINING_ONLY = (
@@ -20,6 +20,7 @@ _MIXTURE = (
         "num_experts_per_tok",
         "moe_intermediate_size",
         "norm_topk_prob",
+        "norm_topk_eps",
         "shared_expert_intermediate_size",
     ),
     *("shared_expert_gate", "decoder_sparse_step", "mlp_only_layers", "router_balance", "router_bias_rate"),
@@ -81,6 +82,8 @@ def meaning(model: ModelConfig) -> dict[str, Any]:
         "embedding_scale": model.embedding_scale or 1.0,
         "logit_scale": model.logit_scale or 1.0,
         "no_rope_layers": [layer for layer in layers if not model.uses_rope(layer)],
+        "delta_norm_eps": model.delta_norm_eps or model.rms_norm_eps,
+        "post_norm_layers": model.post_norm_layers or None,
         "rope_local_theta": model.rope_local_theta if any(map(model.local_rope, layers)) else None,
         "sliding_window": model.sliding_window if local else None,
         "sliding_window_layers": local,
@@ -186,6 +189,20 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
         "swiglu_alpha": 1.702,
         "swiglu_limit": 7.0,
     },
+    **dict.fromkeys(
+        ("layer_blocks=qwen3_next", "layer_blocks=qwen3_5", "layer_blocks=qwen3_5_moe", "layer_blocks=olmo"),
+        partial(layer_types.type_fields, layer_types.DELTA),
+    ),
+    "post_norm_layers": lambda values: {},
+    "position=olmo": layer_types.olmo_position_fields,
+    **dict.fromkeys(layer_types.OLMO_WIDTHS, lambda values: {}),
+    "layer_blocks=kimi": layer_types.kimi_fields,
+    "shared_expert_intermediate_size=kimi": layer_types.kimi_shared_fields,
+    "n_group=kimi": lambda values: {"num_expert_group": values["n_group"] or 1},
+    "topk_group=kimi": lambda values: {"topk_group": values["topk_group"] or 1},
+    "layer_blocks=lfm2": partial(layer_types.type_fields, layer_types.CONVOLUTION),
+    "intermediate_size=lfm2": layer_types.lfm2_width_fields,
+    "layer_blocks=lfm2_moe": layer_types.lfm2_moe_fields,
     "parallel_block": _falcon_block,
     "parallel_block=shared_norm": _parallel,
     "parallel_block=two_norms": _parallel,

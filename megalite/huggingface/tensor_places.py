@@ -7,7 +7,7 @@ have places that list rows: see head_order.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from math import prod
@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING
 
 from megalite.config.sections.model import ModelConfig
 from megalite.families.module_names import CONVOLUTIONS, EACH_HEAD, MTP_COPIES, Names, names_of
-from megalite.huggingface.head_order import decoupled_channels, grouped_heads, rotated_channels, rows_of
+from megalite.huggingface.head_order import (
+    by_head,
+    decoupled_channels,
+    grouped_heads,
+    rotated_channels,
+    rows_of,
+)
 from megalite.model.mtp.losses import layer_count
 from megalite.model.parameters import model_specs
 
@@ -32,8 +38,8 @@ class TensorPlace:
     Norms of each head are one matrix there, of `columns` columns, or one tensor a head: then `theirs` has {}
     where their numbers are. The experts of a layer are many tensors of equal shape, our rows in this order:
     `pieces` completes their names in `theirs`. In a fused file they are one tensor [experts, rows, columns],
-    with `experts` set; with `each_transposed` [experts, columns, rows]. A tensor whose shape has further
-    dimensions of one element there, such as the weights of a convolution, has that as `stored_shape`.
+    with `experts` set; with `each_transposed` [experts, columns, rows]. A tensor that has further dimensions
+    of one element there, such as the weights of a convolution, has that shape as `stored_shape`.
     """
 
     theirs: str
@@ -49,10 +55,10 @@ class TensorPlace:
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """The names and shapes of the Hugging Face tensors."""
-        if self.stored_shape is not None:
+        if self.stored_shape is not None and not self.pieces:
             return {self.theirs: self.stored_shape}
         if self.pieces:
-            shape = (self.shape[0] // len(self.pieces), *self.shape[1:])
+            shape = self.stored_shape or (self.shape[0] // len(self.pieces), *self.shape[1:])
             return {self.theirs.format(*piece): shape for piece in self.pieces}
         if self.experts is not None:
             rows, *columns = self.shape[0] // self.experts, *self.shape[1:]
@@ -123,11 +129,7 @@ def places(model: ModelConfig, family: str) -> dict[str, TensorPlace]:
     shapes = {segment.name: segment.shape for spec in model_specs(model) for segment in spec.segments}
     tensor_places: dict[str, TensorPlace] = {}
     for theirs, parts in _modules(names, model):
-        tensor_places |= {  # a single tensor, named like a module
-            part: TensorPlace(theirs, shapes[part], range(shapes[part][0]), False)
-            for part in parts
-            if part in shapes
-        }
+        tensor_places |= {part: _single(theirs, shapes[part], model) for part in parts if part in shapes}
         for suffix in ("weight", "bias"):
             own = [f"{part}.{suffix}" for part in parts if f"{part}.{suffix}" in shapes]
             if own:
@@ -169,10 +171,53 @@ def _stacked(theirs: str, shape: tuple[int, ...], model: ModelConfig) -> TensorP
     return TensorPlace(theirs, shape, range(shape[0]), False, experts=model.num_experts or 0)
 
 
+def _single(theirs: str, shape: tuple[int, ...], model: ModelConfig) -> TensorPlace:
+    """Return the place of a tensor that is named like a module.
+
+    Logarithms of a decay by channel are [1, 1, heads, 1] there.
+    """
+    by_channel = theirs.endswith("A_log") and model.delta_decay == "channel"
+    stored_shape = (1, 1, *shape, 1) if by_channel else None
+    return TensorPlace(theirs, shape, range(shape[0]), False, stored_shape=stored_shape)
+
+
 def _convolution(place: TensorPlace) -> TensorPlace:
     """Return the place in the weights of a convolution, [channels, 1, taps] there."""
     channels, taps = place.shape
     return replace(place, stored_shape=(channels, 1, taps))
+
+
+def evenly_cut(
+    by_name: dict[str, TensorPlace], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, TensorPlace]:
+    """Return the places in a file that has the convolutions of q, k and v in three tensors of equal size.
+
+    Where transformers writes three tensors, it cuts the weights of all channels evenly, and it reads them one
+    after the other.
+
+    Args:
+        shapes: those of the tensors in the file.
+    """
+    cut = dict(by_name)
+    for name, place in by_name.items():
+        if not (name.endswith(".conv_q.weight") and "q_conv1d" in place.theirs):
+            continue
+        parts = [name.replace(".conv_q.", f".conv_{part}.") for part in "qkv"]
+        sizes, template = [len(by_name[part].rows) for part in parts], place.theirs.replace("q_conv1d", "{}_conv1d")
+        whole, taps = sum(sizes), place.shape[1]
+        even = (whole // 3, 1, taps)
+        if len({*sizes}) == 1 or any(shapes.get(template.format(part)) != even for part in "qkv"):
+            continue
+        for part, start, size in zip(parts, accumulate(sizes, initial=0), sizes, strict=False):
+            cut[part] = TensorPlace(
+                template,
+                (whole, taps),
+                range(start, start + size),
+                False,
+                pieces=(("q",), ("k",), ("v",)),
+                stored_shape=even,
+            )
+    return cut
 
 
 def _bare(theirs: str, ours: str, shape: tuple[int, ...], model: ModelConfig) -> dict[str, TensorPlace]:
@@ -231,7 +276,17 @@ def _joined(theirs: str, parts: dict[str, tuple[int, ...]], transposed: bool) ->
 
 def _ordered(name: str, place: TensorPlace, model: ModelConfig, names: Names) -> TensorPlace:
     """Return the place with its rows in our order of heads and channels."""
-    part = name.rpartition(".")[2]
+    part, module = name.rpartition(".")[2], place.theirs.rpartition(".")[0]
+    heads_of = next((count for theirs, count in names.by_head.items() if module.endswith(theirs)), None)
+    if heads_of is not None:
+        heads, rows = getattr(model, heads_of), place.rows
+        channels: Sequence[int] = range(len(rows) // heads)
+        if name.endswith(".attention.q"):
+            channels = rotated_channels(model.head_size, model.rotary_dim, names.interleaved)
+        parts = by_head(heads, place.shape[0] // heads, rows[0] // heads, tuple(channels))
+        return replace(place, rows=parts)
+    if ".attention." not in name:
+        return place
     if model.kv_lora_rank is not None:
         return _decoupled(part, place, model, names)
     channels = (

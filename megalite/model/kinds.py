@@ -47,7 +47,8 @@ for _kind in (
 
 def blocks_of(model: ModelConfig, layer: int) -> tuple[BlockSpec, ...]:
     """Return the blocks of a layer (0-based), in the order of the forward."""
-    before, after = model.norm_placement != "post", model.norm_placement != "pre"
+    placement = "post" if layer in (model.post_norm_layers or ()) else model.norm_placement
+    before, after = placement != "post", placement != "pre"
     blocks: list[BlockSpec] = []
     for name in model.block_names(layer):
         slot = KINDS[name].slot

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-ROUTER_BIAS = "e_score_correction_bias"
+ROUTER_BIAS = ("e_score_correction_bias", "expert_bias")
 VOCAB = 101  # odd, so that it is padded under every tp size
 SIZES = {
     "hidden_size": 32,
@@ -84,6 +86,18 @@ GLM_MOE = {
 }
 MSCALE = YARN | {"mscale": 0.7, "mscale_all_dim": 0.9, "beta_fast": 4, "beta_slow": 1, "rope_theta": 1e3}
 GROUPS = {"n_group": 4, "topk_group": 2}
+
+
+LINEAR = ["linear_attention", "full_attention", "linear_attention"]
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+MROPE |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+NO_ROPE = {"rope_type": "default", "rope_theta": None}
+KIMI = {key: value for key, value in LATENT.items() if key not in ("n_routed_experts", "first_k_dense_replace")}
+KIMI |= {"num_local_experts": 8, "linear_num_heads": 4, "linear_head_dim": 8, "layer_types": LINEAR}
+KIMI |= {"mlp_layer_types": ["dense", "sparse", "sparse"]}
+SHORT = {"layer_types": ["conv", "full_attention", "conv"]}
+SHORT_EXPERTS = {"num_dense_layers": 1, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
 class Case(NamedTuple):
@@ -251,6 +265,58 @@ CASES = {
         SIZES | TIED | OSS | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
         BF16,
     ),
+    "qwen3_next": Case(
+        "Qwen3Next",
+        SIZES | UNTIED | NARROW | SHARED | DELTA | {"head_dim": 16, "layer_types": LINEAR},
+        shard="20KB",
+    ),
+    "qwen3_next, tied, biases, a dense layer": Case(
+        "Qwen3Next",
+        SIZES
+        | TIED
+        | NARROW
+        | SHARED
+        | DELTA
+        | {"linear_num_key_heads": 4, "head_dim": 16, "full_attention_interval": 2, "mlp_only_layers": [1]}
+        | {"attention_bias": True, "norm_topk_prob": False},
+        BF16,
+    ),
+    "qwen3_5_text": Case(
+        "Qwen3_5Text",
+        SIZES | UNTIED | DELTA | {"head_dim": 16, "layer_types": LINEAR, "rope_parameters": MROPE},
+        shard="20KB",
+    ),
+    "qwen3_5_moe_text": Case(
+        "Qwen3_5MoeText",
+        {key: value for key, value in SIZES.items() if key != "intermediate_size"}
+        | TIED
+        | NARROW
+        | SHARED
+        | DELTA
+        | {"head_dim": 16, "layer_types": LINEAR, "rope_parameters": MROPE},
+        BF16,
+    ),
+    "olmo_hybrid": Case("OlmoHybrid", SIZES | UNTIED | DELTA | {"layer_types": LINEAR, "linear_a_log_min": 0.5}),
+    "olmo_hybrid, tied, without rope": Case(
+        "OlmoHybrid",
+        SIZES
+        | TIED
+        | {"rope_parameters": NO_ROPE, "linear_a_log_min": 0.5, "num_key_value_heads": 4}
+        | {"linear_allow_neg_eigval": False},
+        BF16,
+    ),
+    "kimi_linear": Case("KimiLinear", KIMI | UNTIED),
+    "kimi_linear, groups, a latent of queries": Case(
+        "KimiLinear", KIMI | UNTIED | {"n_group": 4, "topk_group": 2, "q_lora_rank": 12, "norm_topk_prob": False}, BF16
+    ),
+    "lfm2": Case("Lfm2", SIZES | TIED | SHORT | {"block_multiple_of": 8}, shard="20KB"),
+    "lfm2, untied, biases": Case(
+        "Lfm2", SIZES | UNTIED | {"full_attn_idxs": [1], "conv_bias": True, "block_auto_adjust_ff_dim": False}, BF16
+    ),
+    "lfm2_moe": Case("Lfm2Moe", SIZES | TIED | SHORT | SHORT_EXPERTS, shard="20KB"),
+    "lfm2_moe, untied, not renormalized": Case(
+        "Lfm2Moe", SIZES | UNTIED | SHORT | SHORT_EXPERTS | {"norm_topk_prob": False, "routed_scaling_factor": 2.5}, BF16
+    ),
     "gpt2": Case("GPT2", GPT2, shard="20KB"),
     "gpt2, untied, narrow": Case("GPT2", GPT2 | UNTIED | {"n_inner": 40}, BF16),
 }
@@ -322,7 +388,7 @@ def make(case: Case) -> Any:
             if name.endswith(ROUTER_BIAS):
                 value.normal_(std=0.1)
     # Routers' biases, and some families' routers, are in fp32 in files of any dtype.
-    kept = re.compile("|".join([ROUTER_BIAS, *(model._keep_in_fp32_modules_strict or ())]))
+    kept = re.compile("|".join([*ROUTER_BIAS, *(model._keep_in_fp32_modules_strict or ())]))
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         if not kept.search(name):
             value.data = value.to(case.dtype)
@@ -361,6 +427,29 @@ def write_multimodal(case: Case, directory: Path) -> Any:
 def save(model: Any, case: Case, directory: Path) -> None:
     model.generation_config.pad_token_id = case.fields.get("pad_token_id")
     model.save_pretrained(directory, max_shard_size=case.shard)
+    if case.family in ("OlmoHybrid", "KimiLinear"):
+        as_published(model, directory)
+
+
+def as_published(model: Any, directory: Path) -> None:
+    """Write the file again with the names and shapes of published files, which transformers reads and changes."""
+    path = directory / "model.safetensors"
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+    attention = [f"layers.{at}." for at, each in enumerate(model.config.layer_types) if each == "full_attention"]
+    for name in list(tensors):
+        stem, _, part = name.rpartition("_conv1d.weight")
+        if part == "" and stem.endswith("q"):
+            names = [f"{stem[:-1]}{each}" for each in "qkv"]
+            whole = torch.cat([tensors[f"{each}_conv1d.weight"] for each in names])
+            sizes = [len(tensors[f"{each}_proj.weight"]) for each in names]
+            for each, own in zip(names, whole.split(sizes), strict=True):
+                tensors[f"{each}_conv1d.weight"] = own.clone()
+        published = re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", name)
+        if any(layer in name for layer in attention):
+            published = published.replace("feedforward_layer_norm", "post_attention_layernorm")
+        tensors[published] = tensors.pop(name)
+    save_file(tensors, path, {"format": "pt"})
 
 
 def as_in_files(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
@@ -382,7 +471,24 @@ def as_in_files(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
                     results[
                         f"{stem.replace('mlp', 'block_sparse_moe')}.experts.{number}.{mixtral.get(part)}.weight"
                     ] = expert
-        results |= {name: value, name.replace("mlp.gate.", "block_sparse_moe.gate."): value}
+            results |= {
+                key.replace(".block_sparse_moe.", ".feed_forward."): expert
+                for key, expert in results.items()
+                if ".feed_forward" in name
+            }
+        results |= {name: value, name.replace(".mlp.", ".block_sparse_moe."): value}
+        for memory, file in (
+            ("forget_gate.", ""),
+            ("input_layernorm", "attention_layer_norm"),
+            ("post_attention_layernorm", "feedforward_layer_norm"),
+        ):
+            results[name.replace(memory, file)] = value
+        if name.endswith(".conv1d.weight") and value is not None:
+            stem = name.removesuffix("conv1d.weight")
+            sizes = [tensors.get(f"{stem}{part}_proj.weight") for part in "qkv"]
+            if all(each is not None for each in sizes):
+                for part, own in zip("qkv", value.split([len(each) for each in sizes]), strict=True):
+                    results[f"{stem}{part}_conv1d.weight"] = own
     return results
 
 

@@ -126,6 +126,9 @@ class ModelConfig:
     norm_placement: Literal["pre", "post", "both"] = "pre"
     """Position of the norms: before each block (pre), after it and before the residual addition (post), or
     both."""
+    post_norm_layers: list[int] | None = None
+    """Indices (0-based) of layers whose norms are after each block only, whatever norm_placement says
+    (OLMo-Hybrid). null: none."""
     norm_offset: float = 0.0
     """Constant added to the norm's weight; 1.0 gives Gemma's (1 + w)."""
     parallel_block: Literal["none", "shared_norm", "two_norms"] = "none"
@@ -154,6 +157,8 @@ class ModelConfig:
     norm_topk_prob: bool = option(True, kinds=MIXTURE)
     """Divide the probabilities of a token's experts by their sum; false: the outputs are weighted with the
     probabilities themselves."""
+    norm_topk_eps: float = option(1e-20, POSITIVE, kinds=MIXTURE)
+    """Added to the sum by which norm_topk_prob divides (LFM2-MoE: 1e-6)."""
     router_logit_bias: bool = option(False, kinds=MIXTURE)
     """Routers add a learned bias to their logits (gpt-oss)."""
     router_scores: Literal["softmax", "sigmoid"] = option("softmax", kinds=MIXTURE)
@@ -732,6 +737,13 @@ RULES: tuple[Rule, ...] = (
         legal="Set model.norm_placement to pre, or model.parallel_block to none.",
     ),
     Rule(
+        "post_norm_layers without parallel_block",
+        "model.post_norm_layers",
+        lambda c: c.model.parallel_block != "none" and c.model.post_norm_layers,
+        message="is incompatible with {model.parallel_block}: parallel blocks have norms at their input only",
+        legal="Remove it, or set model.parallel_block to none.",
+    ),
+    Rule(
         "norm_bias of a LayerNorm",
         "model.norm_bias",
         lambda c: not c.model.norm_bias and c.model.norm != "layer",
@@ -764,6 +776,7 @@ RULES: tuple[Rule, ...] = (
         message=lambda c: _scaling_problem(c) or "",
         legal=_scaling_example,
     ),
+    _layers_exist("post_norm_layers"),
     _layers_exist("no_rope_layers"),
     Rule(
         "no_rope_layers needs rope",

@@ -35,8 +35,6 @@ from megalite.parallel.microbatch import IGNORE_INDEX
 from megalite.parallel.tensor.linear import Activation, ColumnParallelLinear
 from megalite.parallel.weight import Weights
 
-TINY = 1e-20  # sigmoid scores may all be 0; sums of probabilities are too large to be changed by it
-
 
 class MixtureOfExperts(BlockModule):
     """[seq (/tp), batch, hidden] -> the same shape, as `FeedForward`. With tp > 1 the sequence is split."""
@@ -90,7 +88,8 @@ class MixtureOfExperts(BlockModule):
         self.dispatch.begin(choice)
         weights = scores.gather(1, choice.experts)  # [tokens, k]
         if self.model.norm_topk_prob:
-            weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+            # sigmoid scores may all be 0
+            weights = weights / (weights.sum(-1, keepdim=True) + self.model.norm_topk_eps)
         if self.model.routed_scaling_factor != 1.0:
             weights = weights * self.model.routed_scaling_factor
         if state.training and targets is not None:
