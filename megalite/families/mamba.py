@@ -51,8 +51,17 @@ def head_dim(given: dict[str, Any]) -> int:
     return head
 
 
+def without_unused(shape: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a model without those of mamba blocks, if it has none."""
+    if any("mamba" in entry for entry in shape.get("layer_blocks") or ()):
+        return shape
+    return {name: value for name, value in shape.items() if not name.startswith("mamba_")}
+
+
 def expanded(values: dict[str, Any]) -> dict[str, Any]:
     """The fields of the width, as a multiple of the model's."""
+    if not any("mamba" in entry for entry in _entries(values)):
+        return {"mamba_n_heads": 1, "mamba_d_head": "auto", "mamba_expand": 1}
     inner = values["mamba_num_heads"] * values["mamba_head_dim"]
     return {"mamba_d_head": values["mamba_head_dim"], "mamba_expand": inner // values["hidden_size"]}
 

@@ -363,6 +363,7 @@ def from_hf_config(config: dict[str, Any]) -> dict[str, Any]:
                 shape |= _COMPUTED_TOGETHER[name](given)
             else:
                 shape[name.partition("=")[0]] = _COMPUTED[name](given)
+        shape = mamba.without_unused(shape)
         shape |= _read_window(given, family, shape)
         if family.rope and shape.get("position") != "none":
             shape |= _read_rope(config, family, given, shape)

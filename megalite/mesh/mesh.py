@@ -91,7 +91,8 @@ class Mesh:
         dims: sizes of the axes; their product is the world size. Weights, gradients and optimizer state are
             sharded over groups of `dims.shard` neighbours of the data axis; the groups are replicas of each
             other.
-        replicas: numbers of neighbouring tp ranks that hold the same part of a tensor, such as a key-value head.
+        replicas: numbers of neighbouring tp ranks that hold the same part of a tensor, such as a key-value
+            head.
         tied: the pipeline ranks with the two copies of a tied embedding; None: there is one copy, or none.
         channels: the point-to-point communicators over the pp axis by name, in the order of creation, each
             with the pairs of pipeline ranks (source, target) that use it.

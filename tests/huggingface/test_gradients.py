@@ -58,6 +58,7 @@ NAMES += [
     "deepseek_v3",
 ]
 NAMES += ["glm4_moe", "gpt_oss"]
+NAMES += ["bamba", "granitemoehybrid", "nemotron_h"]
 
 
 @pytest.fixture(scope="module")

@@ -176,8 +176,8 @@ class ModelConfig:
     shared_expert_gate: bool = option(True, kinds=MIXTURE)
     """Multiply the shared expert's output by a learned sigmoid gate of the token (Qwen2-MoE)."""
     moe_latent_size: int | None = option(None, SIZE, kinds=MIXTURE)
-    """Width of the latent that a mixture's experts read and write (Nemotron-H): all tokens are projected to it
-    before the experts, and back after them. null: experts have the width of the model."""
+    """Width of the latent that a mixture's experts read and write (Nemotron-H): every token is projected to
+    it before the experts, and back after them. null: experts have the width of the model."""
     decoder_sparse_step: int = option(1, SIZE, kinds=MIXTURE)
     """Every n-th layer is a mixture: those whose 1-based number n divides. The others are dense."""
     mlp_only_layers: list[int] | None = option(None, kinds=MIXTURE)
