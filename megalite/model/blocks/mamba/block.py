@@ -25,18 +25,19 @@ from megalite.config.sections.model import ModelConfig
 from megalite.mesh.mesh import Mesh
 from megalite.model.block_kind import BlockSpec
 from megalite.model.blocks.mamba.parameters import group_replicas
-from megalite.model.blocks.mamba.step import Step
+from megalite.model.blocks.mamba.step import MambaStep
 from megalite.model.forward_state import ForwardState
 from megalite.model.layer_options import LayerOptions
 from megalite.model.mixer_block import MixerBlock
-from megalite.parallel.context.whole_rows import AcrossRows, WholeRows
+from megalite.parallel.context.attend import across_rows
+from megalite.parallel.context.whole_rows import AcrossRows
 from megalite.parallel.node import Saved
 from megalite.parallel.tensor.gated_norm import GatedNorm
 from megalite.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.weight import Weights
 
 
-class Parts(NamedTuple):
+class MambaParts(NamedTuple):
     """The parts of the packed projection, [seq, batch, width] each.
 
     Attributes:
@@ -86,7 +87,7 @@ class MambaMixer:
         self.norm = self._norm(model, name, weights, mesh)
         inner, states = self.heads * self.width, self.groups * model.mamba_state_size
         self.xbc = (inner, states, states)
-        self.widths = Parts(inner, sum(self.xbc), self.heads)  # type: ignore[arg-type]
+        self.widths = MambaParts(inner, sum(self.xbc), self.heads)  # type: ignore[arg-type]
         self.factors = self._factors(model, weights[f"{name}.in.weight"].tensor)
 
     def _norm(self, model: ModelConfig, name: str, weights: Weights, mesh: Mesh) -> GatedNorm | GateAlone:
@@ -112,31 +113,33 @@ class MambaMixer:
 
     def compute(self, packed: Tensor, saved: Saved, state: ForwardState) -> Tensor:
         parts = self.split(packed)
-        convolved = self.across.convolve(parts.convolved, self.conv.tensor, self._bias, state)
+        halos = self.across.halos(parts.convolved, self.conv.tensor.shape[1], state)
+        convolved = self.across.convolve(parts.convolved, halos, self.conv.tensor, self._bias, state)
         x, b, c = self._heads(convolved)
         step = self._step(parts)
         out, kept = self.across.recur(self.tokens(x, b, c, step), state)
-        skipped = self.d.tensor.to(out.dtype).unsqueeze(-1) * x
+        skipped = self.d.tensor.to(step.size.dtype).unsqueeze(-1) * x
         y = (out + skipped).to(packed.dtype).flatten(-2)  # [seq, batch, heads · width]
         normed, summed = self.norm.forward(y, parts.z)
-        saved.append((packed, y, summed, *kept))
+        saved.append((packed, y, summed, halos, *kept))
         return normed if self.out_multiplier == 1.0 else normed * self.out_multiplier
 
     def gradient(self, grad: Tensor, saved: Saved, state: ForwardState) -> Tensor:
-        packed, y, summed, *kept = saved.pop()
+        packed, y, summed, halos, *kept = saved.pop()
         parts = self.split(packed)
         if self.out_multiplier != 1.0:
             grad = grad * self.out_multiplier
         dy, dz = self.norm.backward(grad, y, parts.z, summed)  # type: ignore[arg-type]
-        convolved = self.across.convolve(parts.convolved, self.conv.tensor, self._bias, state)
+        convolved = self.across.convolve(parts.convolved, halos, self.conv.tensor, self._bias, state)
         x, b, c = self._heads(convolved)
         step = self._step(parts)
         tokens = self.tokens(x, b, c, step)
-        dout = dy.unflatten(-1, (self.heads, self.width)).to(tokens.v.dtype)
+        dout = dy.unflatten(-1, (self.heads, self.width))
         dtokens = self.across.recur_backward(dout, tokens, state, tuple(kept))
-        self.d.accumulate((dout * x).sum((0, 1, 3)))
-        dx = self.d.tensor.to(dout.dtype).unsqueeze(-1) * dout + step.size.unsqueeze(-1) * dtokens.v
-        dstep = step.gradients((dtokens.v * x).sum(-1), dtokens.g)
+        upcast, dv = x.to(step.size.dtype), dtokens.v.to(step.size.dtype)
+        self.d.accumulate((upcast * dout).sum((0, 1, 3)))
+        dx = self.d.tensor.to(dv.dtype).unsqueeze(-1) * dout + step.size.unsqueeze(-1) * dv
+        dstep = step.gradients((upcast * dv).sum(-1), dtokens.g)
         self.a_log.accumulate(dstep.a_log)
         self.dt_bias.accumulate(dstep.dt_bias)
         dconvolved = torch.cat(
@@ -144,7 +147,7 @@ class MambaMixer:
             -1,
         )
         dconv = self.across.convolve_backward(
-            dconvolved, parts.convolved, self.conv.tensor, self._bias, state
+            dconvolved, parts.convolved, halos, self.conv.tensor, self._bias, state
         )
         self.conv.accumulate(dconv.weight)
         if self.conv_bias is not None:
@@ -153,17 +156,17 @@ class MambaMixer:
         dpacked = torch.cat((dz, dconv.x, dstep.dt), -1)
         return dpacked if self.factors is None else dpacked * self.factors
 
-    def split(self, packed: Tensor) -> Parts:
+    def split(self, packed: Tensor) -> MambaParts:
         if self.factors is not None:
             packed = packed * self.factors
-        return Parts(*packed.split(list(self.widths), dim=-1))
+        return MambaParts(*packed.split(list(self.widths), dim=-1))
 
-    def tokens(self, x: Tensor, b: Tensor, c: Tensor, step: Step) -> Tokens:
+    def tokens(self, x: Tensor, b: Tensor, c: Tensor, step: MambaStep) -> Tokens:
         """Return the inputs of the recurrence, whose values are Δ·x."""
-        return Tokens(c, b, step.size.unsqueeze(-1) * x, step.log_decay)
+        return Tokens(c, b, (step.size.unsqueeze(-1) * x).to(x.dtype), step.log_decay)
 
-    def _step(self, parts: Parts) -> Step:
-        return Step(parts.dt, self.a_log.tensor, self.dt_bias.tensor, self.limit)
+    def _step(self, parts: MambaParts) -> MambaStep:
+        return MambaStep(parts.dt, self.a_log.tensor, self.dt_bias.tensor, self.limit)
 
     def _heads(self, convolved: Tensor) -> list[Tensor]:
         """Return x, B and C, [seq, batch, heads or groups, width]."""
@@ -187,6 +190,6 @@ def make(
     out = RowParallelLinear(
         weights[f"{name}.out.weight"], weights.get(f"{name}.out.bias"), tp, sequence_parallel
     )
-    mixer = MambaMixer(model, name, weights, mesh, WholeRows())
+    mixer = MambaMixer(model, name, weights, mesh, across_rows(mesh.cp, options.context))
     own = [weight for key, weight in weights.items() if key.startswith(f"{name}.")]
     return MixerBlock(into, mixer, out, own, block.layer)

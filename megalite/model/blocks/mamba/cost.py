@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from megalite.model.block_kind import BlockSpec
 from megalite.model.blocks.mamba.parameters import group_replicas
 from megalite.model.cost.records import BlockCost, Buffer, Elementwise, Matmul, RecurrenceCost
-from megalite.model.mixer_cost import MIXED, mixer_cost, recomputed
+from megalite.model.mixer_cost import MIXED, StateSizes, exchange_of, kept_states, mixer_cost, recomputed
 
 if TYPE_CHECKING:
     from megalite.model.cost.units import Units
@@ -29,6 +29,16 @@ def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> Block
     mixed = [Buffer(MIXED, tokens * inner)]
     if model.mamba_norm != "none":
         mixed.append(Buffer("its squares", tokens * groups, "accumulate"))
+    sizes = StateSizes(
+        convolved,
+        model.mamba_conv_kernel,
+        (heads, size, width),
+        diagonal=1,
+        exchanged=2 * max(groups, units.share.cp) * size + inner,
+        wide=heads,
+        back=inner,
+    )
+    mixed += kept_states(units.share, sizes)
     # products of C and B are those of a group, all others those of a head
     products, states = 2 * CHUNK * groups * size, 2 * heads * size * width
     forward = heads * 2 * CHUNK * width + products + 2 * states
@@ -46,4 +56,4 @@ def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> Block
         ),
         Elementwise((4 * tokens * inner,), (7 * tokens * inner,)),
     )
-    return mixer_cost(units, [into], mixing, out, packed)
+    return mixer_cost(units, [into], mixing, out, packed, exchange_of(units.share, sizes))

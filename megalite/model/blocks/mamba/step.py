@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-class StepGradients(NamedTuple):
+class MambaStepGradients(NamedTuple):
     """The gradients of dt in its type, and of A_log and dt_bias in at least fp32, [heads]."""
 
     dt: Tensor
@@ -23,7 +23,7 @@ class StepGradients(NamedTuple):
     dt_bias: Tensor
 
 
-class Step:
+class MambaStep:
     """The steps Δ of tokens and what they depend on.
 
     Args:
@@ -44,11 +44,11 @@ class Step:
     def log_decay(self) -> Tensor:
         return -self.size * self.rate
 
-    def gradients(self, dsize: Tensor, dlog_decay: Tensor) -> StepGradients:
+    def gradients(self, dsize: Tensor, dlog_decay: Tensor) -> MambaStepGradients:
         """Return the gradients from those of the step and of the log decay."""
         da_log = (dlog_decay * self.log_decay).sum((0, 1))
         dinner = (dsize - dlog_decay * self.rate) * torch.sigmoid(self.inner)
         if self.limit is not None:
             low, high = self.limit
             dinner = dinner * ((self.free >= low) & (self.free <= high))
-        return StepGradients(dinner.to(self.dt.dtype), da_log, dinner.sum((0, 1)))
+        return MambaStepGradients(dinner.to(self.dt.dtype), da_log, dinner.sum((0, 1)))
