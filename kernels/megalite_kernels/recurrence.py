@@ -79,30 +79,47 @@ def forward(tokens: Tokens, initial: Tensor | None = None) -> tuple[Tensor, Tens
     return chunks.joined(out).to(tokens.v.dtype), final
 
 
-def final_state(tokens: Tokens, initial: Tensor | None = None) -> Tensor:
-    """Return the state after the last token."""
-    return _Chunks(tokens).states(initial)[1]
+class Effect(NamedTuple):
+    """What tokens do to a state: S ↦ factor · S + added.
 
-
-def transfer(tokens: Tokens) -> Tensor:
-    """Return how the state after the tokens depends on the one before: the factor of S in S′.
-
-    It is a matrix [batch, heads, dk, dk], without β its diagonal [batch, heads, 1 or dk, 1].
+    Attributes:
+        factor: [batch, heads, dk, dk], or the diagonal of a diagonal matrix, [batch, heads, 1 or dk, 1].
+        added: the state after the tokens if it is zero before them, [batch, heads, dk, dv].
     """
-    chunks = _Chunks(tokens)
+
+    factor: Tensor
+    added: Tensor
+
+    def on(self, state: Tensor) -> Tensor:
+        return _times(self.factor, state) + self.added
+
+    def gradient(self, dfinal: Tensor) -> Tensor:
+        """Return the gradient of the state before the tokens from that of the state after them."""
+        return _times(self.factor.mT if self.factor.shape[-1] > 1 else self.factor, dfinal)
+
+
+def _times(factor: Tensor, state: Tensor) -> Tensor:
+    return factor * state if factor.shape[-1] == 1 else factor @ state
+
+
+def effect(tokens: Tokens) -> Effect:
+    """Return what the tokens do to a state, in at least fp32."""
     if tokens.beta is None:
-        return chunks.decay.prod(2)
-    width, batch, heads = tokens.k.shape[-1], tokens.v.shape[1], tokens.v.shape[2]
-    unit = torch.eye(width, dtype=chunks.decay.dtype, device=tokens.k.device)
-    nothing = tokens.v.new_zeros(()).expand(*tokens.v.shape[:3], width)
-    return final_state(tokens._replace(v=nothing), unit.expand(batch, heads, width, width))
+        chunks = _Chunks(tokens)
+        return Effect(chunks.decay.prod(2), chunks.states(None)[1])
+    # the values, and none beside them: of the unit matrix as a state, the factor is left
+    batch, heads, width = *tokens.v.shape[1:3], tokens.v.shape[3]
+    keys = tokens.k.shape[-1]
+    chunks = _Chunks(tokens._replace(v=F.pad(tokens.v, (0, keys))))
+    unit = torch.eye(keys, dtype=chunks.dtype, device=tokens.v.device).expand(batch, heads, keys, keys)
+    added, factor = chunks.states(F.pad(unit, (width, 0)))[1].split((width, keys), -1)
+    return Effect(factor, added)
 
 
-def apply_transfer(factor: Tensor, state: Tensor, transposed: bool = False) -> Tensor:
-    """Return what `transfer` makes of a state, or of the gradient of the state after the tokens."""
-    if factor.shape[-1] == 1:
-        return factor * state
-    return (factor.mT if transposed else factor) @ state
+def initial_gradient(dout: Tensor, tokens: Tokens) -> Tensor:
+    """Return the gradient of the state before the tokens from that of their outputs alone."""
+    chunks = _Chunks(tokens)
+    return chunks.state_gradients(chunks.split(dout), None)[2]
 
 
 def backward(
@@ -239,8 +256,7 @@ class _Chunks:
 
     def backward(self, dout: Tensor, states: Tensor, values: Tensor, dfinal: Tensor | None) -> Gradients:
         """Return the gradients; `states` are those before the chunks, `values` is u."""
-        after, dvalues = self._state_gradients(dout, dfinal)
-        initial = self._before(dout, after, dvalues, 0)
+        after, dvalues, initial = self.state_gradients(dout, dfinal)
         # Where a factor exp(Gᵢ) comes with qᵢ or kᵢ, the gradient of G is that of the vector times the
         # vector; where exp(−Gⱼ) comes with kⱼ, it is the same with the opposite sign.
         dq, dk_later = self._products_backward((dout @ values.mT), self.q)
@@ -265,8 +281,8 @@ class _Chunks:
         last = (self.k * dk_end).sum(3, keepdim=True) + (after * states * self.decay).sum(-1).unsqueeze(3)
         return self._gradients(dq, dk, dv, dtotal, last, dbeta, initial)
 
-    def _state_gradients(self, dout: Tensor, dfinal: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the gradients of the state after each chunk, and of the values u."""
+    def state_gradients(self, dout: Tensor, dfinal: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of the state after each chunk, of the values u, and of the first state."""
         batch, heads, count, _, width = self.v.shape
         dstate = self.v.new_zeros(batch, heads, self.k.shape[-1], width)
         if dfinal is not None:
@@ -276,19 +292,17 @@ class _Chunks:
         for index in reversed(range(count)):
             after[index] = dstate
             dvalues[index] = within[:, :, index] + self.writing[:, :, index] @ dstate
-            dstate = self._before(dout, dstate.unsqueeze(2), dvalues[index].unsqueeze(2), index)
-        return torch.stack(after, 2), torch.stack(dvalues, 2)
+            dstate = self._before(dout, dstate, dvalues[index], index)
+        return torch.stack(after, 2), torch.stack(dvalues, 2), dstate
 
     def _before(self, dout: Tensor, after: Tensor, dvalues: Tensor, index: int) -> Tensor:
         """Return the gradient of the state before a chunk."""
-        own = slice(index, index + 1)
-        after, dvalues = (x[:, :, own] if x.shape[2] > 1 else x for x in (after, dvalues))
-        dstate = self.decay[:, :, own] * after + self.reading[:, :, own].mT @ dout[:, :, own]
+        dstate = self.decay[:, :, index] * after + self.reading[:, :, index].mT @ dout[:, :, index]
         if self.beta is not None:
-            unit = self.replaced[:, :, own].mT
+            unit = self.replaced[:, :, index].mT
             dright = torch.linalg.solve_triangular(unit, dvalues, upper=True, unitriangular=True)
-            dstate = dstate - self.erasing[:, :, own].mT @ dright
-        return dstate.squeeze(2)
+            dstate = dstate - self.erasing[:, :, index].mT @ dright
+        return dstate
 
     def _gradients(
         self,

@@ -61,10 +61,11 @@ def check_offload(config: Config, device: torch.device, share: float) -> None:
     if parallel.offload != "disk":
         return
     accumulate_dtype = torch.promote_types(dtype, torch.float32)
-    own_master = dtype != accumulate_dtype or (device.type != "cpu" and not parallel.offload_parameters)
+    elsewhere = device.type != "cpu" and not parallel.offload_parameters
     kinds, elements = kinds_of(config), 0
     for spec in with_adapters(model_specs(config.model), config.lora):
         if spec.trainable:
+            own_master = elsewhere or (dtype != accumulate_dtype and not spec.at_least_fp32)
             elements += parameter_count([spec]) * (len(kinds(spec.segments[0])) + own_master)
     required = elements * accumulate_dtype.itemsize * layout(config).replicate * share
     check_directory(offload_directory(config), int(required))

@@ -36,9 +36,9 @@ EVERY_CONTEXT: tuple[str, ...] = get_args(ContextMethod)
 LAYER_BLOCKS = {
     "attention": BlockOption("attention", EVERY_CONTEXT),
     "latent_attention": BlockOption("attention", EVERY_CONTEXT),
-    "delta": BlockOption("mixer", ()),
-    "mamba": BlockOption("mixer", ()),
-    "convolution": BlockOption("mixer", ()),
+    "delta": BlockOption("mixer", EVERY_CONTEXT),
+    "mamba": BlockOption("mixer", EVERY_CONTEXT),
+    "convolution": BlockOption("mixer", EVERY_CONTEXT),
     "feed_forward": BlockOption("mlp", EVERY_CONTEXT),
     "mixture": BlockOption("mlp", EVERY_CONTEXT),
 }

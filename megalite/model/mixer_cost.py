@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from megalite.model.cost.recomputed import Group, Operation, named
-from megalite.model.cost.records import BlockCost, Buffer, Elementwise, Matmul, Step
+from megalite.model.cost.records import BlockCost, Buffer, ContextExchange, Elementwise, Matmul, Share, Step
 
 if TYPE_CHECKING:
     from megalite.model.cost.units import Units
@@ -20,6 +20,7 @@ def mixer_cost(
     mixing: Sequence[Step],
     out: Matmul,
     packed: int,
+    exchange: ContextExchange | None = None,
 ) -> BlockCost:
     """Return the description of the block.
 
@@ -27,6 +28,7 @@ def mixer_cost(
         projections: what computes the mixer's input.
         mixing: the steps of the mixer, which keep what it keeps besides its input.
         packed: the width of the mixer's input.
+        exchange: over cp.
     """
     tokens = units.share.tokens
     (first, *_) = [step for step in projections if isinstance(step, Matmul)]
@@ -34,7 +36,73 @@ def mixer_cost(
     y = (Buffer(OUTPUT, tokens * out.inputs),) if out.keeps_input else ()
     own = Elementwise(kept=(kept, *y))
     temporaries = (Buffer("gradients of the mixer", units.whole + tokens * (2 * packed + 3 * out.inputs)),)
-    return BlockCost((*projections, *mixing, own, out), temporaries, keeps_input=first.keeps_input)
+    exchanges = () if exchange is None else (exchange,)
+    return BlockCost((*projections, *mixing, own, out), temporaries, exchanges, first.keeps_input)
+
+
+class StateSizes(NamedTuple):
+    """What crosses from one part of a row to another, of one tp rank.
+
+    Attributes:
+        channels, taps: those of the convolution.
+        states: heads, and the sizes of keys and values; None: there is only a convolution.
+        diagonal: the number of factors of a head if the state decays without a delta rule; 0: a matrix.
+        exchanged: values of a token that heads exchange, at the compute dtype.
+        wide: the same in fp32: decays and strengths.
+        back: values of a token that come back.
+    """
+
+    channels: int
+    taps: int
+    states: tuple[int, int, int] | None = None
+    diagonal: int = 0
+    exchanged: int = 0
+    wide: int = 0
+    back: int = 0
+
+
+def segments_of(share: Share) -> int:
+    """Return the number of segments of positions that a cp rank has (with balanced parts at least)."""
+    return 1 if share.context == "ulysses" else 2
+
+
+def exchange_of(share: Share, sizes: StateSizes) -> ContextExchange | None:
+    """Return the exchange of a block over cp (`parallel.context.passed_states`, `exchanged_heads`)."""
+    if share.cp == 1:
+        return None
+    segments = segments_of(share)
+    everywhere = share.cp * segments * share.batch  # all-gathered
+    halos = everywhere * (sizes.taps - 1) * sizes.channels
+    if sizes.states is None:
+        return ContextExchange("states", share.cp, halos, halos)
+    heads, dk, dv = sizes.states
+    if share.context == "ulysses":
+        tokens = share.tokens
+        there, wide = tokens * sizes.exchanged, tokens * sizes.wide
+        back = tokens * sizes.back
+        # inputs there, the output back; in backward the same again, and the gradients of inputs
+        return ContextExchange(
+            "ulysses", share.cp, halos + there + back, halos + 2 * there + back, 2 * wide, states=wide
+        )
+    factor = dk * dk if not sizes.diagonal else sizes.diagonal
+    added = everywhere * heads * dk * dv
+    return ContextExchange(
+        "states", share.cp, halos, halos, added, states=everywhere * heads * factor + added
+    )
+
+
+def kept_states(share: Share, sizes: StateSizes) -> tuple[Buffer, ...]:
+    """Return what the mixer keeps of other ranks: halos, states before segments, and all factors."""
+    if share.cp == 1:
+        return ()
+    segments = segments_of(share)
+    halos = Buffer("halos", segments * share.batch * (sizes.taps - 1) * sizes.channels)
+    if sizes.states is None or share.context == "ulysses":
+        return (halos,)
+    heads, dk, dv = sizes.states
+    factor = dk * dk if not sizes.diagonal else sizes.diagonal
+    every = share.batch * heads * segments
+    return halos, Buffer("states of segments", every * (dk * dv + share.cp * factor), "accumulate")
 
 
 def recomputed(cost: BlockCost) -> list[Group]:

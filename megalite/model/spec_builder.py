@@ -20,9 +20,9 @@ def padded_vocabulary(vocab_size: int, tp: int) -> int:
     return tp * -(-per_rank // VOCAB_ALIGN) * VOCAB_ALIGN
 
 
-def one_each(unit: int, *segments: Segment) -> list[ParamSpec]:
+def one_each(unit: int, *segments: Segment, at_least_fp32: bool = False) -> list[ParamSpec]:
     """Return a stored tensor for each segment."""
-    return [ParamSpec(segment.name, unit, (segment,)) for segment in segments]
+    return [ParamSpec(segment.name, unit, (segment,), at_least_fp32=at_least_fp32) for segment in segments]
 
 
 class SpecBuilder:

@@ -14,6 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from megalite.mesh.layout import Coordinates, Layout
+from megalite.parallel.initial_values import InitialValues
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,8 +57,10 @@ class Segment:
             over the axis.
         decay: whether weight decay applies.
         trainable: whether it has a gradient and optimizer state.
-        copy: whether this is the second copy of a tied tensor, which is neither counted nor stored. init_std,
-        init_value: initialized from normal(0, init_std), or to the constant init_value if init_std is 0.
+        copy: whether this is the second copy of a tied tensor, which is neither counted nor stored.
+        init_std, init_value: initialized from normal(0, init_std), or to the constant init_value if init_std
+            is 0.
+        initial: initial values of another kind, instead of these.
         role: q, k, v, o, gate, up or down for the weights of a layer's projections, experts.in and
             experts.down for those of its experts; embedding, head, norms, adapter; empty for others.
         experts: number of experts, whose equal parts of the tensor are stacked along dim 0; 1: it is a single
@@ -80,6 +83,7 @@ class Segment:
     axis: str = "tp"
     experts: int = 1
     fused: int = 1
+    initial: InitialValues | None = None
 
     @property
     def numel(self) -> int:
@@ -136,6 +140,8 @@ class ParamSpec:
         both_ends: whether they share the tensor on this rank.
         contributions: gradient contributions per microbatch, one for each use.
         domain: name of the ranks that shard and reduce it (`Mesh.domain`).
+        at_least_fp32: whether its weight is fp32 also if the compute precision is narrower. For the decay
+            rates and time steps of recurrences: rounded to bf16, log rates would change rates by one percent.
     """
 
     name: str
@@ -145,6 +151,7 @@ class ParamSpec:
     contributions: int = 1
     both_ends: bool = False
     domain: str = "dense"
+    at_least_fp32: bool = False
 
     def local_shape(self, at: Coordinates) -> tuple[int, ...]:
         """Return the shape in memory on the rank at these coordinates."""

@@ -46,6 +46,11 @@ def normal_(numbers: Tensor, *parts: int | str) -> Tensor:
     return numbers.normal_(generator=torch.Generator().manual_seed(key(*parts)))
 
 
+def uniform_(numbers: Tensor, *parts: int | str) -> Tensor:
+    """Fill an fp32 tensor on the CPU with samples of the uniform distribution in [0, 1)."""
+    return numbers.uniform_(generator=torch.Generator().manual_seed(key(*parts)))
+
+
 class Draw(NamedTuple):
     """The random draw that initializes a range of a segment on a rank.
 
@@ -74,7 +79,7 @@ def initial_values(segment: Segment, at: Coordinates, seed: int, low: int, high:
     width = prod(part.shape[1:])
     if low >= high:
         return
-    if segment.init_std == 0.0:
+    if segment.initial is None and segment.init_std == 0.0:
         yield Draw(low, (0,), lambda none: none, lambda _: torch.full((high - low,), segment.init_value))
         return
     start, end = part.offsets[0], part.offsets[0] + part.sizes[0]
@@ -94,12 +99,18 @@ def _block_shape(segment: Segment, rows: range) -> tuple[int, ...]:
 
 
 def _fill(segment: Segment, rows: range, seed: int, numbers: Tensor) -> Tensor:
-    return normal_(numbers, seed, segment.name, rows.start // BLOCK_ROWS)
+    draw = normal_ if segment.initial is None else uniform_
+    return draw(numbers, seed, segment.name, rows.start // BLOCK_ROWS)
 
 
 def _rows(segment: Segment, rows: range, numbers: Tensor) -> Tensor:
     first = rows.start % BLOCK_ROWS
-    return numbers[first : first + len(rows)].mul_(segment.init_std)
+    if segment.initial is None:
+        return numbers[first : first + len(rows)].mul_(segment.init_std)
+    # of the whole block: the same operations on every rank
+    index = torch.arange(rows.start - first, rows.start - first + len(numbers), dtype=torch.float64)
+    index = index.view(-1, *(1 for _ in numbers.shape[1:]))
+    return segment.initial.values(1 - numbers.double(), index)[first : first + len(rows)].float()
 
 
 def _local_rows(segment: Segment, part: LocalPart, rows: range, numbers: Tensor) -> Tensor:

@@ -14,13 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.config.layer_blocks import LAYER_BLOCKS
 from megalite.config.load import from_dict
-from megalite.config.recompute import OPERATIONS
-from megalite.config.sections.lora import PROJECTIONS
 from megalite.generation.language_model import LanguageModel, Sampling
 from megalite.model.cost.flops import per_token
-from megalite.model.kinds import KINDS, register
 from megalite.model.parameters import model_specs
 from megalite.parallel.spec import parameter_count
 from megalite.planner.memory.estimate import estimate
@@ -54,13 +50,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module", autouse=True)
 def _registered() -> Iterator[None]:
     """The kind, in pytest's own process only while these tests run."""
-    tables = (KINDS, LAYER_BLOCKS, OPERATIONS, PROJECTIONS)
-    before = [table.copy() for table in tables]  # type: ignore[attr-defined]
-    register(ShortConvolutionKind())
-    yield
-    for table, content in zip(tables, before, strict=True):
-        table.clear()  # type: ignore[attr-defined]
-        table.extend(content) if isinstance(table, list) else table.update(content)  # type: ignore[attr-defined]
+    with short_convolution.registered(ShortConvolutionKind()):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -64,17 +64,15 @@ def test_chunks_are_the_recursion(kind, length, documents, continued):
     with torch.no_grad():
         out, state = recurrence.forward(tokens, initial)
         ours = [x for x in recurrence.backward(dout, tokens, initial, dfinal) if x is not None]
-        factor = recurrence.transfer(tokens)
-        from_zero = recurrence.final_state(tokens)
+        effect = recurrence.effect(tokens)
+        local = recurrence.initial_gradient(dout, tokens)
     torch.testing.assert_close((out, state), (expected, final), rtol=1e-12, atol=1e-12)
     for own, reference in zip(ours, gradients, strict=False):  # without an incoming state there is one more
         largest = reference.abs().max().item()
         torch.testing.assert_close(own, reference, rtol=0, atol=1e-12 * max(largest, 1.0))
     if initial is not None:
-        torch.testing.assert_close(recurrence.apply_transfer(factor, initial) + from_zero, final)
-        through = recurrence.apply_transfer(factor, dfinal, transposed=True)
-        local = recurrence.backward(dout, tokens, initial).initial
-        torch.testing.assert_close(local + through, gradients[-1])
+        torch.testing.assert_close(effect.on(initial), final)
+        torch.testing.assert_close(local + effect.gradient(dfinal), gradients[-1])
 
 
 @pytest.mark.parametrize("kind", ["head", "channel", "mamba"])

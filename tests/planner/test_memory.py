@@ -3,6 +3,7 @@ gives, what is sent."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from megalite.parallel.spec import parameter_count
 from megalite.planner.memory.estimate import estimate
 from megalite.planner.time.traffic import ring, traffic
 from megalite.training import meta_device as meta
-from tests.support import jobs_memory
+from tests.support import decaying_convolution, jobs_memory, short_convolution
 from tests.support.pool import RankContext
 
 MODEL = {
@@ -44,7 +45,23 @@ LATENTS = {
     "v_head_dim": 6,
 }
 QUERIES = LATENTS | {"q_lora_rank": 10}
+DECAYS = {"layer_blocks": [f"{decaying_convolution.KIND}+feed_forward"] * 4}
+DELTA = {
+    "layer_blocks": ["delta+feed_forward"] * 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+}
+KIMI = DELTA | {"linear_num_key_heads": 4, "delta_decay": "channel"}
+CONVOLUTION = {"layer_blocks": ["convolution+feed_forward", "attention+feed_forward"] * 2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> Iterator[None]:
+    with short_convolution.registered(decaying_convolution.DecayingConvolutionKind()):
+        yield
 
 
 def tree(
@@ -123,6 +140,10 @@ ON_TWO = {
         "model": QUERIES,
         "lora": {"rank": 4, "targets": ["kv_a", "kv_b"]},
     },
+    "tp and sp, a decay by channel": {"tp": 2, "sequence_parallel": True, "model": KIMI},
+    "cp, states passed": {"cp": 2, "context": "gather", "model": DELTA},
+    "cp, heads of a recurrence exchanged": {"cp": 2, "model": DELTA},
+    "cp, convolution": {"cp": 2, "context": "ring", "model": CONVOLUTION},
 }
 
 
@@ -200,6 +221,11 @@ BUILT = {
         "optimizer": "muon",
     },
     "Muon, a copy of the state": {"pp": 2, "dp": 2, "schedule": "zb-h2", "optimizer": "muon"},
+    "weights in fp32, whole": {"pp": 2, "dp": 2, "model": DECAYS},
+    "weights in fp32, sharded, offloaded": {
+        **{"dp": 4, "zero": 3, "dp_shard": 2, "offload": "cpu", "offload_parameters": True, "model": DECAYS},
+    },
+    "weights in fp32, frozen": {"dp": 2, "zero": 3, "model": DECAYS, "lora": SOME},
     "fp16, interleaved": {"pp": 2, "dp": 2, "schedule": "interleaved", "train": {"precision": "fp16"}},
 }
 
@@ -307,6 +333,16 @@ TRAFFIC = {
         }
     },
     "cp, ulysses, latents": {"cp": 2, "model": LATENTS},
+    "cp, tp and sp, states passed": {
+        **{"cp": 2, "context": "gather", "tp": 2, "sequence_parallel": True, "zero": 0, "model": DELTA}
+    },
+    "cp, states with a decay by channel, recomputed": {
+        **{"cp": 4, "context": "ring", "model": KIMI, "train": {"recompute": "mixer"}}
+    },
+    "cp, heads of a recurrence exchanged, recomputed": {"cp": 4, "model": DELTA, "train": {"recompute": "full"}},
+    "cp, convolution": {"cp": 2, "context": "gather", "model": CONVOLUTION, "train": {"recompute": "mixer"}},
+    "ZeRO-1, weights in fp32": {"dp": 2, "model": DECAYS, "train": {"precision": "bf16"}},
+    "ZeRO-3, weights in fp32": {"dp": 2, "zero": 3, "model": DECAYS, "train": {"precision": "bf16"}},
 }
 
 

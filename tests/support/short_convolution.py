@@ -7,12 +7,16 @@ know the kind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megalite.config.layer_blocks import LAYER_BLOCKS
+from megalite.config.recompute import OPERATIONS
+from megalite.config.sections.lora import PROJECTIONS
 from megalite.config.sections.model import ModelConfig
 from megalite.mesh.mesh import Mesh
 from megalite.model.block_kind import BlockKind, BlockSpec
@@ -21,7 +25,7 @@ from megalite.model.cost import recomputed
 from megalite.model.cost.records import BlockCost, Buffer, Elementwise, Matmul
 from megalite.model.cost.units import Units
 from megalite.model.forward_state import ForwardState
-from megalite.model.kinds import register
+from megalite.model.kinds import KINDS, register
 from megalite.model.layer_options import LayerOptions
 from megalite.model.row_cache import CachedBlock, CachedState
 from megalite.model.spec_builder import SpecBuilder, one_each
@@ -175,6 +179,19 @@ class ShortConvolutionKind(BlockKind):
     def cached(self, block: BlockModule) -> BlockModule:
         assert isinstance(block, ShortConvolution)
         return CachedConvolution(block)
+
+
+@contextmanager
+def registered(*kinds: BlockKind) -> Iterator[None]:
+    """The table has further kinds inside the block, for tests in pytest's own process."""
+    tables = (KINDS, LAYER_BLOCKS, OPERATIONS, PROJECTIONS)
+    before = [table.copy() for table in tables]  # type: ignore[attr-defined]
+    for kind in kinds:
+        register(kind)
+    yield
+    for table, content in zip(tables, before, strict=True):
+        table.clear()  # type: ignore[attr-defined]
+        table.extend(content) if isinstance(table, list) else table.update(content)  # type: ignore[attr-defined]
 
 
 def _known(job: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,11 +3,13 @@
 from functools import partial
 from itertools import pairwise
 from threading import Event
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from megalite.mesh.layout import Coordinates
+from megalite.parallel.initial_values import InverseSoftplus, LogIndex, LogUniform
 from megalite.parallel.spec import Segment
 from megalite.system import rng
 
@@ -18,6 +20,9 @@ SEGMENTS = [
     Segment("padded", (301, 4), 0, padded=304, init_std=1.0),
     Segment("mostly padding", (129, 4), 0, padded=520, init_std=1.0),
     Segment("ones", (16,), None, init_value=1.0),
+    Segment("log of uniform numbers", (300,), 0, initial=LogUniform()),
+    Segment("log of the index", (300,), 0, padded=304, initial=LogIndex()),
+    Segment("time steps", (12, 20), 1, initial=InverseSoftplus()),
 ]
 
 
@@ -34,7 +39,8 @@ def drawn(segment, rank=0, tp=1, seed=7):
 @pytest.mark.parametrize("segment", SEGMENTS, ids=lambda segment: segment.name)
 @pytest.mark.parametrize("tp", [2, 4])
 def test_every_rank_holds_its_slice_of_the_whole(segment, tp):
-    whole = drawn(Segment(segment.name, segment.shape, init_std=segment.init_std, init_value=segment.init_value))
+    values = {name: getattr(segment, name) for name in ("init_std", "init_value", "initial")}
+    whole = drawn(Segment(segment.name, segment.shape, **values))
     for rank in range(tp):
         part = segment.local(Coordinates.on("tp", rank, tp))
         values = drawn(segment, rank, tp)
@@ -52,6 +58,30 @@ def test_draws_differ_by_name_and_seed_and_have_the_wanted_spread():
     assert abs(one.std().item() - 0.02) < 5e-4 and abs(one.mean().item()) < 5e-4
     correlation = torch.corrcoef(torch.stack([one.flatten(), other.flatten(), again.flatten()]))
     assert (correlation - torch.eye(3)).abs().max() < 0.03
+
+
+def test_other_distributions_have_their_range_and_shape():
+    rates = drawn(Segment("a", (20_000,), initial=LogUniform())).exp()
+    assert 1 <= rates.min() < 1.01 and 15.99 < rates.max() <= 16.0001 and abs(rates.mean() - 8.5) < 0.1
+    from_zero = drawn(Segment("a", (20_000,), initial=LogUniform(0.0, 16.0)))
+    assert from_zero.isfinite().all() and from_zero.min() < -5
+    with patch.object(rng, "uniform_", lambda numbers, *parts: numbers.zero_()):
+        assert drawn(Segment("a", (4,), initial=LogUniform(0.0, 16.0))).isfinite().all(), "0 is a number that is drawn"
+    assert torch.equal(drawn(Segment("a", (300,), initial=LogIndex())), torch.arange(1.0, 301).double().log().float())
+    biases = drawn(Segment("a", (20_000,), initial=InverseSoftplus()))
+    steps = torch.nn.functional.softplus(biases.double())
+    assert 0.999e-3 < steps.min() < 1.01e-3 and 0.099 < steps.max() < 0.1001
+    assert abs(steps.log10().mean() + 2) < 0.02, "uniform in the logarithm"
+    floored = drawn(Segment("a", (400,), initial=InverseSoftplus(low=1e-6, floor=1e-4)))
+    assert torch.nn.functional.softplus(floored.double()).min() == pytest.approx(1e-4, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "values", [lambda: LogUniform(-1.0), lambda: LogUniform(2.0, 2.0), lambda: InverseSoftplus(low=0.0)]
+)
+def test_ranges_without_a_logarithm_are_rejected(values):
+    with pytest.raises(ValueError, match="got low"):
+        values()
 
 
 def test_keys_depend_on_every_part_and_its_type():

@@ -170,11 +170,12 @@ class ContextExchange(NamedTuple):
     """Number of values that a block exchanges over cp; a rank sends (ranks − 1) / ranks of them.
 
     Attributes:
-        method: how they are exchanged: ulysses, gather or ring.
+        method: how they are exchanged: ulysses, gather, ring, or states.
         ranks: the ranks of this level of cp.
         forward: at the compute dtype, again wherever the forward is recomputed.
         backward: at the compute dtype.
         summed: gradients, in at least fp32, in backward.
+        states: states, in at least fp32, in forward.
         merged: values of a partial result, which each hop of a ring merges with those before it.
     """
 
@@ -184,6 +185,7 @@ class ContextExchange(NamedTuple):
     backward: int = 0
     summed: int = 0
     merged: int = 0
+    states: int = 0
 
 
 class Collectives(NamedTuple):
@@ -494,10 +496,11 @@ class Elementwise:
 
 @dataclass(frozen=True)
 class RecurrenceCost:
-    """A recurrence with a state for each head of this rank, in chunks of tokens.
+    """A recurrence with a state for each head of this rank, in chunks of tokens, or a convolution.
 
     Attributes:
-        flops: FLOPs of the forward, with the chunk of the convention (`CHUNK` of the block's cost).
+        flops: FLOPs of the forward, with the chunk of the convention (`CHUNK` of the block's cost). Those of
+            convolutions are not counted.
         backward_flops: of the backward, with what it computes again.
         forward, backward: as in `Elementwise`.
         chunk, key_size, value_size: sizes of the matmuls that these FLOPs are spent in.

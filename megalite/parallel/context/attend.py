@@ -1,9 +1,10 @@
-"""Interface of context parallelism for the model: attention of a rank's part of every row to whole rows."""
+"""Interface of context parallelism for the model: attention of a rank's part of every row to whole rows, and
+convolutions and recurrences along them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -14,6 +15,9 @@ from megalite.parallel.context.parts import SequencePart
 from megalite.parallel.context.ring import Ring
 from megalite.parallel.context.sinks import SomeSinks
 from megalite.parallel.context.ulysses import Ulysses
+
+if TYPE_CHECKING:
+    from megalite.parallel.context.whole_rows import AcrossRows
 
 Attend = Callable[[Tensor, Tensor, Tensor, dict[str, Any]], Tensor]
 METHODS = {"ulysses": Ulysses, "gather": Gathered, "ring": Ring}
@@ -47,3 +51,21 @@ def attention_over(cp: MeshAxis, method: str, levels: tuple[MeshAxis, MeshAxis] 
         return out
 
     return attend
+
+
+def across_rows(cp: MeshAxis, method: str) -> AcrossRows:
+    """Return how convolutions and recurrences along rows are computed for a method of context parallelism.
+
+    With `ulysses` heads are exchanged, otherwise states are passed.
+    """
+    if cp.size == 1:
+        from megalite.parallel.context.whole_rows import WholeRows
+
+        return WholeRows()
+    if method == "ulysses":
+        from megalite.parallel.context.exchanged_heads import ExchangedHeads
+
+        return ExchangedHeads(cp)
+    from megalite.parallel.context.passed_states import PassedStates
+
+    return PassedStates(cp)

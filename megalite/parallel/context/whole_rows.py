@@ -1,6 +1,6 @@
-"""Convolutions and recurrences of blocks with a state, where a rank has whole rows. No communication.
+"""Convolutions and recurrences along rows, where a rank has whole rows. No communication.
 
-Under context parallelism the same methods exchange what crosses from one part of a row to another.
+`passed_states` and `exchanged_heads` are the same where it has a part of each row.
 """
 
 from __future__ import annotations
@@ -33,23 +33,41 @@ Kept = tuple[Tensor | None, ...]
 
 
 class AcrossRows(Protocol):
-    """Convolutions and recurrences along the positions of rows, with their backward."""
+    """Convolutions and recurrences along the positions of rows, with their backward.
+
+    Tensors are [seq/cp, batch, …], this rank's positions. All cp ranks call the methods in the same order.
+    """
+
+    def halos(self, x: Tensor, width: int, rows: RowsOfTokens) -> Tensor | None:
+        """Return the tokens before this rank's positions that a convolution reads; None: there are none.
+
+        Args:
+            x: the input of the convolution, [seq, batch, channels].
+            width: the number of weights of a channel.
+        """
 
     def convolve(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: RowsOfTokens, silu: bool = True
+        self,
+        x: Tensor,
+        halos: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        rows: RowsOfTokens,
+        silu: bool = True,
     ) -> Tensor:
-        """Return `causal_conv.forward` of whole rows: [seq, batch, channels] -> the same shape."""
+        """Return the outputs of `causal_conv.forward` of whole rows."""
 
     def convolve_backward(
         self,
         dout: Tensor,
         x: Tensor,
+        halos: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
         rows: RowsOfTokens,
         silu: bool = True,
     ) -> ConvGradients:
-        """Return its gradients, those of the weight and the bias from this rank's tokens."""
+        """Return its gradients: of x by all outputs, of the weight and the bias by this rank's outputs."""
 
     def recur(self, tokens: Tokens, rows: RowsOfTokens) -> tuple[Tensor, Kept]:
         """Return the outputs of `recurrence.forward` of whole rows, and what the backward needs besides."""
@@ -61,8 +79,17 @@ class AcrossRows(Protocol):
 class WholeRows:
     """`AcrossRows` where this rank has whole rows."""
 
+    def halos(self, x: Tensor, width: int, rows: RowsOfTokens) -> None:
+        return None
+
     def convolve(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, rows: RowsOfTokens, silu: bool = True
+        self,
+        x: Tensor,
+        halos: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        rows: RowsOfTokens,
+        silu: bool = True,
     ) -> Tensor:
         return causal_conv.forward(x, weight, bias, starts=rows.document_start, silu=silu)
 
@@ -70,6 +97,7 @@ class WholeRows:
         self,
         dout: Tensor,
         x: Tensor,
+        halos: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
         rows: RowsOfTokens,

@@ -23,20 +23,20 @@ from megalite.parallel.spec import FlatRectangle, Rectangle, rectangles
 class BucketBuffers:
     """Buffers of a bucket.
 
-    `master` covers [start, stop), the range whose optimizer state this rank keeps. In fp32 and fp64 the
-    master weights are the weights themselves, unless optimizer state is offloaded; in bf16 and fp16 they are
-    a separate fp32 copy. Frozen weights are their own masters in any precision, and every rank keeps all of
-    them, except under ZeRO-3.
+    `master` covers [start, stop), the range whose optimizer state this rank keeps. If the weights are in fp32
+    or fp64, they are their own masters, unless optimizer state is offloaded; masters of weights in bf16 and
+    fp16 are a separate fp32 copy. Frozen weights are their own masters in any precision, and every rank keeps
+    all of them, except under ZeRO-3.
     """
 
     layout: BucketLayout
     domain: Domain  # the ranks that shard and reduce it
-    weights: Tensor  # [size], compute precision; under ZeRO-3 without memory while not in use
+    weights: Tensor  # [size], as the model reads them; under ZeRO-3 without memory while not in use
     gradients: GradientBucket | None  # None for frozen buckets and without training
     start: int
     stop: int
     master: Tensor  # [stop - start], at least fp32, on the device of the optimizer state
-    shard: Tensor | None  # [stop - start], compute precision, under ZeRO-3
+    shard: Tensor | None  # [stop - start], in the dtype of the weights, under ZeRO-3
     gathering: Pending | None = None  # the all-gather of `weights` in flight
 
     @property

@@ -4,7 +4,9 @@ It is a pure function of the specs, and the same for every ZeRO stage. Whole uni
 head) share a bucket up to the bucket size, so that the gradients of a bucket complete together and the
 weights of a layer are gathered together. Inside a bucket, tensors with weight decay come first, so that the
 optimizer updates two ranges. Tied tensors have a bucket of their own, so that both copies are sharded alike,
-and so do frozen tensors, which need no gradients.
+and so do frozen tensors, which need no gradients, and tensors that are at least fp32 whatever the compute
+precision is. A layer has few numbers of the latter, so one bucket usually has those of all layers of a rank:
+one bucket per layer would be mostly padding.
 """
 
 from __future__ import annotations
@@ -57,6 +59,11 @@ class BucketLayout:
     @property
     def trainable(self) -> bool:
         return self.slots[0].spec.trainable
+
+    @property
+    def at_least_fp32(self) -> bool:
+        """Whether its weights are at least fp32 (`ParamSpec.at_least_fp32`), else in compute precision."""
+        return self.slots[0].spec.at_least_fp32
 
     @property
     def domain(self) -> str:
@@ -133,9 +140,11 @@ def bucket_layout(
     alone = [[spec] for spec in specs if spec.tied]
     groups: list[list[ParamSpec]] = []
     domains = dict.fromkeys(spec.domain for spec in specs)
-    for domain, trainable in product(domains, (True, False)):
+    for alike in product(domains, (True, False), (False, True)):
         rest = [
-            spec for spec in specs if not spec.tied and spec.domain == domain and spec.trainable is trainable
+            spec
+            for spec in specs
+            if not spec.tied and (spec.domain, spec.trainable, spec.at_least_fp32) == alike
         ]
         filled = math.inf
         for _, unit in groupby(rest, key=lambda spec: spec.unit):

@@ -50,7 +50,7 @@ class StateRange:
     """A range of a bucket that one optimizer call updates, as flat tensors of equal length."""
 
     decays: bool
-    weights: Tensor  # compute precision, as the model reads them
+    weights: Tensor  # as the model reads them
     grads: Tensor
     master: Tensor  # at least fp32; the weights themselves if dtype and device agree
     state: Sequence[Tensor]  # the optimizer's state, in the order of its kinds
@@ -81,14 +81,20 @@ class StateMemory:
         """Yield parts of the ranges, each part once.
 
         The caller updates the masters and weights of a part before it requests the next one. By default there
-        are two parts, with and without weight decay. If the weights are on another device than their masters
+        are two parts, with and without weight decay; those whose masters are the weights are parts of their
+        own. If the weights are on another device than their masters
         (ZeRO-3 with `offload_parameters`), parts are windows of UPLOAD elements: one call updates tensors of
         one device, so that the new weights are written to a temporary and copied.
         """
         for decays in (True, False):
             group = [each for each in ranges if each.decays is decays]
-            if together := [each for each in group if each.weights.device == each.master.device]:
-                yield together
+            for separate in (True, False):
+                if together := [
+                    each
+                    for each in group
+                    if each.weights.device == each.master.device and each.separate is separate
+                ]:
+                    yield together
             for window in (
                 window
                 for each in group
@@ -127,7 +133,8 @@ class CPUState(StateMemory):
         """
         cut = [window for each in ranges for window in each.cut(WINDOW)]
         if self._staging is None and cut and cut[0].grads.is_cuda:
-            self._staging = _Staging(cut[0].grads, cut[0].weights)
+            widest = max((each.weights.dtype for each in cut), key=lambda dtype: dtype.itemsize)
+            self._staging = _Staging(cut[0].grads, widest)
         if self._staging is not None:
             self._staging.begin()
         for index, window in enumerate(cut):
@@ -165,10 +172,11 @@ class _Staging:
     It has two buffers in each direction, so that copies overlap with updates.
     """
 
-    def __init__(self, grads: Tensor, weights: Tensor):
+    def __init__(self, grads: Tensor, widest: torch.dtype):
+        """widest: dtype of the widest weights."""
         self._grads, self._weights = (
-            [torch.empty(WINDOW, dtype=tensor.dtype, pin_memory=True) for _ in range(2)]
-            for tensor in (grads, weights)
+            [torch.empty(WINDOW, dtype=dtype, pin_memory=True) for _ in range(2)]
+            for dtype in (grads.dtype, widest)
         )
         self._device = grads.device
         self._incoming, self._outgoing = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
@@ -199,12 +207,12 @@ class _Staging:
     def room(self, index: int, weights: Tensor) -> Tensor:
         """Return the buffer for a window's new weights, once its previous content has been sent."""
         self._left[index % 2].synchronize()
-        return self._weights[index % 2][: weights.numel()]
+        return self._weights[index % 2].view(weights.dtype)[: weights.numel()]
 
     def send(self, index: int, weights: Tensor) -> None:
         """Start copying the new weights of a window to those of the model."""
         with torch.cuda.stream(self._outgoing):
-            weights.copy_(self._weights[index % 2][: weights.numel()], non_blocking=True)
+            weights.copy_(self._weights[index % 2].view(weights.dtype)[: weights.numel()], non_blocking=True)
             self._left[index % 2].record()
 
     def end(self) -> None:
@@ -382,13 +390,14 @@ class Uploads:
         return Pending([], finish)
 
 
-def pinned_zeros(counts: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Return zeros in CPU memory, one tensor for each count of elements.
+def pinned_zeros(counts: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> list[Tensor]:
+    """Return zeros in CPU memory, one tensor for each count of elements and dtype.
 
     For CUDA devices they are pinned, so that copies from them are asynchronous.
     """
     from megalite.system import pinned_memory
 
-    sizes = [count * dtype.itemsize for count in counts]
+    sizes = [count * dtype.itemsize for count, dtype in zip(counts, dtypes, strict=True)]
     pieces = pinned_memory.allocate(pinned_memory.piece_sizes(sizes), pinned=device.type == "cuda")
-    return [place.view(dtype).zero_() for place in pinned_memory.places(sizes, pieces)]
+    places = pinned_memory.places(sizes, pieces)
+    return [place.view(dtype).zero_() for place, dtype in zip(places, dtypes, strict=True)]

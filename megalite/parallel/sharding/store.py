@@ -47,9 +47,13 @@ if TYPE_CHECKING:
 class _Dtypes:
     """Dtypes of the weights, the master weights and the accumulated gradients."""
 
-    weights: torch.dtype
-    master: torch.dtype
+    compute: torch.dtype
+    master: torch.dtype  # at least fp32
     gradients: torch.dtype
+
+    def weights(self, layout: BucketLayout) -> torch.dtype:
+        """Return the dtype of a bucket's weights."""
+        return self.master if layout.at_least_fp32 else self.compute
 
 
 @dataclass(frozen=True)
@@ -59,14 +63,14 @@ class StoreOptions:
     Attributes:
         zero: ZeRO stage. 0: every dp rank keeps all of every bucket; 1: optimizer state is sharded; 2:
             gradients are also sharded; 3: weights are also sharded, except those in use.
-        dtype: compute precision.
+        dtype: compute precision. Weights that are at least fp32 (`ParamSpec.at_least_fp32`) may be wider.
         grad_dtype: accumulate dtype of gradients; default: `dtype`, but at least fp32.
         reduce_dtype: communication dtype of data-parallel gradient reductions; default: the accumulate dtype.
         bucket_bytes: see `bucket_layout`.
         separate_embedding_grad: see `Weight.separate_embedding_grad`.
         offload_parameters: with zero 3, store shards of weights in CPU memory. A single rank then also frees
             its weights after use.
-        training: False allocates only weights, in `dtype`, without gradient buffers and master weights.
+        training: False allocates only weights, without gradient buffers and master weights.
     """
 
     zero: int = 0
@@ -131,7 +135,7 @@ class ParameterStore:
         dtypes = _Dtypes(options.dtype, master_dtype, options.grad_dtype or master_dtype)
         self.buckets = [
             self._allocate(layout, dtypes, shard)
-            for layout, shard in zip(layouts, self._shards(layouts), strict=True)
+            for layout, shard in zip(layouts, self._shards(layouts, dtypes), strict=True)
         ]
         for bucket in self.buckets:
             if bucket.gradients is not None:
@@ -149,16 +153,14 @@ class ParameterStore:
         return WeightGatherer(self.buckets, by_unit, self.zero > 0, self.log)
 
     def _allocate(self, layout: BucketLayout, dtypes: _Dtypes, shard: Tensor | None) -> BucketBuffers:
-        weights = torch.zeros(layout.size, dtype=dtypes.weights, device=self.device)
+        weights = torch.zeros(layout.size, dtype=dtypes.weights(layout), device=self.device)
         # Frozen buckets have no optimizer state to shard; only ZeRO-3 shards their weights.
         domain, divided = self.mesh.domain(layout.domain), layout.trainable or self.zero == 3
         start, stop = layout.part(domain.shard.rank, domain.shard.size) if divided else (0, layout.size)
         own = weights[start:stop] if shard is None else shard
         trains = layout.trainable and self.options.training
         # With the same dtype and device the weights themselves are the masters.
-        in_place = not trains or (
-            dtypes.master == dtypes.weights and own.device.type == self.state.device.type
-        )
+        in_place = not trains or (dtypes.master == own.dtype and own.device.type == self.state.device.type)
         master = own if in_place else self.state.zeros(stop - start, dtypes.master)
         gradients = self._allocate_gradients(layout, domain, dtypes.gradients) if trains else None
         bucket = BucketBuffers(layout, domain, weights, gradients, start, stop, master, shard)
@@ -181,18 +183,19 @@ class ParameterStore:
             bucket.free()
         return bucket
 
-    def _shards(self, layouts: Sequence[BucketLayout]) -> Sequence[Tensor | None]:
+    def _shards(self, layouts: Sequence[BucketLayout], dtypes: _Dtypes) -> Sequence[Tensor | None]:
         """Return this rank's shard of the weights of each bucket, with ZeRO-3."""
         if self.zero < 3:
             return [None] * len(layouts)
-        ranks, dtype = [self.mesh.domain(layout.domain).shard.size for layout in layouts], self.options.dtype
+        ranks = [self.mesh.domain(layout.domain).shard.size for layout in layouts]
+        kinds = [dtypes.weights(layout) for layout in layouts]
         counts = [layout.size // size for layout, size in zip(layouts, ranks, strict=True)]
         if self.options.offload_parameters:
-            return pinned_zeros(counts, dtype, self.device)
+            return pinned_zeros(counts, kinds, self.device)
         # A bucket that no other rank has stays whole: experts at ep = dp · cp · tp.
         return [
             torch.zeros(n, dtype=dtype, device=self.device) if size > 1 else None
-            for n, size in zip(counts, ranks, strict=True)
+            for n, size, dtype in zip(counts, ranks, kinds, strict=True)
         ]
 
     def _allocate_gradients(self, layout: BucketLayout, domain: Domain, dtype: torch.dtype) -> GradientBucket:

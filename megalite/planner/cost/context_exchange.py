@@ -5,6 +5,7 @@ gather      all-gather of keys and values, in both passes, and reduce-scatter of
 beside them
 ring        each hop runs beside the attention to one part; the last hop of gradients, and merging partial
 results, run alone
+states      all-gathers of the ends of segments and of what these do to a state, and of the gradients of both
 latents     all-gather of them and reduce-scatter of their gradient, as with gather; the matmuls with them
 are steps of the layer
 
@@ -79,8 +80,13 @@ def _exchange(
     if exchange.method == "ulysses":
         calls = 2  # of half of the values each
         return (
-            calls * fabric.all_to_all(exchange.forward / calls * width, ranks),
-            calls * fabric.all_to_all(exchange.backward / calls * width, ranks),
+            calls * fabric.all_to_all((exchange.forward * width + exchange.states * WIDE) / calls, ranks),
+            calls * fabric.all_to_all((exchange.backward * width + exchange.summed * WIDE) / calls, ranks),
+        )
+    if exchange.method == "states":
+        return (
+            fabric.half(exchange.forward * width, ranks) + fabric.half(exchange.states * WIDE, ranks),
+            fabric.half(exchange.backward * width, ranks) + fabric.half(exchange.summed * WIDE, ranks),
         )
     if exchange.method == "gather":
         again = fabric.half(exchange.backward * width, ranks)

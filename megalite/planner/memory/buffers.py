@@ -85,13 +85,14 @@ def _connections(schedule: Schedule, rank: int) -> tuple[Edge, ...]:
     return tuple((rank, peer) if sends else (peer, rank) for _, peer, sends in messages)
 
 
-def gathered_bytes(schedule: Schedule, rank: int, buckets: Sequence[BucketLayout], width: int) -> int:
+def gathered_bytes(schedule: Schedule, rank: int, buckets: Sequence[BucketLayout], widths: Widths) -> int:
     """Return the peak bytes of gathered weights under ZeRO-3.
 
     These are the weights of the current unit and of the next one, which is prefetched.
     """
     if not schedule.units:
         return 0
+    sizes = [bucket.size * widths.weights(bucket) for bucket in buckets]
     announced: list[Action] = []
     whole: set[int] = set()
     most = 0
@@ -108,9 +109,9 @@ def gathered_bytes(schedule: Schedule, rank: int, buckets: Sequence[BucketLayout
             carry_out(None, ActionKind.GATHER)
         for unit in uses(action, schedule) if action.is_compute else ():
             carry_out(unit.number, ActionKind.GATHER)
-            most = max(most, sum(buckets[number].size for number in whole))
+            most = max(most, sum(sizes[number] for number in whole))
             carry_out(unit.number, ActionKind.RESHARD)
-    return most * width
+    return most
 
 
 def open_gradients(

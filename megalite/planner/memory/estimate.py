@@ -222,7 +222,7 @@ class Standing:
         states, gradients, exchanging = self._known[key]
         communication = Communication(
             message_bytes(schedule, pp_rank, self.activations.message),
-            gathered_bytes(schedule, pp_rank, buckets, Widths.of(config).compute),
+            gathered_bytes(schedule, pp_rank, buckets, Widths.of(config)),
             gradients,
             channel_bytes(config, schedule, pp_rank) if device == "cuda" else 0,
         )

@@ -22,6 +22,7 @@ from megalite.model.parameters import model_specs
 from megalite.optimizer.registry import OPTIMIZERS, kinds_of, state_elements
 from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.sharding.compressible import compressible
+from megalite.parallel.spec import ParamSpec
 
 DeviceType = Literal["cuda", "cpu"]
 
@@ -46,6 +47,10 @@ class Widths:
             accumulate,
             accumulate if config.train.grad_dtype == "fp32" else WIDTH[config.train.grad_dtype],
         )
+
+    def weights(self, stored: BucketLayout | ParamSpec) -> int:
+        """Return the bytes per element of the weights of a bucket or a stored tensor."""
+        return self.accumulate if stored.at_least_fp32 else self.compute
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,7 @@ def checkpoint_bytes(config: Config) -> int:
     """
     widths, kinds = Widths.of(config), kinds_of(config)
     segments = (
-        each
+        (spec, each)
         for spec in with_adapters(model_specs(config.model), config.lora)
         for each in spec.segments
         if not each.copy
@@ -130,8 +135,8 @@ def checkpoint_bytes(config: Config) -> int:
     return sum(
         math.prod(each.shape) * widths.accumulate * (1 + len(kinds(each)))
         if each.trainable
-        else math.prod(each.shape) * widths.compute
-        for each in segments
+        else math.prod(each.shape) * widths.weights(spec)
+        for spec, each in segments
     )
 
 
@@ -140,7 +145,7 @@ class States:
     """Bytes kept between steps, and the copies that a step adds until its update is confirmed.
 
     Attributes:
-        weights: in the compute dtype.
+        weights: in the compute dtype, or at least fp32.
         gradients: in the dtype they accumulate in.
         master: master weights, 0 if the weights themselves are updated.
         moments: the optimizer's state besides them: AdamW's two moments, Muon's one of matrices, and the
@@ -202,10 +207,11 @@ def model_states(
 def _bucket(config: Config, bucket: BucketLayout, device: DeviceType, shard: int) -> States:
     parallel, widths, sharing = config.parallel, Widths.of(config), Sharing.of(config, bucket.domain)
     kept, sharded = sharing.kept(bucket), sharing.weights_sharded
-    weights = (kept if sharded else bucket.size) * widths.compute
+    width = widths.weights(bucket)
+    weights = (kept if sharded else bucket.size) * width
     weights_at = "cpu" if sharded and parallel.offload_parameters else device
     state_at = device if parallel.offload == "none" else "cpu"
-    is_own_master = not bucket.trainable or (widths.accumulate == widths.compute and weights_at == state_at)
+    is_own_master = not bucket.trainable or (width == widths.accumulate and weights_at == state_at)
     master = 0 if is_own_master else kept * widths.accumulate
     moments = _state(config, bucket, shard) * widths.accumulate
     away = master + moments if parallel.offload == "disk" or state_at != device else 0

@@ -74,7 +74,7 @@ def _rank(config: Config, pp_rank: int, local: int) -> float:
         if sharing.shard > ranks:  # reductions and the gathering of weights leave the node
             total += (
                 rounds * ring(bucket.size * width, sharing.shard)
-                + ring(bucket.size * widths.compute, sharing.shard)
+                + ring(bucket.size * widths.weights(bucket), sharing.shard)
             ) / ranks
         # each rank sums its shard with those of other nodes
         total += 2 * ring(sharing.kept(bucket) * width, sharing.replicate)

@@ -15,7 +15,14 @@ from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
 from megalite.mesh.layout import Coordinates
 from megalite.model.cost.recomputed import repeated
-from megalite.model.cost.records import AttentionCost, Elementwise, EmbeddingLookup, Matmul, UnitCost
+from megalite.model.cost.records import (
+    AttentionCost,
+    Elementwise,
+    EmbeddingLookup,
+    Matmul,
+    RecurrenceCost,
+    UnitCost,
+)
 from megalite.model.kinds import replicas
 from megalite.model.parameters import embedding_pair
 from megalite.model.unit_numbers import head_unit, layers_in
@@ -74,17 +81,20 @@ def _rank(config: Config, schedule: Schedule, pp_rank: int) -> Traffic:
 
 
 def _context(config: Config, sizes: Activations, number: int) -> float:
-    """Return the bytes per microbatch that a unit's attention exchanges over cp.
+    """Return the bytes per microbatch that a unit's blocks exchange over cp.
 
     See `megalite.parallel.context`.
     """
     total = 0.0
     for layer in layers_in(config.model, number):
         again = repeated(sizes.units, layer, config.train.recompute_of(layer))
-        times = 1 + any(isinstance(step, AttentionCost) for step in again)
-        for each in (each for block in sizes.units.layer(layer).blocks for each in block.exchanges):
-            values = each.forward * times + each.backward
-            total += ring(values * sizes.width + each.summed * sizes.accumulate, each.ranks)
+        for block in sizes.units.layer(layer).blocks:
+            across = (step for step in block.steps if isinstance(step, AttentionCost | RecurrenceCost))
+            times = 1 + any(step in again for step in across)
+            for each in block.exchanges:
+                values = each.forward * times + each.backward
+                wide = each.states * times + each.summed
+                total += ring(values * sizes.width + wide * sizes.accumulate, each.ranks)
     return total
 
 
@@ -177,14 +187,15 @@ def _data(config: Config, schedule: Schedule, pp_rank: int, buckets: Sequence[Bu
                 sharing.kept(bucket) * comm_bytes, sharing.replicate
             )
         if sharing.zero and not sharing.weights_sharded:
-            total += ring(bucket.size * widths.compute, sharing.shard)
+            total += ring(bucket.size * widths.weights(bucket), sharing.shard)
     gathers = [
         buckets[action.bucket]
         for action in schedule.actions[pp_rank]
         if action.kind is ActionKind.GATHER and action.bucket is not None
     ]
     return total + sum(
-        ring(bucket.size * widths.compute, Sharing.of(config, bucket.domain).shard) for bucket in gathers
+        ring(bucket.size * widths.weights(bucket), Sharing.of(config, bucket.domain).shard)
+        for bucket in gathers
     )
 
 

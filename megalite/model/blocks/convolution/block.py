@@ -15,7 +15,8 @@ from megalite.model.block_kind import BlockSpec
 from megalite.model.forward_state import ForwardState
 from megalite.model.layer_options import LayerOptions
 from megalite.model.mixer_block import MixerBlock
-from megalite.parallel.context.whole_rows import AcrossRows, WholeRows
+from megalite.parallel.context.attend import across_rows
+from megalite.parallel.context.whole_rows import AcrossRows
 from megalite.parallel.node import Saved
 from megalite.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.weight import Weight, Weights
@@ -28,16 +29,20 @@ class ConvolutionMixer:
         self.weight, self.bias, self.across = weight, bias, across
 
     def compute(self, packed: Tensor, saved: Saved, state: ForwardState) -> Tensor:
-        saved.append((packed,))
         _, c, values = self.split(packed)
-        return c * self.across.convolve(values, self.weight.tensor, self._bias, state, silu=False)
+        taps = self.weight.tensor
+        halos = self.across.halos(values, taps.shape[1], state)
+        saved.append((packed, halos))
+        return c * self.across.convolve(values, halos, taps, self._bias, state, silu=False)
 
     def gradient(self, grad: Tensor, saved: Saved, state: ForwardState) -> Tensor:
-        (packed,) = saved.pop()
+        packed, halos = saved.pop()
         b, c, values = self.split(packed)
         taps = self.weight.tensor
-        convolved = self.across.convolve(values, taps, self._bias, state, silu=False)
-        gradients = self.across.convolve_backward(grad * c, values, taps, self._bias, state, silu=False)
+        convolved = self.across.convolve(values, halos, taps, self._bias, state, silu=False)
+        gradients = self.across.convolve_backward(
+            grad * c, values, halos, taps, self._bias, state, silu=False
+        )
         self.weight.accumulate(gradients.weight)
         if self.bias is not None and gradients.bias is not None:
             self.bias.accumulate(gradients.bias)
@@ -63,7 +68,7 @@ def make(
         (weights[f"{name}.{part}.weight"], weights.get(f"{name}.{part}.bias"))
         for part in ("in", "conv", "out")
     )
-    mixer = ConvolutionMixer(*conv, WholeRows())
+    mixer = ConvolutionMixer(*conv, across_rows(mesh.cp, options.context))
     own = [weight for key, weight in weights.items() if key.startswith(f"{name}.")]
     return MixerBlock(
         ColumnParallelLinear(*into, tp, sequence_parallel),

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from megalite.model.block_kind import BlockSpec
-from megalite.model.cost.records import BlockCost, Elementwise, Matmul
-from megalite.model.mixer_cost import mixer_cost, recomputed
+from megalite.model.cost.records import BlockCost, Matmul, RecurrenceCost
+from megalite.model.mixer_cost import StateSizes, exchange_of, kept_states, mixer_cost, recomputed
 
 if TYPE_CHECKING:
     from megalite.model.cost.units import Units
@@ -20,5 +20,7 @@ def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> Block
     into, out = matmuls[f"{block.slot}.in"], matmuls[f"{block.slot}.out"]
     values = units.share.tokens * out.inputs
     # B ∘ x, the convolution, and its product with C; the backward repeats them
-    mixing = Elementwise((3 * values, 2 * values, 3 * values), (8 * values, 4 * values, 8 * values))
-    return mixer_cost(units, [into], [mixing], out, into.outputs)
+    moved = (3 * values, 2 * values, 3 * values), (8 * values, 4 * values, 8 * values)
+    sizes = StateSizes(out.inputs, units.model.conv_kernel)
+    mixing = RecurrenceCost(0, 0, *moved, 1, 1, 1, kept_states(units.share, sizes))
+    return mixer_cost(units, [into], [mixing], out, into.outputs, exchange_of(units.share, sizes))

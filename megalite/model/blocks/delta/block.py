@@ -26,7 +26,8 @@ from megalite.model.blocks.delta.parameters import key_replicas
 from megalite.model.forward_state import ForwardState
 from megalite.model.layer_options import LayerOptions
 from megalite.model.mixer_block import MixerBlock
-from megalite.parallel.context.whole_rows import AcrossRows, WholeRows
+from megalite.parallel.context.attend import across_rows
+from megalite.parallel.context.whole_rows import AcrossRows
 from megalite.parallel.node import Saved
 from megalite.parallel.tensor.gated_norm import GatedNorm
 from megalite.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
@@ -84,18 +85,19 @@ class DeltaMixer:
 
     def compute(self, packed: Tensor, saved: Saved, state: ForwardState) -> Tensor:
         parts = self.split(packed)
-        convolved = self.across.convolve(parts.convolved, self.conv.tensor, None, state)
+        halos = self.across.halos(parts.convolved, self.conv.tensor.shape[1], state)
+        convolved = self.across.convolve(parts.convolved, halos, self.conv.tensor, None, state)
         out, kept = self.across.recur(self.tokens(convolved, parts), state)
         out = out.flatten(-2)  # [seq, batch, heads · dv]
         y, summed = self.norm.forward(out, parts.z)
-        saved.append((packed, out, summed, *kept))
+        saved.append((packed, out, summed, halos, *kept))
         return y
 
     def gradient(self, grad: Tensor, saved: Saved, state: ForwardState) -> Tensor:
-        packed, out, summed, *kept = saved.pop()
+        packed, out, summed, halos, *kept = saved.pop()
         parts = self.split(packed)
         dout, dz = self.norm.backward(grad, out, parts.z, summed)
-        convolved = self.across.convolve(parts.convolved, self.conv.tensor, None, state)
+        convolved = self.across.convolve(parts.convolved, halos, self.conv.tensor, None, state)
         tokens = self.tokens(convolved, parts)
         dtokens = self.across.recur_backward(dout.unflatten(-1, (self.heads, -1)), tokens, state, tuple(kept))
         q, k, _ = self._heads(convolved)
@@ -107,7 +109,9 @@ class DeltaMixer:
             ),
             -1,
         )
-        dconv = self.across.convolve_backward(dconvolved, parts.convolved, self.conv.tensor, None, state)
+        dconv = self.across.convolve_backward(
+            dconvolved, parts.convolved, halos, self.conv.tensor, None, state
+        )
         self.conv.accumulate(dconv.weight)
         assert dtokens.beta is not None
         sigmoid = torch.sigmoid(parts.b.to(dtokens.beta.dtype))
@@ -153,7 +157,7 @@ def make(
     projection = (
         LatentProjection(into, name, weights, mesh, options) if model.delta_decay == "channel" else into
     )
-    mixer = DeltaMixer(model, name, weights, mesh, WholeRows())
+    mixer = DeltaMixer(model, name, weights, mesh, across_rows(mesh.cp, options.context))
     out = RowParallelLinear(weights[f"{name}.out.weight"], None, tp, sequence_parallel)
     own = [weight for key, weight in weights.items() if key.startswith(f"{name}.")]
     return MixerBlock(projection, mixer, out, own, block.layer)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from megalite.model.block_kind import BlockSpec
 from megalite.model.blocks.delta.parameters import key_replicas
 from megalite.model.cost.records import BlockCost, Buffer, Elementwise, Matmul, RecurrenceCost, Step
-from megalite.model.mixer_cost import MIXED, mixer_cost, recomputed
+from megalite.model.mixer_cost import MIXED, StateSizes, exchange_of, kept_states, mixer_cost, recomputed
 
 if TYPE_CHECKING:
     from megalite.model.cost.units import Units
@@ -34,7 +34,19 @@ def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> Block
         latents = Buffer("latents of decay and gate", units.share.own_tokens * low.outputs)
         kept = (latents,) if f_b.keeps_input else ()
         projections += [low, Elementwise((3 * latents.values,), (3 * latents.values,), kept), f_b, g_b]
-    mixed = (Buffer(MIXED, tokens * heads * dv), Buffer("its squares", tokens * heads, "accumulate"))
+    sizes = StateSizes(
+        convolved,
+        model.linear_conv_kernel_dim,
+        (heads, dk, dv),
+        exchanged=2 * max(key_heads, units.share.cp) * dk + heads * dv,
+        wide=decays + heads,
+        back=heads * dv,
+    )
+    mixed = (
+        Buffer(MIXED, tokens * heads * dv),
+        Buffer("its squares", tokens * heads, "accumulate"),
+        *kept_states(units.share, sizes),
+    )
     mixing = (
         Elementwise((2 * tokens * convolved,), (4 * tokens * convolved,)),
         RecurrenceCost(
@@ -49,4 +61,4 @@ def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> Block
         ),
         Elementwise((3 * tokens * heads * dv,), (5 * tokens * heads * dv,)),
     )
-    return mixer_cost(units, projections, mixing, out, packed)
+    return mixer_cost(units, projections, mixing, out, packed, exchange_of(units.share, sizes))

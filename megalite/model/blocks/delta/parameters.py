@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from megalite.config.sections.model import ModelConfig
 from megalite.model.spec_builder import SpecBuilder, one_each
+from megalite.parallel.initial_values import InverseSoftplus, LogUniform
 from megalite.parallel.spec import ParamSpec, Segment
 
 PREFIX = "delta_"  # of roles
@@ -38,8 +39,9 @@ def specs(build: SpecBuilder, name: str) -> list[ParamSpec]:
     decays = heads * model.linear_key_head_dim if by_channel else heads
     stored += one_each(
         build.unit,
-        Segment(f"{name}.a_log", (heads,), 0, decay=False),
-        Segment(f"{name}.dt_bias", (decays,), 0, decay=False, init_value=1.0),
+        Segment(f"{name}.a_log", (heads,), 0, decay=False, initial=LogUniform()),
+        Segment(f"{name}.dt_bias", (decays,), 0, decay=False, initial=InverseSoftplus()),
+        at_least_fp32=True,
     )
     # each rank's gradient is of its own heads only
     axis = "tp" if build.tp > 1 else None
