@@ -416,6 +416,13 @@ LAYOUT_CASES = [
     "falcon, one key-value head",
     "falcon, new architecture",
     "falcon, in sequence, biases",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "olmo_hybrid",
+    "kimi_linear",
+    "lfm2",
+    "lfm2_moe",
     "gpt2",
 ]
 
@@ -443,6 +450,9 @@ def make(case: Case) -> Any:
             # at the scale that a family starts with, what recurrences add would be small
             value.mul_(8 if case.family in RECURRENT and value.dim() > 1 else 1)
             value.add_(torch.randn_like(value), alpha=0.1)
+        for name, value in model.named_parameters():
+            if name.endswith("A_log"):  # a state lasts for more than a few tokens
+                value.uniform_(-3.0, 1.0)
         for name, value in model.named_buffers():
             if name.endswith(ROUTER_BIAS):
                 value.normal_(std=0.1)

@@ -59,6 +59,7 @@ NAMES += [
 ]
 NAMES += ["glm4_moe", "gpt_oss"]
 NAMES += ["bamba", "granitemoehybrid", "nemotron_h"]
+NAMES += ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "lfm2", "lfm2_moe"]
 
 
 @pytest.fixture(scope="module")
