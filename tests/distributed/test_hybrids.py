@@ -35,7 +35,7 @@ MECHANISMS: dict[str, dict[str, Any]] = {
     "delta": {**DELTA, "delta_negative_eigenvalues": True},
     "delta, one key head": {**DELTA, "linear_num_key_heads": 1},
     "kimi": {**DELTA, "linear_num_key_heads": 4, "delta_decay": "channel"},
-    "mamba": {**MAMBA, "mamba_time_step_limit": [0.5, 1.5]},
+    "mamba": {**MAMBA, "mamba_time_step_limit": [0.004, 0.05]},
     "mamba, one group": {**MAMBA, "mamba_n_groups": 1, "mamba_norm": "norm_first", "mamba_proj_bias": True},
     "mamba, factors": {
         **MAMBA,

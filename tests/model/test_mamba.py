@@ -21,7 +21,7 @@ CASE = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 96, "layers": 2, "
 BETA = 0.9
 SIZES = {"mamba_num_heads": 4, "mamba_head_dim": 6, "mamba_state_size": 5, "mamba_n_groups": 2}
 MODELS: dict[str, dict[str, Any]] = {
-    "gate first, limited steps": {"mamba_time_step_limit": [0.9, 1.6]},
+    "gate first, limited steps": {"mamba_time_step_limit": [0.004, 0.05]},
     "norm first, one group, biases": {"mamba_norm": "norm_first", "mamba_n_groups": 1, "mamba_proj_bias": True},
     "multipliers, no norm, no bias": {
         "mamba_norm": "none",

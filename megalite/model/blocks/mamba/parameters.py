@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from megalite.config.sections.model import ModelConfig
 from megalite.model.spec_builder import SpecBuilder, one_each
+from megalite.parallel.initial_values import InverseSoftplus, LogIndex
 from megalite.parallel.spec import ParamSpec, Segment
 
 PREFIX = "mamba_"  # of roles
@@ -30,9 +31,10 @@ def specs(build: SpecBuilder, name: str) -> list[ParamSpec]:
     stored += _convolution(build, name, parts[1:4])
     stored += one_each(
         build.unit,
-        Segment(f"{name}.a_log", (heads,), 0, decay=False),
+        Segment(f"{name}.a_log", (heads,), 0, decay=False, initial=LogIndex()),
         Segment(f"{name}.d", (heads,), 0, decay=False, init_value=1.0),
-        Segment(f"{name}.dt_bias", (heads,), 0, decay=False, init_value=1.0),
+        Segment(f"{name}.dt_bias", (heads,), 0, decay=False, initial=InverseSoftplus()),
+        at_least_fp32=True,
     )
     if model.mamba_norm != "none":
         norm = Segment(f"{name}.norm.weight", (inner,), 0, decay=False, init_value=1.0, role="norms")
