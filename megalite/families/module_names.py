@@ -42,6 +42,7 @@ class Names:
         spellings: parts of names that files have in place of those in the table, and the latter.
         by_head: modules whose rows are stored by head: the first head's rows of all parts, then the next
             head's; and the field of ModelConfig that counts the heads.
+        memory: parts of names, and what transformers has in their place in memory.
         mixer: what the roles of the matrices of a mixer begin with.
     """
 
@@ -63,6 +64,7 @@ class Names:
     kept: tuple[str, ...] = ()
     spellings: tuple[tuple[str, str], ...] = ()
     by_head: dict[str, str] = field(default_factory=dict)
+    memory: tuple[tuple[str, str], ...] = ()
     mixer: str = ""
 
 
@@ -312,6 +314,10 @@ FAMILY_NAMES = {
             "block_sparse_moe.input_linear": "mlp.experts.in",
             "block_sparse_moe.output_linear": "mlp.experts.down",
         },
+        memory=(
+            ("block_sparse_moe.input_linear.weight", "block_sparse_moe.experts.gate_up_proj"),
+            ("block_sparse_moe.output_linear.weight", "block_sparse_moe.experts.down_proj"),
+        ),
         mixer="mamba_",
     ),
     "nemotron_h": Names(
@@ -338,6 +344,7 @@ FAMILY_NAMES = {
         router_bias="mixer.gate.e_score_correction_bias",
         fp32=("mlp.router.weight",),
         kept=("mtp.",),
+        memory=(("backbone.", "model."),),
         mixer="mamba_",
     ),
     "qwen3_next": Names(

@@ -63,7 +63,7 @@ from megalite.huggingface.kept_tensors import (
 from megalite.huggingface.merging import Adapters
 from megalite.huggingface.model_card import write_card
 from megalite.huggingface.router_bias import PREFIX, bias_names, fill, states, to_export
-from megalite.huggingface.tensor_places import TensorPlace, copies, evenly_cut, places
+from megalite.huggingface.tensor_places import TensorPlace, copies, evenly_cut, in_memory, places
 from megalite.huggingface.tokenizer_export import (
     TokenizerChoice,
     choose,
@@ -673,8 +673,9 @@ def _family_like(model: ModelConfig, base: dict[str, Any]) -> str | None:
 
 
 def places_of(model: ModelConfig, directory: Path) -> dict[str, TensorPlace]:
-    """Return the places of a model's tensors in its family."""
-    return places(model, family_of(model, directory))
+    """Return the places of a model's tensors in its family, under the names in memory, which PEFT has."""
+    family = family_of(model, directory)
+    return {name: in_memory(place, names_of(model, family)) for name, place in places(model, family).items()}
 
 
 def head_of(model: ModelConfig, directory: Path) -> str:

@@ -84,9 +84,11 @@ class TensorPlace:
         down = "{}.{}" not in self.theirs
         stem = self.theirs.partition("experts.{}")[0].replace("block_sparse_moe", "mlp")
         experts = len({piece[0] for piece in self.pieces})
+        parts = {str(piece[1]) for piece in self.pieces if len(piece) > 1}
+        into = "gate_up_proj" if len(parts) > 1 else next(iter(parts), "")
         return replace(
             self,
-            theirs=f"{stem}experts.{'down_proj' if down else 'gate_up_proj'}",
+            theirs=f"{stem}experts.{'down_proj' if down else into}",
             pieces=(),
             experts=experts,
         )
@@ -157,6 +159,14 @@ def places(model: ModelConfig, family: str) -> dict[str, TensorPlace]:
     if homeless := shapes.keys() - tensor_places.keys():
         raise AssertionError(f"the table of {family} has no place for {sorted(homeless)}")
     return {name: tensor_places[name] for name in shapes}
+
+
+def in_memory(place: TensorPlace, names: Names) -> TensorPlace:
+    """Return the place in transformers' model, whose modules may have other names than in files."""
+    theirs = place.theirs
+    for of_files, own in names.memory:
+        theirs = theirs.replace(of_files, own)
+    return replace(place, theirs=theirs)
 
 
 def _experts(theirs: str, shape: tuple[int, ...], number: int, names: Names) -> TensorPlace:
