@@ -35,7 +35,8 @@ def with_own_names(given: dict[str, Any]) -> dict[str, Any]:
         name: table for name, table in FAMILY_NAMES.items() if family in (None, name.partition(",")[0])
     } or FAMILY_NAMES
     mixture = any("mlp.experts.in" in table.layer.values() for table in tables.values())
-    there = {"gate", *(part for parts in _projections(tables).values() for part in parts)}
+    gates = ("gate", "attention_gate") if given.get("model.attention_gate") else ("gate",)
+    there = {*gates, *(part for parts in _projections(tables).values() for part in parts)}
     # families know the built-in ones; others are of registered kinds of blocks
     projections = tuple(role for role in PROJECTIONS if role in there or role not in BUILT_IN_PROJECTIONS)
     own_names = (*projections, *(EXPERTS if mixture else ()))
@@ -135,7 +136,7 @@ def _modules(
 def _projections(tables: dict[str, Names]) -> dict[str, list[str]]:
     own = {
         f"{'mlp' if role in ('gate', 'up', 'down') else 'attention'}.{role}": role for role in PROJECTIONS
-    } | {"attention.out": "o"}
+    } | {"attention.out": "o", "attention.gate": "attention_gate"}
     own |= {f"mlp.shared.{role}": role for role in ("gate", "up", "down")}  # of a shared expert
     return _modules(tables, lambda table: table.layer, own)
 
