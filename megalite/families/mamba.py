@@ -20,6 +20,7 @@ _NEMOTRON_BLOCKS = {**_BLOCKS, "mlp": "feed_forward", "moe": "mixture"}
 _NEMOTRON_PATTERN = dict(zip("M*-E", _NEMOTRON_BLOCKS, strict=True))
 _NEMOTRON_LAYERS = ["linear_attention", "moe", "full_attention", "mlp"]
 """Layers of a Nemotron-H file that lists none."""
+FALCON_H1_LAYER = "mamba|attention+feed_forward"
 NEMOTRON_NAMES = {
     "mamba_n_groups": ("mamba_n_groups", "n_groups"),
     "mamba_conv_kernel": ("mamba_d_conv", "conv_kernel"),

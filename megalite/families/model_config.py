@@ -312,6 +312,7 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "layer_blocks=bamba": mamba.bamba_layers,
     "layer_blocks=granite": mamba.granite_layers,
     "layer_blocks=nemotron": mamba.nemotron_layers,
+    "layer_blocks=falcon_h1": lambda given: [mamba.FALCON_H1_LAYER] * given["num_hidden_layers"],
     "num_hidden_layers=nemotron": lambda given: len(mamba.nemotron_layers(given)),
     "mamba_head_dim=expanded": mamba.head_dim,
     "mamba_head_dim=own_width": mamba.head_dim,

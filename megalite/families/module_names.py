@@ -299,6 +299,12 @@ FAMILY_NAMES = {
         _QKV | {"self_attn.o_proj": "attention.out"} | _PRE_FF | _FEED_FORWARD | _mamba("mamba"),
         mixer="mamba_",
     ),
+    "falcon_h1": Names(
+        _FINAL_NORM,
+        "model.layers",
+        _QKV | {"self_attn.o_proj": "attention.out"} | _PRE_FF | _FEED_FORWARD | _mamba("mamba"),
+        mixer="mamba_",
+    ),
     "granitemoehybrid": Names(
         _ENDS,
         "model.layers",

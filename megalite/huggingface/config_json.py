@@ -209,6 +209,7 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "layer_blocks=bamba": mamba.bamba_fields,
     "layer_blocks=granite": mamba.granite_fields,
     "layer_blocks=nemotron": mamba.nemotron_fields,
+    "layer_blocks=falcon_h1": lambda values: {},
     "num_hidden_layers=nemotron": lambda values: {},
     "mamba_head_dim=expanded": mamba.expanded,
     "mamba_head_dim=own_width": mamba.own_width,

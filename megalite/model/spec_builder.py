@@ -65,7 +65,11 @@ class SpecBuilder:
         return Segment(name, (width,), split, decay=False, init_value=one, role="norms", **options)  # type: ignore[arg-type]
 
     def column(
-        self, name: str, parts: Sequence[tuple[str, int, int]], bias: bool, roles: str | Mapping[str, str] = ""
+        self,
+        name: str,
+        parts: Sequence[tuple[str, int, int]],
+        bias: bool,
+        roles: str | Mapping[str, str] = "",
     ) -> list[ParamSpec]:
         """Return a column-parallel linear: weights [width, hidden], split along dim 0.
 

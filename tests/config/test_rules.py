@@ -553,10 +553,10 @@ ROWS = [
         ("for z, x, B, C and dt",),
     ),
     Row(
-        "mamba's biases have no factors around them",
-        MIXERS["mamba"] | {"model.mamba_proj_bias": True, "model.mamba_out_multiplier": 0.5},
-        {"model.mamba_out_multiplier": 1.0},
-        ("model.mamba_out_multiplier = 0.5",),
+        "mamba's biases have no factor before them",
+        MIXERS["mamba"] | {"model.mamba_proj_bias": True, "model.mamba_in_multiplier": 0.5},
+        {"model.mamba_in_multiplier": 1.0},
+        ("model.mamba_in_multiplier = 0.5",),
     ),
     *(
         Row(

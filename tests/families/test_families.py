@@ -362,6 +362,27 @@ FAMILIES += [
         },
     ),
     (
+        "FalconH1Config",
+        GROUPED
+        | MAMBA
+        | {"mamba_d_ssm": 32, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "key_multiplier": 0.5}
+        | {"ssm_multipliers": [0.5, 1.5, 0.7, 1.2, 0.8], "mlp_multipliers": [1.0, 1.0], "lm_head_multiplier": 0.25},
+        {
+            "layer_blocks": ["mamba|attention+feed_forward"] * 3,
+            "mamba_head_dim": 4,
+            "mamba_norm": "gate_first",
+            "mamba_multipliers": [0.5, 1.5, 0.7, 1.2, 0.8],
+            "mlp_multipliers": None,
+            "key_multiplier": 0.5,
+            "logit_scale": 0.25,
+        },
+    ),
+    (
+        "FalconH1Config",
+        GROUPED | MAMBA | {"mamba_d_ssm": 96, "mamba_n_heads": 4},
+        {"mamba_norm": "none", "mamba_head_dim": 24, "mamba_multipliers": None},
+    ),
+    (
         "NemotronHConfig",
         NEMOTRON | NEMOTRON_EXPERTS | {"hybrid_override_pattern": "M-*E"},
         {

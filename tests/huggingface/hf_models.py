@@ -102,6 +102,8 @@ SHORT_EXPERTS = {"num_dense_layers": 1, "num_experts": 6, "num_experts_per_tok":
 
 MAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 6, "mamba_chunk_size": 8}
 BAMBA = MAMBA | {"attn_layer_indices": [1]}
+FALCON_H1 = MAMBA | {"mamba_n_heads": 4, "mamba_d_ssm": 32}
+FALCON_H1_FACTORS = ("attention_in", "key", "attention_out", "ssm_in", "ssm_out", "embedding", "lm_head")
 NEMOTRON = {key: value for key, value in SIZES.items() if key != "num_hidden_layers"} | {
     "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"],
     "head_dim": 8,
@@ -362,6 +364,17 @@ CASES = {
         | MAMBA
         | {"layer_types": LINEAR, "num_local_experts": 0, "shared_intermediate_size": 40}
         | {"position_embedding_type": "rope"},
+        BF16,
+    ),
+    "falcon_h1": Case("FalconH1", SIZES | UNTIED | FALCON_H1, shard="20KB"),
+    "falcon_h1, tied, norm first, factors": Case(
+        "FalconH1",
+        SIZES
+        | TIED
+        | FALCON_H1
+        | {"mamba_rms_norm": True, "mamba_n_groups": 1, "mlp_bias": True, "head_dim": 12}
+        | {f"{name}_multiplier": value for name, value in zip(FALCON_H1_FACTORS, (0.7, 1.3, 0.6, 1.2, 0.8, 1.4, 0.9))}
+        | {"mlp_multipliers": [0.5, 1.5], "ssm_multipliers": [0.5, 1.5, 0.7, 1.2, 0.8]},
         BF16,
     ),
     "nemotron_h": Case("NemotronH", NEMOTRON | UNTIED | {"moe_latent_size": 20}, shard="20KB"),

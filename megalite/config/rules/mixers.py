@@ -125,13 +125,11 @@ RULES: tuple[Rule, ...] = (
     ),
     _fits(
         "mamba",
-        "mamba's biases have no factors around them",
+        "mamba's biases have no factor before them",
         "mamba_proj_bias",
-        lambda model: (
-            model.mamba_proj_bias and (model.mamba_in_multiplier, model.mamba_out_multiplier) != (1.0, 1.0)
-        ),
-        "is incompatible with {model.mamba_in_multiplier} and {model.mamba_out_multiplier}",
-        "Set it to false, or the factors to 1.0.",
+        lambda model: model.mamba_proj_bias and model.mamba_in_multiplier != 1.0,
+        "is incompatible with {model.mamba_in_multiplier}",
+        "Set it to false, or the factor to 1.0.",
     ),
     _splits("delta", "linear_num_value_heads", "value heads of delta blocks"),
     _shares("delta", "linear_num_key_heads", "key heads of delta blocks"),

@@ -262,6 +262,15 @@ class ModelConfig:
     """Width of the causal convolution of convolution blocks (LFM2), in tokens."""
     conv_bias: bool = option(False, kinds=CONVOLUTION)
     """Bias on the convolution and the projections of convolution blocks."""
+    attention_in_multiplier: float = option(1.0, POSITIVE, kinds=ATTENTION)
+    """Factor on the input of attention (Falcon-H1)."""
+    key_multiplier: float = option(1.0, POSITIVE, kinds=ATTENTION)
+    """Factor on the keys (Falcon-H1)."""
+    attention_out_multiplier: float = option(1.0, POSITIVE, kinds=ATTENTION)
+    """Factor on the output of attention (Falcon-H1)."""
+    mlp_multipliers: list[float] | None = option(None, POSITIVE, kinds=("feed_forward",))
+    """Factors on the gate, before its activation, and on the output of the feed-forward (Falcon-H1). null: 1.
+    """
     attention_gate: bool = option(False, kinds=ATTENTION)
     """Multiply the output of every head by sigmoid(gate), a projection of the layer's input as wide as the
     queries, before the output projection (Qwen3-Next)."""
@@ -659,6 +668,42 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.model.attention_gate and c.model.attention_sinks,
         message="is incompatible with {model.attention_sinks}",
         legal="Set one of them to false.",
+    ),
+    Rule(
+        "a factor on the input of attention alone",
+        "model.attention_in_multiplier",
+        lambda c: (
+            c.model.attention_in_multiplier != 1.0
+            and (c.model.attention_bias or c.model.attention_out_bias or c.model.attention_gate)
+        ),
+        message="is incompatible with {model.attention_bias}, {model.attention_out_bias} or "
+        "{model.attention_gate}",
+        legal="Set it to 1.0, or the others to false.",
+    ),
+    Rule(
+        "a factor on keys without norms",
+        "model.key_multiplier",
+        lambda c: (
+            (c.model.attention_in_multiplier, c.model.key_multiplier) != (1.0, 1.0)
+            and c.model.qk_norm != "none"
+        ),
+        message="and {model.attention_in_multiplier} are incompatible with {model.qk_norm}",
+        legal="Set both to 1.0, or model.qk_norm to none.",
+    ),
+    *(
+        _not_with_latents(name, "Set it to 1.0.")
+        for name in ("attention_in_multiplier", "key_multiplier", "attention_out_multiplier")
+    ),
+    Rule(
+        "two factors of the feed-forward",
+        "model.mlp_multipliers",
+        lambda c: (
+            (factors := c.model.mlp_multipliers) is not None
+            and (len(factors) != 2 or not c.model.gated_mlp or c.model.num_experts)
+        ),
+        message="must be two numbers, of a gated feed-forward without experts: {model.gated_mlp}, "
+        "{model.num_experts}",
+        legal="Write those of the gate and of the output, or null.",
     ),
     Rule(
         "preset or from_hf",

@@ -8,8 +8,8 @@ Column-parallel projection, the recurrence of this rank's heads, row-parallel ou
 the B and C of their group. Communicates in the two projections, along rows under context parallelism
 (`parallel.context`), and in the norm where a group has heads on several tp ranks.
 
-Falcon-H1's multipliers scale what is computed, not the weights: the one of the input and those of the parts
-of the projection scale its output, the one of the output scales the input of the output projection.
+Falcon-H1's multipliers scale what is computed, not the weights: that of the input and those of the parts of
+the projection both scale its output.
 """
 
 from __future__ import annotations
@@ -79,7 +79,6 @@ class MambaMixer:
         self.heads, self.width = model.mamba_num_heads // tp.size, model.mamba_head_dim
         self.groups = model.mamba_n_groups * group_replicas(model, tp.size) // tp.size
         self.limit, self.across = model.mamba_time_step_limit, across
-        self.out_multiplier = model.mamba_out_multiplier
         self.conv, self.a_log, self.d, self.dt_bias = (
             weights[f"{name}.{part}"] for part in ("conv.weight", "a_log", "d", "dt_bias")
         )
@@ -122,13 +121,11 @@ class MambaMixer:
         y = (out + skipped).to(packed.dtype).flatten(-2)  # [seq, batch, heads · width]
         normed, summed = self.norm.forward(y, parts.z)
         saved.append((packed, y, summed, halos, *kept))
-        return normed if self.out_multiplier == 1.0 else normed * self.out_multiplier
+        return normed
 
     def gradient(self, grad: Tensor, saved: Saved, state: ForwardState) -> Tensor:
         packed, y, summed, halos, *kept = saved.pop()
         parts = self.split(packed)
-        if self.out_multiplier != 1.0:
-            grad = grad * self.out_multiplier
         dy, dz = self.norm.backward(grad, y, parts.z, summed)  # type: ignore[arg-type]
         convolved = self.across.convolve(parts.convolved, halos, self.conv.tensor, self._bias, state)
         x, b, c = self._heads(convolved)

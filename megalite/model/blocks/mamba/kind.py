@@ -30,6 +30,9 @@ class MambaKind(BlockKind):
     def replicas(self, model: ModelConfig, tp: int) -> int:
         return parameters.group_replicas(model, tp)
 
+    def output_factor(self, model: ModelConfig) -> float:
+        return model.mamba_out_multiplier
+
     def recomputed(self, units: Units, cost: BlockCost) -> list[Group]:
         groups: list[Group] = self.file("cost").recomputed(cost)
         return groups
