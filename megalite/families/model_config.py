@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from megalite.config.errors import ConfigError
 from megalite.config.rule import show
 from megalite.config.sections.model import ROPE_SCALING_KEYS, ModelConfig
-from megalite.families import deepseek
+from megalite.families import deepseek, layer_types, mamba
 from megalite.families.weight_files import INDEX, MODEL, weights_file
 
 _GELU = "gelu_pytorch_tanh"
@@ -63,16 +63,20 @@ class Family:
     layers."""
     computed: tuple[str, ...] = ()
     """ModelConfig fields computed from a config.json with its defaults; field=how if there is more than one
-    way."""
+    way. `_COMPUTED_TOGETHER` has names for several fields."""
     own: str = ""
     """Other fields of its config.json, which `computed` reads or which have no influence on pretraining."""
     aliases: dict[str, str] = field(default_factory=dict)
     """Other name in a config.json → the name in `fields` or `own` (transformers' attribute_map)."""
+    sections: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Field that is an object → its entries, which are other names of fields."""
     only: str = ""
     """Other fields that transformers' code of the family reads, and of which one value is supported: null or
     the one in `neutral`."""
     rope_types: tuple[str, ...] = tuple(kind for kind in ROPE_SCALING_KEYS if kind != "longrope")
     """Types of rotary scaling that transformers supports for it."""
+    rope_entries: str = ""
+    """Further entries of its rotary fields, which have no influence on text. An export copies them."""
     multimodal: str | None = None
     """model_type of the multimodal model whose text_config is of this family."""
 
@@ -199,7 +203,10 @@ def _language_model(config: dict[str, Any]) -> dict[str, Any]:
     row = known.rows.get(inner.get("model_type", ""))
     if row is None or row.multimodal != config.get("model_type"):
         return config
-    return inner | {name: config[name] for name in known.kept & config.keys() if config[name] is not None}
+    tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
+    return (
+        tied | inner | {name: config[name] for name in known.kept & config.keys() if config[name] is not None}
+    )
 
 
 def _local_layers(given: dict[str, Any]) -> list[int]:
@@ -283,10 +290,45 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "router_scores=softmax": functools.partial(deepseek.scores, "softmax"),
     "router_scores=sigmoid": functools.partial(deepseek.scores, "sigmoid"),
     "hidden_act=clamped_swiglu": _clamped_swiglu,
+    "layer_blocks=qwen3_next": layer_types.qwen3_next,
+    "layer_blocks=qwen3_5": functools.partial(layer_types.qwen3_5, "feed_forward"),
+    "layer_blocks=qwen3_5_moe": functools.partial(layer_types.qwen3_5, "mixture"),
+    "layer_blocks=olmo": layer_types.olmo,
+    "post_norm_layers": layer_types.olmo_post_norm,
+    "position=olmo": layer_types.olmo_position,
+    **{name: functools.partial(layer_types.olmo_width, name) for name in layer_types.OLMO_WIDTHS},
+    "layer_blocks=kimi": layer_types.kimi,
+    "shared_expert_intermediate_size=kimi": layer_types.kimi_shared,
+    "n_group=kimi": layer_types.kimi_groups,
+    "topk_group=kimi": layer_types.kimi_topk_group,
+    "layer_blocks=lfm2": layer_types.lfm2,
+    "intermediate_size=lfm2": layer_types.lfm2_width,
+    "layer_blocks=lfm2_moe": layer_types.lfm2_moe,
     "parallel_block": _falcon_block,
     "parallel_block=shared_norm": lambda given: "shared_norm" if given["use_parallel_residual"] else "none",
     "parallel_block=two_norms": lambda given: "two_norms" if given["use_parallel_residual"] else "none",
+    "layer_blocks=bamba": mamba.bamba_layers,
+    "layer_blocks=granite": mamba.granite_layers,
+    "layer_blocks=nemotron": mamba.nemotron_layers,
+    "layer_blocks=falcon_h1": lambda given: [mamba.FALCON_H1_LAYER] * given["num_hidden_layers"],
+    "num_hidden_layers=nemotron": lambda given: len(mamba.nemotron_layers(given)),
+    "mamba_head_dim=expanded": mamba.head_dim,
+    "mamba_head_dim=own_width": mamba.head_dim,
+    "mamba_time_step_limit": mamba.time_step_limit,
+    "hidden_act=convolution": functools.partial(mamba.activation, "hidden_act"),
+    "position": mamba.position,
+    "tie_word_embeddings=never": mamba.never_tied,
+    "mamba_proj_bias=one": mamba.one_bias,
+    "mamba_norm": mamba.norm,
+    "mamba_multipliers": functools.partial(mamba.multipliers, "ssm_multipliers", 5),
+    "mlp_multipliers": functools.partial(mamba.multipliers, "mlp_multipliers", 2),
+    **{f"{name}=nemotron": functools.partial(mamba.nemotron_value, name) for name in mamba.NEMOTRON_NAMES},
 }
+_COMPUTED_TOGETHER: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "experts=granite": mamba.granite_experts,
+    "experts=nemotron": mamba.nemotron_experts,
+}
+"""The same for several fields."""
 
 
 def _refuse(name: str, value: Any, why: str) -> ConfigError:
@@ -313,9 +355,14 @@ def from_hf_config(config: dict[str, Any]) -> dict[str, Any]:
             "hidden_act", shape["hidden_act"], f"is not supported. Legal values: {', '.join(legal_act)}."
         )
     try:
-        shape |= {name.partition("=")[0]: _COMPUTED[name](given) for name in family.computed}
+        for name in family.computed:
+            if name in _COMPUTED_TOGETHER:
+                shape |= _COMPUTED_TOGETHER[name](given)
+            else:
+                shape[name.partition("=")[0]] = _COMPUTED[name](given)
+        shape = mamba.without_unused(shape)
         shape |= _read_window(given, family, shape)
-        if family.rope:
+        if family.rope and shape.get("position") != "none":
             shape |= _read_rope(config, family, given, shape)
     except (TypeError, LookupError, ArithmeticError) as error:
         raise ConfigError(f"config.json: a value has the wrong type or length: {error}.") from None
@@ -333,19 +380,21 @@ def _of_family(config: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
             config.get("model_type"),
             f"is not supported. Legal values: {', '.join(known.rows)}.",
         )
-    for alias, name in family.aliases.items():
-        if alias in config:
-            config = dict(config)
-            value = config.pop(alias)
-            if name in config and config[name] != value:
-                raise _refuse(
-                    alias,
-                    value,
-                    f"contradicts {name} = {config[name]!r}: both are names of one field. Remove "
-                    "one of them.",
-                )
-            config[name] = value
-    return family, config
+    named = {alias: config[alias] for alias in family.aliases if alias in config}
+    own = {name: value for name, value in config.items() if name not in named}
+    others = [(alias, family.aliases[alias], value) for alias, value in named.items()]
+    for section, names in family.sections.items():
+        inner = config.get(section) or {}
+        others += [(f"{section}.{key}", name, inner[key]) for key, name in names.items() if key in inner]
+    for alias, name, value in others:
+        if name in own and own[name] != value:
+            raise _refuse(
+                alias,
+                value,
+                f"contradicts {name} = {own[name]!r}: both are names of one field. Remove one of them.",
+            )
+        own[name] = value
+    return family, own
 
 
 def _read_rope(
@@ -471,7 +520,8 @@ def _read_window(given: dict[str, Any], family: Family, shape: dict[str, Any]) -
         else:
             local = list(range(given["max_window_layers"], shape["num_hidden_layers"]))
         return {"sliding_window": window, "sliding_window_layers": local}
-    if family.window != "pattern" and types and set(types) != {"full_attention"}:
+    by_blocks = "layer_blocks" in shape
+    if not by_blocks and family.window != "pattern" and types and set(types) != {"full_attention"}:
         raise _refuse(
             "layer_types",
             sorted(set(types)),
@@ -534,11 +584,11 @@ def unread_fields(config: dict[str, Any]) -> dict[str, Any]:
         if name not in _read_elsewhere(family)
     }
     if family.rope:
-        unread |= _unread_rope(config)
+        unread |= _unread_rope(config, family)
     return unread
 
 
-def _unread_rope(config: dict[str, Any]) -> dict[str, Any]:
+def _unread_rope(config: dict[str, Any], family: Family) -> dict[str, Any]:
     """The entries of the rotary fields that are not of their rope_type."""
     unread: dict[str, Any] = {}
     for name in ("rope_parameters", "rope_scaling"):
@@ -552,6 +602,7 @@ def _unread_rope(config: dict[str, Any]) -> dict[str, Any]:
                 *ROPE_SCALING_KEYS.get(_ROPE_NAMES.get(kind, kind), ()),
                 *_ROPE_ENTRIES,
                 *_FURTHER_ENTRIES.get(kind, ()),
+                *family.rope_entries.split(),
             }
             unread |= {f"{place}.{entry}": value for entry, value in entries.items() if entry not in read}
     return unread

@@ -36,6 +36,14 @@ class Names:
         mtp: modules of an MTP layer besides those of a layer; empty if files have none.
         multimodal: prefix of the whole names in files of a multimodal model, and the prefixes of its other
             parts, which are not read.
+        nested: what follows `base` in files of a multimodal model.
+        kept: prefixes of tensors that transformers does not read with the language model. A conversion keeps
+            them aside, and an export has them again.
+        spellings: parts of names that files have in place of those in the table, and the latter.
+        by_head: modules whose rows are stored by head: the first head's rows of all parts, then the next
+            head's; and the field of ModelConfig that counts the heads.
+        memory: parts of names, and what transformers has in their place in memory.
+        mixer: what the roles of the matrices of a mixer begin with.
     """
 
     ends: dict[str, str]
@@ -49,9 +57,15 @@ class Names:
     expert: tuple[str, ...] = ("gate_proj", "up_proj")
     bare: tuple[str, ...] = ()
     router_bias: str = ""
-    fp32: str = ""
+    fp32: tuple[str, ...] = ()
     mtp: dict[str, str] = field(default_factory=dict)
     multimodal: tuple[str, tuple[str, ...]] | None = None
+    nested: str = ""
+    kept: tuple[str, ...] = ()
+    spellings: tuple[tuple[str, str], ...] = ()
+    by_head: dict[str, str] = field(default_factory=dict)
+    memory: tuple[tuple[str, str], ...] = ()
+    mixer: str = ""
 
 
 _ENDS = {"model.embed_tokens": "embedding", "model.norm": "norm", "lm_head": "head"}
@@ -65,6 +79,8 @@ _OUT = {"self_attn.o_proj": "attention.out", "mlp.down_proj": "mlp.down"}
 _LINEARS = _QKV | _GATE_UP | _OUT
 EACH_HEAD = ("q_norm", "k_norm", "layernorm.norms.{}")
 """Ends of the modules that may hold a norm of each head."""
+CONVOLUTIONS = ("conv1d", "conv.conv")
+"""Ends of the modules that are convolutions."""
 _STABLELM_NORM = {
     "self_attn.q_layernorm.norms.{}": "attention.q_norm",
     "self_attn.k_layernorm.norms.{}": "attention.k_norm",
@@ -121,6 +137,78 @@ _MIXTRAL = {
     "block_sparse_moe.experts.{}.w2": "mlp.experts.down",
 }
 
+_FINAL_NORM = {"model.embed_tokens": "embedding", "model.final_layernorm": "norm", "lm_head": "head"}
+_PRE_FF = {"input_layernorm": "input_norm", "pre_ff_layernorm": "mlp_norm"}
+_FEED_FORWARD = {f"feed_forward.{part}_proj": f"mlp.{part}" for part in ("gate", "up", "down")}
+
+
+def _mamba(prefix: str) -> dict[str, str]:
+    """The modules of a Mamba-2 mixer."""
+    own = {
+        "in_proj": "mixer.z mixer.x mixer.B mixer.C mixer.dt",
+        "conv1d": "mixer.conv_x mixer.conv_B mixer.conv_C",
+        "A_log": "mixer.a_log",
+        "D": "mixer.d",
+        "dt_bias": "mixer.dt_bias",
+        "norm": "mixer.norm",
+        "out_proj": "mixer.out",
+    }
+    return {f"{prefix}.{theirs}": ours for theirs, ours in own.items()}
+
+
+_GATED_QKV = _QKV | {"self_attn.q_proj": "attention.q attention.gate"}
+_DELTA = {
+    "linear_attn.conv1d": "mixer.conv_q mixer.conv_k mixer.conv_v",
+    "linear_attn.A_log": "mixer.a_log",
+    "linear_attn.dt_bias": "mixer.dt_bias",
+    "linear_attn.norm": "mixer.norm",
+    "linear_attn.out_proj": "mixer.out",
+}
+_QWEN_DELTA = _DELTA | {
+    "linear_attn.in_proj_qkv": "mixer.q mixer.k mixer.v",
+    **{f"linear_attn.in_proj_{part}": f"mixer.{part}" for part in "zba"},
+}
+_QWEN3_NEXT_DELTA = _DELTA | {
+    "linear_attn.in_proj_qkvz": "mixer.q mixer.k mixer.v mixer.z",
+    "linear_attn.in_proj_ba": "mixer.b mixer.a",
+}
+
+
+def _separate_delta(prefix: str, parts: dict[str, str]) -> dict[str, str]:
+    """The modules of a delta block that has a module for each of its parts."""
+    own = {f"{part}_proj": f"mixer.{part}" for part in ("q", "k", "v", "b")}
+    own |= {f"{part}_conv1d": f"mixer.conv_{part}" for part in "qkv"}
+    own |= {"A_log": "mixer.a_log", "dt_bias": "mixer.dt_bias", "o_norm": "mixer.norm", "o_proj": "mixer.out"}
+    return {f"{prefix}.{theirs}": ours for theirs, ours in (own | parts).items()}
+
+
+_KIMI_DELTA = _separate_delta(
+    "self_attn", {f"{part}_proj": f"mixer.{part}" for part in ("f_a", "f_b", "g_a", "g_b")}
+)
+
+
+def _either(one: dict[str, str], other: dict[str, str]) -> dict[str, str]:
+    """The modules of two kinds of blocks, which have some names in common."""
+    return {
+        theirs: " ".join(each[theirs] for each in (one, other) if theirs in each) for theirs in one | other
+    }
+
+
+_LFM2_ENDS = {"model.embed_tokens": "embedding", "model.embedding_norm": "norm", "lm_head": "head"}
+_LFM2 = _QKV | {
+    "self_attn.out_proj": "attention.out",
+    "self_attn.q_layernorm": "attention.q_norm",
+    "self_attn.k_layernorm": "attention.k_norm",
+    "operator_norm": "input_norm",
+    "ffn_norm": "mlp_norm",
+    "conv.in_proj": "mixer.B mixer.C mixer.x",
+    "conv.conv": "mixer.conv",
+    "conv.out_proj": "mixer.out",
+    "feed_forward.w1": "mlp.gate",
+    "feed_forward.w3": "mlp.up",
+    "feed_forward.w2": "mlp.down",
+}
+
 _LLAMA = Names(_ENDS, "model.layers", _LINEARS | _BEFORE)
 _FALCON = Names(
     {"transformer.word_embeddings": "embedding", "transformer.ln_f": "norm", "lm_head": "head"},
@@ -175,14 +263,14 @@ FAMILY_NAMES = {
     "olmoe": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _QK_NORM | _MIXTURE),
     "qwen2_moe": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _MIXTURE | _SHARED),
     "qwen3_moe": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _QK_NORM | _MIXTURE),
-    "deepseek_v2": Names(_ENDS, "model.layers", _DEEPSEEK, interleaved=True, fp32="mlp.router"),
+    "deepseek_v2": Names(_ENDS, "model.layers", _DEEPSEEK, interleaved=True, fp32=("mlp.router.weight",)),
     "deepseek_v3": Names(
         _ENDS,
         "model.layers",
         _DEEPSEEK,
         interleaved=True,
         router_bias="mlp.gate.e_score_correction_bias",
-        fp32="mlp.router",
+        fp32=("mlp.router.weight",),
         mtp=_MTP,
     ),
     "glm4_moe": Names(
@@ -190,7 +278,7 @@ FAMILY_NAMES = {
         "model.layers",
         _LINEARS | _BEFORE | _QK_NORM | _MIXTURE | _SHARED_EXPERTS,
         router_bias="mlp.gate.e_score_correction_bias",
-        fp32="mlp.router",
+        fp32=("mlp.router.weight",),
         mtp=_MTP,
     ),
     "gpt_oss": Names(
@@ -206,6 +294,132 @@ FAMILY_NAMES = {
             "mlp.experts.down_proj": "mlp.experts.down",
         },
         bare=("self_attn.sinks", "experts.gate_up_proj", "experts.down_proj"),
+    ),
+    "bamba": Names(
+        _FINAL_NORM,
+        "model.layers",
+        _QKV | {"self_attn.o_proj": "attention.out"} | _PRE_FF | _FEED_FORWARD | _mamba("mamba"),
+        mixer="mamba_",
+    ),
+    "falcon_h1": Names(
+        _FINAL_NORM,
+        "model.layers",
+        _QKV | {"self_attn.o_proj": "attention.out"} | _PRE_FF | _FEED_FORWARD | _mamba("mamba"),
+        mixer="mamba_",
+    ),
+    "granitemoehybrid": Names(
+        _ENDS,
+        "model.layers",
+        _QKV
+        | {"self_attn.o_proj": "attention.out"}
+        | _BEFORE
+        | _mamba("mamba")
+        | {
+            # without experts the shared expert is the feed-forward block
+            "shared_mlp.input_linear": "mlp.gate mlp.up mlp.shared.gate mlp.shared.up",
+            "shared_mlp.output_linear": "mlp.down mlp.shared.down",
+            "block_sparse_moe.router.layer": "mlp.router",
+            "block_sparse_moe.input_linear": "mlp.experts.in",
+            "block_sparse_moe.output_linear": "mlp.experts.down",
+        },
+        memory=(
+            ("block_sparse_moe.input_linear.weight", "block_sparse_moe.experts.gate_up_proj"),
+            ("block_sparse_moe.output_linear.weight", "block_sparse_moe.experts.down_proj"),
+        ),
+        mixer="mamba_",
+    ),
+    "nemotron_h": Names(
+        {"backbone.embeddings": "embedding", "backbone.norm_f": "norm", "lm_head": "head"},
+        "backbone.layers",
+        # a layer is one block
+        {
+            "norm": "input_norm mlp_norm",
+            **{f"mixer.{part}_proj": f"attention.{part}" for part in "qkv"},
+            "mixer.o_proj": "attention.out",
+            "mixer.up_proj": "mlp.up",
+            "mixer.down_proj": "mlp.down",
+            "mixer.gate": "mlp.router",
+            "mixer.experts.{}.{}": "mlp.experts.in",
+            "mixer.experts.{}.down_proj": "mlp.experts.down",
+            "mixer.shared_experts.up_proj": "mlp.shared.up",
+            "mixer.shared_experts.down_proj": "mlp.shared.down",
+            "mixer.fc1_latent_proj": "mlp.latent_in",
+            "mixer.fc2_latent_proj": "mlp.latent_out",
+        }
+        | _mamba("mixer"),
+        base="backbone.",
+        expert=("up_proj",),
+        router_bias="mixer.gate.e_score_correction_bias",
+        fp32=("mlp.router.weight",),
+        kept=("mtp.",),
+        memory=(("backbone.", "model."),),
+        mixer="mamba_",
+    ),
+    "qwen3_next": Names(
+        _ENDS,
+        "model.layers",
+        _LINEARS | _GATED_QKV | _BEFORE | _QK_NORM | _MIXTURE | _SHARED | _QWEN3_NEXT_DELTA,
+        kept=("mtp.",),
+        by_head={
+            "self_attn.q_proj": "num_attention_heads",
+            "in_proj_qkvz": "linear_num_key_heads",
+            "in_proj_ba": "linear_num_key_heads",
+        },
+        mixer="delta_",
+    ),
+    **dict.fromkeys(
+        ("qwen3_5_text", "qwen3_5_moe_text"),
+        Names(
+            _ENDS,
+            "model.layers",
+            _LINEARS | _GATED_QKV | _BEFORE | _QK_NORM | _MIXTURE | _SHARED | _QWEN_DELTA,
+            nested="language_model.",
+            kept=("mtp.", "model.visual."),
+            by_head={"self_attn.q_proj": "num_attention_heads"},
+            mixer="delta_",
+        ),
+    ),
+    "olmo_hybrid": Names(
+        _ENDS,
+        "model.layers",
+        _LINEARS
+        | _AFTER
+        | _QK_NORM
+        | _separate_delta("linear_attn", {"a_proj": "mixer.a", "g_proj": "mixer.z"})
+        | {"attention_layer_norm": "input_norm", "feedforward_layer_norm": "mlp_norm"},
+        kept=("mtp.",),
+        # transformers writes the first name in layers with attention, too
+        spellings=(("feedforward_layer_norm", "post_attention_layernorm"),),
+        mixer="delta_",
+    ),
+    "kimi_linear": Names(
+        _ENDS,
+        "model.layers",
+        _either(_LATENT | _OUT, _KIMI_DELTA)
+        | _GATE_UP
+        | _BEFORE
+        | _MIXTRAL
+        | {f"block_sparse_moe.{theirs[4:]}": ours for theirs, ours in _SHARED_EXPERTS.items()},
+        expert=("w1", "w3"),
+        router_bias="block_sparse_moe.gate.e_score_correction_bias",
+        fp32=("mlp.router.weight", "mixer.dt_bias"),
+        # transformers writes the first name in dense layers, too
+        spellings=((".block_sparse_moe.", ".mlp."),),
+        mixer="delta_",
+    ),
+    "lfm2": Names(_LFM2_ENDS, "model.layers", _LFM2, mixer="conv_"),
+    "lfm2_moe": Names(
+        _LFM2_ENDS,
+        "model.layers",
+        _LFM2
+        | {
+            "feed_forward.gate": "mlp.router",
+            "feed_forward.experts.{}.{}": "mlp.experts.in",
+            "feed_forward.experts.{}.w2": "mlp.experts.down",
+        },
+        expert=("w1", "w3"),
+        router_bias="feed_forward.expert_bias",
+        mixer="conv_",
     ),
     "phi3": Names(_ENDS, "model.layers", _FUSED | _BEFORE),
     "gpt2": Names(

@@ -24,12 +24,14 @@ from megalite.huggingface.files import ConversionError
 COMPANIONS = "huggingface"
 """Directory of the companion files in an imported checkpoint."""
 GENERATION = "generation_config.json"
+PROCESSOR = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+"""Settings of the processor of a multimodal model."""
 
 
 def copy_companions(directory: Path, target: Path) -> None:
-    """Copy config.json, the tokenizer and the generation settings of a model."""
+    """Copy config.json, the tokenizer, and the generation and processor settings of a model."""
     copy_tokenizer(directory, target)
-    for file in (directory / "config.json", directory / GENERATION):
+    for file in (directory / name for name in ("config.json", GENERATION, *PROCESSOR)):
         if file.is_file():
             shutil.copyfile(file, target / file.name)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from megalite.config.errors import ConfigError
 from megalite.config.sections.model import ModelConfig
-from megalite.families import deepseek
+from megalite.families import deepseek, layer_types, mamba
 from megalite.families.model_config import Family, families, from_hf_config
 
 _TRAINING_ONLY = (
@@ -20,6 +20,7 @@ _MIXTURE = (
         "num_experts_per_tok",
         "moe_intermediate_size",
         "norm_topk_prob",
+        "norm_topk_eps",
         "shared_expert_intermediate_size",
     ),
     *("shared_expert_gate", "decoder_sparse_step", "mlp_only_layers", "router_balance", "router_bias_rate"),
@@ -81,6 +82,8 @@ def meaning(model: ModelConfig) -> dict[str, Any]:
         "embedding_scale": model.embedding_scale or 1.0,
         "logit_scale": model.logit_scale or 1.0,
         "no_rope_layers": [layer for layer in layers if not model.uses_rope(layer)],
+        "delta_norm_eps": model.delta_norm_eps or model.rms_norm_eps,
+        "post_norm_layers": model.post_norm_layers or None,
         "rope_local_theta": model.rope_local_theta if any(map(model.local_rope, layers)) else None,
         "sliding_window": model.sliding_window if local else None,
         "sliding_window_layers": local,
@@ -186,9 +189,41 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
         "swiglu_alpha": 1.702,
         "swiglu_limit": 7.0,
     },
+    **dict.fromkeys(
+        ("layer_blocks=qwen3_next", "layer_blocks=qwen3_5", "layer_blocks=qwen3_5_moe", "layer_blocks=olmo"),
+        partial(layer_types.type_fields, layer_types.DELTA),
+    ),
+    "post_norm_layers": lambda values: {},
+    "position=olmo": layer_types.olmo_position_fields,
+    **dict.fromkeys(layer_types.OLMO_WIDTHS, lambda values: {}),
+    "layer_blocks=kimi": layer_types.kimi_fields,
+    "shared_expert_intermediate_size=kimi": layer_types.kimi_shared_fields,
+    "n_group=kimi": lambda values: {"num_expert_group": values["n_group"] or 1},
+    "topk_group=kimi": lambda values: {"topk_group": values["topk_group"] or 1},
+    "layer_blocks=lfm2": partial(layer_types.type_fields, layer_types.CONVOLUTION),
+    "intermediate_size=lfm2": layer_types.lfm2_width_fields,
+    "layer_blocks=lfm2_moe": layer_types.lfm2_moe_fields,
     "parallel_block": _falcon_block,
     "parallel_block=shared_norm": _parallel,
     "parallel_block=two_norms": _parallel,
+    "layer_blocks=bamba": mamba.bamba_fields,
+    "layer_blocks=granite": mamba.granite_fields,
+    "layer_blocks=nemotron": mamba.nemotron_fields,
+    "layer_blocks=falcon_h1": lambda values: {},
+    "num_hidden_layers=nemotron": lambda values: {},
+    "mamba_head_dim=expanded": mamba.expanded,
+    "mamba_head_dim=own_width": mamba.own_width,
+    "mamba_time_step_limit": mamba.time_step_fields,
+    "hidden_act=convolution": lambda values: {"hidden_act": values["hidden_act"]},
+    "position": mamba.position_fields,
+    "tie_word_embeddings=never": lambda values: {"tie_word_embeddings": values["tie_word_embeddings"]},
+    "mamba_proj_bias=one": mamba.bias_fields,
+    "mamba_norm": mamba.norm_fields,
+    "mamba_multipliers": lambda values: {"ssm_multipliers": values["mamba_multipliers"] or [1.0] * 5},
+    "mlp_multipliers": lambda values: {"mlp_multipliers": values["mlp_multipliers"] or [1.0] * 2},
+    **{f"{name}=nemotron": partial(mamba.nemotron_field, name) for name in mamba.NEMOTRON_NAMES},
+    "experts=granite": mamba.granite_expert_fields,
+    "experts=nemotron": mamba.nemotron_expert_fields,
 }
 """Functions for fields of config.json that are computed.
 
@@ -199,7 +234,8 @@ They are the inverse of the table in `megalite.families.model_config`.
 def _write_rope(model: ModelConfig, row: Family) -> dict[str, Any]:
     """Return the rotary fields of transformers 4, which most other readers support, and of transformers 5."""
     parameters = {**(model.rope_scaling or {"rope_type": "default"}), "rope_theta": model.rope_theta}
-    if any("partial_rotary_factor" in ours for ours in row.fields.values()):
+    names = {*row.constants, *(name for ours in row.fields.values() for name in ours)}
+    if "partial_rotary_factor" in names:
         parameters |= {"partial_rotary_factor": model.partial_rotary_factor}
     scaling = model.rope_scaling
     if "kv_lora_rank" in row.fields and scaling is not None:

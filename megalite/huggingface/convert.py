@@ -45,15 +45,25 @@ from megalite.config.schema import Config
 from megalite.config.sections.model import ModelConfig
 from megalite.families.model_config import families, from_hf_config, hf_config, stored_dtype, unread_note
 from megalite.families.module_names import FAMILY_NAMES, Names, names_of
-from megalite.families.weight_files import ADAPTER_SETTINGS, INDEX, SAFETENSORS
+from megalite.families.weight_files import ADAPTER_SETTINGS, INDEX, SAFETENSORS, weights_file
 from megalite.families.weight_files import unread_note as unread_files
 from megalite.huggingface.companions import COMPANIONS, check_vocabulary, copy_companions
 from megalite.huggingface.config_json import meaning, misfit, to_hf_config
 from megalite.huggingface.files import ConversionError, NewFile, TensorFiles
+from megalite.huggingface.kept_tensors import (
+    KEPT,
+    copy_processor,
+    is_nested,
+    kept_names,
+    nested_config,
+    note,
+    stored_kept,
+    write_kept,
+)
 from megalite.huggingface.merging import Adapters
 from megalite.huggingface.model_card import write_card
 from megalite.huggingface.router_bias import PREFIX, bias_names, fill, states, to_export
-from megalite.huggingface.tensor_places import TensorPlace, copies, places
+from megalite.huggingface.tensor_places import TensorPlace, copies, evenly_cut, in_memory, places
 from megalite.huggingface.tokenizer_export import (
     TokenizerChoice,
     choose,
@@ -99,6 +109,8 @@ class HuggingFaceSource:
     biases: dict[int, str]
     copies: dict[str, list[str]]
     """Our tensor → tensors that repeat it."""
+    kept: tuple[str, ...] = ()
+    """Tensors that are kept aside."""
     nonfinite: dict[str, int] = field(default_factory=dict)
     """Tensor that was read → number of its NaN and infinite values, if there are any."""
 
@@ -130,7 +142,8 @@ class HuggingFaceSource:
         for theirs, ours in copies(model, family).items():
             if stored(theirs) in weights:
                 repeated.setdefault(ours, []).append(stored(theirs))
-        return HuggingFaceSource(directory, model, family, weights, bound, biases, repeated)
+        kept = tuple(kept_names(weights, names, mtp))
+        return HuggingFaceSource(directory, model, family, weights, bound, biases, repeated, kept)
 
     @cached_property
     def states(self) -> dict[str, Tensor]:
@@ -163,7 +176,7 @@ class HuggingFaceSource:
                     f"{self.directory}: {theirs} and {place.theirs} differ, but the model shares this tensor"
                 )
         # a layer's experts are large: only those in the rectangle are read
-        if number := len(place.pieces) or place.experts:
+        if number := (len(place.pieces) if place.stored_shape is None else 0) or place.experts:
             length = place.shape[0] // number
             first, last = offsets[0] // length, (offsets[0] + sizes[0] - 1) // length
             if place.pieces:
@@ -174,9 +187,8 @@ class HuggingFaceSource:
                 own = place.flat(self.weights.experts(place.theirs, first, last + 1))
             return place.read(own, (offsets[0] - first * length, *offsets[1:]), sizes)
         pieces = [self.weights[theirs] for theirs in place.tensors]
-        return place.read(
-            pieces[0].view(place.shape) if len(pieces) == 1 else torch.cat(pieces), offsets, sizes
-        )
+        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return place.read(whole.view(place.shape), offsets, sizes)
 
 
 def _opened(directory: Path) -> TensorFiles:
@@ -215,7 +227,15 @@ def _bound(
         by_name = {name: _fused(place) for name, place in by_name.items()}
     head = stored(f"{next(theirs for theirs, ours in names.ends.items() if ours == 'head')}.weight")
     # of a file in which names have a prefix
-    other_parts = (*unread, *(names.multimodal[1] if names.multimodal and stored("") else ()))
+    other_parts = (*unread, *names.kept, *(names.multimodal[1] if names.multimodal and stored("") else ()))
+    if names.spellings:
+        there = {*weights}
+        by_name = {name: _spelled(place, names, stored, there) for name, place in by_name.items()}
+        convolutions = (place.theirs for name, place in by_name.items() if ".mixer.conv_" in name)
+        sizes = {
+            theirs: weights.shape(stored(theirs)) for theirs in convolutions if stored(theirs) in weights
+        }
+        by_name = evenly_cut(by_name, sizes)
     expected = {
         stored(theirs): shape for place in by_name.values() for theirs, shape in place.tensors.items()
     }
@@ -246,6 +266,21 @@ def _bound(
     return {name: replace(place, theirs=stored(place.theirs)) for name, place in by_name.items()}
 
 
+def _spelled(place: TensorPlace, names: Names, stored: Callable[[str], str], there: set[str]) -> TensorPlace:
+    """Return the place with the spelling of its name that a file has.
+
+    there: the names in the file.
+    """
+    if any(stored(theirs) in there for theirs in place.tensors):
+        return place
+    others = (
+        replace(place, theirs=place.theirs.replace(ours, theirs))
+        for theirs, ours in names.spellings
+        if ours in place.theirs
+    )
+    return next((each for each in others if all(stored(theirs) in there for theirs in each.tensors)), place)
+
+
 def _fused(place: TensorPlace) -> TensorPlace:
     """Return the place in a file that stores the experts of a layer as one tensor, as transformers 5 does."""
     return (
@@ -257,6 +292,9 @@ def _fused(place: TensorPlace) -> TensorPlace:
 
 def _prefix(weights: Iterable[str], names: Names) -> Callable[[str], str]:
     """Return a function that converts a family's name of a tensor to the stored name."""
+    inner = f"{names.base}{names.nested}"
+    if names.nested and any(name.startswith(inner) for name in weights):
+        return lambda name: f"{inner}{name.removeprefix(names.base)}" if name.startswith(names.base) else name
     whole = names.multimodal[0] if names.multimodal else ""
     if whole and any(name.startswith(whole) for name in weights):
         return lambda name: f"{whole}{name}"
@@ -376,6 +414,8 @@ def import_model(
         stored = _store(temporary / "rank_00000.bin", theirs, progress)
         (temporary / COMPANIONS).mkdir()
         copy_companions(source, temporary / COMPANIONS)
+        if theirs.kept:
+            write_kept(temporary / COMPANIONS, KEPT, {name: theirs.weights[name] for name in theirs.kept})
         directories.publish(
             temporary, directory, encode({"step": 0, "config": to_dict(Config(model=theirs.model))}, stored)
         )
@@ -383,7 +423,8 @@ def import_model(
         directories.discard(temporary, directory)
         raise
     summary = _summary(theirs.model, theirs.family, (tensor.dtype for tensor in stored.values()))
-    return summary | {"notes": [*unread_note(hf_config(source)), *unread_files(source)]}
+    aside = note(theirs.kept, FAMILY_NAMES[theirs.family].kept)
+    return summary | {"notes": [*unread_note(hf_config(source)), *unread_files(source), *aside]}
 
 
 def _store(path: Path, source: HuggingFaceSource, progress: Report) -> dict[str, StoredTensor]:
@@ -476,19 +517,34 @@ def export_model(
     ids = token_ids(found_tokenizer, from_dict(manifest.state["config"]), like)
     config |= {key: base[key] for key in base.keys() & families().kept} | ids
     config |= {"torch_dtype": dtype_name(common)}
+    if entries := families().rows[config["model_type"]].rope_entries.split():
+        rope = base.get("rope_parameters") or base.get("rope_scaling") or {}
+        config["rope_parameters"] = {
+            **{entry: rope[entry] for entry in entries if entry in rope},
+            **config["rope_parameters"],
+        }
+    names, kept = names_of(model, config["model_type"]), _kept(like, base, config)
+    nested = like is not None and is_nested(like, names, kept)
+    if nested:
+        stored_name = _prefix([f"{names.base}{names.nested}"], names)
+        by_name = {name: replace(place, theirs=stored_name(place.theirs)) for name, place in by_name.items()}
     summary = _summary(model, config["model_type"], map(dtype_name, dtypes.values()))
     with new_directory(target) as temporary:
         biases = to_export(manifest, bias_names(model, config["model_type"]))
-        _write_weights(temporary, manifest, stored, by_name, dtypes, biases, shard, progress)
+        _write_weights(temporary, manifest, stored, by_name, dtypes, biases, kept, shard, progress)
         progress("writing the tokenizer")
-        write_synced(temporary / "config.json", json.dumps(config, indent=2) + "\n")
+        whole = config
+        if nested and like is not None:
+            whole = nested_config(like, config)
+            copy_processor(like, temporary)
+        write_synced(temporary / "config.json", json.dumps(whole, indent=2) + "\n")
         write_generation(temporary, found_tokenizer, like, ids)
         identity = write_tokenizer(temporary, found_tokenizer, manifest.state["step"])
         write_card(
             temporary,
             manifest,
             identity,
-            _shown(summary, config["architectures"][0]),
+            _shown(summary, whole["architectures"][0]),
             reader=found_tokenizer.reader,
         )
     without = (
@@ -507,16 +563,35 @@ def export_model(
     return summary | {"like": like and str(like), "tokenizer": found_tokenizer.name, "notes": notes}
 
 
+def _kept(like: Path | None, base: dict[str, Any], config: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors that were kept aside of the original model, if an export is of its family.
+
+    Args:
+        like: directory of the original model, or what an import has copied of it.
+        base: its config.json.
+        config: that of the export.
+    """
+    names = FAMILY_NAMES[config["model_type"]]
+    if like is None or not names.kept or base.get("model_type") != config["model_type"]:
+        return {}
+    if (kept := stored_kept(like)) is not None:
+        return kept
+    if weights_file(like) is None:
+        return {}
+    weights = _opened(like)
+    return {name: weights[name] for name in kept_names(weights, names)}
+
+
 def _dtypes(
-    stored: dict[str, StoredTensor], dtype: torch.dtype | None, fp32: str
+    stored: dict[str, StoredTensor], dtype: torch.dtype | None, fp32: tuple[str, ...]
 ) -> tuple[dict[str, torch.dtype], torch.dtype]:
     """Return the dtype of each tensor in the files, and that of the model: the widest of them.
 
-    Weights of the module `fp32` keep a wider dtype than `dtype` and do not count for that of the model.
+    Tensors whose names end with `fp32` keep a wider dtype than `dtype` and do not count for that of the model.
     transformers would otherwise load all weights in fp32 because of them.
     """
     dtypes = {name: dtype or getattr(torch, tensor.dtype) for name, tensor in stored.items()}
-    kept = {name for name in stored if fp32 and name.endswith(f".{fp32}.weight")}
+    kept = {name for name in stored if name.endswith(fp32)}
     common = max((dtypes[name] for name in dtypes.keys() - kept), key=lambda each: each.itemsize)
     dtypes |= {name: torch.promote_types(dtypes[name], getattr(torch, stored[name].dtype)) for name in kept}
     return dtypes, common
@@ -596,8 +671,9 @@ def _family_like(model: ModelConfig, base: dict[str, Any]) -> str | None:
 
 
 def places_of(model: ModelConfig, directory: Path) -> dict[str, TensorPlace]:
-    """Return the places of a model's tensors in its family."""
-    return places(model, family_of(model, directory))
+    """Return the places of a model's tensors in its family, under the names in memory, which PEFT has."""
+    family = family_of(model, directory)
+    return {name: in_memory(place, names_of(model, family)) for name, place in places(model, family).items()}
 
 
 def head_of(model: ModelConfig, directory: Path) -> str:
@@ -630,30 +706,34 @@ def _write_weights(
     by_name: dict[str, TensorPlace],
     dtypes: dict[str, torch.dtype],
     biases: dict[str, Tensor],
+    kept: dict[str, Tensor],
     limit: int,
     progress: Report,
 ) -> None:
     """Write the safetensors files and, if there are several, their index.
 
-    The last file contains the router biases.
-
-    The biases of routers are in the last one.
+    The last file with weights contains the router biases. Tensors that were kept aside are in a file of their
+    own.
     """
     adapters, shards = Adapters(manifest), list(_shards(by_name, dtypes, limit))
+    number = len(shards) + bool(kept)
     names = (
         [SAFETENSORS]
-        if len(shards) == 1
-        else [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+        if number == 1
+        else [f"model-{i + 1:05d}-of-{number:05d}.safetensors" for i in range(number)]
     )
     index: dict[str, str] = {}
     done, total = 0, sum(place.numel * dtypes[name].itemsize for name, place in by_name.items())
-    for file_name, own in zip(names, shards, strict=True):
+    if kept:
+        write_kept(directory, names[-1], kept)
+        index |= dict.fromkeys(kept, names[-1])
+    for file_name, own in zip(names, shards, strict=False):
         tensors = {
             theirs: (dtypes[parts[0]], shape)
             for parts in own.values()
             for theirs, shape in by_name[parts[0]].tensors.items()
         }
-        more = biases if file_name == names[-1] else {}
+        more = biases if file_name == names[len(shards) - 1] else {}
         tensors |= {theirs: (bias.dtype, tuple(bias.shape)) for theirs, bias in more.items()}
         index |= dict.fromkeys(more, file_name)
         with closing(NewFile(directory / file_name, tensors)) as file:
@@ -666,9 +746,10 @@ def _write_weights(
                 index |= dict.fromkeys(by_name[parts[0]].tensors, file_name)
                 done += sum(by_name[name].numel * dtypes[name].itemsize for name in parts)
                 progress("exporting", done, total, "B")
-    if len(shards) > 1:
+    if number > 1:
+        others = sum(tensor.nbytes for tensor in (*biases.values(), *kept.values()))
         content = {
-            "metadata": {"total_size": total + sum(bias.nbytes for bias in biases.values())},
+            "metadata": {"total_size": total + others},
             "weight_map": index,
         }
         write_synced(directory / f"{SAFETENSORS}{INDEX}", json.dumps(content, indent=2) + "\n")

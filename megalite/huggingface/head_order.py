@@ -46,6 +46,19 @@ def grouped_heads(part: str, heads: int, kv_heads: int) -> Sequence[int]:
 
 
 @cache
+def by_head(heads: int, width: int, before: int, channels: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the rows of a part of a matrix that has the rows of all parts for a head, then those for the
+    next head. Layers share one tuple.
+
+    Args:
+        width: rows of a head.
+        before: rows of a head that precede those of the part.
+        channels: order of the part's rows within a head.
+    """
+    return tuple(head * width + before + channel for head in range(heads) for channel in channels)
+
+
+@cache
 def rows_of(heads: tuple[int, ...], channels: tuple[int, ...], start: int) -> tuple[int, ...]:
     """Return the rows of the channels of some heads in a matrix whose first head begins at row `start`.
 

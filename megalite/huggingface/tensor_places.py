@@ -7,15 +7,21 @@ have places that list rows: see head_order.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from math import prod
 from typing import TYPE_CHECKING
 
 from megalite.config.sections.model import ModelConfig
-from megalite.families.module_names import EACH_HEAD, MTP_COPIES, Names, names_of
-from megalite.huggingface.head_order import decoupled_channels, grouped_heads, rotated_channels, rows_of
+from megalite.families.module_names import CONVOLUTIONS, EACH_HEAD, MTP_COPIES, Names, names_of
+from megalite.huggingface.head_order import (
+    by_head,
+    decoupled_channels,
+    grouped_heads,
+    rotated_channels,
+    rows_of,
+)
 from megalite.model.mtp.losses import layer_count
 from megalite.model.parameters import model_specs
 
@@ -32,7 +38,8 @@ class TensorPlace:
     Norms of each head are one matrix there, of `columns` columns, or one tensor a head: then `theirs` has {}
     where their numbers are. The experts of a layer are many tensors of equal shape, our rows in this order:
     `pieces` completes their names in `theirs`. In a fused file they are one tensor [experts, rows, columns],
-    with `experts` set; with `each_transposed` [experts, columns, rows].
+    with `experts` set; with `each_transposed` [experts, columns, rows]. A tensor that has further dimensions
+    of one element there, such as the weights of a convolution, has that shape as `stored_shape`.
     """
 
     theirs: str
@@ -43,12 +50,15 @@ class TensorPlace:
     pieces: tuple[tuple[int | str, ...], ...] = ()
     experts: int | None = None
     each_transposed: bool = False
+    stored_shape: tuple[int, ...] | None = None
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """The names and shapes of the Hugging Face tensors."""
+        if self.stored_shape is not None and not self.pieces:
+            return {self.theirs: self.stored_shape}
         if self.pieces:
-            shape = (self.shape[0] // len(self.pieces), *self.shape[1:])
+            shape = self.stored_shape or (self.shape[0] // len(self.pieces), *self.shape[1:])
             return {self.theirs.format(*piece): shape for piece in self.pieces}
         if self.experts is not None:
             rows, *columns = self.shape[0] // self.experts, *self.shape[1:]
@@ -74,9 +84,11 @@ class TensorPlace:
         down = "{}.{}" not in self.theirs
         stem = self.theirs.partition("experts.{}")[0].replace("block_sparse_moe", "mlp")
         experts = len({piece[0] for piece in self.pieces})
+        parts = {str(piece[1]) for piece in self.pieces if len(piece) > 1}
+        into = "gate_up_proj" if len(parts) > 1 else next(iter(parts), "")
         return replace(
             self,
-            theirs=f"{stem}experts.{'down_proj' if down else 'gate_up_proj'}",
+            theirs=f"{stem}experts.{'down_proj' if down else into}",
             pieces=(),
             experts=experts,
         )
@@ -119,6 +131,7 @@ def places(model: ModelConfig, family: str) -> dict[str, TensorPlace]:
     shapes = {segment.name: segment.shape for spec in model_specs(model) for segment in spec.segments}
     tensor_places: dict[str, TensorPlace] = {}
     for theirs, parts in _modules(names, model):
+        tensor_places |= {part: _single(theirs, shapes[part], model) for part in parts if part in shapes}
         for suffix in ("weight", "bias"):
             own = [f"{part}.{suffix}" for part in parts if f"{part}.{suffix}" in shapes]
             if own:
@@ -131,7 +144,12 @@ def places(model: ModelConfig, family: str) -> dict[str, TensorPlace]:
                         f"{theirs}.{suffix}", shapes[own[0]], model.num_experts or 0, names
                     )
                     continue
+                if own[0].endswith((".experts.in.weight", ".experts.down.weight")):
+                    tensor_places[own[0]] = _stacked(f"{theirs}.{suffix}", shapes[own[0]], model)
+                    continue
                 joined = _joined(f"{theirs}.{suffix}", {name: shapes[name] for name in own}, transposed)
+                if suffix == "weight" and theirs.endswith(CONVOLUTIONS):
+                    joined = {name: _convolution(place) for name, place in joined.items()}
                 if theirs.endswith(EACH_HEAD) and model.qk_norm == "each_head":
                     joined = {name: replace(place, columns=model.head_size) for name, place in joined.items()}
                 tensor_places |= {
@@ -143,11 +161,76 @@ def places(model: ModelConfig, family: str) -> dict[str, TensorPlace]:
     return {name: tensor_places[name] for name in shapes}
 
 
+def in_memory(place: TensorPlace, names: Names) -> TensorPlace:
+    """Return the place in transformers' model, whose modules may have other names than in files."""
+    theirs = place.theirs
+    for of_files, own in names.memory:
+        theirs = theirs.replace(of_files, own)
+    return replace(place, theirs=theirs)
+
+
 def _experts(theirs: str, shape: tuple[int, ...], number: int, names: Names) -> TensorPlace:
     """Return the place of a layer's experts, with the modules of `names.expert` in each expert."""
     parts = names.expert if "{}.{}" in theirs else ()
     pieces = product(range(number), parts) if parts else product(range(number))
     return TensorPlace(theirs, shape, range(shape[0]), False, pieces=tuple(pieces))
+
+
+def _stacked(theirs: str, shape: tuple[int, ...], model: ModelConfig) -> TensorPlace:
+    """Return the place of a layer's experts in a family whose files have one tensor of all of them."""
+    return TensorPlace(theirs, shape, range(shape[0]), False, experts=model.num_experts or 0)
+
+
+def _single(theirs: str, shape: tuple[int, ...], model: ModelConfig) -> TensorPlace:
+    """Return the place of a tensor that is named like a module.
+
+    Logarithms of a decay by channel are [1, 1, heads, 1] there.
+    """
+    by_channel = theirs.endswith("A_log") and model.delta_decay == "channel"
+    stored_shape = (1, 1, *shape, 1) if by_channel else None
+    return TensorPlace(theirs, shape, range(shape[0]), False, stored_shape=stored_shape)
+
+
+def _convolution(place: TensorPlace) -> TensorPlace:
+    """Return the place in the weights of a convolution, [channels, 1, taps] there."""
+    channels, taps = place.shape
+    return replace(place, stored_shape=(channels, 1, taps))
+
+
+def evenly_cut(
+    by_name: dict[str, TensorPlace], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, TensorPlace]:
+    """Return the places in a file that has the convolutions of q, k and v in three tensors of equal size.
+
+    Where transformers writes three tensors, it cuts the weights of all channels evenly, and it reads them one
+    after the other.
+
+    Args:
+        shapes: those of the tensors in the file.
+    """
+    cut = dict(by_name)
+    for name, place in by_name.items():
+        if not (name.endswith(".conv_q.weight") and "q_conv1d" in place.theirs):
+            continue
+        parts = [name.replace(".conv_q.", f".conv_{part}.") for part in "qkv"]
+        sizes, template = (
+            [len(by_name[part].rows) for part in parts],
+            place.theirs.replace("q_conv1d", "{}_conv1d"),
+        )
+        whole, taps = sum(sizes), place.shape[1]
+        even = (whole // 3, 1, taps)
+        if len({*sizes}) == 1 or any(shapes.get(template.format(part)) != even for part in "qkv"):
+            continue
+        for part, start, size in zip(parts, accumulate(sizes, initial=0), sizes, strict=False):
+            cut[part] = TensorPlace(
+                template,
+                (whole, taps),
+                range(start, start + size),
+                False,
+                pieces=(("q",), ("k",), ("v",)),
+                stored_shape=even,
+            )
+    return cut
 
 
 def _bare(theirs: str, ours: str, shape: tuple[int, ...], model: ModelConfig) -> dict[str, TensorPlace]:
@@ -206,7 +289,17 @@ def _joined(theirs: str, parts: dict[str, tuple[int, ...]], transposed: bool) ->
 
 def _ordered(name: str, place: TensorPlace, model: ModelConfig, names: Names) -> TensorPlace:
     """Return the place with its rows in our order of heads and channels."""
-    part = name.rpartition(".")[2]
+    part, module = name.rpartition(".")[2], place.theirs.rpartition(".")[0]
+    heads_of = next((count for theirs, count in names.by_head.items() if module.endswith(theirs)), None)
+    if heads_of is not None:
+        heads, rows = getattr(model, heads_of), place.rows
+        channels: Sequence[int] = range(len(rows) // heads)
+        if name.endswith(".attention.q"):
+            channels = rotated_channels(model.head_size, model.rotary_dim, names.interleaved)
+        parts = by_head(heads, place.shape[0] // heads, rows[0] // heads, tuple(channels))
+        return replace(place, rows=parts)
+    if ".attention." not in name:
+        return place
     if model.kv_lora_rank is not None:
         return _decoupled(part, place, model, names)
     channels = (

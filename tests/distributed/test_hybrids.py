@@ -30,14 +30,24 @@ DELTA = {
     "linear_value_head_dim": 5,
     "delta_norm_eps": 1e-6,
 }
+MAMBA = {"mamba_num_heads": 4, "mamba_head_dim": 6, "mamba_state_size": 5, "mamba_n_groups": 2}
 MECHANISMS: dict[str, dict[str, Any]] = {
     "delta": {**DELTA, "delta_negative_eigenvalues": True},
     "delta, one key head": {**DELTA, "linear_num_key_heads": 1},
     "kimi": {**DELTA, "linear_num_key_heads": 4, "delta_decay": "channel"},
+    "mamba": {**MAMBA, "mamba_time_step_limit": [0.004, 0.05]},
+    "mamba, one group": {**MAMBA, "mamba_n_groups": 1, "mamba_norm": "norm_first", "mamba_proj_bias": True},
+    "mamba, factors": {
+        **MAMBA,
+        "mamba_norm": "none",
+        "mamba_multipliers": [0.5, 1.5, 0.7, 1.2, 0.8],
+        "mamba_in_multiplier": 1.3,
+        "mamba_out_multiplier": 0.6,
+    },
     "convolution": {},
     "convolution, with biases": {"conv_bias": True, "conv_kernel": 4},
 }
-KINDS = {"delta": "delta", "kimi": "delta", "convolution": "convolution"}
+KINDS = {"delta": "delta", "kimi": "delta", "mamba": "mamba", "convolution": "convolution"}
 LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("delta", {"tp": 2, "pp": 2, "schedule": "1f1b"}),
     ("delta", {"tp": 4, "sequence_parallel": True, "recompute": "full"}),
@@ -56,6 +66,14 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("kimi", {"cp": 2, "context": "ulysses", "dp": 2, "zero": 3}),
     ("convolution", {"cp": 4, "context": "gather"}),
     ("convolution, with biases", {"cp": 2, "context": "ulysses", "recompute": "mixer"}),
+    ("mamba", {"tp": 2, "pp": 2, "schedule": "1f1b"}),
+    ("mamba", {"tp": 4, "sequence_parallel": True, "recompute": "full"}),
+    ("mamba", {"dp": 2, "zero": 3, "recompute": "mixer+mixer_in+attn_norm"}),
+    ("mamba, one group", {"tp": 2, "sequence_parallel": True, "pp": 2, "schedule": "zb-h1"}),
+    ("mamba, one group", {"tp": 4, "recompute": "mixer"}),
+    ("mamba, factors", {"tp": 2, "dp": 2, "zero": 1}),
+    ("mamba", {"cp": 4, "context": "ring"}),
+    ("mamba, one group", {"cp": 2, "context": "ulysses", "tp": 2, "sequence_parallel": True}),
     ("convolution", {"pp": 2, "schedule": "v-half", "dp": 2, "zero": 1}),
     ("convolution, with biases", {"tp": 2, "sequence_parallel": True, "recompute": "mixer+residual"}),
 ]
@@ -90,7 +108,7 @@ def test_trains_like_one_process(mechanism, layout, ranks, references, prefix):
     assert_same_run(got, references.run(jobs.train, one, STEPS), 1e-9, 1e-9)
 
 
-@pytest.mark.parametrize("mechanism", ["delta", "kimi", "convolution"])
+@pytest.mark.parametrize("mechanism", ["delta", "kimi", "mamba", "convolution"])
 def test_adapters_train_like_those_of_one_process(mechanism, ranks, references, prefix):
     several, one = configs(prefix, mechanism, tp=2, sequence_parallel=True)
     for config in (several, one):
@@ -105,7 +123,7 @@ MEMORY = {"dropout": 0.0, "masked": False, "vocab_size": 104}
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("mechanism", ["delta", "kimi", "convolution"])
+@pytest.mark.parametrize("mechanism", ["delta", "kimi", "mamba", "convolution"])
 def test_activations_are_what_autograd_keeps(mechanism, recompute, prefix):
     """To the byte."""
     config, _ = configs(prefix, mechanism, False, recompute=recompute, **MEMORY)

@@ -92,7 +92,7 @@ def keywords(nodes: list[ast.AST]) -> set[str]:
 
 
 def files_of(family: Family) -> tuple[list[ast.AST], list[ast.AST]]:
-    folder = {"gemma3_text": "gemma3"}.get(family.model_type, family.model_type)
+    folder = family.multimodal or family.model_type
     place = TRANSFORMERS / "models" / folder
     nodes = parsed(place / f"configuration_{folder}.py")
     if family.multimodal:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-ROUTER_BIAS = "e_score_correction_bias"
+ROUTER_BIAS = ("e_score_correction_bias", "expert_bias")
 VOCAB = 101  # odd, so that it is padded under every tp size
 SIZES = {
     "hidden_size": 32,
@@ -84,6 +86,38 @@ GLM_MOE = {
 }
 MSCALE = YARN | {"mscale": 0.7, "mscale_all_dim": 0.9, "beta_fast": 4, "beta_slow": 1, "rope_theta": 1e3}
 GROUPS = {"n_group": 4, "topk_group": 2}
+
+
+LINEAR = ["linear_attention", "full_attention", "linear_attention"]
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+MROPE |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+NO_ROPE = {"rope_type": "default", "rope_theta": None}
+KIMI = {key: value for key, value in LATENT.items() if key not in ("n_routed_experts", "first_k_dense_replace")}
+KIMI |= {"num_local_experts": 8, "linear_num_heads": 4, "linear_head_dim": 8, "layer_types": LINEAR}
+KIMI |= {"mlp_layer_types": ["dense", "sparse", "sparse"]}
+SHORT = {"layer_types": ["conv", "full_attention", "conv"]}
+SHORT_EXPERTS = {"num_dense_layers": 1, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+MAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 6, "mamba_chunk_size": 8}
+BAMBA = MAMBA | {"attn_layer_indices": [1]}
+FALCON_H1 = MAMBA | {"mamba_n_heads": 4, "mamba_d_ssm": 32}
+FALCON_H1_FACTORS = ("attention_in", "key", "attention_out", "ssm_in", "ssm_out", "embedding", "lm_head")
+NEMOTRON = {key: value for key, value in SIZES.items() if key != "num_hidden_layers"} | {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"],
+    "head_dim": 8,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 4,
+    "ssm_state_size": 6,
+    "n_groups": 2,
+    "chunk_size": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 24,
+    "time_step_min": 1e-30,  # transformers limits steps by it, and not by time_step_limit
+}
 
 
 class Case(NamedTuple):
@@ -251,6 +285,109 @@ CASES = {
         SIZES | TIED | OSS | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
         BF16,
     ),
+    "qwen3_next": Case(
+        "Qwen3Next",
+        SIZES | UNTIED | NARROW | SHARED | DELTA | {"head_dim": 16, "layer_types": LINEAR},
+        shard="20KB",
+    ),
+    "qwen3_next, tied, biases, a dense layer": Case(
+        "Qwen3Next",
+        SIZES
+        | TIED
+        | NARROW
+        | SHARED
+        | DELTA
+        | {"linear_num_key_heads": 4, "head_dim": 16, "full_attention_interval": 2, "mlp_only_layers": [1]}
+        | {"attention_bias": True, "norm_topk_prob": False},
+        BF16,
+    ),
+    "qwen3_5_text": Case(
+        "Qwen3_5Text",
+        SIZES | UNTIED | DELTA | {"head_dim": 16, "layer_types": LINEAR, "rope_parameters": MROPE},
+        shard="20KB",
+    ),
+    "qwen3_5_moe_text": Case(
+        "Qwen3_5MoeText",
+        {key: value for key, value in SIZES.items() if key != "intermediate_size"}
+        | TIED
+        | NARROW
+        | SHARED
+        | DELTA
+        | {"head_dim": 16, "layer_types": LINEAR, "rope_parameters": MROPE},
+        BF16,
+    ),
+    "olmo_hybrid": Case("OlmoHybrid", SIZES | UNTIED | DELTA | {"layer_types": LINEAR, "linear_a_log_min": 0.5}),
+    "olmo_hybrid, tied, without rope": Case(
+        "OlmoHybrid",
+        SIZES
+        | TIED
+        | {"rope_parameters": NO_ROPE, "linear_a_log_min": 0.5, "num_key_value_heads": 4}
+        | {"linear_allow_neg_eigval": False},
+        BF16,
+    ),
+    "kimi_linear": Case("KimiLinear", KIMI | UNTIED),
+    "kimi_linear, groups, a latent of queries": Case(
+        "KimiLinear", KIMI | UNTIED | {"n_group": 4, "topk_group": 2, "q_lora_rank": 12, "norm_topk_prob": False}, BF16
+    ),
+    "lfm2": Case("Lfm2", SIZES | TIED | SHORT | {"block_multiple_of": 8}, shard="20KB"),
+    "lfm2, untied, biases": Case(
+        "Lfm2", SIZES | UNTIED | {"full_attn_idxs": [1], "conv_bias": True, "block_auto_adjust_ff_dim": False}, BF16
+    ),
+    "lfm2_moe": Case("Lfm2Moe", SIZES | TIED | SHORT | SHORT_EXPERTS, shard="20KB"),
+    "lfm2_moe, untied, not renormalized": Case(
+        "Lfm2Moe",
+        SIZES | UNTIED | SHORT | SHORT_EXPERTS | {"norm_topk_prob": False, "routed_scaling_factor": 2.5},
+        BF16,
+    ),
+    "bamba": Case("Bamba", SIZES | UNTIED | BAMBA, shard="20KB"),
+    "bamba, tied, one group, biases": Case(
+        "Bamba",
+        SIZES
+        | TIED
+        | BAMBA
+        | {"mamba_n_groups": 1, "mamba_proj_bias": True, "attention_bias": True, "mlp_bias": True}
+        | {"mamba_conv_bias": False, "time_step_limit": [0.3, 2.0]},
+        BF16,
+    ),
+    "granitemoehybrid": Case(
+        "GraniteMoeHybrid",
+        SIZES
+        | UNTIED
+        | EXPERTS
+        | GRANITE
+        | MAMBA
+        | {"layer_types": LINEAR, "num_local_experts": 4, "intermediate_size": 16, "shared_intermediate_size": 24},
+        shard="20KB",
+    ),
+    "granitemoehybrid, tied, dense, rope": Case(
+        "GraniteMoeHybrid",
+        SIZES
+        | TIED
+        | MAMBA
+        | {"layer_types": LINEAR, "num_local_experts": 0, "shared_intermediate_size": 40}
+        | {"position_embedding_type": "rope"},
+        BF16,
+    ),
+    "falcon_h1": Case("FalconH1", SIZES | UNTIED | FALCON_H1, shard="20KB"),
+    "falcon_h1, tied, norm first, factors": Case(
+        "FalconH1",
+        SIZES
+        | TIED
+        | FALCON_H1
+        | {"mamba_rms_norm": True, "mamba_n_groups": 1, "mlp_bias": True, "head_dim": 12}
+        | {f"{name}_multiplier": value for name, value in zip(FALCON_H1_FACTORS, (0.7, 1.3, 0.6, 1.2, 0.8, 1.4, 0.9))}
+        | {"mlp_multipliers": [0.5, 1.5], "ssm_multipliers": [0.5, 1.5, 0.7, 1.2, 0.8]},
+        BF16,
+    ),
+    "nemotron_h": Case("NemotronH", NEMOTRON | UNTIED | {"moe_latent_size": 20}, shard="20KB"),
+    "nemotron_h, groups, biases": Case(
+        "NemotronH",
+        NEMOTRON
+        | UNTIED
+        | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+        | {"use_bias": True, "use_conv_bias": False},
+        BF16,
+    ),
     "gpt2": Case("GPT2", GPT2, shard="20KB"),
     "gpt2, untied, narrow": Case("GPT2", GPT2 | UNTIED | {"n_inner": 40}, BF16),
 }
@@ -258,6 +395,7 @@ CASES = {
 # The cases that are proved on ranks: one or more of each family, among them those whose tensors are hardest to split.
 # These are one key-value head for two ranks, norms with weights for each head, and the three orders of heads in
 # Falcon's fused projection.
+RECURRENT = ("Bamba", "GraniteMoeHybrid", "FalconH1", "NemotronH")
 LAYOUT_CASES = [
     "llama, one key-value head",
     "mistral, window",
@@ -293,6 +431,13 @@ LAYOUT_CASES = [
     "falcon, one key-value head",
     "falcon, new architecture",
     "falcon, in sequence, biases",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "olmo_hybrid",
+    "kimi_linear",
+    "lfm2",
+    "lfm2_moe",
     "gpt2",
 ]
 
@@ -317,12 +462,17 @@ def make(case: Case) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for value in model.parameters():
+            # at the scale that a family starts with, what recurrences add would be small
+            value.mul_(8 if case.family in RECURRENT and value.dim() > 1 else 1)
             value.add_(torch.randn_like(value), alpha=0.1)
+        for name, value in model.named_parameters():
+            if name.endswith("A_log"):  # a state lasts for more than a few tokens
+                value.uniform_(-3.0, 1.0)
         for name, value in model.named_buffers():
             if name.endswith(ROUTER_BIAS):
                 value.normal_(std=0.1)
     # Routers' biases, and some families' routers, are in fp32 in files of any dtype.
-    kept = re.compile("|".join([ROUTER_BIAS, *(model._keep_in_fp32_modules_strict or ())]))
+    kept = re.compile("|".join([*ROUTER_BIAS, *(model._keep_in_fp32_modules_strict or ())]))
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         if not kept.search(name):
             value.data = value.to(case.dtype)
@@ -361,6 +511,29 @@ def write_multimodal(case: Case, directory: Path) -> Any:
 def save(model: Any, case: Case, directory: Path) -> None:
     model.generation_config.pad_token_id = case.fields.get("pad_token_id")
     model.save_pretrained(directory, max_shard_size=case.shard)
+    if case.family in ("OlmoHybrid", "KimiLinear"):
+        as_published(model, directory)
+
+
+def as_published(model: Any, directory: Path) -> None:
+    """Write the file again with the names and shapes of published files, which transformers reads and changes."""
+    path = directory / "model.safetensors"
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+    attention = [f"layers.{at}." for at, each in enumerate(model.config.layer_types) if each == "full_attention"]
+    for name in list(tensors):
+        stem, _, part = name.rpartition("_conv1d.weight")
+        if part == "" and stem.endswith("q"):
+            names = [f"{stem[:-1]}{each}" for each in "qkv"]
+            whole = torch.cat([tensors[f"{each}_conv1d.weight"] for each in names])
+            sizes = [len(tensors[f"{each}_proj.weight"]) for each in names]
+            for each, own in zip(names, whole.split(sizes), strict=True):
+                tensors[f"{each}_conv1d.weight"] = own.clone()
+        published = re.sub(r"block_sparse_moe\.(\w+_proj)", r"mlp.\1", name)
+        if any(layer in name for layer in attention):
+            published = published.replace("feedforward_layer_norm", "post_attention_layernorm")
+        tensors[published] = tensors.pop(name)
+    save_file(tensors, path, {"format": "pt"})
 
 
 def as_in_files(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
@@ -368,6 +541,8 @@ def as_in_files(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
     experts of a layer."""
     mixtral = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
     results = {}
+    if any(".mixer." in name for name in tensors):
+        tensors = {re.sub(r"^model\.", "backbone.", name): value for name, value in tensors.items()}
     for name, value in tensors.items():
         stem, _, stacked = name.rpartition(".experts.")
         if stem and value is not None:
@@ -382,7 +557,27 @@ def as_in_files(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
                     results[
                         f"{stem.replace('mlp', 'block_sparse_moe')}.experts.{number}.{mixtral.get(part)}.weight"
                     ] = expert
-        results |= {name: value, name.replace("mlp.gate.", "block_sparse_moe.gate."): value}
+            results |= {
+                key.replace(".block_sparse_moe.", ".feed_forward."): expert
+                for key, expert in results.items()
+                if ".feed_forward" in name
+            }
+        results |= {name: value, name.replace(".mlp.", ".block_sparse_moe."): value}
+        for memory, file in (
+            ("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.input_linear.weight"),
+            ("block_sparse_moe.experts.down_proj", "block_sparse_moe.output_linear.weight"),
+            ("block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight"),
+            ("forget_gate.", ""),
+            ("input_layernorm", "attention_layer_norm"),
+            ("post_attention_layernorm", "feedforward_layer_norm"),
+        ):
+            results[name.replace(memory, file)] = value
+        if name.endswith(".conv1d.weight") and value is not None:
+            stem = name.removesuffix("conv1d.weight")
+            sizes = [tensors.get(f"{stem}{part}_proj.weight") for part in "qkv"]
+            if all(each is not None for each in sizes):
+                for part, own in zip("qkv", value.split([len(each) for each in sizes]), strict=True):
+                    results[f"{stem}{part}_conv1d.weight"] = own
     return results
 
 

@@ -43,7 +43,7 @@ NAMES = (
     "qwen3_moe",
     "deepseek_v3",
 )
-NAMES += ("qwen2_moe, a dense layer", "glm4_moe", "gpt_oss")
+NAMES += ("qwen2_moe, a dense layer", "glm4_moe", "gpt_oss", "granitemoehybrid", "nemotron_h")
 FUSED = ("deepseek_v3", "glm4_moe", "gpt_oss")
 RANKS: dict[str, Any] = {"ranks": {"v": 2, "down": 3}, "alphas": {"v": 5.0, "o": 7.0}}
 SHARED_RANKS: dict[str, Any] = {"ranks": {"down": 3}, "alphas": {"gate": 9.0}}
@@ -89,6 +89,15 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
         {"targets": ["q", "o", "experts.in", "experts.down"], "ranks": {"experts.down": 2}, "alphas": {"o": 7.0}},
     ),
     "gpt_oss, a part of experts": ("gpt_oss", {"targets": ["experts.in"], "scaling": "rslora"}),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {
+            "targets": ["q", "mamba_x", "mamba_B", "mamba_dt", "mamba_o", "gate", "up", "experts.in", "experts.down"],
+            "alpha": 24.0,
+        },
+    ),
+    "nemotron_h": ("nemotron_h", {"targets": ["v", "mamba_x", "mamba_C", "up", "down"]}),
+    "nemotron_h, experts": ("nemotron_h", {"targets": ["o", "experts.in", "experts.down"]}),
 }
 
 

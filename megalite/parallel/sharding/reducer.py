@@ -106,8 +106,9 @@ class GradientReducer:
         self._in_flight: deque[Reduction] = deque()
         # views of `owned` that are partial over tp, summed after the backward
         self._partial: list[Tensor] = []
-        # views of `owned` of key-value heads that several tp ranks hold, summed over these
-        self._replicated: list[Tensor] = []
+        # views of `owned` of key-value heads that several tp ranks hold, by the number of these, over which
+        # they are summed
+        self._replicated: dict[int, list[Tensor]] = {number: [] for number in mesh.replicas}
 
     def add(self, bucket: GradientBucket) -> None:
         """Add a bucket that has all of its weights."""
@@ -115,7 +116,8 @@ class GradientReducer:
         if self.powersgd is not None:
             bucket.compression = self.powersgd.compress(bucket.layout, bucket.owned)
         self._partial += self._owned_parts(bucket, lambda segment: segment.grad_partial_axis == "tp")
-        self._replicated += self._owned_parts(bucket, lambda segment: segment.replicas > 1)
+        for number, replicated in self._replicated.items():
+            replicated += self._owned_parts(bucket, lambda segment, own=number: segment.replicas == own)
 
     def begin_step(self, microbatches: int, loss_scale: float = 1.0) -> None:
         """Prepare for the gradients of a step, each multiplied by `loss_scale`."""
@@ -172,7 +174,8 @@ class GradientReducer:
         # same ranges.
         self._sum_over_replicas()
         _sum_together(self._partial, self.mesh.tp)
-        _sum_together(self._replicated, self.mesh.kv_replica)
+        for number, replicated in self._replicated.items():
+            _sum_together(replicated, self.mesh.replicas[number])
         if self.mesh.tied_pair is not None:
             for bucket in self.buckets:
                 if bucket.layout.tied:
