@@ -198,6 +198,17 @@ def kimi_fields(values: dict[str, Any]) -> dict[str, Any]:
     return {"layer_types": types_of(values, LATENT_DELTA), "mlp_layer_types": second}
 
 
+def untied(given: dict[str, Any]) -> bool:
+    """transformers has a head of its own whatever the field says."""
+    if given["tie_word_embeddings"]:
+        raise refuse(
+            "tie_word_embeddings",
+            True,
+            f"is not supported by the {given['model_type']} family. Legal value: False.",
+        )
+    return False
+
+
 def kimi_groups(given: dict[str, Any]) -> int | None:
     return None if given["num_expert_group"] == 1 else int(given["num_expert_group"])
 

@@ -42,7 +42,7 @@ class Names:
         spellings: parts of names that files have in place of those in the table, and the latter.
         by_head: modules whose rows are stored by head: the first head's rows of all parts, then the next
             head's; and the field of ModelConfig that counts the heads.
-        mixer: what the roles of the matrices of a mixer begin with.
+        mixer: what the roles of the matrices of its mixers begin with.
     """
 
     ends: dict[str, str]
@@ -194,6 +194,15 @@ _FALCON = Names(
     base="transformer.",
     grouped="query_key_value",
 )
+_QWEN3_5 = Names(
+    _ENDS,
+    "model.layers",
+    _LINEARS | _GATED_QKV | _BEFORE | _QK_NORM | _QWEN_DELTA,
+    nested="language_model.",
+    kept=("mtp.", "model.visual."),
+    by_head={"self_attn.q_proj": "num_attention_heads"},
+    mixer="delta_",
+)
 _LIKE_LLAMA = ["llama", "mistral", "qwen2", "gemma", "smollm3", "granite", "nemotron", "ministral", "arcee"]
 FAMILY_NAMES = {
     **dict.fromkeys(_LIKE_LLAMA, _LLAMA),
@@ -284,18 +293,8 @@ FAMILY_NAMES = {
         },
         mixer="delta_",
     ),
-    **dict.fromkeys(
-        ("qwen3_5_text", "qwen3_5_moe_text"),
-        Names(
-            _ENDS,
-            "model.layers",
-            _LINEARS | _GATED_QKV | _BEFORE | _QK_NORM | _MIXTURE | _SHARED | _QWEN_DELTA,
-            nested="language_model.",
-            kept=("mtp.", "model.visual."),
-            by_head={"self_attn.q_proj": "num_attention_heads"},
-            mixer="delta_",
-        ),
-    ),
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": replace(_QWEN3_5, layer=_QWEN3_5.layer | _MIXTURE | _SHARED),
     "olmo_hybrid": Names(
         _ENDS,
         "model.layers",

@@ -411,6 +411,37 @@ def write(case: Case, directory: Path) -> Path:
     return directory
 
 
+def write_qwen_multimodal(name: str, directory: Path) -> Any:
+    """A multimodal model whose language model is a Qwen3.5 case, with a module of multi-token prediction, which
+    transformers does not read; returns the model."""
+    import transformers
+
+    family = CASES[name].family.removesuffix("Text")
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4}
+    vision |= {"out_hidden_size": 32, "num_position_embeddings": 16}
+    tokens = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5, "vision_end_token_id": 6}
+    options = tokens | {"tie_word_embeddings": CASES[name].fields["tie_word_embeddings"]}
+    config = getattr(transformers, f"{family}Config")(
+        text_config=CASES[name].fields, vision_config=vision, **options, attn_implementation="eager"
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
+    with torch.no_grad():
+        for value in model.parameters():
+            value.add_(torch.randn_like(value), alpha=0.1)
+    model.save_pretrained(directory)
+    add_tensors(directory, {"mtp.fc.weight": torch.randn(32, 64), "mtp.layers.0.input_layernorm.weight": torch.ones(32)})
+    (directory / "preprocessor_config.json").write_text('{"patch_size": 4}')
+    return model
+
+
+def add_tensors(directory: Path, more: dict[str, Tensor]) -> None:
+    path = directory / "model.safetensors"
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+    save_file(tensors | more, path, {"format": "pt"})
+
+
 def write_multimodal(case: Case, directory: Path) -> Any:
     """A multimodal model whose language model is a Gemma 3 case; returns it."""
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration

@@ -6,7 +6,6 @@ from pathlib import Path
 from megalite.config.rule import Rule
 from megalite.config.rules.context import RuleContext
 from megalite.config.sections.lora import (
-    BUILT_IN_PROJECTIONS,
     EXPERTS,
     PROJECTIONS,
     entries,
@@ -22,8 +21,8 @@ def _attention_has(c: RuleContext) -> tuple[str, ...]:
     if c.model.kv_lora_rank is None:
         return tuple(role for role in PROJECTIONS if role not in ("q_a", "q_b", "kv_a", "kv_b"))
     queries = ("q",) if c.model.q_lora_rank is None else ("q_a", "q_b")
-    registered = (role for role in PROJECTIONS if role not in BUILT_IN_PROJECTIONS)
-    return (*queries, "kv_a", "kv_b", "o", "gate", "up", "down", *registered)
+    others = {"q", "k", "v", "q_a", "q_b", "kv_a", "kv_b", "attention_gate"}
+    return (*queries, "kv_a", "kv_b", *(role for role in PROJECTIONS if role not in others))
 
 
 def _adapted(option: str) -> Rule:
