@@ -40,6 +40,7 @@ class Names:
         kept: prefixes of tensors that transformers does not read with the language model. A conversion keeps
             them aside, and an export has them again.
         spellings: parts of names that files have in place of those in the table, and the latter.
+        memory: parts of names in files, and what transformers' modules, and so PEFT, have in their place.
         by_head: modules whose rows are stored by head: the first head's rows of all parts, then the next
             head's; and the field of ModelConfig that counts the heads.
         mixer: what the roles of the matrices of its mixers begin with.
@@ -62,6 +63,7 @@ class Names:
     nested: str = ""
     kept: tuple[str, ...] = ()
     spellings: tuple[tuple[str, str], ...] = ()
+    memory: tuple[tuple[str, str], ...] = ()
     by_head: dict[str, str] = field(default_factory=dict)
     mixer: str = ""
 
@@ -306,6 +308,10 @@ FAMILY_NAMES = {
         kept=("mtp.",),
         # transformers writes the first name in layers with attention, too
         spellings=(("feedforward_layer_norm", "post_attention_layernorm"),),
+        memory=(
+            ("attention_layer_norm", "input_layernorm"),
+            ("feedforward_layer_norm", "post_attention_layernorm"),
+        ),
         mixer="delta_",
     ),
     "kimi_linear": Names(
@@ -321,6 +327,11 @@ FAMILY_NAMES = {
         fp32=("mlp.router.weight", "mixer.dt_bias"),
         # transformers writes the first name in dense layers, too
         spellings=((".block_sparse_moe.", ".mlp."),),
+        memory=(
+            (".block_sparse_moe.", ".mlp."),
+            ("self_attn.f_a_proj", "self_attn.forget_gate.f_a_proj"),
+            ("self_attn.f_b_proj", "self_attn.forget_gate.f_b_proj"),
+        ),
         mixer="delta_",
     ),
     "lfm2": Names(_LFM2_ENDS, "model.layers", _LFM2, mixer="conv_"),

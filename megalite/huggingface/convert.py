@@ -673,8 +673,15 @@ def _family_like(model: ModelConfig, base: dict[str, Any]) -> str | None:
 
 
 def places_of(model: ModelConfig, directory: Path) -> dict[str, TensorPlace]:
-    """Return the places of a model's tensors in its family."""
-    return places(model, family_of(model, directory))
+    """Return the places of a model's tensors in the modules of its family, whose names PEFT has."""
+    family = family_of(model, directory)
+    by_name = places(model, family)
+    for theirs, module in names_of(model, family).memory:
+        by_name = {
+            name: replace(place, theirs=place.theirs.replace(theirs, module))
+            for name, place in by_name.items()
+        }
+    return by_name
 
 
 def head_of(model: ModelConfig, directory: Path) -> str:
