@@ -4,7 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from operator import attrgetter
 from random import Random
@@ -18,6 +18,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.layer_blocks import LAYER_BLOCKS, BlockOption
 from megalite.config.rules import RULES, all_rules, check
 from megalite.config.schema import OPTIONS, Config
+from megalite.config.sections.model import ModelConfig
 from megalite.parallel.pipeline.orders import RECIPES
 
 
@@ -117,6 +118,14 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
     "optimizer.wsd_decay_fraction": (0.0, 1.0),
 }
 
+# sizes of blocks that the model does not have keep their defaults
+BOUNDS |= {
+    f"model.{each.name}": (0, each.default)
+    for each in fields(ModelConfig)
+    if set(each.metadata.get("kinds", ())) & {"delta", "mamba", "convolution"} and type(each.default) in (int, float)
+}
+BOUNDS |= {"model.delta_norm_eps": (0.0, None), "model.mamba_time_step_limit": ([-1.0, 1.0], None)}
+MIXERS = {kind: {"model.layer_blocks": [f"{kind}+feed_forward"] * 4} for kind in ("delta", "mamba", "convolution")}
 EXPERTS = {"model.num_experts": 4}
 GROUPS = EXPERTS | {"model.num_experts_per_tok": 1}
 LATENTS = {"model.kv_lora_rank": 8}
@@ -478,6 +487,84 @@ ROWS = [
         ("each once",),
     ),
     Row("sliding_window_layers needs a window", {"model.sliding_window_layers": [1]}, {"model.sliding_window": 8}),
+    *(
+        Row(
+            f"fields of {kind} blocks need one",
+            {option: 2},
+            MIXERS[kind],
+            (f"has no {kind} block, and {option} is set",),
+        )
+        for kind, option in (
+            ("delta", "model.linear_conv_kernel_dim"),
+            ("mamba", "model.mamba_conv_kernel"),
+            ("convolution", "model.conv_kernel"),
+        )
+    ),
+    Row(
+        "value heads over key heads",
+        MIXERS["delta"] | {"model.linear_num_key_heads": 3},
+        {"model.linear_num_key_heads": 4},
+        ("every key head must be shared by the same number of value heads",),
+    ),
+    Row(
+        "a decay by channel has a key head for each value head",
+        MIXERS["delta"] | {"model.delta_decay": "channel"},
+        {"model.linear_num_key_heads": 32},
+        ("model.delta_decay = channel",),
+    ),
+    Row(
+        "mamba heads over groups",
+        MIXERS["mamba"] | {"model.mamba_n_groups": 3},
+        {"model.mamba_n_groups": 4},
+        ("does not divide model.mamba_num_heads = 128",),
+    ),
+    Row(
+        "limits of mamba's steps",
+        MIXERS["mamba"] | {"model.mamba_time_step_limit": [2.0, 1.0]},
+        {"model.mamba_time_step_limit": [1.0, 2.0]},
+        ("the smallest and the largest step",),
+    ),
+    Row(
+        "mamba's five multipliers",
+        MIXERS["mamba"] | {"model.mamba_multipliers": [1.0]},
+        {"model.mamba_multipliers": [1.0] * 5},
+        ("for z, x, B, C and dt",),
+    ),
+    *(
+        Row(
+            f"tp {verb} {of}",
+            MIXERS[kind] | options | {"parallel.tp": 4, "model.num_attention_heads": 8, "model.intermediate_size": 64},
+            {"parallel.tp": 2},
+            (says,),
+        )
+        for verb, of, kind, options, says in (
+            (
+                *("divides", "value heads of delta blocks", "delta"),
+                {"model.linear_num_value_heads": 6, "model.linear_num_key_heads": 2},
+                "each rank must hold whole value heads",
+            ),
+            (
+                *("fits", "key heads of delta blocks", "delta"),
+                {"model.linear_num_value_heads": 12, "model.linear_num_key_heads": 6},
+                "split or replicated evenly",
+            ),
+            (
+                *("divides", "heads of mamba blocks", "mamba"),
+                {"model.mamba_num_heads": 6, "model.mamba_n_groups": 2},
+                "each rank must hold whole heads",
+            ),
+            (
+                *("fits", "groups of mamba blocks", "mamba"),
+                {"model.mamba_num_heads": 12, "model.mamba_n_groups": 6},
+                "split or replicated evenly",
+            ),
+            (
+                *("divides", "channels of convolution blocks", "convolution"),
+                {"model.hidden_size": 90, "model.head_dim": 16},
+                "each rank must hold whole channels",
+            ),
+        )
+    ),
     Row(
         "tp divides heads",
         {"parallel.tp": 6, "model.num_attention_heads": 32},

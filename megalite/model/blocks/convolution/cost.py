@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from megalite.model.block_kind import BlockSpec
+from megalite.model.cost.mixers import StateSizes, exchange_of, kept_states, mixer_cost, recomputed
 from megalite.model.cost.records import BlockCost, Matmul, RecurrenceCost
-from megalite.model.mixer_cost import StateSizes, exchange_of, kept_states, mixer_cost, recomputed
 
 if TYPE_CHECKING:
     from megalite.model.cost.units import Units

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from megalite.model.block_kind import BlockSpec
 from megalite.model.blocks.delta.parameters import key_replicas
+from megalite.model.cost.mixers import MIXED, StateSizes, exchange_of, kept_states, mixer_cost, recomputed
 from megalite.model.cost.records import BlockCost, Buffer, Elementwise, Matmul, RecurrenceCost, Step
-from megalite.model.mixer_cost import MIXED, StateSizes, exchange_of, kept_states, mixer_cost, recomputed
 
 if TYPE_CHECKING:
     from megalite.model.cost.units import Units
