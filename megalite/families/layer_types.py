@@ -16,7 +16,12 @@ DELTA = {"linear_attention": "delta", "full_attention": "attention"}
 LATENT_DELTA = {"linear_attention": "delta", "full_attention": "latent_attention"}
 CONVOLUTION = {"conv": "convolution", "full_attention": "attention"}
 """Type of a layer → its first block."""
-OLMO_WIDTHS = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+OLMO_WIDTHS = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+)
 
 
 def refuse(name: str, value: Any, why: str) -> ConfigError:
@@ -78,7 +83,7 @@ def with_silu(given: Mapping[str, Any], layers: list[str]) -> list[str]:
         raise refuse(
             "hidden_act",
             given["hidden_act"],
-            "is not supported with linear_attention layers, whose convolutions it follows. Legal value: silu.",
+            "is not supported with linear_attention layers, which have convolutions. Legal value: silu.",
         )
     return layers
 
@@ -263,9 +268,7 @@ def lfm2_width_fields(values: dict[str, Any]) -> dict[str, Any]:
 
 def lfm2_moe(given: dict[str, Any]) -> list[str]:
     if not given["use_expert_bias"]:
-        raise refuse(
-            "use_expert_bias", False, "is not supported by the lfm2_moe family. Legal value: True."
-        )
+        raise refuse("use_expert_bias", False, "is not supported by the lfm2_moe family. Legal value: True.")
     dense = given["num_dense_layers"]
     return entries(
         given,

@@ -205,9 +205,7 @@ def _language_model(config: dict[str, Any]) -> dict[str, Any]:
         return config
     tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
     return (
-        tied
-        | inner
-        | {name: config[name] for name in known.kept & config.keys() if config[name] is not None}
+        tied | inner | {name: config[name] for name in known.kept & config.keys() if config[name] is not None}
     )
 
 

@@ -170,7 +170,9 @@ _KIMI_DELTA = _separate_delta(
 
 def _either(one: dict[str, str], other: dict[str, str]) -> dict[str, str]:
     """The modules of two kinds of blocks, which have some names in common."""
-    return {theirs: " ".join(each[theirs] for each in (one, other) if theirs in each) for theirs in one | other}
+    return {
+        theirs: " ".join(each[theirs] for each in (one, other) if theirs in each) for theirs in one | other
+    }
 
 
 _LFM2_ENDS = {"model.embed_tokens": "embedding", "model.embedding_norm": "norm", "lm_head": "head"}

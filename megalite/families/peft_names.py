@@ -41,9 +41,7 @@ def with_own_names(given: dict[str, Any]) -> dict[str, Any]:
     mistakes = Mistakes()
     if targets := given.get("lora.targets"):
         with mistakes.collected():
-            own = _translated(
-                "lora.targets", targets, modules, (ALL, *own_names), f"projection of {whose}"
-            )
+            own = _translated("lora.targets", targets, modules, (ALL, *own_names), f"projection of {whose}")
             experts = [name for name in own if name in EXPERTS]  # which all-linear does not mean
             options["lora.targets"] = own if ALL not in own else [*projections, *experts] if experts else None
     if saved := given.get("lora.modules_to_save"):

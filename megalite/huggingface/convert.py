@@ -232,7 +232,9 @@ def _bound(
         there = {*weights}
         by_name = {name: _spelled(place, names, stored, there) for name, place in by_name.items()}
         convolutions = (place.theirs for name, place in by_name.items() if ".mixer.conv_" in name)
-        sizes = {theirs: weights.shape(stored(theirs)) for theirs in convolutions if stored(theirs) in weights}
+        sizes = {
+            theirs: weights.shape(stored(theirs)) for theirs in convolutions if stored(theirs) in weights
+        }
         by_name = evenly_cut(by_name, sizes)
     expected = {
         stored(theirs): shape for place in by_name.values() for theirs, shape in place.tensors.items()
@@ -264,9 +266,7 @@ def _bound(
     return {name: replace(place, theirs=stored(place.theirs)) for name, place in by_name.items()}
 
 
-def _spelled(
-    place: TensorPlace, names: Names, stored: Callable[[str], str], there: set[str]
-) -> TensorPlace:
+def _spelled(place: TensorPlace, names: Names, stored: Callable[[str], str], there: set[str]) -> TensorPlace:
     """Return the place with the spelling of its name that a file has.
 
     there: the names in the file.
@@ -527,9 +527,7 @@ def export_model(
     nested = like is not None and is_nested(like, names, kept)
     if nested:
         stored_name = _prefix([f"{names.base}{names.nested}"], names)
-        by_name = {
-            name: replace(place, theirs=stored_name(place.theirs)) for name, place in by_name.items()
-        }
+        by_name = {name: replace(place, theirs=stored_name(place.theirs)) for name, place in by_name.items()}
     summary = _summary(model, config["model_type"], map(dtype_name, dtypes.values()))
     with new_directory(target) as temporary:
         biases = to_export(manifest, bias_names(model, config["model_type"]))
@@ -589,7 +587,7 @@ def _dtypes(
 ) -> tuple[dict[str, torch.dtype], torch.dtype]:
     """Return the dtype of each tensor in the files, and that of the model: the widest of them.
 
-    Tensors whose names end with `fp32` keep a wider dtype than `dtype` and do not count for that of the model.
+    Tensors whose names end with `fp32` keep a wider dtype than `dtype` and do not count for the model's.
     transformers would otherwise load all weights in fp32 because of them.
     """
     dtypes = {name: dtype or getattr(torch, tensor.dtype) for name, tensor in stored.items()}

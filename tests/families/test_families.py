@@ -631,7 +631,9 @@ def test_an_activation_of_another_name_is_the_same():
             "linear_attn_config.head_dim = 8 contradicts linear_head_dim = 16",
         ),
         (
-            {"model_type": "kimi_linear"} | KIMI | {"linear_attn_config": {"kda_layers": [1, 2], "full_attn_layers": []}},
+            {"model_type": "kimi_linear"}
+            | KIMI
+            | {"linear_attn_config": {"kda_layers": [1, 2], "full_attn_layers": []}},
             "must name each layer from 1 to 3 once.",
         ),
         (

@@ -315,7 +315,9 @@ CASES = {
     ),
     "lfm2_moe": Case("Lfm2Moe", SIZES | TIED | SHORT | SHORT_EXPERTS, shard="20KB"),
     "lfm2_moe, untied, not renormalized": Case(
-        "Lfm2Moe", SIZES | UNTIED | SHORT | SHORT_EXPERTS | {"norm_topk_prob": False, "routed_scaling_factor": 2.5}, BF16
+        "Lfm2Moe",
+        SIZES | UNTIED | SHORT | SHORT_EXPERTS | {"norm_topk_prob": False, "routed_scaling_factor": 2.5},
+        BF16,
     ),
     "gpt2": Case("GPT2", GPT2, shard="20KB"),
     "gpt2, untied, narrow": Case("GPT2", GPT2 | UNTIED | {"n_inner": 40}, BF16),
@@ -430,7 +432,9 @@ def write_qwen_multimodal(name: str, directory: Path) -> Any:
         for value in model.parameters():
             value.add_(torch.randn_like(value), alpha=0.1)
     model.save_pretrained(directory)
-    add_tensors(directory, {"mtp.fc.weight": torch.randn(32, 64), "mtp.layers.0.input_layernorm.weight": torch.ones(32)})
+    add_tensors(
+        directory, {"mtp.fc.weight": torch.randn(32, 64), "mtp.layers.0.input_layernorm.weight": torch.ones(32)}
+    )
     (directory / "preprocessor_config.json").write_text('{"patch_size": 4}')
     return model
 

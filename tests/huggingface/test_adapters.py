@@ -90,7 +90,10 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
         {"targets": ["q", "o", "experts.in", "experts.down"], "ranks": {"experts.down": 2}, "alphas": {"o": 7.0}},
     ),
     "qwen3_next": ("qwen3_next", {}),
-    "qwen3_5_moe_text": ("qwen3_5_moe_text", {"targets": ["q", "attention_gate", "delta_v", "delta_z", "gate", "down"]}),
+    "qwen3_5_moe_text": (
+        "qwen3_5_moe_text",
+        {"targets": ["q", "attention_gate", "delta_v", "delta_z", "gate", "down"]},
+    ),
     "olmo_hybrid, DoRA": ("olmo_hybrid", {"dora": True, "modules_to_save": ["norms"]}),
     "kimi_linear": ("kimi_linear", {"targets": ["q", "o", "delta_q", "delta_f_a", "delta_g_b", "delta_o", "down"]}),
     "lfm2": ("lfm2", {"scaling": "rslora"}),

@@ -172,9 +172,7 @@ def test_names_that_only_transformers_writes_come_in(name: str, tmp_path: Path) 
     assert stored(own).keys() != stored(tmp_path / "published").keys()
     for key, place in source.places.items():
         whole = [len(place.rows), *place.shape[1:]]
-        assert torch.equal(
-            source.read(key, [0] * len(whole), whole), published.read(key, [0] * len(whole), whole)
-        ), key
+        assert torch.equal(source.read(key, [0] * len(whole), whole), published.read(key, [0] * len(whole), whole)), key
     name = "layers.0.mixer.conv_v.weight"
     assert torch.equal(source.read(name, [3, 1], [5, 2]), published.read(name, [3, 1], [5, 2]))
 
