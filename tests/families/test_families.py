@@ -408,7 +408,7 @@ COMPUTED = (
     "_sliding_window_pattern",
     "layer_types",
     "no_rope_layer_interval",
-    *("linear_attn_config", "full_attention_interval"),
+    *("linear_attn_config", "full_attention_interval", "first_k_dense_replace", "moe_layer_freq"),
     *("block_auto_adjust_ff_dim", "block_multiple_of", "full_attn_idxs"),
 )  # compared as our fields, which the file must give back
 PUBLISHED = {
@@ -732,6 +732,28 @@ def test_presets_have_the_published_parameter_counts(name, parameters):
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
     assert model.num_parameters() == parameters == parameter_count(model_specs(ModelConfig(**preset(name))))
+
+
+@pytest.mark.parametrize(
+    "name, fields",
+    [
+        ("Qwen3NextConfig", {}),
+        ("Qwen3_5TextConfig", {}),
+        ("Qwen3_5MoeTextConfig", {}),
+        ("OlmoHybridConfig", {}),
+        ("KimiLinearConfig", {}),
+        ("Lfm2MoeConfig", {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8}),
+    ],
+)
+def test_hybrids_have_as_many_parameters_as_transformers_models(name: str, fields: dict[str, Any]):
+    """At the defaults of transformers, which are those of a published model, on the meta device."""
+    import transformers
+
+    theirs = getattr(transformers, name)(**fields)
+    with torch.device("meta"):
+        expected = transformers.AutoModelForCausalLM.from_config(theirs).num_parameters()
+    model = ModelConfig(**from_hf_config(json.loads(theirs.to_json_string(use_diff=False))))
+    assert parameter_count(model_specs(model)) == expected
 
 
 @pytest.mark.parametrize(
