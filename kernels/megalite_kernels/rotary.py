@@ -163,7 +163,7 @@ def split_rotary(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split a packed projection into q, k and v, and rotate q and k.
 
-    [S, B, (hq + 2·hk)·D], laid out q|k|v -> q [S, B, hq, D], k and v [S, B, hk, D].
+    [S, B, W], laid out q|k|v|rest -> q [S, B, hq, D], k and v [S, B, hk, D]; the rest stays where it is.
 
     The results are views of one new buffer: `packed` is not kept alive. Without tables (cos is None) nothing
     is rotated, and the results are views of `packed` itself.
@@ -171,7 +171,7 @@ def split_rotary(
     Args:
         disposable: whether the results may be in the memory of `packed`.
     """
-    heads = packed.view(*packed.shape[:2], hq + 2 * hk, head_dim)
+    heads = packed.unflatten(2, (packed.shape[2] // head_dim, head_dim)).narrow(2, 0, hq + 2 * hk)
     if cos is not None and sin is not None:
         if takes_triton(packed):
             from megalite_kernels import rotary_triton
@@ -186,14 +186,25 @@ def split_rotary(
 
 
 def split_rotary_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    drest: Tensor | None = None,
 ) -> Tensor:
-    """Return the gradient of `split_rotary`: one packed [S, B, (hq + 2·hk)·D], each part written once."""
+    """Return the gradient of `split_rotary`: one packed [S, B, W].
+
+    Args:
+        drest: the gradient of the rest of the projection, [S, B, W − (hq + 2·hk)·D], if there is any.
+    """
     if cos is not None and sin is not None and takes_triton(dq):
         from megalite_kernels import rotary_triton
 
-        return rotary_triton.rotate_and_pack(dq, dk, dv, cos, sin, True).flatten(-2)
-    packed = torch.cat((dq, dk, dv), 2)
+        front = rotary_triton.rotate_and_pack(dq, dk, dv, cos, sin, True).flatten(-2)
+        return front if drest is None else torch.cat((front, drest), -1)
+    rest = () if drest is None else (drest.unflatten(2, (drest.shape[2] // dq.shape[3], dq.shape[3])),)
+    packed = torch.cat((dq, dk, dv, *rest), 2)
     if cos is not None and sin is not None:
         _rotate_(packed.narrow(2, 0, dq.shape[2] + dk.shape[2]), cos, sin, -1)
     return packed.flatten(-2)

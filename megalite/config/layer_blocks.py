@@ -1,10 +1,13 @@
 """The kinds of blocks that model.layer_blocks may name, and its rules.
 
-attention+feed_forward          a layer of these two blocks
+attention+feed_forward          a layer of these two blocks, one after the other
 attention+mixture               experts in place of the feed-forward
 delta+mixture                   a gated delta rule in place of attention
+attention|feed_forward          beside each other: both read the same norm, and both are added to its input
+mixture                         a layer of one block
 """
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
@@ -27,9 +30,15 @@ class BlockOption(NamedTuple):
     context: tuple[str, ...]
 
 
+def groups_in(entry: str) -> list[list[str]]:
+    """The kinds that an entry of model.layer_blocks names, in groups that follow each other; the blocks of a
+    group are beside each other."""
+    return [[name.strip() for name in group.split("|")] for group in entry.split("+")]
+
+
 def blocks_in(entry: str) -> list[str]:
     """The kinds that an entry of model.layer_blocks names."""
-    return [name.strip() for name in entry.split("+")]
+    return [name.strip() for name in re.split(r"[+|]", entry)]
 
 
 EVERY_CONTEXT: tuple[str, ...] = get_args(ContextMethod)
@@ -56,11 +65,27 @@ def _unknown_block(c: "RuleContext") -> str | None:
 
 def _same_slot(c: "RuleContext") -> str | None:
     """The first entry with two blocks of one slot."""
-    for names in _listed(c):
-        slots = [LAYER_BLOCKS[name].slot for name in names if name in LAYER_BLOCKS]
+    for entry in c.model.layer_blocks or ():
+        slots = [LAYER_BLOCKS[name].slot for name in blocks_in(entry) if name in LAYER_BLOCKS]
         if len(set(slots)) < len(slots):
-            return "+".join(names)
+            return entry
     return None
+
+
+def _two_mixers(c: "RuleContext") -> str | None:
+    """The first entry in which attention and a block with a state follow each other."""
+    for entry in c.model.layer_blocks or ():
+        slots = [{LAYER_BLOCKS[n].slot for n in group if n in LAYER_BLOCKS} for group in groups_in(entry)]
+        if any("mixer" in group for group in slots) and any(
+            "attention" in group and "mixer" not in group for group in slots
+        ):
+            return entry
+    return None
+
+
+def _beside(c: "RuleContext") -> str | None:
+    """The first entry with blocks beside each other."""
+    return next((entry for entry in c.model.layer_blocks or () if "|" in entry), None)
 
 
 def _block_needs(name: str, option: str, lacks: Callable[["RuleContext"], bool], way_out: str) -> Rule:
@@ -99,6 +124,31 @@ RULES: tuple[Rule, ...] = (
         value=_same_slot,
         message="names two kinds for the same part of a layer",
         legal="Name one kind of attention, or one in its place, and one of feed_forward and mixture.",
+    ),
+    Rule(
+        "attention beside a block with a state",
+        "model.layer_blocks",
+        _two_mixers,
+        value=_two_mixers,
+        message="has attention and a block with a state after each other, which have the same norm",
+        legal="Write | in place of +, or two layers.",
+    ),
+    Rule(
+        "one way to place blocks beside each other",
+        "model.layer_blocks",
+        lambda c: c.model.parallel_block != "none" and _beside(c),
+        value=_beside,
+        message="has blocks beside each other, and so have all layers with {model.parallel_block}",
+        legal="Set model.parallel_block to none, or write + in place of |.",
+    ),
+    Rule(
+        "blocks beside each other with norms before",
+        "model.layer_blocks",
+        lambda c: c.model.norm_placement != "pre" and _beside(c),
+        value=_beside,
+        message="is incompatible with {model.norm_placement}: blocks beside each other have a norm at their "
+        "input only",
+        legal="Set model.norm_placement to pre, or write + in place of |.",
     ),
     _block_needs(
         "mixture",

@@ -32,7 +32,8 @@ def with_own_names(given: dict[str, Any]) -> dict[str, Any]:
     } or FAMILY_NAMES
     mixture = any("mlp.experts.in" in table.layer.values() for table in tables.values())
     modules = _projections(tables, frozenset() if family in tables else _absent(given))
-    there = {"gate", *(part for parts in modules.values() for part in parts)}
+    gates = ("gate", "attention_gate") if given.get("model.attention_gate") else ("gate",)
+    there = {*gates, *(part for parts in modules.values() for part in parts)}
     # families know the built-in ones; others are of registered kinds of blocks
     projections = tuple(role for role in PROJECTIONS if role in there or role not in BUILT_IN_PROJECTIONS)
     own_names = (*projections, *(EXPERTS if mixture else ()))

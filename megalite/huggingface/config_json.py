@@ -90,7 +90,7 @@ def meaning(model: ModelConfig) -> dict[str, Any]:
     }
     values |= _mixture_meaning(model)
     derived = replace(model, layer_blocks=None)
-    if all(model.block_names(layer) == derived.block_names(layer) for layer in layers):
+    if all(model.block_groups(layer) == derived.block_groups(layer) for layer in layers):
         values["layer_blocks"] = None
     return {
         name: value

@@ -49,12 +49,13 @@ def blocks_of(model: ModelConfig, layer: int) -> tuple[BlockSpec, ...]:
     placement = "post" if layer in (model.post_norm_layers or ()) else model.norm_placement
     before, after = placement != "post", placement != "pre"
     blocks: list[BlockSpec] = []
-    for name in model.block_names(layer):
-        slot = KINDS[name].slot
-        beside = model.parallel_block != "none" and len(blocks) > 0
-        shares_norm = beside and model.parallel_block == "shared_norm"
-        norm = INPUT_NORMS[slot] if before and not shares_norm else None
-        blocks.append(BlockSpec(name, layer, slot, norm, after, beside))
+    for group in model.block_groups(layer):
+        for place, name in enumerate(group):
+            slot = KINDS[name].slot
+            parallel = model.parallel_block != "none" and len(blocks) > 0
+            shares_norm = place > 0 or (parallel and model.parallel_block == "shared_norm")
+            norm = INPUT_NORMS[slot] if before and not shares_norm else None
+            blocks.append(BlockSpec(name, layer, slot, norm, after, parallel or place > 0))
     return tuple(blocks)
 
 

@@ -10,7 +10,8 @@ says.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -46,6 +47,7 @@ class MixerBlock(BlockModule):
     Args:
         weights: the block's weights.
         layer: the index of its layer, part of the keys of dropout.
+        masks: the dropout of the inputs of the projection's adapters; None: of the projection's input.
     """
 
     def __init__(
@@ -55,15 +57,17 @@ class MixerBlock(BlockModule):
         out: RowParallelLinear,
         weights: Sequence[Weight],
         layer: int,
+        masks: Callable[[ForwardState], Any] | None = None,
     ):
         super().__init__()
         assert isinstance(into, nn.Module)
         self.into: Any = into
         self.mixer, self.out, self.layer = mixer, out, layer
+        self.masks = masks or partial(ForwardState.adapter_mask, site=Site.MIXER_IN_ADAPTER, layer=layer)
         self.trained = next((weight for weight in weights if weight.trainable), None)
 
     def forward(self, x: Tensor, state: ForwardState) -> Tensor:
-        packed = self.call(self.into, x, state.adapter_mask(Site.MIXER_IN_ADAPTER, self.layer))
+        packed = self.call(self.into, x, self.masks(state))
         y = self.call(self.mix, packed, state)  # [seq, batch, channels/tp]
         out: Tensor = self.call(self.out, y, state.adapter_mask(Site.MIXER_OUT_ADAPTER, self.layer))
         return out

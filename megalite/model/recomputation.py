@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megalite.config.recompute import operations_of
 from megalite.model.block_module import Operation
-from megalite.model.cost.recomputed import NORM_OPERATIONS, OUTPUT_OPERATIONS, SUM_OPERATION
+from megalite.model.cost.recomputed import NORM_OPERATIONS, OUTPUT_OPERATIONS, SUM_OPERATION, joins_sum
 from megalite.model.forward_state import ForwardState
 from megalite.model.kinds import KINDS
 from megalite.model.layer import Layer
@@ -66,14 +66,14 @@ def _chosen(layer: Layer, names: Container[str]) -> tuple[set[Operation], dict[O
     if NORM_OPERATIONS[first.spec.slot] in names:
         chosen.add(first.input_norm)
     for before, block, join in layer.by_operation.following:
-        joins = KINDS[before.spec.kind].joins_output
         norm = NORM_OPERATIONS[block.spec.slot] in names and block.spec.input_norm is not None
         if block.spec.beside:
+            joins = KINDS[before.spec.kind].joins_output
             if joins and OUTPUT_OPERATIONS.get(before.spec.slot) in names:
                 chosen |= {before.block.last, before.output}
             if norm:
                 chosen.add(block.input_norm)
-        elif joins and SUM_OPERATION in names:
+        elif joins_sum(before.spec) and SUM_OPERATION in names:
             chosen |= {before.block.last, join}
         elif norm:
             norms[join] = block.input_norm

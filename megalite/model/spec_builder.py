@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import sqrt
 
 from megalite.config.sections.model import ModelConfig
@@ -38,8 +38,8 @@ class SpecBuilder:
         # must be summed over tp.
         self.partial_axis = "tp" if sequence_parallel and tp > 1 else None
         self.std = model.initializer_range
-        # of row-parallel weights, which add to the residual twice a layer
-        self.out_std = self.std / sqrt(2 * model.num_hidden_layers)
+        # of row-parallel weights, one of which each block adds to the residual with
+        self.out_std = self.std / sqrt(model.block_count)
 
     def norm(
         self, name: str, width: int | None = None, *, axis: str | None = None, rms: bool | None = None
@@ -65,19 +65,28 @@ class SpecBuilder:
         return Segment(name, (width,), split, decay=False, init_value=one, role="norms", **options)  # type: ignore[arg-type]
 
     def column(
-        self, name: str, parts: Sequence[tuple[str, int, int]], bias: bool, roles: str = ""
+        self,
+        name: str,
+        parts: Sequence[tuple[str, int, int]],
+        bias: bool,
+        roles: Mapping[str, str] | None = None,
     ) -> list[ParamSpec]:
         """Return a column-parallel linear: weights [width, hidden], split along dim 0.
 
         Args:
             parts: (name, output width, replicas) of each segment.
-            roles: what the role of a segment has before its name.
+            roles: the roles of segments that have other roles than their names.
         """
         hidden = self.model.hidden_size
         prefix = name.rsplit(".", 1)[0]
         weights = tuple(
             Segment(
-                f"{prefix}.{part}.weight", (width, hidden), 0, copies, init_std=self.std, role=roles + part
+                f"{prefix}.{part}.weight",
+                (width, hidden),
+                0,
+                copies,
+                init_std=self.std,
+                role=(roles or {}).get(part, part),
             )
             for part, width, copies in parts
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megalite_kernels import activation, norm, rotary
+from megalite_kernels import activation, attention_gate, norm, rotary
 
 
 class _Compiled:
@@ -57,5 +57,7 @@ class CompiledOps:
         self.gated_backward = region(activation.gated_backward)
         self.plain_forward = region(activation.plain_forward)
         self.plain_backward = region(activation.plain_backward)
+        self.gate_output = region(attention_gate.gate_output)
+        self.gate_output_backward = region(attention_gate.gate_output_backward)
         self.split_rotary = region(rotary.split_rotary)
         self.split_rotary_backward = region(rotary.split_rotary_backward)

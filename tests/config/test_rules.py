@@ -132,6 +132,7 @@ LATENTS = {"model.kv_lora_rank": 8}
 LATENT_ROWS = {  # rule: what breaks it, next to latents, and what the same option must be
     "qk_norm is incompatible with latents": ("model.qk_norm", "head", "none"),
     "attention_sinks is incompatible with latents": ("model.attention_sinks", True, False),
+    "attention_gate is incompatible with latents": ("model.attention_gate", True, False),
     "head_dim is incompatible with latents": ("model.head_dim", 16, None),
     "attention_bias is incompatible with latents": ("model.attention_bias", True, False),
     "attention_out_bias is incompatible with latents": ("model.attention_out_bias", True, False),
@@ -451,6 +452,18 @@ ROWS = [
         ("attention+attention+feed_forward",),
     ),
     Row(
+        "one way to place blocks beside each other",
+        {"model.layer_blocks": ["attention|feed_forward"] * 4, "model.parallel_block": "two_norms"},
+        {"model.parallel_block": "none"},
+        ("attention|feed_forward", "model.parallel_block = two_norms"),
+    ),
+    Row(
+        "blocks beside each other with norms before",
+        {"model.layer_blocks": ["attention|feed_forward"] * 4, "model.norm_placement": "post"},
+        {"model.layer_blocks": ["attention+feed_forward"] * 4},
+        ("attention|feed_forward", "model.norm_placement = post"),
+    ),
+    Row(
         "blocks support context parallelism",
         {"model.layer_blocks": ["whole_rows+feed_forward"] * 4, "parallel.cp": 2},
         {"parallel.cp": 1},
@@ -473,6 +486,12 @@ ROWS = [
         {"model.layer_blocks": ["attention+feed_forward"] * 4, "model.kv_lora_rank": 16},
         {"model.kv_lora_rank": None},
         ("model.kv_lora_rank = 16", "Name latent_attention"),
+    ),
+    Row(
+        "gates have no sinks beside them",
+        {"model.attention_gate": True, "model.attention_sinks": True},
+        {"model.attention_sinks": False},
+        ("model.attention_sinks = true",),
     ),
     Row("no_rope_layers exist", {"model.no_rope_layers": [3, 4]}, {"model.no_rope_layers": [0, 3]}, ("0 to 3",)),
     Row(
@@ -499,6 +518,12 @@ ROWS = [
             ("mamba", "model.mamba_conv_kernel"),
             ("convolution", "model.conv_kernel"),
         )
+    ),
+    Row(
+        "attention beside a block with a state",
+        {"model.layer_blocks": ["convolution+attention+feed_forward"] * 4},
+        {"model.layer_blocks": ["convolution|attention+feed_forward"] * 4},
+        ("which have the same norm",),
     ),
     Row(
         "value heads over key heads",

@@ -94,7 +94,7 @@ def test_trains_like_one_process(mechanism, layout, ranks, references, prefix):
 def test_adapters_train_like_those_of_one_process(mechanism, ranks, references, prefix):
     several, one = configs(prefix, mechanism, tp=2, sequence_parallel=True)
     for config in (several, one):
-        config["lora"] = {"rank": 2, "alpha": 8.0}
+        config["lora"] = {"rank": 2, "alpha": 8.0, "dropout": 0.1}
     got = ranks.run(2, jobs.train, several, 2)
     assert_same_run(got, references.run(jobs.train, one, 2), 1e-9, 1e-9)
     adapted = [name for name in got[0]["tensors"] if ".mixer." in name and name.endswith("lora_b")]

@@ -56,6 +56,7 @@ DELTA = {
 KIMI = DELTA | {"linear_num_key_heads": 4, "delta_decay": "channel"}
 CONVOLUTION = {"layer_blocks": ["convolution+feed_forward", "attention+feed_forward"] * 2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+UNLIKE = ["feed_forward", "attention|feed_forward", "attention", "feed_forward|attention"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -106,6 +107,10 @@ ALONE = {
         "model": GPT2 | {"parallel_block": "two_norms", "position": "rope", "partial_rotary_factor": 0.25}
     },
     "two rotary tables": {"model": {"rope_local_theta": 100.0, "sliding_window": 16, "sliding_window_layers": [0, 1]}},
+    "gates": {"model": {"attention_gate": True}},
+    "gates, norms of heads": {"model": {"attention_gate": True, "qk_norm": "head", "attention_bias": True}},
+    "blocks beside each other, layers of one block": {"model": {"layer_blocks": UNLIKE}},
+    "the same, adapters": {"model": {"layer_blocks": UNLIKE}, "lora": SOME},
     "adapters": {"lora": LORA},
     "adapters of some projections": {"lora": SOME},
     "DoRA": {"lora": DORA | {"targets": ["q", "o", "down"]}, "model": GPT2},
@@ -132,6 +137,10 @@ ON_TWO = {
     "pp, zb-h1, a module ahead": {"pp": 2, "schedule": "zb-h1", "model": {"mtp_layers": 1}},
     "cp, ulysses": {"cp": 2, "model": {"num_key_value_heads": 1}},
     "cp, gather": {"cp": 2, "context": "gather"},
+    "tp and sp, gates, adapters": {"tp": 2, "sequence_parallel": True, "lora": LORA, "model": {"attention_gate": True}},
+    "cp, ulysses, gates": {"cp": 2, "model": {"attention_gate": True, "position": "none"}},
+    "pp, zb-h1, layers of one block": {"pp": 2, "schedule": "zb-h1", "model": {"layer_blocks": UNLIKE}},
+    "cp, ring, gates": {"cp": 2, "context": "ring", "model": {"attention_gate": True}},
     "cp, ring, full": {"cp": 2, "context": "ring", "train": {"recompute": "full"}},
     "cp, gather, latents": {"cp": 2, "context": "gather", "model": QUERIES},
     "cp, ring, latents, adapters": {

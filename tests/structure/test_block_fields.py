@@ -23,7 +23,7 @@ READERS = (
     *("megalite/config/", "megalite/families/", "megalite/importers/", "megalite/huggingface/"),
     "megalite/model/kinds.py",
 )
-GENERAL = {"block_names"}
+GENERAL = {"block_groups", "block_names"}
 """Methods of ModelConfig that read such fields and whose answer belongs to no mechanism."""
 MODELS = {"model", "model_config"}
 """Names of variables and attributes that hold a ModelConfig."""

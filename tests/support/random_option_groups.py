@@ -192,8 +192,15 @@ def _operations(random: Random, options: Options) -> Options:
     return {"train.recompute": ",".join(mode() for _ in range(layers))}
 
 
+def _gates(random: Random, options: Options) -> Options:
+    """A fifth of the models that may have them have gates on the output of attention."""
+    excluded = options.get("model.kv_lora_rank") or options.get("model.attention_sinks")
+    return {} if excluded or random.random() < 0.8 else {"model.attention_gate": True}
+
+
 GROUPS = {
     "attention": _attention,
+    "gates": _gates,
     "context": _context,
     "experts": _experts,
     "adapters": _adapters,

@@ -19,7 +19,8 @@ _ALONE = "Remove it, or leave lora.targets out: then all projections of the mode
 def _attention_has(c: RuleContext) -> tuple[str, ...]:
     """The projections of a model with this kind of attention, feed-forward included."""
     if c.model.kv_lora_rank is None:
-        return tuple(role for role in PROJECTIONS if role not in ("q_a", "q_b", "kv_a", "kv_b"))
+        others = {"q_a", "q_b", "kv_a", "kv_b"} | (set() if c.model.attention_gate else {"attention_gate"})
+        return tuple(role for role in PROJECTIONS if role not in others)
     queries = ("q",) if c.model.q_lora_rank is None else ("q_a", "q_b")
     others = {"q", "k", "v", "q_a", "q_b", "kv_a", "kv_b", "attention_gate"}
     return (*queries, "kv_a", "kv_b", *(role for role in PROJECTIONS if role not in others))
@@ -43,8 +44,9 @@ def _adapted(option: str) -> Rule:
 def _of_no_layer(c: RuleContext) -> bool:
     """Whether lora.targets names matrices of dense feed-forwards alone, and there are none: nothing would be
     trained."""
-    dense = c.model.shared_expert_intermediate_size or not all(
-        map(c.model.is_mixture, range(c.model.num_hidden_layers))
+    others = {"attention", "latent_attention", "mixture"}
+    dense = c.model.shared_expert_intermediate_size or any(
+        set(c.model.block_names(layer)) - others for layer in range(c.model.num_hidden_layers)
     )
     targets = set(entries("targets", c))
     return bool(

@@ -19,7 +19,7 @@ MIXERS = {
 }
 """The matrices of delta, mamba and convolution blocks; their roles are PREFIX_NAME."""
 PROJECTIONS = [
-    *("q", "k", "v", "o", "gate", "up", "down", "q_a", "q_b", "kv_a", "kv_b"),
+    *("q", "k", "v", "o", "gate", "up", "down", "q_a", "q_b", "kv_a", "kv_b", "attention_gate"),
     *(f"{kind}_{part}" for kind, parts in MIXERS.items() for part in parts),
 ]
 """The roles of a layer's matrices, which can have adapters. q_a to kv_b are those of latent attention.
@@ -46,12 +46,12 @@ class LoraConfig:
     """Dropout probability on the adapters' input."""
     targets: list[str] | None = None
     """Projections that have adapters, in every layer: q, k, v, o, gate, up, down, of latent attention q_a,
-    q_b, kv_a, kv_b, of delta blocks delta_q, delta_k, delta_v, delta_z, delta_b, delta_a, delta_o, of mamba
-    blocks mamba_z, mamba_x, mamba_B, mamba_C, mamba_dt, mamba_o, of convolution blocks conv_B, conv_C,
-    conv_x, conv_o, or their names in PEFT (q_proj; query_key_value means all its parts), and experts.in and
-    experts.down of a mixture's experts, each with an adapter of its own (PEFT's target_parameters
-    experts.gate_up_proj and experts.down_proj). null, all-linear or an empty list: all projections of the
-    model but those of experts."""
+    q_b, kv_a and kv_b, of gated attention attention_gate, of delta blocks delta_q, delta_k, delta_v, delta_z,
+    delta_b, delta_a, delta_o, of mamba blocks mamba_z, mamba_x, mamba_B, mamba_C, mamba_dt, mamba_o, of
+    convolution blocks conv_B, conv_C, conv_x, conv_o, or their names in PEFT (q_proj; query_key_value means
+    all its parts), and experts.in and experts.down of a mixture's experts, each with an adapter of its own
+    (PEFT's target_parameters experts.gate_up_proj and experts.down_proj). null, all-linear or an empty list:
+    all projections of the model but those of experts."""
     ranks: dict[str, int] | None = option(None, SIZE)
     """Ranks of single projections, {down: 4}. null: all have rank."""
     alphas: dict[str, float] | None = option(None, POSITIVE)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megalite.config import layer_blocks
-from megalite.config.layer_blocks import blocks_in
+from megalite.config.layer_blocks import blocks_in, groups_in
 from megalite.config.option import FRACTION, NOT_NEGATIVE, POSITIVE, SIZE, option
 from megalite.config.repository_id import is_repository_id
 from megalite.config.rule import (
@@ -71,10 +71,12 @@ class ModelConfig:
     num_hidden_layers: int = option(4, SIZE)
     """Number of transformer layers."""
     layer_blocks: list[str] | None = None
-    """Kinds of the blocks of each layer, joined by +: attention+feed_forward, delta+mixture, mamba. Known are
-    attention, latent_attention, delta (gated delta rule), mamba (Mamba-2), convolution, feed_forward and
-    mixture. null: attention (latent_attention with kv_lora_rank), then mixture in layers with experts, else
-    feed_forward; so have the layers of mtp_layers."""
+    """Kinds of the blocks of each layer: joined by + they follow each other (attention+feed_forward,
+    delta+mixture), joined by | they are beside each other, with one norm for all of them
+    (attention|feed_forward); a layer may have one block (mamba). Known are attention, latent_attention, delta
+    (gated delta rule), mamba (Mamba-2), convolution, feed_forward and mixture. null: attention
+    (latent_attention with kv_lora_rank), then mixture in layers with experts, else feed_forward; so have the
+    layers of mtp_layers."""
     mtp_layers: int = option(0, NOT_NEGATIVE, kinds=MTP)
     """Number of modules of multi-token prediction (DeepSeek-V3): each has one more layer, and in training
     predicts one token further ahead. Evaluation and generation do not use them."""
@@ -211,6 +213,9 @@ class ModelConfig:
     """Cap of the attention scores: cap * tanh(scores / cap) (Gemma-2). null: no cap."""
     attention_sinks: bool = option(False, kinds=ATTENTION)
     """Every head has a learned score that joins the softmax over the keys and has no value (gpt-oss)."""
+    attention_gate: bool = option(False, kinds=ATTENTION)
+    """Multiply the output of every head by sigmoid(gate), a projection of the layer's input as wide as the
+    queries, before the output projection (Qwen3-Next)."""
     linear_num_key_heads: int = option(16, SIZE, kinds=DELTA)
     """Number of heads of queries and keys of delta blocks (gated delta rule)."""
     linear_num_value_heads: int = option(32, SIZE, kinds=DELTA)
@@ -266,8 +271,8 @@ class ModelConfig:
     residual_multiplier: float = option(1.0, POSITIVE)
     """Factor on the output of attention and of the feed-forward, before the residual addition."""
     initializer_range: float = option(0.02, POSITIVE)
-    """Standard deviation of the initial weights; divided by sqrt(2 * num_hidden_layers) for output
-    projections."""
+    """Standard deviation of the initial weights; divided by the square root of the number of blocks, two in a
+    layer without layer_blocks, for output projections."""
     embedding_dropout: float = option(0.0, FRACTION)
     """Dropout probability on the embedding's output."""
     attention_dropout: float = option(0.0, FRACTION, kinds=ANY_ATTENTION)
@@ -346,17 +351,29 @@ class ModelConfig:
         local = self.sliding_window_layers is None or layer in self.sliding_window_layers
         return self.sliding_window if local else None
 
+    @property
+    def block_count(self) -> int:
+        """The number of blocks that add to the residual stream, without those of mtp_layers."""
+        if self.layer_blocks is None:
+            return 2 * self.num_hidden_layers
+        return sum(len(blocks_in(entry)) for entry in self.layer_blocks)
+
+    def block_groups(self, layer: int) -> list[list[str]]:
+        """The kinds of a layer's blocks, in the order of the forward: in groups that follow each other, of
+        blocks that layer_blocks has beside each other."""
+        if self.layer_blocks is not None and layer < len(self.layer_blocks):
+            return groups_in(self.layer_blocks[layer])
+        attention = "attention" if self.kv_lora_rank is None else "latent_attention"
+        return [[attention], ["mixture" if self.is_mixture(layer) else "feed_forward"]]
+
     def block_names(self, layer: int) -> list[str]:
         """The kinds of a layer's blocks, in the order of the forward."""
-        if self.layer_blocks is not None and layer < len(self.layer_blocks):
-            return blocks_in(self.layer_blocks[layer])
-        attention = "attention" if self.kv_lora_rank is None else "latent_attention"
-        return [attention, "mixture" if self.is_mixture(layer) else "feed_forward"]
+        return [name for group in self.block_groups(layer) for name in group]
 
     def is_mixture(self, layer: int) -> bool:
         """Whether the layer's feed-forward is a mixture of experts."""
         if self.layer_blocks is not None and layer < len(self.layer_blocks):
-            return "mixture" in self.block_names(layer)
+            return "mixture" in blocks_in(self.layer_blocks[layer])
         return (
             bool(self.num_experts)
             and layer not in (self.mlp_only_layers or ())
@@ -531,6 +548,7 @@ _LATENTS = (
     _not_with_latents("qk_norm", "Set it to none: the latents have norms."),
     _not_with_latents("attention_bias", "Set it to false."),
     _not_with_latents("attention_sinks", "Set it to false."),
+    _not_with_latents("attention_gate", "Set it to false."),
     _not_with_latents("attention_out_bias", "Set it to false."),
     _not_with_latents("partial_rotary_factor", "Remove it, and set model.qk_rope_head_dim."),
     Rule(
@@ -626,6 +644,13 @@ RULES: tuple[Rule, ...] = (
     *_GROUPS,
     *_MTP,
     *_LATENTS,
+    Rule(
+        "gates have no sinks beside them",
+        "model.attention_gate",
+        lambda c: c.model.attention_gate and c.model.attention_sinks,
+        message="is incompatible with {model.attention_sinks}",
+        legal="Set one of them to false.",
+    ),
     Rule(
         "preset or from_hf",
         "model.from_hf",

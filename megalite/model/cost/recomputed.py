@@ -62,7 +62,7 @@ def groups(units: Units, index: int) -> list[Group]:
     candidates: list[Group] = []
     for number, (block, cost) in enumerate(zip(blocks, costs, strict=True)):
         candidates.append(_input(units, block, cost, bool(number) and not block.beside))
-        if number and not block.beside and KINDS[blocks[number - 1].kind].joins_output:
+        if number and not block.beside and joins_sum(blocks[number - 1]):
             candidates[-1] = (*candidates[-1], _sum(cost, costs[number - 1]))
         candidates += KINDS[block.kind].recomputed(units, cost)
         followed = number + 1 < len(blocks) and blocks[number + 1].beside
@@ -72,6 +72,14 @@ def groups(units: Units, index: int) -> list[Group]:
         tuple(each for each in group if sum(buffer.values for buffer in each.buffers)) for group in candidates
     ]
     return [group for group in kept if group]
+
+
+def joins_sum(block: BlockSpec) -> bool:
+    """Return whether the operation `residual` repeats a block's output in the sum in front of the next one.
+
+    Of blocks beside each other the sum with the outputs of the others would be kept for it.
+    """
+    return KINDS[block.kind].joins_output and not block.beside
 
 
 def chosen(options: Iterable[Group], mode: str) -> list[Operation]:
@@ -111,7 +119,7 @@ def _sum(cost: BlockCost, before: BlockCost) -> Operation:
     out = before.matmuls[-1]
     normed = named(cost.before.kept, NORMED, STATISTICS)
     buffers = (*named(cost.before.kept, STREAM), *normed, *out.kept, *before.after.kept)
-    steps = (out, Elementwise(before.after.forward), Elementwise(cost.before.forward))
+    steps = (*before.output, out, Elementwise(before.after.forward), Elementwise(cost.before.forward))
     return Operation((SUM_OPERATION,), buffers, steps, dropped=before.dropped)
 
 
@@ -119,4 +127,4 @@ def _output(block: BlockSpec, cost: BlockCost) -> Group:
     """Return the output projection of a block that another one stands beside."""
     out = cost.matmuls[-1]
     buffers = (*out.kept, *cost.after.kept)
-    return (Operation((OUTPUT_OPERATIONS[block.slot],), buffers, (out, cost.after)),)
+    return (Operation((OUTPUT_OPERATIONS[block.slot],), buffers, (*cost.output, out, cost.after)),)

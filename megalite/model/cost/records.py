@@ -533,6 +533,7 @@ class BlockCost:
         before: the residual sum, and the norm that is fused with it.
         after: the norm of the block's output.
         dropped: number of output values to which dropout applies.
+        output: steps before the last matmul that `BlockModule.last` includes.
     """
 
     steps: tuple[Step, ...]
@@ -542,6 +543,7 @@ class BlockCost:
     before: Elementwise = Elementwise()
     after: Elementwise = Elementwise()
     dropped: int = 0
+    output: tuple[Step, ...] = ()
 
     @property
     def all_steps(self) -> tuple[Step, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import replace
+from itertools import takewhile
 
 from megalite.config.sections.lora import PROJECTIONS, LoraConfig
 from megalite.config.sections.model import ModelConfig
@@ -64,18 +65,25 @@ class Units:
     def alike(self, index: int) -> Hashable:
         """Return a key that layers with the same description share."""
         if index not in self._keys:
-            names = self.model.block_names(index)
-            self._keys[index] = tuple((name, KINDS[name].alike(self.model, index)) for name in names)
+            blocks = blocks_of(self.model, index)
+            self._keys[index] = tuple(
+                (block.kind, block.beside, KINDS[block.kind].alike(self.model, index)) for block in blocks
+            )
         return self._keys[index]
 
     def layer(self, index: int) -> UnitCost:
         """Return the description of a transformer layer (0-based)."""
         key = self.alike(index)
         if key not in self._layers:
-            matmuls, costs = self._layer_matmuls(index), list[BlockCost]()
-            for block in blocks_of(self.model, index):
-                cost = KINDS[block.kind].cost(self, block, matmuls)
-                before, after = self._around(block, not costs, cost.keeps_input)
+            matmuls, blocks = self._layer_matmuls(index), blocks_of(self.model, index)
+            own = [KINDS[block.kind].cost(self, block, matmuls) for block in blocks]
+            costs = list[BlockCost]()
+            for number, (block, cost) in enumerate(zip(blocks, own, strict=True)):
+                # the blocks after it that have no norm of their own read the output of its norm, too
+                after_it = takewhile(lambda each: each.beside and not each.input_norm, blocks[number + 1 :])
+                readers = own[number : number + 1 + len(list(after_it))]
+                keeps_input = any(each.keeps_input for each in readers)
+                before, after = self._around(block, not number, keeps_input)
                 costs.append(replace(cost, before=before, after=after, dropped=self._dropped))
             self._layers[key] = UnitCost(tuple(costs))
         return self._layers[key]

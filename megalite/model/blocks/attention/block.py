@@ -67,6 +67,9 @@ class Attention(AttentionByOperation):
         self.attend = across or WholeRowAttention.apply
         self.own_attention = across is None  # each rank has whole rows
         self.make_projections(name, weights, mesh)
+        # whether views of the packed projection are kept for backward, which exchanged heads are not
+        exchanged = not self.own_attention and (options.context == "ulysses" or mesh.cp_levels is not None)
+        self.keeps_projection = self.norms_qk or not exchanged
 
     def make_projections(self, name: str, weights: Weights, mesh: Mesh) -> None:
         """Create the modules of `project`."""
@@ -90,15 +93,22 @@ class Attention(AttentionByOperation):
             return EachHeadLayerNorm(weights[name], model.rms_norm_eps, model.norm_offset)
         return FullWidthRMSNorm(weights[name], model.rms_norm_eps, model.norm_offset, mesh.tp)
 
+    has_gradient = True  # of `attend` and `project`: not of those of subclasses
+
     @property
     def differentiates(self) -> bool:
-        # Subclasses have other projections or operations; parts of rows and the full norm communicate inside.
-        return type(self) is Attention and self.own_attention and self.model_config.qk_norm != "full"
+        # parts of rows and the full norm communicate inside
+        return self.has_gradient and self.own_attention and self.model_config.qk_norm != "full"
 
     def compute(self, x: Tensor, saved: Saved, state: ForwardState, residual: Tensor | None = None) -> Tensor:
         """Compute the block; each operation leaves in `saved` what its gradient takes from there."""
         # [seq, batch, (heads + 2 · kv_heads) · head_dim], this tp rank's heads
         packed = self.qkv.compute(x, saved)
+        out = self._attention(packed, saved, state)  # [seq, batch, heads, head_dim]
+        return self.out.compute(out.flatten(-2), saved, residual=residual)
+
+    def _attention(self, packed: Tensor, saved: Saved, state: ForwardState) -> Tensor:
+        """Return the output of this rank's heads, from the packed projection."""
         tables = self.rotary_tables(state) or (None, None)
         # Views of `packed`, rotated in place: [seq, batch, heads, head_dim], k and v with kv_heads. Norms are
         # applied before the rotation: with them they are not rotated yet.
@@ -111,7 +121,7 @@ class Attention(AttentionByOperation):
                 q, k = rotate(q, *tables), rotate(k, *tables)
         out, kept = forward_keeping(q, k, v, **self.attention_options(state, self.recomputes_scores))
         saved.append((*tables, *kept))
-        return self.out.compute(out.flatten(-2), saved, residual=residual)
+        return out
 
     def gradient(self, grad: Tensor, saved: Saved, state: ForwardState) -> Tensor:
         """Return the gradient of x through the block; that of the residual is the caller's."""
@@ -121,8 +131,10 @@ class Attention(AttentionByOperation):
         )  # [seq, batch, (heads + 2 · kv_heads) · head_dim]
         return self.qkv.gradient(dpacked, saved)  # [seq (/tp), batch, hidden]
 
-    def _projection_gradient(self, dout: Tensor, saved: Saved, state: ForwardState) -> Tensor:
-        """Return the gradient of the packed projection.
+    def _projection_gradient(
+        self, dout: Tensor, saved: Saved, state: ForwardState, dgate: Tensor | None = None
+    ) -> Tensor:
+        """Return the gradient of the packed projection; `dgate` is that of its gate, if it has one.
 
         What attention has kept is freed on return, before the projection's own backward.
         """
@@ -135,7 +147,7 @@ class Attention(AttentionByOperation):
                 cos = sin = None  # the rotation is undone
             dk = self.k_norm.gradient(dk, saved)  # in the reverse order of `compute`
             dq = self.q_norm.gradient(dq, saved)
-        return self.ops.split_rotary_backward(dq, dk, dv, cos, sin)
+        return self.ops.split_rotary_backward(dq, dk, dv, cos, sin, dgate)
 
     def rotary_tables(self, state: ForwardState) -> tuple[Tensor, Tensor] | None:
         """Return cos and sin of the positions of this cp rank, or None if the layer does not rotate.
@@ -175,8 +187,12 @@ def make(
     model: ModelConfig, block: BlockSpec, weights: Weights, mesh: Mesh, options: LayerOptions
 ) -> Attention:
     """Return the module of a block, see `BlockKind.make`."""
-    if not model.attention_sinks:
-        return Attention(model, block, weights, mesh, options)
-    from megalite.model.blocks.attention.sinks import SinkAttention
+    if model.attention_gate:
+        from megalite.model.blocks.attention.gated import GatedAttention
 
-    return SinkAttention(model, block, weights, mesh, options)
+        return GatedAttention(model, block, weights, mesh, options)
+    if model.attention_sinks:
+        from megalite.model.blocks.attention.sinks import SinkAttention
+
+        return SinkAttention(model, block, weights, mesh, options)
+    return Attention(model, block, weights, mesh, options)

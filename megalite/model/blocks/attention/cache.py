@@ -107,22 +107,24 @@ class CachedAttention(CachedBlock):
     def forward(self, x: Tensor, state: ForwardState) -> Tensor:
         if not isinstance(state, CachedState):
             return self.attention(x, state)
-        return self.attention.out(self.attend(x, state, state.cache).flatten(-2))
+        out, *gates = self.attend(x, state, state.cache)
+        output: Tensor = self.attention.last(out.flatten(-2), *gates)
+        return output
 
-    def attend(self, x: Tensor, state: ForwardState, cache: RowCache) -> Tensor:
-        """Return the output of this rank's heads, [seq, batch, heads/tp, head_dim].
+    def attend(self, x: Tensor, state: ForwardState, cache: RowCache) -> tuple[Tensor, ...]:
+        """Return the output of this rank's heads, [seq, batch, heads/tp, head_dim], and its gate, if any.
 
         Args:
             x: [seq, batch, hidden]; of a prompt, this cp rank's part.
         """
         store, options = cache.stores[self], self.attention.attention_options(state)
-        q, k, v = self.attention.project(x, state)
+        q, k, v, *gates = self.attention.project(x, state)
         k, v = (cache.whole(each, state.part) for each in (k, v))
         store.write(cache, k, v)
         out: Tensor = (
             within_prompts(q, k, v, options) if cache.reads_prompts else store.look_up(cache, q, options)
         )
-        return out
+        return out, *gates
 
 
 def cached(block: BlockModule) -> CachedBlock:

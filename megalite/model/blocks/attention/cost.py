@@ -34,7 +34,8 @@ def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> Block
     """Return the description of the block, see `BlockKind.cost`."""
     model, tokens, heads = units.model, units.share.tokens, heads_of(units)
     qkv, out = matmuls[f"{block.slot}.qkv"], matmuls[f"{block.slot}.out"]
-    query, packed = heads.query * heads.size, qkv.outputs
+    query, packed = heads.query * heads.size, (heads.query + 2 * heads.kv) * heads.size
+    gate = qkv.outputs - packed  # of a token's output
     normed: tuple[Buffer, ...] = ()
     if model.qk_norm != "none":
         both = heads.query + heads.kv
@@ -44,11 +45,16 @@ def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> Block
             Buffer("their statistics", tokens * statistics, "accumulate"),
         )
     moved = (2 * tokens * packed,) * (2 if normed else 1)
-    rotary = Elementwise(moved, moved, normed, summed=2 * tokens if model.qk_norm == "full" else 0)
-    steps = (qkv, rotary, scores(units, block.layer, heads), out)
-    temporaries = workspace(units, heads, query + 2 * packed, query + packed)
+    gates = (Buffer("gate of the output", tokens * gate),) if gate else ()
+    summed = 2 * tokens if model.qk_norm == "full" else 0
+    rotary = Elementwise(moved, moved, (*normed, *gates), summed=summed)
+    attention = scores(units, block.layer, heads)
+    # the output's backward computes the gated output again
+    gating: tuple[Step, ...] = (Elementwise((3 * tokens * gate,), (8 * tokens * gate,)),) if gate else ()
+    steps: tuple[Step, ...] = (qkv, rotary, attention, *gating, out)
+    temporaries = workspace(units, heads, query + 2 * packed + 2 * gate, query + packed)
     exchanges = context.exchanges(units.share, heads)
-    return BlockCost(steps, temporaries, exchanges, qkv.keeps_input)
+    return BlockCost(steps, temporaries, exchanges, qkv.keeps_input, output=gating)
 
 
 def heads_of(units: Units) -> Heads:
@@ -128,8 +134,8 @@ def keeps_scores(model: ModelConfig, kernels: Kernels) -> bool:
 
 def recomputed(units: Units, cost: BlockCost) -> list[Group]:
     """Return what the backward can compute again: projections, scores and attention."""
-    *projections, step, _out = cost.steps
-    assert isinstance(step, AttentionCost)
+    (step,) = cost.attentions
+    projections = list(cost.steps[: cost.steps.index(step)])
     expansion: list[Step] = (
         [projections.pop()] if isinstance(projections[-1], WholeRowsMatmul) else []
     )  # a part of attention

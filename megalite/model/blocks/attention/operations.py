@@ -7,7 +7,7 @@ Communicates as `block.Attention`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,13 +24,24 @@ if TYPE_CHECKING:
     from megalite.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 
 
+def in_own_memory(gate: Tensor, kept: Iterable[Tensor | None]) -> Tensor:
+    """Return a gate, a view of the packed projection; a copy if no kept tensor is a view of it, too.
+
+    The whole projection would otherwise stay in memory for the gate.
+    """
+    memory = gate.untyped_storage().data_ptr()
+    shared = any(each is not None and each.untyped_storage().data_ptr() == memory for each in kept)
+    return gate if shared else gate.clone(memory_format=torch.contiguous_format)
+
+
 class _Split(torch.autograd.Function):
     """Splits a packed projection into queries, keys and values, and rotates queries and keys.
 
     Backward returns one packed gradient.
 
     [seq, batch, (heads + 2 · kv_heads) · head_dim] -> queries [seq, batch, heads, head_dim], keys and values
-    [seq, batch, kv_heads, head_dim]. Without tables nothing is rotated. No communication.
+    [seq, batch, kv_heads, head_dim]. Without tables nothing is rotated. What the projection has besides is
+    returned last: the gate of the output, [seq, batch, heads · head_dim]. No communication.
     """
 
     @staticmethod
@@ -41,12 +52,17 @@ class _Split(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.ops = layer.options.ops
         head_dim = layer.model_config.head_size
-        return ctx.ops.split_rotary(packed, layer.heads, layer.kv_heads, head_dim, cos, sin)
+        q, k, v = ctx.ops.split_rotary(packed, layer.heads, layer.kv_heads, head_dim, cos, sin)
+        gate = packed[..., (layer.heads + 2 * layer.kv_heads) * head_dim :]
+        if not gate.shape[-1]:
+            return q, k, v
+        return q, k, v, in_own_memory(gate, (q,) if layer.keeps_projection else ())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return ctx.ops.split_rotary_backward(*grads, cos, sin), None, None
+        dq, dk, dv, *dgate = grads
+        return ctx.ops.split_rotary_backward(dq, dk, dv, cos, sin, *dgate), None, None
 
 
 class Rotate(torch.autograd.Function):
@@ -94,6 +110,7 @@ class AttentionByOperation(BlockModule):
     heads: int
     kv_heads: int
     recomputes_scores: bool
+    keeps_projection: bool
     qkv: ColumnParallelLinear
     out: RowParallelLinear
     attend: Callable[..., Tensor]
@@ -102,13 +119,13 @@ class AttentionByOperation(BlockModule):
 
     def forward(self, x: Tensor, state: ForwardState) -> Tensor:
         # [seq, batch, heads/tp, head_dim]; k and v with this rank's key-value heads
-        q, k, v = self.call(self.project, x, state)
+        q, k, v, *gates = self.call(self.project, x, state)
         # [seq, batch, heads/tp, head_dim]
         recompute = self.recomputes_scores or not torch.is_grad_enabled()
         out = self.call(self.attend, q, k, v, self.attention_options(state, recompute))
         # row-parallel: summed over tp
         mask = state.adapter_mask(Site.OUT_ADAPTER, self.layer)
-        return self.call(self.out, out.flatten(-2), mask)
+        return self.call(self.last, out.flatten(-2), *gates, mask)
 
     def operations(self) -> Mapping[str, Operation]:
         return {"qkv": self.project, "attention": self.attend}
@@ -117,22 +134,25 @@ class AttentionByOperation(BlockModule):
     def last(self) -> Operation:
         return self.out
 
-    def project(self, x: Tensor, state: ForwardState) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, state: ForwardState) -> tuple[Tensor, ...]:
         """Return queries, keys and values of this rank's heads, normalized and rotated.
 
-        Each is [seq, batch, heads, head_dim].
+        Each is [seq, batch, heads, head_dim]. If the output has a gate, it is the last one,
+        [seq, batch, heads · head_dim].
         """
         rotary = self.rotary_tables(state)
-        # [seq, batch, (heads + 2 · kv_heads) · head_dim]
+        # [seq, batch, (heads + 2 · kv_heads) · head_dim], and the gate
         packed = self.qkv(x, state.adapter_mask(Site.QKV_ADAPTER, self.layer))
         if self.q_norm is None or self.k_norm is None:
             return _Split.apply(packed, self, rotary)  # split and rotation in one pass over memory
-        q, k, v = _Split.apply(packed, self, None)  # norms are applied before the rotation
+        q, k, v, *gates = _Split.apply(packed, self, None)  # norms are applied before the rotation
         if self.model_config.qk_norm == "full":  # over all heads at once: [seq, batch, heads · head_dim]
             q, k = self.q_norm(q.flatten(-2)).view_as(q), self.k_norm(k.flatten(-2)).view_as(k)
         else:
             q, k = self.q_norm(q), self.k_norm(k)
-        return (q, k, v) if rotary is None else (Rotate.apply(q, *rotary), Rotate.apply(k, *rotary), v)
+        if rotary is not None:
+            q, k = Rotate.apply(q, *rotary), Rotate.apply(k, *rotary)
+        return q, k, v, *gates
 
     def rotary_tables(self, state: ForwardState) -> tuple[Tensor, Tensor] | None:
         raise NotImplementedError

@@ -13,11 +13,14 @@ def kv_replicas(model: ModelConfig, tp: int) -> int:
 
 
 def specs(build: SpecBuilder, name: str) -> list[ParamSpec]:
-    """Return queries, keys and values, their norms, sinks, and the output projection."""
+    """Return queries, keys, values and the output's gate, their norms, sinks, and the output projection."""
     model, copies = build.model, kv_replicas(build.model, build.tp)
     q, kv = model.num_attention_heads * model.head_size, model.kv_heads * model.head_size
     parts = [("q", q, 1), ("k", kv, copies), ("v", kv, copies)]
-    stored = build.column(f"{name}.qkv", parts, model.attention_bias)
+    if model.attention_gate:
+        parts.append(("gate", q, 1))
+    roles = {"gate": "attention_gate"}  # another matrix than the feed-forward's gate
+    stored = build.column(f"{name}.qkv", parts, model.attention_bias, roles)
     stored += _qk_norm(build, name, q, kv)
     if model.attention_sinks:  # one number for each head
         heads = (model.num_attention_heads,)

@@ -50,6 +50,8 @@ class _AttentionWithSinks(torch.autograd.Function):
 class SinkAttention(Attention):
     """`Attention` with a sink in each head."""
 
+    has_gradient = False
+
     def __init__(
         self, model: ModelConfig, block: BlockSpec, weights: Weights, mesh: Mesh, options: LayerOptions
     ):

@@ -12,7 +12,8 @@ def specs(build: SpecBuilder, name: str) -> list[ParamSpec]:
     """Return the projection, whose rows are the gates B and C and the values x, the convolution [hidden, K],
     and the output projection."""
     model, hidden = build.model, build.model.hidden_size
-    stored = build.column(f"{name}.in", [(part, hidden, 1) for part in "BCx"], model.conv_bias, roles=PREFIX)
+    parts, roles = [(part, hidden, 1) for part in "BCx"], {part: PREFIX + part for part in "BCx"}
+    stored = build.column(f"{name}.in", parts, model.conv_bias, roles)
     taps = (hidden, model.conv_kernel)
     stored += one_each(build.unit, Segment(f"{name}.conv.weight", taps, 0, decay=False, init_std=build.std))
     if model.conv_bias:

@@ -11,7 +11,7 @@ the projections from latents.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from megalite_kernels.recurrence import Tokens
@@ -153,11 +153,12 @@ def make(
 ) -> MixerBlock:
     """Return the module of a block, see `BlockKind.make`."""
     name, tp, sequence_parallel = block.name, mesh.tp, options.sequence_parallel
-    into = ColumnParallelLinear(weights[f"{name}.in.weight"], None, tp, sequence_parallel)
-    projection = (
-        LatentProjection(into, name, weights, mesh, options) if model.delta_decay == "channel" else into
-    )
+    into: Any = ColumnParallelLinear(weights[f"{name}.in.weight"], None, tp, sequence_parallel)
+    masks = None
+    if model.delta_decay == "channel":
+        into = LatentProjection(into, block, weights, mesh, options)
+        masks = into.masks
     mixer = DeltaMixer(model, name, weights, mesh, across_rows(mesh.cp, options.context))
     out = RowParallelLinear(weights[f"{name}.out.weight"], None, tp, sequence_parallel)
     own = [weight for key, weight in weights.items() if key.startswith(f"{name}.")]
-    return MixerBlock(projection, mixer, out, own, block.layer)
+    return MixerBlock(into, mixer, out, own, block.layer, masks)

@@ -6,12 +6,19 @@ key heads hold copies of them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from megalite.config.sections.model import ModelConfig
 from megalite.model.spec_builder import SpecBuilder, one_each
 from megalite.parallel.initial_values import InverseSoftplus, LogUniform
 from megalite.parallel.spec import ParamSpec, Segment
 
 PREFIX = "delta_"  # of roles
+
+
+def roles_of(parts: Iterable[str]) -> dict[str, str]:
+    """Return the roles of the matrices of these names."""
+    return {part: PREFIX + part for part in parts}
 
 
 def key_replicas(model: ModelConfig, tp: int) -> int:
@@ -32,7 +39,7 @@ def specs(build: SpecBuilder, name: str) -> list[ParamSpec]:
     by_channel = model.delta_decay == "channel"
     parts = [("q", keys, copies), ("k", keys, copies), ("v", values, 1)]
     parts += [("b", heads, 1)] if by_channel else [("z", values, 1), ("b", heads, 1), ("a", heads, 1)]
-    stored = build.column(f"{name}.in", parts, bias=False, roles=PREFIX)
+    stored = build.column(f"{name}.in", parts, bias=False, roles=roles_of(part for part, *_ in parts))
     if by_channel:
         stored += _low_rank(build, name, values)
     stored.append(_convolution(build, name, (keys, copies), (keys, copies), (values, 1)))

@@ -114,9 +114,12 @@ class _KeysAndValues(torch.autograd.Function):
 class LatentAttention(Attention):
     """`Attention` with a latent for keys and values, and often another one for queries."""
 
+    has_gradient = False
+
     def make_projections(self, name: str, weights: Weights, mesh: Mesh) -> None:
         model, options, tp = self.model_config, self.options, mesh.tp
         self.kv_heads, self.tp, self.sequence_parallel = self.heads, tp, options.sequence_parallel
+        self.norms_qk = False
 
         def own(part: str) -> ColumnParallelLinear:  # whole on each rank: no communication
             alone = MeshAxis("alone", 0, 1, (mesh.rank,))

@@ -43,7 +43,7 @@ class CachedLatentAttention(CachedAttention):
         keys = torch.zeros(rows, 1, slots + 1, latent_width(model), dtype=dtype, device=device)
         return KeyValueStore(keys, keys[..., : model.kv_lora_rank])
 
-    def attend(self, x: Tensor, state: ForwardState, cache: RowCache) -> Tensor:
+    def attend(self, x: Tensor, state: ForwardState, cache: RowCache) -> tuple[Tensor]:
         """Return the output of this rank's heads, [seq, batch, heads/tp, value_size]."""
         layer, store, options = self.layer, cache.stores[self], self.layer.attention_options(state)
         queries, (latent, key) = layer.queries(x, state), layer.latent(x, state)
@@ -53,10 +53,10 @@ class CachedLatentAttention(CachedAttention):
         if cache.reads_prompts:
             whole_latent, whole_key = whole.split((latent.shape[-1], key.shape[-1]), -1)
             k, v = layer.keys_and_values(whole_latent, whole_key, None)
-            return within_prompts(queries, k, v, options)
+            return (within_prompts(queries, k, v, options),)
         # [1, batch, heads, kv_lora_rank]
         out = store.look_up(cache, self._absorbed(queries), options)
-        return torch.einsum("sbhr,hvr->sbhv", out, self.matrix[:, self.plain :])
+        return (torch.einsum("sbhr,hvr->sbhv", out, self.matrix[:, self.plain :]),)
 
     def _absorbed(self, queries: Tensor) -> Tensor:
         """Queries for the shared key: [seq, batch, heads, head_size] -> [seq, batch, heads, kv_lora_rank +
