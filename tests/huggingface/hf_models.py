@@ -439,6 +439,10 @@ LAYOUT_CASES = [
     "kimi_linear",
     "lfm2",
     "lfm2_moe",
+    "bamba, tied, one group, biases",
+    "granitemoehybrid",
+    "falcon_h1, tied, norm first, factors",
+    "nemotron_h",
     "gpt2",
 ]
 
