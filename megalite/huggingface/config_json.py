@@ -197,6 +197,7 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "position=olmo": layer_types.olmo_position_fields,
     **dict.fromkeys(layer_types.OLMO_WIDTHS, lambda values: {}),
     "layer_blocks=kimi": layer_types.kimi_fields,
+    "tie_word_embeddings=untied": lambda values: {"tie_word_embeddings": values["tie_word_embeddings"]},
     "shared_expert_intermediate_size=kimi": layer_types.kimi_shared_fields,
     "n_group=kimi": lambda values: {"num_expert_group": values["n_group"] or 1},
     "topk_group=kimi": lambda values: {"topk_group": values["topk_group"] or 1},

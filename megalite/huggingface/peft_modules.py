@@ -40,7 +40,7 @@ from megalite.huggingface.tensor_places import TensorPlace
 
 PREFIX = "base_model.model."
 EMBEDDING = "embedding.weight"
-FUSED_FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "qwen3_moe")
+FUSED_FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "qwen3_moe", "qwen3_next")
 """Families whose dense layers or shared experts PEFT cannot find by these names."""
 _TAKEN = ("gate_proj", "up_proj", "down_proj")
 

@@ -306,6 +306,42 @@ ACCEPTED: list[tuple[str, dict[str, Any], list[str]]] = [
         },
         [],
     ),
+    (
+        "Qwen3-Next-80B-A3B",
+        GROUPED
+        | {"model_type": "qwen3_next", "head_dim": 16, "full_attention_interval": 3, "partial_rotary_factor": 0.25}
+        | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "rope_theta": 1e7}
+        | {"rope_scaling": None, "mlp_only_layers": [], "decoder_sparse_step": 1, "use_sliding_window": False},
+        [],
+    ),
+    (
+        "Qwen3.5-9B",
+        GROUPED
+        | {"model_type": "qwen3_5_text", "head_dim": 16, "attn_output_gate": True, "mtp_num_hidden_layers": 1}
+        | {"rope_parameters": DEFAULT | {"mrope_section": [1, 1, 0], "mrope_interleaved": True}},
+        ["mtp_num_hidden_layers"],
+    ),
+    (
+        "Kimi-Linear-48B-A3B",
+        DENSE
+        | {"model_type": "kimi_linear", "num_key_value_heads": 6, "head_dim": 72, "num_experts": 8}
+        | {"num_experts_per_token": 2, "moe_intermediate_size": 24, "num_shared_experts": 1, "first_k_dense_replace": 1}
+        | {"num_expert_group": 1, "topk_group": 1, "moe_renormalize": True, "moe_router_activation_func": "sigmoid"}
+        | {"mla_use_nope": True, "use_grouped_topk": True, "moe_layer_freq": 1, "num_nextn_predict_layers": 0}
+        | {"model_max_length": 64, "rope_theta": 1e4, "rope_scaling": None, "v_head_dim": 8}
+        | {
+            "linear_attn_config": {"head_dim": 8, "num_heads": 4, "short_conv_kernel_size": 4}
+            | {"kda_layers": [1, 2], "full_attn_layers": [3]}
+        },
+        ["rope_theta"],
+    ),
+    (
+        "LFM2-1.2B",
+        {key: value for key, value in GROUPED.items() if key != "intermediate_size"}
+        | {"model_type": "lfm2", "block_ff_dim": 96, "block_multiple_of": 32, "full_attn_idxs": [2]}
+        | {"block_dim": 48, "conv_bias": False, "conv_L_cache": 3, "tie_embedding": True, "rope_theta": 1e6},
+        ["block_dim"],
+    ),
 ]
 
 # fields of a Llama, or of another family, that transformers reads and that we do not compute; what the message says
