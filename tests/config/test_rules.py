@@ -45,6 +45,7 @@ LONGROPE |= {"short_factor": [1.0, 1.0], "long_factor": [1.0, 2.0]}
 
 # option: (the nearest illegal value, a legal value next to it)
 BOUNDS: dict[str, tuple[Any, Any]] = {
+    "model.norm_topk_eps": (0, 1e-6),
     **dict.fromkeys(
         ("parallel.tp", "parallel.pp", "parallel.dp", "parallel.cp", "model.num_hidden_layers", "train.steps"), (0, 1)
     ),
@@ -521,6 +522,13 @@ ROWS = [
         {"model.mlp_multipliers": [0.5]},
         {"model.mlp_multipliers": [0.5, 2.0]},
         ("must be two numbers",),
+    ),
+    Row("post_norm_layers exist", {"model.post_norm_layers": [4]}, {"model.post_norm_layers": [0, 3]}, ("0 to 3",)),
+    Row(
+        "post_norm_layers without parallel_block",
+        {"model.post_norm_layers": [1], "model.parallel_block": "two_norms"},
+        {"model.parallel_block": "none"},
+        ("model.parallel_block = two_norms",),
     ),
     Row("no_rope_layers exist", {"model.no_rope_layers": [3, 4]}, {"model.no_rope_layers": [0, 3]}, ("0 to 3",)),
     Row(
