@@ -483,7 +483,7 @@ ROWS = [
     ),
     Row(
         "mixture blocks and num_experts",
-        {"model.layer_blocks": ["attention+mixture"] * 4},
+        {"model.layer_blocks": ["attention+mixture"] * 4, "model.num_experts": None},
         {"model.num_experts": 4},
         ("model.num_experts = null",),
     ),
