@@ -447,6 +447,7 @@ LAYOUT_CASES = [
 ]
 
 NOT_GENERATED = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "lfm2", "lfm2_moe"}
+NOT_GENERATED |= {"bamba", "granitemoehybrid", "falcon_h1", "nemotron_h"}
 """Families whose blocks have no cache."""
 
 
