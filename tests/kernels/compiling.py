@@ -36,6 +36,7 @@ MULTIPLY = ("attention_triton", "attention_part_triton", "grouped_weight_grad_tr
 """Modules whose kernels multiply matrices, and so must use tensor cores."""
 SPILLS = {
     ("sm_100", r"dk dv bf16 80 channels softcap window documents dropout, runs"): 16,
+    ("sm_100", r"backward gate_first bf16, 6144 wide, by group"): 16,
     ("sm_100", r"add \+ rms norm backward bf16, 12288 wide"): 8,
     ("sm_90", r"dk dv bf16 (80|96|128) channels( causal)?( window)?( documents)?"): 88,
     ("sm_90", r"weight gradients of experts bf16.*"): 368,
