@@ -28,6 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite_kernels.backend import takes_triton
+
+_WIDEST = 256  # channels of a key or a value that the kernels take
 CHUNK = 64
 CHANNEL_CHUNK = 16  # with a decay for each channel: the differences take chunk · dk numbers for each token
 
@@ -73,6 +76,10 @@ def forward(tokens: Tokens, initial: Tensor | None = None) -> tuple[Tensor, Tens
     Args:
         initial: the state before the first token, [batch, heads, dk, dv] in at least fp32; None: zero.
     """
+    if _takes_triton(tokens):
+        from megalite_kernels import recurrence_triton
+
+        return recurrence_triton.recurrence_forward(*tokens, initial)
     chunks = _Chunks(tokens)
     states, final = chunks.states(initial)
     out = chunks.reading @ states + chunks.scores @ chunks.values(states)
@@ -81,6 +88,10 @@ def forward(tokens: Tokens, initial: Tensor | None = None) -> tuple[Tensor, Tens
 
 def final_state(tokens: Tokens, initial: Tensor | None = None) -> Tensor:
     """Return the state after the last token."""
+    if _takes_triton(tokens):
+        from megalite_kernels import recurrence_triton
+
+        return recurrence_triton.recurrence_state(*tokens[1:], initial)
     return _Chunks(tokens).states(initial)[1]
 
 
@@ -89,11 +100,15 @@ def transfer(tokens: Tokens) -> Tensor:
 
     It is a matrix [batch, heads, dk, dk], without β its diagonal [batch, heads, 1 or dk, 1].
     """
-    chunks = _Chunks(tokens)
+    dtype = torch.promote_types(tokens.v.dtype, torch.float32)
     if tokens.beta is None:
-        return chunks.decay.prod(2)
+        total = tokens.g.to(dtype).sum(0).unsqueeze(-1)  # [batch, heads, 1], or with dk before the last
+        total = total.unsqueeze(-1) if tokens.g.ndim == 3 else total
+        if tokens.starts is not None:  # a document that starts here does not depend on the state
+            total = total.masked_fill(tokens.starts[-1].ge(0).view(-1, 1, 1, 1), -torch.inf)
+        return total.exp()
     width, batch, heads = tokens.k.shape[-1], tokens.v.shape[1], tokens.v.shape[2]
-    unit = torch.eye(width, dtype=chunks.decay.dtype, device=tokens.k.device)
+    unit = torch.eye(width, dtype=dtype, device=tokens.k.device)
     nothing = tokens.v.new_zeros(()).expand(*tokens.v.shape[:3], width)
     return final_state(tokens._replace(v=nothing), unit.expand(batch, heads, width, width))
 
@@ -112,9 +127,20 @@ def backward(
 
     The states are computed again.
     """
+    if _takes_triton(tokens):
+        from megalite_kernels import recurrence_triton
+
+        gradients = Gradients(*recurrence_triton.recurrence_backward(dout, *tokens, initial, dfinal))
+        return gradients if tokens.beta is not None else gradients._replace(beta=None)
     chunks = _Chunks(tokens)
     states, _ = chunks.states(initial)
     return chunks.backward(chunks.split(dout), states, chunks.values(states), dfinal)
+
+
+def _takes_triton(tokens: Tokens) -> bool:
+    q, k, v = tokens[:3]
+    widest = max(k.shape[-1], v.shape[-1])
+    return takes_triton(v) and q.dtype == k.dtype == v.dtype and widest <= _WIDEST and len(v) > 0
 
 
 class _Chunks:
