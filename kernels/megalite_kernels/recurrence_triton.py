@@ -64,10 +64,12 @@ def _number(starts, token, d_s, size, DOCUMENTS: tl.constexpr):
 @triton.jit
 def _decay(total, token, g_s, column, WIDTH: tl.constexpr, CHANNEL: tl.constexpr):
     """Load G, [tokens, 1], or [tokens, columns] where each channel has its own."""
-    at = total + token.to(tl.int64)[:, None] * g_s
     if CHANNEL:
-        return tl.load(at + column[None, :], mask=(column < WIDTH)[None, :], other=0.0)
-    return tl.load(at)
+        at = total + token.to(tl.int64)[:, None] * g_s + column[None, :]
+        value = tl.load(at, mask=(column < WIDTH)[None, :], other=0.0)
+    else:
+        value = tl.load(total + token)[:, None]
+    return value
 
 
 @triton.jit
@@ -84,9 +86,9 @@ def _last(decay, number, lane, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _pair_decay(total, token, g_s, seen):
+def _pair_decay(total, token, seen):
     """Return exp(Gᵢ − Gⱼ), zero where token i does not see token j."""
-    decay = tl.load(total + token.to(tl.int64) * g_s)
+    decay = tl.load(total + token)
     return tl.exp(tl.where(seen, decay[:, None] - decay[None, :], -float("inf")))
 
 
@@ -97,21 +99,23 @@ def _add_products(
 ):  # fmt: skip
     """Add leftᵢ · rightⱼ over some channels, times exp(Gᵢ − Gⱼ) if that depends on the channel."""
     if not CHANNEL:
-        return tl.dot(left, tl.trans(right), sums, input_precision="ieee")
-    block, first = lane // _SUB, token - lane
-    left_wide, right_wide, dtype = left.to(tl.float32), right.to(tl.float32), left.dtype
-    for own in tl.static_range(1, 4):
-        reference = _decay(total_at, first + own * _SUB, g_s, column, WIDTH, CHANNEL)
-        later = left_wide * tl.exp(tl.where((block == own)[:, None], decay - reference, -float("inf")))
-        sooner = right_wide * tl.exp(tl.where((block < own)[:, None], reference - decay, -float("inf")))
-        sums = tl.dot(later.to(dtype), tl.trans(sooner.to(dtype)), sums, input_precision="ieee")
-    for place in range(_SUB):
-        other = block * _SUB + place
-        its = _load(right_at, first + other, right_s, limit, column, WIDTH).to(tl.float32)
-        difference = decay - _decay(total_at, first + other, g_s, column, WIDTH, CHANNEL)
-        its *= tl.exp(tl.where((lane >= other)[:, None], difference, -float("inf")))
-        sum_of = tl.sum(left_wide * its, 1)
-        sums += tl.where(lane[None, :] == other[:, None], sum_of[:, None], 0.0)
+        sums = tl.dot(left, tl.trans(right), sums, input_precision="ieee")
+    else:
+        block, first = lane // _SUB, token - lane
+        left_wide, right_wide = left.to(tl.float32), right.to(tl.float32)
+        dtype = left.dtype
+        for own in tl.static_range(1, 4):
+            reference = _decay(total_at, first + own * _SUB, g_s, column, WIDTH, CHANNEL)
+            later = left_wide * tl.exp(tl.where((block == own)[:, None], decay - reference, -float("inf")))
+            sooner = right_wide * tl.exp(tl.where((block < own)[:, None], reference - decay, -float("inf")))
+            sums = tl.dot(later.to(dtype), tl.trans(sooner.to(dtype)), sums, input_precision="ieee")
+        for place in range(_SUB):
+            other = block * _SUB + place
+            its = _load(right_at, first + other, right_s, limit, column, WIDTH).to(tl.float32)
+            difference = decay - _decay(total_at, first + other, g_s, column, WIDTH, CHANNEL)
+            its *= tl.exp(tl.where((lane >= other)[:, None], difference, -float("inf")))
+            sum_of = tl.sum(left_wide * its, 1)
+            sums += tl.where(lane[None, :] == other[:, None], sum_of[:, None], 0.0)
     return sums
 
 
@@ -122,20 +126,21 @@ def _times_right(
 ):  # fmt: skip
     """Return the gradient of leftᵢ in `_add_products`; `grad` [i, j] is also at `grad_at`."""
     if not CHANNEL:
-        return tl.dot(grad, right, input_precision="ieee")
-    block, first = lane // _SUB, token - lane
-    right_wide, result = right.to(tl.float32), tl.zeros(right.shape, tl.float32)
-    for own in tl.static_range(1, 4):
-        reference = _decay(total_at, first + own * _SUB, g_s, column, WIDTH, CHANNEL)
-        later = tl.exp(tl.where((block == own)[:, None], decay - reference, -float("inf")))
-        sooner = right_wide * tl.exp(tl.where((block < own)[:, None], reference - decay, -float("inf")))
-        result += later * tl.dot(grad, sooner.to(grad.dtype), input_precision="ieee")
-    for place in range(_SUB):
-        other = block * _SUB + place
-        its = _load(right_at, first + other, right_s, limit, column, WIDTH).to(tl.float32)
-        difference = decay - _decay(total_at, first + other, g_s, column, WIDTH, CHANNEL)
-        its *= tl.exp(tl.where((lane >= other)[:, None], difference, -float("inf")))
-        result += tl.load(grad_at + token.to(tl.int64) * CHUNK + other).to(tl.float32)[:, None] * its
+        result = tl.dot(grad, right, input_precision="ieee")
+    else:
+        block, first = lane // _SUB, token - lane
+        right_wide, result = right.to(tl.float32), tl.zeros(right.shape, tl.float32)
+        for own in tl.static_range(1, 4):
+            reference = _decay(total_at, first + own * _SUB, g_s, column, WIDTH, CHANNEL)
+            later = tl.exp(tl.where((block == own)[:, None], decay - reference, -float("inf")))
+            sooner = right_wide * tl.exp(tl.where((block < own)[:, None], reference - decay, -float("inf")))
+            result += later * tl.dot(grad, sooner.to(grad.dtype), input_precision="ieee")
+        for place in range(_SUB):
+            other = block * _SUB + place
+            its = _load(right_at, first + other, right_s, limit, column, WIDTH).to(tl.float32)
+            difference = decay - _decay(total_at, first + other, g_s, column, WIDTH, CHANNEL)
+            its *= tl.exp(tl.where((lane >= other)[:, None], difference, -float("inf")))
+            result += tl.load(grad_at + token.to(tl.int64) * CHUNK + other).to(tl.float32)[:, None] * its
     return result
 
 
@@ -146,23 +151,24 @@ def _times_left(
 ):  # fmt: skip
     """Return the gradient of rightⱼ in `_add_products`; `left` is what is at `left_at`, `SCALED` times β."""
     if not CHANNEL:
-        return tl.dot(tl.trans(grad), left, input_precision="ieee")
-    block, first = lane // _SUB, token - lane
-    left_wide, result = left.to(tl.float32), tl.zeros(left.shape, tl.float32)
-    for own in tl.static_range(1, 4):
-        reference = _decay(total_at, first + own * _SUB, g_s, column, WIDTH, CHANNEL)
-        later = left_wide * tl.exp(tl.where((block == own)[:, None], decay - reference, -float("inf")))
-        sooner = tl.exp(tl.where((block < own)[:, None], reference - decay, -float("inf")))
-        result += sooner * tl.dot(tl.trans(grad), later.to(grad.dtype), input_precision="ieee")
-    for place in range(_SUB):
-        other = block * _SUB + place
-        its = _load(left_at, first + other, left_s, limit, column, WIDTH).to(tl.float32)
-        if SCALED:
-            its *= tl.load(scale_at + (first + other))[:, None]
-        difference = _decay(total_at, first + other, g_s, column, WIDTH, CHANNEL) - decay
-        its *= tl.exp(tl.where((other >= lane)[:, None], difference, -float("inf")))
-        at = grad_at + (first + other).to(tl.int64) * CHUNK + lane
-        result += tl.load(at).to(tl.float32)[:, None] * its
+        result = tl.dot(tl.trans(grad), left, input_precision="ieee")
+    else:
+        block, first = lane // _SUB, token - lane
+        left_wide, result = left.to(tl.float32), tl.zeros(left.shape, tl.float32)
+        for own in tl.static_range(1, 4):
+            reference = _decay(total_at, first + own * _SUB, g_s, column, WIDTH, CHANNEL)
+            later = left_wide * tl.exp(tl.where((block == own)[:, None], decay - reference, -float("inf")))
+            sooner = tl.exp(tl.where((block < own)[:, None], reference - decay, -float("inf")))
+            result += sooner * tl.dot(tl.trans(grad), later.to(grad.dtype), input_precision="ieee")
+        for place in range(_SUB):
+            other = block * _SUB + place
+            its = _load(left_at, first + other, left_s, limit, column, WIDTH).to(tl.float32)
+            if SCALED:
+                its *= tl.load(scale_at + (first + other))[:, None]
+            difference = _decay(total_at, first + other, g_s, column, WIDTH, CHANNEL) - decay
+            its *= tl.exp(tl.where((other >= lane)[:, None], difference, -float("inf")))
+            at = grad_at + (first + other).to(tl.int64) * CHUNK + lane
+            result += tl.load(at).to(tl.float32)[:, None] * its
     return result
 
 
@@ -192,7 +198,10 @@ def _inverse(lower):
     joined = tl.where(above > beside, corners[:, None, :, None, :], 0.0)
     halves = tl.reshape(tl.where(above == beside, four[:, :, :, None, :], joined), (2, 32, 32))
     of_half = pair[:, None, None]
-    upper, under = tl.sum(tl.where(of_half == 0, halves, 0.0), 0), tl.sum(tl.where(of_half == 1, halves, 0.0), 0)
+    upper, under = (
+        tl.sum(tl.where(of_half == 0, halves, 0.0), 0),
+        tl.sum(tl.where(of_half == 1, halves, 0.0), 0),
+    )
     product = tl.dot(corner, upper, input_precision="ieee")
     corner = -tl.dot(under, product, input_precision="ieee")
     joined = tl.where(left > right, corner[None, :, None, :], 0.0)
@@ -211,7 +220,8 @@ def _prepare(
     token, length = first + lane, tl.num_programs(0) * CHUNK
     own = (row * tl.num_programs(1) + head) * length
     k, v = k + row * k_b + head // GROUP * k_h, v + row * v_b + head * v_h
-    total, dtype = total + row * g_b + head * g_h, k.dtype.element_ty
+    total += row * g_b + head * g_h
+    dtype = k.dtype.element_ty
     strength = tl.load(beta + own + token)[:, None]
     number = _number(starts + row * d_b, token, d_s, size, DOCUMENTS)
     seen = (number[:, None] == number[None, :]) & (lane[:, None] > lane[None, :])
@@ -225,18 +235,34 @@ def _prepare(
         )  # fmt: skip
     sums = tl.where(seen, sums, 0.0) * strength
     if not CHANNEL:
-        sums *= _pair_decay(total, token, g_s, seen)
+        sums *= _pair_decay(total, token, seen)
     solving = _inverse(sums).to(dtype)
     _store(inverse + own * CHUNK, token, CHUNK, length, lane, solving, CHUNK)
     for at in range(0, DV, BV):
         column = at + tl.arange(0, BV)
         values = _load(v, token, v_s, size, column, DV).to(tl.float32) * strength
-        _store(u + own * DV, token, DV, length, column, tl.dot(solving, values.to(dtype), input_precision="ieee"), DV)
+        _store(
+            u + own * DV,
+            token,
+            DV,
+            length,
+            column,
+            tl.dot(solving, values.to(dtype), input_precision="ieee"),
+            DV,
+        )
     for at in range(0, DK, BK):
         column = at + tl.arange(0, BK)
         keys = _load(k, token, k_s, size, column, DK).to(tl.float32) * strength
         keys *= _since(_decay(total, token, g_s, column, DK, CHANNEL), number, first)
-        _store(w + own * DK, token, DK, length, column, tl.dot(solving, keys.to(dtype), input_precision="ieee"), DK)
+        _store(
+            w + own * DK,
+            token,
+            DK,
+            length,
+            column,
+            tl.dot(solving, keys.to(dtype), input_precision="ieee"),
+            DK,
+        )
 
 
 @triton.jit(do_not_specialize=["d_s", "d_b", "size", "count"])
@@ -251,7 +277,8 @@ def _scan(
     lane, channel = tl.arange(0, CHUNK), tl.arange(0, WK)
     column, own = tl.program_id(0) * BV + tl.arange(0, BV), row * tl.num_programs(1) + head
     k, u = k + row * k_b + head // GROUP * k_h, u + row * u_b + head * u_h
-    total, dtype, starts = total + row * g_b + head * g_h, k.dtype.element_ty, starts + row * d_b
+    total, starts = total + row * g_b + head * g_h, starts + row * d_b
+    dtype = k.dtype.element_ty
     length = count * CHUNK
     w, kept_values = w + own * length * DK, kept_values + own * length * DV
     state = tl.zeros((WK, BV), tl.float32)
@@ -295,7 +322,8 @@ def _outputs(
     lane, first = tl.arange(0, CHUNK), chunk * CHUNK
     token, value = first + lane, tl.program_id(0) % across * BV + tl.arange(0, BV)
     q, k = q + row * q_b + head // GROUP * q_h, k + row * k_b + head // GROUP * k_h
-    total, dtype = total + row * g_b + head * g_h, k.dtype.element_ty
+    total += row * g_b + head * g_h
+    dtype = k.dtype.element_ty
     number = _number(starts + row * d_b, token, d_s, size, DOCUMENTS)
     states += ((row * heads + head) * count + chunk) * (DK * DV)
     scores = tl.zeros((CHUNK, CHUNK), tl.float32)
@@ -315,7 +343,7 @@ def _outputs(
     seen = (number[:, None] == number[None, :]) & (lane[:, None] >= lane[None, :])
     scores = tl.where(seen, scores, 0.0)
     if not CHANNEL:
-        scores *= _pair_decay(total, token, g_s, seen)
+        scores *= _pair_decay(total, token, seen)
         result *= _since(_decay(total, token, g_s, value, DV, CHANNEL), number, first)
     values = _load(u + row * u_b + head * u_h, token, u_s, size, value, DV)
     result = tl.dot(scores.to(dtype), values, result, input_precision="ieee")
@@ -334,7 +362,8 @@ def _within(
     lane, first = tl.arange(0, CHUNK), tl.program_id(0) * CHUNK
     token, length = first + lane, tl.num_programs(0) * CHUNK
     q, k = q + row * q_b + head // GROUP * q_h, k + row * k_b + head // GROUP * k_h
-    total, dtype = total + row * g_b + head * g_h, k.dtype.element_ty
+    total += row * g_b + head * g_h
+    dtype = k.dtype.element_ty
     number = _number(starts + row * d_b, token, d_s, size, DOCUMENTS)
     seen = (number[:, None] == number[None, :]) & (lane[:, None] >= lane[None, :])
     scores = tl.zeros((CHUNK, CHUNK), tl.float32)
@@ -348,7 +377,7 @@ def _within(
         )  # fmt: skip
     scores = tl.where(seen, scores, 0.0)
     if not CHANNEL:
-        scores *= _pair_decay(total, token, g_s, seen)
+        scores *= _pair_decay(total, token, seen)
     transposed = tl.trans(scores.to(dtype))
     own = row * heads + head
     for at in range(0, DV, BV):
@@ -371,9 +400,15 @@ def _adjoint(
     lane, channel = tl.arange(0, CHUNK), tl.arange(0, WK)
     column, own = tl.program_id(0) * BV + tl.arange(0, BV), row * heads + head
     q, k = q + row * q_b + head // GROUP * q_h, k + row * k_b + head // GROUP * k_h
-    total, dtype, starts = total + row * g_b + head * g_h, k.dtype.element_ty, starts + row * d_b
+    total, starts = total + row * g_b + head * g_h, starts + row * d_b
+    dtype = k.dtype.element_ty
     length = count * CHUNK
-    w, within, dout, du = w + own * length * DK, within + own * length * DV, dout + own * DV, du + row * u_b + head * u_h
+    w, within, dout, du = (
+        w + own * length * DK,
+        within + own * length * DV,
+        dout + own * DV,
+        du + row * u_b + head * u_h,
+    )
     dstate = tl.zeros((WK, BV), tl.float32)
     if FINAL:
         dstate = _load(dfinal + own * (DK * DV), channel, DV, DK, column, DV)
@@ -415,7 +450,8 @@ def _pairs(
     lane, first = tl.arange(0, CHUNK), tl.program_id(0) * CHUNK
     token, length = first + lane, tl.num_programs(0) * CHUNK
     rank = row * heads + head
-    own, dtype = rank * length, dout.dtype.element_ty
+    own = rank * length
+    dtype = dout.dtype.element_ty
     v, u, total = v + row * v_b + head * v_h, u + row * u_b + head * u_h, total + row * g_b + head * g_h
     number = _number(starts + row * d_b, token, d_s, size, DOCUMENTS)
     seen = (number[:, None] == number[None, :]) & (lane[:, None] >= lane[None, :])
@@ -439,7 +475,7 @@ def _pairs(
             replaced = tl.dot(right.to(dtype), values, replaced, input_precision="ieee")
     scores = tl.where(seen, scores, 0.0)
     if not CHANNEL:
-        between = _pair_decay(total, token, g_s, seen)
+        between = _pair_decay(total, token, seen)
         scores *= between
     _store(dscores + own * CHUNK, token, CHUNK, length, lane, scores, CHUNK)
     if DELTA:
@@ -465,8 +501,13 @@ def _gradients(
     heads, batch = tl.num_programs(1), tl.num_programs(2)
     lane, first, length = tl.arange(0, CHUNK), chunk * CHUNK, count * CHUNK
     token, column, rank = first + lane, part * BK + tl.arange(0, BK), row * heads + head
-    own, line, dtype = rank * length, batch * heads, k.dtype.element_ty
-    q, k, u = q + row * q_b + head // GROUP * q_h, k + row * k_b + head // GROUP * k_h, u + row * u_b + head * u_h
+    own, line = rank * length, batch * heads
+    dtype = k.dtype.element_ty
+    q, k, u = (
+        q + row * q_b + head // GROUP * q_h,
+        k + row * k_b + head // GROUP * k_h,
+        u + row * u_b + head * u_h,
+    )
     total, beta = total + row * g_b + head * g_h, beta + own
     states, after = states + (rank * count + chunk) * (DK * DV), after + (rank * count + chunk) * (DK * DV)
     dscores, dreplaced = dscores + own * CHUNK, dreplaced + own * CHUNK
@@ -532,30 +573,44 @@ def _gradients(
         tl.store(dg + part * (line * length) + own + token, by_token)
 
 
-TILES: dict[str, dict[str, tuple[int, int, int]]] = {
-    "_prepare": {"": (64, 4, 1)},
-    "_scan": {"": (32, 4, 2)},
-    "_outputs": {"": (64, 4, 2)},
-    "_within": {"": (64, 4, 2)},
-    "_adjoint": {"": (32, 4, 1)},
-    "_pairs": {"": (64, 4, 1)},
-    "_gradients": {"": (64, 4, 1)},
+class Tile(NamedTuple):
+    """How a kernel is compiled."""
+
+    keys: int  # channels of keys at a time; the scans have all
+    values: int  # channels of values at a time
+    warps: int
+    stages: int
+
+
+TILES = {
+    "_prepare": {"": Tile(64, 64, 8, 1), "sm_90": Tile(64, 64, 4, 1), "channel": Tile(64, 64, 8, 1)},
+    "_scan": {"": Tile(0, 32, 8, 2), "sm_90": Tile(0, 32, 4, 2), "wide": Tile(0, 16, 8, 2)},
+    "_outputs": {"": Tile(64, 64, 4, 2), "channel": Tile(64, 64, 8, 1)},
+    "_within": {"": Tile(64, 64, 4, 2), "channel": Tile(64, 64, 8, 1)},
+    "_adjoint": {"": Tile(0, 32, 8, 2), "gfx942": Tile(0, 16, 8, 1), "wide": Tile(0, 16, 8, 1)},
+    "_pairs": {"": Tile(0, 64, 8, 1), "sm_90": Tile(0, 64, 4, 1)},
+    "_gradients": {"": Tile(32, 64, 8, 1)},
 }
-"""Kernel → architecture, or "" for all others → channels of values at a time, warps, stages."""
-KEYS = 64  # channels of keys at a time, where not all
+"""Kernel → its tiles: for a decay of each channel, for the scans of keys of more than 128 channels, and for
+all else; with an architecture before the kind, for that alone."""
+
+
+def _tile(kernel: str, target: str, channel: bool, dk: int) -> Tile:
+    tiles = TILES[kernel]
+    kind = "wide" if kernel in ("_scan", "_adjoint") and dk > 128 else "channel" if channel else ""
+    names = f"{target} {kind}".strip(), kind, target
+    return next((tiles[name] for name in names if name in tiles), tiles[""])
 
 
 @functools.cache
-def _variant(kernel: str, target: str, options: tuple[tuple[str, Any], ...]) -> Variant:
+def _variant(kernel: str, target: str, dk: int, options: tuple[tuple[str, Any], ...]) -> Variant:
     """Return the kernel with its tile; options are its constants besides the sizes of the tile."""
     constants = dict(options)
-    tiles = TILES[kernel]
-    values, warps, stages = tiles.get(target, tiles[""])
-    constants |= {"CHUNK": CHUNK, "BV": min(values, _padded(constants["DV"]))}
+    tile = _tile(kernel, target, constants["CHANNEL"], dk)
+    constants |= {"CHUNK": CHUNK, "BV": min(tile.values, _padded(constants["DV"]))}
     if "DK" in constants:
-        keys = _padded(constants["DK"])
-        constants |= {"WK": keys} if kernel in ("_scan", "_adjoint") else {"BK": min(KEYS, keys)}
-    return Variant(globals()[kernel], constants, warps, stages)
+        constants |= {"BK": min(tile.keys, _padded(dk))} if tile.keys else {"WK": _padded(dk)}
+    return Variant(globals()[kernel], constants, tile.warps, tile.stages)
 
 
 def _padded(width: int) -> int:
@@ -586,22 +641,22 @@ class _Run(NamedTuple):
         batch, heads, dv = self.v.shape[1:]
         options: dict[str, Any] = {**constants, "CHANNEL": self.channel, "DV": dv}
         options |= {"DOCUMENTS": self.starts is not None}
+        dk = self.k.shape[3]
         if kernel != "_pairs":
-            options |= {"GROUP": heads // self.k.shape[2], "DK": self.k.shape[3]}
-        variant = _variant(kernel, architecture(self.v.device), tuple(options.items()))
+            options |= {"GROUP": heads // self.k.shape[2], "DK": dk}
+        variant = _variant(kernel, architecture(self.v.device), dk, tuple(options.items()))
         variant.launch((grid, heads, batch), *args)
 
     def blocks(self, kernel: str) -> int:
-        """Return the number of tiles that a head's values, or for `_gradients` keys, have."""
-        width = self.k.shape[3] if kernel == "_gradients" else self.v.shape[3]
-        tiles = TILES[kernel]
-        tile = KEYS if kernel == "_gradients" else tiles.get(architecture(self.v.device), tiles[""])[0]
-        return triton.cdiv(width, tile)
+        """Return the number of tiles that a head's values, or for `_gradients` its keys, have."""
+        dk, dv = self.k.shape[3], self.v.shape[3]
+        tile = _tile(kernel, architecture(self.v.device), self.channel, dk)
+        return triton.cdiv(dk, tile.keys) if kernel == "_gradients" else triton.cdiv(dv, tile.values)
 
     def steps(self) -> list[int]:
         """Return the strides of G and of the starts, and the number of tokens."""
         by_row = self.total.stride()
-        of_total = by_row[:3] if self.channel else (by_row[2], by_row[0], by_row[1])
+        of_total = by_row[:3] if self.channel else (0, *by_row[:2])  # tokens lie next to each other
         starts = self.v if self.starts is None else self.starts
         return [*of_total, starts.stride(0), starts.stride(1) if starts.shape[1] > 1 else 0, len(self.v)]
 
@@ -768,7 +823,19 @@ def recurrence_backward(
     du, of_du = (run.space(dv), _by_head(within)) if delta else (dvalues, _steps(dvalues))
     dinitial = torch.empty_like(scanned.final)
     last = dinitial if dfinal is None else dfinal.float().contiguous()
-    tensors = run.q, run.k, run.v if w is None else w, dout, within, run.total, where, last, after, du, dinitial
+    tensors = (
+        run.q,
+        run.k,
+        run.v if w is None else w,
+        dout,
+        within,
+        run.total,
+        where,
+        last,
+        after,
+        du,
+        dinitial,
+    )
     numbers = *of_keys, *of_du, *of_scan, run.count
     constants = {"DELTA": delta, "FINAL": dfinal is not None}
     run.launch("_adjoint", run.blocks("_adjoint"), *tensors, *numbers, **constants)
@@ -776,7 +843,9 @@ def recurrence_backward(
     dscores = run.space(CHUNK)
     dreplaced = run.space(CHUNK) if delta else dscores
     dright = within if u is None else u  # without β nothing reads it
-    dbeta = dout.new_empty(parts + 1, batch, heads, run.count * CHUNK, dtype=torch.float32) if delta else dinitial
+    dbeta = (
+        dout.new_empty(parts + 1, batch, heads, run.count * CHUNK, dtype=torch.float32) if delta else dinitial
+    )
     strength = run.total if run.beta is None else run.beta
     solving = dscores if inverse is None else inverse
     tensors = run.v, scanned.values, du, dout, solving, run.total, strength, where  # type: ignore[assignment]

@@ -44,7 +44,7 @@ NORM_WIDTHS = {
 ALL_WIDTHS = (768, 1536, 2048, 2304, 3072, 4096, 5120, 6144, 7168, 8192, 9216, 10240, 12288, 14336, 16384)
 
 Calls = Iterator[tuple[tuple[str, ...], Callable[[], Any]]]
-"""A call, and before it the names of what it launches."""
+"""A call, and before it the names of what it launches; an empty one: another call launches the same."""
 
 
 class Launch(NamedTuple):
@@ -286,6 +286,33 @@ def of_causal_conv(module: Any) -> Calls:
         yield (f"backward {label}",), partial(module.causal_conv_backward, dout, x[..., :channels], weight, *options)
 
 
+def of_recurrence(module: Any) -> Calls:
+    """Qwen3-Next, Kimi, Nemotron-H; and keys of the most channels, which need other scans."""
+    every = "prepare scan outputs within adjoint pairs gradients"
+    starts = torch.zeros(ROWS, BATCH, dtype=torch.int64)
+    for kind, key_heads, heads, dk, dv, listed in (
+        ("delta", 16, 32, 128, 128, every),
+        ("delta", 4, 4, 256, 256, "scan adjoint"),
+        ("delta by channel", 32, 32, 128, 128, "prepare scan outputs within adjoint gradients"),
+        ("mamba", 8, 128, 128, 64, "scan adjoint pairs gradients"),
+    ):
+        q = torch.empty(ROWS, BATCH, key_heads, dk, dtype=BF16)
+        v = torch.empty(ROWS, BATCH, heads, dv, dtype=BF16)
+        g = torch.empty(ROWS, BATCH, heads, dk) if "channel" in kind else torch.empty(ROWS, BATCH, heads)
+        beta, state = None if kind == "mamba" else torch.empty(ROWS, BATCH, heads), torch.empty(BATCH, heads, dk, dv)
+        inputs, solved = (q, q, v, g, beta, starts), () if beta is None else ("prepare",)
+
+        def named(names: Iterable[str], label: str, listed: str = listed) -> tuple[str, ...]:
+            return tuple(f"{name} {label}" if name in listed.split() else "" for name in names)
+
+        label = f"{kind} bf16 {channels(dk, dv)} documents"
+        call = partial(module.recurrence_forward, *inputs, state)
+        yield named((*solved, "scan", "outputs"), label), call
+        again = ("",) * (len(solved) + 1)
+        call = partial(module.recurrence_backward, v, *inputs, state, state)
+        yield again + named(("within", "adjoint", "pairs", "gradients"), label), call
+
+
 LISTS = {
     "activation_triton": of_activation,
     "adamw_triton": of_adamw,
@@ -300,6 +327,7 @@ LISTS = {
     "norm_triton": of_norm,
     "ordered_sum_triton": of_ordered_sum,
     "permutation_triton": of_permutation,
+    "recurrence_triton": of_recurrence,
     "rotary_triton": of_rotary,
 }
 
@@ -333,5 +361,5 @@ def launches(module_name: str, architecture: str, calls: Callable[[Any], Calls] 
             seen: list[tuple[Variant, tuple[Any, ...]]] = []
             with patch.object(Variant, "launch", lambda variant, grid, *args, into=seen: into.append((variant, args))):
                 call()
-            launched += [Launch(name, *launch) for name, launch in zip(names, seen, strict=True)]
+            launched += [Launch(name, *launch) for name, launch in zip(names, seen, strict=True) if name]
     return launched
