@@ -75,7 +75,7 @@ def mesh_options(config: Config) -> dict[str, Any]:
     """Return the arguments of a mesh besides the layout."""
     plan = schedule(config, layout(config).microbatches)
     return {
-        "kv_replicas": replicas(config.model, config.parallel.tp),
+        "replicas": replicas(config.model, config.parallel.tp),
         "tied": embedding_pair(config.model, plan.placement),
         "channels": edges(plan),
         "staggered_end": staggered_end(config),

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from megalite.config.errors import ConfigError
 from megalite.config.rule import show
 from megalite.config.sections.model import ROPE_SCALING_KEYS, ModelConfig
-from megalite.families import deepseek, layer_types
+from megalite.families import deepseek, layer_types, mamba
 from megalite.families.weight_files import INDEX, MODEL, weights_file
 
 _GELU = "gelu_pytorch_tanh"
@@ -63,7 +63,7 @@ class Family:
     layers."""
     computed: tuple[str, ...] = ()
     """ModelConfig fields computed from a config.json with its defaults; field=how if there is more than one
-    way."""
+    way. `_COMPUTED_TOGETHER` has names for several fields."""
     own: str = ""
     """Other fields of its config.json, which `computed` reads or which have no influence on pretraining."""
     aliases: dict[str, str] = field(default_factory=dict)
@@ -308,7 +308,28 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "parallel_block": _falcon_block,
     "parallel_block=shared_norm": lambda given: "shared_norm" if given["use_parallel_residual"] else "none",
     "parallel_block=two_norms": lambda given: "two_norms" if given["use_parallel_residual"] else "none",
+    "layer_blocks=bamba": mamba.bamba_layers,
+    "layer_blocks=granite": mamba.granite_layers,
+    "layer_blocks=nemotron": mamba.nemotron_layers,
+    "layer_blocks=falcon_h1": lambda given: [mamba.FALCON_H1_LAYER] * given["num_hidden_layers"],
+    "num_hidden_layers=nemotron": lambda given: len(mamba.nemotron_layers(given)),
+    "mamba_head_dim=expanded": mamba.head_dim,
+    "mamba_head_dim=own_width": mamba.head_dim,
+    "mamba_time_step_limit": mamba.time_step_limit,
+    "hidden_act=convolution": functools.partial(mamba.activation, "hidden_act"),
+    "position": mamba.position,
+    "tie_word_embeddings=never": mamba.never_tied,
+    "mamba_proj_bias=one": mamba.one_bias,
+    "mamba_norm": mamba.norm,
+    "mamba_multipliers": functools.partial(mamba.multipliers, "ssm_multipliers", 5),
+    "mlp_multipliers": functools.partial(mamba.multipliers, "mlp_multipliers", 2),
+    **{f"{name}=nemotron": functools.partial(mamba.nemotron_value, name) for name in mamba.NEMOTRON_NAMES},
 }
+_COMPUTED_TOGETHER: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "experts=granite": mamba.granite_experts,
+    "experts=nemotron": mamba.nemotron_experts,
+}
+"""The same for several fields."""
 
 
 def _refuse(name: str, value: Any, why: str) -> ConfigError:
@@ -335,7 +356,12 @@ def from_hf_config(config: dict[str, Any]) -> dict[str, Any]:
             "hidden_act", shape["hidden_act"], f"is not supported. Legal values: {', '.join(legal_act)}."
         )
     try:
-        shape |= {name.partition("=")[0]: _COMPUTED[name](given) for name in family.computed}
+        for name in family.computed:
+            if name in _COMPUTED_TOGETHER:
+                shape |= _COMPUTED_TOGETHER[name](given)
+            else:
+                shape[name.partition("=")[0]] = _COMPUTED[name](given)
+        shape = mamba.without_unused(shape)
         shape |= _read_window(given, family, shape)
         if family.rope and shape.get("position") != "none":
             shape |= _read_rope(config, family, given, shape)

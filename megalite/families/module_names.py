@@ -137,6 +137,25 @@ _MIXTRAL = {
     "block_sparse_moe.experts.{}.w2": "mlp.experts.down",
 }
 
+_FINAL_NORM = {"model.embed_tokens": "embedding", "model.final_layernorm": "norm", "lm_head": "head"}
+_PRE_FF = {"input_layernorm": "input_norm", "pre_ff_layernorm": "mlp_norm"}
+_FEED_FORWARD = {f"feed_forward.{part}_proj": f"mlp.{part}" for part in ("gate", "up", "down")}
+
+
+def _mamba(prefix: str) -> dict[str, str]:
+    """The modules of a Mamba-2 mixer."""
+    own = {
+        "in_proj": "mixer.z mixer.x mixer.B mixer.C mixer.dt",
+        "conv1d": "mixer.conv_x mixer.conv_B mixer.conv_C",
+        "A_log": "mixer.a_log",
+        "D": "mixer.d",
+        "dt_bias": "mixer.dt_bias",
+        "norm": "mixer.norm",
+        "out_proj": "mixer.out",
+    }
+    return {f"{prefix}.{theirs}": ours for theirs, ours in own.items()}
+
+
 _GATED_QKV = _QKV | {"self_attn.q_proj": "attention.q attention.gate"}
 _DELTA = {
     "linear_attn.conv1d": "mixer.conv_q mixer.conv_k mixer.conv_v",
@@ -284,6 +303,66 @@ FAMILY_NAMES = {
             "mlp.experts.down_proj": "mlp.experts.down",
         },
         bare=("self_attn.sinks", "experts.gate_up_proj", "experts.down_proj"),
+    ),
+    "bamba": Names(
+        _FINAL_NORM,
+        "model.layers",
+        _QKV | {"self_attn.o_proj": "attention.out"} | _PRE_FF | _FEED_FORWARD | _mamba("mamba"),
+        mixer="mamba_",
+    ),
+    "falcon_h1": Names(
+        _FINAL_NORM,
+        "model.layers",
+        _QKV | {"self_attn.o_proj": "attention.out"} | _PRE_FF | _FEED_FORWARD | _mamba("mamba"),
+        mixer="mamba_",
+    ),
+    "granitemoehybrid": Names(
+        _ENDS,
+        "model.layers",
+        _QKV
+        | {"self_attn.o_proj": "attention.out"}
+        | _BEFORE
+        | _mamba("mamba")
+        | {
+            # without experts the shared expert is the feed-forward block
+            "shared_mlp.input_linear": "mlp.gate mlp.up mlp.shared.gate mlp.shared.up",
+            "shared_mlp.output_linear": "mlp.down mlp.shared.down",
+            "block_sparse_moe.router.layer": "mlp.router",
+            "block_sparse_moe.input_linear": "mlp.experts.in",
+            "block_sparse_moe.output_linear": "mlp.experts.down",
+        },
+        memory=(
+            ("block_sparse_moe.input_linear.weight", "block_sparse_moe.experts.gate_up_proj"),
+            ("block_sparse_moe.output_linear.weight", "block_sparse_moe.experts.down_proj"),
+        ),
+        mixer="mamba_",
+    ),
+    "nemotron_h": Names(
+        {"backbone.embeddings": "embedding", "backbone.norm_f": "norm", "lm_head": "head"},
+        "backbone.layers",
+        # a layer is one block
+        {
+            "norm": "input_norm mlp_norm",
+            **{f"mixer.{part}_proj": f"attention.{part}" for part in "qkv"},
+            "mixer.o_proj": "attention.out",
+            "mixer.up_proj": "mlp.up",
+            "mixer.down_proj": "mlp.down",
+            "mixer.gate": "mlp.router",
+            "mixer.experts.{}.{}": "mlp.experts.in",
+            "mixer.experts.{}.down_proj": "mlp.experts.down",
+            "mixer.shared_experts.up_proj": "mlp.shared.up",
+            "mixer.shared_experts.down_proj": "mlp.shared.down",
+            "mixer.fc1_latent_proj": "mlp.latent_in",
+            "mixer.fc2_latent_proj": "mlp.latent_out",
+        }
+        | _mamba("mixer"),
+        base="backbone.",
+        expert=("up_proj",),
+        router_bias="mixer.gate.e_score_correction_bias",
+        fp32=("mlp.router.weight",),
+        kept=("mtp.",),
+        memory=(("backbone.", "model."),),
+        mixer="mamba_",
     ),
     "qwen3_next": Names(
         _ENDS,

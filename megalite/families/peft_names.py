@@ -19,7 +19,11 @@ from megalite.families.model_config import hf_config
 from megalite.families.module_names import FAMILY_NAMES, Names
 
 ALL = "all-linear"
-FUSED = {"experts.gate_up_proj": "experts.in", "experts.down_proj": "experts.down"}
+FUSED = {
+    "experts.gate_up_proj": "experts.in",
+    "experts.up_proj": "experts.in",
+    "experts.down_proj": "experts.down",
+}
 """The end of PEFT's names of the parameters that hold all experts of a layer → ours."""
 
 

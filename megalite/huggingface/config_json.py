@@ -7,7 +7,7 @@ from typing import Any
 
 from megalite.config.errors import ConfigError
 from megalite.config.sections.model import ModelConfig
-from megalite.families import deepseek, layer_types
+from megalite.families import deepseek, layer_types, mamba
 from megalite.families.model_config import Family, families, from_hf_config
 
 _TRAINING_ONLY = (
@@ -208,6 +208,24 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "parallel_block": _falcon_block,
     "parallel_block=shared_norm": _parallel,
     "parallel_block=two_norms": _parallel,
+    "layer_blocks=bamba": mamba.bamba_fields,
+    "layer_blocks=granite": mamba.granite_fields,
+    "layer_blocks=nemotron": mamba.nemotron_fields,
+    "layer_blocks=falcon_h1": lambda values: {},
+    "num_hidden_layers=nemotron": lambda values: {},
+    "mamba_head_dim=expanded": mamba.expanded,
+    "mamba_head_dim=own_width": mamba.own_width,
+    "mamba_time_step_limit": mamba.time_step_fields,
+    "hidden_act=convolution": lambda values: {"hidden_act": values["hidden_act"]},
+    "position": mamba.position_fields,
+    "tie_word_embeddings=never": lambda values: {"tie_word_embeddings": values["tie_word_embeddings"]},
+    "mamba_proj_bias=one": mamba.bias_fields,
+    "mamba_norm": mamba.norm_fields,
+    "mamba_multipliers": lambda values: {"ssm_multipliers": values["mamba_multipliers"] or [1.0] * 5},
+    "mlp_multipliers": lambda values: {"mlp_multipliers": values["mlp_multipliers"] or [1.0] * 2},
+    **{f"{name}=nemotron": partial(mamba.nemotron_field, name) for name in mamba.NEMOTRON_NAMES},
+    "experts=granite": mamba.granite_expert_fields,
+    "experts=nemotron": mamba.nemotron_expert_fields,
 }
 """Functions for fields of config.json that are computed.
 
@@ -218,7 +236,8 @@ They are the inverse of the table in `megalite.families.model_config`.
 def _write_rope(model: ModelConfig, row: Family) -> dict[str, Any]:
     """Return the rotary fields of transformers 4, which most other readers support, and of transformers 5."""
     parameters = {**(model.rope_scaling or {"rope_type": "default"}), "rope_theta": model.rope_theta}
-    if any("partial_rotary_factor" in ours for ours in row.fields.values()):
+    names = {*row.constants, *(name for ours in row.fields.values() for name in ours)}
+    if "partial_rotary_factor" in names:
         parameters |= {"partial_rotary_factor": model.partial_rotary_factor}
     scaling = model.rope_scaling
     if "kv_lora_rank" in row.fields and scaling is not None:

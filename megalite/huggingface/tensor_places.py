@@ -89,9 +89,11 @@ class TensorPlace:
         down = "{}.{}" not in self.theirs
         stem = self.theirs.partition("experts.{}")[0].replace("block_sparse_moe", "mlp")
         experts = len({piece[0] for piece in self.pieces})
+        parts = {str(piece[1]) for piece in self.pieces if len(piece) > 1}
+        into = "gate_up_proj" if len(parts) > 1 else next(iter(parts), "")
         return replace(
             self,
-            theirs=f"{stem}experts.{'down_proj' if down else 'gate_up_proj'}",
+            theirs=f"{stem}experts.{'down_proj' if down else into}",
             pieces=(),
             experts=experts,
         )
@@ -147,6 +149,9 @@ def places(model: ModelConfig, family: str) -> dict[str, TensorPlace]:
                         f"{theirs}.{suffix}", shapes[own[0]], model.num_experts or 0, names
                     )
                     continue
+                if own[0].endswith((".experts.in.weight", ".experts.down.weight")):
+                    tensor_places[own[0]] = _stacked(f"{theirs}.{suffix}", shapes[own[0]], model)
+                    continue
                 joined = _joined(f"{theirs}.{suffix}", {name: shapes[name] for name in own}, transposed)
                 if suffix == "weight" and theirs.endswith(CONVOLUTIONS):
                     joined = {name: _convolution(place) for name, place in joined.items()}
@@ -166,6 +171,11 @@ def _experts(theirs: str, shape: tuple[int, ...], number: int, names: Names) -> 
     parts = names.expert if "{}.{}" in theirs else ()
     pieces = product(range(number), parts) if parts else product(range(number))
     return TensorPlace(theirs, shape, range(shape[0]), False, pieces=tuple(pieces))
+
+
+def _stacked(theirs: str, shape: tuple[int, ...], model: ModelConfig) -> TensorPlace:
+    """Return the place of a layer's experts in a family whose files have one tensor of all of them."""
+    return TensorPlace(theirs, shape, range(shape[0]), False, experts=model.num_experts or 0)
 
 
 def _single(theirs: str, shape: tuple[int, ...], model: ModelConfig) -> TensorPlace:

@@ -10,7 +10,7 @@ the coordinates of all ranks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -91,7 +91,8 @@ class Mesh:
         dims: sizes of the axes; their product is the world size. Weights, gradients and optimizer state are
             sharded over groups of `dims.shard` neighbours of the data axis; the groups are replicas of each
             other.
-        kv_replicas: number of tp ranks that hold the same key-value head (1 if there are at least tp heads).
+        replicas: numbers of neighbouring tp ranks that hold the same part of a tensor, such as a key-value
+            head.
         tied: the pipeline ranks with the two copies of a tied embedding; None: there is one copy, or none.
         channels: the point-to-point communicators over the pp axis by name, in the order of creation, each
             with the pairs of pipeline ranks (source, target) that use it.
@@ -113,7 +114,7 @@ class Mesh:
         self,
         dims: Layout,
         *,
-        kv_replicas: int = 1,
+        replicas: Collection[int] = (),
         tied: tuple[int, int] | None = None,
         channels: Mapping[str, Sequence[tuple[int, int]]] | None = None,
         staggered_end: bool = False,
@@ -165,7 +166,10 @@ class Mesh:
         pp_ranks = dims.peers(self.rank, ("pp",))
         # No group of its own: stages communicate only through the channels.
         self.pp = MeshAxis("pp", pp_ranks.index(self.rank), dims.pp, pp_ranks, None, self.traffic)
-        self.kv_replica = self._axis("kv_replica", neighbours(self.tp.ranks, self.rank, kv_replicas))
+        self.replicas = {
+            number: self._axis("kv_replica", neighbours(self.tp.ranks, self.rank, number))
+            for number in sorted(replicas)
+        }
         self.tied_pair = self._tied_pair(tied)
         up = [(rank, rank + 1) for rank in range(dims.pp - 1)]
         totals = (

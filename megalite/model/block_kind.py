@@ -141,6 +141,10 @@ class BlockKind:
         """
         return False
 
+    def output_factor(self, model: ModelConfig) -> float:
+        """Return the factor on its output, before the sum."""
+        return 1.0
+
     # ---- cost.py
 
     def cost(self, units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> BlockCost:

@@ -16,6 +16,7 @@ from megalite.model.blocks.convolution.kind import ConvolutionKind
 from megalite.model.blocks.delta.kind import DeltaKind
 from megalite.model.blocks.feed_forward.kind import FeedForwardKind
 from megalite.model.blocks.latent_attention.kind import LatentAttentionKind
+from megalite.model.blocks.mamba.kind import MambaKind
 from megalite.model.blocks.mixture.kind import MixtureKind
 from megalite.model.cost.records import Dispatch
 from megalite.model.mtp.losses import layer_count
@@ -38,7 +39,7 @@ def register(kind: BlockKind) -> None:
 
 
 for _kind in (
-    *(AttentionKind(), LatentAttentionKind(), DeltaKind(), ConvolutionKind()),
+    *(AttentionKind(), LatentAttentionKind(), DeltaKind(), MambaKind(), ConvolutionKind()),
     *(FeedForwardKind(), MixtureKind()),
 ):
     register(_kind)
@@ -89,9 +90,9 @@ def dispatching_layers(model: ModelConfig) -> list[int]:
     return [layer for layer in range(model.num_hidden_layers) if dispatches_of(model, layer)]
 
 
-def replicas(model: ModelConfig, tp: int) -> int:
-    """Return the largest number of tp ranks that hold the same part of a tensor that is split over tp."""
-    return max(kind.replicas(model, tp) for kind in block_kinds(model))
+def replicas(model: ModelConfig, tp: int) -> tuple[int, ...]:
+    """Return the numbers of tp ranks, above 1, that hold the same part of a tensor that is split over tp."""
+    return tuple(sorted({kind.replicas(model, tp) for kind in block_kinds(model)} - {1}))
 
 
 def outdated_after(model: ModelConfig) -> int | None:

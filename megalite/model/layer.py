@@ -68,7 +68,7 @@ class PlacedBlock(nn.Module):
 
     Attributes:
         input_norm: the identity if the block has no norm of its own.
-        output: what is applied to the block's output before dropout: its norm, and the residual multiplier.
+        output: what is applied to the block's output before dropout: its norm, and its factors.
     """
 
     def __init__(
@@ -84,8 +84,9 @@ class PlacedBlock(nn.Module):
         self.has_no_norm = spec.input_norm is None
         self.input_norm: Any = norm(spec.input_norm and f"layers.{spec.layer}.{spec.input_norm}")
         output = [norm(f"{spec.name}.output_norm")] if spec.output_norm else []
-        if model.residual_multiplier != 1.0:
-            output.append(Scale(model.residual_multiplier))
+        factor = model.residual_multiplier * KINDS[spec.kind].output_factor(model)
+        if factor != 1.0:
+            output.append(Scale(factor))
         self.output = nn.Sequential(*output)
         self.dropout = Dropout(
             model.residual_dropout, OUTPUT_DROPOUT[spec.slot], spec.layer, mesh.tp, options.sequence_parallel

@@ -65,6 +65,7 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys(
         ("model.num_experts", "model.moe_intermediate_size", "model.shared_expert_intermediate_size"), (0, None)
     ),
+    "model.moe_latent_size": (0, None),
     **dict.fromkeys(("model.router_aux_loss_coef", "model.router_z_loss_coef", "model.router_bias_rate"), (-1e-9, 0.0)),
     **dict.fromkeys(("model.rope_local_theta", "model.expert_capacity_factor"), (0.0, None)),
     **dict.fromkeys(("parallel.dp_shard", "parallel.powersgd_rank", "parallel.context_inner"), (0, 1)),
@@ -166,7 +167,9 @@ _REAL = ("router_aux_loss_coef", "router_z_loss_coef", "expert_capacity_factor")
 ROWS = [
     *(
         Row(f"{name} needs experts", {f"model.{name}": value}, EXPERTS, ("has no effect",))
-        for name, value in (("moe_intermediate_size", 8), ("shared_expert_intermediate_size", 8))
+        for name, value in (
+            *(("moe_intermediate_size", 8), ("shared_expert_intermediate_size", 8), ("moe_latent_size", 8)),
+        )
     ),
     *(Row(f"{name} needs experts", {f"model.{name}": 0.1}, EXPERTS) for name in _REAL),
     Row("router_scores needs experts", {"model.router_scores": "sigmoid"}, EXPERTS),
@@ -562,6 +565,12 @@ ROWS = [
         MIXERS["mamba"] | {"model.mamba_multipliers": [1.0]},
         {"model.mamba_multipliers": [1.0] * 5},
         ("for z, x, B, C and dt",),
+    ),
+    Row(
+        "mamba's biases have no factor before them",
+        MIXERS["mamba"] | {"model.mamba_proj_bias": True, "model.mamba_in_multiplier": 0.5},
+        {"model.mamba_in_multiplier": 1.0},
+        ("model.mamba_in_multiplier = 0.5",),
     ),
     *(
         Row(

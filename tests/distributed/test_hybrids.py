@@ -17,6 +17,8 @@ from megalite.planner.memory.estimate import estimate
 from tests.distributed.test_equivalence import assert_same_run
 from tests.support import jobs, jobs_memory
 from tests.support.configs import SEQUENCE, case_of, config_of, config_of_one_process, micro_batch, write_tokens
+from tests.support.jobs_hybrids import losses_of_documents
+from tests.support.jobs_training import resume, train_and_save
 from tests.support.pool import RankContext
 
 STEPS = 3
@@ -30,14 +32,28 @@ DELTA = {
     "linear_value_head_dim": 5,
     "delta_norm_eps": 1e-6,
 }
+MAMBA = {"mamba_num_heads": 4, "mamba_head_dim": 6, "mamba_state_size": 5, "mamba_n_groups": 2}
 MECHANISMS: dict[str, dict[str, Any]] = {
     "delta": {**DELTA, "delta_negative_eigenvalues": True},
     "delta, one key head": {**DELTA, "linear_num_key_heads": 1},
     "kimi": {**DELTA, "linear_num_key_heads": 4, "delta_decay": "channel"},
+    "mamba": {**MAMBA, "mamba_time_step_limit": [0.004, 0.05]},
+    "mamba, one group": {**MAMBA, "mamba_n_groups": 1, "mamba_norm": "norm_first", "mamba_proj_bias": True},
+    "mamba, factors": {
+        **MAMBA,
+        "mamba_norm": "none",
+        "mamba_multipliers": [0.5, 1.5, 0.7, 1.2, 0.8],
+        "mamba_in_multiplier": 1.3,
+        "mamba_out_multiplier": 0.6,
+    },
     "convolution": {},
     "convolution, with biases": {"conv_bias": True, "conv_kernel": 4},
+    "all of them": {
+        **(DELTA | MAMBA),
+        "layer_blocks": ["delta+feed_forward", "mamba|attention+feed_forward", "convolution", "mamba"],
+    },
 }
-KINDS = {"delta": "delta", "kimi": "delta", "convolution": "convolution"}
+KINDS = {"delta": "delta", "kimi": "delta", "mamba": "mamba", "convolution": "convolution"}
 LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("delta", {"tp": 2, "pp": 2, "schedule": "1f1b"}),
     ("delta", {"tp": 4, "sequence_parallel": True, "recompute": "full"}),
@@ -49,6 +65,7 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("kimi", {"tp": 2, "recompute": "mixer_in+mixer"}),
     ("kimi", {"dp": 2, "zero": 3, "recompute": "budget"}),
     ("delta", {"cp": 4, "context": "ring"}),
+    ("delta", {"cp": 4, "context": "ring", "masked": False, "pp": 2, "schedule": "zb-h1"}),
     ("delta, one key head", {"cp": 2, "context": "ulysses", "tp": 2, "sequence_parallel": True}),
     ("delta", {"cp": 3, "context": "gather", "recompute": "mixer+mixer_in"}),
     ("delta", {"cp": 4, "context": "ring", "context_inner": 2, "recompute": "full"}),
@@ -56,6 +73,16 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("kimi", {"cp": 2, "context": "ulysses", "dp": 2, "zero": 3}),
     ("convolution", {"cp": 4, "context": "gather"}),
     ("convolution, with biases", {"cp": 2, "context": "ulysses", "recompute": "mixer"}),
+    ("mamba", {"tp": 2, "pp": 2, "schedule": "1f1b"}),
+    ("mamba", {"tp": 4, "sequence_parallel": True, "recompute": "full"}),
+    ("mamba", {"dp": 2, "zero": 3, "recompute": "mixer+mixer_in+attn_norm"}),
+    ("mamba, one group", {"tp": 2, "sequence_parallel": True, "pp": 2, "schedule": "zb-h1"}),
+    ("mamba, one group", {"tp": 4, "recompute": "mixer"}),
+    ("mamba, factors", {"tp": 2, "dp": 2, "zero": 1}),
+    ("mamba", {"cp": 4, "context": "ring"}),
+    ("mamba, one group", {"cp": 2, "context": "ulysses", "tp": 2, "sequence_parallel": True}),
+    ("all of them", {"pp": 2, "tp": 2, "sequence_parallel": True, "cp": 2, "context": "ring"}),
+    ("all of them", {"dp": 2, "zero": 3, "recompute": "mixer+mixer_in+qkv+residual"}),
     ("convolution", {"pp": 2, "schedule": "v-half", "dp": 2, "zero": 1}),
     ("convolution, with biases", {"tp": 2, "sequence_parallel": True, "recompute": "mixer+residual"}),
 ]
@@ -68,7 +95,7 @@ def prefix(tmp_path_factory) -> str:
 
 def configs(prefix: str, mechanism: str, mixed: bool = True, **layout: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """A layout's configuration, and that of the same model, data and global batch on one process."""
-    kind = KINDS[mechanism.split(",")[0]]
+    kind = KINDS.get(mechanism.split(",")[0])
     blocks = [f"{kind}+feed_forward"] * 4
     if mixed:
         blocks[1] = "attention+feed_forward"
@@ -90,7 +117,7 @@ def test_trains_like_one_process(mechanism, layout, ranks, references, prefix):
     assert_same_run(got, references.run(jobs.train, one, STEPS), 1e-9, 1e-9)
 
 
-@pytest.mark.parametrize("mechanism", ["delta", "kimi", "convolution"])
+@pytest.mark.parametrize("mechanism", ["delta", "kimi", "mamba", "convolution"])
 def test_adapters_train_like_those_of_one_process(mechanism, ranks, references, prefix):
     several, one = configs(prefix, mechanism, tp=2, sequence_parallel=True)
     for config in (several, one):
@@ -105,7 +132,7 @@ MEMORY = {"dropout": 0.0, "masked": False, "vocab_size": 104}
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("mechanism", ["delta", "kimi", "convolution"])
+@pytest.mark.parametrize("mechanism", ["delta", "kimi", "mamba", "convolution"])
 def test_activations_are_what_autograd_keeps(mechanism, recompute, prefix):
     """To the byte."""
     config, _ = configs(prefix, mechanism, False, recompute=recompute, **MEMORY)
@@ -121,3 +148,34 @@ def test_its_operation_frees_what_it_computes(prefix):
     )
     tokens, heads = micro_batch(BASE) * SEQUENCE, 4
     assert kept - dropped == 4 * 8 * tokens * (2 * heads * 5 + heads)  # output, its squares, the gated norm
+
+
+@pytest.mark.parametrize("mechanism", ["delta", "kimi", "mamba", "convolution"])
+def test_a_document_has_the_loss_that_it_has_alone(mechanism, ranks, prefix):
+    """In a row with others, in one process and over four cp ranks: a short document, one over more than three
+    segments of positions, and one that ends the row within its segment."""
+    options = {"masked": True, "dropout": 0.0}
+    documents = [[5, 9, 3], [7 + token % 80 for token in range(29)], [11, 2, 4, 8], [6] * 12]
+    length = sum(map(len, documents))
+    several, _ = configs(prefix, mechanism, cp=4, context="gather", **options)
+    alone, _ = configs(prefix, mechanism, **options)
+    for config in (several, alone):
+        config["data"]["sequence_length"] = length
+        config["model"]["max_position_embeddings"] = length
+    expected = [losses_of_documents(RankContext(0, 1), alone, [document])[0] for document in documents]
+    assert losses_of_documents(RankContext(0, 1), alone, documents) == pytest.approx(expected, rel=1e-10, abs=0)
+    for got in ranks.run(4, losses_of_documents, several, documents):
+        assert got == pytest.approx(expected, rel=1e-10, abs=0)
+
+
+def test_is_saved_and_resumed_on_another_layout(ranks, references, prefix):
+    several, one = configs(prefix, "all of them", tp=2, sequence_parallel=True)
+    several["run"]["name"] = "resumed"
+    whole = references.run(jobs.train, one, STEPS)
+    saved = ranks.run(2, train_and_save, several, 2, 0)[0]["directory"]
+    other, _ = configs(prefix, "all of them", pp=2, dp=2, zero=3)
+    other["checkpoint"]["load"] = saved
+    got = ranks.run(4, resume, other, STEPS - 2, ("weight",))
+    assert got[0]["losses"] == pytest.approx(whole["losses"][2:], rel=1e-9, abs=0)
+    for name, tensor in got[0]["tensors"].items():
+        assert (tensor - whole["tensors"][name]).abs().max() <= 1e-9

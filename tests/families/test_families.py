@@ -322,6 +322,101 @@ FAMILIES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
 ]
 
+MAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 6}
+LINEAR = ["linear_attention", "full_attention", "linear_attention"]
+NEMOTRON = {key: value for key, value in GROUPED.items() if key != "num_hidden_layers"} | {
+    **{"head_dim": 8, "mamba_num_heads": 8, "mamba_head_dim": 4, "ssm_state_size": 6, "n_groups": 2},
+}
+NEMOTRON_EXPERTS = {"n_routed_experts": 8, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 32}
+NEMOTRON_EXPERTS |= {"moe_latent_size": 16, "n_group": 2, "topk_group": 1}
+FAMILIES += [
+    (
+        "BambaConfig",
+        GROUPED | MAMBA | {"attn_layer_indices": [1]},
+        {
+            "layer_blocks": ["mamba+feed_forward", "attention+feed_forward", "mamba+feed_forward"],
+            "partial_rotary_factor": 0.5,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 12,
+            "mamba_state_size": 6,
+            "mamba_time_step_limit": None,
+            "mamba_norm": "gate_first",
+        },
+    ),
+    (
+        "GraniteMoeHybridConfig",
+        GROUPED
+        | MAMBA
+        | {"layer_types": LINEAR, "num_local_experts": 4, "shared_intermediate_size": 24, "logits_scaling": 8.0}
+        | {"time_step_limit": [0.01, 0.5]},
+        {
+            "layer_blocks": ["mamba+mixture", "attention+mixture", "mamba+mixture"],
+            "position": "none",
+            "moe_intermediate_size": 80,
+            "shared_expert_intermediate_size": 24,
+            "shared_expert_gate": False,
+            "logit_scale": 0.125,
+            "mamba_time_step_limit": [0.01, 0.5],
+        },
+    ),
+    (
+        "GraniteMoeHybridConfig",
+        GROUPED
+        | MAMBA
+        | {"layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0, "shared_intermediate_size": 80}
+        | {"position_embedding_type": "rope", "rope_theta": 5e5},
+        {
+            "layer_blocks": ["mamba+feed_forward", "attention+feed_forward", "mamba+feed_forward"],
+            "position": "rope",
+            "rope_theta": 5e5,
+            "num_experts": None,
+        },
+    ),
+    (
+        "FalconH1Config",
+        GROUPED
+        | MAMBA
+        | {"mamba_d_ssm": 32, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "key_multiplier": 0.5}
+        | {"ssm_multipliers": [0.5, 1.5, 0.7, 1.2, 0.8], "mlp_multipliers": [1.0, 1.0], "lm_head_multiplier": 0.25},
+        {
+            "layer_blocks": ["mamba|attention+feed_forward"] * 3,
+            "mamba_head_dim": 4,
+            "mamba_norm": "gate_first",
+            "mamba_multipliers": [0.5, 1.5, 0.7, 1.2, 0.8],
+            "mlp_multipliers": None,
+            "key_multiplier": 0.5,
+            "logit_scale": 0.25,
+        },
+    ),
+    (
+        "FalconH1Config",
+        GROUPED | MAMBA | {"mamba_d_ssm": 96, "mamba_n_heads": 4},
+        {"mamba_norm": "none", "mamba_head_dim": 24, "mamba_multipliers": None},
+    ),
+    (
+        "NemotronHConfig",
+        NEMOTRON | NEMOTRON_EXPERTS | {"hybrid_override_pattern": "M-*E"},
+        {
+            "layer_blocks": ["mamba", "feed_forward", "attention", "mixture"],
+            "num_hidden_layers": 4,
+            "position": "none",
+            "hidden_act": "relu2",
+            "gated_mlp": False,
+            "moe_latent_size": 16,
+            "n_group": 2,
+            "router_scores": "sigmoid",
+            "shared_expert_intermediate_size": 32,
+            "mamba_n_groups": 2,
+            "mamba_conv_kernel": 4,
+        },
+    ),
+    (
+        "NemotronHConfig",
+        NEMOTRON | {"layers_block_type": ["linear_attention", "mlp"], "mlp_bias": True, "use_bias": True},
+        {"layer_blocks": ["mamba", "feed_forward"], "num_experts": None, "mlp_bias": True, "mamba_proj_bias": True},
+    ),
+]
+
 
 FAMILIES += [
     (

@@ -100,6 +100,27 @@ SHORT = {"layer_types": ["conv", "full_attention", "conv"]}
 SHORT_EXPERTS = {"num_dense_layers": 1, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
+MAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 6, "mamba_chunk_size": 8}
+BAMBA = MAMBA | {"attn_layer_indices": [1]}
+FALCON_H1 = MAMBA | {"mamba_n_heads": 4, "mamba_d_ssm": 32}
+FALCON_H1_FACTORS = {"attention_in": 0.7, "key": 1.3, "attention_out": 0.6, "ssm_in": 1.2, "ssm_out": 0.8}
+FALCON_H1_FACTORS |= {"embedding": 1.4, "lm_head": 0.9}
+NEMOTRON = {key: value for key, value in SIZES.items() if key != "num_hidden_layers"} | {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"],
+    "head_dim": 8,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 4,
+    "ssm_state_size": 6,
+    "n_groups": 2,
+    "chunk_size": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 24,
+    "time_step_min": 1e-30,  # transformers limits steps by it, and not by time_step_limit
+}
+
+
 class Case(NamedTuple):
     """A model: its configuration class in transformers without the suffix, its fields, the dtype of its weights, and
     the size of files."""
@@ -319,6 +340,55 @@ CASES = {
         SIZES | UNTIED | SHORT | SHORT_EXPERTS | {"norm_topk_prob": False, "routed_scaling_factor": 2.5},
         BF16,
     ),
+    "bamba": Case("Bamba", SIZES | UNTIED | BAMBA, shard="20KB"),
+    "bamba, tied, one group, biases": Case(
+        "Bamba",
+        SIZES
+        | TIED
+        | BAMBA
+        | {"mamba_n_groups": 1, "mamba_proj_bias": True, "attention_bias": True, "mlp_bias": True}
+        | {"mamba_conv_bias": False, "time_step_limit": [0.3, 2.0]},
+        BF16,
+    ),
+    "granitemoehybrid": Case(
+        "GraniteMoeHybrid",
+        SIZES
+        | UNTIED
+        | EXPERTS
+        | GRANITE
+        | MAMBA
+        | {"layer_types": LINEAR, "num_local_experts": 4, "intermediate_size": 16, "shared_intermediate_size": 24},
+        shard="20KB",
+    ),
+    "granitemoehybrid, tied, dense, rope": Case(
+        "GraniteMoeHybrid",
+        SIZES
+        | TIED
+        | MAMBA
+        | {"layer_types": LINEAR, "num_local_experts": 0, "shared_intermediate_size": 40}
+        | {"position_embedding_type": "rope"},
+        BF16,
+    ),
+    "falcon_h1": Case("FalconH1", SIZES | UNTIED | FALCON_H1, shard="20KB"),
+    "falcon_h1, tied, norm first, factors": Case(
+        "FalconH1",
+        SIZES
+        | TIED
+        | FALCON_H1
+        | {"mamba_rms_norm": True, "mamba_n_groups": 1, "mlp_bias": True, "head_dim": 12}
+        | {f"{name}_multiplier": factor for name, factor in FALCON_H1_FACTORS.items()}
+        | {"mlp_multipliers": [0.5, 1.5], "ssm_multipliers": [0.5, 1.5, 0.7, 1.2, 0.8]},
+        BF16,
+    ),
+    "nemotron_h": Case("NemotronH", NEMOTRON | UNTIED | {"moe_latent_size": 20}, shard="20KB"),
+    "nemotron_h, groups, biases": Case(
+        "NemotronH",
+        NEMOTRON
+        | UNTIED
+        | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+        | {"use_bias": True, "use_conv_bias": False},
+        BF16,
+    ),
     "gpt2": Case("GPT2", GPT2, shard="20KB"),
     "gpt2, untied, narrow": Case("GPT2", GPT2 | UNTIED | {"n_inner": 40}, BF16),
 }
@@ -326,6 +396,7 @@ CASES = {
 # The cases that are proved on ranks: one or more of each family, among them those whose tensors are hardest to split.
 # These are one key-value head for two ranks, norms with weights for each head, and the three orders of heads in
 # Falcon's fused projection.
+RECURRENT = ("Bamba", "GraniteMoeHybrid", "FalconH1", "NemotronH")
 LAYOUT_CASES = [
     "llama, one key-value head",
     "mistral, window",
@@ -395,6 +466,8 @@ def make(case: Case) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for value in model.parameters():
+            # at the scale that a family starts with, what recurrences add would be small
+            value.mul_(8 if case.family in RECURRENT and value.dim() > 1 else 1)
             value.add_(torch.randn_like(value), alpha=0.1)
         for name, value in model.named_parameters():
             if name.endswith("A_log"):  # a state lasts for more than a few tokens
@@ -505,6 +578,8 @@ def as_in_files(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
     experts of a layer."""
     mixtral = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
     results = {}
+    if any(".mixer." in name for name in tensors):
+        tensors = {re.sub(r"^model\.", "backbone.", name): value for name, value in tensors.items()}
     for name, value in tensors.items():
         stem, _, stacked = name.rpartition(".experts.")
         if stem and value is not None:
@@ -526,6 +601,9 @@ def as_in_files(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
             }
         results |= {name: value, name.replace(".mlp.", ".block_sparse_moe."): value}
         for memory, file in (
+            ("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.input_linear.weight"),
+            ("block_sparse_moe.experts.down_proj", "block_sparse_moe.output_linear.weight"),
+            ("block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight"),
             ("forget_gate.", ""),
             ("input_layernorm", "attention_layer_norm"),
             ("post_attention_layernorm", "feedforward_layer_norm"),

@@ -43,7 +43,7 @@ NAMES = (
     "qwen3_moe",
     "deepseek_v3",
 )
-NAMES += ("qwen2_moe, a dense layer", "glm4_moe", "gpt_oss")
+NAMES += ("qwen2_moe, a dense layer", "glm4_moe", "gpt_oss", "granitemoehybrid", "nemotron_h")
 NAMES += ("qwen3_next", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "lfm2")
 FUSED = ("deepseek_v3", "glm4_moe", "gpt_oss")
 RANKS: dict[str, Any] = {"ranks": {"v": 2, "down": 3}, "alphas": {"v": 5.0, "o": 7.0}}
@@ -98,6 +98,15 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi_linear": ("kimi_linear", {"targets": ["q", "o", "delta_q", "delta_f_a", "delta_g_b", "delta_o", "down"]}),
     "lfm2": ("lfm2", {"scaling": "rslora"}),
     "gpt_oss, a part of experts": ("gpt_oss", {"targets": ["experts.in"], "scaling": "rslora"}),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {
+            "targets": ["q", "mamba_x", "mamba_B", "mamba_dt", "mamba_o", "gate", "up", "experts.in", "experts.down"],
+            "alpha": 24.0,
+        },
+    ),
+    "nemotron_h": ("nemotron_h", {"targets": ["v", "mamba_x", "mamba_C", "up", "down"]}),
+    "nemotron_h, experts": ("nemotron_h", {"targets": ["o", "experts.in", "experts.down"]}),
 }
 
 

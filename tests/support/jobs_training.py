@@ -214,7 +214,8 @@ def communication_of_a_step(context: Any, config: dict[str, Any]) -> dict[str, A
     """
     trainer = make_trainer(context, config)
     mesh, store = trainer.mesh, trainer.store
-    axes = (mesh.tp, mesh.cp, mesh.dp, mesh.data, mesh.stage, mesh.world, mesh.pp, mesh.kv_replica, mesh.tied_pair)
+    axes = (mesh.tp, mesh.cp, mesh.dp, mesh.data, mesh.stage, mesh.world, mesh.pp, mesh.tied_pair)
+    axes = (*axes, *mesh.replicas.values())
     sizes = {axis.name: axis.size for axis in axes if axis}
     try:
         trainer.step()

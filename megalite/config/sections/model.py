@@ -73,8 +73,8 @@ class ModelConfig:
     layer_blocks: list[str] | None = None
     """Kinds of the blocks of each layer: joined by + they follow each other (attention+feed_forward,
     delta+mixture), joined by | they are beside each other, with one norm for all of them
-    (attention|feed_forward); a layer may have one block (mamba). Known are attention, latent_attention, delta
-    (gated delta rule), mamba (Mamba-2), convolution, feed_forward and mixture. null: attention
+    (mamba|attention+feed_forward); a layer may have one block (mamba). Known are attention, latent_attention,
+    delta (gated delta rule), mamba (Mamba-2), convolution, feed_forward and mixture. null: attention
     (latent_attention with kv_lora_rank), then mixture in layers with experts, else feed_forward; so have the
     layers of mtp_layers."""
     mtp_layers: int = option(0, NOT_NEGATIVE, kinds=MTP)
@@ -177,6 +177,9 @@ class ModelConfig:
     """Inner width of an expert that processes every token, next to the chosen ones. null: there is none."""
     shared_expert_gate: bool = option(True, kinds=MIXTURE)
     """Multiply the shared expert's output by a learned sigmoid gate of the token (Qwen2-MoE)."""
+    moe_latent_size: int | None = option(None, SIZE, kinds=MIXTURE)
+    """Width of the latent that a mixture's experts read and write (Nemotron-H): every token is projected to
+    it before the experts, and back after them. null: experts have the width of the model."""
     decoder_sparse_step: int = option(1, SIZE, kinds=MIXTURE)
     """Every n-th layer is a mixture: those whose 1-based number n divides. The others are dense."""
     mlp_only_layers: list[int] | None = option(None, kinds=MIXTURE)
@@ -262,6 +265,15 @@ class ModelConfig:
     """Width of the causal convolution of convolution blocks (LFM2), in tokens."""
     conv_bias: bool = option(False, kinds=CONVOLUTION)
     """Bias on the convolution and the projections of convolution blocks."""
+    attention_in_multiplier: float = option(1.0, POSITIVE, kinds=ATTENTION)
+    """Factor on the input of attention (Falcon-H1)."""
+    key_multiplier: float = option(1.0, POSITIVE, kinds=ATTENTION)
+    """Factor on the keys (Falcon-H1)."""
+    attention_out_multiplier: float = option(1.0, POSITIVE, kinds=ATTENTION)
+    """Factor on the output of attention (Falcon-H1)."""
+    mlp_multipliers: list[float] | None = option(None, POSITIVE, kinds=("feed_forward",))
+    """Factors on the gate, before its activation, and on the output of the feed-forward (Falcon-H1). null: 1.
+    """
     logit_scale: float | None = option(None, POSITIVE)
     """Factor on the logits, before their cap. null: 1."""
     logit_softcap: float | None = option(None, POSITIVE)
@@ -317,6 +329,11 @@ class ModelConfig:
     def expert_width(self) -> int:
         """Inner width of one expert."""
         return self.moe_intermediate_size or self.intermediate_size
+
+    @property
+    def expert_input(self) -> int:
+        """Width of what experts read and write."""
+        return self.moe_latent_size or self.hidden_size
 
     @property
     def has_mixtures(self) -> bool:
@@ -419,6 +436,7 @@ _WITHOUT_EXPERTS = tuple(
         *(
             "moe_intermediate_size",
             "shared_expert_intermediate_size",
+            "moe_latent_size",
             "router_aux_loss_coef",
             "router_z_loss_coef",
         ),
@@ -650,6 +668,42 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.model.attention_gate and c.model.attention_sinks,
         message="is incompatible with {model.attention_sinks}",
         legal="Set one of them to false.",
+    ),
+    Rule(
+        "a factor on the input of attention alone",
+        "model.attention_in_multiplier",
+        lambda c: (
+            c.model.attention_in_multiplier != 1.0
+            and (c.model.attention_bias or c.model.attention_out_bias or c.model.attention_gate)
+        ),
+        message="is incompatible with {model.attention_bias}, {model.attention_out_bias} or "
+        "{model.attention_gate}",
+        legal="Set it to 1.0, or the others to false.",
+    ),
+    Rule(
+        "a factor on keys without norms",
+        "model.key_multiplier",
+        lambda c: (
+            (c.model.attention_in_multiplier, c.model.key_multiplier) != (1.0, 1.0)
+            and c.model.qk_norm != "none"
+        ),
+        message="and {model.attention_in_multiplier} are incompatible with {model.qk_norm}",
+        legal="Set both to 1.0, or model.qk_norm to none.",
+    ),
+    *(
+        _not_with_latents(name, "Set it to 1.0.")
+        for name in ("attention_in_multiplier", "key_multiplier", "attention_out_multiplier")
+    ),
+    Rule(
+        "two factors of the feed-forward",
+        "model.mlp_multipliers",
+        lambda c: (
+            (factors := c.model.mlp_multipliers) is not None
+            and (len(factors) != 2 or not c.model.gated_mlp or c.model.num_experts)
+        ),
+        message="must be two numbers, of a gated feed-forward without experts: {model.gated_mlp}, "
+        "{model.num_experts}",
+        legal="Write those of the gate and of the output, or null.",
     ),
     Rule(
         "preset or from_hf",

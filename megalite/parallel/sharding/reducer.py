@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,8 +107,9 @@ class GradientReducer:
         self._in_flight: deque[Reduction] = deque()
         # views of `owned` that are partial over tp, summed after the backward
         self._partial: list[Tensor] = []
-        # views of `owned` of key-value heads that several tp ranks hold, summed over these
-        self._replicated: list[Tensor] = []
+        # views of `owned` of key-value heads that several tp ranks hold, by the number of these, over which
+        # they are summed
+        self._replicated: dict[int, list[Tensor]] = {number: [] for number in mesh.replicas}
 
     def add(self, bucket: GradientBucket) -> None:
         """Add a bucket that has all of its weights."""
@@ -115,7 +117,8 @@ class GradientReducer:
         if self.powersgd is not None:
             bucket.compression = self.powersgd.compress(bucket.layout, bucket.owned)
         self._partial += self._owned_parts(bucket, lambda segment: segment.grad_partial_axis == "tp")
-        self._replicated += self._owned_parts(bucket, lambda segment: segment.replicas > 1)
+        for number, replicated in self._replicated.items():
+            replicated += self._owned_parts(bucket, partial(_has_replicas, number))
 
     def begin_step(self, microbatches: int, loss_scale: float = 1.0) -> None:
         """Prepare for the gradients of a step, each multiplied by `loss_scale`."""
@@ -172,7 +175,8 @@ class GradientReducer:
         # same ranges.
         self._sum_over_replicas()
         _sum_together(self._partial, self.mesh.tp)
-        _sum_together(self._replicated, self.mesh.kv_replica)
+        for number, replicated in self._replicated.items():
+            _sum_together(replicated, self.mesh.replicas[number])
         if self.mesh.tied_pair is not None:
             for bucket in self.buckets:
                 if bucket.layout.tied:
@@ -279,6 +283,10 @@ def _finish_all(reductions: deque[Reduction]) -> None:
         if not reduction.done:
             reduction.advance()
             reductions.append(reduction)
+
+
+def _has_replicas(number: int, segment: Segment) -> bool:
+    return segment.replicas == number
 
 
 def _sum_together(parts: list[Tensor], axis: MeshAxis) -> None:

@@ -23,7 +23,6 @@ from megalite.model.cost.records import (
     RecurrenceCost,
     UnitCost,
 )
-from megalite.model.kinds import replicas
 from megalite.model.parameters import embedding_pair
 from megalite.model.unit_numbers import head_unit, layers_in
 from megalite.parallel.pipeline.schedule import ActionKind, Schedule
@@ -147,7 +146,6 @@ class _Tensor:
         These are gradients that are partial over tp, and those of replicated key-value heads.
         """
         sharing, width = Sharing.of(self.config), Widths.of(self.config).gradient
-        copies = replicas(self.config.model, self.ranks)
 
         def summed(segment: Segment) -> float:
             size = (
@@ -155,9 +153,7 @@ class _Tensor:
                 * width
                 / (sharing.shard if sharing.zero else 1)
             )
-            return 2 * ring(
-                size, self.ranks if segment.grad_partial_axis else copies if segment.replicas > 1 else 1
-            )
+            return 2 * ring(size, self.ranks if segment.grad_partial_axis else segment.replicas)
 
         trained = (bucket for bucket in buckets if bucket.trainable)
         return sum(

@@ -56,7 +56,9 @@ class Attention(AttentionByOperation):
         tp, sequence_parallel = mesh.tp, options.sequence_parallel
         self.layer, self.model_config, self.options, self.ops = layer, model, options, options.ops
         self.head_dim, self.window = model.head_size, model.window(layer)
-        self.scale = model.attention_scale or model.head_size**-0.5
+        # a factor on the input is one on queries and keys; that on values is a part of `output_factor`
+        factor = model.attention_in_multiplier**2 * model.key_multiplier
+        self.scale = (model.attention_scale or model.head_size**-0.5) * factor
         self.recomputes_scores = options.recomputes("scores")
         self.heads = model.num_attention_heads // tp.size
         self.first_head = self.heads * tp.rank  # global index: part of the key of attention dropout

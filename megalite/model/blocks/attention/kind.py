@@ -52,6 +52,9 @@ class AttentionKind(BlockKind):
             tables = import_module(f"{ROOM}.rotary").RotaryInputs(model, dtype)
         return tables
 
+    def output_factor(self, model: ModelConfig) -> float:
+        return model.attention_in_multiplier * model.attention_out_multiplier
+
     def alike(self, model: ModelConfig, layer: int) -> int | None:
         return model.window(layer)
 

@@ -23,6 +23,8 @@ def feed_forward(units: Units, into: Matmul, down: Matmul) -> BlockCost:
     tokens = units.share.tokens
     inner = tokens * down.inputs
     forward, backward = (3, 6) if units.model.gated_mlp else (2, 4)
+    if units.model.mlp_multipliers is not None:  # a copy with the scaled gate
+        forward, backward = forward + 6, backward + 8
     # The activation's input is kept; its output is recomputed.
     kept = (Buffer("input of the activation", tokens * into.outputs),)
     activation = Elementwise((forward * inner,), (backward * inner,), kept)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megalite.config.layer_blocks import LAYER_BLOCKS
+from megalite.config.sections.model import ModelConfig
 from megalite.model.block_kind import BlockKind, BlockSpec
 from megalite.model.blocks.feed_forward import parameters
 from megalite.parallel.spec import ParamSpec
@@ -24,6 +25,9 @@ class FeedForwardKind(BlockKind):
 
     def specs(self, build: SpecBuilder, block: BlockSpec) -> list[ParamSpec]:
         return parameters.specs(build, block.name, build.model.intermediate_size)
+
+    def output_factor(self, model: ModelConfig) -> float:
+        return 1.0 if model.mlp_multipliers is None else model.mlp_multipliers[1]
 
     def recomputed(self, units: Units, cost: BlockCost) -> list[Group]:
         groups: list[Group] = self.file("cost").recomputed(cost)

@@ -4,7 +4,9 @@
     y = Σ over the k largest p_e of w_e · expert_e(x)  +  gate(x) · shared(x)
 
 With `router_scores: sigmoid` p is the sigmoid of the logits; with groups the k are chosen within the token's
-best groups (DeepSeek-V3).
+best groups (DeepSeek-V3). With `moe_latent_size` the experts read and write a latent of each token:
+
+    y = W₂ (Σ w_e · expert_e(W₁ x))  +  gate(x) · shared(x)
 
 Communicates in dispatch and combine over the expert axis, in the auxiliary losses, and in the shared expert's
 linears.
@@ -17,7 +19,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from megalite.config.sections.model import ModelConfig
-from megalite.mesh.mesh import Mesh
+from megalite.mesh.mesh import Mesh, MeshAxis
 from megalite.model.block_kind import BlockSpec
 from megalite.model.block_module import BlockModule, Operation
 from megalite.model.blocks.feed_forward.block import FeedForward
@@ -30,7 +32,7 @@ from megalite.parallel.expert.choice import ExpertChoice
 from megalite.parallel.expert.dispatch import make_dispatch
 from megalite.parallel.expert.grouped_matmul import Experts
 from megalite.parallel.microbatch import IGNORE_INDEX
-from megalite.parallel.tensor.linear import Activation
+from megalite.parallel.tensor.linear import Activation, ColumnParallelLinear
 from megalite.parallel.weight import Weights
 
 
@@ -54,6 +56,13 @@ class MixtureOfExperts(BlockModule):
         biases = weights.get(f"{name}.experts.in.bias"), weights.get(f"{name}.experts.down.bias")
         down = weights[f"{name}.experts.down.weight"]
         self.experts = Experts(weight_in, down, biases, local_experts, activation)
+        self.latent_in = self.latent_out = None
+        if model.moe_latent_size:
+            alone = MeshAxis("alone", 0, 1, (mesh.rank,))  # whole on each rank: no communication
+            self.latent_in, self.latent_out = (
+                ColumnParallelLinear(weights[f"{name}.latent_{end}.weight"], None, alone, False)
+                for end in ("in", "out")
+            )
         same_rows = mesh.tp.size > 1 and not options.sequence_parallel  # in inference
         self.dispatch = make_dispatch("same_rows" if same_rows else options.expert_dispatch, mesh.expert)
         self.balance = Balance(model, RouterState.start(model, weight_in.tensor.device), mesh.sequence)
@@ -91,7 +100,10 @@ class MixtureOfExperts(BlockModule):
             self._record(state, statistics)
         # before the host waits for the sizes of the dispatch
         shared = None if self.shared is None else self._shared(x, rows, state)
-        out = self.dispatch.run(rows, weights, choice, self.experts).view_as(x)
+        if self.latent_in is not None:
+            rows = self.latent_in(rows)
+        out = self.dispatch.run(rows, weights, choice, self.experts)
+        out = (out if self.latent_out is None else self.latent_out(out)).view_as(x)
         return out if shared is None else out + shared
 
     def operations(self) -> Mapping[str, Operation]:

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from megalite.model.block_kind import BlockSpec
 from megalite.model.blocks.feed_forward.cost import feed_forward
 from megalite.model.cost.recomputed import Group, Operation
-from megalite.model.cost.records import BlockCost, Buffer, Elementwise, LocalMatmul, Matmul
+from megalite.model.cost.records import BlockCost, Buffer, Elementwise, LocalMatmul, Matmul, Step
 
 if TYPE_CHECKING:
     from megalite.model.cost.units import Units
 
 
 def _local_matmuls(units: Units, slot: str) -> list[LocalMatmul]:
-    """Return the router and both matmuls of the experts for one rank's tokens."""
+    """Return the router, both matmuls of the experts and those of a latent, for one rank's tokens."""
     model, share = units.model, units.share
     ranks, k, hidden, experts = (
         share.tokens // share.own_tokens,
@@ -40,15 +40,20 @@ def _local_matmuls(units: Units, slot: str) -> list[LocalMatmul]:
             adapter_weights=rank * (outputs + inputs),
             ranks=ranks,
             matrices=matrices,
-            experts=name != "router",
+            experts=name.startswith("experts"),
             at_least_fp32=name == "router",
         )
 
     rows, matrices = k * share.own_tokens, experts // share.ep
     return [
         matmul("router", share.own_tokens, experts, hidden, 1),
-        matmul("experts.in", rows, packed, hidden, matrices),
-        matmul("experts.down", rows, hidden, width, matrices),
+        matmul("experts.in", rows, packed, model.expert_input, matrices),
+        matmul("experts.down", rows, model.expert_input, width, matrices),
+        *(
+            matmul(name, share.own_tokens, outputs, inputs, 1)
+            for latent in ((model.moe_latent_size,) if model.moe_latent_size else ())
+            for name, outputs, inputs in (("latent_in", latent, hidden), ("latent_out", hidden, latent))
+        ),
     ]
 
 
@@ -57,10 +62,11 @@ def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> Block
 
     It keeps logits and probabilities, the choice of experts, and the rows before and after the experts.
     """
-    model, share, own = units.model, units.share, units.own
-    router, into, down = _local_matmuls(units, block.slot)
+    model, share = units.model, units.share
+    own = share.own_tokens * model.expert_input
+    router, into, down, *latent = _local_matmuls(units, block.slot)
     forward, backward = (3, 6) if model.gated_mlp else (2, 4)
-    inner, sent = into.rows * model.expert_width, into.rows * model.hidden_size
+    inner, sent = into.rows * model.expert_width, into.rows * model.expert_input
     routing = Elementwise(
         kept=(
             Buffer("logits and probabilities", 2 * share.own_tokens * router.outputs, "accumulate"),
@@ -78,9 +84,22 @@ def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> Block
         (Buffer("input of the experts' activation", into.rows * into.outputs),),
     )
     summed = own * (share.ep if share.dispatch == "all_gather" else 1)
-    combine = Elementwise((sent + summed,), (2 * sent + summed,), (Buffer("rows from the experts", sent),))
+    returned = [Buffer("rows from the experts", sent)]
+    if latent and latent[-1].keeps_input:
+        returned.append(Buffer("latent after the experts", own))
+    combine = Elementwise((sent + summed,), (2 * sent + summed,), tuple(returned))
     workspace = [Buffer("gradients of the experts", own + 2 * sent + 2 * inner + into.rows * into.outputs)]
-    steps = (router, routing, spread, into, activation, down, combine)
+    steps: tuple[Step, ...] = (
+        router,
+        routing,
+        *latent[:1],
+        spread,
+        into,
+        activation,
+        down,
+        combine,
+        *latent[1:],
+    )
     if f"{block.slot}.shared.in" in matmuls:
         shared = feed_forward(units, matmuls[f"{block.slot}.shared.in"], matmuls[f"{block.slot}.shared.down"])
         gate = LocalMatmul(

@@ -41,8 +41,8 @@ class MixtureKind(BlockKind):
         return Dispatch(
             experts=model.num_experts or 0,
             choices=model.num_experts_per_tok,
-            width=model.hidden_size,
-            kept=model.hidden_size + packed,
+            width=model.expert_input,
+            kept=model.expert_input + packed,
             operation="experts",
             capacity_factor=model.expert_capacity_factor,
         )
