@@ -141,6 +141,10 @@ class PassedStates(Convolutions):
     """`AcrossRows` of parts of rows, by passing states."""
 
     def recur(self, tokens: Tokens, rows: RowsOfTokens) -> tuple[Tensor, Kept]:
+        return self.recur_to_end(tokens, rows)[:2]
+
+    def recur_to_end(self, tokens: Tokens, rows: RowsOfTokens) -> tuple[Tensor, Kept, Tensor]:
+        """Return also the states after the last positions of whole rows, [batch, heads, dk, dv]."""
         part = part_of(rows)
         own = list(_segments(tokens, rows, part))
         ordered, most = slots(part)
@@ -153,7 +157,7 @@ class PassedStates(Convolutions):
             state = Effect(factors[slot.place], added[slot.place]).on(state)
         states = torch.stack([before[part.rank * most + number] for number in range(len(own))])
         outputs = [recurrence.forward(each, state)[0] for each, state in zip(own, states, strict=True)]
-        return torch.cat(outputs), (states, factors)
+        return torch.cat(outputs), (states, factors), state
 
     def recur_backward(self, dout: Tensor, tokens: Tokens, rows: RowsOfTokens, kept: Kept) -> Gradients:
         states, factors = kept
