@@ -573,7 +573,7 @@ def _gradients(
         tl.store(dg + part * (line * length) + own + token, by_token)
 
 
-class Tile(NamedTuple):
+class RecurrenceTile(NamedTuple):
     """How a kernel is compiled."""
 
     keys: int  # channels of keys at a time; the scans have all
@@ -583,19 +583,31 @@ class Tile(NamedTuple):
 
 
 TILES = {
-    "_prepare": {"": Tile(64, 64, 8, 1), "sm_90": Tile(64, 64, 4, 1), "channel": Tile(64, 64, 8, 1)},
-    "_scan": {"": Tile(0, 32, 8, 2), "sm_90": Tile(0, 32, 4, 2), "wide": Tile(0, 16, 8, 2)},
-    "_outputs": {"": Tile(64, 64, 4, 2), "channel": Tile(64, 64, 8, 1)},
-    "_within": {"": Tile(64, 64, 4, 2), "channel": Tile(64, 64, 8, 1)},
-    "_adjoint": {"": Tile(0, 32, 8, 2), "gfx942": Tile(0, 16, 8, 1), "wide": Tile(0, 16, 8, 1)},
-    "_pairs": {"": Tile(0, 64, 8, 1), "sm_90": Tile(0, 64, 4, 1)},
-    "_gradients": {"": Tile(32, 64, 8, 1)},
+    "_prepare": {
+        "": RecurrenceTile(64, 64, 8, 1),
+        "sm_90": RecurrenceTile(64, 64, 4, 1),
+        "channel": RecurrenceTile(64, 64, 8, 1),
+    },
+    "_scan": {
+        "": RecurrenceTile(0, 32, 8, 2),
+        "sm_90": RecurrenceTile(0, 32, 4, 2),
+        "wide": RecurrenceTile(0, 16, 8, 2),
+    },
+    "_outputs": {"": RecurrenceTile(64, 64, 4, 2), "channel": RecurrenceTile(64, 64, 8, 1)},
+    "_within": {"": RecurrenceTile(64, 64, 4, 2), "channel": RecurrenceTile(64, 64, 8, 1)},
+    "_adjoint": {
+        "": RecurrenceTile(0, 32, 8, 2),
+        "gfx942": RecurrenceTile(0, 16, 8, 1),
+        "wide": RecurrenceTile(0, 16, 8, 1),
+    },
+    "_pairs": {"": RecurrenceTile(0, 64, 8, 1), "sm_90": RecurrenceTile(0, 64, 4, 1)},
+    "_gradients": {"": RecurrenceTile(32, 64, 8, 1)},
 }
 """Kernel → its tiles: for a decay of each channel, for the scans of keys of more than 128 channels, and for
 all else; with an architecture before the kind, for that alone."""
 
 
-def _tile(kernel: str, target: str, channel: bool, dk: int) -> Tile:
+def _tile(kernel: str, target: str, channel: bool, dk: int) -> RecurrenceTile:
     tiles = TILES[kernel]
     kind = "wide" if kernel in ("_scan", "_adjoint") and dk > 128 else "channel" if channel else ""
     names = f"{target} {kind}".strip(), kind, target
@@ -617,7 +629,7 @@ def _padded(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
 
-class _Run(NamedTuple):
+class _RunOfTokens(NamedTuple):
     """The inputs of a run of positions as the kernels read them."""
 
     q: Tensor
@@ -670,7 +682,7 @@ class _Run(NamedTuple):
         return self.v.new_empty(batch, heads, self.chunks, self.k.shape[3], dv)
 
 
-class _States(NamedTuple):
+class _ScannedStates(NamedTuple):
     """What `_scan` leaves: the states before the chunks, and what is added under each key."""
 
     states: Tensor
@@ -679,7 +691,9 @@ class _States(NamedTuple):
     final: Tensor
 
 
-def _run_of(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, starts: Tensor | None) -> _Run:
+def _run_of(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, starts: Tensor | None
+) -> _RunOfTokens:
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     missing = -len(v) % CHUNK
     g = g.float()
@@ -689,7 +703,7 @@ def _run_of(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, sta
         total = F.pad(g.permute(1, 2, 0), (0, missing)).unflatten(2, (-1, CHUNK)).cumsum(3).flatten(2)
     if beta is not None:
         beta = F.pad(beta.float().permute(1, 2, 0), (0, missing)).contiguous()
-    return _Run(q, k, v, total.contiguous(), beta, starts)
+    return _RunOfTokens(q, k, v, total.contiguous(), beta, starts)
 
 
 def _steps(*tensors: Tensor) -> list[int]:
@@ -701,7 +715,7 @@ def _by_head(x: Tensor) -> list[int]:
     return [x.stride(2), x.stride(0), x.stride(1)]
 
 
-def _solved(run: _Run) -> tuple[Tensor, Tensor, Tensor]:
+def _solved(run: _RunOfTokens) -> tuple[Tensor, Tensor, Tensor]:
     """Return T, U and W."""
     inverse, u, w = run.space(CHUNK), run.space(run.v.shape[3]), run.space(run.k.shape[3])
     starts = run.v if run.starts is None else run.starts
@@ -710,7 +724,9 @@ def _solved(run: _Run) -> tuple[Tensor, Tensor, Tensor]:
     return inverse, u, w
 
 
-def _scanned(run: _Run, u: Tensor | None, w: Tensor | None, initial: Tensor | None, keep: bool) -> _States:
+def _scanned(
+    run: _RunOfTokens, u: Tensor | None, w: Tensor | None, initial: Tensor | None, keep: bool
+) -> _ScannedStates:
     batch, heads, dv = run.v.shape[1:]
     final = run.v.new_empty(batch, heads, run.k.shape[3], dv, dtype=torch.float32)
     states = run.space_of_states() if keep else run.v
@@ -722,7 +738,7 @@ def _scanned(run: _Run, u: Tensor | None, w: Tensor | None, initial: Tensor | No
     constants = {"DELTA": u is not None, "INITIAL": initial is not None, "KEEP": keep}
     numbers = *_steps(run.k), *steps, *run.steps(), run.chunks
     run.launch("_scan", run.blocks("_scan"), *tensors, *numbers, **constants)
-    return _States(states, values, steps if u is None else _by_head(values), final)
+    return _ScannedStates(states, values, steps if u is None else _by_head(values), final)
 
 
 def _like_outputs(

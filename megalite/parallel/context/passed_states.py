@@ -132,8 +132,9 @@ class Convolutions:
             starts = None
             if whole is not None:
                 # before a row there are zeros, in which document is indifferent
-                places = torch.arange(segment.start - taken, segment.start, device=whole.device)
-                starts = whole[places.clamp(min=0)].to(halo.device)
+                missing = max(taken - segment.start, 0)
+                before = whole[segment.start - taken + missing : segment.start]
+                starts = torch.cat((whole[:1].expand(missing, -1), before)).to(halo.device)
             yield Halo(halo, starts)
 
 
@@ -216,7 +217,9 @@ def _segments(tokens: Tokens, rows: RowsOfTokens, part: SequencePart) -> Iterato
         yield Tokens(q, k, v, g, beta, None if starts is None else starts - segment.start)
 
 
-def _reads(ordered: Sequence[SegmentPlace], segment: PositionSegment, taken: int) -> Iterator[tuple[SegmentPlace, int, int]]:
+def _reads(
+    ordered: Sequence[SegmentPlace], segment: PositionSegment, taken: int
+) -> Iterator[tuple[SegmentPlace, int, int]]:
     """Yield where the `taken` tokens before a segment are: a segment, the place among its last `taken`, and
     the place among those before."""
     for slot in ordered:

@@ -11,7 +11,8 @@ PREFIX = "conv_"  # of roles
 def specs(build: SpecBuilder, name: str) -> list[ParamSpec]:
     """Return the projection, whose rows are the gates B and C and the values x, the convolution [hidden, K],
     and the output projection."""
-    model, hidden = build.model, build.model.hidden_size
+    model = build.model
+    hidden = model.hidden_size
     parts, roles = [(part, hidden, 1) for part in "BCx"], {part: PREFIX + part for part in "BCx"}
     stored = build.column(f"{name}.in", parts, model.conv_bias, roles)
     taps = (hidden, model.conv_kernel)

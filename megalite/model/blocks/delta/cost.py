@@ -44,7 +44,6 @@ def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> Block
     )
     mixed = (
         Buffer(MIXED, tokens * heads * dv),
-        Buffer("its squares", tokens * heads, "accumulate"),
         *kept_states(units.share, sizes),
     )
     mixing = (
