@@ -301,9 +301,13 @@ def _scan(
         decay = _decay(total, token, g_s, channel, DK, CHANNEL)
         last, document = _last(decay, number, lane, CHUNK)
         to_end = tl.exp(tl.where((number == document)[:, None], last - decay, -float("inf")))
-        keys = _load(k, token, k_s, size, channel, DK).to(tl.float32) * to_end
+        keys = _load(k, token, k_s, size, channel, DK)
+        if CHANNEL:
+            keys = (keys.to(tl.float32) * to_end).to(dtype)
+        else:
+            values = (values.to(tl.float32) * to_end).to(dtype)
         kept = tl.exp(tl.where(document < first, last, -float("inf")))
-        added = tl.dot(tl.trans(keys.to(dtype)), values, input_precision="ieee")
+        added = tl.dot(tl.trans(keys), values, input_precision="ieee")
         state = state * tl.trans(kept) + added
     _store(final + own * (DK * DV), channel, DV, DK, column, state, DV)
 
@@ -421,17 +425,22 @@ def _adjoint(
         decay = _decay(total, token, g_s, channel, DK, CHANNEL)
         last, document = _last(decay, number, lane, CHUNK)
         to_end = tl.exp(tl.where((number == document)[:, None], last - decay, -float("inf")))
-        keys = _load(k, token, k_s, size, channel, DK).to(tl.float32) * to_end
-        dvalues = _load(within, token, DV, length, column, DV).to(tl.float32)
-        dvalues += tl.dot(keys.to(dtype), dstate.to(dtype), input_precision="ieee")
-        dvalues = dvalues.to(dtype)
+        keys = _load(k, token, k_s, size, channel, DK)
+        if CHANNEL:
+            keys = (keys.to(tl.float32) * to_end).to(dtype)
+        from_state = tl.dot(keys, dstate.to(dtype), input_precision="ieee")
+        if not CHANNEL:
+            from_state *= to_end
+        dvalues = (_load(within, token, DV, length, column, DV).to(tl.float32) + from_state).to(dtype)
         _store(du, token, u_s, size, column, dvalues, DV)
         kept = tl.exp(tl.where(document < first, last, -float("inf")))
-        queries = _load(q, token, q_s, size, channel, DK).to(tl.float32) * _since(decay, number, first)
-        grad = _load(dout, token, batch * heads * DV, size, column, DV)
-        dstate = tl.dot(
-            tl.trans(queries.to(dtype)), grad, dstate * tl.trans(kept), input_precision="ieee"
-        )  # fmt: skip
+        queries = _load(q, token, q_s, size, channel, DK)
+        grad, since = _load(dout, token, batch * heads * DV, size, column, DV), _since(decay, number, first)
+        if CHANNEL:
+            queries = (queries.to(tl.float32) * since).to(dtype)
+        else:
+            grad = (grad.to(tl.float32) * since).to(dtype)
+        dstate = tl.dot(tl.trans(queries), grad, dstate * tl.trans(kept), input_precision="ieee")
         if DELTA:
             erasing = _load(w, token, DK, length, channel, DK)
             dstate -= tl.dot(tl.trans(erasing), dvalues, input_precision="ieee")
@@ -584,12 +593,21 @@ class Tile(NamedTuple):
 
 TILES = {
     "_prepare": {"": Tile(64, 64, 8, 1), "sm_90": Tile(64, 64, 4, 1), "channel": Tile(64, 64, 8, 1)},
-    "_scan": {"": Tile(0, 32, 8, 2), "sm_90": Tile(0, 32, 4, 2), "wide": Tile(0, 16, 8, 2)},
+    "_scan": {
+        **{"": Tile(0, 32, 8, 2), "sm_90": Tile(0, 32, 4, 3), "gfx942": Tile(0, 32, 8, 1)},
+        **{"wide": Tile(0, 16, 8, 2), "gfx942 wide": Tile(0, 16, 8, 1)},
+    },
     "_outputs": {"": Tile(64, 64, 4, 2), "channel": Tile(64, 64, 8, 1)},
     "_within": {"": Tile(64, 64, 4, 2), "channel": Tile(64, 64, 8, 1)},
-    "_adjoint": {"": Tile(0, 32, 8, 2), "gfx942": Tile(0, 16, 8, 1), "wide": Tile(0, 16, 8, 1)},
-    "_pairs": {"": Tile(0, 64, 8, 1), "sm_90": Tile(0, 64, 4, 1)},
-    "_gradients": {"": Tile(32, 64, 8, 1)},
+    "_adjoint": {
+        **{"": Tile(0, 32, 8, 2), "gfx942": Tile(0, 32, 8, 1)},
+        **{"channel": Tile(0, 32, 8, 1), "wide": Tile(0, 16, 8, 1)},
+    },
+    "_pairs": {"": Tile(0, 64, 8, 1), "sm_80": Tile(0, 32, 8, 1), "sm_90": Tile(0, 64, 4, 1)},
+    "_gradients": {
+        **{"": Tile(32, 64, 8, 1), "sm_80 channel": Tile(16, 64, 8, 1)},
+        "gfx942 channel": Tile(16, 64, 8, 1),
+    },
 }
 """Kernel → its tiles: for a decay of each channel, for the scans of keys of more than 128 channels, and for
 all else; with an architecture before the kind, for that alone."""
@@ -628,7 +646,7 @@ class _Run(NamedTuple):
     starts: Tensor | None
 
     @property
-    def count(self) -> int:
+    def chunks(self) -> int:
         """The number of chunks."""
         return -(-len(self.v) // CHUNK)
 
@@ -663,11 +681,11 @@ class _Run(NamedTuple):
     def space(self, width: int) -> Tensor:
         """Return memory for values of each token and head, [batch, heads, tokens of all chunks, width]."""
         batch, heads = self.v.shape[1:3]
-        return self.v.new_empty(batch, heads, self.count * CHUNK, width)
+        return self.v.new_empty(batch, heads, self.chunks * CHUNK, width)
 
     def space_of_states(self) -> Tensor:
         batch, heads, dv = self.v.shape[1:]
-        return self.v.new_empty(batch, heads, self.count, self.k.shape[3], dv)
+        return self.v.new_empty(batch, heads, self.chunks, self.k.shape[3], dv)
 
 
 class _States(NamedTuple):
@@ -706,7 +724,7 @@ def _solved(run: _Run) -> tuple[Tensor, Tensor, Tensor]:
     inverse, u, w = run.space(CHUNK), run.space(run.v.shape[3]), run.space(run.k.shape[3])
     starts = run.v if run.starts is None else run.starts
     tensors = run.k, run.v, run.total, run.beta, starts, inverse, u, w
-    run.launch("_prepare", run.count, *tensors, *_steps(run.k, run.v), *run.steps())
+    run.launch("_prepare", run.chunks, *tensors, *_steps(run.k, run.v), *run.steps())
     return inverse, u, w
 
 
@@ -720,7 +738,7 @@ def _scanned(run: _Run, u: Tensor | None, w: Tensor | None, initial: Tensor | No
     before = final if initial is None else initial.float().contiguous()
     tensors = run.k, source, run.v if w is None else w, run.total, starts, before, states, values, final
     constants = {"DELTA": u is not None, "INITIAL": initial is not None, "KEEP": keep}
-    numbers = *_steps(run.k), *steps, *run.steps(), run.count
+    numbers = *_steps(run.k), *steps, *run.steps(), run.chunks
     run.launch("_scan", run.blocks("_scan"), *tensors, *numbers, **constants)
     return _States(states, values, steps if u is None else _by_head(values), final)
 
@@ -758,7 +776,7 @@ def recurrence_forward(
     starts = run.v if starts is None else starts
     tensors = run.q, run.k, scanned.values, run.total, starts, scanned.states, out
     numbers = *_steps(run.q, run.k), *scanned.steps, *run.steps()
-    run.launch("_outputs", run.count * run.blocks("_outputs"), *tensors, *numbers)
+    run.launch("_outputs", run.chunks * run.blocks("_outputs"), *tensors, *numbers)
     return out, scanned.final
 
 
@@ -818,7 +836,7 @@ def recurrence_backward(
     where = run.v if starts is None else starts
     after, within = run.space_of_states(), run.space(dv)
     of_keys, of_scan = _steps(run.q, run.k), run.steps()
-    run.launch("_within", run.count, run.q, run.k, dout, run.total, where, within, *of_keys, *of_scan)
+    run.launch("_within", run.chunks, run.q, run.k, dout, run.total, where, within, *of_keys, *of_scan)
     dvalues = v.new_empty(v.shape)
     du, of_du = (run.space(dv), _by_head(within)) if delta else (dvalues, _steps(dvalues))
     dinitial = torch.empty_like(scanned.final)
@@ -836,7 +854,7 @@ def recurrence_backward(
         du,
         dinitial,
     )
-    numbers = *of_keys, *of_du, *of_scan, run.count
+    numbers = *of_keys, *of_du, *of_scan, run.chunks
     constants = {"DELTA": delta, "FINAL": dfinal is not None}
     run.launch("_adjoint", run.blocks("_adjoint"), *tensors, *numbers, **constants)
 
@@ -844,22 +862,24 @@ def recurrence_backward(
     dreplaced = run.space(CHUNK) if delta else dscores
     dright = within if u is None else u  # without β nothing reads it
     dbeta = (
-        dout.new_empty(parts + 1, batch, heads, run.count * CHUNK, dtype=torch.float32) if delta else dinitial
+        dout.new_empty(parts + 1, batch, heads, run.chunks * CHUNK, dtype=torch.float32)
+        if delta
+        else dinitial
     )
     strength = run.total if run.beta is None else run.beta
     solving = dscores if inverse is None else inverse
-    tensors = run.v, scanned.values, du, dout, solving, run.total, strength, where  # type: ignore[assignment]
+    tensors = run.v, scanned.values, du, dout, solving, run.total, strength, where
     results = dright, dvalues, dscores, dreplaced, dbeta[parts] if delta else dbeta
-    numbers = *_steps(run.v), *scanned.steps, *of_scan  # type: ignore[assignment]
-    run.launch("_pairs", run.count, *tensors, *results, *numbers, DELTA=delta)
+    numbers = *_steps(run.v), *scanned.steps, *of_scan
+    run.launch("_pairs", run.chunks, *tensors, *results, *numbers, DELTA=delta)
 
     of_queries, of_key = (v.new_empty(size, batch, heads, dk) for _ in range(2))
-    shape = (size, batch, heads, dk) if run.channel else (parts, batch, heads, run.count * CHUNK)
+    shape = (size, batch, heads, dk) if run.channel else (parts, batch, heads, run.chunks * CHUNK)
     dg = dout.new_empty(shape, dtype=torch.float32)
     inputs = run.q, run.k, scanned.values, dright, dout, scanned.states, after, dscores, dreplaced
     more = run.total, strength, where, of_queries, of_key, dg, dbeta
-    numbers = *of_keys, *scanned.steps, *of_scan  # type: ignore[assignment]
-    run.launch("_gradients", run.count * parts, *inputs, *more, *numbers, DELTA=delta)
+    numbers = *of_keys, *scanned.steps, *of_scan
+    run.launch("_gradients", run.chunks * parts, *inputs, *more, *numbers, DELTA=delta)
     if not run.channel:
         dg = dg.sum(0)[..., :size].permute(2, 0, 1).contiguous()
     key_heads = k.shape[2]
