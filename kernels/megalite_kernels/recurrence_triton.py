@@ -868,10 +868,10 @@ def recurrence_backward(
     )
     strength = run.total if run.beta is None else run.beta
     solving = dscores if inverse is None else inverse
-    tensors = run.v, scanned.values, du, dout, solving, run.total, strength, where
+    of_values = run.v, scanned.values, du, dout, solving, run.total, strength, where
     results = dright, dvalues, dscores, dreplaced, dbeta[parts] if delta else dbeta
     numbers = *_steps(run.v), *scanned.steps, *of_scan
-    run.launch("_pairs", run.chunks, *tensors, *results, *numbers, DELTA=delta)
+    run.launch("_pairs", run.chunks, *of_values, *results, *numbers, DELTA=delta)
 
     of_queries, of_key = (v.new_empty(size, batch, heads, dk) for _ in range(2))
     shape = (size, batch, heads, dk) if run.channel else (parts, batch, heads, run.chunks * CHUNK)
