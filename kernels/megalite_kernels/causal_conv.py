@@ -82,10 +82,10 @@ def backward(
     if _takes_weights(x, weight):
         from megalite_kernels import causal_conv_triton
 
-        dx, dweight, dbias, dhalo = causal_conv_triton.causal_conv_backward(
-            dout, x, weight, bias, starts, *_parts(halo), silu
+        gradients = ConvGradients(
+            *causal_conv_triton.causal_conv_backward(dout, x, weight, bias, starts, *_parts(halo), silu)
         )
-        return ConvGradients(dx, dweight, None if bias is None else dbias, dhalo)
+        return gradients if bias is not None else gradients._replace(bias=None)
     taps = _taps(x, weight.shape[1], starts, halo)
     grad = dout.to(taps.dtype)
     if silu:

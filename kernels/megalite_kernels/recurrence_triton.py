@@ -301,9 +301,13 @@ def _scan(
         decay = _decay(total, token, g_s, channel, DK, CHANNEL)
         last, document = _last(decay, number, lane, CHUNK)
         to_end = tl.exp(tl.where((number == document)[:, None], last - decay, -float("inf")))
-        keys = _load(k, token, k_s, size, channel, DK).to(tl.float32) * to_end
+        keys = _load(k, token, k_s, size, channel, DK)
+        if CHANNEL:
+            keys = (keys.to(tl.float32) * to_end).to(dtype)
+        else:
+            values = (values.to(tl.float32) * to_end).to(dtype)
         kept = tl.exp(tl.where(document < first, last, -float("inf")))
-        added = tl.dot(tl.trans(keys.to(dtype)), values, input_precision="ieee")
+        added = tl.dot(tl.trans(keys), values, input_precision="ieee")
         state = state * tl.trans(kept) + added
     _store(final + own * (DK * DV), channel, DV, DK, column, state, DV)
 
@@ -421,17 +425,22 @@ def _adjoint(
         decay = _decay(total, token, g_s, channel, DK, CHANNEL)
         last, document = _last(decay, number, lane, CHUNK)
         to_end = tl.exp(tl.where((number == document)[:, None], last - decay, -float("inf")))
-        keys = _load(k, token, k_s, size, channel, DK).to(tl.float32) * to_end
-        dvalues = _load(within, token, DV, length, column, DV).to(tl.float32)
-        dvalues += tl.dot(keys.to(dtype), dstate.to(dtype), input_precision="ieee")
-        dvalues = dvalues.to(dtype)
+        keys = _load(k, token, k_s, size, channel, DK)
+        if CHANNEL:
+            keys = (keys.to(tl.float32) * to_end).to(dtype)
+        from_state = tl.dot(keys, dstate.to(dtype), input_precision="ieee")
+        if not CHANNEL:
+            from_state *= to_end
+        dvalues = (_load(within, token, DV, length, column, DV).to(tl.float32) + from_state).to(dtype)
         _store(du, token, u_s, size, column, dvalues, DV)
         kept = tl.exp(tl.where(document < first, last, -float("inf")))
-        queries = _load(q, token, q_s, size, channel, DK).to(tl.float32) * _since(decay, number, first)
-        grad = _load(dout, token, batch * heads * DV, size, column, DV)
-        dstate = tl.dot(
-            tl.trans(queries.to(dtype)), grad, dstate * tl.trans(kept), input_precision="ieee"
-        )  # fmt: skip
+        queries = _load(q, token, q_s, size, channel, DK)
+        grad, since = _load(dout, token, batch * heads * DV, size, column, DV), _since(decay, number, first)
+        if CHANNEL:
+            queries = (queries.to(tl.float32) * since).to(dtype)
+        else:
+            grad = (grad.to(tl.float32) * since).to(dtype)
+        dstate = tl.dot(tl.trans(queries), grad, dstate * tl.trans(kept), input_precision="ieee")
         if DELTA:
             erasing = _load(w, token, DK, length, channel, DK)
             dstate -= tl.dot(tl.trans(erasing), dvalues, input_precision="ieee")
@@ -589,19 +598,28 @@ TILES = {
         "channel": RecurrenceTile(64, 64, 8, 1),
     },
     "_scan": {
-        "": RecurrenceTile(0, 32, 8, 2),
-        "sm_90": RecurrenceTile(0, 32, 4, 2),
-        "wide": RecurrenceTile(0, 16, 8, 2),
+        **{
+            "": RecurrenceTile(0, 32, 8, 2),
+            "sm_90": RecurrenceTile(0, 32, 4, 3),
+            "gfx942": RecurrenceTile(0, 32, 8, 1),
+        },
+        **{"wide": RecurrenceTile(0, 16, 8, 2), "gfx942 wide": RecurrenceTile(0, 16, 8, 1)},
     },
     "_outputs": {"": RecurrenceTile(64, 64, 4, 2), "channel": RecurrenceTile(64, 64, 8, 1)},
     "_within": {"": RecurrenceTile(64, 64, 4, 2), "channel": RecurrenceTile(64, 64, 8, 1)},
     "_adjoint": {
-        "": RecurrenceTile(0, 32, 8, 2),
-        "gfx942": RecurrenceTile(0, 16, 8, 1),
-        "wide": RecurrenceTile(0, 16, 8, 1),
+        **{"": RecurrenceTile(0, 32, 8, 2), "gfx942": RecurrenceTile(0, 32, 8, 1)},
+        **{"channel": RecurrenceTile(0, 32, 8, 1), "wide": RecurrenceTile(0, 16, 8, 1)},
     },
-    "_pairs": {"": RecurrenceTile(0, 64, 8, 1), "sm_90": RecurrenceTile(0, 64, 4, 1)},
-    "_gradients": {"": RecurrenceTile(32, 64, 8, 1)},
+    "_pairs": {
+        "": RecurrenceTile(0, 64, 8, 1),
+        "sm_80": RecurrenceTile(0, 32, 8, 1),
+        "sm_90": RecurrenceTile(0, 64, 4, 1),
+    },
+    "_gradients": {
+        **{"": RecurrenceTile(32, 64, 8, 1), "sm_80 channel": RecurrenceTile(16, 64, 8, 1)},
+        "gfx942 channel": RecurrenceTile(16, 64, 8, 1),
+    },
 }
 """Kernel → its tiles: for a decay of each channel, for the scans of keys of more than 128 channels, and for
 all else; with an architecture before the kind, for that alone."""
@@ -866,10 +884,10 @@ def recurrence_backward(
     )
     strength = run.total if run.beta is None else run.beta
     solving = dscores if inverse is None else inverse
-    tensors = run.v, scanned.values, du, dout, solving, run.total, strength, where  # type: ignore[assignment]
+    of_values = run.v, scanned.values, du, dout, solving, run.total, strength, where
     results = dright, dvalues, dscores, dreplaced, dbeta[parts] if delta else dbeta
     numbers = *_steps(run.v), *scanned.steps, *of_scan
-    run.launch("_pairs", run.chunks, *tensors, *results, *numbers, DELTA=delta)
+    run.launch("_pairs", run.chunks, *of_values, *results, *numbers, DELTA=delta)
 
     of_queries, of_key = (v.new_empty(size, batch, heads, dk) for _ in range(2))
     shape = (size, batch, heads, dk) if run.channel else (parts, batch, heads, run.chunks * CHUNK)

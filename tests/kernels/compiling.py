@@ -230,8 +230,10 @@ def main() -> None:
 
 
 def _compile_here() -> dict[str, Any]:
+    import torch
     from megalite_kernels.launch import ARCHITECTURES
 
+    torch.set_num_threads(1)  # a forked process lacks its parent's threads, and would wait for them
     jobs = [
         (module, architecture, index)
         for module in MODULES

@@ -1,7 +1,7 @@
 """Kernels on tensors of more than 2³¹ elements, in a process of its own: an offset that overflows ends it.
 
-Of a launch along one axis only the last program is interpreted, and only the last rows hold values. Memory that nothing
-touches takes no room.
+Of a launch along one or two axes only the last programs of the first are interpreted, and only the last rows hold
+values. Memory that nothing touches takes no room.
 """
 
 import faulthandler
@@ -23,6 +23,7 @@ from megalite_kernels import (
     norm,
     ordered_sum,
     permutation,
+    recurrence,
     rotary,
 )
 from megalite_kernels.groups import Groups
@@ -41,7 +42,7 @@ def interpret_last_programs() -> None:
     launch, first = Variant.launch, [0]
 
     def launch_last(self: Variant, grid: tuple[int, ...], *args: object) -> None:
-        first[0] = grid[0] - 1 if len(grid) == 1 else 0
+        first[0] = grid[0] - 1 if len(grid) < 3 else 0
         launch(self, (grid[0] - first[0], *grid[1:]), *args)
 
     Variant.launch = launch_last
@@ -257,6 +258,19 @@ def grouped_weight_grad_triton() -> None:
     torch.testing.assert_close(grad[-1, -16:, -16:], exact.float())
 
 
+def recurrence_triton() -> None:
+    """As `attention_triton`."""
+    tokens, distance = 70, 2**25 - 8
+    far = torch.empty(tokens * distance, dtype=torch.bfloat16).as_strided((tokens, 1, 1, 16), (distance, 16, 16, 1))
+    far.copy_(torch.randn(far.shape) / 4)
+    near, decay, strength = far.contiguous(), -torch.rand(tokens, 1, 1), torch.rand(tokens, 1, 1)
+    results = []
+    for x in (far, near):
+        inputs = recurrence.Tokens(x, x, x, decay, strength)
+        results.append((*recurrence.forward(inputs), *recurrence.backward(near, inputs)))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
 if __name__ == "__main__":
     faulthandler.enable()
     torch.manual_seed(7)
@@ -279,6 +293,7 @@ if __name__ == "__main__":
         norm_triton,
         ordered_sum_triton,
         permutation_triton,
+        recurrence_triton,
         rotary_triton,
     ):
         case()

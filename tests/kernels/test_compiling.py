@@ -14,8 +14,9 @@ from tests.kernels.compiling import MODULES, SHARED_LIMIT, SOURCES, TENSOR_CORE,
 from tests.kernels.variants import launches
 
 FEW_BITS = 128  # of one thread: scalars of a row, such as its target or its mean
-FEW = {"dropout_triton": 257, "causal_conv_triton": 3329}
-"""Sample and position of a thread's two rows; the documents of a thread's rows and of those that they see."""
+FEW = {"dropout_triton": 257, "causal_conv_triton": 3329, "recurrence_triton": 2305}
+"""Sample and position of a thread's two rows; the documents of a thread's rows, those that they see, and their
+decays."""
 EACH = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
 
