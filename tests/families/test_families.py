@@ -796,6 +796,9 @@ def test_export_finds_the_family_and_refuses_what_none_expresses():
     assert to_hf_config(ModelConfig(**shape, qk_norm="head"))["model_type"] == "qwen3"
     assert to_hf_config(ModelConfig(**shape, attention_bias=True))["model_type"] == "qwen2"
     assert to_hf_config(ModelConfig(**preset("gpt2-124m")))["model_type"] == "gpt2"
+    delta = {"linear_num_value_heads": 16, "qk_norm": "head", "norm_offset": 1.0, "attention_gate": True}
+    blocks = ["delta + feed_forward", "attention+feed_forward", "delta+feed_forward"]
+    assert to_hf_config(ModelConfig(**shape, **delta, layer_blocks=blocks))["model_type"] == "qwen3_5_text"
     with pytest.raises(
         ConfigError, match="model.qk_norm = 'head' where llama has 'none'; the llama family does not support this value"
     ):

@@ -14,8 +14,10 @@ from megalite_kernels import (
     attention,
     attention_part,
     backend,
+    causal_conv,
     cross_entropy,
     dropout,
+    gated_norm,
     grad_norm,
     grouped_weight_grad,
     norm,
@@ -142,6 +144,17 @@ def attention_part_triton() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
+def causal_conv_triton() -> None:
+    rows, width = 2**18 + 5, 2**13 + 64
+    x, dout = large(rows, 1, width), large(rows, 1, width)
+    for each in (x, dout):
+        each[-8:] = torch.randn(8, 1, width)
+    weight = torch.randn(width, 4)
+    computed = causal_conv.forward(x, weight), causal_conv.backward(dout, x, weight).x
+    x, dout = x[-8:].double(), dout[-8:].double()
+    compare(computed, (causal_conv.forward(x, weight), causal_conv.backward(dout, x, weight).x), channels=16)
+
+
 def cross_entropy_triton() -> None:
     logits, targets = large(2**16 + 5, 2**15 + 16), torch.zeros(2**16 + 5, dtype=torch.int64)
     vocabulary = logits.shape[1]
@@ -181,6 +194,28 @@ def adamw_triton() -> None:
         adamw.adamw_(*([tensor] for tensor in each), **options)
     for got, expected in zip(tensors[:1] + tensors[2:], exact[:1] + exact[2:], strict=True):
         torch.testing.assert_close(got[-LAST:], expected.float())
+
+
+def gated_norm_triton() -> None:
+    """As in `norm_triton`, with a weight for each of two groups."""
+    from megalite_kernels import gated_norm_triton
+
+    width, programs = 4096, 2048
+    gated_norm_triton._multiprocessors = lambda device: 2 * programs
+    rows = (2**31 // (2 * width) // programs + 1) * programs
+    x, z, dy = (large(rows, 2, width) for _ in range(3))
+    weight = torch.randn(2, width)
+    arguments = "gate_first", 1e-5
+    computed = (
+        gated_norm.whole_forward(x, z, weight, *arguments, False),
+        *gated_norm.whole_backward(dy, x, z, weight, *arguments)[:2],
+    )
+    x, z, dy = end(x, z, dy)
+    expected = (
+        gated_norm.whole_forward(x, z, weight.double(), *arguments, False),
+        *gated_norm.whole_backward(dy, x, z, weight.double(), *arguments)[:2],
+    )
+    compare(computed, expected, channels=width)
 
 
 def grad_norm_triton() -> None:
@@ -232,8 +267,10 @@ if __name__ == "__main__":
         adamw_triton,
         attention_part_triton,
         attention_triton,
+        causal_conv_triton,
         cross_entropy_triton,
         dropout_triton,
+        gated_norm_triton,
         grad_norm_triton,
     )
     for case in (
