@@ -93,7 +93,7 @@ def _exchanges(kind: str, heads: str, shared: str, of: str) -> Rule:
             and c.parallel.cp > 1
             and c.parallel.cp not in sizes(c)
         ),
-        message=f"does not fit {{model.{heads}}} and {{model.{shared}}} on each of {{parallel.tp}} ranks: with "
+        message=f"does not fit {{model.{heads}}} and {{model.{shared}}} with {{parallel.tp}}: with "
         f"parallel.context = ulysses each rank computes whole {of}",
         legal=lambda c: (
             f"{describe_legal(c.parallel.cp, sizes(c))} Or set parallel.context to gather or ring."
