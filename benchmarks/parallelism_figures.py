@@ -373,7 +373,7 @@ def layers() -> Picture:
     _title(
         picture,
         "The types of layers of each family",
-        "black: norms; each block's output is added to the residual stream; blocks beside each other share one",
+        "black: norms; each output is added to the residual stream; blocks above each other share a norm",
     )
     for number, (family, types) in enumerate(LAYERS.items()):
         y = 66 + row * number
