@@ -39,6 +39,9 @@ def own(family: str | None, place: Path, **options: Any) -> dict[str, Any]:
         ("lfm2", ["in_proj", "out_proj", "w1"], ["conv_B", "conv_C", "conv_x", "o", "conv_o", "gate"]),
         (None, ["q_proj", "query_key_value"], ["q", "k", "v"]),
         ("qwen3_moe", ["q_proj", "mlp.experts.gate_up_proj", "experts.down_proj"], ["q", "experts.in", "experts.down"]),
+        ("bamba", ["in_proj", "out_proj"], ["mamba_z", "mamba_x", "mamba_B", "mamba_C", "mamba_dt", "mamba_o"]),
+        ("granitemoehybrid", ["shared_mlp.input_linear", "experts.gate_up_proj"], ["gate", "up", "experts.in"]),
+        ("nemotron_h", ["up_proj", "experts.up_proj"], ["up", "experts.in"]),
         ("mixtral", ["all-linear", "experts.in"], ["q", "k", "v", "o", "gate", "up", "down", "experts.in"]),
     ],
 )
@@ -48,15 +51,16 @@ def test_targets(family, names, roles, tmp_path):
 
 @pytest.mark.parametrize("family", sorted({name.partition(",")[0] for name in FAMILY_NAMES}))
 def test_all_names_of_a_family_are_all_linear(family, tmp_path):
-    """What PEFT's all-linear finds: every matrix of a layer but those of routers and experts."""
+    """What PEFT's all-linear finds: every matrix of a layer but those of routers, experts and their latents."""
     layer = FAMILY_NAMES[family].layer
     linears = [
         name
         for name, ours in layer.items()
         if not any(
             word in ours
-            for word in ("norm", "router", "experts", "shared_gate", "sinks", ".conv", ".a_log", ".dt_bias")
+            for word in ("norm", "router", "experts", "shared_gate", "sinks", ".conv", ".a_log", ".dt_bias", "latent_")
         )
+        and ours != "mixer.d"
     ]
     result = own(family, tmp_path, targets=linears)["targets"]
     attention = {"q", "q_a", "q_b", "kv_a", "kv_b"} if "attention.kv_a" in layer.values() else {"q", "k", "v"}

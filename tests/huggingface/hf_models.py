@@ -439,10 +439,15 @@ LAYOUT_CASES = [
     "kimi_linear",
     "lfm2",
     "lfm2_moe",
+    "bamba, tied, one group, biases",
+    "granitemoehybrid",
+    "falcon_h1, tied, norm first, factors",
+    "nemotron_h",
     "gpt2",
 ]
 
 NOT_GENERATED = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "lfm2", "lfm2_moe"}
+NOT_GENERATED |= {"bamba", "granitemoehybrid", "falcon_h1", "nemotron_h"}
 """Families whose blocks have no cache."""
 
 

@@ -251,6 +251,15 @@ def test_what_peft_has_not_on_parameters_is_said(models, prefix, tmp_path: Path)
     assert not any("dropout" in note for note in exported(dora=True, targets=["q"], dropout=0.1)["notes"])
 
 
+def test_a_module_that_peft_refuses_is_named(models, prefix, tmp_path: Path):
+    trainer = trainer_of(models["nemotron_h"], prefix, tmp_path, targets=["mamba_x", "mamba_o"])
+    saved = trainer.save()
+    trainer.close()
+    refused = "PEFT refuses adapters of model.layers.0.mixer.out_proj in a nemotron_h model"
+    with pytest.raises(CheckpointError, match=refused):
+        export_adapter(saved, tmp_path / "adapter")
+
+
 def test_adapters_on_weights_that_nothing_gave_are_reported(models, prefix, tmp_path: Path):
     """Frozen random weights are mostly an option forgotten."""
     trainer = trainer_of(models["phi3"], prefix, tmp_path)
