@@ -195,12 +195,14 @@ class _Chunks:
         self.v = self.split(tokens.v)
         self.beta = None if tokens.beta is None else self.split(tokens.beta.unsqueeze(-1))
         by_channel = tokens.g.ndim == 4
-        total = self.split(tokens.g if by_channel else tokens.g.unsqueeze(-1)).cumsum(3)
+        decays = self.split(tokens.g if by_channel else tokens.g.unsqueeze(-1))
+        # differences of large sums, of which fp32 would keep few digits where decay is strong
+        total = decays.cumsum(3) if by_channel else decays.double().cumsum(3)
         same, continues = self._documents()
         differences = total.unsqueeze(4) - total.unsqueeze(3)  # [.., i, j, 1 or dk]
-        between = differences.masked_fill_(~same.unsqueeze(-1), -torch.inf).exp_()
+        between = differences.masked_fill_(~same.unsqueeze(-1), -torch.inf).to(self.dtype).exp_()
         self.between = between if by_channel else between.squeeze(-1)
-        since_start = total.exp() * continues  # [.., i, 1 or dk]
+        since_start = total.to(self.dtype).exp() * continues  # [.., i, 1 or dk]
         # of token j to the last: 0 if that is in another document
         to_end = between.select(3, self.chunk - 1)
         self.since_start, self.to_end = since_start, to_end
@@ -295,12 +297,15 @@ class _Chunks:
         after, dvalues, initial = self.state_gradients(dout, dfinal)
         # Where a factor exp(Gᵢ) comes with qᵢ or kᵢ, the gradient of G is that of the vector times the
         # vector; where exp(−Gⱼ) comes with kⱼ, it is the same with the opposite sign.
-        dq, dk_later = self._products_backward((dout @ values.mT), self.q)
+        # A token's own key has no decay: without it these terms are small where decay is strong.
+        dscores = dout @ values.mT
+        dq, dk_later = self._products_backward(dscores.tril(-1), self.q)
         dq = dq + (dout @ states.mT) * self.since_start
         dk_end = (values @ after.mT) * self.to_end  # through the state after the chunk
-        dk_later = dk_later + dk_end
-        dbeta, dk = None, dk_later
-        dtotal = self.q * dq - self.k * dk_later
+        dtotal = self.q * dq - self.k * (dk_later + dk_end)
+        itself = dscores.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+        dq, dk = dq + itself * self.k, dk_later + dk_end + itself * self.q
+        dbeta = None
         if self.beta is None:
             dv = dvalues
         else:

@@ -446,10 +446,6 @@ LAYOUT_CASES = [
     "gpt2",
 ]
 
-NOT_GENERATED = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "lfm2", "lfm2_moe"}
-NOT_GENERATED |= {"bamba", "granitemoehybrid", "falcon_h1", "nemotron_h"}
-"""Families whose blocks have no cache."""
-
 
 def tolerance(name: str) -> float:
     """How far logits, and gradients relative to their norm, may be from those of transformers."""
