@@ -667,6 +667,22 @@ ROWS = [
         ("heads / tp = 8 and key-value heads / tp = 2", "Nearest: 2 or 4. Or set parallel.context to gather or ring."),
         world=3,
     ),
+    *(
+        Row(
+            f"ulysses divides {of}",
+            MIXERS[kind] | sizes | {"parallel.cp": 8, "model.num_attention_heads": 8},
+            {"parallel.context": "gather"},
+            (f"each rank computes whole {of}", "Nearest: 4. Or set parallel.context to gather or ring."),
+            world=8,
+        )
+        for kind, of, sizes in (
+            (
+                *("delta", "value heads of delta blocks"),
+                {"model.linear_num_value_heads": 4, "model.linear_num_key_heads": 2},
+            ),
+            ("mamba", "heads of mamba blocks", {"model.mamba_num_heads": 4, "model.mamba_n_groups": 1}),
+        )
+    ),
     Row(
         "inner ranks belong to a ring",
         {"parallel.context_inner": 2, "parallel.cp": 4, "model.num_attention_heads": 8},

@@ -11,8 +11,10 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 from megalite.config.load import from_dict
+from megalite.model.blocks.delta import gates
 from megalite.planner.memory.estimate import estimate
 from tests.distributed.test_equivalence import assert_same_run
 from tests.support import jobs, jobs_memory
@@ -166,6 +168,17 @@ def test_a_document_has_the_loss_that_it_has_alone(mechanism, ranks, prefix):
     assert losses_of_documents(RankContext(0, 1), alone, documents) == pytest.approx(expected, rel=1e-10, abs=0)
     for got in ranks.run(4, losses_of_documents, several, documents):
         assert got == pytest.approx(expected, rel=1e-10, abs=0)
+
+
+def test_small_queries_and_keys_have_the_length_of_the_formula():
+    """Epsilon is added to the sum of squares: it is neither a lower bound of the sum nor added to a mean."""
+    x = torch.full((2, 1, 1, 4), 5e-4, dtype=torch.float64, requires_grad=True)  # the sum of squares is epsilon
+    expected = x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    dy = torch.randn_like(x)
+    (gradient,) = torch.autograd.grad((expected * dy).sum(), x)
+    torch.testing.assert_close(gates.unit_length(x), expected, rtol=1e-14, atol=0)
+    assert gates.unit_length(x).square().sum().item() == pytest.approx(len(x) / 2, rel=1e-12)
+    torch.testing.assert_close(gates.unit_length_backward(dy, x), gradient, rtol=1e-12, atol=0)
 
 
 def test_is_saved_and_resumed_on_another_layout(ranks, references, prefix):

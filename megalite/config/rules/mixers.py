@@ -1,10 +1,11 @@
-"""Rules for delta, mamba and convolution blocks: sizes that fit each other, and the ranks of parallel.tp."""
+"""Rules for delta, mamba and convolution blocks: sizes that fit each other, and the ranks of parallel.tp and
+parallel.cp."""
 
 from collections.abc import Callable
 from dataclasses import fields
 
 from megalite.config.layer_blocks import blocks_in
-from megalite.config.rule import Rule, divisors
+from megalite.config.rule import Rule, describe_legal, divisors
 from megalite.config.rules.context import RuleContext
 from megalite.config.sections.model import ModelConfig
 
@@ -76,6 +77,30 @@ def _shares(kind: str, option: str, of: str) -> Rule:
     )
 
 
+def _exchanges(kind: str, heads: str, shared: str, of: str) -> Rule:
+    """Return the rule that Ulysses splits a tp rank's heads, and splits or replicates what they share."""
+
+    def sizes(c: RuleContext) -> list[int]:
+        count, groups = (max(getattr(c.model, name) // c.parallel.tp, 1) for name in (heads, shared))
+        return [cp for cp in divisors(count) if groups % cp == 0 or cp % groups == 0]
+
+    return Rule(
+        f"ulysses divides {of}",
+        "parallel.cp",
+        lambda c: (
+            _has(c, kind)
+            and c.parallel.context == "ulysses"
+            and c.parallel.cp > 1
+            and c.parallel.cp not in sizes(c)
+        ),
+        message=f"does not fit {{model.{heads}}} and {{model.{shared}}} with {{parallel.tp}}: with "
+        f"parallel.context = ulysses each rank computes whole {of}",
+        legal=lambda c: (
+            f"{describe_legal(c.parallel.cp, sizes(c))} Or set parallel.context to gather or ring."
+        ),
+    )
+
+
 RULES: tuple[Rule, ...] = (
     *map(_unused, KINDS),
     _fits(
@@ -133,6 +158,8 @@ RULES: tuple[Rule, ...] = (
     ),
     _splits("delta", "linear_num_value_heads", "value heads of delta blocks"),
     _shares("delta", "linear_num_key_heads", "key heads of delta blocks"),
+    _exchanges("delta", "linear_num_value_heads", "linear_num_key_heads", "value heads of delta blocks"),
+    _exchanges("mamba", "mamba_num_heads", "mamba_n_groups", "heads of mamba blocks"),
     _splits("mamba", "mamba_num_heads", "heads of mamba blocks"),
     _shares("mamba", "mamba_n_groups", "groups of mamba blocks"),
     _splits("convolution", "hidden_size", "channels of convolution blocks"),
