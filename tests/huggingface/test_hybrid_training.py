@@ -13,9 +13,9 @@ import torch
 from megalite.assembly.parts import make_mesh
 from megalite.config.load import from_dict
 from megalite.data.indexed import IndexedTokens
-from megalite.families.model_config import hf_config, hf_shape
+from megalite.families.model_config import hf_shape
 from megalite.training.trainer import Trainer
-from tests.huggingface.hf_models import CASES, VOCAB, make, write
+from tests.huggingface.hf_models import CASES, VOCAB, make, save
 from tests.support.configs import write_tokens
 
 STEPS, SEQUENCE, BATCH, LR, DECAY = 12, 24, 4, 3e-4, 0.1
@@ -23,9 +23,6 @@ FAMILIES = (
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "lfm2", "lfm2_moe"),
     *("bamba", "granitemoehybrid", "falcon_h1", "nemotron_h"),
 )
-
-NORMS = {"qwen3_5_text": 5e-5}
-"""Norms within more: that of transformers in fp32 differs by 3e-5 from ours in fp64, and ours in fp32 by 5e-6."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +33,11 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trains_like_transformers(family: str, prefix: str, tmp_path: Path) -> None:
     case = CASES[family]._replace(dtype=torch.float32, shard="5GB")
-    directory = write(case, tmp_path / "theirs")
+    model, directory = make(case), tmp_path / "theirs"
+    with torch.no_grad():
+        for value in model.parameters():  # at the scale of other tests transformers itself is 3e-5 from fp64
+            value.mul_(0.5 if value.dim() > 1 else 1.0)
+    save(model, case, directory)
     shape = hf_shape(str(directory)) | {"init_from": f"hf:{directory}", "from_hf": str(directory)}
     config = from_dict(
         {
@@ -52,7 +53,7 @@ def test_trains_like_transformers(family: str, prefix: str, tmp_path: Path) -> N
     trainer = Trainer(config, make_mesh(config))
     ours = [trainer.step() for _ in range(STEPS)]
     trainer.close()
-    model, tokens = make(case), torch.from_numpy(IndexedTokens(prefix).tokens.astype("int64"))
+    tokens = torch.from_numpy(IndexedTokens(prefix).tokens.astype("int64"))
     named = list(model.named_parameters())
     matrices = [value for name, value in named if value.dim() == 2 or value.dim() == 3 and "experts" in name]
     others = [value for _, value in named if all(value is not each for each in matrices)]
@@ -67,4 +68,4 @@ def test_trains_like_transformers(family: str, prefix: str, tmp_path: Path) -> N
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
         optimizer.step()
         assert result.loss == pytest.approx(loss.item(), rel=1e-5), step
-        assert result.grad_norm == pytest.approx(norm, rel=NORMS.get(family, 1e-5)), step
+        assert result.grad_norm == pytest.approx(norm, rel=1e-5), step
