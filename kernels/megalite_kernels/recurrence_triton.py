@@ -718,7 +718,8 @@ def _run_of(
     if g.ndim == 4:
         total = F.pad(g, (0, 0, 0, 0, 0, 0, 0, missing)).unflatten(0, (-1, CHUNK)).cumsum(1).flatten(0, 1)
     else:
-        total = F.pad(g.permute(1, 2, 0), (0, missing)).unflatten(2, (-1, CHUNK)).cumsum(3).flatten(2)
+        chunks = F.pad(g.permute(1, 2, 0), (0, missing)).unflatten(2, (-1, CHUNK))
+        total = chunks.double().cumsum(3).float().flatten(2)  # rounded once
     if beta is not None:
         beta = F.pad(beta.float().permute(1, 2, 0), (0, missing)).contiguous()
     return _RunOfTokens(q, k, v, total.contiguous(), beta, starts)
