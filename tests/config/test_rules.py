@@ -566,6 +566,22 @@ ROWS = [
     ),
     *(
         Row(
+            f"ulysses divides {of}",
+            MIXERS[kind] | heads | {"parallel.cp": 4, "model.num_attention_heads": 8, "model.num_key_value_heads": 4},
+            {"parallel.context": "auto"},
+            (f"computes whole {of}", "Nearest: 2. Or set parallel.context to auto"),
+            world=4,
+        )
+        for kind, of, heads in (
+            (
+                *("delta", "value heads of delta blocks"),
+                {"model.linear_num_value_heads": 6, "model.linear_num_key_heads": 2},
+            ),
+            ("mamba", "heads of mamba blocks", {"model.mamba_num_heads": 6, "model.mamba_n_groups": 2}),
+        )
+    ),
+    *(
+        Row(
             f"tp {verb} {of}",
             MIXERS[kind] | options | {"parallel.tp": 4, "model.num_attention_heads": 8, "model.intermediate_size": 64},
             {"parallel.tp": 2},
@@ -630,7 +646,10 @@ ROWS = [
         "ulysses divides heads",
         {"parallel.cp": 3, "model.num_attention_heads": 8, "model.num_key_value_heads": 2},
         {"parallel.context": "ring"},
-        ("heads / tp = 8 and key-value heads / tp = 2", "Nearest: 2 or 4. Or set parallel.context to gather or ring."),
+        (
+            "heads / tp = 8 and key-value heads / tp = 2",
+            "Nearest: 2 or 4. Or set parallel.context to gather, ring or auto.",
+        ),
         world=3,
     ),
     Row(

@@ -74,6 +74,9 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("mamba, factors", {"tp": 2, "dp": 2, "zero": 1}),
     ("mamba", {"cp": 4, "context": "ring"}),
     ("mamba, one group", {"cp": 2, "context": "ulysses", "tp": 2, "sequence_parallel": True}),
+    ("delta", {"cp": 2, "context": "auto", "tp": 2, "sequence_parallel": True}),
+    ("mamba", {"cp": 2, "context": "auto", "recompute": "full"}),
+    ("delta", {"cp": 2, "context": "gather", "context_parts": "balanced"}),
     ("convolution", {"pp": 2, "schedule": "v-half", "dp": 2, "zero": 1}),
     ("convolution, with biases", {"tp": 2, "sequence_parallel": True, "recompute": "mixer+residual"}),
 ]

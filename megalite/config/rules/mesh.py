@@ -227,7 +227,8 @@ RULES: tuple[Rule, ...] = (
         ),
         message=_heads_for_ulysses,
         legal=lambda c: (
-            f"{describe_legal(c.parallel.cp, legal_ulysses(c))} Or set parallel.context to gather or ring."
+            f"{describe_legal(c.parallel.cp, legal_ulysses(c))} "
+            "Or set parallel.context to gather, ring or auto."
         ),
     ),
     Rule(

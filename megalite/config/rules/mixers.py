@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from dataclasses import fields
 
+from megalite.config.dims import whole_heads
 from megalite.config.layer_blocks import blocks_in
-from megalite.config.rule import Rule, divisors
+from megalite.config.rule import Rule, describe_legal, divisors
 from megalite.config.rules.context import RuleContext
 from megalite.config.sections.model import ModelConfig
 
@@ -76,6 +77,31 @@ def _shares(kind: str, option: str, of: str) -> Rule:
     )
 
 
+def _exchanges(kind: str, heads: str, shared: str, of: str) -> Rule:
+    """Return the rule that the ranks of parallel.cp can exchange heads."""
+
+    def fits(c: RuleContext, ranks: int) -> bool:
+        own = getattr(c.model, heads) // c.parallel.tp, max(getattr(c.model, shared) // c.parallel.tp, 1)
+        return whole_heads(*own, ranks)
+
+    return Rule(
+        f"ulysses divides {of}",
+        "parallel.cp",
+        lambda c: (
+            _has(c, kind)
+            and c.parallel.context == "ulysses"
+            and c.parallel.cp > 1
+            and not fits(c, c.parallel.cp)
+        ),
+        message=f"is incompatible with {{model.{heads}}}, {{model.{shared}}} and {{parallel.tp}}: with "
+        f"parallel.context = ulysses each rank computes whole {of}",
+        legal=lambda c: (
+            f"{describe_legal(c.parallel.cp, [n for n in range(1, c.parallel.cp + 1) if fits(c, n)])} "
+            "Or set parallel.context to auto, gather or ring."
+        ),
+    )
+
+
 RULES: tuple[Rule, ...] = (
     *map(_unused, KINDS),
     _fits(
@@ -135,5 +161,7 @@ RULES: tuple[Rule, ...] = (
     _shares("delta", "linear_num_key_heads", "key heads of delta blocks"),
     _splits("mamba", "mamba_num_heads", "heads of mamba blocks"),
     _shares("mamba", "mamba_n_groups", "groups of mamba blocks"),
+    _exchanges("delta", "linear_num_value_heads", "linear_num_key_heads", "value heads of delta blocks"),
+    _exchanges("mamba", "mamba_num_heads", "mamba_n_groups", "heads of mamba blocks"),
     _splits("convolution", "hidden_size", "channels of convolution blocks"),
 )
