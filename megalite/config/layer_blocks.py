@@ -8,7 +8,7 @@ mixture                         a layer of one block
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from megalite.config.rule import Rule
@@ -30,14 +30,14 @@ class BlockOption(NamedTuple):
     context: tuple[str, ...]
 
 
-@lru_cache(maxsize=None)  # plans ask for each layer, very often
+@cache  # plans ask for each layer, very often
 def groups_in(entry: str) -> tuple[tuple[str, ...], ...]:
     """The kinds that an entry of model.layer_blocks names, in groups that follow each other; the blocks of a
     group are beside each other."""
     return tuple(tuple(name.strip() for name in group.split("|")) for group in entry.split("+"))
 
 
-@lru_cache(maxsize=None)
+@cache
 def blocks_in(entry: str) -> tuple[str, ...]:
     """The kinds that an entry of model.layer_blocks names."""
     return tuple(name for group in groups_in(entry) for name in group)

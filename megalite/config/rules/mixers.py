@@ -20,6 +20,17 @@ def _has(c: RuleContext, kind: str) -> bool:
     return any(kind in blocks_in(entry) for entry in c.model.layer_blocks or ())
 
 
+def whole_mixers(c: RuleContext, tp: int) -> bool:
+    """Whether each of `tp` ranks has whole heads or channels of the model's blocks with a state."""
+    model = c.model
+    heads = {
+        "delta": (model.linear_num_value_heads, model.linear_num_key_heads),
+        "mamba": (model.mamba_num_heads, model.mamba_n_groups),
+        "convolution": (model.hidden_size, 1),
+    }
+    return all(whole_heads(*heads[kind], tp) for kind in KINDS if _has(c, kind))
+
+
 def _unused(kind: str) -> Rule:
     """Return the rule that fields of a kind need a block of the kind."""
     plain = ModelConfig()
