@@ -17,7 +17,7 @@ import torch
 import triton
 from megalite_kernels import backend
 
-from benchmarks import attention_cases, expert_cases, profiled, tuning
+from benchmarks import attention_cases, expert_cases, hybrid_cases, profiled, tuning
 from benchmarks.kernel_cases import CASES, Function, KernelCase, Sizes
 from benchmarks.measure import read_spec, timed
 from benchmarks.report import ROW, version
@@ -51,7 +51,12 @@ def main() -> None:
             say(device)
             continue
         cases, known = (
-            {**CASES, "attention": attention_cases.cases, "experts": expert_cases.cases}[group](sizes),
+            {
+                **CASES,
+                "attention": attention_cases.cases,
+                "experts": expert_cases.cases,
+                "hybrid": hybrid_cases.cases,
+            }[group](sizes),
             profiled.launched_kernels(),
         )
         for row in (

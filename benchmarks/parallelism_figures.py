@@ -1,7 +1,7 @@
-"""Figures of the manual about tensor, sequence and context parallelism and ZeRO.
+"""Figures of the manual about tensor, sequence and context parallelism, ZeRO and hybrid models.
 
-Run `python -m benchmarks.parallelism_figures DIRECTORY`. Colors represent ranks, and in the figure of ZeRO
-kinds of memory.
+Run `python -m benchmarks.parallelism_figures DIRECTORY`. Colors represent ranks, in the figure of ZeRO kinds
+of memory, and in that of layers kinds of blocks.
 """
 
 from __future__ import annotations
@@ -23,6 +23,25 @@ ZERO = {
     "ZeRO-2": (False, True, True),
     "ZeRO-3": (True, True, True),
 }  # whether weights, gradients and optimizer state are sharded
+BLOCKS = {
+    "delta rule": RANKS[0],
+    "Mamba-2": RANKS[1],
+    "convolution": RANKS[2],
+    "attention": RANKS[3],
+    "feed-forward": "#c3c6cf",
+    "experts": "#9fb4cc",
+}  # kinds of blocks, and their colors
+LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "qwen3_next": (("delta rule", "experts"), ("attention with a gate", "experts")),
+    "qwen3_5": (("delta rule", "feed-forward"), ("attention with a gate", "feed-forward")),
+    "olmo_hybrid": (("delta rule", "feed-forward"), ("attention, norms after", "feed-forward")),
+    "kimi_linear": (("delta rule by channel", "experts"), ("latent attention", "experts")),
+    "nemotron_h": (("Mamba-2",), ("attention",), ("experts",), ("feed-forward",)),
+    "granitemoehybrid": (("Mamba-2", "experts"), ("attention", "experts")),
+    "bamba": (("Mamba-2", "feed-forward"), ("attention", "feed-forward")),
+    "falcon_h1": (("Mamba-2 | attention", "feed-forward"),),
+    "lfm2": (("convolution", "feed-forward"), ("attention", "feed-forward")),
+}  # family: the blocks of each type of layer; | separates blocks beside each other
 BYTES = {"weights": 2, "gradients": 4, "master weights and moments": 12}  # per parameter, in bf16
 
 
@@ -266,6 +285,110 @@ def context_moves() -> Picture:
     return picture
 
 
+def states() -> Picture:
+    """Draw how the states of a recurrence are passed between the zigzag parts of four ranks."""
+    picture = Picture(960, 426, 1)
+    _title(
+        picture,
+        "The state of a row on four context-parallel ranks, with zigzag parts",
+        "each box is one of eight segments, in the order of positions",
+    )
+    count, left, width, height = len(RANKS), 150.0, 97.0, 34.0
+    owners = _owners(zigzag(2 * count, count))
+    last = len(owners) - 1
+    start = 4  # the segment in which the second document starts
+    picture.labels.append(Label(left + start * width + 30, 71, "▼ a document starts here", 10, fill=INK))
+    for y, name, note, texts in (
+        (76, "tokens", "", [f"segment {j}" for j in range(last + 1)]),
+        (130, "forward", "each rank, own segments", ["M, N"] * (last + 1)),
+        (208, "states before", "every rank, left to right", ["S0 = 0", *(f"S{j + 1}" for j in range(last))]),
+        (278, "backward", "each rank, own outputs", ["R"] * (last + 1)),
+        (
+            356,
+            "gradients after",
+            "every rank, right to left",
+            [*(f"D{j}" for j in range(last)), f"D{last} = 0"],
+        ),
+    ):
+        if name == "forward":
+            texts[start] = "M = 0, N"
+        picture.labels += [Label(14, y + 16, name, 12, bold=True), Label(14, y + 31, note, 9.5, fill=FAINT)]
+        replicated = note.startswith("every")
+        own_width = width - (18 if replicated else 3)
+        for j, (owner, text) in enumerate(zip(owners, texts, strict=True)):
+            x = left + j * width
+            picture.boxes.append(Box(x, y, own_width, height, SHARED if replicated else RANKS[owner]))
+            ink = INK if replicated else "#ffffff"
+            picture.labels.append(Label(x + own_width / 2, y + 21, text, 12, "middle", ink))
+            if replicated and j < last:
+                arrow = "→" if name == "states before" else "←"
+                picture.labels.append(Label(x + width - 9, y + 22, arrow, 14, "middle", COMMUNICATION))
+    for y, sent, formula, then in (
+        (190, "all-gather of M and N", "S(j+1) = M(j) S(j) + N(j)", "then outputs of own segments, from S"),
+        (
+            338,
+            "all-gather of R",
+            "D(j−1) = R(j) + M(j)ᵀ D(j)",
+            "then gradients of own segments, from S and D",
+        ),
+    ):
+        picture.labels += [
+            Label(left, y, sent, 11.5, fill=COMMUNICATION),
+            Label(left + 200, y, formula, 11.5, fill=COMMUNICATION),
+            Label(left + 420, y, then, 11.5, fill=COMMUNICATION),
+        ]
+    _legend(picture, left, 412)
+    return picture
+
+
+def _layer(picture: Picture, x: float, y: float, blocks: Sequence[str]) -> float:
+    """Draw the blocks of a layer with their norms. Return where it ends."""
+    height, width, norm = 30.0, 122.0, 9.0
+    after = any("norms after" in block for block in blocks)
+    for block in blocks:
+        if not after:
+            picture.boxes.append(Box(x, y, norm, height, INK))
+            x += norm + 1
+        beside = [name.strip() for name in block.split("|")]
+        own = height / len(beside)
+        for number, name in enumerate(beside):
+            colour = next(fill for kind, fill in BLOCKS.items() if kind in name)
+            top = y + number * own
+            picture.boxes.append(Box(x, top, width, own - (1 if len(beside) > 1 else 0), colour))
+            ink = INK if colour in list(BLOCKS.values())[4:] else "#ffffff"
+            shown = name.removesuffix(", norms after")
+            picture.labels.append(Label(x + width / 2, top + own / 2 + 3.5, shown, 10, "middle", ink))
+        x += width + 1
+        if after:
+            picture.boxes.append(Box(x, y, norm, height, INK))
+            x += norm + 1
+        x += 3
+    return x
+
+
+def layers() -> Picture:
+    """Draw the types of layers of each family of hybrid models."""
+    row = 44.0
+    picture = Picture(880, 76 + row * len(LAYERS) + 20, 1)
+    _title(
+        picture,
+        "The types of layers of each family",
+        "black: norms; each output is added to the residual stream; blocks above each other share a norm",
+    )
+    for number, (family, types) in enumerate(LAYERS.items()):
+        y = 66 + row * number
+        picture.labels.append(Label(16, y + 19, family, 12, bold=True))
+        x = 160.0
+        for blocks in types:
+            x = _layer(picture, x, y, blocks) + 34
+    x = 160.0
+    for kind, colour in BLOCKS.items():
+        picture.boxes.append(Box(x, picture.height - 24, 12, 12, colour))
+        picture.labels.append(Label(x + 18, picture.height - 14, kind, 11))
+        x += 56 + 7 * len(kind)
+    return picture
+
+
 def step() -> Picture:
     """Draw the eight ranks of TP2 × PP2 × DP2, and the messages of a step of four microbatches under 1F1B."""
     drawn = Picture(890, 452, 1)
@@ -344,6 +467,8 @@ FIGURES = {
     "zero": zero,
     "context-parts": context_parts,
     "context-moves": context_moves,
+    "states": states,
+    "layers": layers,
 }
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, get_args
 from zlib import crc32
 
 import torch
@@ -25,11 +25,14 @@ from megalite_kernels import (
     adamw,
     attention,
     backend,
+    causal_conv,
     cross_entropy,
     dropout,
+    gated_norm,
     grad_norm,
     norm,
     ordered_sum,
+    recurrence,
     rotary,
     router_logits,
 )
@@ -241,6 +244,71 @@ def _attention_inputs(documents: bool, scene: Scene) -> Sequence[Tensor]:
     return [*tensors, *([starts] if documents else [])]
 
 
+def _convolution(
+    x: Tensor, weight: Tensor, bias: Tensor, before: Tensor, dout: Tensor, starts: Tensor
+) -> Sequence[Tensor]:
+    options: dict[str, Any] = {"starts": starts, "halo": causal_conv.Halo(before)}
+    gradients = causal_conv.backward(dout, x, weight, bias, **options)
+    assert gradients.bias is not None
+    return (
+        causal_conv.forward(x, weight, bias, **options),
+        gradients.x,
+        gradients.weight,
+        gradients.bias,
+        gradients.halo,
+    )
+
+
+def _gated_norm(gate: gated_norm.Gate, x: Tensor, z: Tensor, weight: Tensor, dy: Tensor) -> Sequence[Tensor]:
+    y = gated_norm.whole_forward(x, z, weight, gate, EPS, False)
+    return y, *gated_norm.whole_backward(dy, x, z, weight, gate, EPS)
+
+
+def _recurrence_inputs(kind: str, scene: Scene) -> Sequence[Tensor]:
+    """Return q, k, v, the gradient of the output, the states before and after, decay and strength."""
+    length, heads, dk = scene.sized(1000, 70), scene.sized(4, 1), scene.sized(128, 16)
+    dv = dk // 2 if kind == "mamba" else dk
+    q, k = (torch.nn.functional.normalize(_randn(length, 1, heads, dk), dim=-1) for _ in range(2))
+    decay = (length, 1, heads, dk) if kind == "channel" else (length, 1, heads)
+    strength = torch.rand(length, 1, heads, dtype=torch.float64)
+    starts = torch.where(torch.arange(length) < 45, -1, 45).unsqueeze(1)
+    states = [_randn(1, heads, dk, dv) for _ in range(2)]
+    gate = -torch.rand(decay, dtype=torch.float64) / 16
+    return [q, k, _randn(length, 1, heads, dv), _randn(length, 1, heads, dv), *states, gate, strength, starts]
+
+
+def _recurrence(kind: str, *given: Tensor) -> Sequence[Tensor]:
+    q, k, v, dout, initial, dfinal, decay, strength, starts = given
+    beta = None if kind == "mamba" else strength
+    tokens = recurrence.Tokens(q, k, v, decay, beta, starts)
+    out, final = recurrence.forward(tokens, initial)
+    gradients = recurrence.backward(dout, tokens, initial, dfinal)
+    return [x.to(v.dtype) for x in (out, final, *gradients) if x is not None]
+
+
+def _one_by_one(kind: str, *given: Tensor) -> Sequence[Tensor]:
+    """Compute in the precision of the inputs: token by token if it is one that the reference widens."""
+    if given[0].dtype not in (torch.bfloat16, torch.float16):
+        return _recurrence(kind, *given)
+    leaves = [x.detach().requires_grad_() for x in (*given[:3], *given[6:8], given[4])]
+    q, k, v, decay, strength, state = leaves
+    outputs = []
+    for position in range(len(v)):
+        state = state.masked_fill(given[8][position].eq(position).view(-1, 1, 1, 1), 0.0)
+        factor = decay[position].exp()
+        state = state * (factor[..., None, None] if factor.ndim == 2 else factor[..., None])
+        value = v[position]
+        if kind != "mamba":
+            seen = torch.einsum("bhkv,bhk->bhv", state, k[position])
+            value = strength[position].unsqueeze(-1) * (value - seen)
+        state = state + k[position].unsqueeze(-1) * value.unsqueeze(-2)
+        outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[position]))
+    out = torch.stack(outputs)
+    used = leaves if kind != "mamba" else [*leaves[:4], leaves[5]]
+    gradients = torch.autograd.grad((out * given[3]).sum() + (state * given[5]).sum(), used)
+    return [x.detach() for x in (out, state, *gradients)]
+
+
 CHECKS = (
     Check(
         "weight gradient, summed",
@@ -281,6 +349,36 @@ CHECKS = (
     Check("AdamW", lambda s: [_randn(s.sized(100_000, 500)) for _ in range(4)], _adamw),
     Check("gradient norm", lambda s: [_randn(s.sized(1_000_003, 700))], _squares),
     Check("ordered sum", lambda s: [_randn(3, s.sized(100_000, 500))], _ordered_sum),
+    Check(
+        "causal convolution",
+        lambda s: [
+            *(_randn(s.sized(1000, 40), 2, 96), _randn(96, 4), _randn(96), _randn(3, 2, 96)),
+            *(_randn(s.sized(1000, 40), 2, 96), torch.arange(s.sized(1000, 40)).unsqueeze(1) // 7 * 7),
+        ],
+        _convolution,
+    ),
+    *(
+        Check(
+            f"gated norm, {gate}",
+            lambda s: [
+                *(_randn(_wide(s)[0], 2, 128) for _ in range(2)),
+                _randn(128),
+                _randn(_wide(s)[0], 2, 128),
+            ],
+            partial(_gated_norm, gate),
+        )
+        for gate in get_args(gated_norm.Gate)
+    ),
+    *(
+        Check(
+            f"recurrence, {kind}",
+            partial(_recurrence_inputs, kind),
+            partial(_recurrence, kind),
+            partial(_one_by_one, kind),
+            torch.float16,
+        )
+        for kind in ("head", "channel", "mamba")
+    ),
     Check(
         "attention", partial(_attention_inputs, False), _attention, _attention_by_definition, torch.float16
     ),

@@ -17,6 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite_kernels.backend import takes_triton
+
+_WIDEST = 4
+
 
 class Halo(NamedTuple):
     """The K − 1 tokens before the first one.
@@ -56,6 +60,10 @@ def forward(
         starts: [seq, batch] or [seq, 1], a number for each token that its document has alone; None: all
             tokens are of one document.
     """
+    if _takes_weights(x, weight):
+        from megalite_kernels import causal_conv_triton
+
+        return causal_conv_triton.causal_conv_forward(x, weight, bias, starts, *_parts(halo), silu)
     out = _linear(_taps(x, weight.shape[1], starts, halo), weight, bias)
     return (F.silu(out) if silu else out).to(x.dtype)
 
@@ -71,6 +79,13 @@ def backward(
     silu: bool = True,
 ) -> ConvGradients:
     """Return the gradients from that of the output; the output is computed again for SiLU."""
+    if _takes_weights(x, weight):
+        from megalite_kernels import causal_conv_triton
+
+        gradients = ConvGradients(
+            *causal_conv_triton.causal_conv_backward(dout, x, weight, bias, starts, *_parts(halo), silu)
+        )
+        return gradients if bias is not None else gradients._replace(bias=None)
     taps = _taps(x, weight.shape[1], starts, halo)
     grad = dout.to(taps.dtype)
     if silu:
@@ -86,8 +101,17 @@ def backward(
     dpadded = grad.new_zeros(seq + width - 1, *x.shape[1:])
     for tap in range(width):
         dpadded[tap : tap + seq] += dtaps[tap]
-    dbias = None if bias is None else grad.flatten(0, 1).sum(0)
-    return ConvGradients(dpadded[width - 1 :].to(x.dtype), dweight, dbias, dpadded[: width - 1].to(x.dtype))
+    summed = None if bias is None else grad.flatten(0, 1).sum(0)
+    return ConvGradients(dpadded[width - 1 :].to(x.dtype), dweight, summed, dpadded[: width - 1].to(x.dtype))
+
+
+def _takes_weights(x: Tensor, weight: Tensor) -> bool:
+    """Return whether the kernels take the convolution: they have up to `_WIDEST` weights of a channel."""
+    return takes_triton(x) and weight.shape[1] <= _WIDEST and len(x) > 0
+
+
+def _parts(halo: Halo | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if halo is None else (halo.x, halo.starts)
 
 
 def _linear(taps: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

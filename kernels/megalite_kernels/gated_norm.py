@@ -3,9 +3,9 @@
     norm first    y = w · x / rms(x) · act(z)             act: SiLU, or sigmoid
     gate first    y = w · u / rms(u), u = x · silu(z)
 
-with rms(x) = √(mean x² + eps) over the group. Where a group is split over ranks, the sums over it are given
-from outside: `forward` takes that of squares, `backward` that of `projections`. Computed in at least fp32.
-No communication.
+with rms(x) = √(mean x² + eps) over the group. `whole_forward` and `whole_backward` have all channels of each
+group. Where a group is split over ranks, the sums over it are given from outside: `forward` takes that of
+squares, `backward` that of `projections`. Computed in at least fp32. No communication.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite_kernels.backend import takes_triton
+
+_GROUP_BYTES = 16384  # largest group that a kernel holds in registers
+
 Gate = Literal["silu", "sigmoid", "gate_first"]
 
 
@@ -25,6 +29,35 @@ class GatedNormGradients(NamedTuple):
     x: Tensor
     gate: Tensor
     weight: Tensor
+
+
+def _takes_group(x: Tensor) -> bool:
+    return takes_triton(x) and x.shape[-1] * x.element_size() <= _GROUP_BYTES
+
+
+def whole_forward(x: Tensor, z: Tensor, weight: Tensor, gate: Gate, eps: float, rounded: bool) -> Tensor:
+    """Return y, [.., groups, channels], of groups whose channels are all here.
+
+    The arguments are as in `forward`.
+    """
+    if _takes_group(x):
+        from megalite_kernels import gated_norm_triton
+
+        return gated_norm_triton.gated_norm_forward(x, z, weight, gate, eps, rounded)
+    return forward(x, z, weight, gate, eps, squares(x, z, gate), x.shape[-1], rounded)
+
+
+def whole_backward(
+    dy: Tensor, x: Tensor, z: Tensor, weight: Tensor, gate: Gate, eps: float
+) -> GatedNormGradients:
+    """Return the gradients of `whole_forward`."""
+    if _takes_group(x):
+        from megalite_kernels import gated_norm_triton
+
+        return GatedNormGradients(*gated_norm_triton.gated_norm_backward(dy, x, z, weight, gate, eps))
+    summed, width = squares(x, z, gate), x.shape[-1]
+    projected = projections(dy, x, z, weight, gate, eps, summed, width)
+    return backward(dy, x, z, weight, gate, eps, summed, width, projected)
 
 
 def squares(x: Tensor, z: Tensor, gate: Gate) -> Tensor:

@@ -28,6 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite_kernels.backend import takes_triton
+
+_WIDEST = 256  # channels of a key or a value that the kernels take
 CHUNK = 64
 CHANNEL_CHUNK = 16  # with a decay for each channel: the differences take chunk · dk numbers for each token
 
@@ -73,10 +76,23 @@ def forward(tokens: Tokens, initial: Tensor | None = None) -> tuple[Tensor, Tens
     Args:
         initial: the state before the first token, [batch, heads, dk, dv] in at least fp32; None: zero.
     """
+    if _takes_triton(tokens):
+        from megalite_kernels import recurrence_triton
+
+        return recurrence_triton.recurrence_forward(*tokens, initial)
     chunks = _Chunks(tokens)
     states, final = chunks.states(initial)
     out = chunks.reading @ states + chunks.scores @ chunks.values(states)
     return chunks.joined(out).to(tokens.v.dtype), final
+
+
+def _state(tokens: Tokens, initial: Tensor | None = None) -> Tensor:
+    """Return the state after the last token."""
+    if _takes_triton(tokens):
+        from megalite_kernels import recurrence_triton
+
+        return recurrence_triton.recurrence_state(*tokens[1:], initial)
+    return _Chunks(tokens).states(initial)[1]
 
 
 class Effect(NamedTuple):
@@ -104,20 +120,29 @@ def _times(factor: Tensor, state: Tensor) -> Tensor:
 
 def effect(tokens: Tokens) -> Effect:
     """Return what the tokens do to a state, in at least fp32."""
+    dtype = torch.promote_types(tokens.v.dtype, torch.float32)
     if tokens.beta is None:
-        chunks = _Chunks(tokens)
-        return Effect(chunks.decay.prod(2), chunks.states(None)[1])
+        total = tokens.g.to(dtype).sum(0).unsqueeze(-1)  # [batch, heads, 1], or with dk before the last
+        total = total.unsqueeze(-1) if tokens.g.ndim == 3 else total
+        if tokens.starts is not None:  # a document that starts here does not depend on the state
+            total = total.masked_fill(tokens.starts[-1].ge(0).view(-1, 1, 1, 1), -torch.inf)
+        return Effect(total.exp(), _state(tokens))
     # the values, and none beside them: of the unit matrix as a state, the factor is left
-    batch, heads, width = *tokens.v.shape[1:3], tokens.v.shape[3]
+    batch, heads, width = tokens.v.shape[1:]
     keys = tokens.k.shape[-1]
-    chunks = _Chunks(tokens._replace(v=F.pad(tokens.v, (0, keys))))
-    unit = torch.eye(keys, dtype=chunks.dtype, device=tokens.v.device).expand(batch, heads, keys, keys)
-    added, factor = chunks.states(F.pad(unit, (width, 0)))[1].split((width, keys), -1)
+    unit = torch.eye(keys, dtype=dtype, device=tokens.v.device).expand(batch, heads, keys, keys)
+    if width + keys > _WIDEST:  # by two scans, which the kernels take
+        nothing = tokens.v.new_zeros(()).expand(*tokens.v.shape[:3], keys)
+        return Effect(_state(tokens._replace(v=nothing), unit), _state(tokens))
+    wider = tokens._replace(v=F.pad(tokens.v, (0, keys)))
+    added, factor = _state(wider, F.pad(unit, (width, 0))).split((width, keys), -1)
     return Effect(factor, added)
 
 
 def initial_gradient(dout: Tensor, tokens: Tokens) -> Tensor:
     """Return the gradient of the state before the tokens from that of their outputs alone."""
+    if _takes_triton(tokens):
+        return backward(dout, tokens).initial
     chunks = _Chunks(tokens)
     return chunks.state_gradients(chunks.split(dout), None)[2]
 
@@ -129,9 +154,20 @@ def backward(
 
     The states are computed again.
     """
+    if _takes_triton(tokens):
+        from megalite_kernels import recurrence_triton
+
+        gradients = Gradients(*recurrence_triton.recurrence_backward(dout, *tokens, initial, dfinal))
+        return gradients if tokens.beta is not None else gradients._replace(beta=None)
     chunks = _Chunks(tokens)
     states, _ = chunks.states(initial)
     return chunks.backward(chunks.split(dout), states, chunks.values(states), dfinal)
+
+
+def _takes_triton(tokens: Tokens) -> bool:
+    q, k, v = tokens[:3]
+    widest = max(k.shape[-1], v.shape[-1])
+    return takes_triton(v) and q.dtype == k.dtype == v.dtype and widest <= _WIDEST and len(v) > 0
 
 
 class _Chunks:
@@ -159,12 +195,14 @@ class _Chunks:
         self.v = self.split(tokens.v)
         self.beta = None if tokens.beta is None else self.split(tokens.beta.unsqueeze(-1))
         by_channel = tokens.g.ndim == 4
-        total = self.split(tokens.g if by_channel else tokens.g.unsqueeze(-1)).cumsum(3)
+        decays = self.split(tokens.g if by_channel else tokens.g.unsqueeze(-1))
+        # differences of large sums, of which fp32 would keep few digits where decay is strong
+        total = decays.cumsum(3) if by_channel else decays.double().cumsum(3)
         same, continues = self._documents()
         differences = total.unsqueeze(4) - total.unsqueeze(3)  # [.., i, j, 1 or dk]
-        between = differences.masked_fill_(~same.unsqueeze(-1), -torch.inf).exp_()
+        between = differences.masked_fill_(~same.unsqueeze(-1), -torch.inf).to(self.dtype).exp_()
         self.between = between if by_channel else between.squeeze(-1)
-        since_start = total.exp() * continues  # [.., i, 1 or dk]
+        since_start = total.to(self.dtype).exp() * continues  # [.., i, 1 or dk]
         # of token j to the last: 0 if that is in another document
         to_end = between.select(3, self.chunk - 1)
         self.since_start, self.to_end = since_start, to_end
@@ -259,12 +297,15 @@ class _Chunks:
         after, dvalues, initial = self.state_gradients(dout, dfinal)
         # Where a factor exp(Gᵢ) comes with qᵢ or kᵢ, the gradient of G is that of the vector times the
         # vector; where exp(−Gⱼ) comes with kⱼ, it is the same with the opposite sign.
-        dq, dk_later = self._products_backward((dout @ values.mT), self.q)
+        # A token's own key has no decay: without it these terms are small where decay is strong.
+        dscores = dout @ values.mT
+        dq, dk_later = self._products_backward(dscores.tril(-1), self.q)
         dq = dq + (dout @ states.mT) * self.since_start
         dk_end = (values @ after.mT) * self.to_end  # through the state after the chunk
-        dk_later = dk_later + dk_end
-        dbeta, dk = None, dk_later
-        dtotal = self.q * dq - self.k * dk_later
+        dtotal = self.q * dq - self.k * (dk_later + dk_end)
+        itself = dscores.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+        dq, dk = dq + itself * self.k, dk_later + dk_end + itself * self.q
+        dbeta = None
         if self.beta is None:
             dv = dvalues
         else:

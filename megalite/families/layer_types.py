@@ -83,7 +83,7 @@ def with_silu(given: Mapping[str, Any], layers: list[str]) -> list[str]:
         raise refuse(
             "hidden_act",
             given["hidden_act"],
-            "is not supported with linear_attention layers, whose convolutions it follows. Legal value: silu.",
+            "is not supported with linear_attention layers, which have convolutions. Legal value: silu.",
         )
     return layers
 
@@ -198,9 +198,31 @@ def kimi(given: dict[str, Any]) -> list[str]:
 
 
 def kimi_fields(values: dict[str, Any]) -> dict[str, Any]:
-    names = {"feed_forward": "dense", "mixture": "sparse"}
+    """The fields of transformers, and those of the published files, which other readers need."""
+    names, number = {"feed_forward": "dense", "mixture": "sparse"}, values["num_hidden_layers"]
     second = [names.get(kinds[-1], kinds[-1]) for kinds in _kinds(values)]
-    return {"layer_types": types_of(values, LATENT_DELTA), "mlp_layer_types": second}
+    types, dense = types_of(values, LATENT_DELTA), second.count("dense")
+    lists = {
+        "kda_layers": [layer + 1 for layer, each in enumerate(types) if each == "linear_attention"],
+        "full_attn_layers": [layer + 1 for layer, each in enumerate(types) if each == "full_attention"],
+        "num_heads": values["linear_num_value_heads"],
+        "head_dim": values["linear_value_head_dim"],
+        "short_conv_kernel_size": values["linear_conv_kernel_dim"],
+    }
+    fields = {"layer_types": types, "mlp_layer_types": second, "linear_attn_config": lists}
+    first = second == ["dense"] * dense + ["sparse"] * (number - dense)
+    return fields | ({"first_k_dense_replace": dense, "moe_layer_freq": 1} if first else {})
+
+
+def untied(given: dict[str, Any]) -> bool:
+    """transformers has a head of its own whatever the field says."""
+    if given["tie_word_embeddings"]:
+        raise refuse(
+            "tie_word_embeddings",
+            True,
+            f"is not supported by the {given['model_type']} family. Legal value: False.",
+        )
+    return False
 
 
 def kimi_groups(given: dict[str, Any]) -> int | None:

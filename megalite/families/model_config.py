@@ -298,6 +298,7 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "position=olmo": layer_types.olmo_position,
     **{name: functools.partial(layer_types.olmo_width, name) for name in layer_types.OLMO_WIDTHS},
     "layer_blocks=kimi": layer_types.kimi,
+    "tie_word_embeddings=untied": layer_types.untied,
     "shared_expert_intermediate_size=kimi": layer_types.kimi_shared,
     "n_group=kimi": layer_types.kimi_groups,
     "topk_group=kimi": layer_types.kimi_topk_group,

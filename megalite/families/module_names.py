@@ -40,10 +40,10 @@ class Names:
         kept: prefixes of tensors that transformers does not read with the language model. A conversion keeps
             them aside, and an export has them again.
         spellings: parts of names that files have in place of those in the table, and the latter.
+        memory: parts of names in files, and what transformers' modules, and so PEFT, have in their place.
         by_head: modules whose rows are stored by head: the first head's rows of all parts, then the next
             head's; and the field of ModelConfig that counts the heads.
-        memory: parts of names, and what transformers has in their place in memory.
-        mixer: what the roles of the matrices of a mixer begin with.
+        mixer: what the roles of the matrices of its mixers begin with.
     """
 
     ends: dict[str, str]
@@ -63,8 +63,8 @@ class Names:
     nested: str = ""
     kept: tuple[str, ...] = ()
     spellings: tuple[tuple[str, str], ...] = ()
-    by_head: dict[str, str] = field(default_factory=dict)
     memory: tuple[tuple[str, str], ...] = ()
+    by_head: dict[str, str] = field(default_factory=dict)
     mixer: str = ""
 
 
@@ -217,6 +217,15 @@ _FALCON = Names(
     base="transformer.",
     grouped="query_key_value",
 )
+_QWEN3_5 = Names(
+    _ENDS,
+    "model.layers",
+    _LINEARS | _GATED_QKV | _BEFORE | _QK_NORM | _QWEN_DELTA,
+    nested="language_model.",
+    kept=("mtp.", "model.visual."),
+    by_head={"self_attn.q_proj": "num_attention_heads"},
+    mixer="delta_",
+)
 _LIKE_LLAMA = ["llama", "mistral", "qwen2", "gemma", "smollm3", "granite", "nemotron", "ministral", "arcee"]
 FAMILY_NAMES = {
     **dict.fromkeys(_LIKE_LLAMA, _LLAMA),
@@ -367,18 +376,8 @@ FAMILY_NAMES = {
         },
         mixer="delta_",
     ),
-    **dict.fromkeys(
-        ("qwen3_5_text", "qwen3_5_moe_text"),
-        Names(
-            _ENDS,
-            "model.layers",
-            _LINEARS | _GATED_QKV | _BEFORE | _QK_NORM | _MIXTURE | _SHARED | _QWEN_DELTA,
-            nested="language_model.",
-            kept=("mtp.", "model.visual."),
-            by_head={"self_attn.q_proj": "num_attention_heads"},
-            mixer="delta_",
-        ),
-    ),
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": replace(_QWEN3_5, layer=_QWEN3_5.layer | _MIXTURE | _SHARED),
     "olmo_hybrid": Names(
         _ENDS,
         "model.layers",
@@ -390,6 +389,10 @@ FAMILY_NAMES = {
         kept=("mtp.",),
         # transformers writes the first name in layers with attention, too
         spellings=(("feedforward_layer_norm", "post_attention_layernorm"),),
+        memory=(
+            ("attention_layer_norm", "input_layernorm"),
+            ("feedforward_layer_norm", "post_attention_layernorm"),
+        ),
         mixer="delta_",
     ),
     "kimi_linear": Names(
@@ -405,6 +408,11 @@ FAMILY_NAMES = {
         fp32=("mlp.router.weight", "mixer.dt_bias"),
         # transformers writes the first name in dense layers, too
         spellings=((".block_sparse_moe.", ".mlp."),),
+        memory=(
+            (".block_sparse_moe.", ".mlp."),
+            ("self_attn.f_a_proj", "self_attn.forget_gate.f_a_proj"),
+            ("self_attn.f_b_proj", "self_attn.forget_gate.f_b_proj"),
+        ),
         mixer="delta_",
     ),
     "lfm2": Names(_LFM2_ENDS, "model.layers", _LFM2, mixer="conv_"),

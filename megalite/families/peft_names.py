@@ -14,7 +14,7 @@ from typing import Any
 
 from megalite.config.errors import ConfigError
 from megalite.config.rule import Mistakes, show, suggestion
-from megalite.config.sections.lora import BUILT_IN_PROJECTIONS, EXPERTS, PROJECTIONS, SAVED_MODULES
+from megalite.config.sections.lora import BUILT_IN_PROJECTIONS, EXPERTS, MIXERS, PROJECTIONS, SAVED_MODULES
 from megalite.families.model_config import hf_config
 from megalite.families.module_names import FAMILY_NAMES, Names
 
@@ -35,8 +35,9 @@ def with_own_names(given: dict[str, Any]) -> dict[str, Any]:
         name: table for name, table in FAMILY_NAMES.items() if family in (None, name.partition(",")[0])
     } or FAMILY_NAMES
     mixture = any("mlp.experts.in" in table.layer.values() for table in tables.values())
+    modules = _projections(tables, frozenset() if family in tables else _absent(given))
     gates = ("gate", "attention_gate") if given.get("model.attention_gate") else ("gate",)
-    there = {*gates, *(part for parts in _projections(tables).values() for part in parts)}
+    there = {*gates, *(part for parts in modules.values() for part in parts)}
     # families know the built-in ones; others are of registered kinds of blocks
     projections = tuple(role for role in PROJECTIONS if role in there or role not in BUILT_IN_PROJECTIONS)
     own_names = (*projections, *(EXPERTS if mixture else ()))
@@ -45,21 +46,19 @@ def with_own_names(given: dict[str, Any]) -> dict[str, Any]:
     mistakes = Mistakes()
     if targets := given.get("lora.targets"):
         with mistakes.collected():
-            own = _translated(
-                "lora.targets", targets, _projections(tables), (ALL, *own_names), f"projection of {whose}"
-            )
+            own = _translated("lora.targets", targets, modules, (ALL, *own_names), f"projection of {whose}")
             experts = [name for name in own if name in EXPERTS]  # which all-linear does not mean
             options["lora.targets"] = own if ALL not in own else [*projections, *experts] if experts else None
-    if modules := given.get("lora.modules_to_save"):
+    if saved := given.get("lora.modules_to_save"):
         what = f"module of {whose} that can be trained in full"
         with mistakes.collected():
             options["lora.modules_to_save"] = _translated(
-                "lora.modules_to_save", modules, _ends(tables), SAVED_MODULES, what
+                "lora.modules_to_save", saved, _ends(tables), SAVED_MODULES, what
             )
     for option in ("lora.ranks", "lora.alphas"):
         with mistakes.collected():
             if values := _by_own_names(
-                option, given.get(option) or {}, tables, own_names, f"projection of {whose}"
+                option, given.get(option) or {}, modules, own_names, f"projection of {whose}"
             ):
                 options[option] = values
     mistakes.report()
@@ -67,12 +66,12 @@ def with_own_names(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _by_own_names(
-    option: str, given: dict[str, Any], tables: dict[str, Names], own_names: tuple[str, ...], what: str
+    option: str, given: dict[str, Any], modules: dict[str, list[str]], own_names: tuple[str, ...], what: str
 ) -> dict[str, Any]:
     """A mapping from projections, by our names."""
     values: dict[str, Any] = {}
     for name, value in given.items():
-        own = _translated(option, [str(name)], _projections(tables), own_names, what, given)
+        own = _translated(option, [str(name)], modules, own_names, what, given)
         if twice := values.keys() & own:
             raise ConfigError(
                 f"{option} = {show(given)} contains {sorted(twice)[0]} twice. Remove one of the entries."
@@ -121,25 +120,43 @@ def _ends_with(module: str, name: str) -> bool:
     return module == name or module.endswith(f".{name}")
 
 
+def _absent(given: dict[str, Any]) -> frozenset[str]:
+    """The projections of blocks that a model of no known family has only if its options say so."""
+    blocks = str(given.get("model.layer_blocks") or "")
+    named = {"delta": "delta", "mamba": "mamba", "conv": "convolution"}
+    absent = {
+        f"{mixer}_{part}" for mixer, parts in MIXERS.items() if named[mixer] not in blocks for part in parts
+    }
+    return frozenset(absent | (set() if given.get("model.attention_gate") else {"attention_gate"}))
+
+
 def _modules(
-    tables: dict[str, Names], of: Callable[[Names], dict[str, str]], known: dict[str, str]
+    tables: dict[str, Names], of: Callable[[Names], dict[str, str]], known: Callable[[Names], dict[str, str]]
 ) -> dict[str, list[str]]:
     """Hugging Face module → our names of its parts, in all tables, for the modules that have some."""
     modules: dict[str, list[str]] = {}
     for table in tables.values():
+        names = known(table)
         for theirs, ours in of(table).items():
-            parts = [known[part] for part in ours.split() if part in known]
+            parts = [names[part] for part in ours.split() if part in names]
             modules[theirs] = list(dict.fromkeys(modules.get(theirs, []) + parts))
     return {theirs: parts for theirs, parts in modules.items() if parts}
 
 
-def _projections(tables: dict[str, Names]) -> dict[str, list[str]]:
+def _projections(tables: dict[str, Names], absent: frozenset[str]) -> dict[str, list[str]]:
+    """The same for projections, without some roles."""
     own = {
         f"{'mlp' if role in ('gate', 'up', 'down') else 'attention'}.{role}": role for role in PROJECTIONS
     } | {"attention.out": "o", "attention.gate": "attention_gate"}
     own |= {f"mlp.shared.{role}": role for role in ("gate", "up", "down")}  # of a shared expert
-    return _modules(tables, lambda table: table.layer, own)
+
+    def known(table: Names) -> dict[str, str]:
+        parts = MIXERS.get(table.mixer.removesuffix("_"), ())
+        mixer = {f"mixer.{'out' if part == 'o' else part}": f"{table.mixer}{part}" for part in parts}
+        return {ours: role for ours, role in (own | mixer).items() if role not in absent}
+
+    return _modules(tables, lambda table: table.layer, known)
 
 
 def _ends(tables: dict[str, Names]) -> dict[str, list[str]]:
-    return _modules(tables, lambda table: table.ends, {"embedding": "embedding", "head": "head"})
+    return _modules(tables, lambda table: table.ends, lambda _: {"embedding": "embedding", "head": "head"})

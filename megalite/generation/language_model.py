@@ -8,7 +8,7 @@ are not communicated. Forward passes only; they communicate
     within a stage
     at its end     the parts of the vocabulary's logits, all-gathered over tp on the last stage
     with cp        of whole rows, keys and values in each layer and the last stage's activations, all-gathered
-    over cp
+    over cp; in a layer with a state, states and ends of segments
     at each draw   the last stage's first rank draws the tokens and broadcasts them: rounding cannot make two
     ranks disagree
 
@@ -183,7 +183,7 @@ class LanguageModel:
 
     @torch.no_grad()
     def extend(self, cache: RowCache, tokens: Sequence[int], positions: Sequence[int]) -> Tensor | None:
-        """Read one more token of each row at these positions. Returns logits like `read`."""
+        """Read the next token of each row, at these positions. Returns logits like `read`."""
         read, where = torch.tensor([[tokens], [positions]], device=self.device)  # [1, rows] each
         microbatch = Microbatch(read, read, where, self._samples(len(tokens)))
         cache.begin_tokens(list(positions))

@@ -29,6 +29,7 @@ from megalite.huggingface.model_card import write_card
 from megalite.huggingface.peft_modules import (
     EMBEDDING,
     PREFIX,
+    REFUSED,
     AdaptedModule,
     FusedExperts,
     module_of,
@@ -178,6 +179,7 @@ def _settings(
     others = {module_of(place) for place in places.values()} - {module.name for module in modules}
     numbers = {module.name: _numbers(module, adapters) for module in modules}
     weights = _as_weights(modules, family, lora.dora)
+    _check_accepted(modules, family)
 
     def target(name: str, others: set[str]) -> str:
         return _target(name, others) + (".weight" if name in weights else "")
@@ -240,6 +242,16 @@ def _as_weights(modules: Sequence[AdaptedModule], family: str, dora: bool) -> se
             "gate, up and down from lora.targets."
         )
     return as_weights
+
+
+def _check_accepted(modules: Sequence[AdaptedModule], family: str) -> None:
+    """Raise ConversionError for a module that PEFT refuses to adapt in a family."""
+    refused = [each.name for each in modules if each.name.endswith(REFUSED.get(family, ()))]
+    if refused:
+        raise ConversionError(
+            f"PEFT refuses adapters of {refused[0]} in a {family} model. Export the merged model with "
+            "`megalite convert export`, or remove mamba_o from lora.targets."
+        )
 
 
 def _without_dropout(lora: LoraConfig, settings: dict[str, Any]) -> list[str]:

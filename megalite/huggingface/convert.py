@@ -63,7 +63,7 @@ from megalite.huggingface.kept_tensors import (
 from megalite.huggingface.merging import Adapters
 from megalite.huggingface.model_card import write_card
 from megalite.huggingface.router_bias import PREFIX, bias_names, fill, states, to_export
-from megalite.huggingface.tensor_places import TensorPlace, copies, evenly_cut, in_memory, places
+from megalite.huggingface.tensor_places import TensorPlace, copies, evenly_cut, places
 from megalite.huggingface.tokenizer_export import (
     TokenizerChoice,
     choose,
@@ -587,7 +587,7 @@ def _dtypes(
 ) -> tuple[dict[str, torch.dtype], torch.dtype]:
     """Return the dtype of each tensor in the files, and that of the model: the widest of them.
 
-    Tensors whose names end with `fp32` keep a wider dtype than `dtype` and do not count for that of the model.
+    Tensors whose names end with `fp32` keep a wider dtype than `dtype` and do not count for the model's.
     transformers would otherwise load all weights in fp32 because of them.
     """
     dtypes = {name: dtype or getattr(torch, tensor.dtype) for name, tensor in stored.items()}
@@ -671,9 +671,15 @@ def _family_like(model: ModelConfig, base: dict[str, Any]) -> str | None:
 
 
 def places_of(model: ModelConfig, directory: Path) -> dict[str, TensorPlace]:
-    """Return the places of a model's tensors in its family, under the names in memory, which PEFT has."""
+    """Return the places of a model's tensors in the modules of its family, whose names PEFT has."""
     family = family_of(model, directory)
-    return {name: in_memory(place, names_of(model, family)) for name, place in places(model, family).items()}
+    by_name = places(model, family)
+    for theirs, module in names_of(model, family).memory:
+        by_name = {
+            name: replace(place, theirs=place.theirs.replace(theirs, module))
+            for name, place in by_name.items()
+        }
+    return by_name
 
 
 def head_of(model: ModelConfig, directory: Path) -> str:

@@ -58,8 +58,13 @@ class TensorPlace:
         if self.stored_shape is not None and not self.pieces:
             return {self.theirs: self.stored_shape}
         if self.pieces:
-            shape = self.stored_shape or (self.shape[0] // len(self.pieces), *self.shape[1:])
-            return {self.theirs.format(*piece): shape for piece in self.pieces}
+            rows = -(-self.shape[0] // len(self.pieces))  # the last one may have fewer
+            sizes = [min(rows, self.shape[0] - start) for start in range(0, self.shape[0], rows)]
+            others = (1, *self.shape[1:]) if self.stored_shape is not None else self.shape[1:]
+            return {
+                self.theirs.format(*piece): (size, *others)
+                for piece, size in zip(self.pieces, sizes, strict=True)
+            }
         if self.experts is not None:
             rows, *columns = self.shape[0] // self.experts, *self.shape[1:]
             return {
@@ -161,14 +166,6 @@ def places(model: ModelConfig, family: str) -> dict[str, TensorPlace]:
     return {name: tensor_places[name] for name in shapes}
 
 
-def in_memory(place: TensorPlace, names: Names) -> TensorPlace:
-    """Return the place in transformers' model, whose modules may have other names than in files."""
-    theirs = place.theirs
-    for of_files, own in names.memory:
-        theirs = theirs.replace(of_files, own)
-    return replace(place, theirs=theirs)
-
-
 def _experts(theirs: str, shape: tuple[int, ...], number: int, names: Names) -> TensorPlace:
     """Return the place of a layer's experts, with the modules of `names.expert` in each expert."""
     parts = names.expert if "{}.{}" in theirs else ()
@@ -213,23 +210,19 @@ def evenly_cut(
         if not (name.endswith(".conv_q.weight") and "q_conv1d" in place.theirs):
             continue
         parts = [name.replace(".conv_q.", f".conv_{part}.") for part in "qkv"]
-        sizes, template = (
-            [len(by_name[part].rows) for part in parts],
+        sizes, taps = [len(by_name[part].rows) for part in parts], place.shape[1]
+        whole = TensorPlace(
             place.theirs.replace("q_conv1d", "{}_conv1d"),
+            (sum(sizes), taps),
+            range(sum(sizes)),
+            False,
+            pieces=(("q",), ("k",), ("v",)),
+            stored_shape=(sum(sizes), 1, taps),
         )
-        whole, taps = sum(sizes), place.shape[1]
-        even = (whole // 3, 1, taps)
-        if len({*sizes}) == 1 or any(shapes.get(template.format(part)) != even for part in "qkv"):
-            continue
-        for part, start, size in zip(parts, accumulate(sizes, initial=0), sizes, strict=False):
-            cut[part] = TensorPlace(
-                template,
-                (whole, taps),
-                range(start, start + size),
-                False,
-                pieces=(("q",), ("k",), ("v",)),
-                stored_shape=even,
-            )
+        if len({*sizes}) > 1 and all(shapes.get(theirs) == shape for theirs, shape in whole.tensors.items()):
+            starts = accumulate(sizes, initial=0)
+            for part, start, size in zip(parts, starts, sizes, strict=False):
+                cut[part] = replace(whole, rows=range(start, start + size))
     return cut
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megalite.model.block_module import BlockModule, Operation
 from megalite.model.forward_state import ForwardState, Site
+from megalite.parallel.context.whole_rows import AcrossRows
 from megalite.parallel.node import Node, Saved
 from megalite.parallel.tensor.linear import RowParallelLinear
 from megalite.parallel.weight import Weight
@@ -35,7 +36,13 @@ class Projection(Protocol):
 
 
 class Mixer(Protocol):
-    """Mixes the tokens of rows: [seq, batch, width of the projection] -> [seq, batch, channels/tp]."""
+    """Mixes the tokens of rows: [seq, batch, width of the projection] -> [seq, batch, channels/tp].
+
+    Attributes:
+        across: computes what goes along rows. Generation replaces it.
+    """
+
+    across: AcrossRows
 
     def compute(self, packed: Tensor, saved: Saved, state: ForwardState) -> Tensor: ...
     def gradient(self, grad: Tensor, saved: Saved, state: ForwardState) -> Tensor: ...

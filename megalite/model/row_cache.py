@@ -4,8 +4,8 @@ row costs one position.
 Rows may have different lengths. A pass reads either whole rows from their start (prompts), padded after their
 ends, where no token looks, or one token of each row. A block keeps its own data in a store; this module knows
 which rows and positions a pass has. Each tp rank keeps what it computes, each stage that of its layers. Each
-cp rank keeps whole rows: of a prompt it computes its part, and all-gathers what it keeps
-(`parallel.context.gathered`). Nothing else here communicates.
+cp rank keeps whole rows: of a prompt it computes its part, and gathers what it keeps over cp. Nothing else
+here communicates.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch import Tensor
 from megalite.mesh.mesh import MeshAxis
 from megalite.model.block_module import BlockModule
 from megalite.model.forward_state import ForwardState
-from megalite.parallel.context.gathered import whole
+from megalite.parallel.collectives import all_reduce
+from megalite.parallel.context.gathered import own_part, whole
 from megalite.parallel.context.parts import SequencePart
 
 ROUND_UP = 64
@@ -94,6 +95,7 @@ class RowCache:
         }
         self._column_of_rows = self._column(range(rows))
         self._slots: dict[int, CacheSlots] = {}  # by number of slots, for the current pass
+        self._lengths = [0] * rows  # what `ends` has
 
     @property
     def nbytes(self) -> int:
@@ -106,16 +108,24 @@ class RowCache:
             lengths: the number of tokens of each row.
         """
         self.reads_prompts, self.ends, self._longest = True, self._column(lengths), padded
-        self._slots = {}
+        self._padding = torch.arange(padded, device=self.device).unsqueeze(1) >= self.ends.t()
+        self._slots, self._lengths = {}, list(lengths)
 
     def begin_tokens(self, positions: list[int]) -> None:
-        """Prepare a pass that reads one token of each row at these positions.
+        """Prepare a pass that reads one token of each row at these positions: the next ones.
 
-        All earlier positions must have been read.
+        Raises:
+            ValueError: a position is not the one after what the cache has of its row. What blocks keep may
+                not be cut: a state is that of all tokens, and a window has overwritten earlier ones.
         """
+        if positions != self._lengths:
+            raise ValueError(
+                f"Expected the next position of each row, {self._lengths}, but got {positions}. Read the "
+                "rows from their start."
+            )
         self.reads_prompts, self._longest = False, padded(max(positions) + 1)
-        self.ends = self._column([position + 1 for position in positions])
-        self._slots = {}
+        self._lengths = [position + 1 for position in positions]
+        self.ends, self._slots = self._column(self._lengths), {}
 
     def slots(self, count: int) -> CacheSlots:
         """Return the slots of the current pass in stores with `count` slots."""
@@ -129,6 +139,30 @@ class RowCache:
                 slot, empty = (self.ends - 1) % count, (used >= self.ends)[:, None, None]
             self._slots[count] = CacheSlots(self._column_of_rows, slot, empty)
         return self._slots[count]
+
+    def padding(self, part: SequencePart | None) -> Tensor:
+        """Return which tokens of prompts are after their row's end, [padded, rows] or this cp rank's part."""
+        return self._padding if part is None else own_part(self._padding, part)
+
+    def last_of(self, x: Tensor, count: int, part: SequencePart | None) -> Tensor:
+        """Return the last tokens of each row of prompts, [count, rows, channels]; zero before its start.
+
+        Args:
+            x: [padded, rows, channels], or this cp rank's part.
+        """
+        position = self.ends.t() - count + torch.arange(count, device=self.device).unsqueeze(1)
+        if part is None:
+            return self._at(x, position)
+        own = part.segments[part.rank]
+        pieces = zip(own, x.split([segment.length for segment in own]), strict=True)
+        # one rank has each token
+        last = sum((self._at(piece, position - segment.start) for segment, piece in pieces), x.new_zeros(()))
+        return all_reduce(last, self.cp).wait()
+
+    def _at(self, x: Tensor, index: Tensor) -> Tensor:
+        """Return x at [count, rows] positions; zero where there is none."""
+        there = (index >= 0) & (index < len(x))
+        return x[index.clamp(0, len(x) - 1), self._column_of_rows.t()].masked_fill(~there.unsqueeze(-1), 0)
 
     def whole(self, x: Tensor, part: SequencePart | None) -> Tensor:
         """All-gather whole rows [seq, …] from this cp rank's part. Without parts x is whole."""

@@ -286,7 +286,7 @@ def test_the_page_shows_every_schedule_as_the_tool_draws_it(tool, tmp_path):
 
 
 def test_the_manual_shows_the_figures_as_they_are_drawn():
-    names = ("docs/mathematics.md", "docs/context-parallel.md", "README.md")
+    names = ("docs/mathematics.md", "docs/context-parallel.md", "docs/hybrids.md", "README.md")
     pages = "".join((ROOT / name).read_text() for name in names)
     for name, figure in FIGURES.items():
         assert (ROOT / "docs" / "pictures" / f"{name}.svg").read_text() == svg(figure()), (

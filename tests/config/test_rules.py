@@ -45,6 +45,7 @@ LONGROPE |= {"short_factor": [1.0, 1.0], "long_factor": [1.0, 2.0]}
 
 # option: (the nearest illegal value, a legal value next to it)
 BOUNDS: dict[str, tuple[Any, Any]] = {
+    "model.norm_topk_eps": (0, 1e-6),
     **dict.fromkeys(
         ("parallel.tp", "parallel.pp", "parallel.dp", "parallel.cp", "model.num_hidden_layers", "train.steps"), (0, 1)
     ),
@@ -65,6 +66,10 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
         ("model.num_experts", "model.moe_intermediate_size", "model.shared_expert_intermediate_size"), (0, None)
     ),
     "model.moe_latent_size": (0, None),
+    **dict.fromkeys(
+        ("model.attention_in_multiplier", "model.key_multiplier", "model.attention_out_multiplier"), (0.0, 1.0)
+    ),
+    "model.mlp_multipliers": ([0.0, 1.0], None),
     **dict.fromkeys(("model.router_aux_loss_coef", "model.router_z_loss_coef", "model.router_bias_rate"), (-1e-9, 0.0)),
     **dict.fromkeys(("model.rope_local_theta", "model.expert_capacity_factor"), (0.0, None)),
     **dict.fromkeys(("parallel.dp_shard", "parallel.powersgd_rank", "parallel.context_inner"), (0, 1)),
@@ -131,6 +136,10 @@ EXPERTS = {"model.num_experts": 4}
 GROUPS = EXPERTS | {"model.num_experts_per_tok": 1}
 LATENTS = {"model.kv_lora_rank": 8}
 LATENT_ROWS = {  # rule: what breaks it, next to latents, and what the same option must be
+    **{
+        f"{name} is incompatible with latents": (f"model.{name}", 0.5, 1.0)
+        for name in ("attention_in_multiplier", "key_multiplier", "attention_out_multiplier")
+    },
     "qk_norm is incompatible with latents": ("model.qk_norm", "head", "none"),
     "attention_sinks is incompatible with latents": ("model.attention_sinks", True, False),
     "attention_gate is incompatible with latents": ("model.attention_gate", True, False),
@@ -474,7 +483,7 @@ ROWS = [
     ),
     Row(
         "mixture blocks and num_experts",
-        {"model.layer_blocks": ["attention+mixture"] * 4},
+        {"model.layer_blocks": ["attention+mixture"] * 4, "model.num_experts": None},
         {"model.num_experts": 4},
         ("model.num_experts = null",),
     ),
@@ -495,6 +504,31 @@ ROWS = [
         {"model.attention_gate": True, "model.attention_sinks": True},
         {"model.attention_sinks": False},
         ("model.attention_sinks = true",),
+    ),
+    Row(
+        "a factor on the input of attention alone",
+        {"model.attention_in_multiplier": 0.5, "model.attention_bias": True},
+        {"model.attention_bias": False},
+        ("model.attention_bias = true",),
+    ),
+    Row(
+        "a factor on keys without norms",
+        {"model.key_multiplier": 0.5, "model.qk_norm": "head"},
+        {"model.qk_norm": "none"},
+        ("model.qk_norm = head",),
+    ),
+    Row(
+        "two factors of the feed-forward",
+        {"model.mlp_multipliers": [0.5]},
+        {"model.mlp_multipliers": [0.5, 2.0]},
+        ("must be two numbers",),
+    ),
+    Row("post_norm_layers exist", {"model.post_norm_layers": [4]}, {"model.post_norm_layers": [0, 3]}, ("0 to 3",)),
+    Row(
+        "post_norm_layers without parallel_block",
+        {"model.post_norm_layers": [1], "model.parallel_block": "two_norms"},
+        {"model.parallel_block": "none"},
+        ("model.parallel_block = two_norms",),
     ),
     Row("no_rope_layers exist", {"model.no_rope_layers": [3, 4]}, {"model.no_rope_layers": [0, 3]}, ("0 to 3",)),
     Row(
@@ -563,22 +597,6 @@ ROWS = [
         MIXERS["mamba"] | {"model.mamba_proj_bias": True, "model.mamba_in_multiplier": 0.5},
         {"model.mamba_in_multiplier": 1.0},
         ("model.mamba_in_multiplier = 0.5",),
-    ),
-    *(
-        Row(
-            f"ulysses divides {of}",
-            MIXERS[kind] | heads | {"parallel.cp": 4, "model.num_attention_heads": 8, "model.num_key_value_heads": 4},
-            {"parallel.context": "auto"},
-            (f"computes whole {of}", "Nearest: 2. Or set parallel.context to auto"),
-            world=4,
-        )
-        for kind, of, heads in (
-            (
-                *("delta", "value heads of delta blocks"),
-                {"model.linear_num_value_heads": 6, "model.linear_num_key_heads": 2},
-            ),
-            ("mamba", "heads of mamba blocks", {"model.mamba_num_heads": 6, "model.mamba_n_groups": 2}),
-        )
     ),
     *(
         Row(
@@ -651,6 +669,22 @@ ROWS = [
             "Nearest: 2 or 4. Or set parallel.context to gather, ring or auto.",
         ),
         world=3,
+    ),
+    *(
+        Row(
+            f"ulysses divides {of}",
+            MIXERS[kind] | sizes | {"parallel.cp": 8, "model.num_attention_heads": 8},
+            {"parallel.context": "auto"},
+            (f"each rank computes whole {of}", "Nearest: 4. Or set parallel.context to gather, ring or auto."),
+            world=8,
+        )
+        for kind, of, sizes in (
+            (
+                *("delta", "value heads of delta blocks"),
+                {"model.linear_num_value_heads": 4, "model.linear_num_key_heads": 2},
+            ),
+            ("mamba", "heads of mamba blocks", {"model.mamba_num_heads": 4, "model.mamba_n_groups": 1}),
+        )
     ),
     Row(
         "inner ranks belong to a ring",

@@ -44,6 +44,13 @@ def test_trains_like_one_process(case, ranks, references, prefix):
     assert all(expected["dropped"]) == (case["capacity"] is not None)
 
 
+@pytest.mark.parametrize("layout", [SHARDED, PIPELINED], ids=str)
+def test_experts_on_a_latent_train_like_one_process(layout, ranks, references, prefix):
+    several, one = configs(prefix, **layout, model={"moe_latent_size": 20, "gated_mlp": False, "hidden_act": "relu2"})
+    got = ranks.run(4, jobs.train, several, FEWER)
+    assert_same_run(got, references.run(jobs.train, one, FEWER), 1e-9, 1e-9)
+
+
 @pytest.mark.parametrize("layout", [SHARDED | {"recompute": "full"}, PIPELINED], ids=str)
 def test_adapters_of_experts_train_like_one_process(layout, ranks, references, prefix):
     several, one = configs(prefix, **layout)

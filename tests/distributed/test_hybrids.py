@@ -11,12 +11,16 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 from megalite.config.load import from_dict
+from megalite.model.blocks.delta import gates
 from megalite.planner.memory.estimate import estimate
 from tests.distributed.test_equivalence import assert_same_run
 from tests.support import jobs, jobs_memory
 from tests.support.configs import SEQUENCE, case_of, config_of, config_of_one_process, micro_batch, write_tokens
+from tests.support.jobs_hybrids import losses_of_documents
+from tests.support.jobs_training import resume, train_and_save
 from tests.support.pool import RankContext
 
 STEPS = 3
@@ -46,6 +50,10 @@ MECHANISMS: dict[str, dict[str, Any]] = {
     },
     "convolution": {},
     "convolution, with biases": {"conv_bias": True, "conv_kernel": 4},
+    "all of them": {
+        **(DELTA | MAMBA),
+        "layer_blocks": ["delta+feed_forward", "mamba|attention+feed_forward", "convolution", "mamba"],
+    },
 }
 KINDS = {"delta": "delta", "kimi": "delta", "mamba": "mamba", "convolution": "convolution"}
 LAYOUTS: list[tuple[str, dict[str, Any]]] = [
@@ -59,6 +67,7 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("kimi", {"tp": 2, "recompute": "mixer_in+mixer"}),
     ("kimi", {"dp": 2, "zero": 3, "recompute": "budget"}),
     ("delta", {"cp": 4, "context": "ring"}),
+    ("delta", {"cp": 4, "context": "ring", "masked": False, "pp": 2, "schedule": "zb-h1"}),
     ("delta, one key head", {"cp": 2, "context": "ulysses", "tp": 2, "sequence_parallel": True}),
     ("delta", {"cp": 3, "context": "gather", "recompute": "mixer+mixer_in"}),
     ("delta", {"cp": 4, "context": "ring", "context_inner": 2, "recompute": "full"}),
@@ -77,6 +86,8 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("delta", {"cp": 2, "context": "auto", "tp": 2, "sequence_parallel": True}),
     ("mamba", {"cp": 2, "context": "auto", "recompute": "full"}),
     ("delta", {"cp": 2, "context": "gather", "context_parts": "balanced"}),
+    ("all of them", {"pp": 2, "tp": 2, "sequence_parallel": True, "cp": 2, "context": "ring"}),
+    ("all of them", {"dp": 2, "zero": 3, "recompute": "mixer+mixer_in+qkv+residual"}),
     ("convolution", {"pp": 2, "schedule": "v-half", "dp": 2, "zero": 1}),
     ("convolution, with biases", {"tp": 2, "sequence_parallel": True, "recompute": "mixer+residual"}),
 ]
@@ -89,7 +100,7 @@ def prefix(tmp_path_factory) -> str:
 
 def configs(prefix: str, mechanism: str, mixed: bool = True, **layout: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """A layout's configuration, and that of the same model, data and global batch on one process."""
-    kind = KINDS[mechanism.split(",")[0]]
+    kind = KINDS.get(mechanism.split(",")[0])
     blocks = [f"{kind}+feed_forward"] * 4
     if mixed:
         blocks[1] = "attention+feed_forward"
@@ -141,4 +152,46 @@ def test_its_operation_frees_what_it_computes(prefix):
         for recompute in ("none", "mixer")
     )
     tokens, heads = micro_batch(BASE) * SEQUENCE, 4
-    assert kept - dropped == 4 * 8 * tokens * (2 * heads * 5 + heads)  # output, its squares, the gated norm
+    assert kept - dropped == 4 * 8 * tokens * (2 * heads * 5)  # output, the gated norm
+
+
+@pytest.mark.parametrize("mechanism", ["delta", "kimi", "mamba", "convolution"])
+def test_a_document_has_the_loss_that_it_has_alone(mechanism, ranks, prefix):
+    """In a row with others, in one process and over four cp ranks: a short document, one over more than three
+    segments of positions, and one that ends the row within its segment."""
+    options = {"masked": True, "dropout": 0.0}
+    documents = [[5, 9, 3], [7 + token % 80 for token in range(29)], [11, 2, 4, 8], [6] * 12]
+    length = sum(map(len, documents))
+    several, _ = configs(prefix, mechanism, cp=4, context="gather", **options)
+    alone, _ = configs(prefix, mechanism, **options)
+    for config in (several, alone):
+        config["data"]["sequence_length"] = length
+        config["model"]["max_position_embeddings"] = length
+    expected = [losses_of_documents(RankContext(0, 1), alone, [document])[0] for document in documents]
+    assert losses_of_documents(RankContext(0, 1), alone, documents) == pytest.approx(expected, rel=1e-10, abs=0)
+    for got in ranks.run(4, losses_of_documents, several, documents):
+        assert got == pytest.approx(expected, rel=1e-10, abs=0)
+
+
+def test_small_queries_and_keys_have_the_length_of_the_formula():
+    """Epsilon is added to the sum of squares: it is neither a lower bound of the sum nor added to a mean."""
+    x = torch.full((2, 1, 1, 4), 5e-4, dtype=torch.float64, requires_grad=True)  # the sum of squares is epsilon
+    expected = x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    dy = torch.randn_like(x)
+    (gradient,) = torch.autograd.grad((expected * dy).sum(), x)
+    torch.testing.assert_close(gates.unit_length(x), expected, rtol=1e-14, atol=0)
+    assert gates.unit_length(x).square().sum().item() == pytest.approx(len(x) / 2, rel=1e-12)
+    torch.testing.assert_close(gates.unit_length_backward(dy, x), gradient, rtol=1e-12, atol=0)
+
+
+def test_is_saved_and_resumed_on_another_layout(ranks, references, prefix):
+    several, one = configs(prefix, "all of them", tp=2, sequence_parallel=True)
+    several["run"]["name"] = "resumed"
+    whole = references.run(jobs.train, one, STEPS)
+    saved = ranks.run(2, train_and_save, several, 2, 0)[0]["directory"]
+    other, _ = configs(prefix, "all of them", pp=2, dp=2, zero=3)
+    other["checkpoint"]["load"] = saved
+    got = ranks.run(4, resume, other, STEPS - 2, ("weight",))
+    assert got[0]["losses"] == pytest.approx(whole["losses"][2:], rel=1e-9, abs=0)
+    for name, tensor in got[0]["tensors"].items():
+        assert (tensor - whole["tensors"][name]).abs().max() <= 1e-9

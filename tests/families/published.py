@@ -31,6 +31,8 @@ DEFAULT = {"rope_type": "default", "rope_theta": 5e5}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]}
 
+MAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 6, "mamba_d_head": "auto"}
+
 # where the file comes from; its fields; those that are ignored
 ACCEPTED: list[tuple[str, dict[str, Any], list[str]]] = [
     (
@@ -306,6 +308,83 @@ ACCEPTED: list[tuple[str, dict[str, Any], list[str]]] = [
         },
         [],
     ),
+    (
+        "Qwen3-Next-80B-A3B",
+        GROUPED
+        | {"model_type": "qwen3_next", "head_dim": 16, "full_attention_interval": 3, "partial_rotary_factor": 0.25}
+        | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "rope_theta": 1e7}
+        | {"rope_scaling": None, "mlp_only_layers": [], "decoder_sparse_step": 1, "use_sliding_window": False},
+        [],
+    ),
+    (
+        "Qwen3.5-9B",
+        GROUPED
+        | {"model_type": "qwen3_5_text", "head_dim": 16, "attn_output_gate": True, "mtp_num_hidden_layers": 1}
+        | {"rope_parameters": DEFAULT | {"mrope_section": [1, 1, 0], "mrope_interleaved": True}},
+        ["mtp_num_hidden_layers"],
+    ),
+    (
+        "Kimi-Linear-48B-A3B",
+        DENSE
+        | {"model_type": "kimi_linear", "num_key_value_heads": 6, "head_dim": 72, "num_experts": 8}
+        | {"num_experts_per_token": 2, "moe_intermediate_size": 24, "num_shared_experts": 1, "first_k_dense_replace": 1}
+        | {"num_expert_group": 1, "topk_group": 1, "moe_renormalize": True, "moe_router_activation_func": "sigmoid"}
+        | {"mla_use_nope": True, "use_grouped_topk": True, "moe_layer_freq": 1, "num_nextn_predict_layers": 0}
+        | {"model_max_length": 64, "rope_theta": 1e4, "rope_scaling": None, "v_head_dim": 8}
+        | {
+            "linear_attn_config": {"head_dim": 8, "num_heads": 4, "short_conv_kernel_size": 4}
+            | {"kda_layers": [1, 2], "full_attn_layers": [3]}
+        },
+        ["rope_theta"],
+    ),
+    (
+        "LFM2-1.2B",
+        {key: value for key, value in GROUPED.items() if key != "intermediate_size"}
+        | {"model_type": "lfm2", "block_ff_dim": 96, "block_multiple_of": 32, "full_attn_idxs": [2]}
+        | {"block_dim": 48, "conv_bias": False, "conv_L_cache": 3, "tie_embedding": True, "rope_theta": 1e6},
+        ["block_dim"],
+    ),
+    (
+        "Bamba",
+        GROUPED
+        | MAMBA
+        | {"model_type": "bamba", "attn_layer_indices": [1], "rope_theta": 1e4, "attn_rotary_emb": 4}
+        | {"num_logits_to_keep": 1, "mamba_chunk_size": 256},
+        ["attn_rotary_emb"],
+    ),
+    (
+        "Granite 4",
+        GROUPED
+        | MAMBA
+        | {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention", "mamba"], "num_local_experts": 0}
+        | {"shared_intermediate_size": 80, "position_embedding_type": "nope", "init_method": "mup"},
+        ["init_method"],
+    ),
+    (
+        "Granite 4, without Mamba-2 layers",
+        GROUPED
+        | {"model_type": "granitemoehybrid", "layer_types": ["attention"] * 3, "num_local_experts": 0}
+        | {"shared_intermediate_size": 80, "position_embedding_type": "rope", "mamba_n_heads": 128, "hidden_size": 48}
+        | {"mamba_d_head": 12, "mamba_expand": 32},
+        [],
+    ),
+    (
+        "Falcon-H1",
+        GROUPED
+        | MAMBA
+        | {"model_type": "falcon_h1", "mamba_d_ssm": 96, "mamba_use_mlp": True, "key_multiplier": 0.4}
+        | {"mlp_multipliers": [0.9, 0.2], "ssm_multipliers": [0.3, 0.2, 0.3, 0.5, 0.2], "lm_head_multiplier": 0.04},
+        ["mamba_use_mlp"],
+    ),
+    (
+        "Nemotron-H",
+        {key: value for key, value in GROUPED.items() if key != "num_hidden_layers"}
+        | {"model_type": "nemotron_h", "hybrid_override_pattern": "M-*E", "num_hidden_layers": 4, "head_dim": 8}
+        | {"mamba_num_heads": 8, "mamba_head_dim": 4, "ssm_state_size": 6, "n_groups": 2, "norm_eps": 1e-5}
+        | {"n_routed_experts": 4, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 24}
+        | {"time_step_limit": [0.0, float("inf")], "time_step_rank": 8},
+        ["norm_eps", "time_step_rank"],
+    ),
 ]
 
 # fields of a Llama, or of another family, that transformers reads and that we do not compute; what the message says
@@ -343,6 +422,43 @@ REJECTED: list[tuple[dict[str, Any], str]] = [
     (
         {"model_type": "gemma2", "use_bidirectional_attention": True},
         "use_bidirectional_attention = True is not supported by the gemma2",
+    ),
+    (
+        {"model_type": "bamba", "attn_layer_indices": [1], "layer_types": ["full_attention"] * 3},
+        "layers_block_type = ['full_attention', 'full_attention', 'full_attention'] contradicts attn_layer_indices",
+    ),
+    (
+        {"model_type": "bamba", "mamba_n_heads": 8, "hidden_act": "gelu"},
+        "hidden_act = 'gelu' is not supported after a convolution. Legal value: silu.",
+    ),
+    (
+        {"model_type": "bamba", "mamba_n_heads": 8, "mamba_d_head": 10},
+        "mamba_d_head = 10 does not make 96 channels with mamba_n_heads = 8.",
+    ),
+    (
+        {"model_type": "granitemoehybrid", "layer_types": ["sliding_attention"] * 3},
+        "layer_types = 'sliding_attention' is not supported. Legal values: linear_attention, full_attention.",
+    ),
+    (
+        {"model_type": "falcon_h1", "mamba_n_heads": 8, "projectors_bias": True},
+        "projectors_bias = True is not supported with mamba_proj_bias = False. They must be equal.",
+    ),
+    (
+        {"model_type": "falcon_h1", "mamba_n_heads": 8, "ssm_multipliers": [0.5]},
+        "ssm_multipliers = [0.5] has 1 numbers, but must have 5.",
+    ),
+    (
+        {"model_type": "nemotron_h", "mamba_hidden_act": "gelu"},
+        "mamba_hidden_act = 'gelu' is not supported by the nemotron_h family. Legal value: 'silu'.",
+    ),
+    (
+        {"model_type": "nemotron_h", "layers_block_type": ["moe"], "mlp_bias": True},
+        "mlp_bias = True is not supported with experts, which have no biases in this family.",
+    ),
+    ({"model_type": "nemotron_h", "tie_word_embeddings": True}, "transformers never ties the head in this family."),
+    (
+        {"model_type": "nemotron_h", "hybrid_override_pattern": "MX"},
+        "layers_block_type = 'X' is not supported. Legal values: linear_attention, full_attention, mlp, moe.",
     ),
     ({"rope_scaling": "linear"}, "rope_scaling = 'linear' is not an object"),
     (

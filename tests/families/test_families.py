@@ -52,6 +52,17 @@ MSCALE = {
     "mscale": 0.5,
     "mscale_all_dim": 0.707,
 }
+LINEAR = ["linear_attention", "full_attention", "linear_attention"]
+QWEN_DELTA = GROUPED | {"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 80}
+KIMI = {
+    "num_key_value_heads": 6,
+    "num_local_experts": 8,
+    "moe_intermediate_size": 24,
+    "linear_attn_config": {"kda_layers": [1, 2], "full_attn_layers": [3], "num_heads": 4, "head_dim": 8}
+    | {"short_conv_kernel_size": 3},
+}
+HYBRID = {"model_type": "qwen3_next"} | EXPERTS
 DEEPSEEK = {"model_type": "deepseek_v3", "num_key_value_heads": 6}
 
 # config class, its arguments, what our model must then be
@@ -407,11 +418,93 @@ FAMILIES += [
 ]
 
 
+FAMILIES += [
+    (
+        "Qwen3NextConfig",
+        QWEN_DELTA | EXPERTS | {"num_hidden_layers": 4, "mlp_only_layers": [1], "shared_expert_intermediate_size": 24},
+        {
+            "layer_blocks": ["delta+mixture", "delta+feed_forward", "delta+mixture", "attention+mixture"],
+            "attention_gate": True,
+            "norm_offset": 1.0,
+            "partial_rotary_factor": 0.25,
+            "linear_key_head_dim": 128,
+            "linear_num_value_heads": 4,
+        },
+    ),
+    (
+        "Qwen3_5TextConfig",
+        QWEN_DELTA | {"layer_types": LINEAR, "rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}},
+        {
+            "layer_blocks": ["delta+feed_forward", "attention+feed_forward", "delta+feed_forward"],
+            "rope_theta": 1e6,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
+    (
+        "Qwen3_5MoeTextConfig",
+        {key: value for key, value in QWEN_DELTA.items() if key != "intermediate_size"} | EXPERTS,
+        {"layer_blocks": ["delta+mixture"] * 3, "norm_topk_prob": True, "shared_expert_intermediate_size": 512},
+    ),
+    (
+        "OlmoHybridConfig",
+        GROUPED | {"num_hidden_layers": 3, "rope_theta": None},
+        {
+            "layer_blocks": ["delta+feed_forward", "delta+feed_forward", "attention+feed_forward"],
+            "post_norm_layers": [2],
+            "position": "none",
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 6,
+            "linear_value_head_dim": 12,
+            "delta_negative_eigenvalues": True,
+            "delta_norm_eps": 1e-5,
+        },
+    ),
+    ("OlmoHybridConfig", GROUPED | {"layer_types": LINEAR, "rms_norm_eps": 1e-5}, {"position": "rope"}),
+    (
+        "KimiLinearConfig",
+        ALL_HEADS | KIMI,
+        {
+            "layer_blocks": ["delta+feed_forward", "delta+mixture", "latent_attention+mixture"],
+            "delta_decay": "channel",
+            "linear_num_key_heads": 4,
+            "linear_value_head_dim": 8,
+            "linear_conv_kernel_dim": 3,
+            "position": "none",
+            "num_experts": 8,
+            "routed_scaling_factor": 2.446,
+            "n_group": None,
+        },
+    ),
+    (
+        "Lfm2Config",
+        GROUPED | {"full_attn_idxs": [1], "block_multiple_of": 32},
+        {
+            "layer_blocks": ["convolution+feed_forward", "attention+feed_forward", "convolution+feed_forward"],
+            "intermediate_size": 64,
+            "rope_theta": 1e6,
+            "qk_norm": "head",
+        },
+    ),
+    (
+        "Lfm2MoeConfig",
+        GROUPED | EXPERTS | {"layer_types": ["conv", "conv", "full_attention"], "conv_bias": True},
+        {
+            "layer_blocks": ["convolution+feed_forward", "convolution+feed_forward", "attention+mixture"],
+            "norm_topk_eps": 1e-6,
+            "router_scores": "sigmoid",
+            "conv_bias": True,
+        },
+    ),
+]
+
+
 COMPUTED = (
     "sliding_window",
     "_sliding_window_pattern",
     "layer_types",
     "no_rope_layer_interval",
+    *("linear_attn_config", "full_attention_interval", "first_k_dense_replace", "moe_layer_freq"),
+    *("block_auto_adjust_ff_dim", "block_multiple_of", "full_attn_idxs"),
 )  # compared as our fields, which the file must give back
 PUBLISHED = {
     "SmolLM2": {
@@ -482,7 +575,7 @@ def test_reads_what_transformers_writes_and_writes_what_it_reads(name, arguments
     assert from_hf_config(json.loads(theirs.to_json_string(use_diff=True))) == shape
     model = ModelConfig(**shape)
     assert {key: getattr(model, key) for key in expected} == expected
-    assert all(getattr(model, key) == arguments[key] for key in GROUPED if key in arguments)
+    assert all(getattr(model, key) == arguments[key] for key in GROUPED if key in arguments and key not in expected)
 
     written = to_hf_config(model, theirs.model_type)
     again = type(theirs).from_dict(json.loads(json.dumps(written)))
@@ -504,6 +597,7 @@ def test_reads_what_transformers_writes_and_writes_what_it_reads(name, arguments
             *("partial_rotary_factor", "rope_local_base_freq", "rotary_pct", "rotary_emb_base"),  # in rope_parameters
             *("num_kv_heads", "num_ln_in_parallel_attn"),  # without effect in Falcon's first architecture
             *COMPUTED,
+            *(("intermediate_size",) if name == "Lfm2Config" else ()),
         ):
             config.pop(computed_alike, None)
     assert ours == reference
@@ -613,6 +707,40 @@ def test_an_activation_of_another_name_is_the_same():
             "kv_lora_rank = None is not supported by the deepseek_v3 family. It needs a number.",
         ),
         (
+            HYBRID | {"layer_types": ["linear_attention", "sliding_attention", "full_attention"]},
+            "layer_types = 'sliding_attention' is not supported. Legal values: linear_attention, full_attention.",
+        ),
+        (HYBRID | {"layer_types": LINEAR[:2]}, "must have 3 entries, as num_hidden_layers."),
+        (HYBRID | {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported with linear_attention layers"),
+        (HYBRID | {"num_experts": 0}, "num_experts = 0 is not supported. Legal values: 1 and above."),
+        (
+            {"model_type": "olmo_hybrid", "layer_types": ["linear_attention"] * 3},
+            "is not supported: the family requires both types of layers.",
+        ),
+        (
+            {"model_type": "kimi_linear", "num_key_value_heads": 6, "tie_word_embeddings": True},
+            "tie_word_embeddings = True is not supported by the kimi_linear family. Legal value: False.",
+        ),
+        (
+            {"model_type": "kimi_linear"} | KIMI | {"linear_head_dim": 16},
+            "linear_attn_config.head_dim = 8 contradicts linear_head_dim = 16",
+        ),
+        (
+            {"model_type": "kimi_linear"}
+            | KIMI
+            | {"linear_attn_config": {"kda_layers": [1, 2], "full_attn_layers": []}},
+            "must name each layer from 1 to 3 once.",
+        ),
+        (
+            {"model_type": "kimi_linear"} | KIMI | {"num_shared_experts": 0},
+            "num_shared_experts = 0 is not supported. Legal values: 1 and above.",
+        ),
+        ({"model_type": "lfm2_moe"} | EXPERTS, "layer_types is missing, but required for lfm2_moe."),
+        (
+            {"model_type": "lfm2_moe", "layer_types": ["conv"] * 3, "use_expert_bias": False},
+            "use_expert_bias = False is not supported by the lfm2_moe family. Legal value: True.",
+        ),
+        (
             DEEPSEEK | {"attention_bias": True},
             "attention_bias = True is not supported by the deepseek_v3 family. Legal value: False.",
         ),
@@ -668,6 +796,9 @@ def test_export_finds_the_family_and_refuses_what_none_expresses():
     assert to_hf_config(ModelConfig(**shape, qk_norm="head"))["model_type"] == "qwen3"
     assert to_hf_config(ModelConfig(**shape, attention_bias=True))["model_type"] == "qwen2"
     assert to_hf_config(ModelConfig(**preset("gpt2-124m")))["model_type"] == "gpt2"
+    delta = {"linear_num_value_heads": 16, "qk_norm": "head", "norm_offset": 1.0, "attention_gate": True}
+    blocks = ["delta + feed_forward", "attention+feed_forward", "delta+feed_forward"]
+    assert to_hf_config(ModelConfig(**shape, **delta, layer_blocks=blocks))["model_type"] == "qwen3_5_text"
     with pytest.raises(
         ConfigError, match="model.qk_norm = 'head' where llama has 'none'; the llama family does not support this value"
     ):
@@ -711,6 +842,28 @@ def test_presets_have_the_published_parameter_counts(name, parameters):
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
     assert model.num_parameters() == parameters == parameter_count(model_specs(ModelConfig(**preset(name))))
+
+
+@pytest.mark.parametrize(
+    "name, fields",
+    [
+        ("Qwen3NextConfig", {}),
+        ("Qwen3_5TextConfig", {}),
+        ("Qwen3_5MoeTextConfig", {}),
+        ("OlmoHybridConfig", {}),
+        ("KimiLinearConfig", {}),
+        ("Lfm2MoeConfig", {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8}),
+    ],
+)
+def test_hybrids_have_as_many_parameters_as_transformers_models(name: str, fields: dict[str, Any]):
+    """At the defaults of transformers, which are those of a published model, on the meta device."""
+    import transformers
+
+    theirs = getattr(transformers, name)(**fields)
+    with torch.device("meta"):
+        expected = transformers.AutoModelForCausalLM.from_config(theirs).num_parameters()
+    model = ModelConfig(**from_hf_config(json.loads(theirs.to_json_string(use_diff=False))))
+    assert parameter_count(model_specs(model)) == expected
 
 
 @pytest.mark.parametrize(

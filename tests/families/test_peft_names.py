@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,14 @@ def own(family: str | None, place: Path, **options: Any) -> dict[str, Any]:
         ("gpt2", ["c_proj"], ["o", "down"]),
         ("gpt2", ["attn.c_proj", "c_attn"], ["o", "q", "k", "v"]),
         ("starcoder2", ["c_proj"], ["down"]),
+        ("qwen3_next", ["q_proj", "in_proj_ba"], ["q", "attention_gate", "delta_b", "delta_a"]),
+        ("kimi_linear", ["q_proj", "f_a_proj", "o_proj"], ["q", "delta_q", "delta_f_a", "o", "delta_o"]),
+        ("lfm2", ["in_proj", "out_proj", "w1"], ["conv_B", "conv_C", "conv_x", "o", "conv_o", "gate"]),
         (None, ["q_proj", "query_key_value"], ["q", "k", "v"]),
         ("qwen3_moe", ["q_proj", "mlp.experts.gate_up_proj", "experts.down_proj"], ["q", "experts.in", "experts.down"]),
+        ("bamba", ["in_proj", "out_proj"], ["mamba_z", "mamba_x", "mamba_B", "mamba_C", "mamba_dt", "mamba_o"]),
+        ("granitemoehybrid", ["shared_mlp.input_linear", "experts.gate_up_proj"], ["gate", "up", "experts.in"]),
+        ("nemotron_h", ["up_proj", "experts.up_proj"], ["up", "experts.in"]),
         ("mixtral", ["all-linear", "experts.in"], ["q", "k", "v", "o", "gate", "up", "down", "experts.in"]),
     ],
 )
@@ -44,16 +51,25 @@ def test_targets(family, names, roles, tmp_path):
 
 @pytest.mark.parametrize("family", sorted({name.partition(",")[0] for name in FAMILY_NAMES}))
 def test_all_names_of_a_family_are_all_linear(family, tmp_path):
-    """What PEFT's all-linear finds: every matrix of a layer but those of routers and experts."""
+    """What PEFT's all-linear finds: every matrix of a layer but those of routers, experts and their latents."""
     layer = FAMILY_NAMES[family].layer
     linears = [
         name
         for name, ours in layer.items()
-        if not any(word in ours for word in ("norm", "router", "experts", "shared_gate", "sinks"))
+        if not any(
+            word in ours
+            for word in ("norm", "router", "experts", "shared_gate", "sinks", ".conv", ".a_log", ".dt_bias", "latent_")
+        )
+        and ours != "mixer.d"
     ]
     result = own(family, tmp_path, targets=linears)["targets"]
     attention = {"q", "q_a", "q_b", "kv_a", "kv_b"} if "attention.kv_a" in layer.values() else {"q", "k", "v"}
     feed_forward = {"up", "down"} if any(ours.endswith(("mlp.up", "shared.up")) for ours in layer.values()) else set()
+    if "attention.gate" in " ".join(layer.values()):
+        attention |= {"attention_gate"}
+    prefix = FAMILY_NAMES[family].mixer
+    parts = re.findall(r"mixer\.(\w+)", " ".join(layer[name] for name in linears))
+    attention |= {f"{prefix}{part}".replace("out", "o") for part in parts}
     assert {*result} | {"gate"} == {*attention, "o", "gate", *feed_forward} and len(result) == len(set(result))
 
 

@@ -29,6 +29,7 @@ OTHER_HEADS = (
     "SequenceSummary",
     "Conditional",
     "Projector",
+    "Vision",
 )
 SHAPE = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
 SHAPE += ["max_position_embeddings", "layer_types"]
@@ -135,6 +136,8 @@ def test_every_field_that_transformers_reads_is_handled_or_rejected(name: str):
         "mm_tokens_per_image",
         "image_size",
         "patch_size",
+        "video_token_id",
+        "spatial_merge_size",
     }, missing
     needless = {*family.only.split()} - read_by(name)
     assert not needless, f"transformers does not read {needless}"
@@ -166,6 +169,8 @@ def test_other_names_are_those_of_transformers(name: str):
         frozenset(("num_mtp_layers", "num_nextn_predict_layers"))
     }
     theirs |= {frozenset(("n_embed", "hidden_size"))} if name == "falcon" else set()
+    theirs |= {frozenset(("tie_embedding", "tie_word_embeddings"))} if name in ("lfm2", "lfm2_moe") else set()
+    theirs |= {frozenset(("block_ff_dim", "intermediate_size"))} if name == "lfm2" else set()
     assert {frozenset(pair) for pair in families().rows[name].aliases.items()} == theirs
 
 

@@ -103,7 +103,8 @@ SHORT_EXPERTS = {"num_dense_layers": 1, "num_experts": 6, "num_experts_per_tok":
 MAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 6, "mamba_chunk_size": 8}
 BAMBA = MAMBA | {"attn_layer_indices": [1]}
 FALCON_H1 = MAMBA | {"mamba_n_heads": 4, "mamba_d_ssm": 32}
-FALCON_H1_FACTORS = ("attention_in", "key", "attention_out", "ssm_in", "ssm_out", "embedding", "lm_head")
+FALCON_H1_FACTORS = {"attention_in": 0.7, "key": 1.3, "attention_out": 0.6, "ssm_in": 1.2, "ssm_out": 0.8}
+FALCON_H1_FACTORS |= {"embedding": 1.4, "lm_head": 0.9}
 NEMOTRON = {key: value for key, value in SIZES.items() if key != "num_hidden_layers"} | {
     "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"],
     "head_dim": 8,
@@ -375,7 +376,7 @@ CASES = {
         | TIED
         | FALCON_H1
         | {"mamba_rms_norm": True, "mamba_n_groups": 1, "mlp_bias": True, "head_dim": 12}
-        | {f"{name}_multiplier": value for name, value in zip(FALCON_H1_FACTORS, (0.7, 1.3, 0.6, 1.2, 0.8, 1.4, 0.9))}
+        | {f"{name}_multiplier": factor for name, factor in FALCON_H1_FACTORS.items()}
         | {"mlp_multipliers": [0.5, 1.5], "ssm_multipliers": [0.5, 1.5, 0.7, 1.2, 0.8]},
         BF16,
     ),
@@ -438,6 +439,10 @@ LAYOUT_CASES = [
     "kimi_linear",
     "lfm2",
     "lfm2_moe",
+    "bamba, tied, one group, biases",
+    "granitemoehybrid",
+    "falcon_h1, tied, norm first, factors",
+    "nemotron_h",
     "gpt2",
 ]
 
@@ -483,6 +488,39 @@ def write(case: Case, directory: Path) -> Path:
     """What transformers writes of it."""
     save(make(case), case, directory)
     return directory
+
+
+def write_qwen_multimodal(name: str, directory: Path) -> Any:
+    """A multimodal model whose language model is a Qwen3.5 case, with a module of multi-token prediction, which
+    transformers does not read; returns the model."""
+    import transformers
+
+    family = CASES[name].family.removesuffix("Text")
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4}
+    vision |= {"out_hidden_size": 32, "num_position_embeddings": 16}
+    tokens = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5, "vision_end_token_id": 6}
+    options = tokens | {"tie_word_embeddings": CASES[name].fields["tie_word_embeddings"]}
+    config = getattr(transformers, f"{family}Config")(
+        text_config=CASES[name].fields, vision_config=vision, **options, attn_implementation="eager"
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
+    with torch.no_grad():
+        for value in model.parameters():
+            value.add_(torch.randn_like(value), alpha=0.1)
+    model.save_pretrained(directory)
+    add_tensors(
+        directory, {"mtp.fc.weight": torch.randn(32, 64), "mtp.layers.0.input_layernorm.weight": torch.ones(32)}
+    )
+    (directory / "preprocessor_config.json").write_text('{"patch_size": 4}')
+    return model
+
+
+def add_tensors(directory: Path, more: dict[str, Tensor]) -> None:
+    path = directory / "model.safetensors"
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+    save_file(tensors | more, path, {"format": "pt"})
 
 
 def write_multimodal(case: Case, directory: Path) -> Any:

@@ -44,6 +44,7 @@ NAMES = (
     "deepseek_v3",
 )
 NAMES += ("qwen2_moe, a dense layer", "glm4_moe", "gpt_oss", "granitemoehybrid", "nemotron_h")
+NAMES += ("qwen3_next", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "lfm2")
 FUSED = ("deepseek_v3", "glm4_moe", "gpt_oss")
 RANKS: dict[str, Any] = {"ranks": {"v": 2, "down": 3}, "alphas": {"v": 5.0, "o": 7.0}}
 SHARED_RANKS: dict[str, Any] = {"ranks": {"down": 3}, "alphas": {"gate": 9.0}}
@@ -88,6 +89,14 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt_oss",
         {"targets": ["q", "o", "experts.in", "experts.down"], "ranks": {"experts.down": 2}, "alphas": {"o": 7.0}},
     ),
+    "qwen3_next": ("qwen3_next", {}),
+    "qwen3_5_moe_text": (
+        "qwen3_5_moe_text",
+        {"targets": ["q", "attention_gate", "delta_v", "delta_z", "gate", "down"]},
+    ),
+    "olmo_hybrid, DoRA": ("olmo_hybrid", {"dora": True, "modules_to_save": ["norms"]}),
+    "kimi_linear": ("kimi_linear", {"targets": ["q", "o", "delta_q", "delta_f_a", "delta_g_b", "delta_o", "down"]}),
+    "lfm2": ("lfm2", {"scaling": "rslora"}),
     "gpt_oss, a part of experts": ("gpt_oss", {"targets": ["experts.in"], "scaling": "rslora"}),
     "granitemoehybrid": (
         "granitemoehybrid",
@@ -240,6 +249,15 @@ def test_what_peft_has_not_on_parameters_is_said(models, prefix, tmp_path: Path)
     ):
         exported(dora=True, targets=["q", "down"])
     assert not any("dropout" in note for note in exported(dora=True, targets=["q"], dropout=0.1)["notes"])
+
+
+def test_a_module_that_peft_refuses_is_named(models, prefix, tmp_path: Path):
+    trainer = trainer_of(models["nemotron_h"], prefix, tmp_path, targets=["mamba_x", "mamba_o"])
+    saved = trainer.save()
+    trainer.close()
+    refused = "PEFT refuses adapters of model.layers.0.mixer.out_proj in a nemotron_h model"
+    with pytest.raises(CheckpointError, match=refused):
+        export_adapter(saved, tmp_path / "adapter")
 
 
 def test_adapters_on_weights_that_nothing_gave_are_reported(models, prefix, tmp_path: Path):

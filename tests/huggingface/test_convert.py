@@ -26,12 +26,16 @@ from tests.huggingface.hf_models import (
     CASES,
     ROUTER_BIAS,
     VOCAB,
+    add_tensors,
     load,
     logits_of,
+    make,
     random_ids,
+    save,
     tolerance,
     write,
     write_multimodal,
+    write_qwen_multimodal,
 )
 
 
@@ -119,16 +123,68 @@ def test_the_language_model_of_a_multimodal_model_comes_in(tmp_path: Path) -> No
     assert convert_hf.main(["check", str(ours), str(out), "--tokens", "9"]) == 0
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe, a dense layer"])
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_a_multimodal_model_goes_out_with_what_is_not_read(name: str, tmp_path: Path) -> None:
+    """Its vision tower, its module of multi-token prediction and its other fields are unchanged."""
+    theirs, ours, out = tmp_path / "theirs", tmp_path / "ours", tmp_path / "out"
+    model = write_qwen_multimodal(name, theirs)
+    summary = converting.import_model(theirs, ours)
+    assert "tensors kept aside, which an export writes again: 2 of mtp.*, 21 of model.visual.*" in summary["notes"]
+    assert convert_hf.main(["export", str(ours), str(out), "--shard_size", "20KB"]) == 0
+    assert same_bytes(stored(theirs), stored(out))
+    before, after = (json.loads((each / "config.json").read_text()) for each in (theirs, out))
+    assert {key: after[key] for key in before if key not in ("text_config", "dtype")} == {
+        key: before[key] for key in before if key not in ("text_config", "dtype")
+    }
+    assert {key: after["text_config"][key] for key in before["text_config"]} == before["text_config"]
+    assert (out / "preprocessor_config.json").read_bytes() == (theirs / "preprocessor_config.json").read_bytes()
+    again = type(model).from_pretrained(out, attn_implementation="eager", output_loading_info=True)
+    assert not any(again[1].values())
+    ids = random_ids() % 90 + 10  # none of an image
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits
+        torch.testing.assert_close(again[0](input_ids=ids, use_cache=False).logits, expected, rtol=0, atol=0)
+    torch.testing.assert_close(our_logits(load_stage(manifest_of(ours)), ids), expected, rtol=0, atol=1e-4)
+    converting.export_model(ours, tmp_path / "bf16", dtype=torch.bfloat16)
+    aside = {key: value for key, value in stored(theirs).items() if key.startswith(("mtp.", "model.visual."))}
+    assert same_bytes({key: stored(tmp_path / "bf16")[key] for key in aside}, aside)
+
+
+def test_modules_that_transformers_does_not_read_go_out_again(tmp_path: Path) -> None:
+    theirs, ours, out = write(CASES["olmo_hybrid"], tmp_path / "theirs"), tmp_path / "ours", tmp_path / "out"
+    add_tensors(theirs, {"mtp.fc.weight": torch.randn(32, 64)})
+    converting.import_model(theirs, ours)
+    converting.export_model(ours, out)
+    assert same_bytes(stored(theirs), stored(out))
+    load(out)
+    converting.import_model(theirs, tmp_path / "without", mtp=False)
+    converting.export_model(tmp_path / "without", tmp_path / "less")
+    assert stored(out).keys() - stored(tmp_path / "less").keys() == {"mtp.fc.weight"}
+
+
+@pytest.mark.parametrize("name", ["olmo_hybrid", "kimi_linear"])
+def test_names_that_only_transformers_writes_come_in(name: str, tmp_path: Path) -> None:
+    """It writes the convolutions of q, k and v in parts of equal size, and names of one kind of layer in all."""
+    model, own = make(CASES[name]), tmp_path / "own"
+    model.save_pretrained(own)
+    published = converting.HuggingFaceSource.of(write(CASES[name], tmp_path / "published"))
+    source = converting.HuggingFaceSource.of(own)
+    assert stored(own).keys() != stored(tmp_path / "published").keys()
+    for key, place in source.places.items():
+        whole = [len(place.rows), *place.shape[1:]]
+        assert torch.equal(source.read(key, [0] * len(whole), whole), published.read(key, [0] * len(whole), whole)), key
+    name = "layers.0.mixer.conv_v.weight"
+    assert torch.equal(source.read(name, [3, 1], [5, 2]), published.read(name, [3, 1], [5, 2]))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe, a dense layer", "qwen3_5_moe_text"])
 def test_experts_come_in_from_a_fused_file(name, tmp_path: Path) -> None:
     """A model's parameters as transformers 5 has them in memory: experts.gate_up_proj [experts, 2 width, hidden] and
     experts.down_proj."""
     theirs, fused = write(CASES[name], tmp_path / "theirs"), tmp_path / "fused"
     fused.mkdir()
     shutil.copyfile(theirs / "config.json", fused / "config.json")
-    save_file(
-        {key: value.contiguous() for key, value in load(theirs).state_dict().items()}, fused / "model.safetensors"
-    )
+    save_file({key: value.clone() for key, value in load(theirs).state_dict().items()}, fused / "model.safetensors")
     assert any(key.endswith("mlp.experts.gate_up_proj") for key in stored(fused))
     each, stacked = converting.HuggingFaceSource.of(theirs), converting.HuggingFaceSource.of(fused)
     for key, place in each.places.items():
@@ -437,7 +493,7 @@ def test_another_dtype_is_written_where_it_is_asked_for(whole, tmp_path: Path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize("name", ["deepseek_v2, lite, yarn rope", "deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("name", ["deepseek_v2, lite, yarn rope", "deepseek_v3", "glm4_moe", "kimi_linear"])
 def test_routers_that_transformers_keeps_in_fp32_are_not_rounded(name, tmp_path: Path):
     from transformers import AutoModelForCausalLM
 
@@ -445,7 +501,7 @@ def test_routers_that_transformers_keeps_in_fp32_are_not_rounded(name, tmp_path:
     convert_hf.main(["import", str(theirs), str(ours)])
     convert_hf.main(["export", str(ours), str(out), "--dtype", "bfloat16"])
     model = AutoModelForCausalLM.from_pretrained(theirs, dtype=torch.bfloat16)
-    model.save_pretrained(tmp_path / "expected")
+    save(model, CASES[name]._replace(shard="5GB"), tmp_path / "expected")
     assert same_bytes(stored(out), stored(tmp_path / "expected"))
     assert stored_dtype(hf_config(out)) == "bfloat16"
 

@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SEQUENCE, BATCH, LR, DECAY = 24, 4, 3e-4, 0.1
 EPS = 1e-8
 NAMES = ["llama, one key-value head", "qwen3, tied", "olmo2", "phi3", "gemma2", "gpt2", "mistral, window"]
+NAMES += ["falcon_h1, tied, norm first, factors", "nemotron_h"]
 NAMES += ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "lfm2", "lfm2_moe"]
 LAYOUTS = [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}]
 

@@ -13,7 +13,16 @@ from megalite.commands import convert as convert_hf
 from megalite.data.indexed import IndexedTokens
 from megalite.families.model_config import hf_shape
 from tests.commands.jobs import step_and_tokens
-from tests.huggingface.hf_models import CASES, LAYOUT_CASES, VOCAB, greedy, load, make, random_ids, save
+from tests.huggingface.hf_models import (
+    CASES,
+    LAYOUT_CASES,
+    VOCAB,
+    greedy,
+    load,
+    make,
+    random_ids,
+    save,
+)
 from tests.support.configs import write_tokens
 from tests.support.pool import RankPool
 

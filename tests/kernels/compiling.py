@@ -32,10 +32,11 @@ TENSOR_CORE = {"sm_80": r"mma\.sync", "sm_90": r"wgmma\.mma_async", "sm_100": r"
 """The instructions that reach an architecture's speed. Hopper and Blackwell have Ampere's too, which a tile of fewer
 than 64 rows takes."""
 AMPERES = TENSOR_CORE["sm_80"]
-MULTIPLY = ("attention_triton", "attention_part_triton", "grouped_weight_grad_triton")
+MULTIPLY = ("attention_triton", "attention_part_triton", "grouped_weight_grad_triton", "recurrence_triton")
 """Modules whose kernels multiply matrices, and so must use tensor cores."""
 SPILLS = {
     ("sm_100", r"dk dv bf16 80 channels softcap window documents dropout, runs"): 16,
+    ("sm_100", r"backward gate_first bf16, 6144 wide, by group"): 16,
     ("sm_100", r"add \+ rms norm backward bf16, 12288 wide"): 8,
     ("sm_90", r"dk dv bf16 (80|96|128) channels( causal)?( window)?( documents)?"): 88,
     ("sm_90", r"weight gradients of experts bf16.*"): 368,
@@ -229,8 +230,10 @@ def main() -> None:
 
 
 def _compile_here() -> dict[str, Any]:
+    import torch
     from megalite_kernels.launch import ARCHITECTURES
 
+    torch.set_num_threads(1)  # a forked process lacks its parent's threads, and would wait for them
     jobs = [
         (module, architecture, index)
         for module in MODULES

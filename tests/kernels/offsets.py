@@ -1,7 +1,7 @@
 """Kernels on tensors of more than 2³¹ elements, in a process of its own: an offset that overflows ends it.
 
-Of a launch along one axis only the last program is interpreted, and only the last rows hold values. Memory that nothing
-touches takes no room.
+Of a launch along one or two axes only the last programs of the first are interpreted, and only the last rows hold
+values. Memory that nothing touches takes no room.
 """
 
 import faulthandler
@@ -14,13 +14,16 @@ from megalite_kernels import (
     attention,
     attention_part,
     backend,
+    causal_conv,
     cross_entropy,
     dropout,
+    gated_norm,
     grad_norm,
     grouped_weight_grad,
     norm,
     ordered_sum,
     permutation,
+    recurrence,
     rotary,
 )
 from megalite_kernels.groups import Groups
@@ -39,7 +42,7 @@ def interpret_last_programs() -> None:
     launch, first = Variant.launch, [0]
 
     def launch_last(self: Variant, grid: tuple[int, ...], *args: object) -> None:
-        first[0] = grid[0] - 1 if len(grid) == 1 else 0
+        first[0] = grid[0] - 1 if len(grid) < 3 else 0
         launch(self, (grid[0] - first[0], *grid[1:]), *args)
 
     Variant.launch = launch_last
@@ -142,6 +145,17 @@ def attention_part_triton() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
+def causal_conv_triton() -> None:
+    rows, width = 2**18 + 5, 2**13 + 64
+    x, dout = large(rows, 1, width), large(rows, 1, width)
+    for each in (x, dout):
+        each[-8:] = torch.randn(8, 1, width)
+    weight = torch.randn(width, 4)
+    computed = causal_conv.forward(x, weight), causal_conv.backward(dout, x, weight).x
+    x, dout = x[-8:].double(), dout[-8:].double()
+    compare(computed, (causal_conv.forward(x, weight), causal_conv.backward(dout, x, weight).x), channels=16)
+
+
 def cross_entropy_triton() -> None:
     logits, targets = large(2**16 + 5, 2**15 + 16), torch.zeros(2**16 + 5, dtype=torch.int64)
     vocabulary = logits.shape[1]
@@ -183,6 +197,28 @@ def adamw_triton() -> None:
         torch.testing.assert_close(got[-LAST:], expected.float())
 
 
+def gated_norm_triton() -> None:
+    """As in `norm_triton`, with a weight for each of two groups."""
+    from megalite_kernels import gated_norm_triton
+
+    width, programs = 4096, 2048
+    gated_norm_triton._multiprocessors = lambda device: 2 * programs
+    rows = (2**31 // (2 * width) // programs + 1) * programs
+    x, z, dy = (large(rows, 2, width) for _ in range(3))
+    weight = torch.randn(2, width)
+    arguments = "gate_first", 1e-5
+    computed = (
+        gated_norm.whole_forward(x, z, weight, *arguments, False),
+        *gated_norm.whole_backward(dy, x, z, weight, *arguments)[:2],
+    )
+    x, z, dy = end(x, z, dy)
+    expected = (
+        gated_norm.whole_forward(x, z, weight.double(), *arguments, False),
+        *gated_norm.whole_backward(dy, x, z, weight.double(), *arguments)[:2],
+    )
+    compare(computed, expected, channels=width)
+
+
 def grad_norm_triton() -> None:
     x = large(2**31 + 64)
     with mock.patch.object(Tensor, "new_empty", Tensor.new_zeros):  # what the other programs would have written
@@ -222,6 +258,19 @@ def grouped_weight_grad_triton() -> None:
     torch.testing.assert_close(grad[-1, -16:, -16:], exact.float())
 
 
+def recurrence_triton() -> None:
+    """As `attention_triton`."""
+    tokens, distance = 70, 2**25 - 8
+    far = torch.empty(tokens * distance, dtype=torch.bfloat16).as_strided((tokens, 1, 1, 16), (distance, 16, 16, 1))
+    far.copy_(torch.randn(far.shape) / 4)
+    near, decay, strength = far.contiguous(), -torch.rand(tokens, 1, 1), torch.rand(tokens, 1, 1)
+    results = []
+    for x in (far, near):
+        inputs = recurrence.Tokens(x, x, x, decay, strength)
+        results.append((*recurrence.forward(inputs), *recurrence.backward(near, inputs)))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
 if __name__ == "__main__":
     faulthandler.enable()
     torch.manual_seed(7)
@@ -232,8 +281,10 @@ if __name__ == "__main__":
         adamw_triton,
         attention_part_triton,
         attention_triton,
+        causal_conv_triton,
         cross_entropy_triton,
         dropout_triton,
+        gated_norm_triton,
         grad_norm_triton,
     )
     for case in (
@@ -242,6 +293,7 @@ if __name__ == "__main__":
         norm_triton,
         ordered_sum_triton,
         permutation_triton,
+        recurrence_triton,
         rotary_triton,
     ):
         case()

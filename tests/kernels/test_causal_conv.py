@@ -90,3 +90,8 @@ def test_gated_norms_and_their_gradients(gate, by_group):
     for name, reference in zip(("x", "gate", "weight"), gradients, strict=True):
         joined = torch.cat([getattr(part, name) for part in ours], -1)
         torch.testing.assert_close(joined, reference, rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        whole = gated_norm.whole_forward(x, z, weight, gate, 1e-5, False)
+        together = gated_norm.whole_backward(dy, x, z, weight, gate, 1e-5)
+    torch.testing.assert_close(whole, expected, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(tuple(together), gradients, rtol=1e-12, atol=1e-12)

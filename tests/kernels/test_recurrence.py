@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from megalite_kernels import recurrence
+from megalite_kernels import recurrence, recurrence_step
 from megalite_kernels.recurrence import Tokens
 from torch import Tensor
 
@@ -95,3 +95,16 @@ def test_strong_decay_stays_finite(kind):
     out, state = recurrence.forward(tokens)
     for x in (out, state, *recurrence.backward(torch.ones_like(out), tokens, None, torch.ones_like(state))):
         assert x is None or torch.isfinite(x).all()
+
+
+@pytest.mark.parametrize("kind", ["head", "channel", "mamba"])
+def test_the_next_token_is_that_of_the_recursion(kind):
+    tokens, state = tokens_of(kind, 3, False, True), torch.randn(BATCH, 4, DK, DV, dtype=torch.float64)
+    state = state[:, : tokens.v.shape[2]].contiguous()
+    expected, final = step_by_step(tokens, state)
+    state = state.clone()
+    out = [
+        recurrence_step.advance(state, Tokens(*(None if x is None else x[[position]] for x in tokens)))
+        for position in range(3)
+    ]
+    torch.testing.assert_close((torch.cat(out), state), (expected, final), rtol=1e-12, atol=1e-12)

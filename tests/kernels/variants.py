@@ -23,6 +23,7 @@ NAMES = {FP32: "fp32", FP16: "fp16", BF16: "bf16", torch.int32: "i32", torch.int
 DTYPES = (BF16, FP16, FP32)
 ROWS, BATCH = 3, 2  # neither 1 nor a multiple of 16, which Triton compiles apart
 IGNORE_INDEX = -100
+EPS = 1e-5
 HEADS = ((8, 64, 1536), (32, 128, 6144))  # how many, their width, and that of the projection in which they lie
 
 HeadCase = tuple[tuple[int, int], str]
@@ -43,7 +44,7 @@ NORM_WIDTHS = {
 ALL_WIDTHS = (768, 1536, 2048, 2304, 3072, 4096, 5120, 6144, 7168, 8192, 9216, 10240, 12288, 14336, 16384)
 
 Calls = Iterator[tuple[tuple[str, ...], Callable[[], Any]]]
-"""A call, and before it the names of what it launches."""
+"""A call, and before it the names of what it launches; an empty one: another call launches the same."""
 
 
 class Launch(NamedTuple):
@@ -164,6 +165,25 @@ def of_cross_entropy(module: Any) -> Calls:
         )
 
 
+def of_gated_norm(module: Any) -> Calls:
+    """A head's values (Qwen3-Next, Kimi), groups of Nemotron-H, one group of Falcon-H1."""
+    for gate, groups, width, by_group, dtype in (
+        ("silu", 32, 128, False, BF16),
+        ("sigmoid", 32, 128, False, BF16),
+        ("gate_first", 8, 1024, True, BF16),
+        ("gate_first", 1, 6144, True, BF16),
+        ("silu", 32, 128, False, FP32),
+        ("gate_first", 8, 1024, True, FP16),
+        ("gate_first", 1, 4096, True, FP32),
+    ):
+        x = torch.empty(ROWS, BATCH, groups, width, dtype=dtype)
+        z = torch.empty(ROWS, BATCH, 3 * groups * width, dtype=dtype)[..., : groups * width].view_as(x)
+        weight = torch.empty((groups, width) if by_group else (width,), dtype=dtype)
+        label = f"{gate} {NAMES[dtype]}, {width} wide{', by group' if by_group else ''}"
+        yield (f"forward {label}",), partial(module.gated_norm_forward, x, z, weight, gate, EPS, True)
+        yield (f"backward {label}",), partial(module.gated_norm_backward, x, x, z, weight, gate, EPS)
+
+
 def of_grad_norm(module: Any) -> Calls:
     for dtype in DTYPES:
         chunks = [torch.empty(64, dtype=dtype)]
@@ -246,18 +266,68 @@ def of_grouped_weight_grad(module: Any) -> Calls:
     yield ("weight gradients of experts bf16",), partial(module.add_grouped_gradient, grad, left, right, ends, False)
 
 
+def of_causal_conv(module: Any) -> Calls:
+    """The channels of Qwen3-Next, of a part of Nemotron-H, and of LFM2's gated convolution."""
+    starts = torch.zeros(ROWS, BATCH, dtype=torch.int64)
+    for channels, width, dtype, documents, bias, silu in (
+        (8192, 4, BF16, None, False, True),
+        (8192, 4, BF16, starts, True, True),
+        (2048, 3, BF16, starts, False, False),
+        (8192, 4, FP16, starts, True, True),
+        (8192, 4, FP32, starts, True, True),
+    ):
+        x, dout = (torch.empty(ROWS, BATCH, wide, dtype=dtype) for wide in (3 * channels, channels))
+        weight, halo = torch.empty(channels, width, dtype=dtype), torch.empty(width - 1, BATCH, channels, dtype=dtype)
+        past = None if documents is None else documents[: width - 1]
+        options = weight[:, 0] if bias else None, documents, halo, past, silu
+        label = f"{NAMES[dtype]}, {width} weights{' and bias' if bias else ''}"
+        label += "" if documents is None else " documents"
+        yield (f"forward {label}",), partial(module.causal_conv_forward, x[..., :channels], weight, *options)
+        yield (f"backward {label}",), partial(module.causal_conv_backward, dout, x[..., :channels], weight, *options)
+
+
+def of_recurrence(module: Any) -> Calls:
+    """Qwen3-Next, Kimi, Nemotron-H; and keys of the most channels, which need other scans."""
+    every = "prepare scan outputs within adjoint pairs gradients"
+    starts = torch.zeros(ROWS, BATCH, dtype=torch.int64)
+    for kind, key_heads, heads, dk, dv, listed in (
+        ("delta", 16, 32, 128, 128, every),
+        ("delta", 4, 4, 256, 256, "scan adjoint"),
+        ("delta by channel", 32, 32, 128, 128, "prepare scan outputs within adjoint gradients"),
+        ("mamba", 8, 128, 128, 64, "scan adjoint pairs gradients"),
+    ):
+        q = torch.empty(ROWS, BATCH, key_heads, dk, dtype=BF16)
+        v = torch.empty(ROWS, BATCH, heads, dv, dtype=BF16)
+        g = torch.empty(ROWS, BATCH, heads, dk) if "channel" in kind else torch.empty(ROWS, BATCH, heads)
+        beta, state = None if kind == "mamba" else torch.empty(ROWS, BATCH, heads), torch.empty(BATCH, heads, dk, dv)
+        inputs, solved = (q, q, v, g, beta, starts), () if beta is None else ("prepare",)
+
+        def named(names: Iterable[str], label: str, listed: str = listed) -> tuple[str, ...]:
+            return tuple(f"{name} {label}" if name in listed.split() else "" for name in names)
+
+        label = f"{kind} bf16 {channels(dk, dv)} documents"
+        call = partial(module.recurrence_forward, *inputs, state)
+        yield named((*solved, "scan", "outputs"), label), call
+        again = ("",) * (len(solved) + 1)
+        call = partial(module.recurrence_backward, v, *inputs, state, state)
+        yield again + named(("within", "adjoint", "pairs", "gradients"), label), call
+
+
 LISTS = {
     "activation_triton": of_activation,
     "adamw_triton": of_adamw,
     "attention_part_triton": of_attention_part,
     "attention_triton": of_attention,
+    "causal_conv_triton": of_causal_conv,
     "cross_entropy_triton": of_cross_entropy,
     "dropout_triton": of_dropout,
+    "gated_norm_triton": of_gated_norm,
     "grad_norm_triton": of_grad_norm,
     "grouped_weight_grad_triton": of_grouped_weight_grad,
     "norm_triton": of_norm,
     "ordered_sum_triton": of_ordered_sum,
     "permutation_triton": of_permutation,
+    "recurrence_triton": of_recurrence,
     "rotary_triton": of_rotary,
 }
 
@@ -291,5 +361,5 @@ def launches(module_name: str, architecture: str, calls: Callable[[Any], Calls] 
             seen: list[tuple[Variant, tuple[Any, ...]]] = []
             with patch.object(Variant, "launch", lambda variant, grid, *args, into=seen: into.append((variant, args))):
                 call()
-            launched += [Launch(name, *launch) for name, launch in zip(names, seen, strict=True)]
+            launched += [Launch(name, *launch) for name, launch in zip(names, seen, strict=True) if name]
     return launched

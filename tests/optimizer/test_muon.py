@@ -20,7 +20,7 @@ from megalite.model.parameters import model_specs
 from megalite.optimizer.muon.muon import Muon
 from megalite.optimizer.muon.newton_schulz import orthogonalized
 from megalite.optimizer.muon.ownership import cost, matrix_rounds
-from megalite.optimizer.registry import OPTIMIZERS, state_elements, state_spans
+from megalite.optimizer.registry import ADAMW, OPTIMIZERS, state_elements, state_spans
 from megalite.optimizer.schedule import learning_rate
 from megalite.optimizer.state import OptimizerState
 from megalite.parallel.sharding.buckets import bucket_layout
@@ -38,6 +38,19 @@ MODEL = ModelConfig(  # no width is a multiple of a vector
 )
 
 
+HYBRID = replace(
+    MODEL,
+    num_hidden_layers=3,
+    layer_blocks=["delta", "mamba", "convolution"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=6,
+    linear_value_head_dim=5,
+    mamba_num_heads=4,
+    mamba_head_dim=6,
+    mamba_state_size=5,
+    mamba_n_groups=2,
+)
 MIXTURE = replace(MODEL, num_experts=3, moe_intermediate_size=12, mlp_only_layers=[0])
 
 
@@ -100,6 +113,27 @@ def test_every_expert_is_orthogonalised_alone():
     theirs.step()
     assert len(parameters) == 7 + 4 + 9
     assert all(torch.equal(value, parameter) for (value, _), parameter in zip(matrices(store), parameters, strict=True))
+
+
+def test_every_part_of_a_mixers_projection_is_orthogonalised_alone():
+    store, ours = make(MuonConfig(), model=HYBRID)
+    parameters = [value.clone().requires_grad_() for value, _ in matrices(store)]
+    theirs = torch.optim.Muon(parameters, MuonConfig().lr)
+    draw_gradients(store, 1)
+    for parameter, (_, gradient) in zip(parameters, matrices(store), strict=True):
+        parameter.grad = gradient.clone()
+    ours.step(1, OPTIONS.lr, None)
+    theirs.step()
+    assert len(parameters) == 7 + 6 + 4
+    assert all(torch.equal(value, parameter) for (value, _), parameter in zip(matrices(store), parameters, strict=True))
+    others = {
+        segment.name.rpartition("mixer.")[2]
+        for weight in store.weights.values()
+        for segment in weight.spec.segments
+        if "mixer." in segment.name and OPTIMIZERS["muon"].kinds(segment) == ADAMW
+    }
+    convolutions = {f"conv_{part}.weight" for part in "qkvxBC"} | {"conv.weight"}
+    assert others == convolutions | {f"conv_{part}.bias" for part in "xBC"} | {"a_log", "dt_bias", "d", "norm.weight"}
 
 
 def test_a_divisor_that_is_not_a_number_changes_nothing():

@@ -54,6 +54,17 @@ DELTA = {
     "linear_value_head_dim": 5,
 }
 KIMI = DELTA | {"linear_num_key_heads": 4, "delta_decay": "channel"}
+MAMBA = {
+    "layer_blocks": ["mamba|attention+feed_forward"] * 4,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 6,
+    "mamba_state_size": 5,
+    "mamba_n_groups": 2,
+    "mamba_multipliers": [0.5, 1.5, 0.7, 1.2, 0.8],
+    "mamba_out_multiplier": 0.5,
+    "attention_out_multiplier": 0.6,
+    "mlp_multipliers": [0.7, 1.3],
+}
 CONVOLUTION = {"layer_blocks": ["convolution+feed_forward", "attention+feed_forward"] * 2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 UNLIKE = ["feed_forward", "attention|feed_forward", "attention", "feed_forward|attention"]
@@ -111,6 +122,9 @@ ALONE = {
     "gates, norms of heads": {"model": {"attention_gate": True, "qk_norm": "head", "attention_bias": True}},
     "blocks beside each other, layers of one block": {"model": {"layer_blocks": UNLIKE}},
     "the same, adapters": {"model": {"layer_blocks": UNLIKE}, "lora": SOME},
+    "the same, weight passes": {"model": {"layer_blocks": UNLIKE}, "schedule": "zb-h1"},
+    "mamba beside attention, factors": {"model": MAMBA},
+    "mamba without norms": {"model": MAMBA | {"mamba_norm": "none"}},
     "adapters": {"lora": LORA},
     "adapters of some projections": {"lora": SOME},
     "DoRA": {"lora": DORA | {"targets": ["q", "o", "down"]}, "model": GPT2},
@@ -139,7 +153,6 @@ ON_TWO = {
     "cp, gather": {"cp": 2, "context": "gather"},
     "tp and sp, gates, adapters": {"tp": 2, "sequence_parallel": True, "lora": LORA, "model": {"attention_gate": True}},
     "cp, ulysses, gates": {"cp": 2, "model": {"attention_gate": True, "position": "none"}},
-    "pp, zb-h1, layers of one block": {"pp": 2, "schedule": "zb-h1", "model": {"layer_blocks": UNLIKE}},
     "cp, ring, gates": {"cp": 2, "context": "ring", "model": {"attention_gate": True}},
     "cp, ring, full": {"cp": 2, "context": "ring", "train": {"recompute": "full"}},
     "cp, gather, latents": {"cp": 2, "context": "gather", "model": QUERIES},
@@ -152,6 +165,9 @@ ON_TWO = {
     "tp and sp, a decay by channel": {"tp": 2, "sequence_parallel": True, "model": KIMI},
     "cp, states passed": {"cp": 2, "context": "gather", "model": DELTA},
     "cp, heads of a recurrence exchanged": {"cp": 2, "model": DELTA},
+    "tp and sp, mamba": {"tp": 2, "sequence_parallel": True, "model": MAMBA | {"mamba_n_groups": 1}},
+    "cp, states of mamba passed": {"cp": 2, "context": "gather", "model": MAMBA},
+    "cp, heads of mamba exchanged": {"cp": 2, "model": MAMBA},
     "cp, convolution": {"cp": 2, "context": "ring", "model": CONVOLUTION},
 }
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.data.chats import CHATML, write_lines, write_tokenizer
-from tests.huggingface.hf_models import EXPERTS, SIZES, Case
+from tests.huggingface.hf_models import DELTA, EXPERTS, LINEAR, NARROW, SHARED, SIZES, Case
 from tests.huggingface.hf_models import write as write_model
 from tests.structure.sources import ROOT
 
@@ -74,7 +74,7 @@ def commands(page: str) -> list[Command]:
 
 
 def make_place(place: Path) -> Path:
-    """Fill a directory: a clone, texts, conversations, configurations of other programs, a small Llama and Mixtral."""
+    """Fill a directory: a clone, texts, conversations, configurations of other programs, and small models."""
     for name in LINKED:
         (place / name).symlink_to(ROOT / name)
     for name, content in IMPORTED.items():
@@ -83,6 +83,8 @@ def make_place(place: Path) -> Path:
     write_tokenizer(write_model(Case("Llama", sizes), place / "models" / "llama"), CHATML)
     mixtral = {**sizes, **EXPERTS, "num_local_experts": 4}
     write_tokenizer(write_model(Case("Mixtral", mixtral), place / "models" / "mixtral"), CHATML)
+    hybrid = sizes | NARROW | SHARED | DELTA | {"head_dim": 16, "layer_types": LINEAR}
+    write_tokenizer(write_model(Case("Qwen3Next", hybrid), place / "models" / "qwen3-next"), CHATML)
     answer = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}
     write_lines(place / "chats.jsonl", [answer] * 40)
     (place / "corpus").mkdir()

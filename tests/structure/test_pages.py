@@ -110,7 +110,7 @@ def test_where_to_look_names_what_is_in_its_file():
         assert not owner or re.search(rf"^    def {method}\b", source, re.MULTILINE), f"{name} in {path}"
 
 
-@pytest.mark.parametrize("page", ["features.md", "traps.md"])
+@pytest.mark.parametrize("page", ["features.md", "hybrids.md", "traps.md"])
 def test_every_named_test_exists(page: str):
     text = (DOCS / page).read_text()
     assert TEST.search(text) and missing_tests(text) == []

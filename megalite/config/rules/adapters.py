@@ -6,7 +6,6 @@ from pathlib import Path
 from megalite.config.rule import Rule
 from megalite.config.rules.context import RuleContext
 from megalite.config.sections.lora import (
-    BUILT_IN_PROJECTIONS,
     EXPERTS,
     PROJECTIONS,
     entries,
@@ -23,8 +22,8 @@ def _attention_has(c: RuleContext) -> tuple[str, ...]:
         others = {"q_a", "q_b", "kv_a", "kv_b"} | (set() if c.model.attention_gate else {"attention_gate"})
         return tuple(role for role in PROJECTIONS if role not in others)
     queries = ("q",) if c.model.q_lora_rank is None else ("q_a", "q_b")
-    registered = (role for role in PROJECTIONS if role not in BUILT_IN_PROJECTIONS)
-    return (*queries, "kv_a", "kv_b", "o", "gate", "up", "down", *registered)
+    others = {"q", "k", "v", "q_a", "q_b", "kv_a", "kv_b", "attention_gate"}
+    return (*queries, "kv_a", "kv_b", *(role for role in PROJECTIONS if role not in others))
 
 
 def _adapted(option: str) -> Rule:

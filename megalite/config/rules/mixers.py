@@ -1,4 +1,5 @@
-"""Rules for delta, mamba and convolution blocks: sizes that fit each other, and the ranks of parallel.tp."""
+"""Rules for delta, mamba and convolution blocks: sizes that fit each other, and the ranks of parallel.tp and
+parallel.cp."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -89,11 +90,11 @@ def _shares(kind: str, option: str, of: str) -> Rule:
 
 
 def _exchanges(kind: str, heads: str, shared: str, of: str) -> Rule:
-    """Return the rule that the ranks of parallel.cp can exchange heads."""
+    """Return the rule that Ulysses splits a tp rank's heads, and splits or replicates what they share."""
 
-    def fits(c: RuleContext, ranks: int) -> bool:
-        own = getattr(c.model, heads) // c.parallel.tp, max(getattr(c.model, shared) // c.parallel.tp, 1)
-        return whole_heads(*own, ranks)
+    def sizes(c: RuleContext) -> list[int]:
+        count, groups = (max(getattr(c.model, name) // c.parallel.tp, 1) for name in (heads, shared))
+        return [cp for cp in divisors(count) if groups % cp == 0 or cp % groups == 0]
 
     return Rule(
         f"ulysses divides {of}",
@@ -102,13 +103,12 @@ def _exchanges(kind: str, heads: str, shared: str, of: str) -> Rule:
             _has(c, kind)
             and c.parallel.context == "ulysses"
             and c.parallel.cp > 1
-            and not fits(c, c.parallel.cp)
+            and c.parallel.cp not in sizes(c)
         ),
-        message=f"is incompatible with {{model.{heads}}}, {{model.{shared}}} and {{parallel.tp}}: with "
+        message=f"does not fit {{model.{heads}}} and {{model.{shared}}} with {{parallel.tp}}: with "
         f"parallel.context = ulysses each rank computes whole {of}",
         legal=lambda c: (
-            f"{describe_legal(c.parallel.cp, [n for n in range(1, c.parallel.cp + 1) if fits(c, n)])} "
-            "Or set parallel.context to auto, gather or ring."
+            f"{describe_legal(c.parallel.cp, sizes(c))} Or set parallel.context to gather, ring or auto."
         ),
     )
 
@@ -170,9 +170,9 @@ RULES: tuple[Rule, ...] = (
     ),
     _splits("delta", "linear_num_value_heads", "value heads of delta blocks"),
     _shares("delta", "linear_num_key_heads", "key heads of delta blocks"),
-    _splits("mamba", "mamba_num_heads", "heads of mamba blocks"),
-    _shares("mamba", "mamba_n_groups", "groups of mamba blocks"),
     _exchanges("delta", "linear_num_value_heads", "linear_num_key_heads", "value heads of delta blocks"),
     _exchanges("mamba", "mamba_num_heads", "mamba_n_groups", "heads of mamba blocks"),
+    _splits("mamba", "mamba_num_heads", "heads of mamba blocks"),
+    _shares("mamba", "mamba_n_groups", "groups of mamba blocks"),
     _splits("convolution", "hidden_size", "channels of convolution blocks"),
 )

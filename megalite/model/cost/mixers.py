@@ -39,7 +39,8 @@ def mixer_cost(
     own = Elementwise(kept=(kept, *y))
     temporaries = (Buffer("gradients of the mixer", units.whole + tokens * (2 * packed + 3 * out.inputs)),)
     exchanges = () if exchange is None else (exchange,)
-    return BlockCost((*projections, *mixing, own, out), temporaries, exchanges, first.keeps_input)
+    steps = (*projections, *mixing, own, out)
+    return BlockCost(steps, temporaries, exchanges, first.keeps_input, keeps_last_input=out.keeps_input)
 
 
 class StateSizes(NamedTuple):

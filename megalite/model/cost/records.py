@@ -542,6 +542,7 @@ class BlockCost:
         after: the norm of the block's output.
         dropped: number of output values to which dropout applies.
         output: steps before the last matmul that `BlockModule.last` includes.
+        keeps_last_input: whether the input of the last matmul is among what the steps keep.
     """
 
     steps: tuple[Step, ...]
@@ -552,6 +553,7 @@ class BlockCost:
     after: Elementwise = Elementwise()
     dropped: int = 0
     output: tuple[Step, ...] = ()
+    keeps_last_input: bool = False
 
     @property
     def all_steps(self) -> tuple[Step, ...]:

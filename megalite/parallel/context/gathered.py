@@ -84,6 +84,11 @@ def whole(x: Tensor, cp: MeshAxis, part: SequencePart) -> Tensor:
     return in_order(all_gather(x, cp).wait(), part.segments)
 
 
+def own_part(x: Tensor, part: SequencePart) -> Tensor:
+    """Return this rank's part of whole rows: [seq, …] -> [seq/cp, …]."""
+    return torch.cat([x[segment.start : segment.stop] for segment in part.segments[part.rank]])
+
+
 def _whole(k: Tensor, v: Tensor, cp: MeshAxis, part: SequencePart) -> tuple[Tensor, Tensor]:
     """Gather keys and values of whole rows, [seq, batch, kv_heads, dim] each, in the order of positions."""
     keys, values = whole(torch.cat((k, v), dim=-1), cp, part).split((k.shape[-1], v.shape[-1]), dim=-1)

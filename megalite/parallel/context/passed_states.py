@@ -32,18 +32,18 @@ from megalite.parallel.context.parts import PositionSegment, SequencePart
 from megalite.parallel.context.whole_rows import Kept, RowsOfTokens
 
 
-class Slot(NamedTuple):
+class SegmentPlace(NamedTuple):
     """A segment and its place in a tensor that all ranks have gathered: ranks, and the segments of each."""
 
     segment: PositionSegment
     place: int
 
 
-def slots(part: SequencePart) -> tuple[list[Slot], int]:
+def places(part: SequencePart) -> tuple[list[SegmentPlace], int]:
     """Return the segments of all ranks in the order of positions, and the places that each rank has."""
     most = max(map(len, part.segments))
     every = [
-        Slot(segment, rank * most + number)
+        SegmentPlace(segment, rank * most + number)
         for rank, segments in enumerate(part.segments)
         for number, segment in enumerate(segments)
     ]
@@ -59,7 +59,7 @@ class Convolutions:
     def halos(self, x: Tensor, width: int, rows: RowsOfTokens) -> Tensor:
         """Return the K − 1 tokens before each of this rank's segments, [segments, K − 1, batch, channels]."""
         part, taken = part_of(rows), width - 1
-        ordered, most = slots(part)
+        ordered, most = places(part)
         ends = x.new_zeros(most, taken, *x.shape[1:])
         for end, own in zip(ends, _pieces(x, part), strict=False):
             last = own[-taken:] if taken else own[:0]
@@ -101,7 +101,7 @@ class Convolutions:
         silu: bool = True,
     ) -> ConvGradients:
         part, taken = part_of(rows), weight.shape[1] - 1
-        ordered, most = slots(part)
+        ordered, most = places(part)
         assert halos is not None
         gradients = [
             causal_conv.backward(grad, piece, weight, bias, starts=starts, halo=halo, silu=silu)
@@ -132,8 +132,9 @@ class Convolutions:
             starts = None
             if whole is not None:
                 # before a row there are zeros, in which document is indifferent
-                places = torch.arange(segment.start - taken, segment.start, device=whole.device)
-                starts = whole[places.clamp(min=0)].to(halo.device)
+                missing = max(taken - segment.start, 0)
+                before = whole[segment.start - taken + missing : segment.start]
+                starts = torch.cat((whole[:1].expand(missing, -1), before)).to(halo.device)
             yield Halo(halo, starts)
 
 
@@ -141,9 +142,13 @@ class PassedStates(Convolutions):
     """`AcrossRows` of parts of rows, by passing states."""
 
     def recur(self, tokens: Tokens, rows: RowsOfTokens) -> tuple[Tensor, Kept]:
+        return self.recur_to_end(tokens, rows)[:2]
+
+    def recur_to_end(self, tokens: Tokens, rows: RowsOfTokens) -> tuple[Tensor, Kept, Tensor]:
+        """Return also the states after the last positions of whole rows, [batch, heads, dk, dv]."""
         part = part_of(rows)
         own = list(_segments(tokens, rows, part))
-        ordered, most = slots(part)
+        ordered, most = places(part)
         effects = [recurrence.effect(each) for each in own]
         factors, added = (self._gathered(x, most) for x in zip(*effects, strict=True))
         before: dict[int, Tensor] = {}
@@ -153,14 +158,14 @@ class PassedStates(Convolutions):
             state = Effect(factors[slot.place], added[slot.place]).on(state)
         states = torch.stack([before[part.rank * most + number] for number in range(len(own))])
         outputs = [recurrence.forward(each, state)[0] for each, state in zip(own, states, strict=True)]
-        return torch.cat(outputs), (states, factors)
+        return torch.cat(outputs), (states, factors), state
 
     def recur_backward(self, dout: Tensor, tokens: Tokens, rows: RowsOfTokens, kept: Kept) -> Gradients:
         states, factors = kept
         assert states is not None and factors is not None
         part = part_of(rows)
         own, grads = list(_segments(tokens, rows, part)), list(_pieces(dout, part))
-        ordered, most = slots(part)
+        ordered, most = places(part)
         local = [recurrence.initial_gradient(grad, each) for grad, each in zip(grads, own, strict=True)]
         gathered = self._gathered(local, most)
         after: dict[int, Tensor] = {}
@@ -212,7 +217,9 @@ def _segments(tokens: Tokens, rows: RowsOfTokens, part: SequencePart) -> Iterato
         yield Tokens(q, k, v, g, beta, None if starts is None else starts - segment.start)
 
 
-def _reads(ordered: Sequence[Slot], segment: PositionSegment, taken: int) -> Iterator[tuple[Slot, int, int]]:
+def _reads(
+    ordered: Sequence[SegmentPlace], segment: PositionSegment, taken: int
+) -> Iterator[tuple[SegmentPlace, int, int]]:
     """Yield where the `taken` tokens before a segment are: a segment, the place among its last `taken`, and
     the place among those before."""
     for slot in ordered:

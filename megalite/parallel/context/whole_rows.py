@@ -106,8 +106,12 @@ class WholeRows:
         return causal_conv.backward(dout, x, weight, bias, starts=rows.document_start, silu=silu)
 
     def recur(self, tokens: Tokens, rows: RowsOfTokens) -> tuple[Tensor, Kept]:
-        out, _ = recurrence.forward(tokens._replace(starts=rows.document_start))
-        return out, ()
+        return self.recur_to_end(tokens, rows)[:2]
+
+    def recur_to_end(self, tokens: Tokens, rows: RowsOfTokens) -> tuple[Tensor, Kept, Tensor]:
+        """Return also the states after the last positions, [batch, heads, dk, dv]."""
+        out, final = recurrence.forward(tokens._replace(starts=rows.document_start))
+        return out, (), final
 
     def recur_backward(self, dout: Tensor, tokens: Tokens, rows: RowsOfTokens, kept: Kept) -> Gradients:
         return recurrence.backward(dout, tokens._replace(starts=rows.document_start))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -117,7 +118,7 @@ class GradientReducer:
             bucket.compression = self.powersgd.compress(bucket.layout, bucket.owned)
         self._partial += self._owned_parts(bucket, lambda segment: segment.grad_partial_axis == "tp")
         for number, replicated in self._replicated.items():
-            replicated += self._owned_parts(bucket, lambda segment, own=number: segment.replicas == own)
+            replicated += self._owned_parts(bucket, partial(_has_replicas, number))
 
     def begin_step(self, microbatches: int, loss_scale: float = 1.0) -> None:
         """Prepare for the gradients of a step, each multiplied by `loss_scale`."""
@@ -282,6 +283,10 @@ def _finish_all(reductions: deque[Reduction]) -> None:
         if not reduction.done:
             reduction.advance()
             reductions.append(reduction)
+
+
+def _has_replicas(number: int, segment: Segment) -> bool:
+    return segment.replicas == number
 
 
 def _sum_together(parts: list[Tensor], axis: MeshAxis) -> None:

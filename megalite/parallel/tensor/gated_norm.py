@@ -42,20 +42,26 @@ class GatedNorm:
         first, groups = tp.rank * channels // group, tp.size * channels // group
         self.slots = slice(first, first + 1), groups
 
-    def forward(self, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output and the sums of squares of whole groups, [seq, batch, groups, 1]."""
+    def forward(self, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the output, and of groups that span ranks the sums of squares, [seq, batch, groups, 1]."""
         x, z = self._grouped(x), self._grouped(z)
+        if self.ranks == 1:
+            out = gated_norm.whole_forward(x, z, self._weight(x), self.gate, self.eps, self.rounded)
+            return out.flatten(-2), None
         summed = self._summed(gated_norm.squares(x, z, self.gate))
         out = gated_norm.forward(x, z, self._weight(x), self.gate, self.eps, summed, self.group, self.rounded)
         return out.flatten(-2), summed
 
-    def backward(self, dy: Tensor, x: Tensor, z: Tensor, summed: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(self, dy: Tensor, x: Tensor, z: Tensor, summed: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the gradients of x and z, and accumulate that of the weight."""
         dy, x, z = self._grouped(dy), self._grouped(x), self._grouped(z)
         weight = self._weight(x)
-        shared = weight, self.gate, self.eps, summed, self.group
-        projected = self._summed(gated_norm.projections(dy, x, z, *shared))
-        gradients = gated_norm.backward(dy, x, z, *shared, projected)
+        if summed is None:
+            gradients = gated_norm.whole_backward(dy, x, z, weight, self.gate, self.eps)
+        else:
+            shared = weight, self.gate, self.eps, summed, self.group
+            projected = self._summed(gated_norm.projections(dy, x, z, *shared))
+            gradients = gated_norm.backward(dy, x, z, *shared, projected)
         self.weight.accumulate(gradients.weight.flatten())
         return gradients.x.flatten(-2), gradients.gate.flatten(-2)
 
@@ -69,8 +75,6 @@ class GatedNorm:
 
     def _summed(self, x: Tensor) -> Tensor:
         """Return the sum over the ranks that have a part of the group."""
-        if self.ranks == 1:
-            return x
         own, groups = self.slots
         everywhere = x.new_zeros(*x.shape[:-2], groups, 1)  # the groups of all ranks
         everywhere[..., own, :] = x

@@ -138,6 +138,8 @@ class Activations:
             return sum(self._size(each.stashed) for each in unit.matmuls) if self.splits else 0, 0
         matmul = last.matmuls[-1]
         first = self._size(matmul.stashed) - self._size((matmul.between,)) - self._size(last.after.kept)
+        if last.keeps_last_input and matmul.stashed:
+            first -= matmul.rows * matmul.inputs * self.width
         return sum(self._size(each.stashed) for each in unit.matmuls), max(first, 0)
 
     @property

@@ -54,7 +54,9 @@ def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> Block
     steps: tuple[Step, ...] = (qkv, rotary, attention, *gating, out)
     temporaries = workspace(units, heads, query + 2 * packed + 2 * gate, query + packed)
     exchanges = context.exchanges(units.share, heads)
-    return BlockCost(steps, temporaries, exchanges, qkv.keeps_input, output=gating)
+    return BlockCost(
+        steps, temporaries, exchanges, qkv.keeps_input, output=gating, keeps_last_input=not gating
+    )
 
 
 def heads_of(units: Units) -> Heads:

@@ -10,6 +10,7 @@ from megalite.model.blocks.convolution import parameters
 from megalite.parallel.spec import ParamSpec
 
 if TYPE_CHECKING:
+    from megalite.model.block_module import BlockModule
     from megalite.model.cost.recomputed import Group
     from megalite.model.cost.records import BlockCost
     from megalite.model.cost.units import Units
@@ -29,3 +30,7 @@ class ConvolutionKind(BlockKind):
     def recomputed(self, units: Units, cost: BlockCost) -> list[Group]:
         groups: list[Group] = self.file("cost").recomputed(cost)
         return groups
+
+    def cached(self, block: BlockModule) -> BlockModule:
+        cached: BlockModule = self.file("cache").cached(block)
+        return cached

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megalite.config.sections.model import ModelConfig
 from megalite.model.spec_builder import SpecBuilder, one_each
 from megalite.parallel.spec import ParamSpec, Segment
 
@@ -11,7 +12,8 @@ PREFIX = "conv_"  # of roles
 def specs(build: SpecBuilder, name: str) -> list[ParamSpec]:
     """Return the projection, whose rows are the gates B and C and the values x, the convolution [hidden, K],
     and the output projection."""
-    model, hidden = build.model, build.model.hidden_size
+    model: ModelConfig = build.model
+    hidden = model.hidden_size
     parts, roles = [(part, hidden, 1) for part in "BCx"], {part: PREFIX + part for part in "BCx"}
     stored = build.column(f"{name}.in", parts, model.conv_bias, roles)
     taps = (hidden, model.conv_kernel)

@@ -36,7 +36,6 @@ def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> Block
         projections += [low, Elementwise((3 * latents.values,), (3 * latents.values,), kept), f_b, g_b]
     mixed = (
         Buffer(MIXED, tokens * heads * dv),
-        Buffer("its squares", tokens * heads, "accumulate"),
         *kept_states(units.share, sizes),
     )
     mixing = (

@@ -11,6 +11,7 @@ from megalite.model.blocks.delta import parameters
 from megalite.parallel.spec import ParamSpec
 
 if TYPE_CHECKING:
+    from megalite.model.block_module import BlockModule
     from megalite.model.cost.mixers import StateSizes
     from megalite.model.cost.recomputed import Group
     from megalite.model.cost.records import BlockCost, Share
@@ -38,3 +39,7 @@ class DeltaKind(BlockKind):
     def recomputed(self, units: Units, cost: BlockCost) -> list[Group]:
         groups: list[Group] = self.file("cost").recomputed(cost)
         return groups
+
+    def cached(self, block: BlockModule) -> BlockModule:
+        cached: BlockModule = self.file("cache").cached(block)
+        return cached

@@ -12,31 +12,9 @@ from megalite.model.block_kind import BlockSpec
 from megalite.model.block_module import BlockModule, Operation
 from megalite.model.forward_state import ForwardState, Site
 from megalite.model.layer_options import LayerOptions
-from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.node import Saved
 from megalite.parallel.tensor.linear import Activation, ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.weight import Weights
-
-
-class ScaledGate(Activation):
-    """act(factor · gate) · up on a packed [gate | up] input."""
-
-    def __init__(self, name: str, factor: float, ops: CompiledOps):
-        super().__init__(name, True, ops)
-        self.factor = factor
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self._scaled(x))
-
-    def backward(self, grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        dx, active = super().backward(grad, self._scaled(x))
-        dx.chunk(2, -1)[0].mul_(self.factor)
-        return dx, active
-
-    def _scaled(self, x: Tensor) -> Tensor:
-        scaled = x.clone()
-        scaled.chunk(2, -1)[0].mul_(self.factor)
-        return scaled
 
 
 class FeedForward(BlockModule):
@@ -57,6 +35,8 @@ class FeedForward(BlockModule):
         self.layer, tp, sequence_parallel = layer, mesh.tp, options.sequence_parallel
         activation = Activation(model.hidden_act, model.gated_mlp, options.ops)
         if model.mlp_multipliers is not None:
+            from megalite.model.blocks.feed_forward.scaled_gate import ScaledGate
+
             activation = ScaledGate(model.hidden_act, model.mlp_multipliers[0], options.ops)
         weight, bias = weights[f"{name}.in.weight"], weights.get(f"{name}.in.bias")
         self.up = ColumnParallelLinear(weight, bias, tp, sequence_parallel)

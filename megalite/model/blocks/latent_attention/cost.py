@@ -54,7 +54,8 @@ def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> Block
         else (*queries, down, latent, up, rotary, attention, out)
     )
     temporaries = workspace(units, heads, gradients, copied)
-    return BlockCost(steps, temporaries, context.exchanges(share, heads), down.keeps_input)
+    exchanges = context.exchanges(share, heads)
+    return BlockCost(steps, temporaries, exchanges, down.keeps_input, keeps_last_input=True)
 
 
 def _heads(units: Units) -> Heads:

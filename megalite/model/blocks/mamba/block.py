@@ -128,7 +128,7 @@ class MambaMixer:
     def gradient(self, grad: Tensor, saved: Saved, state: ForwardState) -> Tensor:
         packed, y, summed, halos, *kept = saved.pop()
         parts = self.split(packed)
-        dy, dz = self.norm.backward(grad, y, parts.z, summed)  # type: ignore[arg-type]
+        dy, dz = self.norm.backward(grad, y, parts.z, summed)
         convolved = self.across.convolve(parts.convolved, halos, self.conv.tensor, self._bias, state)
         x, b, c = self._heads(convolved)
         step = self._step(parts)

@@ -27,7 +27,7 @@ def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> Block
     inner, convolved, groups = heads * width, sizes.channels, sizes.shared
     packed = inner + convolved + heads
     mixed = [Buffer(MIXED, tokens * inner)]
-    if model.mamba_norm != "none":
+    if model.mamba_norm != "none" and model.mamba_n_groups < tp:  # a group has heads on several ranks
         mixed.append(Buffer("its squares", tokens * groups, "accumulate"))
     mixed += kept_states(units.share, sizes)
     # products of C and B are those of a group, all others those of a head

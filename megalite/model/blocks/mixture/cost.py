@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from megalite.model.block_kind import BlockSpec
 from megalite.model.blocks.feed_forward.cost import feed_forward
 from megalite.model.cost.recomputed import Group, Operation
-from megalite.model.cost.records import BlockCost, Buffer, Elementwise, LocalMatmul, Matmul
+from megalite.model.cost.records import BlockCost, Buffer, Elementwise, LocalMatmul, Matmul, Step
 
 if TYPE_CHECKING:
     from megalite.model.cost.units import Units
@@ -89,7 +89,17 @@ def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> Block
         returned.append(Buffer("latent after the experts", own))
     combine = Elementwise((sent + summed,), (2 * sent + summed,), tuple(returned))
     workspace = [Buffer("gradients of the experts", own + 2 * sent + 2 * inner + into.rows * into.outputs)]
-    steps = (router, routing, *latent[:1], spread, into, activation, down, combine, *latent[1:])
+    steps: tuple[Step, ...] = (
+        router,
+        routing,
+        *latent[:1],
+        spread,
+        into,
+        activation,
+        down,
+        combine,
+        *latent[1:],
+    )
     if f"{block.slot}.shared.in" in matmuls:
         shared = feed_forward(units, matmuls[f"{block.slot}.shared.in"], matmuls[f"{block.slot}.shared.down"])
         gate = LocalMatmul(
