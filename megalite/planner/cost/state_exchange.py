@@ -36,8 +36,9 @@ def _line(kind: str, activations: Activations, sizes: StateSizes) -> str:
     share = activations.share
 
     def sent(exchange: ContextExchange) -> str:
-        size = exchange.size_in_bytes(activations.width, activations.accumulate)
-        return f"{size * (share.cp - 1) / share.cp / MIB:,.1f} MiB"
+        size: float = exchange.size_in_bytes(activations.width, activations.accumulate)
+        size *= (share.cp - 1) / share.cp
+        return f"{size / MIB:,.1f} MiB" if size >= MIB else f"{size / 1024:,.1f} KiB"
 
     assert sizes.states is not None
     states = sent(passed_states(share, sizes))
