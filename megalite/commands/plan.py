@@ -23,7 +23,7 @@ import math
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from megalite.commands.parser import (
     Parser,
@@ -37,6 +37,7 @@ from megalite.commands.parser import (
 from megalite.config.errors import ConfigError
 from megalite.config.recompute import BUDGET
 from megalite.config.schema import Config
+from megalite.config.sections.parallel import ContextMethod
 from megalite.launch.exit_status import ExitStatus
 from megalite.model.kinds import dispatch_of
 from megalite.parallel.pipeline.generator import SCHEDULES
@@ -138,13 +139,13 @@ def parser() -> Parser:
         add(f"--{name}", type=positive, metavar="N", help="fix this choice")
     add(
         "--context",
-        choices=("ulysses", "gather", "ring"),
+        choices=get_args(ContextMethod),
         help="fix how attention communicates, with cp > 1",
     )
     add(
         "--context_parts",
         choices=("zigzag", "balanced"),
-        help="fix how rows are split over ranks, with context gather or ring",
+        help="fix how rows are split over ranks, with context gather, ring or auto",
     )
     add(
         "--expert_dispatch",

@@ -151,6 +151,17 @@ def part_length(config: Config) -> int:
     )
 
 
+def attention_method(context: str) -> str:
+    """How attention communicates over cp under a value of parallel.context."""
+    return "gather" if context == "auto" else context
+
+
+def whole_heads(heads: int, shared: int, ranks: int) -> bool:
+    """Whether heads can be split over ranks so that each has whole heads, and `shared` ones, which groups of
+    equally many heads have in common, are split or repeated evenly."""
+    return heads % ranks == 0 and (shared % ranks == 0 or ranks % shared == 0)
+
+
 def equal_part(length: int, cp: int, context: str, ranks: int = 1, parts: str = "zigzag") -> int:
     """Positions of a padded row of `length` on each of cp ranks, of which each of `ranks` sequence-parallel
     ranks holds equally many."""

@@ -7,8 +7,8 @@ attention|feed_forward          beside each other: both read the same norm, and 
 mixture                         a layer of one block
 """
 
-import re
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from megalite.config.rule import Rule
@@ -30,15 +30,17 @@ class BlockOption(NamedTuple):
     context: tuple[str, ...]
 
 
-def groups_in(entry: str) -> list[list[str]]:
+@cache  # plans ask for each layer, very often
+def groups_in(entry: str) -> tuple[tuple[str, ...], ...]:
     """The kinds that an entry of model.layer_blocks names, in groups that follow each other; the blocks of a
     group are beside each other."""
-    return [[name.strip() for name in group.split("|")] for group in entry.split("+")]
+    return tuple(tuple(name.strip() for name in group.split("|")) for group in entry.split("+"))
 
 
-def blocks_in(entry: str) -> list[str]:
+@cache
+def blocks_in(entry: str) -> tuple[str, ...]:
     """The kinds that an entry of model.layer_blocks names."""
-    return [name.strip() for name in re.split(r"[+|]", entry)]
+    return tuple(name for group in groups_in(entry) for name in group)
 
 
 EVERY_CONTEXT: tuple[str, ...] = get_args(ContextMethod)
@@ -54,7 +56,7 @@ LAYER_BLOCKS = {
 """By name. `megalite.model.kinds` adds kinds that are registered."""
 
 
-def _listed(c: "RuleContext") -> list[list[str]]:
+def _listed(c: "RuleContext") -> list[tuple[str, ...]]:
     """The kinds of the blocks of each layer that model.layer_blocks lists."""
     return [blocks_in(entry) for entry in c.model.layer_blocks or ()]
 

@@ -17,6 +17,10 @@ def presets() -> dict[str, dict[str, Any]]:
     shapes: dict[str, dict[str, Any]] = yaml.safe_load(
         Path(__file__).with_name("presets.yaml").read_text(encoding="utf-8")
     )
+    for shape in shapes.values():
+        if "layer_blocks" in shape:
+            letters = shape["layer_blocks"]
+            shape["layer_blocks"] = [letters[letter] for letter in letters["pattern"]]
     return shapes
 
 

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
     from megalite.mesh.mesh import Mesh
     from megalite.model.block_module import BlockModule
+    from megalite.model.cost.mixers import StateSizes
     from megalite.model.cost.recomputed import Group
-    from megalite.model.cost.records import BlockCost, Dispatch, Kernels, Matmul
+    from megalite.model.cost.records import BlockCost, Dispatch, Kernels, Matmul, Share
     from megalite.model.cost.units import Units
     from megalite.model.forward_state import ForwardState
     from megalite.model.layer_options import LayerOptions
@@ -155,6 +156,10 @@ class BlockKind:
         """
         cost: BlockCost = self.file("cost").cost(units, block, matmuls)
         return cost
+
+    def state_sizes(self, model: ModelConfig, share: Share) -> StateSizes | None:
+        """Return what its recurrence passes or exchanges over cp, or None if it has none."""
+        return None
 
     def alike(self, model: ModelConfig, layer: int) -> Hashable:
         """Return a key that layers share whose blocks of this kind cost the same."""

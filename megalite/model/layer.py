@@ -193,6 +193,6 @@ def make_layer(model: ModelConfig, layer: int, weights: Weights, mesh: Mesh, opt
     if options.recompute not in ("none", "selective"):
         from megalite.model.recomputation import recomputing
 
-        exchanged = mesh.cp.size > 1 and options.context == "ulysses"
+        exchanged = mesh.cp.size > 1 and options.share.context == "ulysses"
         module.recomputed = recomputing(module, options.recompute, exchanged)
     return module

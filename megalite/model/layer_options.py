@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megalite.config.recompute import operations_of
 from megalite.config.schema import Config
+from megalite.model.cost.records import Share
 from megalite.parallel.compiled_ops import CompiledOps
 
 
@@ -17,7 +18,7 @@ class LayerOptions:
         sequence_parallel: False where tp is 1.
         recompute: activation checkpointing: none, selective, full, or the recomputed operations joined by +.
         expert_dispatch: the method of dispatch and combine.
-        context: the method of context parallelism, with more than one cp rank.
+        share: this rank's part of a microbatch, with the methods of context parallelism.
         ops: the functions between linears, eager or compiled.
         adapter_dropout: the probability of dropout before adapters.
     """
@@ -25,7 +26,7 @@ class LayerOptions:
     sequence_parallel: bool
     recompute: str
     expert_dispatch: str
-    context: str
+    share: Share
     ops: CompiledOps
     adapter_dropout: float = 0.0
 
@@ -37,7 +38,7 @@ class LayerOptions:
             sequence_parallel,
             config.train.recompute_of(layer),
             parallel.expert_dispatch,
-            parallel.context,
+            Share.of(parallel, config.data.sequence_length, config.train.micro_batch_size),
             ops,
             config.lora.dropout,
         )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megalite.config.dims import attention_method
 from megalite.monitoring.metrics import StepMetrics
 from megalite.monitoring.observers import STEPS_KEPT, Observer
 from megalite.monitoring.phases import PhaseTimes
@@ -122,7 +123,7 @@ class ContextImbalance(Observer):
     """
 
     def __init__(self, trainer: Trainer):
-        self.trainer, self.method = trainer, trainer.config.parallel.context
+        self.trainer, self.method = trainer, attention_method(trainer.config.parallel.context)
         self.of_step: dict[int, float] = {}
 
     def after(self, step: int) -> None:

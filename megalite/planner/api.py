@@ -14,6 +14,9 @@ from megalite.planner.cost.expert_exchange import (
     describe_worst_load,  # the most imbalanced load of experts, as a sentence
     worst_expert_bytes,  # its activations per layer and microbatch
 )
+from megalite.planner.cost.state_exchange import (
+    describe_state_exchange,  # what blocks with a state send over cp, as lines of text
+)
 from megalite.planner.hardware.constants import prediction_interval  # contains 80 % of measured step times
 from megalite.planner.hardware.devices import (
     Device,  # speeds, memory and links of a GPU or CPU
@@ -54,6 +57,7 @@ __all__ = [
     "budget_table",
     "checkpoint_bytes",
     "decide_recomputation",
+    "describe_state_exchange",
     "describe_worst_load",
     "device_of_run",
     "estimate",

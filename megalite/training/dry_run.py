@@ -31,6 +31,7 @@ from megalite.planner.api import (
     budget_table,
     checkpoint_bytes,
     decide_recomputation,
+    describe_state_exchange,
     describe_worst_load,
     estimate,
     resolve_budget,
@@ -223,6 +224,7 @@ def describe(config: Config, content: dict[str, Any]) -> list[str]:
             else []
         ),
         *experts(config, rows),
+        *describe_state_exchange(config),
         *remarks(config),
         f"built on the meta device with the planned number of bytes: {len(content['built'])} "
         f"rank{'s' * (len(content['built']) > 1)}",

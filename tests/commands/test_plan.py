@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,11 +63,11 @@ def free_connections():
         yield
 
 
-def small_search(wanted: int, **fixed: int | str) -> Search:
+def small_search(wanted: int, model: dict[str, Any] | None = None, **fixed: int | str) -> Search:
     """A small model on four devices that hold about half of its layouts."""
     base = from_dict(
         {
-            "model": SMALL,
+            "model": SMALL | (model or {}),
             "data": {"sequence_length": SEQUENCE},
             "train": {"global_batch_size": BATCH, "precision": "bf16"},
         }
@@ -124,6 +125,24 @@ def test_what_fits_a_run_accepts_and_holds_no_more(everything):
         assert plan.memory.total == whole if counted else plan.memory.total <= whole, (
             "following a few microbatches is following all"
         )
+
+
+HYBRID = {
+    "layer_blocks": ["mamba", "feed_forward", "delta+feed_forward", "attention"],
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    **{"mamba_num_heads": 2, "mamba_head_dim": 16, "mamba_state_size": 8, "mamba_n_groups": 1},
+}
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_layers_that_are_unlike_are_bounded_where_they_are(recompute):
+    search = small_search(1, HYBRID, recompute=recompute, offload="none", micro_batch_size=2)
+    cores = list(search.cores())
+    assert {core.tp for core in cores} == {1, 2}, "mamba has two heads"
+    for core in cores:
+        plan = search.plan(core)
+        bound = search.bounds.memory(plan.choice)
+        assert bound <= plan.memory.total * 1.02, plan.choice
 
 
 def test_a_run_is_predicted_as_its_plan_was(everything):

@@ -664,15 +664,18 @@ ROWS = [
         "ulysses divides heads",
         {"parallel.cp": 3, "model.num_attention_heads": 8, "model.num_key_value_heads": 2},
         {"parallel.context": "ring"},
-        ("heads / tp = 8 and key-value heads / tp = 2", "Nearest: 2 or 4. Or set parallel.context to gather or ring."),
+        (
+            "heads / tp = 8 and key-value heads / tp = 2",
+            "Nearest: 2 or 4. Or set parallel.context to gather, ring or auto.",
+        ),
         world=3,
     ),
     *(
         Row(
             f"ulysses divides {of}",
             MIXERS[kind] | sizes | {"parallel.cp": 8, "model.num_attention_heads": 8},
-            {"parallel.context": "gather"},
-            (f"each rank computes whole {of}", "Nearest: 4. Or set parallel.context to gather or ring."),
+            {"parallel.context": "auto"},
+            (f"each rank computes whole {of}", "Nearest: 4. Or set parallel.context to gather, ring or auto."),
             world=8,
         )
         for kind, of, sizes in (

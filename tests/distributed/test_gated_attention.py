@@ -16,6 +16,7 @@ from megalite.config.sections.model import ModelConfig
 from megalite.generation.language_model import LanguageModel
 from megalite.model.block_module import BlockModule
 from megalite.model.blocks.attention.rotary import RotaryInputs
+from megalite.model.cost.records import Share
 from megalite.model.forward_state import ForwardState
 from megalite.model.kinds import KINDS, blocks_of
 from megalite.model.layer_options import LayerOptions
@@ -117,7 +118,7 @@ def block_and_weights(model: ModelConfig, dtype: torch.dtype) -> tuple[BlockModu
         weight.grad = torch.full(shape, torch.nan, dtype=dtype)
         weight.begin_step(1, 1)
         weights[spec.name] = weight
-    options = LayerOptions(False, "none", "all_to_all", "ulysses", CompiledOps())
+    options = LayerOptions(False, "none", "all_to_all", Share(1), CompiledOps())
     mesh = mesh_of(RankContext(0, 1), from_dict({"parallel": {"dp": 1}}))
     block = blocks_of(model, 0)[0]
     return KINDS[block.kind].make(model, block, weights, mesh, options), weights

@@ -819,6 +819,18 @@ def test_export_finds_the_family_and_refuses_what_none_expresses():
         # the latter without the biases of its routers
         *[("deepseek-v2-lite", 15_706_484_224), ("deepseek-v3", 671_026_404_352)],
         *[("gpt-oss-20b", 20_914_757_184), ("gpt-oss-120b", 116_829_156_672)],
+        *[
+            ("qwen3-next-80b-a3b", 79_674_391_296),
+            ("qwen3.5-9b", 8_953_803_264),
+            ("qwen3.5-27b", 26_895_998_464),
+            ("qwen3.5-35b-a3b", 34_660_610_688),
+            ("olmo-hybrid-7b", 7_430_870_688),
+            ("kimi-linear-48b-a3b", 49_133_074_464),
+            ("lfm2-8b-a1b", 8_339_929_856),
+            ("nemotron-3-nano-30b-a3b", 31_577_937_344),
+            ("nemotron-h-56b", 56_324_350_464),
+            ("falcon-h1-0.5b", 521_411_104),
+        ],
     ],
 )
 def test_presets_have_the_published_parameter_counts(name, parameters):

@@ -53,6 +53,8 @@ DELTA = {
     "linear_key_head_dim": 6,
     "linear_value_head_dim": 5,
 }
+MIXED = DELTA | {"layer_blocks": ["delta+feed_forward", "attention+feed_forward"] * 2}
+MIXED |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}  # with which auto exchanges heads
 KIMI = DELTA | {"linear_num_key_heads": 4, "delta_decay": "channel"}
 MAMBA = {
     "layer_blocks": ["mamba|attention+feed_forward"] * 4,
@@ -165,6 +167,7 @@ ON_TWO = {
     "tp and sp, a decay by channel": {"tp": 2, "sequence_parallel": True, "model": KIMI},
     "cp, states passed": {"cp": 2, "context": "gather", "model": DELTA},
     "cp, heads of a recurrence exchanged": {"cp": 2, "model": DELTA},
+    "cp, heads of a recurrence exchanged, keys gathered": {"cp": 2, "context": "auto", "model": MIXED},
     "tp and sp, mamba": {"tp": 2, "sequence_parallel": True, "model": MAMBA | {"mamba_n_groups": 1}},
     "cp, states of mamba passed": {"cp": 2, "context": "gather", "model": MAMBA},
     "cp, heads of mamba exchanged": {"cp": 2, "model": MAMBA},

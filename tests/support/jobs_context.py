@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from megalite_kernels.attention import attention, attention_backward
 from megalite_kernels.dropout import AttentionDropout
+from megalite_kernels.recurrence import Tokens
 from torch import Tensor
 
 from megalite.mesh.layout import Layout
 from megalite.mesh.mesh import Mesh, MeshAxis
-from megalite.parallel.context.attend import attention_over
+from megalite.parallel.context.attend import across_rows, attention_over
 from megalite.parallel.context.latents import Latents, expanding
-from megalite.parallel.context.parts import PARTS, SequencePart, split
+from megalite.parallel.context.parts import PARTS, SequencePart, contiguous, split, zigzag
 
 Shape = tuple[int, int, int, int, int]
 """Sequence, batch, heads, key-value heads, channels."""
@@ -109,6 +110,34 @@ def attend_latents(
         sent.append(0)
         out.sum().backward()
     return {"sent": sent}
+
+
+def recur(
+    context: Any,
+    by_heads: bool,
+    parts: str,
+    sequence: int,
+    sizes: tuple[int, int, int],
+    delta: bool,
+    dtype: torch.dtype,
+) -> list[int]:
+    """Bytes that forward and backward of a recurrence over cp send, with a batch of 2.
+
+    sizes: heads, and the sizes of keys and values; as many key heads.
+    """
+    mesh = context.cached(("cp", context.world, 1), lambda: Mesh(Layout(cp=context.world)))
+    part = SequencePart({"contiguous": contiguous, "zigzag": zigzag}[parts](sequence, context.world), 0, sequence, None)
+    rows: Any = SimpleNamespace(document_start=None, part=part._replace(rank=context.rank))
+    (heads, dk, dv), own = sizes, (sequence // context.world, 2)
+    q, k, v, dout = (torch.randn(*own, heads, width).to(dtype) for width in (dk, dk, dv, dv))
+    wide = torch.promote_types(dtype, torch.float32)
+    g, beta = -torch.rand(*own, heads).to(wide), torch.rand(*own, heads).to(wide) if delta else None
+    tokens, across = Tokens(q, k, v, g, beta), across_rows(mesh.cp, by_heads)
+    with counted(mesh.cp) as sent:
+        _, kept = across.recur(tokens, rows)
+        sent.append(0)
+        across.recur_backward(dout, tokens, rows, kept)
+    return sent
 
 
 def shares_a_communicator(context: Any) -> bool:

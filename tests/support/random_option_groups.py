@@ -50,7 +50,7 @@ def _context(random: Random, options: Options) -> Options:
     def whole(ranks: int) -> bool:
         return heads % ranks == 0 and (kv % ranks == 0 or ranks % kv == 0)
 
-    method = random.choice(("gather", "ring", *(["ulysses"] if whole(cp) else [])))
+    method = random.choice(("gather", "ring", "auto", *(["ulysses"] if whole(cp) else [])))
     inner = [ranks for ranks in range(1, cp) if cp % ranks == 0 and whole(ranks)] if method == "ring" else []
     return {
         "parallel.cp": cp,

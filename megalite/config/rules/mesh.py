@@ -6,13 +6,15 @@ from megalite.config.dims import ParallelDims
 from megalite.config.layer_blocks import EVERY_CONTEXT, LAYER_BLOCKS, blocks_in
 from megalite.config.rule import Rule, around, describe_legal, divisors, multiples
 from megalite.config.rules.context import RuleContext
+from megalite.config.rules.mixers import whole_mixers
 
 
 def legal_tp(c: RuleContext) -> list[int]:
-    """Tensor-parallel sizes that the model allows: whole heads, key-value heads split or replicated evenly,
-    feed-forward split evenly."""
+    """Tensor-parallel sizes that the model allows: whole heads, of blocks with a state too, key-value heads
+    split or replicated evenly, feed-forward split evenly."""
     kv, shared = c.model.kv_heads, c.model.shared_expert_intermediate_size or 0
     whole = [tp for tp in divisors(c.model.num_attention_heads) if kv % tp == 0 or tp % kv == 0]
+    whole = [tp for tp in whole if whole_mixers(c, tp)]
     return [tp for tp in whole if c.model.intermediate_size % tp == shared % tp == 0]
 
 
@@ -227,7 +229,8 @@ RULES: tuple[Rule, ...] = (
         ),
         message=_heads_for_ulysses,
         legal=lambda c: (
-            f"{describe_legal(c.parallel.cp, legal_ulysses(c))} Or set parallel.context to gather or ring."
+            f"{describe_legal(c.parallel.cp, legal_ulysses(c))} "
+            "Or set parallel.context to gather, ring or auto."
         ),
     ),
     Rule(

@@ -4,6 +4,7 @@ parallel.cp."""
 from collections.abc import Callable
 from dataclasses import fields
 
+from megalite.config.dims import whole_heads
 from megalite.config.layer_blocks import blocks_in
 from megalite.config.rule import Rule, describe_legal, divisors
 from megalite.config.rules.context import RuleContext
@@ -18,6 +19,17 @@ OWN_FIELDS = {
 
 def _has(c: RuleContext, kind: str) -> bool:
     return any(kind in blocks_in(entry) for entry in c.model.layer_blocks or ())
+
+
+def whole_mixers(c: RuleContext, tp: int) -> bool:
+    """Whether each of `tp` ranks has whole heads or channels of the model's blocks with a state."""
+    model = c.model
+    heads = {
+        "delta": (model.linear_num_value_heads, model.linear_num_key_heads),
+        "mamba": (model.mamba_num_heads, model.mamba_n_groups),
+        "convolution": (model.hidden_size, 1),
+    }
+    return all(whole_heads(*heads[kind], tp) for kind in KINDS if _has(c, kind))
 
 
 def _unused(kind: str) -> Rule:
@@ -96,7 +108,7 @@ def _exchanges(kind: str, heads: str, shared: str, of: str) -> Rule:
         message=f"does not fit {{model.{heads}}} and {{model.{shared}}} with {{parallel.tp}}: with "
         f"parallel.context = ulysses each rank computes whole {of}",
         legal=lambda c: (
-            f"{describe_legal(c.parallel.cp, sizes(c))} Or set parallel.context to gather or ring."
+            f"{describe_legal(c.parallel.cp, sizes(c))} Or set parallel.context to gather, ring or auto."
         ),
     )
 

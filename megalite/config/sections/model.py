@@ -375,17 +375,19 @@ class ModelConfig:
             return 2 * self.num_hidden_layers
         return sum(len(blocks_in(entry)) for entry in self.layer_blocks)
 
-    def block_groups(self, layer: int) -> list[list[str]]:
+    def block_groups(self, layer: int) -> tuple[tuple[str, ...], ...]:
         """The kinds of a layer's blocks, in the order of the forward: in groups that follow each other, of
         blocks that layer_blocks has beside each other."""
         if self.layer_blocks is not None and layer < len(self.layer_blocks):
             return groups_in(self.layer_blocks[layer])
         attention = "attention" if self.kv_lora_rank is None else "latent_attention"
-        return [[attention], ["mixture" if self.is_mixture(layer) else "feed_forward"]]
+        return (attention,), ("mixture" if self.is_mixture(layer) else "feed_forward",)
 
-    def block_names(self, layer: int) -> list[str]:
+    def block_names(self, layer: int) -> tuple[str, ...]:
         """The kinds of a layer's blocks, in the order of the forward."""
-        return [name for group in self.block_groups(layer) for name in group]
+        if self.layer_blocks is not None and layer < len(self.layer_blocks):
+            return blocks_in(self.layer_blocks[layer])
+        return tuple(name for group in self.block_groups(layer) for name in group)
 
     def is_mixture(self, layer: int) -> bool:
         """Whether the layer's feed-forward is a mixture of experts."""

@@ -7,7 +7,7 @@ from megalite.config import amounts
 from megalite.config.option import NOT_NEGATIVE, POSITIVE, SIZE, option
 from megalite.config.rule import Rule
 
-ContextMethod = Literal["ulysses", "gather", "ring"]
+ContextMethod = Literal["ulysses", "gather", "ring", "auto"]
 
 
 @dataclass
@@ -25,14 +25,15 @@ class ParallelConfig:
     """Context-parallel size: number of ranks over which each sequence is split."""
     context: ContextMethod = "ulysses"
     """With cp > 1, what attention exchanges: heads for positions (ulysses), all keys and values at once
-    (gather) or rank by rank (ring)."""
+    (gather) or rank by rank (ring). Blocks with a state exchange heads with ulysses, and pass states with
+    the others. auto: attention uses gather, and each kind of block with a state what sends fewer bytes."""
     context_inner: int = option(1, SIZE)
     """With context ring, number of neighbouring ranks, best those of a node, that exchange heads for
     positions (ulysses); the ring is between such groups. 1: a ring over all ranks."""
     context_parts: Literal["zigzag", "balanced"] = "zigzag"
-    """With context gather or ring, the part of a row that a rank holds: an early and a late run (zigzag), or
-    with documents the blocks that give all ranks equally much attention to compute (balanced), chosen anew
-    for every microbatch."""
+    """With context gather, ring or auto, the part of a row that a rank holds: an early and a late run
+    (zigzag), or with documents the blocks that give all ranks equally much attention to compute (balanced),
+    chosen anew for every microbatch."""
     sequence_parallel: bool = False
     """Split the activations between tensor-parallel regions along the sequence."""
     ep: int = option(1, SIZE)
@@ -102,7 +103,7 @@ RULES: tuple[Rule, ...] = (
             c.parallel.context_parts == "balanced" and c.parallel.cp > 1 and c.parallel.context == "ulysses"
         ),
         message="has no effect: with {parallel.context} all ranks already have the same amount of attention",
-        legal="Remove it, or set parallel.context to gather or ring.",
+        legal="Remove it, or set parallel.context to gather, ring or auto.",
     ),
     Rule(
         "four schedule costs",

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from megalite.config.dims import block_length, whole_heads
 from megalite.model.cost.recomputed import Group, Operation, named
 from megalite.model.cost.records import BlockCost, Buffer, ContextExchange, Elementwise, Matmul, Share, Step
 
 if TYPE_CHECKING:
     from megalite.model.cost.units import Units
 
+NARROW, WIDE = 2, 4  # bytes
 PROJECTED, MIXED, OUTPUT = "input of the mixer", "output of the recurrence", "output of the mixer"
 
 
@@ -47,63 +49,102 @@ class StateSizes(NamedTuple):
     Attributes:
         channels, taps: those of the convolution.
         states: heads, and the sizes of keys and values; None: there is only a convolution.
+        shared: key heads or groups, which heads have in common.
         diagonal: the number of factors of a head if the state decays without a delta rule; 0: a matrix.
-        exchanged: values of a token that heads exchange, at the compute dtype.
+        exchanged: values of a token that heads exchange, at the compute dtype; as many as the values of the
+            output come back.
         wide: the same in fp32: decays and strengths.
-        back: values of a token that come back.
     """
 
     channels: int
     taps: int
     states: tuple[int, int, int] | None = None
+    shared: int = 1
     diagonal: int = 0
     exchanged: int = 0
     wide: int = 0
-    back: int = 0
 
 
 def segments_of(share: Share) -> int:
-    """Return the number of segments of positions that a cp rank has (with balanced parts at least)."""
-    return 1 if share.context == "ulysses" else 2
+    """Return the number of segments of positions that a cp rank has, with balanced parts at most: documents
+    are unknown."""
+    if share.context == "ulysses":
+        return 1
+    return share.sequence // block_length(share.sequence) if share.parts == "balanced" else 2
+
+
+def exchanges_heads(share: Share, sizes: StateSizes) -> bool:
+    """Return whether a recurrence exchanges heads over cp; otherwise it passes states.
+
+    Under `parallel.context: auto` it does what sends fewer bytes in forward and backward, counted as in a run
+    in 16 bits, so that a proof in more bits communicates in the same way.
+    """
+    if share.cp == 1 or sizes.states is None or not share.by_bytes:
+        return share.context == "ulysses"
+    if not whole_heads(sizes.states[0], sizes.shared, share.cp):
+        return False
+    by_heads, by_states = exchanged_heads(share, sizes), passed_states(share, sizes)
+    return by_heads.size_in_bytes(NARROW, WIDE) < by_states.size_in_bytes(NARROW, WIDE)
 
 
 def exchange_of(share: Share, sizes: StateSizes) -> ContextExchange | None:
-    """Return the exchange of a block over cp (`parallel.context.passed_states`, `exchanged_heads`)."""
+    """Return the exchange of a block over cp."""
     if share.cp == 1:
         return None
-    segments = segments_of(share)
-    everywhere = share.cp * segments * share.batch  # all-gathered
-    halos = everywhere * (sizes.taps - 1) * sizes.channels
+    by_heads = sizes.states is not None and exchanges_heads(share, sizes)
+    return exchanged_heads(share, sizes) if by_heads else passed_states(share, sizes)
+
+
+def exchanged_heads(share: Share, sizes: StateSizes) -> ContextExchange:
+    """Return the exchange of `parallel.context.exchanged_heads`.
+
+    The inputs go there, and the output comes back; in backward the same again, and the inputs' gradients.
+    """
+    assert sizes.states is not None
+    heads, _, dv = sizes.states
+    there, wide, back = (share.tokens * values for values in (sizes.exchanged, sizes.wide, heads * dv))
+    halos = _halos(share, sizes)
+    return ContextExchange(
+        "ulysses", share.cp, halos + there + back, halos + 2 * there + back, 2 * wide, states=wide
+    )
+
+
+def passed_states(share: Share, sizes: StateSizes) -> ContextExchange:
+    """Return the exchange of `parallel.context.passed_states`.
+
+    These are the effects of segments, and the gradients of the states before them.
+    """
+    halos = _halos(share, sizes)
     if sizes.states is None:
         return ContextExchange("states", share.cp, halos, halos)
     heads, dk, dv = sizes.states
-    if share.context == "ulysses":
-        tokens = share.tokens
-        there, wide = tokens * sizes.exchanged, tokens * sizes.wide
-        back = tokens * sizes.back
-        # inputs there, the output back; in backward the same again, and the gradients of inputs
-        return ContextExchange(
-            "ulysses", share.cp, halos + there + back, halos + 2 * there + back, 2 * wide, states=wide
-        )
-    factor = dk * dk if not sizes.diagonal else sizes.diagonal
-    added = everywhere * heads * dk * dv
-    return ContextExchange(
-        "states", share.cp, halos, halos, added, states=everywhere * heads * factor + added
-    )
+    segments = share.cp * segments_of(share) * share.batch
+    added = segments * heads * dk * dv
+    factors = segments * heads * _factors(sizes)
+    return ContextExchange("states", share.cp, halos, halos, added, states=factors + added)
 
 
 def kept_states(share: Share, sizes: StateSizes) -> tuple[Buffer, ...]:
     """Return what the mixer keeps of other ranks: halos, states before segments, and all factors."""
     if share.cp == 1:
         return ()
-    segments = segments_of(share)
-    halos = Buffer("halos", segments * share.batch * (sizes.taps - 1) * sizes.channels)
-    if sizes.states is None or share.context == "ulysses":
+    halos = Buffer("halos", _halos(share, sizes) // share.cp)
+    if sizes.states is None or exchanges_heads(share, sizes):
         return (halos,)
     heads, dk, dv = sizes.states
-    factor = dk * dk if not sizes.diagonal else sizes.diagonal
-    every = share.batch * heads * segments
-    return halos, Buffer("states of segments", every * (dk * dv + share.cp * factor), "accumulate")
+    every = share.batch * heads * segments_of(share)
+    return halos, Buffer("states of segments", every * (dk * dv + share.cp * _factors(sizes)), "accumulate")
+
+
+def _halos(share: Share, sizes: StateSizes) -> int:
+    """Return the values of the ends of the segments of all ranks."""
+    return share.cp * segments_of(share) * share.batch * (sizes.taps - 1) * sizes.channels
+
+
+def _factors(sizes: StateSizes) -> int:
+    """Return the number of factors of a head's state."""
+    assert sizes.states is not None
+    return sizes.diagonal or sizes.states[1] ** 2
 
 
 def recomputed(cost: BlockCost) -> list[Group]:

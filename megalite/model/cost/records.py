@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
-from megalite.config.dims import equal_part
+from megalite.config.dims import attention_method, equal_part
 from megalite.config.recompute import operations_of
 
 Dtype = Literal["compute", "accumulate", "index", "mask"]
@@ -57,6 +57,8 @@ class Share:
         context_inner: neighbouring cp ranks that exchange heads; the others are a ring.
         dispatch: how rows reach their experts, with more than one ep rank.
         parts: which parts of a row the cp ranks hold.
+        by_bytes: whether blocks with a state choose how they communicate over cp by the bytes that they send;
+            otherwise they exchange heads if attention does.
     """
 
     sequence: int
@@ -69,6 +71,7 @@ class Share:
     context_inner: int = 1
     dispatch: str = "all_to_all"
     parts: str = "zigzag"
+    by_bytes: bool = False
 
     @classmethod
     def of(cls, split: TokenSplit, sequence_length: int, micro_batch_size: int) -> Share:
@@ -80,11 +83,12 @@ class Share:
             tp=split.tp,
             sequence_parallel=split.sequence_parallel,
             cp=split.cp,
-            context=split.context,
+            context=attention_method(split.context),
             ep=split.ep,
             context_inner=split.context_inner,
             dispatch=split.expert_dispatch,
             parts=split.context_parts,
+            by_bytes=split.context == "auto",
         )
 
     @property
@@ -186,6 +190,10 @@ class ContextExchange(NamedTuple):
     summed: int = 0
     merged: int = 0
     states: int = 0
+
+    def size_in_bytes(self, width: int, wide: int) -> int:
+        """Return the bytes in forward and backward, of elements at the compute dtype and in at least fp32."""
+        return (self.forward + self.backward) * width + (self.states + self.summed) * wide
 
 
 class Collectives(NamedTuple):

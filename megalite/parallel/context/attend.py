@@ -53,16 +53,17 @@ def attention_over(cp: MeshAxis, method: str, levels: tuple[MeshAxis, MeshAxis] 
     return attend
 
 
-def across_rows(cp: MeshAxis, method: str) -> AcrossRows:
-    """Return how convolutions and recurrences along rows are computed for a method of context parallelism.
+def across_rows(cp: MeshAxis, by_heads: bool) -> AcrossRows:
+    """Return how convolutions and recurrences along rows are computed.
 
-    With `ulysses` heads are exchanged, otherwise states are passed.
+    Args:
+        by_heads: whether recurrences exchange heads; otherwise they pass states.
     """
     if cp.size == 1:
         from megalite.parallel.context.whole_rows import WholeRows
 
         return WholeRows()
-    if method == "ulysses":
+    if by_heads:
         from megalite.parallel.context.exchanged_heads import ExchangedHeads
 
         return ExchangedHeads(cp)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megalite.config.dims import part_length
+from megalite.config.dims import attention_method, part_length
 from megalite.config.schema import Config
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.context.balanced import EVERY_KEY, Windows, balanced, between_ranks
@@ -51,7 +51,7 @@ class Cut:
     @classmethod
     def of(cls, config: Config, cp: MeshAxis, windows: Iterable[int | None]) -> Cut:
         """Return the cut of a configuration; `windows` has one of each layer."""
-        context, inner = config.parallel.context, config.parallel.context_inner
+        context, inner = attention_method(config.parallel.context), config.parallel.context_inner
         parts = PARTS[context](part_length(config) * cp.size, cp.size // inner)
         uneven = None if context == "ulysses" else context
         by_documents, counted = config.parallel.context_parts == "balanced", tuple(Counter(windows).items())

@@ -448,22 +448,27 @@ class BudgetProblem:
         for layer in layers:
             key = self.kept.units.alike(layer.number), *(layer.multiple(load) for load in loads)
             columns.setdefault(key, []).append(layer)
-        choices = [
-            (alike, group) for alike in columns.values() for group in self._choices(alike[0].number, scores)
-        ]
+        choices, multiples = list[tuple[list[_Layer], _Choice]](), list[list[int]]()
+        for alike in columns.values():
+            own = [alike[0].multiple(load) for load in loads]
+            for group in self._choices(alike[0].number, scores):
+                choices.append((alike, group))
+                multiples.append(own)
         kept = [
-            sum(len(alike) * group.kept * alike[0].multiple(load) for alike, group in choices)
-            for load in loads
+            sum(
+                len(alike) * group.kept * own[index]
+                for (alike, group), own in zip(choices, multiples, strict=True)
+            )
+            for index in range(len(loads))
         ]
         kinds = [
             ItemGroup(
                 len(alike),
                 tuple(
-                    Option(cost, tuple(freed * alike[0].multiple(load) for load in loads))
-                    for _, cost, freed in group.options
+                    Option(cost, tuple([freed * times for times in own])) for _, cost, freed in group.options
                 ),
             )
-            for alike, group in choices
+            for (alike, group), own in zip(choices, multiples, strict=True)
         ]
         least = max((load.constant for load in loads), default=0)
         return _Programme(

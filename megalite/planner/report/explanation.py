@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megalite.config.dims import attention_method
 from megalite.config.recompute import shown
 from megalite.model.kinds import dispatch_of
 from megalite.planner.cost.expert_exchange import describe_worst_load, worst_expert_bytes
+from megalite.planner.cost.state_exchange import describe_state_exchange
 from megalite.planner.hardware.constants import ALIKE, INTERVAL, prediction_interval
 from megalite.planner.search.best_first import Plan, Search
 from megalite.planner.search.run_config import USABLE, apply_layout, first_broken_rule
@@ -189,6 +191,7 @@ def winner(search: Search, plans: Sequence[Plan]) -> list[str]:
         binding(best),
         *imbalance(search, best),
         *uneven_parts(search, best),
+        *(f"{line}." for line in describe_state_exchange(apply_layout(search.base, best.choice))),
     ]
     if search.rejected is not None:
         rejected = search.plan(search.rejected)
@@ -219,10 +222,13 @@ def imbalance(search: Search, plan: Plan) -> list[str]:
 def uneven_parts(search: Search, plan: Plan) -> list[str]:
     """Describe the effect of documents on context parallelism with parts of positions."""
     choice, rows = plan.choice, search.job.rows
-    zigzag = rows.imbalance(choice.context, "zigzag") if choice.cp > 1 else 1.0
+    zigzag = rows.imbalance(attention_method(choice.context), "zigzag") if choice.cp > 1 else 1.0
     if zigzag == 1.0:
         return []
-    balanced, way = rows.imbalance(choice.context, "balanced"), "parallel.context_parts: balanced"
+    balanced, way = (
+        rows.imbalance(attention_method(choice.context), "balanced"),
+        "parallel.context_parts: balanced",
+    )
     chosen = (
         f"{way} makes it {balanced:.2f}"
         if choice.context_parts == "balanced"

@@ -25,6 +25,7 @@ from megalite.assembly import plan
 from megalite.config.dims import fixed_stages
 from megalite.config.recompute import BUDGET, shown
 from megalite.config.schema import Config
+from megalite.model.cost.records import Share
 from megalite.model.kinds import dispatch_of
 from megalite.parallel.pipeline.gather_actions import with_gathering
 from megalite.parallel.pipeline.generator import SCHEDULES, chunks_of
@@ -34,6 +35,7 @@ from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.planner.budget.decision import BudgetProblem, problem_of, recompute_within
 from megalite.planner.cost.context_exchange import UNEVEN
 from megalite.planner.cost.expert_exchange import worst_total
+from megalite.planner.cost.state_exchange import recurrences
 from megalite.planner.memory.estimate import RankMemory, estimate
 from megalite.planner.search.bounds import LayoutBounds, followed
 from megalite.planner.search.run_config import USABLE, apply_layout, first_broken_rule
@@ -106,6 +108,8 @@ class Search:
         self.stepper = Stepper(self.job)
         self.bounds = LayoutBounds(self.base, self.stepper)
         self.room = USABLE * self.job.device.memory
+        # recurrences choose by the bytes that they send where attention gathers
+        self._gather = "auto" if recurrences(self.job.model, Share(1)) else "gather"
         self._communicating = lru_cache(maxsize=None)(_communicating)
         self._gathering = lru_cache(maxsize=8)(self._with_gathers)
         self.plans_by_family: dict[LayoutChoice, Plan] = {}
@@ -345,7 +349,7 @@ class Search:
             # one collective there, hops beside attention across nodes
             inside = tp * cp <= self.job.device.per_node
             gathers = inside or rows.imbalance("ring", parts) > UNEVEN
-            for context in self._names("context", ("ulysses", "gather" if gathers else "ring")):
+            for context in self._names("context", ("ulysses", self._gather if gathers else "ring")):
                 choice = LayoutChoice(
                     cp=cp, context=context, context_parts="zigzag" if context == "ulysses" else parts
                 )

@@ -40,8 +40,8 @@ AHEAD = 2  # memory is followed for this many times pp microbatches in flight: n
 class _StageBytes(NamedTuple):
     """Bytes of a stage and one microbatch.
 
-    saved: kept until its backward; stash: kept until its weight pass; largest: bound during a layer's
-    backward.
+    saved: kept until its backward; stash: kept until its weight pass; largest: at most during its backward,
+    which goes through its layers in reverse.
     """
 
     saved: float
@@ -280,13 +280,12 @@ class LayoutBounds:
         )
         ends = [0] * (layers[0] == 0), [head_unit(self.job.model)] * (count in numbers)
         units = self._activations(choice, recompute).stage([*ends[0], *numbers, *ends[1]])
-        saved, stash = (
-            sum(unit.saved + unit.logits for unit in units),
-            sum(unit.stash + unit.logits_stash for unit in units),
-        )
-        return _StageBytes(
-            saved, stash, max(unit.saved + unit.logits + unit.recomputed + unit.workspace for unit in units)
-        )
+        saved, stash, largest = 0.0, sum(unit.stash + unit.logits_stash for unit in units), 0.0
+        waiting = stash  # of the units whose backward is done
+        for unit in units:
+            saved, waiting = saved + unit.saved + unit.logits, waiting - unit.stash - unit.logits_stash
+            largest = max(largest, saved + waiting + unit.recomputed + unit.workspace)
+        return _StageBytes(saved, stash, largest)
 
     def _states(self, choice: LayoutChoice, rank: _Rank) -> float:
         """Return the bytes of weights, gradients and optimizer state on the device.

@@ -39,7 +39,7 @@ def attention_over(options: LayerOptions, mesh: Mesh) -> Callable[..., Tensor] |
         return None
     from megalite.parallel.context import attend
 
-    return attend.attention_over(mesh.cp, options.context, mesh.cp_levels)
+    return attend.attention_over(mesh.cp, options.share.context, mesh.cp_levels)
 
 
 class Attention(AttentionByOperation):
@@ -70,7 +70,8 @@ class Attention(AttentionByOperation):
         self.own_attention = across is None  # each rank has whole rows
         self.make_projections(name, weights, mesh)
         # whether views of the packed projection are kept for backward, which exchanged heads are not
-        exchanged = not self.own_attention and (options.context == "ulysses" or mesh.cp_levels is not None)
+        by_heads = options.share.context == "ulysses" or mesh.cp_levels is not None
+        exchanged = not self.own_attention and by_heads
         self.keeps_projection = self.norms_qk or not exchanged
 
     def make_projections(self, name: str, weights: Weights, mesh: Mesh) -> None:

@@ -68,7 +68,7 @@ def make(
         (weights[f"{name}.{part}.weight"], weights.get(f"{name}.{part}.bias"))
         for part in ("in", "conv", "out")
     )
-    mixer = ConvolutionMixer(*conv, across_rows(mesh.cp, options.context))
+    mixer = ConvolutionMixer(*conv, across_rows(mesh.cp, by_heads=False))
     own = [weight for key, weight in weights.items() if key.startswith(f"{name}.")]
     return MixerBlock(
         ColumnParallelLinear(*into, tp, sequence_parallel),

@@ -21,8 +21,10 @@ from megalite.config.sections.model import ModelConfig
 from megalite.mesh.mesh import Mesh
 from megalite.model.block_kind import BlockSpec
 from megalite.model.blocks.delta import gates
+from megalite.model.blocks.delta.context import state_sizes
 from megalite.model.blocks.delta.latents import LatentProjection
 from megalite.model.blocks.delta.parameters import key_replicas
+from megalite.model.cost.mixers import exchanges_heads
 from megalite.model.forward_state import ForwardState
 from megalite.model.layer_options import LayerOptions
 from megalite.model.mixer_block import MixerBlock
@@ -158,7 +160,8 @@ def make(
     if model.delta_decay == "channel":
         into = LatentProjection(into, block, weights, mesh, options)
         masks = into.masks
-    mixer = DeltaMixer(model, name, weights, mesh, across_rows(mesh.cp, options.context))
+    by_heads = exchanges_heads(options.share, state_sizes(model, options.share))
+    mixer = DeltaMixer(model, name, weights, mesh, across_rows(mesh.cp, by_heads))
     out = RowParallelLinear(weights[f"{name}.out.weight"], None, tp, sequence_parallel)
     own = [weight for key, weight in weights.items() if key.startswith(f"{name}.")]
     return MixerBlock(into, mixer, out, own, block.layer, masks)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from megalite.model.block_kind import BlockSpec
-from megalite.model.blocks.delta.parameters import key_replicas
-from megalite.model.cost.mixers import MIXED, StateSizes, exchange_of, kept_states, mixer_cost, recomputed
+from megalite.model.blocks.delta.context import state_sizes
+from megalite.model.cost.mixers import MIXED, exchange_of, kept_states, mixer_cost, recomputed
 from megalite.model.cost.records import BlockCost, Buffer, Elementwise, Matmul, RecurrenceCost, Step
 
 if TYPE_CHECKING:
@@ -22,11 +22,11 @@ def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> Block
     """Return the description of the block, see `BlockKind.cost`."""
     model, tp, tokens = units.model, units.share.tp, units.share.tokens
     heads, dk, dv = model.linear_num_value_heads // tp, model.linear_key_head_dim, model.linear_value_head_dim
-    key_heads = model.linear_num_key_heads * key_replicas(model, tp) // tp
+    sizes = state_sizes(model, units.share)
     into, out = matmuls[f"{block.slot}.in"], matmuls[f"{block.slot}.out"]
     by_channel = model.delta_decay == "channel"
     decays = heads * dk if by_channel else heads
-    convolved = 2 * key_heads * dk + heads * dv
+    convolved = sizes.channels
     packed = convolved + heads * dv + heads + decays
     projections: list[Step] = [into]
     if by_channel:
@@ -34,14 +34,6 @@ def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> Block
         latents = Buffer("latents of decay and gate", units.share.own_tokens * low.outputs)
         kept = (latents,) if f_b.keeps_input else ()
         projections += [low, Elementwise((3 * latents.values,), (3 * latents.values,), kept), f_b, g_b]
-    sizes = StateSizes(
-        convolved,
-        model.linear_conv_kernel_dim,
-        (heads, dk, dv),
-        exchanged=2 * max(key_heads, units.share.cp) * dk + heads * dv,
-        wide=decays + heads,
-        back=heads * dv,
-    )
     mixed = (
         Buffer(MIXED, tokens * heads * dv),
         *kept_states(units.share, sizes),

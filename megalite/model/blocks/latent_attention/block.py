@@ -132,7 +132,7 @@ class LatentAttention(Attention):
             return RMSNorm(weights[f"{name}.{part}_norm.weight"], EPS, model.norm_offset, options.ops)
 
         # two levels exchange heads first
-        context = "ulysses" if mesh.cp_levels is not None else options.context
+        context = "ulysses" if mesh.cp_levels is not None else options.share.context
         self.latents_travel = latents_travel(model, context, mesh.cp.size, tp.size, options.sequence_parallel)
         self.kv_down, self.kv_norm = own("kv_a"), norm("kv_a")
         self.kv_up = own("kv_b") if self.latents_travel else column("kv_b")

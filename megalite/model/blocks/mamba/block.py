@@ -24,8 +24,10 @@ from torch import Tensor
 from megalite.config.sections.model import ModelConfig
 from megalite.mesh.mesh import Mesh
 from megalite.model.block_kind import BlockSpec
+from megalite.model.blocks.mamba.context import state_sizes
 from megalite.model.blocks.mamba.parameters import group_replicas
 from megalite.model.blocks.mamba.step import MambaStep
+from megalite.model.cost.mixers import exchanges_heads
 from megalite.model.forward_state import ForwardState
 from megalite.model.layer_options import LayerOptions
 from megalite.model.mixer_block import MixerBlock
@@ -187,6 +189,7 @@ def make(
     out = RowParallelLinear(
         weights[f"{name}.out.weight"], weights.get(f"{name}.out.bias"), tp, sequence_parallel
     )
-    mixer = MambaMixer(model, name, weights, mesh, across_rows(mesh.cp, options.context))
+    by_heads = exchanges_heads(options.share, state_sizes(model, options.share))
+    mixer = MambaMixer(model, name, weights, mesh, across_rows(mesh.cp, by_heads))
     own = [weight for key, weight in weights.items() if key.startswith(f"{name}.")]
     return MixerBlock(into, mixer, out, own, block.layer)

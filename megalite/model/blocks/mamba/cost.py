@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from megalite.model.block_kind import BlockSpec
-from megalite.model.blocks.mamba.parameters import group_replicas
-from megalite.model.cost.mixers import MIXED, StateSizes, exchange_of, kept_states, mixer_cost, recomputed
+from megalite.model.blocks.mamba.context import state_sizes
+from megalite.model.cost.mixers import MIXED, exchange_of, kept_states, mixer_cost, recomputed
 from megalite.model.cost.records import BlockCost, Buffer, Elementwise, Matmul, RecurrenceCost
 
 if TYPE_CHECKING:
@@ -22,22 +22,13 @@ def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> Block
     """Return the description of the block, see `BlockKind.cost`."""
     model, tp, tokens = units.model, units.share.tp, units.share.tokens
     heads, width, size = model.mamba_num_heads // tp, model.mamba_head_dim, model.mamba_state_size
-    groups = model.mamba_n_groups * group_replicas(model, tp) // tp
+    sizes = state_sizes(model, units.share)
     into, out = matmuls[f"{block.slot}.in"], matmuls[f"{block.slot}.out"]
-    inner, convolved = heads * width, heads * width + 2 * groups * size
+    inner, convolved, groups = heads * width, sizes.channels, sizes.shared
     packed = inner + convolved + heads
     mixed = [Buffer(MIXED, tokens * inner)]
     if model.mamba_norm != "none" and model.mamba_n_groups < tp:  # a group has heads on several ranks
         mixed.append(Buffer("its squares", tokens * groups, "accumulate"))
-    sizes = StateSizes(
-        convolved,
-        model.mamba_conv_kernel,
-        (heads, size, width),
-        diagonal=1,
-        exchanged=2 * max(groups, units.share.cp) * size + inner,
-        wide=heads,
-        back=inner,
-    )
     mixed += kept_states(units.share, sizes)
     # products of C and B are those of a group, all others those of a head
     products, states = 2 * CHUNK * groups * size, 2 * heads * size * width

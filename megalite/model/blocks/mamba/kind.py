@@ -12,8 +12,9 @@ from megalite.parallel.spec import ParamSpec
 
 if TYPE_CHECKING:
     from megalite.model.block_module import BlockModule
+    from megalite.model.cost.mixers import StateSizes
     from megalite.model.cost.recomputed import Group
-    from megalite.model.cost.records import BlockCost
+    from megalite.model.cost.records import BlockCost, Share
     from megalite.model.cost.units import Units
     from megalite.model.spec_builder import SpecBuilder
 
@@ -33,6 +34,10 @@ class MambaKind(BlockKind):
 
     def output_factor(self, model: ModelConfig) -> float:
         return model.mamba_out_multiplier
+
+    def state_sizes(self, model: ModelConfig, share: Share) -> StateSizes:
+        sizes: StateSizes = self.file("context").state_sizes(model, share)
+        return sizes
 
     def recomputed(self, units: Units, cost: BlockCost) -> list[Group]:
         groups: list[Group] = self.file("cost").recomputed(cost)
