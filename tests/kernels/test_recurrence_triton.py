@@ -106,7 +106,7 @@ def test_as_accurate_as_torch(kind, size, heads, widths, dtype, documents, devic
             of_result = dtype if name in ("out", "q", "k", "v") else FP32
             assert got.dtype == of_result, name
             # the reference adds decays in fp64
-            as_exact_as(got, torchs[name], exact[name], factor=2.0 if dtype == FP32 else 1.5)
+            as_exact_as(got, torchs[name], exact[name], factor=3.0 if dtype == FP32 else 1.5)
 
 
 @pytest.mark.parametrize("kind", ["head", "channel", "mamba"])
