@@ -112,6 +112,17 @@ SETTINGS |= {
     for (name, kernel), settings in SETTINGS.items()
     if name == "attention_triton"
 }
+SETTINGS |= {
+    (name, kernel): [Setting({}, w, s) for w in (2, 4, 8) for s in (1, 2, 3)]
+    for name, kernels in {
+        "causal_conv_triton": ("_forward", "_backward"),
+        "gated_norm_triton": ("_forward", "_backward"),
+        "recurrence_triton": (
+            *("_prepare", "_scan", "_outputs", "_within", "_adjoint", "_pairs", "_gradients"),
+        ),
+    }.items()
+    for kernel in kernels
+}
 """(module, kernel) → settings to try."""
 
 

@@ -75,6 +75,7 @@ def meaning(model: ModelConfig) -> dict[str, Any]:
     """
     layers = range(model.num_hidden_layers)
     local = [layer for layer in layers if model.window(layer) is not None]
+    has_delta = any("delta" in model.block_names(layer) for layer in layers)
     values = asdict(model) | {
         "num_key_value_heads": model.kv_heads,
         "head_dim": model.head_size,
@@ -82,7 +83,7 @@ def meaning(model: ModelConfig) -> dict[str, Any]:
         "embedding_scale": model.embedding_scale or 1.0,
         "logit_scale": model.logit_scale or 1.0,
         "no_rope_layers": [layer for layer in layers if not model.uses_rope(layer)],
-        "delta_norm_eps": model.delta_norm_eps or model.rms_norm_eps,
+        "delta_norm_eps": model.delta_norm_eps or (model.rms_norm_eps if has_delta else None),
         "layer_blocks": model.layer_blocks and ["".join(entry.split()) for entry in model.layer_blocks],
         "post_norm_layers": sorted(model.post_norm_layers or ()) or None,
         "rope_local_theta": model.rope_local_theta if any(map(model.local_rope, layers)) else None,

@@ -191,7 +191,7 @@ REAL = {
             "data.packing": False,
         },
         lost={"optimizer": MOMENTS},
-        said={"lora_target_modules": "adapters are not supported for out_proj", "gradient_checkpointing": "enabled by"},
+        said={"lora_target_modules": "adapters are not supported for Wqkv", "gradient_checkpointing": "enabled by"},
         dp=2,
     ),
     "axolotl/preferences.yaml": Real(

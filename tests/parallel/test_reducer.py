@@ -58,7 +58,7 @@ def test_reductions_in_flight(
 
     monkeypatch.setattr(module, "reduces_in_place", lambda axis: not gloo)
     monkeypatch.setattr(module, "reduce_scatter", reduce_scatter)
-    mesh: Any = SimpleNamespace(shard=SHARD, replicate=ALONE, expert_split=(), coordinates=Coordinates())
+    mesh: Any = SimpleNamespace(shard=SHARD, replicate=ALONE, expert_split=(), coordinates=Coordinates(), replicas={})
     reducer = GradientReducer(mesh, TransferLog(), comm_dtype)
     buckets: list[Any] = [Bucket(number) for number in range(4)]
     reducer.buckets = buckets
