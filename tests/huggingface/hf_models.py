@@ -636,12 +636,13 @@ def logits_of(directory: Path, ids: Tensor) -> Tensor:
 
 
 def greedy(model: Any, prompt: list[int], count: int) -> tuple[list[int], Tensor]:
-    """The greedy tokens of transformers' model and their logits [count, vocabulary], with its cache."""
+    """The greedy tokens of transformers' model and their logits [count, vocabulary], with its cache; Bamba's differ
+    from those that the whole row gives, since its positions start again at 0 after a prompt."""
     model.generation_config.eos_token_id = None
     options = {
         "max_new_tokens": count,
         "do_sample": False,
-        "use_cache": True,
+        "use_cache": model.config.model_type != "bamba",
         "output_logits": True,
         "return_dict_in_generate": True,
     }
