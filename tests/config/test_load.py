@@ -419,7 +419,7 @@ UNLIKE = [
     (["--train.warmup_step", "x"], "Nearest: --optimizer.warmup_steps."),
     (["--train.qqq", "1"], "--train.qqq on the command line is not a known option. See megalite train --help train."),
     (["--config", "nothere"], "a configuration shipped with megalite. megalite train --list_configs lists those."),
-    (["--model.preset", "flux"], "gpt-oss-20b, gpt-oss-120b."),
+    (["--model.preset", "flux"], "nemotron-h-56b, falcon-h1-0.5b."),
 ]
 
 
