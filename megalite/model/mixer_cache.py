@@ -23,7 +23,7 @@ from megalite.model.forward_state import ForwardState
 from megalite.model.mixer_block import MixerBlock
 from megalite.model.row_cache import CachedBlock, CachedState
 from megalite.parallel.context.passed_states import PassedStates
-from megalite.parallel.context.whole_rows import Kept, WholeRows
+from megalite.parallel.context.whole_rows import ConvInputs, Kept, WholeRows
 
 
 class MixerStore(NamedTuple):
@@ -58,17 +58,10 @@ class CachedRows:
         tail.copy_(window[1:])
         return window[:-1]
 
-    def convolve(
-        self,
-        x: Tensor,
-        halos: Tensor | None,
-        weight: Tensor,
-        bias: Tensor | None,
-        rows: CachedState,
-        silu: bool = True,
-    ) -> Tensor:
+    def convolve(self, inputs: ConvInputs, rows: CachedState) -> Tensor:
         if rows.cache.reads_prompts:
-            return self.across.convolve(x, halos, weight, bias, rows, silu)
+            return self.across.convolve(inputs, rows)
+        x, halos, weight, bias, silu = inputs
         assert halos is not None
         return causal_conv.forward(x, weight, bias, halo=Halo(halos), silu=silu)
 

@@ -16,7 +16,6 @@ from megalite_kernels.recurrence import Gradients, Tokens
 from torch import Tensor
 
 from megalite.parallel.context.gathered import by_rank, in_order
-from megalite.parallel.context.parts import SequencePart
 from megalite.parallel.context.passed_states import Convolutions, part_of
 from megalite.parallel.context.ulysses import summed, to_heads, to_positions
 from megalite.parallel.context.whole_rows import Kept, RowsOfTokens
@@ -51,17 +50,14 @@ class ExchangedHeads(Convolutions):
         by_channel = tokens.g.ndim == 4
         decays = [tokens.g if by_channel else tokens.g.unsqueeze(-1)]
         decays += [] if tokens.beta is None else [tokens.beta.unsqueeze(-1)]
+        starts = None if part.document_start is None else part.document_start.to(v.device)
         g, *beta = (in_order(x, part.segments) for x in to_heads(decays, self.cp))
         return Tokens(
             *(q, k, v, g if by_channel else g.squeeze(-1)),
             beta[0].squeeze(-1) if beta else None,
-            _whole_starts(part, v),
+            starts,
         )
 
     def _to_positions(self, x: Tensor, rows: RowsOfTokens) -> Tensor:
         (own,) = to_positions([by_rank(x, part_of(rows).segments)], self.cp)
         return own
-
-
-def _whole_starts(part: SequencePart, like: Tensor) -> Tensor | None:
-    return None if part.document_start is None else part.document_start.to(like.device)

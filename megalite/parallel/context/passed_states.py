@@ -18,6 +18,7 @@ digits with each segment.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ from torch import Tensor
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather
 from megalite.parallel.context.parts import PositionSegment, SequencePart
-from megalite.parallel.context.whole_rows import Kept, RowsOfTokens
+from megalite.parallel.context.whole_rows import ConvInputs, Kept, RowsOfTokens
 
 
 class SegmentPlace(NamedTuple):
@@ -66,49 +67,29 @@ class Convolutions:
             end[taken - len(last) :] = last
         gathered = all_gather(ends, self.cp).wait()  # [ranks · most, K − 1, batch, channels]
         halos = x.new_zeros(len(part.segments[part.rank]), taken, *x.shape[1:])
-        for halo, segment in zip(halos, part.segments[part.rank], strict=True):
-            for slot, there, here in _reads(ordered, segment, taken):
-                halo[here] = gathered[slot.place, there]
+        for number, (_, place) in enumerate(ordered):
+            if place // most == part.rank:
+                for slot, there, here in _reads(ordered, number, taken):
+                    halos[place % most, here] = gathered[slot.place, there]
         return halos
 
-    def convolve(
-        self,
-        x: Tensor,
-        halos: Tensor | None,
-        weight: Tensor,
-        bias: Tensor | None,
-        rows: RowsOfTokens,
-        silu: bool = True,
-    ) -> Tensor:
-        part, taken = part_of(rows), weight.shape[1] - 1
-        assert halos is not None
+    def convolve(self, inputs: ConvInputs, rows: RowsOfTokens) -> Tensor:
+        part = part_of(rows)
         outputs = [
-            causal_conv.forward(piece, weight, bias, starts=starts, halo=halo, silu=silu)
-            for piece, starts, halo in zip(
-                _pieces(x, part), _starts(rows, part), self._halos(halos, part, taken), strict=True
-            )
+            causal_conv.forward(x, inputs.weight, inputs.bias, starts=starts, halo=halo, silu=inputs.silu)
+            for x, starts, halo in self._each_segment(inputs, rows, part)
         ]
         return torch.cat(outputs)
 
-    def convolve_backward(
-        self,
-        dout: Tensor,
-        x: Tensor,
-        halos: Tensor | None,
-        weight: Tensor,
-        bias: Tensor | None,
-        rows: RowsOfTokens,
-        silu: bool = True,
-    ) -> ConvGradients:
-        part, taken = part_of(rows), weight.shape[1] - 1
+    def convolve_backward(self, dout: Tensor, inputs: ConvInputs, rows: RowsOfTokens) -> ConvGradients:
+        part, x, taken = part_of(rows), inputs.x, inputs.weight.shape[1] - 1
         ordered, most = places(part)
-        assert halos is not None
         gradients = [
-            causal_conv.backward(grad, piece, weight, bias, starts=starts, halo=halo, silu=silu)
-            for grad, piece, starts, halo in zip(
-                *(_pieces(dout, part), _pieces(x, part), _starts(rows, part)),
-                self._halos(halos, part, taken),
-                strict=True,
+            causal_conv.backward(
+                grad, piece, inputs.weight, inputs.bias, starts=starts, halo=halo, silu=inputs.silu
+            )
+            for grad, (piece, starts, halo) in zip(
+                _pieces(dout, part), self._each_segment(inputs, rows, part), strict=True
             )
         ]
         dhalos = x.new_zeros(most, taken, *x.shape[1:])
@@ -118,12 +99,21 @@ class Convolutions:
         dx = torch.cat([each.x for each in gradients])
         # what later segments have read of this rank's: the last positions of its segments
         own = dict(zip(part.segments[part.rank], _pieces(dx, part), strict=True))
-        for reader in ordered:
-            for slot, there, here in _reads(ordered, reader.segment, taken):
+        for number, reader in enumerate(ordered):
+            for slot, there, here in _reads(ordered, number, taken):
                 if slot.segment in own:
                     own[slot.segment][len(own[slot.segment]) - taken + there] += gathered[reader.place, here]
-        dbias = None if bias is None else _total([each.bias for each in gradients if each.bias is not None])
-        return ConvGradients(dx, _total([each.weight for each in gradients]), dbias, gathered[:0])
+        biases = [each.bias for each in gradients if each.bias is not None]
+        dweight = reduce(torch.add, [each.weight for each in gradients])
+        return ConvGradients(dx, dweight, reduce(torch.add, biases) if biases else None, gathered[:0])
+
+    def _each_segment(
+        self, inputs: ConvInputs, rows: RowsOfTokens, part: SequencePart
+    ) -> Iterator[tuple[Tensor, Tensor | None, Halo]]:
+        """Yield the input of each of this rank's segments, where its documents start, and its halo."""
+        assert inputs.halos is not None
+        halos = self._halos(inputs.halos, part, inputs.weight.shape[1] - 1)
+        yield from zip(_pieces(inputs.x, part), _starts(rows, part), halos, strict=True)
 
     def _halos(self, halos: Tensor, part: SequencePart, taken: int) -> Iterator[Halo]:
         """Yield the halo of each of this rank's segments, with the documents of its tokens."""
@@ -218,18 +208,13 @@ def _segments(tokens: Tokens, rows: RowsOfTokens, part: SequencePart) -> Iterato
 
 
 def _reads(
-    ordered: Sequence[SegmentPlace], segment: PositionSegment, taken: int
+    ordered: Sequence[SegmentPlace], number: int, taken: int
 ) -> Iterator[tuple[SegmentPlace, int, int]]:
-    """Yield where the `taken` tokens before a segment are: a segment, the place among its last `taken`, and
-    the place among those before."""
-    for slot in ordered:
-        first = max(slot.segment.start, segment.start - taken)
-        for position in range(first, min(slot.segment.stop, segment.start)):
-            yield slot, position - slot.segment.stop + taken, position - segment.start + taken
-
-
-def _total(tensors: Sequence[Tensor]) -> Tensor:
-    total = tensors[0]
-    for each in tensors[1:]:
-        total = total + each
-    return total
+    """Yield where the `taken` tokens before segment `number` are: a segment, the place among its last
+    `taken`, and the place among those before."""
+    start = ordered[number].segment.start
+    while number and ordered[number].segment.start > start - taken:
+        number -= 1
+        slot = ordered[number]
+        for position in range(max(slot.segment.start, start - taken), slot.segment.stop):
+            yield slot, position - slot.segment.stop + taken, position - start + taken

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from megalite_kernels import causal_conv, recurrence
 from megalite_kernels.causal_conv import ConvGradients
@@ -29,6 +29,21 @@ class RowsOfTokens(Protocol):
     def part(self) -> SequencePart | None: ...
 
 
+class ConvInputs(NamedTuple):
+    """The arguments of `causal_conv.forward`, of this rank's positions.
+
+    Attributes:
+        x: [seq, batch, channels].
+        halos: what `AcrossRows.halos` returns for x.
+    """
+
+    x: Tensor
+    halos: Tensor | None
+    weight: Tensor
+    bias: Tensor | None = None
+    silu: bool = True
+
+
 Kept = tuple[Tensor | None, ...]
 
 
@@ -46,27 +61,10 @@ class AcrossRows(Protocol):
             width: the number of weights of a channel.
         """
 
-    def convolve(
-        self,
-        x: Tensor,
-        halos: Tensor | None,
-        weight: Tensor,
-        bias: Tensor | None,
-        rows: RowsOfTokens,
-        silu: bool = True,
-    ) -> Tensor:
+    def convolve(self, inputs: ConvInputs, rows: RowsOfTokens) -> Tensor:
         """Return the outputs of `causal_conv.forward` of whole rows."""
 
-    def convolve_backward(
-        self,
-        dout: Tensor,
-        x: Tensor,
-        halos: Tensor | None,
-        weight: Tensor,
-        bias: Tensor | None,
-        rows: RowsOfTokens,
-        silu: bool = True,
-    ) -> ConvGradients:
+    def convolve_backward(self, dout: Tensor, inputs: ConvInputs, rows: RowsOfTokens) -> ConvGradients:
         """Return its gradients: of x by all outputs, of the weight and the bias by this rank's outputs."""
 
     def recur(self, tokens: Tokens, rows: RowsOfTokens) -> tuple[Tensor, Kept]:
@@ -82,27 +80,12 @@ class WholeRows:
     def halos(self, x: Tensor, width: int, rows: RowsOfTokens) -> None:
         return None
 
-    def convolve(
-        self,
-        x: Tensor,
-        halos: Tensor | None,
-        weight: Tensor,
-        bias: Tensor | None,
-        rows: RowsOfTokens,
-        silu: bool = True,
-    ) -> Tensor:
+    def convolve(self, inputs: ConvInputs, rows: RowsOfTokens) -> Tensor:
+        x, _, weight, bias, silu = inputs
         return causal_conv.forward(x, weight, bias, starts=rows.document_start, silu=silu)
 
-    def convolve_backward(
-        self,
-        dout: Tensor,
-        x: Tensor,
-        halos: Tensor | None,
-        weight: Tensor,
-        bias: Tensor | None,
-        rows: RowsOfTokens,
-        silu: bool = True,
-    ) -> ConvGradients:
+    def convolve_backward(self, dout: Tensor, inputs: ConvInputs, rows: RowsOfTokens) -> ConvGradients:
+        x, _, weight, bias, silu = inputs
         return causal_conv.backward(dout, x, weight, bias, starts=rows.document_start, silu=silu)
 
     def recur(self, tokens: Tokens, rows: RowsOfTokens) -> tuple[Tensor, Kept]:

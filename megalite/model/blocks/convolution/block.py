@@ -16,7 +16,7 @@ from megalite.model.forward_state import ForwardState
 from megalite.model.layer_options import LayerOptions
 from megalite.model.mixer_block import MixerBlock
 from megalite.parallel.context.attend import across_rows
-from megalite.parallel.context.whole_rows import AcrossRows
+from megalite.parallel.context.whole_rows import AcrossRows, ConvInputs
 from megalite.parallel.node import Saved
 from megalite.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.weight import Weight, Weights
@@ -30,28 +30,25 @@ class ConvolutionMixer:
 
     def compute(self, packed: Tensor, saved: Saved, state: ForwardState) -> Tensor:
         _, c, values = self.split(packed)
-        taps = self.weight.tensor
-        halos = self.across.halos(values, taps.shape[1], state)
+        halos = self.across.halos(values, self.weight.tensor.shape[1], state)
         saved.append((packed, halos))
-        return c * self.across.convolve(values, halos, taps, self._bias, state, silu=False)
+        return c * self.across.convolve(self.inputs(values, halos), state)
 
     def gradient(self, grad: Tensor, saved: Saved, state: ForwardState) -> Tensor:
         packed, halos = saved.pop()
         b, c, values = self.split(packed)
-        taps = self.weight.tensor
-        convolved = self.across.convolve(values, halos, taps, self._bias, state, silu=False)
-        gradients = self.across.convolve_backward(
-            grad * c, values, halos, taps, self._bias, state, silu=False
-        )
+        inputs = self.inputs(values, halos)
+        convolved = self.across.convolve(inputs, state)
+        gradients = self.across.convolve_backward(grad * c, inputs, state)
         self.weight.accumulate(gradients.weight)
         if self.bias is not None and gradients.bias is not None:
             self.bias.accumulate(gradients.bias)
         x = packed[..., 2 * c.shape[-1] :]
         return torch.cat((gradients.x * x, grad * convolved, gradients.x * b), -1)
 
-    @property
-    def _bias(self) -> Tensor | None:
-        return None if self.bias is None else self.bias.tensor
+    def inputs(self, values: Tensor, halos: Tensor | None) -> ConvInputs:
+        bias = None if self.bias is None else self.bias.tensor
+        return ConvInputs(values, halos, self.weight.tensor, bias, silu=False)
 
     def split(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gates B and C, and the values B ∘ x that the convolution reads."""

@@ -29,7 +29,7 @@ from megalite.model.forward_state import ForwardState
 from megalite.model.layer_options import LayerOptions
 from megalite.model.mixer_block import MixerBlock
 from megalite.parallel.context.attend import across_rows
-from megalite.parallel.context.whole_rows import AcrossRows
+from megalite.parallel.context.whole_rows import AcrossRows, ConvInputs
 from megalite.parallel.node import Saved
 from megalite.parallel.tensor.gated_norm import GatedNorm
 from megalite.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
@@ -88,7 +88,7 @@ class DeltaMixer:
     def compute(self, packed: Tensor, saved: Saved, state: ForwardState) -> Tensor:
         parts = self.split(packed)
         halos = self.across.halos(parts.convolved, self.conv.tensor.shape[1], state)
-        convolved = self.across.convolve(parts.convolved, halos, self.conv.tensor, None, state)
+        convolved = self.across.convolve(ConvInputs(parts.convolved, halos, self.conv.tensor), state)
         out, kept = self.across.recur(self.tokens(convolved, parts), state)
         out = out.flatten(-2)  # [seq, batch, heads · dv]
         y, summed = self.norm.forward(out, parts.z)
@@ -99,7 +99,8 @@ class DeltaMixer:
         packed, out, summed, halos, *kept = saved.pop()
         parts = self.split(packed)
         dout, dz = self.norm.backward(grad, out, parts.z, summed)
-        convolved = self.across.convolve(parts.convolved, halos, self.conv.tensor, None, state)
+        inputs = ConvInputs(parts.convolved, halos, self.conv.tensor)
+        convolved = self.across.convolve(inputs, state)
         tokens = self.tokens(convolved, parts)
         dtokens = self.across.recur_backward(dout.unflatten(-1, (self.heads, -1)), tokens, state, tuple(kept))
         q, k, _ = self._heads(convolved)
@@ -111,9 +112,7 @@ class DeltaMixer:
             ),
             -1,
         )
-        dconv = self.across.convolve_backward(
-            dconvolved, parts.convolved, halos, self.conv.tensor, None, state
-        )
+        dconv = self.across.convolve_backward(dconvolved, inputs, state)
         self.conv.accumulate(dconv.weight)
         assert dtokens.beta is not None
         sigmoid = torch.sigmoid(parts.b.to(dtokens.beta.dtype))

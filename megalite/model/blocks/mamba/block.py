@@ -32,7 +32,7 @@ from megalite.model.forward_state import ForwardState
 from megalite.model.layer_options import LayerOptions
 from megalite.model.mixer_block import MixerBlock
 from megalite.parallel.context.attend import across_rows
-from megalite.parallel.context.whole_rows import AcrossRows
+from megalite.parallel.context.whole_rows import AcrossRows, ConvInputs
 from megalite.parallel.node import Saved
 from megalite.parallel.tensor.gated_norm import GatedNorm
 from megalite.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
@@ -115,7 +115,8 @@ class MambaMixer:
     def compute(self, packed: Tensor, saved: Saved, state: ForwardState) -> Tensor:
         parts = self.split(packed)
         halos = self.across.halos(parts.convolved, self.conv.tensor.shape[1], state)
-        convolved = self.across.convolve(parts.convolved, halos, self.conv.tensor, self._bias, state)
+        inputs = ConvInputs(parts.convolved, halos, self.conv.tensor, self._bias)
+        convolved = self.across.convolve(inputs, state)
         x, b, c = self._heads(convolved)
         step = self._step(parts)
         out, kept = self.across.recur(self.tokens(x, b, c, step), state)
@@ -129,7 +130,8 @@ class MambaMixer:
         packed, y, summed, halos, *kept = saved.pop()
         parts = self.split(packed)
         dy, dz = self.norm.backward(grad, y, parts.z, summed)
-        convolved = self.across.convolve(parts.convolved, halos, self.conv.tensor, self._bias, state)
+        inputs = ConvInputs(parts.convolved, halos, self.conv.tensor, self._bias)
+        convolved = self.across.convolve(inputs, state)
         x, b, c = self._heads(convolved)
         step = self._step(parts)
         tokens = self.tokens(x, b, c, step)
@@ -145,9 +147,7 @@ class MambaMixer:
             [part.flatten(2).to(packed.dtype) for part in (dx, dtokens.k, dtokens.q)],
             -1,
         )
-        dconv = self.across.convolve_backward(
-            dconvolved, parts.convolved, halos, self.conv.tensor, self._bias, state
-        )
+        dconv = self.across.convolve_backward(dconvolved, inputs, state)
         self.conv.accumulate(dconv.weight)
         if self.conv_bias is not None:
             assert dconv.bias is not None
