@@ -159,7 +159,12 @@ def attention_method(context: str) -> str:
 def whole_heads(heads: int, shared: int, ranks: int) -> bool:
     """Whether heads can be split over ranks so that each has whole heads, and `shared` ones, which groups of
     equally many heads have in common, are split or repeated evenly."""
-    return heads % ranks == 0 and (shared % ranks == 0 or ranks % shared == 0)
+    return heads % ranks == 0 and shared_evenly(shared, ranks)
+
+
+def shared_evenly(shared: int, ranks: int) -> bool:
+    """Whether ranks split or repeat `shared` heads evenly."""
+    return shared % ranks == 0 or ranks % shared == 0
 
 
 def equal_part(length: int, cp: int, context: str, ranks: int = 1, parts: str = "zigzag") -> int:

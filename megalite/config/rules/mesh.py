@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megalite.config.dims import ParallelDims
+from megalite.config.dims import ParallelDims, shared_evenly
 from megalite.config.layer_blocks import EVERY_CONTEXT, LAYER_BLOCKS, blocks_in
 from megalite.config.rule import Rule, around, describe_legal, divisors, multiples
 from megalite.config.rules.context import RuleContext
@@ -13,7 +13,7 @@ def legal_tp(c: RuleContext) -> list[int]:
     """Tensor-parallel sizes that the model allows: whole heads, of blocks with a state too, key-value heads
     split or replicated evenly, feed-forward split evenly."""
     kv, shared = c.model.kv_heads, c.model.shared_expert_intermediate_size or 0
-    whole = [tp for tp in divisors(c.model.num_attention_heads) if kv % tp == 0 or tp % kv == 0]
+    whole = [tp for tp in divisors(c.model.num_attention_heads) if shared_evenly(kv, tp)]
     whole = [tp for tp in whole if whole_mixers(c, tp)]
     return [tp for tp in whole if c.model.intermediate_size % tp == shared % tp == 0]
 
@@ -23,7 +23,7 @@ def legal_ulysses(c: RuleContext) -> list[int]:
     repeated evenly."""
     tp, heads = c.parallel.tp, c.model.num_attention_heads
     kv = max(c.model.kv_heads // tp, 1)  # on one tp rank
-    return [cp for cp in divisors(heads // tp) if kv % cp == 0 or cp % kv == 0]
+    return [cp for cp in divisors(heads // tp) if shared_evenly(kv, cp)]
 
 
 def legal_inner(c: RuleContext) -> list[int]:
@@ -189,7 +189,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "tp fits key-value heads",
         "parallel.tp",
-        lambda c: c.model.kv_heads % c.parallel.tp and c.parallel.tp % c.model.kv_heads,
+        lambda c: not shared_evenly(c.model.kv_heads, c.parallel.tp),
         message="neither divides {model.num_key_value_heads} nor is a multiple of it: key-value heads are "
         "split or replicated evenly",
         legal=legal_tp,

@@ -4,7 +4,7 @@ parallel.cp."""
 from collections.abc import Callable
 from dataclasses import fields
 
-from megalite.config.dims import whole_heads
+from megalite.config.dims import shared_evenly, whole_heads
 from megalite.config.layer_blocks import blocks_in
 from megalite.config.rule import Rule, describe_legal, divisors
 from megalite.config.rules.context import RuleContext
@@ -75,17 +75,15 @@ def _splits(kind: str, option: str, of: str) -> Rule:
 
 def _shares(kind: str, option: str, of: str) -> Rule:
     """Return the rule that parallel.tp splits or replicates what heads share."""
-
-    def fits(tp: int, count: int) -> bool:
-        return tp % count == 0 or count % tp == 0
-
     return Rule(
         f"tp fits {of}",
         "parallel.tp",
-        lambda c: _has(c, kind) and not fits(c.parallel.tp, getattr(c.model, option)),
+        lambda c: _has(c, kind) and not shared_evenly(getattr(c.model, option), c.parallel.tp),
         message=f"neither divides {{model.{option}}} nor is a multiple of it: {of} are split or replicated "
         "evenly",
-        legal=lambda c: [tp for tp in range(1, c.parallel.tp + 1) if fits(tp, getattr(c.model, option))],
+        legal=lambda c: [
+            tp for tp in range(1, c.parallel.tp + 1) if shared_evenly(getattr(c.model, option), tp)
+        ],
     )
 
 
@@ -94,7 +92,7 @@ def _exchanges(kind: str, heads: str, shared: str, of: str) -> Rule:
 
     def sizes(c: RuleContext) -> list[int]:
         count, groups = (max(getattr(c.model, name) // c.parallel.tp, 1) for name in (heads, shared))
-        return [cp for cp in divisors(count) if groups % cp == 0 or cp % groups == 0]
+        return [cp for cp in divisors(count) if shared_evenly(groups, cp)]
 
     return Rule(
         f"ulysses divides {of}",
