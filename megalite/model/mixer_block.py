@@ -10,18 +10,19 @@ says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from megalite.model.block_kind import BlockSpec
 from megalite.model.block_module import BlockModule, Operation
 from megalite.model.forward_state import ForwardState, Site
 from megalite.parallel.context.whole_rows import AcrossRows
 from megalite.parallel.node import Node, Saved
 from megalite.parallel.tensor.linear import RowParallelLinear
-from megalite.parallel.weight import Weight
+from megalite.parallel.weight import Weights
 
 
 class Projection(Protocol):
@@ -52,8 +53,7 @@ class MixerBlock(BlockModule):
     """Projection, mixer and output projection: [seq (/tp), batch, hidden] -> the same shape.
 
     Args:
-        weights: the block's weights.
-        layer: the index of its layer, part of the keys of dropout.
+        block: its place; the layer is part of the keys of dropout.
         masks: the dropout of the inputs of the projection's adapters; None: of the projection's input.
     """
 
@@ -62,16 +62,17 @@ class MixerBlock(BlockModule):
         into: Projection,
         mixer: Mixer,
         out: RowParallelLinear,
-        weights: Sequence[Weight],
-        layer: int,
+        block: BlockSpec,
+        weights: Weights,
         masks: Callable[[ForwardState], Any] | None = None,
     ):
         super().__init__()
         assert isinstance(into, nn.Module)
         self.into: Any = into
-        self.mixer, self.out, self.layer = mixer, out, layer
-        self.masks = masks or partial(ForwardState.adapter_mask, site=Site.MIXER_IN_ADAPTER, layer=layer)
-        self.trained = next((weight for weight in weights if weight.trainable), None)
+        self.mixer, self.out, self.layer = mixer, out, block.layer
+        self.masks = masks or partial(ForwardState.adapter_mask, site=Site.MIXER_IN_ADAPTER, layer=self.layer)
+        own = (weight for key, weight in weights.items() if key.startswith(f"{block.name}."))
+        self.trained = next((weight for weight in own if weight.trainable), None)
 
     def forward(self, x: Tensor, state: ForwardState) -> Tensor:
         packed = self.call(self.into, x, self.masks(state))

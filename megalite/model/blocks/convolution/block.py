@@ -66,11 +66,10 @@ def make(
         for part in ("in", "conv", "out")
     )
     mixer = ConvolutionMixer(*conv, across_rows(mesh.cp, by_heads=False))
-    own = [weight for key, weight in weights.items() if key.startswith(f"{name}.")]
     return MixerBlock(
         ColumnParallelLinear(*into, tp, sequence_parallel),
         mixer,
         RowParallelLinear(*out, tp, sequence_parallel),
-        own,
-        block.layer,
+        block,
+        weights,
     )

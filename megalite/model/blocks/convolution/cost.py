@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from megalite.model.block_kind import BlockSpec
-from megalite.model.cost.mixers import StateSizes, exchange_of, kept_states, mixer_cost, recomputed
+from megalite.model.cost.mixers import StateSizes, exchange_of, kept_states, mixer_cost
 from megalite.model.cost.records import BlockCost, Matmul, RecurrenceCost
 
 if TYPE_CHECKING:
     from megalite.model.cost.units import Units
-
-__all__ = ["cost", "recomputed"]
 
 
 def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> BlockCost:

@@ -162,5 +162,4 @@ def make(
     by_heads = exchanges_heads(options.share, state_sizes(model, options.share))
     mixer = DeltaMixer(model, name, weights, mesh, across_rows(mesh.cp, by_heads))
     out = RowParallelLinear(weights[f"{name}.out.weight"], None, tp, sequence_parallel)
-    own = [weight for key, weight in weights.items() if key.startswith(f"{name}.")]
-    return MixerBlock(into, mixer, out, own, block.layer, masks)
+    return MixerBlock(into, mixer, out, block, weights, masks)

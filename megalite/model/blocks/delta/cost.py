@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING
 
 from megalite.model.block_kind import BlockSpec
 from megalite.model.blocks.delta.context import state_sizes
-from megalite.model.cost.mixers import MIXED, exchange_of, kept_states, mixer_cost, recomputed
+from megalite.model.cost.mixers import MIXED, exchange_of, kept_states, mixer_cost
 from megalite.model.cost.records import BlockCost, Buffer, Elementwise, Matmul, RecurrenceCost, Step
 
 if TYPE_CHECKING:
     from megalite.model.cost.units import Units
-
-__all__ = ["cost", "recomputed"]
 
 CHUNK = 64  # tokens, by which FLOPs are counted whatever a kernel's chunk is
 

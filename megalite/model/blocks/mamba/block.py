@@ -191,5 +191,4 @@ def make(
     )
     by_heads = exchanges_heads(options.share, state_sizes(model, options.share))
     mixer = MambaMixer(model, name, weights, mesh, across_rows(mesh.cp, by_heads))
-    own = [weight for key, weight in weights.items() if key.startswith(f"{name}.")]
-    return MixerBlock(into, mixer, out, own, block.layer)
+    return MixerBlock(into, mixer, out, block, weights)
