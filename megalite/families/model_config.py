@@ -19,12 +19,14 @@ from typing import Any, NamedTuple
 from megalite.config.errors import ConfigError
 from megalite.config.rule import show
 from megalite.config.sections.model import ROPE_SCALING_KEYS, ModelConfig
-from megalite.families import deepseek, layer_types, mamba
+from megalite.families import deepseek, hunyuan, layer_types, mamba
 from megalite.families.weight_files import INDEX, MODEL, weights_file
 
 _GELU = "gelu_pytorch_tanh"
 _SAME_ACT = {"swish": "silu", "gelu_python": "gelu", "gelu_accurate": "gelu_new", "gelu_python_tanh": _GELU}
 """transformers' further names of activations that we have."""
+_OWN_ACT = {"clamped_swiglu": "gpt_oss", "xielu": "apertus"}
+"""Activation → the only family with it."""
 _ROPE_NAMES = {"su": "longrope"}
 """First names of types of rotary scaling."""
 _LOCAL_ROPE = ("full_attention", "sliding_attention")
@@ -34,6 +36,7 @@ _FURTHER_ENTRIES = {
     "yarn": ("mscale", "mscale_all_dim", "truncate"),
     "longrope": ("factor",),
     "su": ("factor",),
+    "dynamic": ("factor",),
 }
 """Entries of rope_scaling that transformers reads besides ROPE_SCALING_KEYS."""
 _RESCALED = ("llama3", "yarn", "longrope")
@@ -73,7 +76,9 @@ class Family:
     only: str = ""
     """Other fields that transformers' code of the family reads, and of which one value is supported: null or
     the one in `neutral`."""
-    rope_types: tuple[str, ...] = tuple(kind for kind in ROPE_SCALING_KEYS if kind != "longrope")
+    rope_types: tuple[str, ...] = tuple(
+        kind for kind in ROPE_SCALING_KEYS if kind not in ("longrope", "dynamic")
+    )
     """Types of rotary scaling that transformers supports for it."""
     rope_entries: str = ""
     """Further entries of its rotary fields, which have no influence on text. An export copies them."""
@@ -290,6 +295,7 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "router_scores=softmax": functools.partial(deepseek.scores, "softmax"),
     "router_scores=sigmoid": functools.partial(deepseek.scores, "sigmoid"),
     "hidden_act=clamped_swiglu": _clamped_swiglu,
+    "num_experts_per_tok=hunyuan": hunyuan.experts_per_token,
     "layer_blocks=qwen3_next": layer_types.qwen3_next,
     "layer_blocks=qwen3_5": functools.partial(layer_types.qwen3_5, "feed_forward"),
     "layer_blocks=qwen3_5_moe": functools.partial(layer_types.qwen3_5, "mixture"),
@@ -347,7 +353,11 @@ def from_hf_config(config: dict[str, Any]) -> dict[str, Any]:
         shape |= dict.fromkeys(ours, given[theirs])
     if shape["intermediate_size"] is None:  # GPT-2's n_inner: null
         shape["intermediate_size"] = 4 * shape["hidden_size"]
-    legal_act = ModelConfig.__annotations__["hidden_act"].__args__
+    legal_act = [
+        act
+        for act in ModelConfig.__annotations__["hidden_act"].__args__
+        if _OWN_ACT.get(act, family.model_type) == family.model_type
+    ]
     if shape["hidden_act"] == "gelu" and family.model_type == "gemma":
         shape["hidden_act"] = _GELU  # Gemma's first files say gelu and mean this; transformers does the same
     shape["hidden_act"] = _SAME_ACT.get(shape["hidden_act"], shape["hidden_act"])
@@ -459,6 +469,13 @@ def _read_frequencies(
     if kind not in family.rope_types:
         raise _refuse(
             "rope_scaling.rope_type", kind, f"is not supported. Legal values: {', '.join(family.rope_types)}."
+        )
+    if kind == "dynamic" and not parameters.get("alpha"):
+        raise _refuse(
+            "rope_scaling.alpha",
+            parameters.get("alpha"),
+            "is not supported with rope_type dynamic: frequencies that change with the length of a sequence. "
+            "Legal values: numbers above 0.",
         )
     if kind == "longrope":
         parameters = _complete_longrope(parameters, given)

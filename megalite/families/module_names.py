@@ -25,6 +25,7 @@ class Names:
         grouped: the module that holds queries, keys and values by key-value head: its queries, its keys, its
             values, then the next head's.
         interleaved: whether rotary embeddings rotate neighboring channels.
+        backwards: whether they rotate in the opposite direction.
         ignored: suffixes of names that are not weights (masks and frequencies, which older versions stored).
         expert: modules of one expert that `mlp.experts.in` holds, in this order. Their names follow a name
             that ends in {}.{}.
@@ -44,6 +45,7 @@ class Names:
         by_head: modules whose rows are stored by head: the first head's rows of all parts, then the next
             head's; and the field of ModelConfig that counts the heads.
         mixer: what the roles of the matrices of its mixers begin with.
+        xielu: tensors of a layer that hold constants of its activation, which is xIELU, and their values.
     """
 
     ends: dict[str, str]
@@ -53,6 +55,7 @@ class Names:
     transposed: tuple[str, ...] = ()
     grouped: str | None = None
     interleaved: bool = False
+    backwards: bool = False
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     expert: tuple[str, ...] = ("gate_proj", "up_proj")
     bare: tuple[str, ...] = ()
@@ -66,6 +69,7 @@ class Names:
     memory: tuple[tuple[str, str], ...] = ()
     by_head: dict[str, str] = field(default_factory=dict)
     mixer: str = ""
+    xielu: dict[str, float] = field(default_factory=dict)
 
 
 _ENDS = {"model.embed_tokens": "embedding", "model.norm": "norm", "lm_head": "head"}
@@ -227,9 +231,41 @@ _QWEN3_5 = Names(
     mixer="delta_",
 )
 _LIKE_LLAMA = ["llama", "mistral", "qwen2", "gemma", "smollm3", "granite", "nemotron", "ministral", "arcee"]
+_LIKE_LLAMA += ["seed_oss", "jais2"]
+_HUNYUAN_NORM = {
+    "self_attn.query_layernorm": "attention.q_norm",
+    "self_attn.key_layernorm": "attention.k_norm",
+}
 FAMILY_NAMES = {
     **dict.fromkeys(_LIKE_LLAMA, _LLAMA),
     "qwen3": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _QK_NORM),
+    "ernie4_5": Names(_ENDS, "model.layers", _LINEARS | _BEFORE, interleaved=True),
+    "hunyuan_v1_dense": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _HUNYUAN_NORM),
+    "hunyuan_v1_moe": Names(
+        _ENDS,
+        "model.layers",
+        _LINEARS
+        | _BEFORE
+        | _HUNYUAN_NORM
+        | {"mlp.gate.wg" if theirs == "mlp.gate" else theirs: ours for theirs, ours in _MIXTURE.items()}
+        | {f"mlp.shared_mlp.{part}_proj": f"mlp.shared.{part}" for part in ("gate", "up", "down")},
+    ),
+    "nanochat": Names(
+        {theirs: ours for theirs, ours in _ENDS.items() if ours != "norm"},
+        "model.layers",
+        _QKV | {"self_attn.o_proj": "attention.out", "mlp.fc1": "mlp.up", "mlp.fc2": "mlp.down"},
+        backwards=True,
+    ),
+    "apertus": Names(
+        _ENDS,
+        "model.layers",
+        _LINEARS
+        | _QK_NORM
+        | {"attention_layernorm": "input_norm", "feedforward_layernorm": "mlp_norm"}
+        | {f"mlp.act_fn.{alpha}": f"mlp.{alpha}" for alpha in ("alpha_p", "alpha_n")},
+        bare=("act_fn.alpha_p", "act_fn.alpha_n"),
+        xielu={"mlp.act_fn.beta": 0.5, "mlp.act_fn.eps": -1e-6},
+    ),
     **dict.fromkeys(("olmo2", "olmo3"), Names(_ENDS, "model.layers", _LINEARS | _AFTER | _QK_NORM)),
     "gemma2": Names(_ENDS, "model.layers", _LINEARS | _AROUND),
     "gemma3_text": Names(

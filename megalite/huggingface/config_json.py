@@ -7,7 +7,7 @@ from typing import Any
 
 from megalite.config.errors import ConfigError
 from megalite.config.sections.model import ModelConfig
-from megalite.families import deepseek, layer_types, mamba
+from megalite.families import deepseek, hunyuan, layer_types, mamba
 from megalite.families.model_config import Family, families, from_hf_config
 
 _TRAINING_ONLY = (
@@ -186,6 +186,7 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "mtp_layers": lambda values: {"num_nextn_predict_layers": values["mtp_layers"]},
     "router_scores=softmax": partial(deepseek.router_fields, "softmax"),
     "router_scores=sigmoid": partial(deepseek.router_fields, "sigmoid"),
+    "num_experts_per_tok=hunyuan": hunyuan.expert_fields,
     "hidden_act=clamped_swiglu": lambda values: {
         "hidden_act": "silu",
         "swiglu_alpha": 1.702,
@@ -244,6 +245,9 @@ def _write_rope(model: ModelConfig, row: Family) -> dict[str, Any]:
     if "kv_lora_rank" in row.fields and scaling is not None:
         own = deepseek.mscales(model.attention_scale or model.head_size**-0.5, model.head_size, scaling)
         parameters, scaling = parameters | own, scaling | own
+    if scaling is not None and scaling["rope_type"] == "dynamic":
+        required = {"factor": 1.0}  # by transformers, which does not use it
+        parameters, scaling = parameters | required, scaling | required
     older: dict[str, Any] = {"rope_theta": model.rope_theta, "rope_scaling": scaling}
     if "original_max_position_embeddings" in row.own.split() and model.longrope_context is not None:
         older |= {

@@ -71,6 +71,8 @@ from megalite.huggingface.tokenizer_export import (
     write_generation,
     write_tokenizer,
 )
+from megalite.huggingface.xielu_constants import constants, wrong
+from megalite.huggingface.xielu_constants import to_export as xielu_constants
 from megalite.model.parameters import model_specs
 from megalite.parallel.spec import Rectangle, parameter_count
 from megalite.system.files import write_synced
@@ -242,6 +244,7 @@ def _bound(
     expected |= {stored(theirs): (model.num_experts or 0,) for theirs in bias_names(model, family).values()}
     problems = [f"{name} is missing" for name in expected if name not in weights]
     expected |= {stored(theirs): by_name[ours].shape for theirs, ours in copies(model, family).items()}
+    expected |= {stored(theirs): () for theirs in constants(model, family)}
     for name in weights:
         shape = weights.shape(name)
         if name in expected and shape != expected[name]:
@@ -250,6 +253,7 @@ def _bound(
             name.endswith(names.ignored) or name.startswith(other_parts) or (tied and name == head)
         ):
             problems.append(f"{name} is not a tensor of a {family} model")
+    problems = problems or wrong(constants(model, family), weights, stored)
     if problems:
         raise ConversionError(
             f"The weights in {weights.directory} do not match its config.json:{listing(problems)}"
@@ -531,6 +535,7 @@ def export_model(
     summary = _summary(model, config["model_type"], map(dtype_name, dtypes.values()))
     with new_directory(target) as temporary:
         biases = to_export(manifest, bias_names(model, config["model_type"]))
+        biases |= xielu_constants(model, config["model_type"], common)
         _write_weights(temporary, manifest, stored, by_name, dtypes, biases, kept, shard, progress)
         progress("writing the tokenizer")
         whole = config

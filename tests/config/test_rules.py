@@ -506,6 +506,36 @@ ROWS = [
         ("model.attention_sinks = true",),
     ),
     Row(
+        "xielu is plain",
+        {"model.hidden_act": "xielu", "model.gated_mlp": True},
+        {"model.gated_mlp": False},
+        ("model.gated_mlp = true",),
+    ),
+    Row(
+        "norms after the rotation",
+        {"model.qk_norm_after_rope": True},
+        {"model.qk_norm": "head"},
+        ("model.qk_norm = none",),
+    ),
+    Row(
+        "norms of heads without weights",
+        {"model.qk_norm_weight": False, "model.qk_norm": "full"},
+        {"model.qk_norm": "head"},
+        ("model.qk_norm = full",),
+    ),
+    Row(
+        "no bias without a weight",
+        {"model.norm_weight": False, "model.norm": "layer"},
+        {"model.norm_bias": False},
+        ("model.norm_bias = true",),
+    ),
+    Row(
+        "modules of multi-token prediction read the embedding itself",
+        {"model.embedding_norm": True, "model.mtp_layers": 1},
+        {"model.mtp_layers": 0},
+        ("model.mtp_layers = 1",),
+    ),
+    Row(
         "a factor on the input of attention alone",
         {"model.attention_in_multiplier": 0.5, "model.attention_bias": True},
         {"model.attention_bias": False},

@@ -45,6 +45,8 @@ LATENT = ALL_HEADS | {
     "first_k_dense_replace": 1,
     "moe_layer_freq": 1,
 }
+ALPHA = {"rope_type": "dynamic", "factor": 1.0, "alpha": 1e3}
+DEFAULT = {"rope_type": "default", "rope_theta": 5e5}
 MSCALE = {
     "rope_type": "yarn",
     "factor": 40.0,
@@ -259,6 +261,40 @@ FAMILIES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         FALCON | {"multi_query": False, "parallel_attn": False, "bias": True},
         {"num_key_value_heads": 6, "parallel_block": "none", "attention_out_bias": True},
     ),
+    (
+        "SeedOssConfig",
+        GROUPED,
+        {"head_dim": 128, "attention_bias": True, "attention_out_bias": False, "residual_dropout": 0.1}
+        | {"attention_dropout": 0.1, "mlp_bias": False},
+    ),
+    (
+        "Ernie4_5Config",
+        GROUPED | {"use_bias": True},
+        {"head_dim": 128, "rope_theta": 5e5, "tie_word_embeddings": True, "mlp_bias": True, "attention_out_bias": True},
+    ),
+    ("Jais2Config", GROUPED, {"norm": "layer", "hidden_act": "relu2", "gated_mlp": False, "mlp_bias": True}),
+    (
+        "HunYuanDenseV1Config",
+        GROUPED | {"head_dim": 8, "rope_scaling": ALPHA},
+        {"qk_norm": "head", "qk_norm_after_rope": True, "rope_scaling": {"rope_type": "dynamic", "alpha": 1e3}},
+    ),
+    (
+        "HunYuanMoEV1Config",
+        GROUPED | {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
+        {"num_experts_per_tok": 2, "shared_expert_intermediate_size": 80, "shared_expert_gate": False},
+    ),
+    (
+        "NanoChatConfig",
+        GROUPED,
+        {"norm_weight": False, "qk_norm_weight": False, "embedding_norm": True, "logit_softcap": 15.0},
+    ),
+    (
+        "ApertusConfig",
+        GROUPED,
+        {"hidden_act": "xielu", "gated_mlp": False, "qk_norm": "head", "rope_theta": 1.2e7}
+        | {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 8192}},
+    ),
+    ("ApertusConfig", GROUPED | {"hidden_act": "relu2", "rope_parameters": DEFAULT}, {"rope_scaling": None}),
     ("ArceeConfig", GROUPED, {"gated_mlp": False, "hidden_act": "relu2", "rms_norm_eps": 1e-5}),
     (
         "MinistralConfig",
@@ -658,6 +694,15 @@ def test_an_activation_of_another_name_is_the_same():
             {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
             "partial_rotary_factor = 0.5 is not supported",
         ),
+        (
+            {"model_type": "hunyuan_v1_dense", "head_dim": 8, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "rope_scaling.alpha = None is not supported with rope_type dynamic",
+        ),
+        (
+            {"model_type": "hunyuan_v1_moe", "head_dim": 8, "moe_topk": [1, 2, 2], "num_experts": 4},
+            "moe_topk = [1, 2, 2] is not supported. Legal value: a number, the same in every layer.",
+        ),
+        ({"model_type": "jais2", "hidden_act": "xielu"}, "hidden_act = 'xielu' is not supported. Legal values: silu"),
         ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4} is not supported"),
         (
             {"model_type": "falcon", "intermediate_size": ..., "num_key_value_heads": ..., "alibi": True},
@@ -852,10 +897,12 @@ def test_presets_have_the_published_parameter_counts(name, parameters):
         ("Qwen3_5MoeTextConfig", {}),
         ("OlmoHybridConfig", {}),
         ("KimiLinearConfig", {}),
+        ("Ernie4_5Config", {}),
+        ("Jais2Config", {}),
         ("Lfm2MoeConfig", {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8}),
     ],
 )
-def test_hybrids_have_as_many_parameters_as_transformers_models(name: str, fields: dict[str, Any]):
+def test_models_have_as_many_parameters_as_those_of_transformers(name: str, fields: dict[str, Any]):
     """At the defaults of transformers, which are those of a published model, on the meta device."""
     import transformers
 

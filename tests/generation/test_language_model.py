@@ -55,6 +55,7 @@ NAMES += [
     "cohere, norms of each head",
     "cohere2",
 ]
+NAMES += ["seed_oss", "ernie4_5", "jais2", "hunyuan_v1_dense", "hunyuan_v1_moe", "nanochat", "apertus"]
 NAMES += ["falcon, one key-value head", "falcon, new architecture", "ministral, some windows"]
 NAMES += [
     "qwen3_next",

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 ROUTER_BIAS = ("e_score_correction_bias", "expert_bias")
+CONSTANTS = ("act_fn.beta", "act_fn.eps")  # of xIELU, in files
 VOCAB = 101  # odd, so that it is padded under every tp size
 SIZES = {
     "hidden_size": 32,
@@ -53,6 +54,8 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": 
 LONG = {"max_position_embeddings": 64, "original_max_position_embeddings": 16}
 ALL_HEADS = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+NO_DROPOUT = {"attention_dropout": 0.0, "residual_dropout": 0.0}
+ALPHA = {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0, "rope_theta": 100.0}
 GRANITE = {"embedding_multiplier": 6.0, "attention_multiplier": 0.2, "residual_multiplier": 0.3, "logits_scaling": 4.0}
 FALCON = {key: value for key, value in ALL_HEADS.items() if key != "intermediate_size"} | {"ffn_hidden_size": 56}
 
@@ -236,6 +239,30 @@ CASES = {
     ),
     "arcee": Case("Arcee", SIZES | UNTIED | {"head_dim": 12}, shard="20KB"),
     "arcee, tied, biases": Case("Arcee", SIZES | TIED | {"attention_bias": True, "mlp_bias": True}, BF16),
+    "seed_oss": Case("SeedOss", SIZES | UNTIED | NO_DROPOUT | {"head_dim": 12}, shard="20KB"),
+    "seed_oss, tied, other biases": Case(
+        "SeedOss",
+        SIZES
+        | TIED
+        | NO_DROPOUT
+        | {"head_dim": 8, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+        BF16,
+    ),
+    "ernie4_5": Case("Ernie4_5", SIZES | TIED | {"head_dim": 12}, shard="20KB"),
+    "ernie4_5, untied, biases": Case("Ernie4_5", SIZES | UNTIED | {"head_dim": 8, "use_bias": True}, BF16),
+    "jais2": Case("Jais2", SIZES | UNTIED, shard="20KB"),
+    "hunyuan_v1_dense": Case("HunYuanDenseV1", SIZES | TIED | {"head_dim": 12, "rope_parameters": ALPHA}, BF16, "20KB"),
+    "hunyuan_v1_dense, biases": Case("HunYuanDenseV1", SIZES | UNTIED | {"head_dim": 8, "attention_bias": True}),
+    "hunyuan_v1_moe": Case(
+        "HunYuanMoEV1",
+        SIZES | UNTIED | {"head_dim": 8, "num_experts": 6, "moe_topk": 2, "rope_parameters": ALPHA},
+        BF16,
+        "20KB",
+    ),
+    "nanochat": Case("NanoChat", SIZES | UNTIED | {"final_logit_softcapping": 0.7}, shard="20KB"),
+    "nanochat, tied, biases": Case("NanoChat", SIZES | TIED | {"attention_bias": True, "num_key_value_heads": 1}, BF16),
+    "apertus": Case("Apertus", SIZES | UNTIED | {"rope_parameters": LLAMA3 | {"rope_theta": 500.0}}, BF16, "20KB"),
+    "apertus, tied, biases": Case("Apertus", SIZES | TIED | {"attention_bias": True, "head_dim": 12}),
     "mixtral": Case("Mixtral", SIZES | UNTIED | EXPERTS | {"num_local_experts": 4}, shard="20KB"),
     "mixtral, tied, window": Case(
         "Mixtral", SIZES | TIED | EXPERTS | {"num_local_experts": 8, "sliding_window": 5}, BF16
@@ -413,6 +440,13 @@ LAYOUT_CASES = [
     "smollm3, windows",
     "granite, biases",
     "arcee, tied, biases",
+    "seed_oss, tied, other biases",
+    "ernie4_5",
+    "jais2",
+    "hunyuan_v1_dense, biases",
+    "hunyuan_v1_moe",
+    "nanochat, tied, biases",
+    "apertus",
     "mixtral, tied, window",
     "olmoe",
     "qwen2_moe, a dense layer",

@@ -47,6 +47,7 @@ NAMES += [
     "cohere2",
     "ministral, some windows",
 ]
+NAMES += ["seed_oss", "ernie4_5, untied, biases", "jais2", "hunyuan_v1_dense", "hunyuan_v1_moe", "nanochat", "apertus"]
 NAMES += ["falcon, one key-value head", "falcon, new architecture", "falcon, in sequence, biases"]
 NAMES += [
     "mixtral",

@@ -45,6 +45,19 @@ def test_rms_norm_is_as_accurate_as_torch(shape, offset, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(70, 64), (3, 2, 1500), (0, 16)], ids=str)
+def test_rms_norm_without_a_weight(shape, dtype, device):
+    x, branch, dtotal, dy = (randn(*shape, dtype=dtype, device=device) for _ in range(4))
+    total, y, rstd = norm.add_rms_norm(x, branch, None, EPS)
+    dx, dweight = norm.rms_norm_backward(dy, total, None, rstd, 0.0, dtotal)
+    assert dweight is None and torch.equal(total, x + branch)
+    one = torch.ones(shape[-1], dtype=dtype, device=device)
+    with_weight = norm.add_rms_norm(x, branch, one, EPS)
+    assert torch.equal(y, with_weight[1]) and torch.equal(rstd, with_weight[2])
+    torch.testing.assert_close(dx, norm.rms_norm_backward(dy, total, one, rstd, 0.0, dtotal)[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("shape", [(40, 96), (1, 8), (0, 8), (3, 3, 2500)], ids=str)
 def test_residual_addition_with_rms_norm(shape, offset, dtype, device):

@@ -46,6 +46,17 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # ranks, case,
     ),
     "gates": (1, {}, {"model": {"attention_gate": True}, "train": {"precision": "bf16"}}),
     "gates, norms of heads": (2, {"tp": 2}, {"model": {"attention_gate": True, "qk_norm": "head"}}),
+    "norms without weights, after the rotation": (
+        1,
+        {},
+        {"model": {"qk_norm": "head", "qk_norm_after_rope": True, "qk_norm_weight": False, "norm_weight": False}},
+    ),
+    "gates, norms after the rotation": (
+        2,
+        {"tp": 2},
+        {"model": {"attention_gate": True, "qk_norm": "each_head", "qk_norm_after_rope": True}}
+        | {"train": {"precision": "bf16"}},
+    ),
     "only output norms": (1, {}, {"model": {"norm_placement": "post"}}),
     "documents": (1, {}, {"data": {"reset_positions": True}}),
     "scores recomputed": (1, {}, {"train": {"recompute": "selective"}}),

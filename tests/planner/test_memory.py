@@ -69,6 +69,7 @@ MAMBA = {
 }
 CONVOLUTION = {"layer_blocks": ["convolution+feed_forward", "attention+feed_forward"] * 2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+NORMED = {"norm_weight": False, "embedding_norm": True, "qk_norm": "head", "qk_norm_after_rope": True}
 UNLIKE = ["feed_forward", "attention|feed_forward", "attention", "feed_forward|attention"]
 
 
@@ -120,6 +121,11 @@ ALONE = {
         "model": GPT2 | {"parallel_block": "two_norms", "position": "rope", "partial_rotary_factor": 0.25}
     },
     "two rotary tables": {"model": {"rope_local_theta": 100.0, "sliding_window": 16, "sliding_window_layers": [0, 1]}},
+    "norms without weights, of the embedding, after the rotation": {"model": NORMED},
+    "xIELU, norms of the embedding": {
+        "model": {"hidden_act": "xielu", "gated_mlp": False, "embedding_norm": True, "norm": "layer"},
+        "train": {"recompute": "selective"},
+    },
     "gates": {"model": {"attention_gate": True}},
     "gates, norms of heads": {"model": {"attention_gate": True, "qk_norm": "head", "attention_bias": True}},
     "blocks beside each other, layers of one block": {"model": {"layer_blocks": UNLIKE}},
@@ -146,6 +152,7 @@ ON_TWO = {
     },
     **{f"pp, {name}": {"pp": 2, "schedule": name} for name in ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half")},
     "tp and sp, adapters": {"tp": 2, "sequence_parallel": True, "lora": LORA},
+    "tp and sp, norms without weights": {"tp": 2, "sequence_parallel": True, "model": NORMED},
     "pp, zb-h1, adapters": {"pp": 2, "schedule": "zb-h1", "lora": SOME},
     "pp, zb-h1, DoRA": {"pp": 2, "schedule": "zb-h1", "lora": DORA},
     "tp and sp, latents": {"tp": 2, "sequence_parallel": True, "model": QUERIES},

@@ -30,6 +30,7 @@ ROPE_SCALING_KEYS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
     "longrope": ("original_max_position_embeddings", "short_factor", "long_factor", "attention_factor"),
+    "dynamic": ("alpha",),
 }
 """rope_type → the other keys of model.rope_scaling, all required. yarn may have `truncate: false`, too."""
 
@@ -118,13 +119,19 @@ class ModelConfig:
     low_freq_factor: L, high_freq_factor: H, original_max_position_embeddings: N}, {rope_type: yarn, factor:
     F, original_max_position_embeddings: N, beta_fast: 32, beta_slow: 1, attention_factor: A} or {rope_type:
     longrope, original_max_position_embeddings: N, short_factor: [..], long_factor: [..], attention_factor:
-    A}, where sequences longer than N have the long factors. null: no scaling."""
+    A}, where sequences longer than N have the long factors, or {rope_type: dynamic, alpha: A}, which
+    multiplies rope_theta by A ** (d / (d - 2)) for d rotating channels (Hunyuan). null: no scaling."""
     no_rope_layers: list[int] | None = option(None, kinds=ANY_ATTENTION)
     """Indices (0-based) of the layers without rotary embeddings. null: every layer has them."""
     norm: Literal["rms", "layer"] = "rms"
     """Normalisation: RMSNorm, or LayerNorm."""
     norm_bias: bool = True
     """Bias of LayerNorm. RMSNorm has none."""
+    norm_weight: bool = True
+    """Weights of the norms of the residual stream and of the blocks' outputs. false: these norms only divide
+    by the root mean square or the standard deviation (nanochat)."""
+    embedding_norm: bool = False
+    """Norm of the embedding's output, before the first layer (nanochat)."""
     norm_placement: Literal["pre", "post", "both"] = "pre"
     """Position of the norms: before each block (pre), after it and before the residual addition (post), or
     both."""
@@ -132,7 +139,7 @@ class ModelConfig:
     """Indices (0-based) of layers whose norms are after each block only, whatever norm_placement says
     (OLMo-Hybrid). null: none."""
     norm_offset: float = 0.0
-    """Constant added to the norm's weight; 1.0 gives Gemma's (1 + w)."""
+    """Constant added to the norm's weight, if it has one; 1.0 gives Gemma's (1 + w)."""
     parallel_block: Literal["none", "shared_norm", "two_norms"] = "none"
     """Attention and feed-forward read the same input, and both are added to it. none: the feed-forward reads
     the sum of input and attention; shared_norm: in parallel, with one norm for both (Falcon-7B); two_norms:
@@ -142,11 +149,24 @@ class ModelConfig:
     qk_norm: Literal["none", "head", "full", "each_head"] = option("none", kinds=ATTENTION)
     """Norm of queries and keys: RMSNorm per head (head, Qwen3) or over the full width (full, OLMo-2),
     LayerNorm without bias per head with weights of its own for each head (each_head, Command-R+), or none."""
+    qk_norm_after_rope: bool = option(False, kinds=ATTENTION)
+    """Queries and keys are normed after they are rotated (Hunyuan), not before."""
+    qk_norm_weight: bool = option(True, kinds=ATTENTION)
+    """Weights of the norms of queries and keys. false, with qk_norm head: there are none (nanochat)."""
     hidden_act: Literal[
-        "silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2", "clamped_swiglu"
+        "silu",
+        "gelu",
+        "gelu_new",
+        "gelu_fast",
+        "gelu_pytorch_tanh",
+        "relu",
+        "relu2",
+        "clamped_swiglu",
+        "xielu",
     ] = option("silu", kinds=ANY_FEED_FORWARD)
     """Activation of the feed-forward block; gelu_new, gelu_fast and gelu_pytorch_tanh are all the tanh
-    approximation of GELU, relu2 is the square of relu, clamped_swiglu limits gate and up as gpt-oss does."""
+    approximation of GELU, relu2 is the square of relu, clamped_swiglu limits gate and up as gpt-oss does,
+    xielu has two trained numbers in each layer (Apertus)."""
     gated_mlp: bool = option(True, kinds=ANY_FEED_FORWARD)
     """Gated feed-forward: act(gate) * up (SwiGLU with silu). false: act(up)."""
     num_experts: int | None = option(None, SIZE, kinds=MIXTURE)
@@ -471,6 +491,45 @@ _MIXTURE = (
         message="requires a gate, but {model.gated_mlp}",
         legal="Set model.gated_mlp to true.",
     ),
+    Rule(
+        "xielu is plain",
+        "model.hidden_act",
+        lambda c: c.model.hidden_act == "xielu" and (c.model.gated_mlp or c.model.num_experts),
+        message="is not supported with {model.gated_mlp}, {model.num_experts}: a gate and experts have no "
+        "trained numbers of an activation",
+        legal="Set model.gated_mlp to false and model.num_experts to null.",
+    ),
+)
+
+_NORMS = (
+    Rule(
+        "norms after the rotation",
+        "model.qk_norm_after_rope",
+        lambda c: c.model.qk_norm_after_rope and (c.model.qk_norm == "none" or c.model.position != "rope"),
+        message="has no effect: {model.qk_norm}, {model.position}",
+        legal="Remove it, or set model.qk_norm to a norm and model.position to rope.",
+    ),
+    Rule(
+        "norms of heads without weights",
+        "model.qk_norm_weight",
+        lambda c: not c.model.qk_norm_weight and c.model.qk_norm != "head",
+        message="is not supported with {model.qk_norm}",
+        legal="Remove it, or set model.qk_norm to head.",
+    ),
+    Rule(
+        "no bias without a weight",
+        "model.norm_weight",
+        lambda c: not c.model.norm_weight and c.model.norm == "layer" and c.model.norm_bias,
+        message="is incompatible with {model.norm_bias}",
+        legal="Set model.norm_bias to false, or model.norm_weight to true.",
+    ),
+    Rule(
+        "modules of multi-token prediction read the embedding itself",
+        "model.embedding_norm",
+        lambda c: c.model.embedding_norm and c.model.mtp_layers,
+        message="is incompatible with {model.mtp_layers}: the modules have norms of their own for it",
+        legal="Set it to false, or model.mtp_layers to 0.",
+    ),
 )
 
 _GROUPS = (
@@ -644,6 +703,8 @@ def _scaling_problem(c: "RuleContext") -> str | None:
             f"requires {c.model.rotary_dim // 2} numbers, one for each pair of channels, in longrope's "
             "short_factor and long_factor"
         )
+    if kind == "dynamic" and c.model.rotary_dim <= 2:
+        return "requires more than 2 rotating channels in a head"
     if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
         return "has high_freq_factor <= low_freq_factor, between which it interpolates"
     return None
@@ -661,6 +722,7 @@ def _scaling_example(c: "RuleContext") -> str:
 RULES: tuple[Rule, ...] = (
     *layer_blocks.RULES,
     *_MIXTURE,
+    *_NORMS,
     *_GROUPS,
     *_MTP,
     *_LATENTS,

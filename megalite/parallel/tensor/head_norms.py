@@ -22,6 +22,8 @@ class EachHeadLayerNorm(Norm):
     Each head has its own weights. No communication.
     """
 
+    weight: Weight
+
     def __init__(self, weight: Weight, eps: float, offset: float):
         super().__init__(weight, eps)
         self.offset = offset
@@ -50,6 +52,8 @@ class FullWidthRMSNorm(Norm):
     Forward: all-reduce of one number per token over tp, because the mean spans the heads of all ranks.
     Backward: the same.
     """
+
+    weight: Weight
 
     def __init__(self, weight: Weight, eps: float, offset: float, tp: MeshAxis):
         super().__init__(weight, eps)

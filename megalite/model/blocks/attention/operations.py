@@ -111,6 +111,7 @@ class AttentionByOperation(BlockModule):
     kv_heads: int
     recomputes_scores: bool
     keeps_projection: bool
+    norms_first: bool
     qkv: ColumnParallelLinear
     out: RowParallelLinear
     attend: Callable[..., Tensor]
@@ -143,14 +144,15 @@ class AttentionByOperation(BlockModule):
         rotary = self.rotary_tables(state)
         # [seq, batch, (heads + 2 · kv_heads) · head_dim], and the gate
         packed = self.qkv(x, state.adapter_mask(Site.QKV_ADAPTER, self.layer))
+        # split and rotation in one pass over memory, unless norms are applied between them
+        q, k, v, *gates = _Split.apply(packed, self, None if self.norms_first else rotary)
         if self.q_norm is None or self.k_norm is None:
-            return _Split.apply(packed, self, rotary)  # split and rotation in one pass over memory
-        q, k, v, *gates = _Split.apply(packed, self, None)  # norms are applied before the rotation
+            return q, k, v, *gates
         if self.model_config.qk_norm == "full":  # over all heads at once: [seq, batch, heads · head_dim]
             q, k = self.q_norm(q.flatten(-2)).view_as(q), self.k_norm(k.flatten(-2)).view_as(k)
         else:
             q, k = self.q_norm(q), self.k_norm(k)
-        if rotary is not None:
+        if self.norms_first and rotary is not None:
             q, k = Rotate.apply(q, *rotary), Rotate.apply(k, *rotary)
         return q, k, v, *gates
 

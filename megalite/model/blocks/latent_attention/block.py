@@ -119,7 +119,7 @@ class LatentAttention(Attention):
     def make_projections(self, name: str, weights: Weights, mesh: Mesh) -> None:
         model, options, tp = self.model_config, self.options, mesh.tp
         self.kv_heads, self.tp, self.sequence_parallel = self.heads, tp, options.sequence_parallel
-        self.norms_qk = False
+        self.norms_qk = self.norms_first = False
 
         def own(part: str) -> ColumnParallelLinear:  # whole on each rank: no communication
             alone = MeshAxis("alone", 0, 1, (mesh.rank,))
