@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from megalite.config.errors import ConfigError
 from megalite.config.rule import show
 from megalite.config.sections.model import ROPE_SCALING_KEYS, ModelConfig
-from megalite.families import deepseek, layer_types, mamba
+from megalite.families import deepseek, layer_types, mamba, mixtures
 from megalite.families.weight_files import INDEX, MODEL, weights_file
 
 _GELU = "gelu_pytorch_tanh"
@@ -29,6 +29,8 @@ _ROPE_NAMES = {"su": "longrope"}
 """First names of types of rotary scaling."""
 _LOCAL_ROPE = ("full_attention", "sliding_attention")
 """Entries of rope_parameters in families whose layers with a window have a base of their own."""
+_NO_SWITCH = ("pattern", "pattern_or_none", "last_layers")
+"""Values of Family.window without a switch use_sliding_window."""
 _ROPE_ENTRIES = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
 _FURTHER_ENTRIES = {
     "yarn": ("mscale", "mscale_all_dim", "truncate"),
@@ -57,7 +59,8 @@ class Family:
     (Qwen), without_rope (SmolLM3) or pattern: all but every n-th, n being the default of
     sliding_window_pattern, and all if that is null; None: no window. Behind the switch use_sliding_window:
     every_second_lower_layer, from the first to max_window_layers (Qwen2-MoE), every_layer_if_switched
-    (Qwen3-MoE)."""
+    (Qwen3-MoE). Without a switch: last_layers, from max_window_layers on (dots1), and pattern_or_none, where
+    a window of null differs from layers without one (EXAONE 4)."""
     local_rope_theta: float | None = None
     """Base of the rotary frequencies in layers with a window, by default; None: they have those of other
     layers."""
@@ -222,6 +225,20 @@ def _global_layers(given: dict[str, Any]) -> list[int]:
     return [layer for layer in range(given["num_hidden_layers"]) if layer not in local]
 
 
+def _beside_windows(given: dict[str, Any]) -> list[int]:
+    """EXAONE's layers without a window do not rotate, if others have one."""
+    window, pattern = given["sliding_window"], given["sliding_window_pattern"]
+    if window is None and given["model_type"] == "exaone_moe":
+        raise _refuse("sliding_window", None, "is not supported by the exaone_moe family. It needs a number.")
+    if window is not None and not given["layer_types"] and not isinstance(pattern, int):
+        raise _refuse(
+            "sliding_window_pattern",
+            pattern,
+            "is not supported without layer_types. Legal values: 1 and above.",
+        )
+    return [] if window is None else _global_layers(given)
+
+
 def _falcon_kv_heads(given: dict[str, Any]) -> int:
     """num_kv_heads counts in the new architecture only; the older one has as many as heads, or one."""
     heads = given["num_attention_heads"]
@@ -276,6 +293,7 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "logit_scale": lambda given: 1 / given["logits_scaling"],
     "no_rope_layers": _without_rope,
     "no_rope_layers=global": _global_layers,
+    "no_rope_layers=beside_windows": _beside_windows,
     "num_key_value_heads": _falcon_kv_heads,
     "qk_norm=qk_layernorm": lambda given: "each_head" if given["qk_layernorm"] else "none",
     "qk_norm=use_qk_norm": lambda given: "each_head" if given["use_qk_norm"] else "none",
@@ -287,6 +305,11 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "n_group": deepseek.groups,
     "topk_group": deepseek.topk_group,
     "mtp_layers": deepseek.mtp_layers,
+    "num_experts=routed": mixtures.routed,
+    "mlp_only_layers=first_dense": mixtures.first_dense,
+    "mlp_only_layers=listed": mixtures.listed_dense,
+    "n_group=alone": mixtures.groups,
+    "topk_group=alone": mixtures.topk_group,
     "router_scores=softmax": functools.partial(deepseek.scores, "softmax"),
     "router_scores=sigmoid": functools.partial(deepseek.scores, "sigmoid"),
     "hidden_act=clamped_swiglu": _clamped_swiglu,
@@ -509,8 +532,8 @@ def _read_window(given: dict[str, Any], family: Family, shape: dict[str, Any]) -
     types, window = given["layer_types"], given["sliding_window"]
     if family.window == "every_layer":
         return {"sliding_window": window}
-    if window is not None and (family.window == "pattern" or (family.window and given["use_sliding_window"])):
-        if types or family.window == "pattern":
+    if window is not None and family.window and (family.window in _NO_SWITCH or given["use_sliding_window"]):
+        if types or family.window in ("pattern", "pattern_or_none"):
             local = _local_layers(given)
         elif family.window == "without_rope":
             local = shape["no_rope_layers"]

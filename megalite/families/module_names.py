@@ -226,11 +226,20 @@ _QWEN3_5 = Names(
     by_head={"self_attn.q_proj": "num_attention_heads"},
     mixer="delta_",
 )
+_DOTS = Names(
+    _ENDS,
+    "model.layers",
+    _LINEARS | _BEFORE | _QK_NORM | _MIXTURE | _SHARED_EXPERTS,
+    router_bias="mlp.gate.e_score_correction_bias",
+    fp32=("mlp.router.weight",),
+)
 _LIKE_LLAMA = ["llama", "mistral", "qwen2", "gemma", "smollm3", "granite", "nemotron", "ministral", "arcee"]
 FAMILY_NAMES = {
     **dict.fromkeys(_LIKE_LLAMA, _LLAMA),
     "qwen3": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _QK_NORM),
-    **dict.fromkeys(("olmo2", "olmo3"), Names(_ENDS, "model.layers", _LINEARS | _AFTER | _QK_NORM)),
+    **dict.fromkeys(
+        ("olmo2", "olmo3", "exaone4"), Names(_ENDS, "model.layers", _LINEARS | _AFTER | _QK_NORM)
+    ),
     "gemma2": Names(_ENDS, "model.layers", _LINEARS | _AROUND),
     "gemma3_text": Names(
         _ENDS,
@@ -290,6 +299,9 @@ FAMILY_NAMES = {
         fp32=("mlp.router.weight",),
         mtp=_MTP,
     ),
+    "dots1": _DOTS,
+    "solar_open": replace(_DOTS, layer=_LINEARS | _BEFORE | _MIXTURE | _SHARED_EXPERTS),
+    "exaone_moe": replace(_DOTS, router_bias="mlp.e_score_correction_bias", kept=("mtp.",)),
     "gpt_oss": Names(
         _ENDS,
         "model.layers",

@@ -498,8 +498,70 @@ FAMILIES += [
 ]
 
 
+ROUTED = {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+FAMILIES += [
+    (
+        "Dots1Config",
+        GROUPED | ROUTED | {"sliding_window": 8, "max_window_layers": 1, "first_k_dense_replace": 2, "n_group": 2},
+        {
+            "sliding_window": 8,
+            "sliding_window_layers": [1, 2],
+            "mlp_only_layers": [0, 1],
+            "norm_topk_prob": False,
+            "qk_norm": "head",
+            "shared_expert_intermediate_size": 48,
+            "n_group": 2,
+            "router_scores": "sigmoid",
+        },
+    ),
+    (
+        "SolarOpenConfig",
+        {key: value for key, value in GROUPED.items() if key != "intermediate_size"} | {"attention_bias": True},
+        {
+            "num_experts": 128,
+            "expert_width": 1280,
+            "head_dim": 128,
+            "rope_theta": 1e6,
+            "attention_bias": True,
+            "attention_out_bias": False,
+            "shared_expert_intermediate_size": 1280,
+        },
+    ),
+    (
+        "Exaone4Config",
+        GROUPED | {"num_hidden_layers": 4},
+        {
+            "sliding_window": 4096,
+            "sliding_window_layers": [0, 1, 2],
+            "no_rope_layers": [3],
+            "norm_placement": "post",
+            "qk_norm": "head",
+        },
+    ),
+    (
+        "Exaone4Config",
+        GROUPED | {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+        {"sliding_window": None, "no_rope_layers": []},
+    ),
+    ("Exaone4Config", GROUPED | {"layer_types": ["full_attention"] * 3}, {"no_rope_layers": [0, 1, 2]}),
+    (
+        "ExaoneMoeConfig",
+        GROUPED | {"mlp_layer_types": ["sparse", "dense", "sparse"], "num_shared_experts": 2},
+        {
+            "no_rope_layers": [],
+            "sliding_window_layers": [0, 1, 2],
+            "mlp_only_layers": [1],
+            "routed_scaling_factor": 2.5,
+            "shared_expert_intermediate_size": 2048,
+            "norm_placement": "pre",
+        },
+    ),
+]
+
+
 COMPUTED = (
     "sliding_window",
+    "sliding_window_pattern",
     "_sliding_window_pattern",
     "layer_types",
     "no_rope_layer_interval",
@@ -740,6 +802,13 @@ def test_an_activation_of_another_name_is_the_same():
             {"model_type": "lfm2_moe", "layer_types": ["conv"] * 3, "use_expert_bias": False},
             "use_expert_bias = False is not supported by the lfm2_moe family. Legal value: True.",
         ),
+        ({"model_type": "dots1"}, "n_routed_experts = None is not supported. Legal values: 1 and above."),
+        (
+            {"model_type": "exaone4", "sliding_window_pattern": "LLLG"},
+            "sliding_window_pattern = 'LLLG' is not supported without layer_types.",
+        ),
+        ({"model_type": "exaone_moe", "sliding_window": None}, "is not supported by the exaone_moe family. It needs"),
+        ({"model_type": "exaone_moe", "mlp_layer_types": ["dense"]}, "must have 3 entries, dense or sparse."),
         (
             DEEPSEEK | {"attention_bias": True},
             "attention_bias = True is not supported by the deepseek_v3 family. Legal value: False.",
@@ -852,6 +921,7 @@ def test_presets_have_the_published_parameter_counts(name, parameters):
         ("Qwen3_5MoeTextConfig", {}),
         ("OlmoHybridConfig", {}),
         ("KimiLinearConfig", {}),
+        ("SolarOpenConfig", {}),
         ("Lfm2MoeConfig", {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8}),
     ],
 )

@@ -84,6 +84,8 @@ GLM_MOE = {
     "moe_intermediate_size": 24,
     "routed_scaling_factor": 1.5,
 }
+DOTS = GLM_MOE | {"n_shared_experts": 2, "first_k_dense_replace": 1, "sliding_window": 5}
+EXAONE_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "num_shared_experts": 2}
 MSCALE = YARN | {"mscale": 0.7, "mscale_all_dim": 0.9, "beta_fast": 4, "beta_slow": 1, "rope_theta": 1e3}
 GROUPS = {"n_group": 4, "topk_group": 2}
 
@@ -280,6 +282,36 @@ CASES = {
     "glm4_moe, groups, tied": Case(
         "Glm4Moe", SIZES | TIED | GLM_MOE | {"n_group": 4, "topk_group": 2, "norm_topk_prob": False}, BF16
     ),
+    "dots1": Case("Dots1", SIZES | UNTIED | DOTS | {"max_window_layers": 1, "attention_bias": True}, shard="20KB"),
+    "dots1, tied, groups": Case(
+        "Dots1", SIZES | TIED | DOTS | GROUPS | {"layer_types": MIXED, "norm_topk_prob": True}, BF16
+    ),
+    "solar_open": Case(
+        "SolarOpen",
+        {key: value for key, value in SIZES.items() if key != "intermediate_size"}
+        | UNTIED
+        | GLM_MOE
+        | {"attention_bias": True, "rope_parameters": YARN | {"rope_theta": 1e3}},
+        shard="20KB",
+    ),
+    "exaone4": Case("Exaone4", SIZES | UNTIED | {"sliding_window": 5, "layer_types": MIXED}, shard="20KB"),
+    "exaone4, tied, no windows": Case(
+        "Exaone4",
+        SIZES
+        | TIED
+        | {"head_dim": 12, "sliding_window": None, "layer_types": ["full_attention"] * 3}
+        | {"rope_parameters": LLAMA3 | {"rope_theta": 500.0}},
+        BF16,
+    ),
+    "exaone_moe": Case(
+        "ExaoneMoe",
+        SIZES
+        | UNTIED
+        | EXAONE_MOE
+        | GROUPS
+        | {"sliding_window": 5, "layer_types": MIXED, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+        shard="20KB",
+    ),
     "gpt_oss": Case("GptOss", SIZES | UNTIED | OSS, shard="20KB"),
     "gpt_oss, tied, linear rope": Case(
         "GptOss",
@@ -421,6 +453,10 @@ LAYOUT_CASES = [
     "deepseek_v3",
     "gpt_oss",
     "glm4_moe",
+    "dots1",
+    "solar_open",
+    "exaone4",
+    "exaone_moe",
     "nemotron, tied, biases",
     "starcoder2, window",
     "stablelm, norms of each head",

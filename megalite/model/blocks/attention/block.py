@@ -122,6 +122,8 @@ class Attention(AttentionByOperation):
             q, k = self.q_norm.compute(q, saved), self.k_norm.compute(k, saved)
             if tables[0] is not None:
                 q, k = rotate(q, *tables), rotate(k, *tables)
+        if state.query_factors is not None:
+            q.mul_(state.query_factors)
         out, kept = forward_keeping(q, k, v, **self.attention_options(state, self.recomputes_scores))
         saved.append((*tables, *kept))
         return out
@@ -144,6 +146,8 @@ class Attention(AttentionByOperation):
         cos, sin, *kept = saved.pop()
         options = self.attention_options(state, self.recomputes_scores)
         dq, dk, dv = backward_of_kept(dout.unflatten(-1, (self.heads, -1)), tuple(kept), **options)
+        if state.query_factors is not None:
+            dq = dq * state.query_factors
         if self.norms_qk:
             if cos is not None:
                 dq, dk = rotate(dq, cos, sin, inverse=True), rotate(dk, cos, sin, inverse=True)
