@@ -34,6 +34,11 @@ def topk_group(given: dict[str, Any]) -> int:
     return int(given["topk_group"])
 
 
+def group_score(given: dict[str, Any]) -> str:
+    """Mistral 4 has DeepSeek-V3's score of a group with DeepSeek-V2's probabilities."""
+    return "auto" if groups(given) is None else "two_largest"
+
+
 def first_dense(given: dict[str, Any]) -> list[int]:
     return list(range(min(given["first_k_dense_replace"] or 0, given["num_hidden_layers"])))
 
@@ -43,13 +48,14 @@ def first_dense_fields(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def listed_dense(given: dict[str, Any]) -> list[int]:
-    """The dense layers that mlp_layer_types lists; without it, the first ones."""
+    """The dense layers that mlp_layer_types lists; without it, the first ones, of which there is one where
+    the family has no number of them."""
     types, number = given["mlp_layer_types"], given["num_hidden_layers"]
     if types is None:
-        return first_dense(given)
-    if len(types) != number or not {"dense", "sparse"} >= {*types}:
+        return [0] if given["model_type"] == "glm4_moe_lite" else first_dense(given)
+    if len(types) < number or not {"dense", "sparse"} >= {*types}:
         raise refuse("mlp_layer_types", types, f"must have {number} entries, dense or sparse.")
-    return [layer for layer, each in enumerate(types) if each == "dense"]
+    return [layer for layer, each in enumerate(types[:number]) if each == "dense"]
 
 
 def listed_fields(values: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from megalite.config.errors import ConfigError
 from megalite.config.rule import show
 from megalite.config.sections.model import ROPE_SCALING_KEYS, ModelConfig
-from megalite.families import deepseek, layer_types, mamba, mixtures
+from megalite.families import deepseek, layer_types, mamba, mixtures, query_scale
 from megalite.families.weight_files import INDEX, MODEL, weights_file
 
 _GELU = "gelu_pytorch_tanh"
@@ -79,7 +79,10 @@ class Family:
     rope_types: tuple[str, ...] = tuple(kind for kind in ROPE_SCALING_KEYS if kind != "longrope")
     """Types of rotary scaling that transformers supports for it."""
     rope_entries: str = ""
-    """Further entries of its rotary fields, which have no influence on text. An export copies them."""
+    """Further entries of its rotary fields, which `computed` reads or which have no influence on text. An
+    export copies those that it does not write."""
+    loader: str = "AutoModelForCausalLM"
+    """The class of transformers that loads its directories."""
     multimodal: str | None = None
     """model_type of the multimodal model whose text_config is of this family."""
 
@@ -183,6 +186,12 @@ def stored_dtype(config: dict[str, Any]) -> str | None:
     return config.get("dtype") or config.get("torch_dtype")
 
 
+def loader_of(config: dict[str, Any]) -> str:
+    """The class of transformers that loads the model of a config.json."""
+    row = families().rows.get(config.get("model_type", ""))
+    return Family.loader if row is None else row.loader
+
+
 def end_ids(directory: str | Path) -> list[int]:
     """The `eos_token_id` of a model's generation_config.json or, if that has none, of its config.json; empty
     if neither names one.
@@ -237,6 +246,12 @@ def _beside_windows(given: dict[str, Any]) -> list[int]:
             "is not supported without layer_types. Legal values: 1 and above.",
         )
     return [] if window is None else _global_layers(given)
+
+
+def _youtu_deviation(given: dict[str, Any]) -> float:
+    """By default a function of the width."""
+    value = given["initializer_range"]
+    return float(2.0 / (5.0 * given["hidden_size"]) ** 0.5 if value is None else value)
 
 
 def _falcon_kv_heads(given: dict[str, Any]) -> int:
@@ -309,6 +324,8 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "mlp_only_layers=first_dense": mixtures.first_dense,
     "mlp_only_layers=listed": mixtures.listed_dense,
     "n_group=alone": mixtures.groups,
+    "group_score": mixtures.group_score,
+    "initializer_range=youtu": _youtu_deviation,
     "topk_group=alone": mixtures.topk_group,
     "router_scores=softmax": functools.partial(deepseek.scores, "softmax"),
     "router_scores=sigmoid": functools.partial(deepseek.scores, "sigmoid"),
@@ -351,6 +368,7 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], Any]] = {
 _COMPUTED_TOGETHER: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "experts=granite": mamba.granite_experts,
     "experts=nemotron": mamba.nemotron_experts,
+    "query_scale": query_scale.query_scale,
 }
 """The same for several fields."""
 
@@ -363,7 +381,8 @@ def from_hf_config(config: dict[str, Any]) -> dict[str, Any]:
     """The ModelConfig fields of a Hugging Face config.json. Raises ConfigError naming the family or field
     that is not supported."""
     known, family, config = families(), *_of_family(config)
-    shape, given = dict(family.constants), known.defaults | family.defaults | config
+    stated = {name: value for name, value in config.items() if name != "rope_parameters" or value is not None}
+    shape, given = dict(family.constants), known.defaults | family.defaults | stated
     for theirs, ours in family.fields.items():
         if theirs not in given:
             raise ConfigError(f"config.json: {theirs} is missing, but required for {family.model_type}.")
@@ -489,6 +508,9 @@ def _read_frequencies(
         parameters = _complete_yarn(parameters, given["max_position_embeddings"])
     exact = {"truncate": False} if kind == "yarn" and parameters.get("truncate", True) is False else {}
     rotated = parameters.get("partial_rotary_factor")
+    if "partial_rotary_factor" in family.rope_entries.split():  # the share of the channels that rotate at all
+        whole = shape["qk_nope_head_dim"] + shape["qk_rope_head_dim"]
+        rotated = None if rotated and int(whole * rotated) == shape["qk_rope_head_dim"] else rotated
     if rotated not in (None, 1.0):
         raise _refuse(
             "rope_scaling.partial_rotary_factor",

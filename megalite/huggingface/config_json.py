@@ -9,6 +9,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.sections.model import ModelConfig
 from megalite.families import deepseek, layer_types, mamba, mixtures
 from megalite.families.model_config import Family, families, from_hf_config
+from megalite.families.query_scale import query_scale_entries
 
 _TRAINING_ONLY = (
     *("embedding_dropout", "attention_dropout", "residual_dropout"),
@@ -189,6 +190,9 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "num_experts=routed": lambda values: {},
     "mlp_only_layers=first_dense": mixtures.first_dense_fields,
     "mlp_only_layers=listed": mixtures.listed_fields,
+    "group_score": lambda values: {},
+    "initializer_range=youtu": lambda values: {"initializer_range": values["initializer_range"]},
+    "query_scale": lambda values: {},  # with rope_scaling
     "n_group=alone": lambda values: {"n_group": values["n_group"] or 1},
     "topk_group=alone": lambda values: {"topk_group": values["topk_group"] or 1},
     "router_scores=softmax": partial(deepseek.router_fields, "softmax"),
@@ -251,6 +255,11 @@ def _write_rope(model: ModelConfig, row: Family) -> dict[str, Any]:
     if "kv_lora_rank" in row.fields and scaling is not None:
         own = deepseek.mscales(model.attention_scale or model.head_size**-0.5, model.head_size, scaling)
         parameters, scaling = parameters | own, scaling | own
+    if "query_scale" in row.computed:
+        scaled = query_scale_entries(model)
+        if "partial_rotary_factor" in row.rope_entries.split():
+            scaled |= {"partial_rotary_factor": model.rotary_width / model.head_size}
+        parameters, scaling = scaled | parameters, scaling and scaled | scaling
     older: dict[str, Any] = {"rope_theta": model.rope_theta, "rope_scaling": scaling}
     if "original_max_position_embeddings" in row.own.split() and model.longrope_context is not None:
         older |= {
