@@ -609,22 +609,25 @@ def add_tensors(directory: Path, more: dict[str, Tensor]) -> None:
     save_file(tensors | more, path, {"format": "pt"})
 
 
-def write_multimodal(case: Case, directory: Path) -> Any:
-    """A multimodal model whose language model is a Gemma 3 case; returns it."""
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+def write_multimodal(name: str, directory: Path) -> Any:
+    """A multimodal model whose language model is a case of Gemma 3, Ministral 3 or Mistral 4; returns it."""
+    import transformers
 
+    case, whole = CASES[name], "Gemma3" if name == "gemma3" else "Mistral3"
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"image_size": 28, "patch_size": 14}
-    tokens = {
-        "mm_tokens_per_image": 4,
-        "boi_token_index": 5,
-        "eoi_token_index": 6,
-        "image_token_index": 7,
-        "eos_token_id": [2, 9],
-    }
+    text = copy.deepcopy(case.fields) | {"model_type": model_type(name)}
+    fields = {"image_token_index": 7, "eos_token_id": [2, 9]}
+    if whole == "Gemma3":
+        fields |= {"mm_tokens_per_image": 4, "boi_token_index": 5, "eoi_token_index": 6}
+    else:
+        vision |= {"model_type": "pixtral", "head_dim": 8}
+        fields |= {"tie_word_embeddings": case.fields["tie_word_embeddings"]}
     torch.manual_seed(0)
-    config = Gemma3Config(text_config=case.fields, vision_config=vision, **tokens, attn_implementation="eager")
-    model = Gemma3ForConditionalGeneration(config).eval()
+    config = getattr(transformers, f"{whole}Config")(
+        text_config=text, vision_config=vision, **fields, attn_implementation="eager"
+    )
+    model = getattr(transformers, f"{whole}ForConditionalGeneration")(config).eval()
     with torch.no_grad():
         for value in model.parameters():
             value.add_(torch.randn_like(value), alpha=0.1)
