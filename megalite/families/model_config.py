@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from megalite.config.errors import ConfigError
 from megalite.config.rule import show
 from megalite.config.sections.model import ROPE_SCALING_KEYS, ModelConfig
-from megalite.families import deepseek, hunyuan, layer_types, mamba
+from megalite.families import deepseek, hunyuan, layer_types, mamba, mixtures, query_scale
 from megalite.families.weight_files import INDEX, MODEL, weights_file
 
 _GELU = "gelu_pytorch_tanh"
@@ -31,6 +31,8 @@ _ROPE_NAMES = {"su": "longrope"}
 """First names of types of rotary scaling."""
 _LOCAL_ROPE = ("full_attention", "sliding_attention")
 """Entries of rope_parameters in families whose layers with a window have a base of their own."""
+_NO_SWITCH = ("pattern", "pattern_or_none", "last_layers")
+"""Values of Family.window without a switch use_sliding_window."""
 _ROPE_ENTRIES = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
 _FURTHER_ENTRIES = {
     "yarn": ("mscale", "mscale_all_dim", "truncate"),
@@ -60,7 +62,8 @@ class Family:
     (Qwen), without_rope (SmolLM3) or pattern: all but every n-th, n being the default of
     sliding_window_pattern, and all if that is null; None: no window. Behind the switch use_sliding_window:
     every_second_lower_layer, from the first to max_window_layers (Qwen2-MoE), every_layer_if_switched
-    (Qwen3-MoE)."""
+    (Qwen3-MoE). Without a switch: last_layers, from max_window_layers on (dots1), and pattern_or_none, where
+    a window of null differs from layers without one (EXAONE 4)."""
     local_rope_theta: float | None = None
     """Base of the rotary frequencies in layers with a window, by default; None: they have those of other
     layers."""
@@ -81,7 +84,10 @@ class Family:
     )
     """Types of rotary scaling that transformers supports for it."""
     rope_entries: str = ""
-    """Further entries of its rotary fields, which have no influence on text. An export copies them."""
+    """Further entries of its rotary fields, which `computed` reads or which have no influence on text. An
+    export copies those that it does not write."""
+    loader: str = "AutoModelForCausalLM"
+    """The class of transformers that loads its directories."""
     multimodal: str | None = None
     """model_type of the multimodal model whose text_config is of this family."""
 
@@ -185,6 +191,12 @@ def stored_dtype(config: dict[str, Any]) -> str | None:
     return config.get("dtype") or config.get("torch_dtype")
 
 
+def loader_of(config: dict[str, Any]) -> str:
+    """The class of transformers that loads the model of a config.json."""
+    row = families().rows.get(config.get("model_type", ""))
+    return Family.loader if row is None else row.loader
+
+
 def end_ids(directory: str | Path) -> list[int]:
     """The `eos_token_id` of a model's generation_config.json or, if that has none, of its config.json; empty
     if neither names one.
@@ -225,6 +237,26 @@ def _local_layers(given: dict[str, Any]) -> list[int]:
 def _global_layers(given: dict[str, Any]) -> list[int]:
     local = _local_layers(given) if given["sliding_window"] is not None else []
     return [layer for layer in range(given["num_hidden_layers"]) if layer not in local]
+
+
+def _beside_windows(given: dict[str, Any]) -> list[int]:
+    """EXAONE's layers without a window do not rotate, if others have one."""
+    window, pattern = given["sliding_window"], given["sliding_window_pattern"]
+    if window is None and given["model_type"] == "exaone_moe":
+        raise _refuse("sliding_window", None, "is not supported by the exaone_moe family. It needs a number.")
+    if window is not None and not given["layer_types"] and not isinstance(pattern, int):
+        raise _refuse(
+            "sliding_window_pattern",
+            pattern,
+            "is not supported without layer_types. Legal values: 1 and above.",
+        )
+    return [] if window is None else _global_layers(given)
+
+
+def _youtu_deviation(given: dict[str, Any]) -> float:
+    """By default a function of the width."""
+    value = given["initializer_range"]
+    return float(2.0 / (5.0 * given["hidden_size"]) ** 0.5 if value is None else value)
 
 
 def _falcon_kv_heads(given: dict[str, Any]) -> int:
@@ -281,6 +313,7 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "logit_scale": lambda given: 1 / given["logits_scaling"],
     "no_rope_layers": _without_rope,
     "no_rope_layers=global": _global_layers,
+    "no_rope_layers=beside_windows": _beside_windows,
     "num_key_value_heads": _falcon_kv_heads,
     "qk_norm=qk_layernorm": lambda given: "each_head" if given["qk_layernorm"] else "none",
     "qk_norm=use_qk_norm": lambda given: "each_head" if given["use_qk_norm"] else "none",
@@ -292,6 +325,13 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "n_group": deepseek.groups,
     "topk_group": deepseek.topk_group,
     "mtp_layers": deepseek.mtp_layers,
+    "num_experts=routed": mixtures.routed,
+    "mlp_only_layers=first_dense": mixtures.first_dense,
+    "mlp_only_layers=listed": mixtures.listed_dense,
+    "n_group=alone": mixtures.groups,
+    "group_score": mixtures.group_score,
+    "initializer_range=youtu": _youtu_deviation,
+    "topk_group=alone": mixtures.topk_group,
     "router_scores=softmax": functools.partial(deepseek.scores, "softmax"),
     "router_scores=sigmoid": functools.partial(deepseek.scores, "sigmoid"),
     "hidden_act=clamped_swiglu": _clamped_swiglu,
@@ -334,6 +374,7 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], Any]] = {
 _COMPUTED_TOGETHER: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "experts=granite": mamba.granite_experts,
     "experts=nemotron": mamba.nemotron_experts,
+    "query_scale": query_scale.query_scale,
 }
 """The same for several fields."""
 
@@ -346,7 +387,8 @@ def from_hf_config(config: dict[str, Any]) -> dict[str, Any]:
     """The ModelConfig fields of a Hugging Face config.json. Raises ConfigError naming the family or field
     that is not supported."""
     known, family, config = families(), *_of_family(config)
-    shape, given = dict(family.constants), known.defaults | family.defaults | config
+    stated = {name: value for name, value in config.items() if name != "rope_parameters" or value is not None}
+    shape, given = dict(family.constants), known.defaults | family.defaults | stated
     for theirs, ours in family.fields.items():
         if theirs not in given:
             raise ConfigError(f"config.json: {theirs} is missing, but required for {family.model_type}.")
@@ -483,6 +525,9 @@ def _read_frequencies(
         parameters = _complete_yarn(parameters, given["max_position_embeddings"])
     exact = {"truncate": False} if kind == "yarn" and parameters.get("truncate", True) is False else {}
     rotated = parameters.get("partial_rotary_factor")
+    if "partial_rotary_factor" in family.rope_entries.split():  # the share of the channels that rotate at all
+        whole = shape["qk_nope_head_dim"] + shape["qk_rope_head_dim"]
+        rotated = None if rotated and int(whole * rotated) == shape["qk_rope_head_dim"] else rotated
     if rotated not in (None, 1.0):
         raise _refuse(
             "rope_scaling.partial_rotary_factor",
@@ -526,8 +571,8 @@ def _read_window(given: dict[str, Any], family: Family, shape: dict[str, Any]) -
     types, window = given["layer_types"], given["sliding_window"]
     if family.window == "every_layer":
         return {"sliding_window": window}
-    if window is not None and (family.window == "pattern" or (family.window and given["use_sliding_window"])):
-        if types or family.window == "pattern":
+    if window is not None and family.window and (family.window in _NO_SWITCH or given["use_sliding_window"]):
+        if types or family.window in ("pattern", "pattern_or_none"):
             local = _local_layers(given)
         elif family.window == "without_rope":
             local = shape["no_rope_layers"]

@@ -29,6 +29,7 @@ class Names:
         ignored: suffixes of names that are not weights (masks and frequencies, which older versions stored).
         expert: modules of one expert that `mlp.experts.in` holds, in this order. Their names follow a name
             that ends in {}.{}.
+        stacked: whether files have the experts of a layer as two tensors only, as transformers' modules.
         bare: modules whose tensors have no .weight at the end of their names, and _bias instead of .bias.
         router_bias: the tensor of an MoE block that is added to the scores when experts are chosen; empty if
             files have none.
@@ -58,6 +59,7 @@ class Names:
     backwards: bool = False
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     expert: tuple[str, ...] = ("gate_proj", "up_proj")
+    stacked: bool = False
     bare: tuple[str, ...] = ()
     router_bias: str = ""
     fp32: tuple[str, ...] = ()
@@ -230,6 +232,23 @@ _QWEN3_5 = Names(
     by_head={"self_attn.q_proj": "num_attention_heads"},
     mixer="delta_",
 )
+_DEEPSEEK_V3 = Names(
+    _ENDS,
+    "model.layers",
+    _DEEPSEEK,
+    interleaved=True,
+    router_bias="mlp.gate.e_score_correction_bias",
+    fp32=("mlp.router.weight",),
+    mtp=_MTP,
+)
+_MISTRAL3 = ("language_model.", ("vision_tower.", "multi_modal_projector."))
+_DOTS = Names(
+    _ENDS,
+    "model.layers",
+    _LINEARS | _BEFORE | _QK_NORM | _MIXTURE | _SHARED_EXPERTS,
+    router_bias="mlp.gate.e_score_correction_bias",
+    fp32=("mlp.router.weight",),
+)
 _LIKE_LLAMA = ["llama", "mistral", "qwen2", "gemma", "smollm3", "granite", "nemotron", "ministral", "arcee"]
 _LIKE_LLAMA += ["seed_oss", "jais2"]
 _HUNYUAN_NORM = {
@@ -266,7 +285,9 @@ FAMILY_NAMES = {
         bare=("act_fn.alpha_p", "act_fn.alpha_n"),
         xielu={"mlp.act_fn.beta": 0.5, "mlp.act_fn.eps": -1e-6},
     ),
-    **dict.fromkeys(("olmo2", "olmo3"), Names(_ENDS, "model.layers", _LINEARS | _AFTER | _QK_NORM)),
+    **dict.fromkeys(
+        ("olmo2", "olmo3", "exaone4"), Names(_ENDS, "model.layers", _LINEARS | _AFTER | _QK_NORM)
+    ),
     "gemma2": Names(_ENDS, "model.layers", _LINEARS | _AROUND),
     "gemma3_text": Names(
         _ENDS,
@@ -309,15 +330,7 @@ FAMILY_NAMES = {
     "qwen2_moe": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _MIXTURE | _SHARED),
     "qwen3_moe": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _QK_NORM | _MIXTURE),
     "deepseek_v2": Names(_ENDS, "model.layers", _DEEPSEEK, interleaved=True, fp32=("mlp.router.weight",)),
-    "deepseek_v3": Names(
-        _ENDS,
-        "model.layers",
-        _DEEPSEEK,
-        interleaved=True,
-        router_bias="mlp.gate.e_score_correction_bias",
-        fp32=("mlp.router.weight",),
-        mtp=_MTP,
-    ),
+    "deepseek_v3": _DEEPSEEK_V3,
     "glm4_moe": Names(
         _ENDS,
         "model.layers",
@@ -326,6 +339,13 @@ FAMILY_NAMES = {
         fp32=("mlp.router.weight",),
         mtp=_MTP,
     ),
+    "dots1": _DOTS,
+    "solar_open": replace(_DOTS, layer=_LINEARS | _BEFORE | _MIXTURE | _SHARED_EXPERTS),
+    "exaone_moe": replace(_DOTS, router_bias="mlp.e_score_correction_bias", kept=("mtp.",)),
+    "ministral3": replace(_LLAMA, multimodal=_MISTRAL3),
+    "glm4_moe_lite": _DEEPSEEK_V3,
+    "youtu": Names(_ENDS, "model.layers", _LATENT | _GATE_UP | _OUT | _BEFORE, interleaved=True),
+    "mistral4": Names(_ENDS, "model.layers", _DEEPSEEK, interleaved=True, stacked=True, multimodal=_MISTRAL3),
     "gpt_oss": Names(
         _ENDS,
         "model.layers",

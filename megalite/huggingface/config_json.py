@@ -7,8 +7,9 @@ from typing import Any
 
 from megalite.config.errors import ConfigError
 from megalite.config.sections.model import ModelConfig
-from megalite.families import deepseek, hunyuan, layer_types, mamba
+from megalite.families import deepseek, hunyuan, layer_types, mamba, mixtures
 from megalite.families.model_config import Family, families, from_hf_config
+from megalite.families.query_scale import query_scale_entries
 
 _TRAINING_ONLY = (
     *("embedding_dropout", "attention_dropout", "residual_dropout"),
@@ -24,7 +25,7 @@ _MIXTURE = (
         "shared_expert_intermediate_size",
     ),
     *("shared_expert_gate", "decoder_sparse_step", "mlp_only_layers", "router_balance", "router_bias_rate"),
-    *("router_scores", "routed_scaling_factor", "n_group", "topk_group"),
+    *("router_scores", "routed_scaling_factor", "n_group", "topk_group", "group_score"),
 )
 
 
@@ -118,6 +119,7 @@ def _mixture_meaning(model: ModelConfig) -> dict[str, Any]:
         "mlp_only_layers": dense,
         "router_balance": "bias" if model.biased_choice else None,
         "topk_group": model.topk_group if model.n_group else 1,
+        "group_score": model.counted_in_group if model.n_group else None,
         "router_bias_rate": None,
     }
 
@@ -173,6 +175,7 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
         ]
     },
     "no_rope_layers=global": lambda values: {},
+    "no_rope_layers=beside_windows": lambda values: {},  # with the window
     "num_key_value_heads": lambda values: {"num_kv_heads": values["num_key_value_heads"]},
     "qk_norm=qk_layernorm": lambda values: {"qk_layernorm": values["qk_norm"] == "each_head"},
     "qk_norm=use_qk_norm": lambda values: {"use_qk_norm": values["qk_norm"] == "each_head"},
@@ -184,6 +187,14 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "n_group": lambda values: {"n_group": values["n_group"] or 1},
     "topk_group": lambda values: {"topk_group": values["topk_group"] or 1},
     "mtp_layers": lambda values: {"num_nextn_predict_layers": values["mtp_layers"]},
+    "num_experts=routed": lambda values: {},
+    "mlp_only_layers=first_dense": mixtures.first_dense_fields,
+    "mlp_only_layers=listed": mixtures.listed_fields,
+    "group_score": lambda values: {},
+    "initializer_range=youtu": lambda values: {"initializer_range": values["initializer_range"]},
+    "query_scale": lambda values: {},  # with rope_scaling
+    "n_group=alone": lambda values: {"n_group": values["n_group"] or 1},
+    "topk_group=alone": lambda values: {"topk_group": values["topk_group"] or 1},
     "router_scores=softmax": partial(deepseek.router_fields, "softmax"),
     "router_scores=sigmoid": partial(deepseek.router_fields, "sigmoid"),
     "num_experts_per_tok=hunyuan": hunyuan.expert_fields,
@@ -248,6 +259,11 @@ def _write_rope(model: ModelConfig, row: Family) -> dict[str, Any]:
     if scaling is not None and scaling["rope_type"] == "dynamic":
         required = {"factor": 1.0}  # by transformers, which does not use it
         parameters, scaling = parameters | required, scaling | required
+    if "query_scale" in row.computed:
+        scaled = query_scale_entries(model)
+        if "partial_rotary_factor" in row.rope_entries.split():
+            scaled |= {"partial_rotary_factor": model.rotary_width / model.head_size}
+        parameters, scaling = scaled | parameters, scaling and scaled | scaling
     older: dict[str, Any] = {"rope_theta": model.rope_theta, "rope_scaling": scaling}
     if "original_max_position_embeddings" in row.own.split() and model.longrope_context is not None:
         older |= {
@@ -272,13 +288,17 @@ def _write_window(values: dict[str, Any], row: Family) -> dict[str, Any]:
     window, local = values["sliding_window"], values["sliding_window_layers"]
     if row.window == "every_layer":
         return {"sliding_window": window}
-    if row.window is None or (window is None and row.window != "pattern"):
-        return {}
-    if row.window == "every_layer_if_switched":
-        return {"use_sliding_window": True, "sliding_window": window}
     types = [
         "sliding_attention" if layer in local else "full_attention"
         for layer in range(values["num_hidden_layers"])
     ]
+    if row.window in ("last_layers", "pattern_or_none"):
+        # with a window that no layer has, layers of the latter do not rotate
+        unused = 4096 if row.window == "pattern_or_none" and values["no_rope_layers"] else None
+        return {"sliding_window": window or unused, "layer_types": types}
+    if row.window is None or (window is None and row.window != "pattern"):
+        return {}
+    if row.window == "every_layer_if_switched":
+        return {"use_sliding_window": True, "sliding_window": window}
     switch = {} if row.window == "pattern" else {"use_sliding_window": True, "max_window_layers": 0}
     return {**switch, "sliding_window": window or 4096, "layer_types": types}

@@ -43,7 +43,14 @@ from megalite.config.rules import MODEL_RULES
 from megalite.config.rules.context import RuleContext
 from megalite.config.schema import Config
 from megalite.config.sections.model import ModelConfig
-from megalite.families.model_config import families, from_hf_config, hf_config, stored_dtype, unread_note
+from megalite.families.model_config import (
+    families,
+    from_hf_config,
+    hf_config,
+    loader_of,
+    stored_dtype,
+    unread_note,
+)
 from megalite.families.module_names import FAMILY_NAMES, Names, names_of
 from megalite.families.weight_files import ADAPTER_SETTINGS, INDEX, SAFETENSORS, weights_file
 from megalite.families.weight_files import unread_note as unread_files
@@ -551,6 +558,7 @@ def export_model(
             identity,
             _shown(summary, whole["architectures"][0]),
             reader=found_tokenizer.reader,
+            loader=loader_of(config),
         )
     without = (
         [

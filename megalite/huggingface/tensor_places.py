@@ -145,9 +145,8 @@ def places(model: ModelConfig, family: str) -> dict[str, TensorPlace]:
                     tensor_places |= _bare(theirs, own[0], shapes[own[0]], model)
                     continue
                 if "experts.{}" in theirs:
-                    tensor_places[own[0]] = _experts(
-                        f"{theirs}.{suffix}", shapes[own[0]], model.num_experts or 0, names
-                    )
+                    experts = _experts(f"{theirs}.{suffix}", shapes[own[0]], model.num_experts or 0, names)
+                    tensor_places[own[0]] = experts.fused() if names.stacked else experts
                     continue
                 if own[0].endswith((".experts.in.weight", ".experts.down.weight")):
                     tensor_places[own[0]] = _stacked(f"{theirs}.{suffix}", shapes[own[0]], model)

@@ -46,6 +46,8 @@ LONGROPE |= {"short_factor": [1.0, 1.0], "long_factor": [1.0, 2.0]}
 # option: (the nearest illegal value, a legal value next to it)
 BOUNDS: dict[str, tuple[Any, Any]] = {
     "model.norm_topk_eps": (0, 1e-6),
+    "model.query_scale_beta": (0.0, None),
+    "model.query_scale_positions": (0, None),
     **dict.fromkeys(
         ("parallel.tp", "parallel.pp", "parallel.dp", "parallel.cp", "model.num_hidden_layers", "train.steps"), (0, 1)
     ),
@@ -190,6 +192,12 @@ ROWS = [
         GROUPS | {"model.n_group": 4, "model.router_scores": "sigmoid"},
         {"model.n_group": 2},
         ("two best experts", "Legal values: 1, 2."),
+    ),
+    Row(
+        "group_score needs groups",
+        EXPERTS | {"model.group_score": "largest"},
+        {"model.group_score": "auto"},
+        ("model.n_group = null",),
     ),
     Row("topk_group needs groups", GROUPS | {"model.topk_group": 2}, {"model.n_group": 2}, ("model.n_group = null",)),
     Row(
@@ -498,6 +506,18 @@ ROWS = [
         {"model.layer_blocks": ["attention+feed_forward"] * 4, "model.kv_lora_rank": 16},
         {"model.kv_lora_rank": None},
         ("model.kv_lora_rank = 16", "Name latent_attention"),
+    ),
+    Row(
+        "query_scale_beta and its positions",
+        {"model.query_scale_beta": 0.1},
+        {"model.query_scale_positions": 16},
+        ("and model.query_scale_positions = null",),
+    ),
+    Row(
+        "scaled queries rotate",
+        {"model.query_scale_beta": 0.1, "model.query_scale_positions": 16, "model.no_rope_layers": [0]},
+        {"model.no_rope_layers": None},
+        ("model.no_rope_layers = [0]",),
     ),
     Row(
         "gates have no sinks beside them",

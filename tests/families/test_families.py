@@ -10,7 +10,7 @@ import torch
 
 from megalite.config.errors import ConfigError
 from megalite.config.sections.model import ModelConfig
-from megalite.families.model_config import from_hf_config
+from megalite.families.model_config import from_hf_config, loader_of
 from megalite.families.presets import preset
 from megalite.huggingface.config_json import to_hf_config
 from megalite.model.parameters import active_parameters, model_specs
@@ -534,8 +534,121 @@ FAMILIES += [
 ]
 
 
+GROWN, LONGER = 0.1 * 0.707 * math.log(40) + 1, 0.1 * math.log(128) + 1
+SCALED = MSCALE | {"llama_4_scaling_beta": 0.1}
+ROUTED = {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+FAMILIES += [
+    (
+        "Dots1Config",
+        GROUPED | ROUTED | {"sliding_window": 8, "max_window_layers": 1, "first_k_dense_replace": 2, "n_group": 2},
+        {
+            "sliding_window": 8,
+            "sliding_window_layers": [1, 2],
+            "mlp_only_layers": [0, 1],
+            "norm_topk_prob": False,
+            "qk_norm": "head",
+            "shared_expert_intermediate_size": 48,
+            "n_group": 2,
+            "router_scores": "sigmoid",
+        },
+    ),
+    (
+        "SolarOpenConfig",
+        {key: value for key, value in GROUPED.items() if key != "intermediate_size"} | {"attention_bias": True},
+        {
+            "num_experts": 128,
+            "expert_width": 1280,
+            "head_dim": 128,
+            "rope_theta": 1e6,
+            "attention_bias": True,
+            "attention_out_bias": False,
+            "shared_expert_intermediate_size": 1280,
+        },
+    ),
+    (
+        "Exaone4Config",
+        GROUPED | {"num_hidden_layers": 4},
+        {
+            "sliding_window": 4096,
+            "sliding_window_layers": [0, 1, 2],
+            "no_rope_layers": [3],
+            "norm_placement": "post",
+            "qk_norm": "head",
+        },
+    ),
+    (
+        "Exaone4Config",
+        GROUPED | {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+        {"sliding_window": None, "no_rope_layers": []},
+    ),
+    ("Exaone4Config", GROUPED | {"layer_types": ["full_attention"] * 3}, {"no_rope_layers": [0, 1, 2]}),
+    (
+        "ExaoneMoeConfig",
+        GROUPED | {"mlp_layer_types": ["sparse", "dense", "sparse"], "num_shared_experts": 2},
+        {
+            "no_rope_layers": [],
+            "sliding_window_layers": [0, 1, 2],
+            "mlp_only_layers": [1],
+            "routed_scaling_factor": 2.5,
+            "shared_expert_intermediate_size": 2048,
+            "norm_placement": "pre",
+        },
+    ),
+    (
+        "Ministral3Config",
+        GROUPED,
+        {"query_scale_beta": 0.1, "query_scale_positions": 16384, "head_dim": 128, "rope_theta": 1e6}
+        | {"rope_scaling": YARN | {"factor": 16.0, "original_max_position_embeddings": 16384, "attention_factor": 1.0}},
+    ),
+    (
+        "Ministral3Config",
+        GROUPED
+        | {"rope_parameters": {"rope_theta": 1e4, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5}},
+        {"query_scale_beta": 0.5, "query_scale_positions": 8, "rope_scaling": None},
+    ),
+    (
+        "Glm4MoeLiteConfig",
+        LATENT | {"mlp_layer_types": ["sparse", "dense", "sparse"], "num_nextn_predict_layers": 1},
+        {
+            "mlp_only_layers": [1],
+            "mtp_layers": 1,
+            "kv_lora_rank": 512,
+            "v_head_dim": 256,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.8,
+            "attention_scale": None,
+        },
+    ),
+    (
+        "YoutuConfig",
+        ALL_HEADS | {"num_key_value_heads": 6, "rope_parameters": MSCALE | {"rope_theta": 1e4}},
+        {
+            "initializer_range": 2 / 240**0.5,
+            "tie_word_embeddings": True,
+            "num_experts": None,
+            "q_lora_rank": 1536,
+            "attention_scale": 192**-0.5 * GROWN * GROWN,
+        },
+    ),
+    (
+        "Mistral4Config",
+        {key: value for key, value in LATENT.items() if key != "moe_layer_freq"} | {"n_group": 2, "topk_group": 1},
+        {
+            "query_scale_beta": 0.1,
+            "query_scale_positions": 8192,
+            "attention_scale": 128**-0.5 * LONGER * LONGER,
+            "group_score": "two_largest",
+            "router_scores": "softmax",
+            "mlp_only_layers": [0],
+            "kv_lora_rank": 256,
+        },
+    ),
+]
+
+
 COMPUTED = (
     "sliding_window",
+    "sliding_window_pattern",
     "_sliding_window_pattern",
     "layer_types",
     "no_rope_layer_interval",
@@ -618,7 +731,9 @@ def test_reads_what_transformers_writes_and_writes_what_it_reads(name, arguments
     ours, reference = again.to_dict(), theirs.to_dict()
     for config in (ours, reference):
         parameters = (config.get("rope_parameters") or {}).items()
-        neutral = ("type", "beta_fast", "beta_slow", "attention_factor")  # written out, or left out
+        # written out, or left out
+        neutral = {"type", "beta_fast", "beta_slow", "attention_factor", "max_position_embeddings"}
+        neutral |= {"mscale", "mscale_all_dim"} if name == "Ministral3Config" else set()
         whole = ("partial_rotary_factor", 1.0)
         config["rope_parameters"] = {
             key: value for key, value in parameters if key not in neutral and (key, value) != whole
@@ -786,6 +901,29 @@ def test_an_activation_of_another_name_is_the_same():
             "use_expert_bias = False is not supported by the lfm2_moe family. Legal value: True.",
         ),
         (
+            {"model_type": "ministral3", "rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
+            "rope_parameters.original_max_position_embeddings = None is not supported by the ministral3 family.",
+        ),
+        (
+            {"model_type": "ministral3", "rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "rope_scaling.llama_4_scaling_beta = None is not supported by the ministral3 family.",
+        ),
+        (
+            DEEPSEEK | {"model_type": "mistral4", "rope_parameters": SCALED | {"partial_rotary_factor": 0.25}},
+            "partial_rotary_factor = 0.25 is not supported by the mistral4 family.",
+        ),
+        (
+            DEEPSEEK | {"model_type": "mistral4", "rope_parameters": SCALED | {"rope_type": "default"}},
+            "rope_type = 'default' is not supported. Legal values: yarn.",
+        ),
+        ({"model_type": "dots1"}, "n_routed_experts = None is not supported. Legal values: 1 and above."),
+        (
+            {"model_type": "exaone4", "sliding_window_pattern": "LLLG"},
+            "sliding_window_pattern = 'LLLG' is not supported without layer_types.",
+        ),
+        ({"model_type": "exaone_moe", "sliding_window": None}, "is not supported by the exaone_moe family. It needs"),
+        ({"model_type": "exaone_moe", "mlp_layer_types": ["dense"]}, "must have 3 entries, dense or sparse."),
+        (
             DEEPSEEK | {"attention_bias": True},
             "attention_bias = True is not supported by the deepseek_v3 family. Legal value: False.",
         ),
@@ -899,6 +1037,8 @@ def test_presets_have_the_published_parameter_counts(name, parameters):
         ("KimiLinearConfig", {}),
         ("Ernie4_5Config", {}),
         ("Jais2Config", {}),
+        *((name, {}) for name in ("SolarOpenConfig", "Ministral3Config", "Glm4MoeLiteConfig", "YoutuConfig")),
+        ("Mistral4Config", {}),
         ("Lfm2MoeConfig", {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8}),
     ],
 )
@@ -908,7 +1048,8 @@ def test_models_have_as_many_parameters_as_those_of_transformers(name: str, fiel
 
     theirs = getattr(transformers, name)(**fields)
     with torch.device("meta"):
-        expected = transformers.AutoModelForCausalLM.from_config(theirs).num_parameters()
+        loader = getattr(transformers, loader_of({"model_type": theirs.model_type}))
+        expected = getattr(loader, "from_config", loader)(theirs).num_parameters()
     model = ModelConfig(**from_hf_config(json.loads(theirs.to_json_string(use_diff=False))))
     assert parameter_count(model_specs(model)) == expected
 

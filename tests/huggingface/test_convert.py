@@ -31,6 +31,7 @@ from tests.huggingface.hf_models import (
     load,
     logits_of,
     make,
+    model_type,
     random_ids,
     save,
     tolerance,
@@ -103,10 +104,11 @@ def test_a_model_goes_in_and_out_and_computes_the_same(name, tmp_path: Path, cap
     torch.testing.assert_close(our_logits(load_stage(manifest_of(ours)), ids), expected, rtol=0, atol=tolerance(name))
 
 
-def test_the_language_model_of_a_multimodal_model_comes_in(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["gemma3", "ministral3", "mistral4"])
+def test_the_language_model_of_a_multimodal_model_comes_in(name: str, tmp_path: Path) -> None:
     """Its export is the language model alone."""
     theirs, ours, out = tmp_path / "theirs", tmp_path / "ours", tmp_path / "out"
-    model = write_multimodal(CASES["gemma3"], theirs)
+    model = write_multimodal(name, theirs)
     assert convert_hf.main(["import", str(theirs), str(ours)]) == 0
     assert convert_hf.main(["export", str(ours), str(out)]) == 0
     language = {
@@ -115,7 +117,7 @@ def test_the_language_model_of_a_multimodal_model_comes_in(tmp_path: Path) -> No
         if name.startswith("language_model.")
     }
     assert same_bytes(language, stored(out)) and len(language) < len(stored(theirs))
-    assert hf_config(out)["model_type"] == "gemma3_text" and hf_config(out)["eos_token_id"] == [2, 9]
+    assert hf_config(out)["model_type"] == model_type(name) and hf_config(out)["eos_token_id"] == [2, 9]
     ids = random_ids() % 90 + 10  # none of an image
     with torch.no_grad():
         expected = model(input_ids=ids, use_cache=False).logits
@@ -151,8 +153,10 @@ def test_a_multimodal_model_goes_out_with_what_is_not_read(name: str, tmp_path: 
     assert same_bytes({key: stored(tmp_path / "bf16")[key] for key in aside}, aside)
 
 
-def test_modules_that_transformers_does_not_read_go_out_again(tmp_path: Path) -> None:
-    theirs, ours, out = write(CASES["olmo_hybrid"], tmp_path / "theirs"), tmp_path / "ours", tmp_path / "out"
+@pytest.mark.parametrize("name", ["olmo_hybrid", "exaone_moe"])
+def test_modules_that_transformers_does_not_read_go_out_again(name: str, tmp_path: Path) -> None:
+    case = CASES[name]._replace(shard="5GB")
+    theirs, ours, out = write(case, tmp_path / "theirs"), tmp_path / "ours", tmp_path / "out"
     add_tensors(theirs, {"mtp.fc.weight": torch.randn(32, 64)})
     converting.import_model(theirs, ours)
     converting.export_model(ours, out)

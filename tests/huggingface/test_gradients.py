@@ -59,6 +59,7 @@ NAMES += [
     "deepseek_v3",
 ]
 NAMES += ["glm4_moe", "gpt_oss"]
+NAMES += ["dots1", "solar_open", "exaone4", "exaone_moe", "ministral3", "glm4_moe_lite", "youtu", "mistral4"]
 NAMES += ["bamba", "granitemoehybrid", "falcon_h1, tied, norm first, factors", "nemotron_h"]
 NAMES += ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "lfm2", "lfm2_moe"]
 

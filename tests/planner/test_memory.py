@@ -68,6 +68,7 @@ MAMBA = {
     "mlp_multipliers": [0.7, 1.3],
 }
 CONVOLUTION = {"layer_blocks": ["convolution+feed_forward", "attention+feed_forward"] * 2}
+FACTORS = {"query_scale_beta": 0.7, "query_scale_positions": 16}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 NORMED = {"norm_weight": False, "embedding_norm": True, "qk_norm": "head", "qk_norm_after_rope": True}
 UNLIKE = ["feed_forward", "attention|feed_forward", "attention", "feed_forward|attention"]
@@ -120,6 +121,7 @@ ALONE = {
     "parallel, two norms, plain": {
         "model": GPT2 | {"parallel_block": "two_norms", "position": "rope", "partial_rotary_factor": 0.25}
     },
+    "factors on queries": {"model": FACTORS},
     "two rotary tables": {"model": {"rope_local_theta": 100.0, "sliding_window": 16, "sliding_window_layers": [0, 1]}},
     "norms without weights, of the embedding, after the rotation": {"model": NORMED},
     "xIELU, norms of the embedding": {
@@ -127,7 +129,9 @@ ALONE = {
         "train": {"recompute": "selective"},
     },
     "gates": {"model": {"attention_gate": True}},
-    "gates, norms of heads": {"model": {"attention_gate": True, "qk_norm": "head", "attention_bias": True}},
+    "gates, norms of heads, factors on queries": {
+        "model": {"attention_gate": True, "qk_norm": "head", "attention_bias": True} | FACTORS
+    },
     "blocks beside each other, layers of one block": {"model": {"layer_blocks": UNLIKE}},
     "the same, adapters": {"model": {"layer_blocks": UNLIKE}, "lora": SOME},
     "the same, weight passes": {"model": {"layer_blocks": UNLIKE}, "schedule": "zb-h1"},
@@ -136,7 +140,7 @@ ALONE = {
     "adapters": {"lora": LORA},
     "adapters of some projections": {"lora": SOME},
     "DoRA": {"lora": DORA | {"targets": ["q", "o", "down"]}, "model": GPT2},
-    "latents": {"model": LATENTS},
+    "latents, factors on queries": {"model": LATENTS | FACTORS},
     "two modules ahead": {"model": {"mtp_layers": 2}},
     "a module ahead, tied, recomputed": {
         "model": {"mtp_layers": 1, "tie_word_embeddings": True},
@@ -162,7 +166,9 @@ ON_TWO = {
     "cp, gather": {"cp": 2, "context": "gather"},
     "tp and sp, gates, adapters": {"tp": 2, "sequence_parallel": True, "lora": LORA, "model": {"attention_gate": True}},
     "cp, ulysses, gates": {"cp": 2, "model": {"attention_gate": True, "position": "none"}},
-    "cp, ring, gates": {"cp": 2, "context": "ring", "model": {"attention_gate": True}},
+    "cp, ring, gates, factors on queries": {
+        **{"cp": 2, "context": "ring", "model": {"attention_gate": True} | FACTORS}
+    },
     "cp, ring, full": {"cp": 2, "context": "ring", "train": {"recompute": "full"}},
     "cp, gather, latents": {"cp": 2, "context": "gather", "model": QUERIES},
     "cp, ring, latents, adapters": {

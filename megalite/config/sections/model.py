@@ -189,8 +189,11 @@ class ModelConfig:
     routed_scaling_factor: float = option(1.0, POSITIVE, kinds=MIXTURE)
     """Factor on the weights of a token's experts."""
     n_group: int | None = option(None, SIZE, kinds=MIXTURE)
-    """Number of equal groups of experts; a token chooses its experts from the topk_group best groups. A
-    group's score is its largest one (softmax), or the sum of its two largest (sigmoid). null: no groups."""
+    """Number of equal groups of experts; a token chooses its experts from the topk_group best groups. null:
+    no groups."""
+    group_score: Literal["auto", "largest", "two_largest"] = option("auto", kinds=MIXTURE)
+    """With n_group, score of a group: its largest one, or the sum of its two largest. auto: largest with
+    softmax, two_largest with sigmoid."""
     topk_group: int = option(1, SIZE, kinds=MIXTURE)
     """With n_group, number of groups that a token chooses its experts from."""
     shared_expert_intermediate_size: int | None = option(None, SIZE, kinds=MIXTURE)
@@ -232,6 +235,11 @@ class ModelConfig:
     """Indices (0-based) of the layers that use sliding_window. null: every layer."""
     attention_scale: float | None = option(None, POSITIVE, kinds=ANY_ATTENTION)
     """Factor on the attention scores. null: head_dim ** -0.5."""
+    query_scale_beta: float | None = option(None, POSITIVE, kinds=ANY_ATTENTION)
+    """Factor on the queries of each position: 1 + beta * log(1 + floor(position / query_scale_positions)), of
+    positions in documents (Ministral 3). null: 1."""
+    query_scale_positions: int | None = option(None, SIZE, kinds=ANY_ATTENTION)
+    """With query_scale_beta, number of positions from which on queries have a factor."""
     attention_softcap: float | None = option(None, POSITIVE, kinds=ANY_ATTENTION)
     """Cap of the attention scores: cap * tanh(scores / cap) (Gemma-2). null: no cap."""
     attention_sinks: bool = option(False, kinds=ATTENTION)
@@ -344,6 +352,13 @@ class ModelConfig:
         """Whether routers add a bias to their scores when they choose; it may come with weights that are
         trained on without moving it."""
         return self.router_balance == "bias" or self.router_scores == "sigmoid"
+
+    @property
+    def counted_in_group(self) -> int:
+        """Number of largest scores whose sum is the score of a group of experts."""
+        by_scores = "two_largest" if self.router_scores == "sigmoid" else "largest"
+        score = by_scores if self.group_score == "auto" else self.group_score
+        return 2 if score == "two_largest" else 1
 
     @property
     def expert_width(self) -> int:
@@ -546,8 +561,7 @@ _GROUPS = (
         lambda c: (
             c.model.n_group
             and c.model.num_experts
-            and c.model.router_scores == "sigmoid"
-            and 2 * c.model.n_group > c.model.num_experts
+            and c.model.counted_in_group * c.model.n_group > c.model.num_experts
         ),
         message="leaves fewer than two of {model.num_experts} in a group, but the score of a group is the "
         "sum of its two "
@@ -557,6 +571,13 @@ _GROUPS = (
             for groups in divisors(c.model.num_experts or 1)
             if 2 * groups <= (c.model.num_experts or 0)
         ],
+    ),
+    Rule(
+        "group_score needs groups",
+        "model.group_score",
+        lambda c: c.model.group_score != "auto" and not c.model.n_group,
+        message="has no effect: {model.n_group}",
+        legal="Remove it, or set model.n_group.",
     ),
     Rule(
         "topk_group needs groups",
@@ -726,6 +747,23 @@ RULES: tuple[Rule, ...] = (
     *_GROUPS,
     *_MTP,
     *_LATENTS,
+    Rule(
+        "query_scale_beta and its positions",
+        "model.query_scale_beta",
+        lambda c: (c.model.query_scale_beta is None) != (c.model.query_scale_positions is None),
+        message="and {model.query_scale_positions} are one factor of positions",
+        legal="Set both, or neither.",
+    ),
+    Rule(
+        "scaled queries rotate",
+        "model.query_scale_beta",
+        lambda c: (
+            c.model.query_scale_beta is not None and (c.model.position != "rope" or c.model.no_rope_layers)
+        ),
+        message="is supported with rotary embeddings in every layer only: {model.position}, "
+        "{model.no_rope_layers}",
+        legal="Set it to null, or model.position to rope and model.no_rope_layers to null.",
+    ),
     Rule(
         "gates have no sinks beside them",
         "model.attention_gate",

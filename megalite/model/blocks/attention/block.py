@@ -124,8 +124,10 @@ class Attention(AttentionByOperation):
             q, k = self.q_norm.compute(q, saved), self.k_norm.compute(k, saved)
         if self.norms_first and tables[0] is not None:
             q, k = rotate(q, *tables), rotate(k, *tables)
+        if state.query_factors is not None:
+            q.mul_(state.query_factors)
         out, kept = forward_keeping(q, k, v, **self.attention_options(state, self.recomputes_scores))
-        saved.append((*tables, *kept))
+        saved.append((*tables, state.query_factors, *kept))
         return out
 
     def gradient(self, grad: Tensor, saved: Saved, state: ForwardState) -> Tensor:
@@ -143,9 +145,11 @@ class Attention(AttentionByOperation):
 
         What attention has kept is freed on return, before the projection's own backward.
         """
-        cos, sin, *kept = saved.pop()
+        cos, sin, factors, *kept = saved.pop()
         options = self.attention_options(state, self.recomputes_scores)
         dq, dk, dv = backward_of_kept(dout.unflatten(-1, (self.heads, -1)), tuple(kept), **options)
+        if factors is not None:
+            dq = dq * factors
         if self.norms_first and cos is not None:
             dq, dk = rotate(dq, cos, sin, inverse=True), rotate(dk, cos, sin, inverse=True)
             cos = sin = None  # the rotation is undone

@@ -34,6 +34,7 @@ from megalite.mesh.mesh import Mesh, MeshAxis
 from megalite.model.block_kind import BlockSpec
 from megalite.model.blocks.attention.block import Attention
 from megalite.model.blocks.attention.operations import Rotate
+from megalite.model.blocks.attention.query_scale import ScaleQueries
 from megalite.model.blocks.latent_attention.context import latents_travel
 from megalite.model.forward_state import ForwardState, Site
 from megalite.model.layer_options import LayerOptions
@@ -169,7 +170,10 @@ class LatentAttention(Attention):
         tables = self.rotary_tables(state)
         if tables is None:
             return queries
-        return _RotateQueries.apply(queries, self.model_config.qk_nope_head_dim, *tables)
+        queries = _RotateQueries.apply(queries, self.model_config.qk_nope_head_dim, *tables)
+        if state.query_factors is None:
+            return queries
+        return ScaleQueries.apply(queries, state.query_factors)
 
     def latent(self, x: Tensor, state: ForwardState) -> tuple[Tensor, Tensor]:
         """Return the normalized latent and the rotated shared key.

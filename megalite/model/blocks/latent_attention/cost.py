@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from megalite.model.block_kind import BlockSpec
 from megalite.model.blocks.attention import context
 from megalite.model.blocks.attention.context import Heads
-from megalite.model.blocks.attention.cost import heads_of, scores, workspace
+from megalite.model.blocks.attention.cost import heads_of, scaled_queries, scores, workspace
 from megalite.model.blocks.latent_attention.context import latent_width, latents_travel
 from megalite.model.cost.records import (
     BlockCost,
@@ -40,7 +40,8 @@ def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> Block
         q, first = matmuls[f"{block.slot}.q_b"], matmuls[f"{block.slot}.q_a"]
         queries = (first, _norm(units, "queries", model.q_lora_rank, q.keeps_input), q)
     projected = q.outputs + up.outputs
-    moved = (2 * (q.rows * q.outputs + up.rows * up.outputs) + up.rows * heads.query * rotating,)
+    rotated = 2 * (q.rows * q.outputs + up.rows * up.outputs) + up.rows * heads.query * rotating
+    moved = (rotated, *scaled_queries(units, heads.query * heads.size))
     latent = _norm(units, "keys and values", model.kv_lora_rank or 0, up.keeps_input or heads.latent > 0)
     # Where latents travel, attention keeps them and the rotated keys of its own tokens instead of keys and
     # values.

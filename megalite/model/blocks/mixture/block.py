@@ -127,8 +127,7 @@ class MixtureOfExperts(BlockModule):
         if model.biased_choice:
             scores = scores + self.balance.state.bias.to(scores.dtype)
         if model.n_group is not None:
-            counted = 2 if model.router_scores == "sigmoid" else 1  # experts that rank a group
-            scores = in_best_groups(scores, model.n_group, model.topk_group, counted)
+            scores = in_best_groups(scores, model.n_group, model.topk_group, model.counted_in_group)
         choice = choose(scores, model.num_experts_per_tok)
         if self.capacity is not None and state.training and targets is not None:
             choice = self.capacity.limit(choice, targets != IGNORE_INDEX, state.part)
