@@ -123,7 +123,13 @@ NEMOTRON = {key: value for key, value in SIZES.items() if key != "num_hidden_lay
 MINIMAX = EXPERTS | {"num_local_experts": 8, "head_dim": 16, "rotary_dim": 6}
 ERNIE = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24, "router_aux_loss_coef": 0.0}
 HY = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_shared_experts": 2, "head_dim": 12}
-AFMOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_shared_experts": 2, "head_dim": 12}
+AFMOE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "num_shared_experts": 2,
+    "head_dim": 12,
+}
 AFMOE |= {"sliding_window": 5, "layer_types": MIXED, "mup_enabled": True, "route_scale": 2.5}
 COMMAND = {"num_experts": 6, "num_experts_per_tok": 2, "num_shared_experts": 2, "intermediate_size": 24, "head_dim": 12}
 COMMAND |= {"sliding_window": 5, "first_k_dense_replace": 1, "prefix_dense_intermediate_size": 40}
@@ -398,7 +404,10 @@ CASES = {
         BF16,
     ),
     "granitemoe": Case(
-        "GraniteMoe", SIZES | UNTIED | EXPERTS | GRANITE | {"num_local_experts": 6, "intermediate_size": 24}, BF16, "20KB"
+        "GraniteMoe",
+        SIZES | UNTIED | EXPERTS | GRANITE | {"num_local_experts": 6, "intermediate_size": 24},
+        BF16,
+        "20KB",
     ),
     "granitemoeshared, tied, biases": Case(
         "GraniteMoeShared",
