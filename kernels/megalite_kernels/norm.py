@@ -109,9 +109,10 @@ def rms_norm_backward(
     hidden = x.shape[-1]
     gain, upcast = _exact_gain(weight, offset), _at_least_fp32(x)
     scaled = _at_least_fp32(dy) * rstd
+    dweight: Tensor | None = None
     product = (scaled * upcast).reshape(-1, hidden)  # dy · x̂, [rows, H]
     if gain is None:
-        dweight, along = None, product.sum(-1)
+        along = product.sum(-1)
     else:
         # not a matmul with a vector of ones: BLAS adds rows sequentially, 14 times the error at 8,192 rows
         dweight, along = product.sum(0), product.mv(gain)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from megalite.config.errors import ConfigError
 from megalite.config.rule import show
 from megalite.config.sections.model import ROPE_SCALING_KEYS, ModelConfig
-from megalite.families import deepseek, hunyuan, layer_types, mamba, mixtures, query_scale
+from megalite.families import deepseek, hunyuan, layer_lists, layer_types, mamba, mixtures, query_scale
 from megalite.families.weight_files import INDEX, MODEL, weights_file
 
 _GELU = "gelu_pytorch_tanh"
@@ -67,6 +67,8 @@ class Family:
     local_rope_theta: float | None = None
     """Base of the rotary frequencies in layers with a window, by default; None: they have those of other
     layers."""
+    derived: tuple[str, ...] = ()
+    """Fields that its configuration class derives from others if they are null or missing; field=how."""
     computed: tuple[str, ...] = ()
     """ModelConfig fields computed from a config.json with its defaults; field=how if there is more than one
     way. `_COMPUTED_TOGETHER` has names for several fields."""
@@ -83,6 +85,8 @@ class Family:
         kind for kind in ROPE_SCALING_KEYS if kind not in ("longrope", "dynamic")
     )
     """Types of rotary scaling that transformers supports for it."""
+    ignores_rope_scaling: bool = False
+    """transformers ignores rope_scaling, a field of its own, and reads rope_parameters only."""
     rope_entries: str = ""
     """Further entries of its rotary fields, which `computed` reads or which have no influence on text. An
     export copies those that it does not write."""
@@ -122,7 +126,7 @@ def families() -> Families:
         ]
         pairs = (word.partition("=") for word in words)
         row["fields"] = {theirs: tuple((ours or theirs).split("+")) for theirs, _, ours in pairs}
-        row |= {key: tuple(row[key]) for key in ("computed", "rope_types") if key in row}
+        row |= {key: tuple(row[key]) for key in ("derived", "computed", "rope_types") if key in row}
         rows[name] = Family(name, **row)
     kept, only = frozenset(read["kept"].split()), frozenset(read["only"].split())
     windows = {None: (), **{kind: tuple(text.split()) for kind, text in read["window_fields"].items()}}
@@ -299,6 +303,14 @@ def _without_rope(given: dict[str, Any]) -> list[int]:
     return [layer for layer in layers if not used[layer]]
 
 
+def _rotary_share(given: dict[str, Any]) -> float:
+    """The first files have the number of channels that rotate, rotary_dim, in place of their share."""
+    share, channels = given["partial_rotary_factor"], given.get("rotary_dim")
+    if share is None and channels is not None:
+        return float(channels / given["head_dim"])
+    return 1.0 if share is None else float(share)
+
+
 def _clamped_swiglu(given: dict[str, Any]) -> str:
     """gpt-oss's activation, of which other numbers are refused."""
     for name, only in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
@@ -351,6 +363,14 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "layer_blocks=lfm2": layer_types.lfm2,
     "intermediate_size=lfm2": layer_types.lfm2_width,
     "layer_blocks=lfm2_moe": layer_types.lfm2_moe,
+    "partial_rotary_factor=rotary_dim": _rotary_share,
+    "embedding_scale=mup": lambda given: given["hidden_size"] ** 0.5 if given["mup_enabled"] else None,
+    "mlp_only_layers=types": layer_lists.dense_layers,
+    "mlp_only_layers=afmoe": layer_lists.afmoe_dense_layers,
+    "mlp_only_layers=interval": layer_lists.interval_dense_layers,
+    "shared_expert_intermediate_size=granite": layer_lists.granite_shared,
+    "shared_expert_intermediate_size=ernie": layer_lists.ernie_shared,
+    "no_rope_layers=cohere2_moe": layer_lists.cohere2_moe_without_rope,
     "parallel_block": _falcon_block,
     "parallel_block=shared_norm": lambda given: "shared_norm" if given["use_parallel_residual"] else "none",
     "parallel_block=two_norms": lambda given: "two_norms" if given["use_parallel_residual"] else "none",
@@ -375,8 +395,16 @@ _COMPUTED_TOGETHER: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "experts=granite": mamba.granite_experts,
     "experts=nemotron": mamba.nemotron_experts,
     "query_scale": query_scale.query_scale,
+    "norm=cohere2_moe": layer_lists.cohere2_moe_norm,
+    "experts=cohere2_moe": layer_lists.cohere2_moe_experts,
 }
 """The same for several fields."""
+_DERIVED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "layer_types=afmoe": layer_lists.afmoe_types,
+    "layer_types=cohere2_moe": layer_lists.cohere2_moe_types,
+    "mlp_layer_types=hy_v3": functools.partial(layer_lists.dense_first, 1),
+    "mlp_layer_types=cohere2_moe": layer_lists.cohere2_moe_kinds,
+}
 
 
 def _refuse(name: str, value: Any, why: str) -> ConfigError:
@@ -408,11 +436,7 @@ def from_hf_config(config: dict[str, Any]) -> dict[str, Any]:
             "hidden_act", shape["hidden_act"], f"is not supported. Legal values: {', '.join(legal_act)}."
         )
     try:
-        for name in family.computed:
-            if name in _COMPUTED_TOGETHER:
-                shape |= _COMPUTED_TOGETHER[name](given)
-            else:
-                shape[name.partition("=")[0]] = _COMPUTED[name](given)
+        shape |= _compute(family, given)
         shape = mamba.without_unused(shape)
         shape |= _read_window(given, family, shape)
         if family.rope and shape.get("position") != "none":
@@ -420,6 +444,21 @@ def from_hf_config(config: dict[str, Any]) -> dict[str, Any]:
     except (TypeError, LookupError, ArithmeticError) as error:
         raise ConfigError(f"config.json: a value has the wrong type or length: {error}.") from None
     _refuse_unhandled(config, family, shape)
+    return shape
+
+
+def _compute(family: Family, given: dict[str, Any]) -> dict[str, Any]:
+    """The fields that are computed, after completing the config.json with those that are derived."""
+    for name in family.derived:
+        derived = name.partition("=")[0]
+        if given[derived] is None:
+            given[derived] = _DERIVED[name](given)
+    shape: dict[str, Any] = {}
+    for name in family.computed:
+        if name in _COMPUTED_TOGETHER:
+            shape |= _COMPUTED_TOGETHER[name](given)
+        else:
+            shape[name.partition("=")[0]] = _COMPUTED[name](given)
     return shape
 
 
@@ -458,6 +497,14 @@ def _read_rope(
         if not isinstance(config.get(name) or {}, dict):
             raise _refuse(name, config[name], "is not an object. Write it as {rope_type: …, factor: …}.")
     older, newer = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
+    if family.ignores_rope_scaling:
+        if _rope_type(older) not in ("default", _rope_type(newer)):
+            raise _refuse(
+                "rope_scaling",
+                older,
+                "is not read by transformers in this family. Write it as rope_parameters.",
+            )
+        older = {}
     if family.local_rope_theta is None:
         # in transformers' order
         parameters = dict(older or newer or family.defaults.get("rope_parameters") or {})
@@ -491,6 +538,10 @@ def _read_rope(
     return frequencies | {
         "rope_local_theta": None if same or not shape.get("sliding_window_layers") else theta
     }
+
+
+def _rope_type(parameters: dict[str, Any]) -> str:
+    return str(parameters.get("rope_type") or parameters.get("type", "default"))
 
 
 def _read_frequencies(

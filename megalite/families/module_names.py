@@ -33,6 +33,7 @@ class Names:
         bare: modules whose tensors have no .weight at the end of their names, and _bias instead of .bias.
         router_bias: the tensor of an MoE block that is added to the scores when experts are chosen; empty if
             files have none.
+        router_bias_rows: rows of that tensor if it is a matrix.
         fp32: our module of a layer whose weight transformers keeps in fp32 in a model of any dtype; empty if
             there is none.
         mtp: modules of an MTP layer besides those of a layer; empty if files have none.
@@ -41,6 +42,7 @@ class Names:
         nested: what follows `base` in files of a multimodal model.
         kept: prefixes of tensors that transformers does not read with the language model. A conversion keeps
             them aside, and an export has them again.
+            {} is the number of layers.
         spellings: parts of names that files have in place of those in the table, and the latter.
         memory: parts of names in files, and what transformers' modules, and so PEFT, have in their place.
         by_head: modules whose rows are stored by head: the first head's rows of all parts, then the next
@@ -62,6 +64,7 @@ class Names:
     stacked: bool = False
     bare: tuple[str, ...] = ()
     router_bias: str = ""
+    router_bias_rows: int | None = None
     fp32: tuple[str, ...] = ()
     mtp: dict[str, str] = field(default_factory=dict)
     multimodal: tuple[str, tuple[str, ...]] | None = None
@@ -122,6 +125,9 @@ _MIXTURE = {
     "mlp.experts.{}.{}": "mlp.experts.in",
     "mlp.experts.{}.down_proj": "mlp.experts.down",
 }
+_ROUTER_GATE = {"mlp.router.gate": "mlp.router"} | {
+    theirs: ours for theirs, ours in _MIXTURE.items() if ours != "mlp.router"
+}
 _SHARED = {"mlp.shared_expert_gate": "mlp.shared_gate"}
 _SHARED |= {f"mlp.shared_expert.{part}_proj": f"mlp.shared.{part}" for part in ("gate", "up", "down")}
 _LATENT = {f"self_attn.{part}_proj": f"attention.{part}" for part in ("q", "q_a", "q_b", "kv_b")}
@@ -146,6 +152,16 @@ _MIXTRAL = {
 _FINAL_NORM = {"model.embed_tokens": "embedding", "model.final_layernorm": "norm", "lm_head": "head"}
 _PRE_FF = {"input_layernorm": "input_norm", "pre_ff_layernorm": "mlp_norm"}
 _FEED_FORWARD = {f"feed_forward.{part}_proj": f"mlp.{part}" for part in ("gate", "up", "down")}
+
+_GRANITE_EXPERTS = {
+    "block_sparse_moe.router.layer": "mlp.router",
+    "block_sparse_moe.input_linear": "mlp.experts.in",
+    "block_sparse_moe.output_linear": "mlp.experts.down",
+}
+_GRANITE_MEMORY = (
+    ("block_sparse_moe.input_linear.weight", "block_sparse_moe.experts.gate_up_proj"),
+    ("block_sparse_moe.output_linear.weight", "block_sparse_moe.experts.down_proj"),
+)
 
 
 def _mamba(prefix: str) -> dict[str, str]:
@@ -222,6 +238,12 @@ _FALCON = Names(
     _BEFORE | _FALCON_LINEARS,
     base="transformer.",
     grouped="query_key_value",
+)
+_GRANITE_MOE = Names(
+    _ENDS,
+    "model.layers",
+    _QKV | {"self_attn.o_proj": "attention.out"} | _BEFORE | _GRANITE_EXPERTS,
+    memory=_GRANITE_MEMORY,
 )
 _QWEN3_5 = Names(
     _ENDS,
@@ -379,18 +401,13 @@ FAMILY_NAMES = {
         | {"self_attn.o_proj": "attention.out"}
         | _BEFORE
         | _mamba("mamba")
+        | _GRANITE_EXPERTS
         | {
             # without experts the shared expert is the feed-forward block
             "shared_mlp.input_linear": "mlp.gate mlp.up mlp.shared.gate mlp.shared.up",
             "shared_mlp.output_linear": "mlp.down mlp.shared.down",
-            "block_sparse_moe.router.layer": "mlp.router",
-            "block_sparse_moe.input_linear": "mlp.experts.in",
-            "block_sparse_moe.output_linear": "mlp.experts.down",
         },
-        memory=(
-            ("block_sparse_moe.input_linear.weight", "block_sparse_moe.experts.gate_up_proj"),
-            ("block_sparse_moe.output_linear.weight", "block_sparse_moe.experts.down_proj"),
-        ),
+        memory=_GRANITE_MEMORY,
         mixer="mamba_",
     ),
     "nemotron_h": Names(
@@ -485,6 +502,65 @@ FAMILY_NAMES = {
         router_bias="feed_forward.expert_bias",
         mixer="conv_",
     ),
+    "granitemoe": _GRANITE_MOE,
+    "granitemoeshared": replace(
+        _GRANITE_MOE,
+        layer=_GRANITE_MOE.layer
+        | {
+            "shared_mlp.input_linear": "mlp.shared.gate mlp.shared.up",
+            "shared_mlp.output_linear": "mlp.shared.down",
+        },
+    ),
+    "flex_olmo": Names(_ENDS, "model.layers", _LINEARS | _AFTER | _QK_NORM | _MIXTURE),
+    "minimax_m2": Names(
+        _ENDS,
+        "model.layers",
+        _LINEARS | _BEFORE | _QK_NORM | _MIXTRAL,
+        expert=("w1", "w3"),
+        router_bias="block_sparse_moe.e_score_correction_bias",
+    ),
+    "ernie4_5_moe": Names(
+        _ENDS,
+        "model.layers",
+        _LINEARS | _BEFORE | _MIXTURE | _SHARED_EXPERTS,
+        interleaved=True,
+        router_bias="mlp.moe_statics.e_score_correction_bias",
+        router_bias_rows=1,
+        fp32=("mlp.router.weight",),
+        kept=("model.mtp_",),
+    ),
+    "hy_v3": Names(
+        _ENDS,
+        "model.layers",
+        _LINEARS
+        | _BEFORE
+        | _QK_NORM
+        | _ROUTER_GATE
+        | {f"mlp.shared_mlp.{part}_proj": f"mlp.shared.{part}" for part in ("gate", "up", "down")},
+        router_bias="mlp.expert_bias",
+        fp32=("mlp.router.weight",),
+        kept=("model.layers.{}.",),
+        memory=((".mlp.shared_mlp.", ".mlp.shared_experts."), (".mlp.router.gate.", ".mlp.gate.")),
+    ),
+    "afmoe": Names(
+        _ENDS,
+        "model.layers",
+        _LINEARS
+        | {"self_attn.gate_proj": "attention.gate"}
+        | _QK_NORM
+        | _ROUTER_GATE
+        | _SHARED_EXPERTS
+        | {
+            "input_layernorm": "input_norm",
+            "post_attention_layernorm": "attention.output_norm",
+            "pre_mlp_layernorm": "mlp_norm",
+            "post_mlp_layernorm": "mlp.output_norm",
+        },
+        router_bias="mlp.expert_bias",
+    ),
+    "cohere2_moe": Names(
+        _ENDS, "model.layers", _LINEARS | _BEFORE | _MIXTURE | _SHARED_EXPERTS, interleaved=True
+    ),
     "phi3": Names(_ENDS, "model.layers", _FUSED | _BEFORE),
     "gpt2": Names(
         {
@@ -503,5 +579,7 @@ FAMILY_NAMES = {
 
 
 def names_of(model: ModelConfig, family: str) -> Names:
-    """The table of a model's family; some have another one for another `parallel_block`."""
-    return FAMILY_NAMES.get(f"{family}, {model.parallel_block}", FAMILY_NAMES[family])
+    """The table of a model, with its number of layers; some families have another one for another
+    `parallel_block`."""
+    names = FAMILY_NAMES.get(f"{family}, {model.parallel_block}", FAMILY_NAMES[family])
+    return replace(names, kept=tuple(prefix.format(model.num_hidden_layers) for prefix in names.kept))

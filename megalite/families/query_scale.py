@@ -23,13 +23,14 @@ def query_scale(given: dict[str, Any]) -> dict[str, Any]:
     positions = parameters.get(POSITIONS)
     if parameters.get("rope_type", parameters.get("type")) in _MOVED:
         positions = given.get(POSITIONS) or positions or given["max_position_embeddings"]
-    for field, value in ((BETA, parameters.get(BETA)), (POSITIONS, positions)):
-        if value is None:
-            family = f"the {given['model_type']} family"
-            raise refuse(f"{name}.{field}", None, f"is not supported by {family}. It needs a number.")
-    if not parameters[BETA]:
+    beta = parameters.get(BETA)
+    if beta is None or positions is None:
+        field = BETA if beta is None else POSITIONS
+        family = f"the {given['model_type']} family"
+        raise refuse(f"{name}.{field}", None, f"is not supported by {family}. It needs a number.")
+    if not beta:
         return {}
-    return {"query_scale_beta": float(parameters[BETA]), "query_scale_positions": int(positions)}
+    return {"query_scale_beta": float(beta), "query_scale_positions": int(positions)}
 
 
 def query_scale_entries(model: ModelConfig) -> dict[str, Any]:

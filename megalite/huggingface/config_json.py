@@ -7,8 +7,9 @@ from typing import Any
 
 from megalite.config.errors import ConfigError
 from megalite.config.sections.model import ModelConfig
-from megalite.families import deepseek, hunyuan, layer_types, mamba, mixtures
+from megalite.families import deepseek, hunyuan, layer_lists, layer_types, mamba, mixtures
 from megalite.families.model_config import Family, families, from_hf_config
+from megalite.families.module_names import FAMILY_NAMES
 from megalite.families.query_scale import query_scale_entries
 
 _TRAINING_ONLY = (
@@ -26,6 +27,7 @@ _MIXTURE = (
     ),
     *("shared_expert_gate", "decoder_sparse_step", "mlp_only_layers", "router_balance", "router_bias_rate"),
     *("router_scores", "routed_scaling_factor", "n_group", "topk_group", "group_score"),
+    *("norm_topk_min", "mixture_out_multiplier"),
 )
 
 
@@ -57,6 +59,8 @@ def misfit(model: ModelConfig, row: Family) -> str | None:
 
     The reason is the first field that does not survive the round trip through config.json.
     """
+    if model.num_experts and model.router_balance == "bias" and not FAMILY_NAMES[row.model_type].router_bias:
+        return f"model.router_balance = 'bias', but files of {row.model_type} models have none"
     mapped = {ours for names in row.fields.values() for ours in names}
     try:
         again = ModelConfig(**from_hf_config(_write(model, row)))
@@ -218,6 +222,16 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "layer_blocks=lfm2": partial(layer_types.type_fields, layer_types.CONVOLUTION),
     "intermediate_size=lfm2": layer_types.lfm2_width_fields,
     "layer_blocks=lfm2_moe": layer_types.lfm2_moe_fields,
+    "partial_rotary_factor=rotary_dim": lambda values: {
+        "rotary_dim": int(values["head_dim"] * values["partial_rotary_factor"])
+    },
+    "embedding_scale=mup": lambda values: {"mup_enabled": values["embedding_scale"] != 1.0},
+    "mlp_only_layers=types": layer_lists.dense_fields,
+    "mlp_only_layers=afmoe": layer_lists.afmoe_dense_fields,
+    "mlp_only_layers=interval": layer_lists.interval_fields,
+    "shared_expert_intermediate_size=granite": layer_lists.granite_shared_fields,
+    "shared_expert_intermediate_size=ernie": layer_lists.ernie_shared_fields,
+    "no_rope_layers=cohere2_moe": layer_lists.cohere2_moe_rope_fields,
     "parallel_block": _falcon_block,
     "parallel_block=shared_norm": _parallel,
     "parallel_block=two_norms": _parallel,
@@ -239,6 +253,8 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     **{f"{name}=nemotron": partial(mamba.nemotron_field, name) for name in mamba.NEMOTRON_NAMES},
     "experts=granite": mamba.granite_expert_fields,
     "experts=nemotron": mamba.nemotron_expert_fields,
+    "norm=cohere2_moe": layer_lists.cohere2_moe_norm_fields,
+    "experts=cohere2_moe": layer_lists.cohere2_moe_expert_fields,
 }
 """Functions for fields of config.json that are computed.
 

@@ -48,6 +48,8 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
     "model.norm_topk_eps": (0, 1e-6),
     "model.query_scale_beta": (0.0, None),
     "model.query_scale_positions": (0, None),
+    "model.norm_topk_min": (0.0, None),
+    "model.mixture_out_multiplier": (0.0, 1.0),
     **dict.fromkeys(
         ("parallel.tp", "parallel.pp", "parallel.dp", "parallel.cp", "model.num_hidden_layers", "train.steps"), (0, 1)
     ),
@@ -184,6 +186,13 @@ ROWS = [
     *(Row(f"{name} needs experts", {f"model.{name}": 0.1}, EXPERTS) for name in _REAL),
     Row("router_scores needs experts", {"model.router_scores": "sigmoid"}, EXPERTS),
     Row("routed_scaling_factor needs experts", {"model.routed_scaling_factor": 2.5}, EXPERTS),
+    Row("mixture_out_multiplier needs experts", {"model.mixture_out_multiplier": 0.5}, EXPERTS),
+    Row(
+        "norm_topk_min of renormalized weights",
+        EXPERTS | {"model.norm_topk_min": 0.5, "model.norm_topk_prob": False},
+        {"model.norm_topk_prob": True},
+        ("has no effect: model.num_experts = 4, model.norm_topk_prob = false",),
+    ),
     Row("n_group needs experts", {"model.n_group": 2}, EXPERTS),
     Row("model.n_group in range", GROUPS | {"model.n_group": 0}, {"model.n_group": 1}),
     Row("groups divide the experts", GROUPS | {"model.n_group": 3}, {"model.n_group": 2}, ("Nearest: 2 or 4.",)),

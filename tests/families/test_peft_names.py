@@ -44,6 +44,9 @@ def own(family: str | None, place: Path, **options: Any) -> dict[str, Any]:
         ("bamba", ["in_proj", "out_proj"], ["mamba_z", "mamba_x", "mamba_B", "mamba_C", "mamba_dt", "mamba_o"]),
         ("granitemoehybrid", ["shared_mlp.input_linear", "experts.gate_up_proj"], ["gate", "up", "experts.in"]),
         ("nemotron_h", ["up_proj", "experts.up_proj"], ["up", "experts.in"]),
+        ("granitemoeshared", ["input_linear", "experts.gate_up_proj"], ["gate", "up", "experts.in"]),
+        ("hy_v3", ["shared_mlp.down_proj", "gate_proj"], ["down", "gate"]),
+        ("afmoe", ["self_attn.gate_proj", "shared_experts.up_proj"], ["attention_gate", "up"]),
         ("mixtral", ["all-linear", "experts.in"], ["q", "k", "v", "o", "gate", "up", "down", "experts.in"]),
     ],
 )

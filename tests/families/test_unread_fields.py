@@ -38,6 +38,7 @@ NO_FIELD = [
     "get_text_config",
     "standardize_rope_params",
     "validate_rope",
+    "validate_layer_type",
     "default_theta",
     "_is_quantized",
     "number_of_conv_states",

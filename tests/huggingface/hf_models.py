@@ -133,6 +133,20 @@ NEMOTRON = {key: value for key, value in SIZES.items() if key != "num_hidden_lay
     "time_step_min": 1e-30,  # transformers limits steps by it, and not by time_step_limit
 }
 
+MINIMAX = EXPERTS | {"num_local_experts": 8, "head_dim": 16, "rotary_dim": 6}
+ERNIE = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24, "router_aux_loss_coef": 0.0}
+HY = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_shared_experts": 2, "head_dim": 12}
+AFMOE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "num_shared_experts": 2,
+    "head_dim": 12,
+}
+AFMOE |= {"sliding_window": 5, "layer_types": MIXED, "mup_enabled": True, "route_scale": 2.5}
+COMMAND = {"num_experts": 6, "num_experts_per_tok": 2, "num_shared_experts": 2, "intermediate_size": 24, "head_dim": 12}
+COMMAND |= {"sliding_window": 5, "first_k_dense_replace": 1, "prefix_dense_intermediate_size": 40}
+
 
 class Case(NamedTuple):
     """A model: its configuration class in transformers without the suffix, its fields, the dtype of its weights, and
@@ -492,6 +506,47 @@ CASES = {
         | {"use_bias": True, "use_conv_bias": False},
         BF16,
     ),
+    "granitemoe": Case(
+        "GraniteMoe",
+        SIZES | UNTIED | EXPERTS | GRANITE | {"num_local_experts": 6, "intermediate_size": 24},
+        BF16,
+        "20KB",
+    ),
+    "granitemoeshared, tied, biases": Case(
+        "GraniteMoeShared",
+        SIZES
+        | TIED
+        | EXPERTS
+        | GRANITE
+        | {"num_local_experts": 6, "intermediate_size": 24, "shared_intermediate_size": 40, "attention_bias": True},
+        BF16,
+    ),
+    "flex_olmo": Case("FlexOlmo", SIZES | UNTIED | EXPERTS | {"num_experts": 6, "intermediate_size": 24}, BF16, "20KB"),
+    "minimax_m2": Case("MiniMaxM2", SIZES | UNTIED | MINIMAX | {"intermediate_size": 24}, BF16, "20KB"),
+    "ernie4_5_moe": Case("Ernie4_5_Moe", SIZES | TIED | ERNIE, BF16, "20KB"),
+    "ernie4_5_moe, every second layer, a least sum": Case(
+        "Ernie4_5_Moe",
+        SIZES
+        | UNTIED
+        | ERNIE
+        | {"num_hidden_layers": 4, "moe_layer_interval": 2, "moe_num_shared_experts": 0, "moe_norm_min": 0.5},
+    ),
+    "hy_v3": Case(
+        "HYV3",
+        SIZES | UNTIED | HY | {"attention_bias": True, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+        BF16,
+        "20KB",
+    ),
+    "afmoe": Case("Afmoe", SIZES | UNTIED | AFMOE, BF16, "20KB"),
+    "cohere2_moe": Case("Cohere2Moe", SIZES | TIED | COMMAND | {"sliding_window_pattern": 2}, BF16, "20KB"),
+    "cohere2_moe, sigmoid, RMSNorm, sums": Case(
+        "Cohere2Moe",
+        SIZES
+        | UNTIED
+        | COMMAND
+        | {"expert_selection_fn": "sigmoid", "rms_norm_eps": 1e-5, "shared_expert_combination_strategy": "sum"}
+        | {"prefix_dense_sliding_window_pattern": 3, "first_k_dense_replace": 3, "num_hidden_layers": 5},
+    ),
     "gpt2": Case("GPT2", GPT2, shard="20KB"),
     "gpt2, untied, narrow": Case("GPT2", GPT2 | UNTIED | {"n_inner": 40}, BF16),
 }
@@ -561,6 +616,14 @@ LAYOUT_CASES = [
     "granitemoehybrid",
     "falcon_h1, tied, norm first, factors",
     "nemotron_h",
+    "granitemoe",
+    "granitemoeshared, tied, biases",
+    "flex_olmo",
+    "minimax_m2",
+    "ernie4_5_moe",
+    "hy_v3",
+    "afmoe",
+    "cohere2_moe",
     "gpt2",
 ]
 
@@ -728,6 +791,8 @@ def as_in_files(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
             ("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.input_linear.weight"),
             ("block_sparse_moe.experts.down_proj", "block_sparse_moe.output_linear.weight"),
             ("block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight"),
+            ("mlp.gate.weight", "mlp.router.gate.weight"),
+            ("mlp.shared_experts.", "mlp.shared_mlp."),
             ("forget_gate.", ""),
             ("input_layernorm", "attention_layer_norm"),
             ("post_attention_layernorm", "feedforward_layer_norm"),

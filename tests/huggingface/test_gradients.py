@@ -60,6 +60,8 @@ NAMES += [
 ]
 NAMES += ["glm4_moe", "gpt_oss"]
 NAMES += ["dots1", "solar_open", "exaone4", "exaone_moe", "ministral3", "glm4_moe_lite", "youtu", "mistral4"]
+NAMES += ["granitemoe", "granitemoeshared, tied, biases", "flex_olmo", "minimax_m2", "hy_v3", "afmoe"]
+NAMES += ["ernie4_5_moe, every second layer, a least sum", "cohere2_moe", "cohere2_moe, sigmoid, RMSNorm, sums"]
 NAMES += ["bamba", "granitemoehybrid", "falcon_h1, tied, norm first, factors", "nemotron_h"]
 NAMES += ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "lfm2", "lfm2_moe"]
 

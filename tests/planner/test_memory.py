@@ -203,6 +203,17 @@ def test_activations_are_what_autograd_keeps_on_two_ranks(case, ranks):
     assert planned == ranks.run(2, jobs_memory.most_kept, config)
 
 
+def test_a_mixture_beside_attention_keeps_no_norm_and_no_sum_of_its_own():
+    """By what it keeps less: the loads of experts, which a plan takes as equal, are the same without it."""
+    kept = []
+    for block in ("none", "shared_norm"):
+        config = tree(model=EXPERTS | {"parallel_block": block, "mixture_out_multiplier": 0.5})
+        (planned,) = estimate(from_dict(config), 1, "cpu")
+        kept.append((planned.activations, jobs_memory.most_kept(RankContext(0, 1), config)[0]))
+    (before, found_before), (after, found_after) = kept
+    assert before - after == found_before - found_after > 0
+
+
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_a_module_keeps_the_output_of_the_norm_that_a_loss_in_chunks_does_not_keep(recompute):
     """By what a module adds: a chunk's own temporaries, which the plan does not name one by one, are the same without

@@ -181,6 +181,8 @@ class ModelConfig:
     probabilities themselves."""
     norm_topk_eps: float = option(1e-20, POSITIVE, kinds=MIXTURE)
     """Added to the sum by which norm_topk_prob divides (LFM2-MoE: 1e-6)."""
+    norm_topk_min: float | None = option(None, POSITIVE, kinds=MIXTURE)
+    """Least sum by which norm_topk_prob divides (ERNIE 4.5: 1e-12). null: any."""
     router_logit_bias: bool = option(False, kinds=MIXTURE)
     """Routers add a learned bias to their logits (gpt-oss)."""
     router_scores: Literal["softmax", "sigmoid"] = option("softmax", kinds=MIXTURE)
@@ -200,6 +202,9 @@ class ModelConfig:
     """Inner width of an expert that processes every token, next to the chosen ones. null: there is none."""
     shared_expert_gate: bool = option(True, kinds=MIXTURE)
     """Multiply the shared expert's output by a learned sigmoid gate of the token (Qwen2-MoE)."""
+    mixture_out_multiplier: float = option(1.0, POSITIVE, kinds=MIXTURE)
+    """Factor on the output of a mixture, the sum of the chosen and the shared experts (Command-A+: 0.5, their
+    mean)."""
     moe_latent_size: int | None = option(None, SIZE, kinds=MIXTURE)
     """Width of the latent that a mixture's experts read and write (Nemotron-H): every token is projected to
     it before the experts, and back after them. null: experts have the width of the model."""
@@ -478,6 +483,7 @@ _WITHOUT_EXPERTS = tuple(
             "router_z_loss_coef",
         ),
         *("router_scores", "routed_scaling_factor", "router_logit_bias", "n_group", "expert_capacity_factor"),
+        "mixture_out_multiplier",
     )
 )
 
@@ -489,6 +495,13 @@ _MIXTURE = (
         lambda c: c.model.num_experts and c.model.num_experts_per_tok > c.model.num_experts,
         message="exceeds {model.num_experts}",
         legal=lambda c: range(1, (c.model.num_experts or 1) + 1),
+    ),
+    Rule(
+        "norm_topk_min of renormalized weights",
+        "model.norm_topk_min",
+        lambda c: c.model.norm_topk_min is not None and not (c.model.num_experts and c.model.norm_topk_prob),
+        message="has no effect: {model.num_experts}, {model.norm_topk_prob}",
+        legal="Remove it, or set model.num_experts, and model.norm_topk_prob to true.",
     ),
     _layers_exist("mlp_only_layers"),
     Rule(

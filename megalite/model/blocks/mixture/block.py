@@ -89,7 +89,10 @@ class MixtureOfExperts(BlockModule):
         weights = scores.gather(1, choice.experts)  # [tokens, k]
         if self.model.norm_topk_prob:
             # sigmoid scores may all be 0
-            weights = weights / (weights.sum(-1, keepdim=True) + self.model.norm_topk_eps)
+            total = weights.sum(-1, keepdim=True) + self.model.norm_topk_eps
+            if self.model.norm_topk_min is not None:
+                total = total.clamp(min=self.model.norm_topk_min)
+            weights = weights / total
         if self.model.routed_scaling_factor != 1.0:
             weights = weights * self.model.routed_scaling_factor
         if state.training and targets is not None:
