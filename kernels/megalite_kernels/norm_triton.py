@@ -77,7 +77,7 @@ def _forward(
     x, branch, weight, bias, total, y, mean, rstd, rows,
     HIDDEN: tl.constexpr, HEADS: tl.constexpr, STRIDE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    OFFSET: tl.constexpr, ADD: tl.constexpr, LAYER: tl.constexpr, EPS: tl.constexpr,
+    OFFSET: tl.constexpr, ROUNDED: tl.constexpr, ADD: tl.constexpr, LAYER: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     row, x_at, at, exists = _tile(tl.program_id(0), rows, HIDDEN, HEADS, STRIDE, ROWS, COLUMNS)
     dtype = y.dtype.element_ty
@@ -94,7 +94,7 @@ def _forward(
     tl.store(rstd + row, scale, mask=row < rows)
     result = value * scale[:, None]
     # like transformers' Llama, in x's dtype before the multiplication by the weight
-    if OFFSET == 0.0 and not LAYER:
+    if ROUNDED:
         result = result.to(dtype).to(tl.float32)
     result *= _repeat(weight, HIDDEN, ROWS, COLUMNS) + OFFSET
     if LAYER:
@@ -148,6 +148,7 @@ def _variant(
     layer: bool,
     offset: float,
     eps: float,
+    rounded: bool,
 ) -> Variant:
     hidden, heads, stride = rows_of_x
     columns = triton.next_power_of_2(hidden)
@@ -158,7 +159,7 @@ def _variant(
     constants = {**sizes, "OFFSET": offset, "ADD": add, "LAYER": layer}
     if backward:
         return Variant(_backward, {**constants, "STAGES": STAGES[target]}, warps)
-    return Variant(_forward, {**constants, "EPS": eps}, warps)
+    return Variant(_forward, {**constants, "ROUNDED": rounded, "EPS": eps}, warps)
 
 
 @functools.cache
@@ -184,7 +185,13 @@ def _rows_of(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
 
 
 def _like_normed(
-    x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, offset: float
+    x: Tensor,
+    branch: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    offset: float,
+    rounded: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     row = *x.shape[:-1], 1
     total = x.new_empty(0 if branch is None else x.shape)
@@ -194,18 +201,26 @@ def _like_normed(
 
 @operation(fake=_like_normed)
 def norm_forward(
-    x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, offset: float
+    x: Tensor,
+    branch: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    offset: float,
+    rounded: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the sum of x and branch and its norm [..., H], mean and rstd [..., 1] in fp32.
 
     With `bias` LayerNorm; without, RMSNorm, and the mean is empty. Without `branch` the norm of x, and the
     sum is empty.
     """
-    results = _like_normed(x, branch, weight, bias, eps, offset)
+    results = _like_normed(x, branch, weight, bias, eps, offset, rounded)
     x, rows_of_x = _rows_of(x)
     if x.numel() > 0:
         rows, target = x.numel() // x.shape[-1], architecture(x.device)
-        variant = _variant(False, target, rows_of_x, branch is not None, bias is not None, offset, eps)
+        rounded = rounded and bias is None and offset == 0.0
+        added, layer = branch is not None, bias is not None
+        variant = _variant(False, target, rows_of_x, added, layer, offset, eps, rounded)
         inputs = (x, x if branch is None else branch.contiguous(), weight, weight if bias is None else bias)
         variant.launch((triton.cdiv(rows, variant.constants["ROWS"]),), *inputs, *results, rows)
     return results
@@ -241,7 +256,7 @@ def norm_backward(
     x, rows_of_x = _rows_of(x)
     hidden, target = x.shape[-1], architecture(x.device)
     rows = x.numel() // hidden
-    variant = _variant(True, target, rows_of_x, dtotal is not None, mean is not None, offset, 0.0)
+    variant = _variant(True, target, rows_of_x, dtotal is not None, mean is not None, offset, 0.0, False)
     programs = WARPS[target] // variant.warps * _multiprocessors(x.device)
     programs = min(programs, triton.cdiv(rows, variant.constants["ROWS"]))
     dx, dweight = x.new_empty(x.shape), rstd.new_empty((programs, hidden))

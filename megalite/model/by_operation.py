@@ -82,7 +82,7 @@ class _AddRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, branch: Tensor, weight: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        total, y, rstd = norm.ops.add_rms_norm(x, branch, weight, norm.eps, norm.offset)
+        total, y, rstd = norm.ops.add_rms_norm(x, branch, weight, norm.eps, norm.offset, norm.rounded)
         ctx.save_for_backward(total, rstd)
         ctx.norm = norm
         return total, y

@@ -40,7 +40,8 @@ OUTPUT_DROPOUT = {
 
 def make_norm(model: ModelConfig, weights: Weights, name: str, ops: CompiledOps) -> nn.Module:
     if model.norm == "rms":
-        return RMSNorm(weights[f"{name}.weight"], model.rms_norm_eps, model.norm_offset, ops)
+        weight = weights[f"{name}.weight"]
+        return RMSNorm(weight, model.rms_norm_eps, model.norm_offset, model.rounds_normalized, ops)
     return LayerNorm(
         weights[f"{name}.weight"], weights.get(f"{name}.bias"), model.rms_norm_eps, model.norm_offset, ops
     )

@@ -37,14 +37,18 @@ class Norm(nn.Module, ABC):
 
 
 class RMSNorm(Norm):
-    """x / rms(x) · (weight + offset) (Zhang and Sennrich 2019). No communication."""
+    """x / rms(x) · (weight + offset) (Zhang and Sennrich 2019). No communication.
 
-    def __init__(self, weight: Weight, eps: float, offset: float, ops: CompiledOps):
+    Args:
+        rounded: as in `megalite_kernels.norm.rms_norm`.
+    """
+
+    def __init__(self, weight: Weight, eps: float, offset: float, rounded: bool, ops: CompiledOps):
         super().__init__(weight, eps)
-        self.offset, self.ops = offset, ops
+        self.offset, self.rounded, self.ops = offset, rounded, ops
 
     def compute(self, x: Tensor, saved: Saved) -> Tensor:
-        y, rstd = self.ops.rms_norm(x, self.weight.tensor, self.eps, self.offset)
+        y, rstd = self.ops.rms_norm(x, self.weight.tensor, self.eps, self.offset, self.rounded)
         saved.append((x, rstd))
         return y
 
