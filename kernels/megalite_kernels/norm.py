@@ -9,7 +9,8 @@ The residual addition before a norm is fused with it: s = x + branch, y = norm(s
 ds. LayerNorm (Ba et al. 2016) subtracts the mean first and may add a bias; its dx also subtracts mean(g·dy).
 A norm without a weight has g = 1, whatever the offset is, and no dweight.
 Like transformers' Llama, RMSNorm normalizes in at least fp32, casts to x's dtype, and multiplies by the
-weight in that dtype. Statistics and weight gradients are at least fp32.
+weight in that dtype. With an offset (Gemma), or without `rounded` (OLMo-2), it multiplies first. Statistics
+and weight gradients are at least fp32.
 """
 
 import functools
@@ -52,12 +53,18 @@ def _takes_row(x: Tensor) -> bool:
     return takes_triton(x) and x.shape[-1] * x.element_size() <= _ROW_BYTES
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return y [..., H] in x's dtype and rstd [..., 1] in at least fp32."""
+def rms_norm(
+    x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, rounded: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Return y [..., H] in x's dtype and rstd [..., 1] in at least fp32.
+
+    Args:
+        rounded: whether x · rstd is rounded to x's dtype before it is multiplied; never with an offset.
+    """
     if _takes_row(x):
         from megalite_kernels import norm_triton
 
-        _, y, _, rstd = norm_triton.norm_forward(x, None, weight, None, eps, offset)
+        _, y, _, rstd = norm_triton.norm_forward(x, None, weight, None, eps, offset, rounded)
         return y, rstd
     upcast = _at_least_fp32(x)
     # one pass without a temporary, unlike mean(x * x)
@@ -67,13 +74,14 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) 
         return (upcast * rstd).to(x.dtype), rstd
     if upcast is x:
         return (x * rstd).mul_(_gain(weight, offset)), rstd
-    if offset:  # 1 + w must not be rounded to bf16 before the multiplication
+    # 1 + w must not be rounded to bf16 before the multiplication
+    if offset or not rounded:
         return (upcast * rstd).mul_(_at_least_fp32(weight) + offset).to(x.dtype), rstd
     return (upcast * rstd).to(x.dtype).mul_(weight), rstd
 
 
 def add_rms_norm(
-    x: Tensor, branch: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0
+    x: Tensor, branch: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, rounded: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return x + branch [..., H], and `rms_norm` of it.
 
@@ -82,10 +90,10 @@ def add_rms_norm(
     if _takes_row(x):
         from megalite_kernels import norm_triton
 
-        total, y, _, rstd = norm_triton.norm_forward(x, branch, weight, None, eps, offset)
+        total, y, _, rstd = norm_triton.norm_forward(x, branch, weight, None, eps, offset, rounded)
         return total, y, rstd
     total = x + branch
-    return total, *rms_norm(total, weight, eps, offset)
+    return total, *rms_norm(total, weight, eps, offset, rounded)
 
 
 def rms_norm_backward(
@@ -104,8 +112,8 @@ def rms_norm_backward(
     if _takes_row(x):
         from megalite_kernels import norm_triton
 
-        dx, dweight, _ = norm_triton.norm_backward(dy, dtotal, x, weight, None, rstd, offset)
-        return dx, None if weight is None else dweight
+        dx, summed, _ = norm_triton.norm_backward(dy, dtotal, x, weight, None, rstd, offset)
+        return dx, None if weight is None else summed
     hidden = x.shape[-1]
     gain, upcast = _exact_gain(weight, offset), _at_least_fp32(x)
     scaled = _at_least_fp32(dy) * rstd
@@ -132,7 +140,7 @@ def layer_norm(
     if bias is not None and _takes_row(x) and x.shape[-1] <= _LAYER_NORM:
         from megalite_kernels import norm_triton
 
-        return norm_triton.norm_forward(x, None, weight, bias, eps, offset)[1:]
+        return norm_triton.norm_forward(x, None, weight, bias, eps, offset, False)[1:]
     gain, addend = _exact_gain(weight, offset), None if bias is None else _at_least_fp32(bias)
     y, mean, rstd = torch.native_layer_norm(_at_least_fp32(x), [x.shape[-1]], gain, addend, eps)
     return y.to(x.dtype), mean, rstd

@@ -77,7 +77,8 @@ def _forward(
     x, branch, weight, bias, total, y, mean, rstd, rows,
     HIDDEN: tl.constexpr, HEADS: tl.constexpr, STRIDE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    OFFSET: tl.constexpr, ADD: tl.constexpr, LAYER: tl.constexpr, WEIGHT: tl.constexpr, EPS: tl.constexpr,
+    OFFSET: tl.constexpr, ROUNDED: tl.constexpr, ADD: tl.constexpr, LAYER: tl.constexpr,
+    WEIGHT: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     row, x_at, at, exists = _tile(tl.program_id(0), rows, HIDDEN, HEADS, STRIDE, ROWS, COLUMNS)
     dtype = y.dtype.element_ty
@@ -95,7 +96,7 @@ def _forward(
     result = value * scale[:, None]
     if WEIGHT:
         # like transformers' Llama, in x's dtype before the multiplication by the weight
-        if OFFSET == 0.0 and not LAYER:
+        if ROUNDED:
             result = result.to(dtype).to(tl.float32)
         result *= _repeat(weight, HIDDEN, ROWS, COLUMNS) + OFFSET
     if LAYER:
@@ -153,6 +154,7 @@ def _variant(
     weighted: bool,
     offset: float,
     eps: float,
+    rounded: bool,
 ) -> Variant:
     hidden, heads, stride = rows_of_x
     columns = triton.next_power_of_2(hidden)
@@ -163,7 +165,7 @@ def _variant(
     constants = {**sizes, "OFFSET": offset, "ADD": add, "LAYER": layer, "WEIGHT": weighted}
     if backward:
         return Variant(_backward, {**constants, "STAGES": STAGES[target]}, warps)
-    return Variant(_forward, {**constants, "EPS": eps}, warps)
+    return Variant(_forward, {**constants, "ROUNDED": rounded, "EPS": eps}, warps)
 
 
 @functools.cache
@@ -189,7 +191,13 @@ def _rows_of(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
 
 
 def _like_normed(
-    x: Tensor, branch: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float
+    x: Tensor,
+    branch: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    offset: float,
+    rounded: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     row = *x.shape[:-1], 1
     total = x.new_empty(0 if branch is None else x.shape)
@@ -199,22 +207,27 @@ def _like_normed(
 
 @operation(fake=_like_normed)
 def norm_forward(
-    x: Tensor, branch: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float
+    x: Tensor,
+    branch: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    offset: float,
+    rounded: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the sum of x and branch and its norm [..., H], mean and rstd [..., 1] in fp32.
 
     With `bias` LayerNorm; without, RMSNorm, and the mean is empty. Without `branch` the norm of x, and the
     sum is empty. Only RMSNorm may have no weight.
     """
-    results = _like_normed(x, branch, weight, bias, eps, offset)
+    results = _like_normed(x, branch, weight, bias, eps, offset, rounded)
     x, rows_of_x = _rows_of(x)
     if x.numel() > 0:
         rows, target = x.numel() // x.shape[-1], architecture(x.device)
-        weighted, gain = weight is not None, x if weight is None else weight
-        variant = _variant(
-            False, target, rows_of_x, branch is not None, bias is not None, weighted, offset, eps
-        )
-        # x, weight: not read
+        rounded = rounded and bias is None and offset == 0.0
+        added, layer, weighted = branch is not None, bias is not None, weight is not None
+        variant = _variant(False, target, rows_of_x, added, layer, weighted, offset, eps, rounded)
+        gain = x if weight is None else weight  # x, weight: not read
         inputs = (x, x if branch is None else branch.contiguous(), gain, gain if bias is None else bias)
         variant.launch((triton.cdiv(rows, variant.constants["ROWS"]),), *inputs, *results, rows)
     return results
@@ -251,7 +264,8 @@ def norm_backward(
     hidden, target = x.shape[-1], architecture(x.device)
     rows = x.numel() // hidden
     weighted, gain = weight is not None, rstd if weight is None else weight  # rstd: not read
-    variant = _variant(True, target, rows_of_x, dtotal is not None, mean is not None, weighted, offset, 0.0)
+    added, layer = dtotal is not None, mean is not None
+    variant = _variant(True, target, rows_of_x, added, layer, weighted, offset, 0.0, False)
     programs = WARPS[target] // variant.warps * _multiprocessors(x.device)
     programs = min(programs, triton.cdiv(rows, variant.constants["ROWS"]))
     dx, dweight = x.new_empty(x.shape), rstd.new_empty((programs, hidden if weighted else 0))

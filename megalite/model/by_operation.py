@@ -84,7 +84,7 @@ class _AddRMSNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, branch: Tensor, anchor: Tensor | None, norm: RMSNorm
     ) -> tuple[Tensor, Tensor]:
-        total, y, rstd = norm.ops.add_rms_norm(x, branch, norm.gain, norm.eps, norm.offset)
+        total, y, rstd = norm.ops.add_rms_norm(x, branch, norm.gain, norm.eps, norm.offset, norm.rounded)
         ctx.save_for_backward(total, rstd)
         ctx.norm = norm
         return total, y

@@ -42,7 +42,7 @@ def make_norm(model: ModelConfig, weights: Weights, name: str, ops: CompiledOps)
     """Return the norm of the residual stream, or of a block's output, with this name."""
     weight = weights[f"{name}.weight"] if model.norm_weight else None
     if model.norm == "rms":
-        return RMSNorm(weight, model.rms_norm_eps, model.norm_offset, ops)
+        return RMSNorm(weight, model.rms_norm_eps, model.norm_offset, model.rounds_normalized, ops)
     return LayerNorm(weight, weights.get(f"{name}.bias"), model.rms_norm_eps, model.norm_offset, ops)
 
 

@@ -44,6 +44,15 @@ def test_rms_norm_is_as_accurate_as_torch(shape, offset, dtype, device):
         assert (y != torchs[0]).float().mean() < 0.02 or y.numel() == 0
 
 
+def test_the_product_alone_is_rounded_where_that_is_asked_for(device):
+    x, branch, weight = (randn(*shape, dtype=torch.bfloat16, device=device) for shape in ((64, 96), (64, 96), (96,)))
+    total, y, rstd = norm.add_rms_norm(x, branch, weight, EPS, 0.0, False)
+    once = (total.float() * rstd * weight.float()).bfloat16()
+    for own in (y, norm.rms_norm(total, weight, EPS, 0.0, False)[0]):
+        assert (own != once).float().mean() < 0.02  # but for the order of a sum
+    assert (norm.rms_norm(total, weight, EPS)[0] != once).float().mean() > 0.1
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(70, 64), (3, 2, 1500), (0, 16)], ids=str)
 def test_rms_norm_without_a_weight(shape, dtype, device):
@@ -203,7 +212,7 @@ def test_operations_are_registered_soundly(device):
     weight, bias = torch.randn(2, 16, device=device)
     rstd = torch.rand(5, 1, device=device)
     for branch, shift in ((None, None), (other, None), (None, bias)):
-        opcheck(torch.ops.megalite.norm_forward.default, (x, branch, weight, shift, EPS, 0.0))
+        opcheck(torch.ops.megalite.norm_forward.default, (x, branch, weight, shift, EPS, 0.0, True))
     for dtotal, mean in ((None, None), (other, None), (None, rstd - 0.5)):
         opcheck(torch.ops.megalite.norm_backward.default, (dy, dtotal, x, weight, mean, rstd, 0.0))
 

@@ -147,6 +147,7 @@ ALONE = {
         "train": {"recompute": "full"},
     },
     "adapters on latents": {"model": QUERIES, "lora": {"rank": 4, "targets": ["q_b", "kv_a", "o"]}},
+    "adapters on a query's latent": {"model": QUERIES, "lora": {"rank": 4, "targets": ["q_a", "o"]}},
 }
 ON_TWO = {
     **{f"tp, {mode}": {"tp": 2, "train": {"recompute": mode}} for mode in ("none", "selective", "full")},
@@ -162,6 +163,14 @@ ON_TWO = {
     "tp and sp, latents": {"tp": 2, "sequence_parallel": True, "model": QUERIES},
     "tp and sp, a module ahead": {"tp": 2, "sequence_parallel": True, "model": {"mtp_layers": 1}},
     "pp, zb-h1, a module ahead": {"pp": 2, "schedule": "zb-h1", "model": {"mtp_layers": 1}},
+    "pp, zb-h1, unlike layers": {"pp": 2, "schedule": "zb-h1", "model": {"layer_blocks": UNLIKE}},
+    "pp, zb-h1, mamba beside attention": {"pp": 2, "schedule": "zb-h1", "model": MAMBA},
+    "pp, zb-h1, a decay by channel, adapters of its latents": {
+        **{"pp": 2, "schedule": "zb-h1", "model": KIMI},
+        "lora": {"rank": 4, "targets": ["delta_f_a", "delta_o", "down"]},
+    },
+    "pp, zb-h1, latents": {"pp": 2, "schedule": "zb-h1", "model": QUERIES},
+    "pp, zb-h1, parallel, two norms": {"pp": 2, "schedule": "zb-h1", "model": {"parallel_block": "two_norms"}},
     "cp, ulysses": {"cp": 2, "model": {"num_key_value_heads": 1}},
     "cp, gather": {"cp": 2, "context": "gather"},
     "tp and sp, gates, adapters": {"tp": 2, "sequence_parallel": True, "lora": LORA, "model": {"attention_gate": True}},

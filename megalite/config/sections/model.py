@@ -140,6 +140,9 @@ class ModelConfig:
     (OLMo-Hybrid). null: none."""
     norm_offset: float = 0.0
     """Constant added to the norm's weight, if it has one; 1.0 gives Gemma's (1 + w)."""
+    norm_rounding: Literal["normalized", "product"] = "normalized"
+    """What RMSNorms round to 16 bits: the normalized value, before it is multiplied by the weight
+    (normalized: Llama), or only the product (product: OLMo-2, gpt-oss, Nemotron-H; also with norm_offset)."""
     parallel_block: Literal["none", "shared_norm", "two_norms"] = "none"
     """Attention and feed-forward read the same input, and both are added to it. none: the feed-forward reads
     the sum of input and attention; shared_norm: in parallel, with one norm for both (Falcon-7B); two_norms:
@@ -269,6 +272,9 @@ class ModelConfig:
     """Delta blocks replace values with strengths up to 2, not 1, so that states may change their sign."""
     delta_norm_eps: float | None = option(None, POSITIVE, kinds=DELTA)
     """Epsilon of the gated norm of delta blocks. null: rms_norm_eps."""
+    gated_norm_rounding: Literal["normalized", "product"] = option("normalized", kinds=(*DELTA, *MAMBA))
+    """What the gated norms of delta and mamba blocks round to 16 bits: the normalized value, before it is
+    multiplied by the weight (normalized), or only the result (product: Kimi-Linear, Falcon-H1)."""
     mamba_num_heads: int = option(128, SIZE, kinds=MAMBA)
     """Number of heads of mamba blocks (Mamba-2), each with a state."""
     mamba_head_dim: int = option(64, SIZE, kinds=MAMBA)
@@ -329,6 +335,11 @@ class ModelConfig:
     def initial_weights(self) -> str | None:
         """What init_from names; None for random weights, whether they were asked for or not."""
         return None if self.init_from == "none" else self.init_from
+
+    @property
+    def rounds_normalized(self) -> bool:
+        """Whether RMSNorms round the normalized value before they multiply it by the weight."""
+        return self.norm_rounding == "normalized"
 
     @property
     def kv_heads(self) -> int:

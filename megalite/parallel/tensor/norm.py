@@ -57,14 +57,17 @@ class RMSNorm(Norm):
     """x / rms(x) · (weight + offset) (Zhang and Sennrich 2019), or without a weight x / rms(x).
 
     No communication.
+
+    Args:
+        rounded: as in `megalite_kernels.norm.rms_norm`.
     """
 
-    def __init__(self, weight: Weight | None, eps: float, offset: float, ops: CompiledOps):
+    def __init__(self, weight: Weight | None, eps: float, offset: float, rounded: bool, ops: CompiledOps):
         super().__init__(weight, eps)
-        self.offset, self.ops = offset, ops
+        self.offset, self.rounded, self.ops = offset, rounded, ops
 
     def compute(self, x: Tensor, saved: Saved) -> Tensor:
-        y, rstd = self.ops.rms_norm(x, self.gain, self.eps, self.offset)
+        y, rstd = self.ops.rms_norm(x, self.gain, self.eps, self.offset, self.rounded)
         saved.append((x, rstd))
         return y
 

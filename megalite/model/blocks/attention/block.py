@@ -93,10 +93,14 @@ class Attention(AttentionByOperation):
             return None
         if model.qk_norm == "head":
             weight = weights[name] if model.qk_norm_weight else None
-            return RMSNorm(weight, model.rms_norm_eps, model.norm_offset, self.options.ops)
+            return RMSNorm(
+                weight, model.rms_norm_eps, model.norm_offset, model.rounds_normalized, self.options.ops
+            )
         if model.qk_norm == "each_head":
             return EachHeadLayerNorm(weights[name], model.rms_norm_eps, model.norm_offset)
-        return FullWidthRMSNorm(weights[name], model.rms_norm_eps, model.norm_offset, mesh.tp)
+        return FullWidthRMSNorm(
+            weights[name], model.rms_norm_eps, model.norm_offset, model.rounds_normalized, mesh.tp
+        )
 
     has_gradient = True  # of `attend` and `project`: not of those of subclasses
 

@@ -130,7 +130,8 @@ class LatentAttention(Attention):
             return ColumnParallelLinear(weights[f"{name}.{part}.weight"], None, tp, options.sequence_parallel)
 
         def norm(part: str) -> RMSNorm:
-            return RMSNorm(weights[f"{name}.{part}_norm.weight"], EPS, model.norm_offset, options.ops)
+            weight = weights[f"{name}.{part}_norm.weight"]
+            return RMSNorm(weight, EPS, model.norm_offset, model.rounds_normalized, options.ops)
 
         # two levels exchange heads first
         context = "ulysses" if mesh.cp_levels is not None else options.share.context

@@ -35,7 +35,8 @@ def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> Block
         down = SharedOutputsMatmul(**vars(down), shared=rotating)
     queries: tuple[Step, ...]
     if model.q_lora_rank is None:
-        q, queries = matmuls[f"{block.slot}.q"], (matmuls[f"{block.slot}.q"],)
+        q = first = matmuls[f"{block.slot}.q"]
+        queries = (q,)
     else:
         q, first = matmuls[f"{block.slot}.q_b"], matmuls[f"{block.slot}.q_a"]
         queries = (first, _norm(units, "queries", model.q_lora_rank, q.keeps_input), q)
@@ -56,7 +57,8 @@ def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> Block
     )
     temporaries = workspace(units, heads, gradients, copied)
     exchanges = context.exchanges(share, heads)
-    return BlockCost(steps, temporaries, exchanges, down.keeps_input, keeps_last_input=True)
+    keeps_input, readers = first.keeps_input or down.keeps_input, (first.name, down.name)
+    return BlockCost(steps, temporaries, exchanges, keeps_input, keeps_last_input=True, readers=readers)
 
 
 def _heads(units: Units) -> Heads:
