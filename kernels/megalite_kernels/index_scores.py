@@ -4,8 +4,8 @@
 
 All heads h share the keys k. A query sees rows at positions up to its own, from the start of its document.
 
-A selection must not depend on how queries and keys are split over ranks or blocks. So `select` sums a score in
-fp64 and rounds it to fp32: rounding hides the order of the sum. Of equal scores the lowest positions win. Score
+A selection must not depend on how queries and keys are split over ranks or blocks. So `select` sums a score
+in fp64 and rounds it to fp32: that hides the order of the sum. Of equal scores the lowest positions win. Score
 and position of a row are packed into one integer, in whose upper half the bits of the score are in the order
 of the scores: no two of a query are equal, and any algorithm for the largest ones selects the same rows.
 
@@ -16,12 +16,13 @@ No communication.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megalite_kernels.selected_rows import gather, parts, spread
+from megalite_kernels.selected_rows import add, gather, parts
 
 _HIDDEN = torch.iinfo(torch.int64).min  # below every packed score
 
@@ -43,6 +44,7 @@ def select(
     positions: Tensor,
     key_positions: Tensor | None = None,
     document_start: Tensor | None = None,
+    exact: bool = True,
 ) -> Tensor:
     """Return the selection of each query, [seq, batch, top].
 
@@ -53,10 +55,13 @@ def select(
         positions: [seq, batch] or [seq, 1], the position of each query.
         key_positions: [rows, batch] or [rows, 1], all different; None: row i is at position i.
         document_start: [seq, batch] or [seq, 1], the position at which each query's document starts; None: 0.
+        exact: False sums scores in fp32, which is faster on a GPU: the selection then depends on the order of
+            the sum.
     """
     seq, batch, heads = w.shape
     selection = torch.full((seq, batch, top), -1, dtype=torch.int32, device=q.device)
-    k, w = k.permute(1, 2, 0).double(), w.double()
+    dtype = torch.float64 if exact else torch.float32
+    k, w = k.permute(1, 2, 0).to(dtype), w.to(dtype)
     for part in parts(seq, batch * heads * k.shape[2]):
         rows = k.shape[2]
         if key_positions is None and positions.is_cpu:  # on a GPU reading the value would synchronize
@@ -108,9 +113,7 @@ def selected_scores_backward(
         dw[part] = (products.relu() @ grad.unsqueeze(3)).squeeze(3)
         dproducts = w[part].to(dtype).unsqueeze(3) * grad.unsqueeze(2) * (products > 0)
         dq[part] = dproducts @ rows
-        by_row = spread(dproducts, selection[part], len(k))  # [seq, batch, heads, rows]
-        queries = q[part].to(dtype).transpose(0, 1).flatten(1, 2)
-        dk += (by_row.permute(1, 3, 0, 2).flatten(2) @ queries).transpose(0, 1)
+        add(dk.unsqueeze(2), dproducts, q[part], selection[part])
     return ScoreGradients(dq, dk, dw)
 
 
@@ -118,7 +121,7 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _score_parts(q: Tensor, k: Tensor, selection: Tensor):
+def _score_parts(q: Tensor, k: Tensor, selection: Tensor) -> Iterator[slice]:
     _, batch, heads, dim = q.shape
     return parts(len(q), batch * max(selection.shape[2] * dim, heads * len(k)))
 
@@ -147,11 +150,11 @@ def _packed(q: Tensor, k: Tensor, w: Tensor, at: Tensor) -> Tensor:
     """Return scores and positions of all rows in one integer each, [seq, batch, rows].
 
     Args:
-        k: [batch, dim, rows] in fp64, like w.
+        k: [batch, dim, rows], like w in the type of the sums.
         at: [1 or batch, rows].
     """
     seq, batch, heads, _ = q.shape
-    products = q.double().transpose(0, 1).flatten(1, 2) @ k  # [batch, seq · heads, rows]
+    products = q.to(k.dtype).transpose(0, 1).flatten(1, 2) @ k  # [batch, seq · heads, rows]
     products = products.relu_().view(batch, seq, heads, -1)
     scores = (w.transpose(0, 1).unsqueeze(2) @ products).squeeze(2).transpose(0, 1)
     bits = (scores.float() + 0.0).contiguous().view(torch.int32)  # -0.0 equals 0.0

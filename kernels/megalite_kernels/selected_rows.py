@@ -19,18 +19,27 @@ def parts(queries: int, elements: int) -> Iterator[slice]:
 
 
 def gather(table: Tensor, selection: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the selected rows of a table [rows, batch, …] as [seq, batch, top, …], zero where there is none.
-    """
+    """Return the selected rows of a table [rows, batch, …], [seq, batch, top, …]; zero where none is."""
     rows = torch.arange(table.shape[1], device=table.device)[:, None]
     gathered = table[selection.clamp_min(0).long(), rows].to(dtype)
     missing = selection < 0
     return gathered.masked_fill_(missing.view(*missing.shape, *[1] * (table.ndim - 2)), 0)
 
 
-def spread(x: Tensor, selection: Tensor, rows: int) -> Tensor:
-    """Return [seq, batch, heads, top] as [seq, batch, heads, rows], zero where a row is not selected.
+def add(total: Tensor, factors: Tensor, x: Tensor, selection: Tensor) -> None:
+    """Add Σ factors · x, over the queries that select a row and the heads that read it, to each row.
 
-    Sums over queries are then one matmul, whose order does not depend on the selection.
+    The sum is one matmul with zeros where a row is not selected: its order does not depend on the selection.
+
+    Args:
+        total: [rows, batch, groups, width]; a group is read by an equal part of the heads, one after the other.
+        factors: [seq, batch, heads, top].
+        x: [seq, batch, heads, width].
     """
-    place = selection.long().masked_fill(selection < 0, rows).unsqueeze(2).expand_as(x)
-    return x.new_zeros(*x.shape[:-1], rows + 1).scatter_(-1, place, x)[..., :rows]
+    rows, groups = total.shape[0], total.shape[2]
+    place = selection.long().masked_fill(selection < 0, rows).unsqueeze(2).expand_as(factors)
+    by_row = factors.new_zeros(*factors.shape[:3], rows + 1).scatter_(-1, place, factors)[..., :rows]
+    # [batch, groups, rows, queries and heads of the group] and [batch, groups, those, width]
+    left = by_row.unflatten(2, (groups, -1)).permute(1, 2, 4, 0, 3).flatten(3)
+    right = x.to(factors.dtype).unflatten(2, (groups, -1)).permute(1, 2, 0, 3, 4).flatten(2, 3)
+    total += (left @ right).permute(2, 0, 1, 3)

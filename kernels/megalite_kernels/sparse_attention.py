@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalite_kernels.selected_rows import gather, parts, spread
+from megalite_kernels.selected_rows import add, gather, parts
 
 
 class SparseGradients(NamedTuple):
@@ -64,8 +64,7 @@ def backward(
     selection: Tensor,
     scale: float,
 ) -> SparseGradients:
-    """Return the gradients from that of the outputs; the other arguments are those and results of `forward`.
-    """
+    """Return the gradients from that of the outputs, with arguments and results of `forward`."""
     problem = _Selected(q, keys, values, selection, scale)
     dq, dkeys = torch.empty_like(q), keys.new_zeros(keys.shape, dtype=problem.dtype)
     dvalues = values
@@ -79,8 +78,8 @@ def backward(
         delta = (grad * problem.by_group(out[part])).sum(-1, keepdim=True)
         dscores = p * (grad @ v.mT - delta) * scale
         dq[part] = (dscores @ k).flatten(2, 3)
-        problem.add(dkeys, dscores, problem.by_group(q[part]), part)
-        problem.add(of_values, p, grad, part)
+        add(dkeys, dscores.flatten(2, 3), q[part], selection[part])
+        add(of_values, p.flatten(2, 3), dout[part], selection[part])
     return SparseGradients(dq, dkeys, dvalues if isinstance(dvalues, Tensor) else None)
 
 
@@ -125,15 +124,3 @@ class _Selected:
     def scores(self, part: slice, k: Tensor) -> Tensor:
         scores = self.by_group(self.q[part]) @ k.mT * self.scale
         return scores.masked_fill_((self.selection[part] < 0)[:, :, None, None], -torch.inf)
-
-    def add(self, total: Tensor, factors: Tensor, x: Tensor, part: slice) -> None:
-        """Add Σ factors · x over queries and the heads of a key head to [rows, batch, key heads, width].
-
-        Args:
-            factors: [seq, batch, key heads, heads of each, top].
-            x: [seq, batch, key heads, heads of each, width].
-        """
-        by_row = spread(factors.flatten(2, 3), self.selection[part], len(total)).unflatten(2, factors.shape[2:4])
-        # sums over [seq, heads of each] for each [batch, key head]
-        left = by_row.permute(1, 2, 4, 0, 3).flatten(3)
-        total += (left @ x.permute(1, 2, 0, 3, 4).flatten(2, 3)).permute(2, 0, 1, 3)
