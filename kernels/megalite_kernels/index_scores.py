@@ -5,9 +5,9 @@
 All heads h share the keys k. A query sees rows at positions up to its own, from the start of its document.
 
 A selection must not depend on how queries and keys are split over ranks or blocks. So `select` sums a score
-in fp64 and rounds it to fp32: that hides the order of the sum. Of equal scores the lowest positions win. Score
-and position of a row are packed into one integer, in whose upper half the bits of the score are in the order
-of the scores: no two of a query are equal, and any algorithm for the largest ones selects the same rows.
+in fp64 and rounds it to fp32: that hides the order of the sum. Of equal scores the lowest positions win.
+Score and position of a row are packed into one integer, in whose upper half the bits of the score are in the
+order of the scores: no two of a query are equal, and any algorithm for the largest ones selects the same.
 
 `selected_scores` computes scores again where a query selects, in at least fp32, for a loss. Its gradient is
 that of these; a selection has none. relu has gradient 0 at 0. See `selected_rows` for selections.
@@ -157,7 +157,7 @@ def _packed(q: Tensor, k: Tensor, w: Tensor, at: Tensor) -> Tensor:
     products = q.to(k.dtype).transpose(0, 1).flatten(1, 2) @ k  # [batch, seq · heads, rows]
     products = products.relu_().view(batch, seq, heads, -1)
     scores = (w.transpose(0, 1).unsqueeze(2) @ products).squeeze(2).transpose(0, 1)
-    bits = (scores.float() + 0.0).contiguous().view(torch.int32)  # -0.0 equals 0.0
+    bits = (scores.float() + 0.0).contiguous().view(torch.int32)  # −0.0 equals 0.0
     bits = bits ^ (bits >> 31 & 0x7FFFFFFF)  # below 0 the bits of larger magnitudes are larger
     return (bits.long() << 32) + (0xFFFFFFFF - at)
 

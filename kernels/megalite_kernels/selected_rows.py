@@ -32,7 +32,7 @@ def add(total: Tensor, factors: Tensor, x: Tensor, selection: Tensor) -> None:
     The sum is one matmul with zeros where a row is not selected: its order does not depend on the selection.
 
     Args:
-        total: [rows, batch, groups, width]; a group is read by an equal part of the heads, one after the other.
+        total: [rows, batch, groups, width]; consecutive heads read a group, equally many each.
         factors: [seq, batch, heads, top].
         x: [seq, batch, heads, width].
     """

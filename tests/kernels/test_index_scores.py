@@ -5,10 +5,12 @@ import torch
 from megalite_kernels import index_scores, selected_rows
 
 
-def inputs(queries, rows, batch=2, heads=4, dim=8, dtype=torch.float32, ties=False):
+def inputs(queries, rows, batch=2, heads=4, dim=8, dtype=torch.float32, kind=""):
     shapes = (queries, batch, heads, dim), (rows, batch, dim), (queries, batch, heads)
-    if ties:  # sums of small integers: most scores are equal to others, and many are 0.0 or -0.0
+    if kind == "ties":  # sums of small integers: most scores are equal to others
         return [torch.randint(-1, 2, shape).to(dtype) for shape in shapes]
+    if kind == "tiny":  # every score is rounded to 0.0 or -0.0
+        return [torch.randn(shape, dtype=dtype) * 1e-18 for shape in shapes]
     return [torch.randn(shape, dtype=dtype) for shape in shapes]
 
 
@@ -32,11 +34,11 @@ def chosen_by_definition(q, k, w, top, positions, key_positions=None, document_s
     return selection
 
 
-@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("kind", ["", "ties", "tiny"])
 @pytest.mark.parametrize("top", [1, 5, 40])
-def test_selections_are_their_definition(top, ties, monkeypatch):
+def test_selections_are_their_definition(top, kind, monkeypatch):
     """Rows in any order of positions, documents, queries that see fewer rows than they may select."""
-    q, k, w = inputs(30, 40, ties=ties)
+    q, k, w = inputs(30, 40, kind=kind)
     positions, order = torch.arange(10, 40)[:, None], torch.stack([torch.randperm(40) for _ in range(2)], 1)
     starts = torch.stack([positions[:, 0] // length * length for length in (7, 40)], 1)
     monkeypatch.setattr(selected_rows, "_ELEMENTS", 1000)  # several blocks of queries
