@@ -272,7 +272,7 @@ def norm_backward(
     dbias = rstd.new_empty((programs, 0 if mean is None else hidden))
     if rows > 0:
         dy = dy.contiguous()
-        added = dy if dtotal is None else dtotal.contiguous()  # dy: not read
-        inputs = dy, added, x, gain, rstd if mean is None else mean, rstd
+        total = dy if dtotal is None else dtotal.contiguous()  # dy: not read
+        inputs = dy, total, x, gain, rstd if mean is None else mean, rstd
         variant.launch((programs,), *inputs, dx, dweight, dbias, rows)
     return dx, dweight.sum(0), rstd.new_empty(0) if mean is None else dbias.sum(0)
