@@ -109,13 +109,18 @@ class Effect(NamedTuple):
     def on(self, state: Tensor) -> Tensor:
         return _times(self.factor, state) + self.added
 
-    def gradient(self, dfinal: Tensor) -> Tensor:
-        """Return the gradient of the state before the tokens from that of the state after them."""
-        return _times(self.factor.mT if self.factor.shape[-1] > 1 else self.factor, dfinal)
-
 
 def _times(factor: Tensor, state: Tensor) -> Tensor:
     return factor * state if factor.shape[-1] == 1 else factor @ state
+
+
+def gradient_before(factor: Tensor, dfinal: Tensor) -> Tensor:
+    """Return the gradient of the state before tokens from that of the state after them.
+
+    Args:
+        factor: of their `Effect`.
+    """
+    return _times(factor.mT if factor.shape[-1] > 1 else factor, dfinal)
 
 
 def effect(tokens: Tokens) -> Effect:
