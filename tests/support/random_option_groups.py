@@ -111,6 +111,7 @@ def _router(random: Random, experts: int) -> Options:
         "model.num_experts_per_tok": random.randint(1, min(experts // (groups or 1) * chosen, 4)),
         "model.norm_topk_prob": choose((True, False)),
         "model.routed_scaling_factor": choose((1.0, 2.5)),
+        "model.group_score": choose(("auto", "largest")) if groups else "auto",
     }
 
 
@@ -198,8 +199,16 @@ def _gates(random: Random, options: Options) -> Options:
     return {} if excluded or random.random() < 0.8 else {"model.attention_gate": True}
 
 
+def _query_factors(random: Random, options: Options) -> Options:
+    """A fifth of the models that may have them have factors on queries."""
+    if options["model.position"] != "rope" or options["model.no_rope_layers"] or random.random() < 0.8:
+        return {}
+    return {"model.query_scale_beta": random.choice((0.1, 1.0)), "model.query_scale_positions": random.randint(1, 9)}
+
+
 GROUPS = {
     "attention": _attention,
+    "query factors": _query_factors,
     "gates": _gates,
     "context": _context,
     "experts": _experts,
