@@ -82,9 +82,9 @@ class _AddRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, branch: Tensor, anchor: Tensor | None, norm: RMSNorm
+        ctx: Any, x: Tensor, branch: Tensor, weight: Tensor | None, norm: RMSNorm
     ) -> tuple[Tensor, Tensor]:
-        total, y, rstd = norm.ops.add_rms_norm(x, branch, norm.gain, norm.eps, norm.offset, norm.rounded)
+        total, y, rstd = norm.ops.add_rms_norm(x, branch, weight, norm.eps, norm.offset, norm.rounded)
         ctx.save_for_backward(total, rstd)
         ctx.norm = norm
         return total, y
@@ -102,6 +102,6 @@ def add_and_norm(x: Tensor, branch: Tensor, norm: nn.Module) -> tuple[Tensor, Te
     With an RMSNorm this takes one pass over memory.
     """
     if isinstance(norm, RMSNorm):
-        return _AddRMSNorm.apply(x, branch, norm.anchor, norm)
+        return _AddRMSNorm.apply(x, branch, norm.weight.tensor, norm)
     total = x + branch
     return total, norm(total)

@@ -324,6 +324,26 @@ ACCEPTED: list[tuple[str, dict[str, Any], list[str]]] = [
         ["mtp_num_hidden_layers"],
     ),
     (
+        "Hunyuan-7B",
+        GROUPED
+        | {"model_type": "hunyuan_v1_dense", "head_dim": 16, "attention_head_dim": 16, "use_cla": False}
+        | {"eod_token_id": 3, "rope_theta": 1e4}
+        | {"rope_scaling": {"type": "dynamic", "alpha": 1e3, "factor": 1.0, "beta_fast": 32, "mscale": 1.0}},
+        ["attention_head_dim", "use_cla", "rope_scaling.beta_fast", "rope_scaling.mscale"],
+    ),
+    (
+        "Hunyuan-A13B",
+        GROUPED
+        | {"model_type": "hunyuan_v1_moe", "head_dim": 16, "num_experts": 4, "moe_topk": [2, 2, 2]}
+        | {"num_shared_expert": [1, 1, 1], "moe_intermediate_size": [80, 80, 80]},
+        ["num_shared_expert", "moe_intermediate_size"],
+    ),
+    (
+        "Apertus",
+        GROUPED | {"model_type": "apertus", "hidden_act": "xielu", "post_norm": False, "rope_theta": 1.2e7},
+        ["post_norm"],
+    ),
+    (
         "Kimi-Linear-48B-A3B",
         DENSE
         | {"model_type": "kimi_linear", "num_key_value_heads": 6, "head_dim": 72, "num_experts": 8}

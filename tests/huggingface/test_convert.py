@@ -356,6 +356,14 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda d: rewrite(d, lambda t: t.update(extra=torch.ones(2))),
         "extra is not a tensor of a llama model",
     ),
+    "another constant of an activation": (
+        lambda d: (
+            shutil.rmtree(d),
+            write(CASES["apertus, tied, biases"], d),
+            rewrite(d, lambda t: t.update({"model.layers.1.mlp.act_fn.beta": torch.tensor(0.7)})),
+        ),
+        "model.layers.1.mlp.act_fn.beta is 0.7, but only 0.5 is supported",
+    ),
     "head is not the embedding": (
         lambda d: rewrite(d, lambda t: t.update({"lm_head.weight": torch.ones(VOCAB, 32)})),
         "lm_head.weight differs from the embedding, although config.json sets tie_word_embeddings",

@@ -27,6 +27,7 @@ from megalite.parallel.node import Saved
 from megalite.parallel.tensor.head_norms import EachHeadLayerNorm, FullWidthRMSNorm
 from megalite.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.tensor.norm import RMSNorm
+from megalite.parallel.tensor.norm_weights import NO_WEIGHT
 from megalite.parallel.weight import Weights
 
 
@@ -92,7 +93,7 @@ class Attention(AttentionByOperation):
         if model.qk_norm == "none":
             return None
         if model.qk_norm == "head":
-            weight = weights[name] if model.qk_norm_weight else None
+            weight = weights.get(name, NO_WEIGHT)  # with `qk_norm_weight: false` no spec has one
             return RMSNorm(
                 weight, model.rms_norm_eps, model.norm_offset, model.rounds_normalized, self.options.ops
             )
