@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megalite import checkpoint
 from megalite.assembly.parts import make_mesh
 from megalite.assembly.plan import specs_of
 from megalite.checkpoint import CheckpointError
@@ -23,6 +22,7 @@ from megalite.config.sections.lora import LoraConfig
 from megalite.data.indexed import IndexedTokens
 from megalite.evaluation.logits import load_stage, our_logits
 from megalite.families.model_config import hf_shape
+from megalite.generation.sources import open_source
 from megalite.huggingface.adapter_export import export_adapter
 from megalite.huggingface.adapter_import import OFF
 from megalite.parallel.spec import parameter_count
@@ -171,7 +171,7 @@ def test_an_adapter_goes_out_merged_and_alone_and_comes_in_again(case, models, p
     trained = global_tensors(trainer)
     trainer.close()
     ids = random_ids(tokens=SEQUENCE)
-    ours = our_logits(load_stage(checkpoint.manifest_of(saved)), ids)
+    ours = our_logits(load_stage(open_source(saved)), ids)
     before = logits_of(models[name], ids)
     assert (ours - before).abs().max() > 1e-2 * before.abs().max().clamp(max=1), "the adapter does something"
     assert convert_hf.main(["adapter-export", str(saved), str(tmp_path / "adapter")]) == 0

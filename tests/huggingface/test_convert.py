@@ -21,6 +21,7 @@ from megalite.checkpoint import manifest_of
 from megalite.commands import convert as convert_hf
 from megalite.evaluation.logits import load_stage, our_logits
 from megalite.families.model_config import hf_config, stored_dtype
+from megalite.generation.sources import open_source
 from megalite.huggingface import convert as converting
 from tests.huggingface.hf_models import (
     CASES,
@@ -101,7 +102,7 @@ def test_a_model_goes_in_and_out_and_computes_the_same(name, tmp_path: Path, cap
     ids = random_ids()
     expected = logits_of(again, ids)
     torch.testing.assert_close(expected, logits_of(theirs, ids), rtol=0, atol=0)
-    torch.testing.assert_close(our_logits(load_stage(manifest_of(ours)), ids), expected, rtol=0, atol=tolerance(name))
+    torch.testing.assert_close(our_logits(load_stage(open_source(ours)), ids), expected, rtol=0, atol=tolerance(name))
 
 
 @pytest.mark.parametrize("name", ["gemma3", "ministral3", "mistral4"])
@@ -122,7 +123,7 @@ def test_the_language_model_of_a_multimodal_model_comes_in(name: str, tmp_path: 
     with torch.no_grad():
         expected = model(input_ids=ids, use_cache=False).logits
     torch.testing.assert_close(logits_of(out, ids), expected, rtol=0, atol=1e-5)
-    torch.testing.assert_close(our_logits(load_stage(manifest_of(ours)), ids), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(our_logits(load_stage(open_source(ours)), ids), expected, rtol=0, atol=1e-4)
     assert convert_hf.main(["check", str(ours), str(out), "--tokens", "9"]) == 0
 
 
@@ -147,7 +148,7 @@ def test_a_multimodal_model_goes_out_with_what_is_not_read(name: str, tmp_path: 
     with torch.no_grad():
         expected = model(input_ids=ids, use_cache=False).logits
         torch.testing.assert_close(again[0](input_ids=ids, use_cache=False).logits, expected, rtol=0, atol=0)
-    torch.testing.assert_close(our_logits(load_stage(manifest_of(ours)), ids), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(our_logits(load_stage(open_source(ours)), ids), expected, rtol=0, atol=1e-4)
     converting.export_model(ours, tmp_path / "bf16", dtype=torch.bfloat16)
     aside = {key: value for key, value in stored(theirs).items() if key.startswith(("mtp.", "model.visual."))}
     assert same_bytes({key: stored(tmp_path / "bf16")[key] for key in aside}, aside)

@@ -18,12 +18,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megalite.assembly.parts import make_mesh
-from megalite.checkpoint import manifest_of
 from megalite.commands import convert as convert_hf
 from megalite.config.load import from_dict
 from megalite.data.indexed import IndexedTokens
 from megalite.evaluation.logits import load_stage, our_logits
 from megalite.families.model_config import hf_config, hf_shape
+from megalite.generation.sources import open_source
 from megalite.huggingface.tensor_places import places
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
@@ -89,7 +89,7 @@ def test_files_come_back_and_compute_the_same(name: str, tmp_path: Path) -> None
     assert hf_config(dropped)["num_nextn_predict_layers"] == 0
     ids = random_ids()
     torch.testing.assert_close(
-        our_logits(load_stage(manifest_of(ours)), ids), logits_of(dropped, ids), rtol=0, atol=tolerance(name)
+        our_logits(load_stage(open_source(ours)), ids), logits_of(dropped, ids), rtol=0, atol=tolerance(name)
     )
 
 
