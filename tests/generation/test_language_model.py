@@ -70,7 +70,7 @@ NAMES += [
     "falcon_h1",
     "nemotron_h",
 ]
-NAMES += ["dots1", "exaone4", "ministral3", "glm4_moe_lite", "mistral4"]
+NAMES += ["dots1", "solar_open", "exaone4", "exaone_moe", "ministral3", "glm4_moe_lite", "youtu", "mistral4"]
 NAMES += ["mixtral", "olmoe", "qwen3_moe", "deepseek_v2, lite, yarn rope", "deepseek_v3", "gpt_oss", "glm4_moe"]
 LAYOUTS = [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"cp": 2}, {"cp": 2, "tp": 2}]
 

@@ -129,8 +129,7 @@ class Attention(AttentionByOperation):
             q, k = self.q_norm.compute(q, saved), self.k_norm.compute(k, saved)
         if self.norms_first and tables[0] is not None:
             q, k = rotate(q, *tables), rotate(k, *tables)
-        if state.query_factors is not None:
-            q.mul_(state.query_factors)
+        q = q if state.query_factors is None else q.mul_(state.query_factors)
         out, kept = forward_keeping(q, k, v, **self.attention_options(state, self.recomputes_scores))
         saved.append((*tables, state.query_factors, *kept))
         return out
@@ -138,9 +137,8 @@ class Attention(AttentionByOperation):
     def gradient(self, grad: Tensor, saved: Saved, state: ForwardState) -> Tensor:
         """Return the gradient of x through the block; that of the residual is the caller's."""
         dout = self.out.gradient(grad, saved)  # [seq, batch, heads · head_dim]
-        dpacked = self._projection_gradient(
-            dout, saved, state
-        )  # [seq, batch, (heads + 2 · kv_heads) · head_dim]
+        # [seq, batch, (heads + 2 · kv_heads) · head_dim]
+        dpacked = self._projection_gradient(dout, saved, state)
         return self.qkv.gradient(dpacked, saved)  # [seq (/tp), batch, hidden]
 
     def _projection_gradient(
@@ -153,8 +151,7 @@ class Attention(AttentionByOperation):
         cos, sin, factors, *kept = saved.pop()
         options = self.attention_options(state, self.recomputes_scores)
         dq, dk, dv = backward_of_kept(dout.unflatten(-1, (self.heads, -1)), tuple(kept), **options)
-        if factors is not None:
-            dq = dq * factors
+        dq = dq if factors is None else dq * factors
         if self.norms_first and cos is not None:
             dq, dk = rotate(dq, cos, sin, inverse=True), rotate(dk, cos, sin, inverse=True)
             cos = sin = None  # the rotation is undone

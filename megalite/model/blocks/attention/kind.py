@@ -50,6 +50,8 @@ class AttentionKind(BlockKind):
             tables = import_module(f"{ROOM}.longrope").LongropeInputs(model, dtype)
         else:
             tables = import_module(f"{ROOM}.rotary").RotaryInputs(model, dtype)
+        if model.query_scale_beta is not None:
+            tables = import_module(f"{ROOM}.query_scale").QueryScaleInputs(model, dtype, tables)
         return tables
 
     def output_factor(self, model: ModelConfig) -> float:

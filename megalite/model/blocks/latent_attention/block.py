@@ -34,7 +34,6 @@ from megalite.mesh.mesh import Mesh, MeshAxis
 from megalite.model.block_kind import BlockSpec
 from megalite.model.blocks.attention.block import Attention
 from megalite.model.blocks.attention.operations import Rotate
-from megalite.model.blocks.attention.query_scale import ScaleQueries
 from megalite.model.blocks.latent_attention.context import latents_travel
 from megalite.model.forward_state import ForwardState, Site
 from megalite.model.layer_options import LayerOptions
@@ -172,9 +171,7 @@ class LatentAttention(Attention):
         if tables is None:
             return queries
         queries = _RotateQueries.apply(queries, self.model_config.qk_nope_head_dim, *tables)
-        if state.query_factors is None:
-            return queries
-        return ScaleQueries.apply(queries, state.query_factors)
+        return queries if state.query_factors is None else queries * state.query_factors
 
     def latent(self, x: Tensor, state: ForwardState) -> tuple[Tensor, Tensor]:
         """Return the normalized latent and the rotated shared key.
