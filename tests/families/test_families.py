@@ -905,6 +905,10 @@ def test_export_finds_the_family_and_refuses_what_none_expresses():
         to_hf_config(ModelConfig(**shape, qk_norm="head"), "llama")
     with pytest.raises(ConfigError, match="not supported by any Hugging Face family"):
         to_hf_config(ModelConfig(**shape, logit_softcap=30.0))
+    sigmoid = from_hf_config(GROUPED | {"model_type": "cohere2_moe", "expert_selection_fn": "sigmoid"})
+    assert to_hf_config(ModelConfig(**sigmoid))["model_type"] == "cohere2_moe"
+    with pytest.raises(ConfigError, match="router_balance = 'bias', but files of cohere2_moe models have none"):
+        to_hf_config(ModelConfig(**sigmoid | {"router_balance": "bias"}), "cohere2_moe")
 
 
 @pytest.mark.parametrize(
