@@ -957,6 +957,7 @@ def test_presets_have_the_published_parameter_counts(name, parameters):
         ("OlmoHybridConfig", {}),
         ("KimiLinearConfig", {}),
         ("Lfm2MoeConfig", {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8}),
+        # FlexOlmo-7x7B-1T, MiniMax-M2 (229 billion), ERNIE-4.5-21B-A3B-PT and Hy3-preview (295 billion)
         *[("FlexOlmoConfig", {}), ("MiniMaxM2Config", {}), ("Ernie4_5_MoeConfig", {}), ("HYV3Config", {})],
         # of no published model
         *[("GraniteMoeConfig", {}), ("GraniteMoeSharedConfig", {"shared_intermediate_size": 1024})],
