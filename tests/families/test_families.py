@@ -1088,6 +1088,10 @@ def test_export_finds_the_family_and_refuses_what_none_expresses():
         to_hf_config(ModelConfig(**shape, qk_norm="head"), "llama")
     with pytest.raises(ConfigError, match="not supported by any Hugging Face family"):
         to_hf_config(ModelConfig(**shape, logit_softcap=30.0))
+    sigmoid = from_hf_config(GROUPED | {"model_type": "cohere2_moe", "expert_selection_fn": "sigmoid"})
+    assert to_hf_config(ModelConfig(**sigmoid))["model_type"] == "cohere2_moe"
+    with pytest.raises(ConfigError, match="router_balance = 'bias', but files of cohere2_moe models have none"):
+        to_hf_config(ModelConfig(**sigmoid | {"router_balance": "bias"}), "cohere2_moe")
 
 
 @pytest.mark.parametrize(
@@ -1140,6 +1144,7 @@ def test_presets_have_the_published_parameter_counts(name, parameters):
         *((name, {}) for name in ("SolarOpenConfig", "Ministral3Config", "Glm4MoeLiteConfig", "YoutuConfig")),
         ("Mistral4Config", {}),
         ("Lfm2MoeConfig", {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8}),
+        # FlexOlmo-7x7B-1T, MiniMax-M2 (229 billion), ERNIE-4.5-21B-A3B-PT and Hy3-preview (295 billion)
         *[("FlexOlmoConfig", {}), ("MiniMaxM2Config", {}), ("Ernie4_5_MoeConfig", {}), ("HYV3Config", {})],
         # of no published model
         *[("GraniteMoeConfig", {}), ("GraniteMoeSharedConfig", {"shared_intermediate_size": 1024})],

@@ -23,6 +23,8 @@ from megalite.evaluation.logits import load_stage, our_logits
 from megalite.families.model_config import hf_config, stored_dtype
 from megalite.generation.sources import open_source
 from megalite.huggingface import convert as converting
+from megalite.huggingface.files import ConversionError
+from megalite.huggingface.router_bias import to_export
 from tests.huggingface.hf_models import (
     CASES,
     CONSTANTS,
@@ -175,6 +177,14 @@ def test_modules_that_transformers_does_not_read_go_out_again(name: str, more: s
     converting.import_model(theirs, tmp_path / "without", mtp=False)
     converting.export_model(tmp_path / "without", tmp_path / "less")
     assert stored(out).keys() - stored(tmp_path / "less").keys() == {more}
+
+
+def test_biases_of_routers_are_not_left_out(tmp_path: Path) -> None:
+    """A run may have moved those of a model whose files have none."""
+    converting.import_model(write(CASES["minimax_m2"], tmp_path / "theirs"), tmp_path / "ours")
+    manifest = manifest_of(tmp_path / "ours")
+    with pytest.raises(ConversionError, match="biases of routers, which files of cohere2_moe models do not have"):
+        to_export(manifest, converting.model_of(manifest), "cohere2_moe")
 
 
 @pytest.mark.parametrize("name", ["olmo_hybrid", "kimi_linear"])
