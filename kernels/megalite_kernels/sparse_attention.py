@@ -19,7 +19,6 @@ from torch import Tensor
 from megalite_kernels.backend import takes_triton
 from megalite_kernels.selected_rows import add, gather, parts
 
-
 _WIDEST = 256  # channels of keys and values that the kernels take
 _WIDEST_SHARED = 512, 64  # channels of values in the keys, and of the keys besides these
 
