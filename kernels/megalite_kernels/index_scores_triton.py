@@ -4,10 +4,10 @@
     _selected_scores  scores of the selected rows
     _gradients        dq and dw, and the gradients of the products, which are kept for a block of queries
 
-`_packed` sums in fp64 by default: over the channels one after the other, then over the heads. Triton's matmuls
-of fp64 do not compile for every architecture, so this takes the units for single numbers, of which a GPU has
-far fewer than tensor cores. Sums in fp32 (`exact` is False) take those; a score's sum has one order in them,
-too, wherever in a tile it is. torch finds the largest integers of each query.
+`_packed` sums in fp64 by default: over the channels one after the other, then over the heads. Triton's
+matmuls of fp64 do not compile for every architecture, so a GPU's tensor cores are not used. They are for sums
+in fp32 (`exact` is False): also there the order of a sum does not depend on where in a tile a score is. torch
+finds the largest integers of each query.
 
 The products in the other two have rows along the rows of their tiles and heads along their columns, as in
 `sparse_attention_triton`. Gradients of k: `selected_rows_triton`. So there are no atomics, and results are

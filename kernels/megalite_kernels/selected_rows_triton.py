@@ -77,8 +77,8 @@ def _product(
 @triton.jit
 def _products(
     factors, x, more, y, parts, x_s, x_b, x_h, y_s, y_b, y_h, top,
-    MORE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, MORE_WIDTH: tl.constexpr,
-    HEADS: tl.constexpr, SLOTS: tl.constexpr, CHANNELS: tl.constexpr,
+    MORE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
+    MORE_WIDTH: tl.constexpr, HEADS: tl.constexpr, SLOTS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     across: tl.constexpr = (WIDTH + CHANNELS - 1) // CHANNELS
     query, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64) // GROUPS
@@ -90,12 +90,11 @@ def _products(
     x += query * x_s + row * x_b + group * (GROUP * x_h)
     sums = tl.zeros((SLOTS, CHANNELS), tl.float32)
     sums = _product(sums, factors + own * GROUP * top, x, head, slot, column, GROUP, top, x_h, WIDTH, HEADS)
-    if MORE:
-        if first < MORE_WIDTH:
-            y += query * y_s + row * y_b + group * (GROUP * y_h)
-            sums = _product(
-                sums, more + own * GROUP * top, y, head, slot, column, GROUP, top, y_h, MORE_WIDTH, HEADS
-            )  # fmt: skip
+    if MORE and first < MORE_WIDTH:
+        y += query * y_s + row * y_b + group * (GROUP * y_h)
+        sums = _product(
+            sums, more + own * GROUP * top, y, head, slot, column, GROUP, top, y_h, MORE_WIDTH, HEADS
+        )  # fmt: skip
     to = parts + (own * top + slot)[:, None] * WIDTH + column[None, :]
     tl.store(to, sums, mask=(slot < top)[:, None] & (column < WIDTH)[None, :])
 
@@ -117,9 +116,8 @@ def _sum(
         query = first + tl.arange(0, QUERIES)
         slot = tl.load(slots + query, mask=query < size, other=-1)
         at = (((query.to(tl.int64) * batch + row) * GROUPS + group) * top + slot) * WIDTH
-        value = tl.load(
-            parts + at[:, None] + column[None, :], mask=(slot >= 0)[:, None] & (column < WIDTH)[None, :], other=0.0
-        )  # fmt: skip
+        mask = (slot >= 0)[:, None] & (column < WIDTH)[None, :]
+        value = tl.load(parts + at[:, None] + column[None, :], mask=mask, other=0.0)
         sums += tl.sum(value, 0)
     tl.store(to, sums, mask=column < WIDTH)
 

@@ -57,11 +57,7 @@ def _scores(k_tile, k_rest, q_tile, q_rest, REST: tl.constexpr):
 @triton.jit
 def _rest(base, row, exists, stride, tile, DIM: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr):
     """Load the channels after the first WIDTH; what this is without any is not read."""
-    if REST:
-        value = _load(base, row, exists, stride, WIDTH, DIM, REST)
-    else:
-        value = tile
-    return value
+    return _load(base, row, exists, stride, WIDTH, DIM, REST) if REST else tile
 
 
 @triton.jit
