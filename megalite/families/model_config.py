@@ -20,6 +20,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.rule import show
 from megalite.config.sections.model import ROPE_SCALING_KEYS, ModelConfig
 from megalite.families import deepseek, hunyuan, layer_lists, layer_types, mamba, mixtures, query_scale
+from megalite.families.refusal import refuse
 from megalite.families.weight_files import INDEX, MODEL, weights_file
 
 _GELU = "gelu_pytorch_tanh"
@@ -247,9 +248,9 @@ def _beside_windows(given: dict[str, Any]) -> list[int]:
     """EXAONE's layers without a window do not rotate, if others have one."""
     window, pattern = given["sliding_window"], given["sliding_window_pattern"]
     if window is None and given["model_type"] == "exaone_moe":
-        raise _refuse("sliding_window", None, "is not supported by the exaone_moe family. It needs a number.")
+        raise refuse("sliding_window", None, "is not supported by the exaone_moe family. It needs a number.")
     if window is not None and not given["layer_types"] and not isinstance(pattern, int):
-        raise _refuse(
+        raise refuse(
             "sliding_window_pattern",
             pattern,
             "is not supported without layer_types. Legal values: 1 and above.",
@@ -279,13 +280,13 @@ def _falcon_block(given: dict[str, Any]) -> str:
         given["num_ln_in_parallel_attn"],
     )
     if new and not parallel:
-        raise _refuse(
+        raise refuse(
             "parallel_attn",
             parallel,
             "is incompatible with new_decoder_architecture = True, which is parallel.",
         )
     if norms == 2 and not new:
-        raise _refuse(
+        raise refuse(
             "num_ln_in_parallel_attn",
             norms,
             "is incompatible with new_decoder_architecture = False, which has one norm.",
@@ -315,7 +316,7 @@ def _clamped_swiglu(given: dict[str, Any]) -> str:
     """gpt-oss's activation, of which other numbers are refused."""
     for name, only in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
         if given[name] != only:
-            raise _refuse(name, given[name], f"is not supported. Legal value: {only}.")
+            raise refuse(name, given[name], f"is not supported. Legal value: {only}.")
     return "clamped_swiglu"
 
 
@@ -338,8 +339,6 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "topk_group": deepseek.topk_group,
     "mtp_layers": deepseek.mtp_layers,
     "num_experts=routed": mixtures.routed,
-    "mlp_only_layers=first_dense": mixtures.first_dense,
-    "mlp_only_layers=listed": mixtures.listed_dense,
     "n_group=alone": mixtures.groups,
     "group_score": mixtures.group_score,
     "initializer_range=youtu": _youtu_deviation,
@@ -366,6 +365,7 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "partial_rotary_factor=rotary_dim": _rotary_share,
     "embedding_scale=mup": lambda given: given["hidden_size"] ** 0.5 if given["mup_enabled"] else None,
     "mlp_only_layers=types": layer_lists.dense_layers,
+    "mlp_only_layers=first_dense": layer_lists.first_dense_layers,
     "mlp_only_layers=afmoe": layer_lists.afmoe_dense_layers,
     "mlp_only_layers=interval": layer_lists.interval_dense_layers,
     "shared_expert_intermediate_size=granite": layer_lists.granite_shared,
@@ -402,13 +402,9 @@ _COMPUTED_TOGETHER: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 _DERIVED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "layer_types=afmoe": layer_lists.afmoe_types,
     "layer_types=cohere2_moe": layer_lists.cohere2_moe_types,
-    "mlp_layer_types=hy_v3": functools.partial(layer_lists.dense_first, 1),
-    "mlp_layer_types=cohere2_moe": layer_lists.cohere2_moe_kinds,
+    "mlp_layer_types=one_dense": functools.partial(layer_lists.dense_first, 1),
+    "mlp_layer_types=first_dense": layer_lists.first_dense_kinds,
 }
-
-
-def _refuse(name: str, value: Any, why: str) -> ConfigError:
-    return ConfigError(f"config.json: {name} = {value!r} {why}")
 
 
 def from_hf_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -432,7 +428,7 @@ def from_hf_config(config: dict[str, Any]) -> dict[str, Any]:
         shape["hidden_act"] = _GELU  # Gemma's first files say gelu and mean this; transformers does the same
     shape["hidden_act"] = _SAME_ACT.get(shape["hidden_act"], shape["hidden_act"])
     if shape["hidden_act"] not in legal_act:
-        raise _refuse(
+        raise refuse(
             "hidden_act", shape["hidden_act"], f"is not supported. Legal values: {', '.join(legal_act)}."
         )
     try:
@@ -467,7 +463,7 @@ def _of_family(config: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
     known, config = families(), _language_model(config)
     family = known.rows.get(config.get("model_type", ""))
     if family is None:
-        raise _refuse(
+        raise refuse(
             "model_type",
             config.get("model_type"),
             f"is not supported. Legal values: {', '.join(known.rows)}.",
@@ -480,7 +476,7 @@ def _of_family(config: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
         others += [(f"{section}.{key}", name, inner[key]) for key, name in names.items() if key in inner]
     for alias, name, value in others:
         if name in own and own[name] != value:
-            raise _refuse(
+            raise refuse(
                 alias,
                 value,
                 f"contradicts {name} = {own[name]!r}: both are names of one field. Remove one of them.",
@@ -495,11 +491,11 @@ def _read_rope(
     """The rotary fields, from transformers 5's rope_parameters or from the older fields."""
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(config.get(name) or {}, dict):
-            raise _refuse(name, config[name], "is not an object. Write it as {rope_type: …, factor: …}.")
+            raise refuse(name, config[name], "is not an object. Write it as {rope_type: …, factor: …}.")
     older, newer = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
     if family.ignores_rope_scaling:
         if _rope_type(older) not in ("default", _rope_type(newer)):
-            raise _refuse(
+            raise refuse(
                 "rope_scaling",
                 older,
                 "is not read by transformers in this family. Write it as rope_parameters.",
@@ -519,7 +515,7 @@ def _read_rope(
     if "full_attention" in parameters:
         parameters = {**(parameters["full_attention"] or {}), **older}
     elif config.get("rope_parameters") and "rope_theta" in parameters:
-        raise _refuse(
+        raise refuse(
             "rope_parameters",
             parameters,
             "has no entries full_attention and sliding_attention: transformers would not read it.",
@@ -529,7 +525,7 @@ def _read_rope(
         local.pop("rope_theta", None) or given.get("rope_local_base_freq") or family.local_rope_theta
     )
     if local.get("rope_type", "default") != "default":
-        raise _refuse(
+        raise refuse(
             "rope_parameters.sliding_attention",
             local,
             "is not supported: layers with a window have no rotary scaling.",
@@ -560,11 +556,11 @@ def _read_frequencies(
     kind = _ROPE_NAMES.get(kind, kind)
     parameters.pop("type", None)  # rope_type's name before transformers 4.43
     if kind not in family.rope_types:
-        raise _refuse(
+        raise refuse(
             "rope_scaling.rope_type", kind, f"is not supported. Legal values: {', '.join(family.rope_types)}."
         )
     if kind == "dynamic" and not parameters.get("alpha"):
-        raise _refuse(
+        raise refuse(
             "rope_scaling.alpha",
             parameters.get("alpha"),
             "is not supported with rope_type dynamic: frequencies that change with the length of a sequence. "
@@ -580,7 +576,7 @@ def _read_frequencies(
         whole = shape["qk_nope_head_dim"] + shape["qk_rope_head_dim"]
         rotated = None if rotated and int(whole * rotated) == shape["qk_rope_head_dim"] else rotated
     if rotated not in (None, 1.0):
-        raise _refuse(
+        raise refuse(
             "rope_scaling.partial_rotary_factor",
             rotated,
             f"is not supported by the {family.model_type} family. Legal value: 1.0.",
@@ -636,7 +632,7 @@ def _read_window(given: dict[str, Any], family: Family, shape: dict[str, Any]) -
         return {"sliding_window": window, "sliding_window_layers": local}
     by_blocks = "layer_blocks" in shape
     if not by_blocks and family.window != "pattern" and types and set(types) != {"full_attention"}:
-        raise _refuse(
+        raise refuse(
             "layer_types",
             sorted(set(types)),
             f"requires a sliding window, which this {family.model_type} configuration does not have.",
@@ -685,7 +681,7 @@ def _refuse_unhandled(config: dict[str, Any], family: Family, shape: dict[str, A
                 if only is not None
                 else f"Remove it if a {family.model_type} model computes the same."
             )
-            raise _refuse(name, value, f"is not supported by the {family.model_type} family. {legal}")
+            raise refuse(name, value, f"is not supported by the {family.model_type} family. {legal}")
 
 
 def unread_fields(config: dict[str, Any]) -> dict[str, Any]:

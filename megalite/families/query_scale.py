@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from megalite.config.sections.model import ModelConfig
-from megalite.families.layer_types import refuse
+from megalite.families.refusal import refuse
 
 BETA, POSITIONS = "llama_4_scaling_beta", "original_max_position_embeddings"
 _MOVED = ("llama3", "yarn", "longrope")

@@ -7,7 +7,7 @@ from typing import Any
 
 from megalite.config.errors import ConfigError
 from megalite.config.sections.model import ModelConfig
-from megalite.families import deepseek, hunyuan, layer_lists, layer_types, mamba, mixtures
+from megalite.families import deepseek, hunyuan, layer_lists, layer_types, mamba
 from megalite.families.model_config import Family, families, from_hf_config
 from megalite.families.module_names import FAMILY_NAMES
 from megalite.families.query_scale import query_scale_entries
@@ -192,8 +192,6 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "topk_group": lambda values: {"topk_group": values["topk_group"] or 1},
     "mtp_layers": lambda values: {"num_nextn_predict_layers": values["mtp_layers"]},
     "num_experts=routed": lambda values: {},
-    "mlp_only_layers=first_dense": mixtures.first_dense_fields,
-    "mlp_only_layers=listed": mixtures.listed_fields,
     "group_score": lambda values: {},
     "initializer_range=youtu": lambda values: {"initializer_range": values["initializer_range"]},
     "query_scale": lambda values: {},  # with rope_scaling
@@ -227,6 +225,7 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     },
     "embedding_scale=mup": lambda values: {"mup_enabled": values["embedding_scale"] != 1.0},
     "mlp_only_layers=types": layer_lists.dense_fields,
+    "mlp_only_layers=first_dense": layer_lists.first_dense_fields,
     "mlp_only_layers=afmoe": layer_lists.afmoe_dense_fields,
     "mlp_only_layers=interval": layer_lists.interval_fields,
     "shared_expert_intermediate_size=granite": layer_lists.granite_shared_fields,

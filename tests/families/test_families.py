@@ -990,7 +990,7 @@ def test_an_activation_of_another_name_is_the_same():
             "sliding_window_pattern = 'LLLG' is not supported without layer_types.",
         ),
         ({"model_type": "exaone_moe", "sliding_window": None}, "is not supported by the exaone_moe family. It needs"),
-        ({"model_type": "exaone_moe", "mlp_layer_types": ["dense"]}, "must have 3 entries, dense or sparse."),
+        ({"model_type": "exaone_moe", "mlp_layer_types": ["dense"]}, "must have 3 entries, each dense or sparse."),
         (
             {"model_type": "ernie4_5_moe", "use_bias": True},
             "use_bias = True is not supported by the ernie4_5_moe family. Legal value: False.",
