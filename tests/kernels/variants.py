@@ -204,16 +204,20 @@ def of_norm(module: Any) -> Calls:
         for count, width, packed in HEADS
     ]
     cases += [("rms norm", BF16, each, 0.0) for each in heads] + [
-        ("add + rms norm", BF16, torch.empty(ROWS, 3072), 1.0)
+        ("add + rms norm", BF16, torch.empty(ROWS, 3072), 1.0),
+        ("add + bare rms norm", BF16, torch.empty(ROWS, 2048), 0.0),
+        ("bare rms norm", BF16, heads[0], 0.0),
     ]
     yield from norms(module, cases)
 
 
 def norms(module: Any, cases: Iterable[tuple[str, torch.dtype, Tensor, float]]) -> Calls:
-    """cases: the norm, its dtype, a tensor of its shape and strides, and the offset of its weight."""
+    """cases: the norm, its dtype, a tensor of its shape and strides, and the offset of its weight; a bare one has
+    none."""
     for kind, dtype, like, offset in cases:
         x = torch.empty_strided(like.shape, like.stride(), dtype=dtype)
-        weight, statistic = torch.empty(x.shape[-1], dtype=dtype), torch.empty(*x.shape[:-1], 1)
+        weight = None if "bare" in kind else torch.empty(x.shape[-1], dtype=dtype)
+        statistic = torch.empty(*x.shape[:-1], 1)
         second, (bias, mean) = (
             x if kind[:3] == "add" else None,
             (weight, statistic) if kind[:5] == "layer" else (None, None),
