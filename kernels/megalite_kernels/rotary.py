@@ -173,7 +173,9 @@ def split_rotary(
     Args:
         disposable: whether the results may be in the memory of `packed`.
     """
-    heads = packed.unflatten(2, (packed.shape[2] // head_dim, head_dim)).narrow(2, 0, hq + 2 * hk)
+    heads = packed.view(*packed.shape[:2], packed.shape[2] // head_dim, head_dim)
+    if heads.shape[2] > hq + 2 * hk:
+        heads = heads.narrow(2, 0, hq + 2 * hk)
     if cos is not None and sin is not None:
         if takes_triton(packed):
             from megalite_kernels import rotary_triton

@@ -91,8 +91,9 @@ def trained(context: Any, config: dict[str, Any], by_block: bool, in_matmul: boo
         for layer in layers:
             layer.nodes = []
     for module in trainer.parts.runtime.stages[0].modules() if in_matmul else ():
-        if isinstance(module, RowParallelLinear):
-            module.adds_residual = True
+        for linear in vars(module).values():
+            if isinstance(linear, RowParallelLinear):
+                linear.adds_residual = True
     results = [trainer.step() for _ in range(3)]
     tensors = {name: value.clone() for name, value in global_tensors(trainer).items()}
     trainer.close()

@@ -10,21 +10,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.node import Node, Saved
 from megalite.parallel.tensor.norm_weights import NormWeight
 
 
-class Norm(nn.Module, ABC):
+class Norm(ABC):
     """Base class of norms over the last dimension: [seq (/tp), batch, …, width] -> the same shape."""
 
     def __init__(self, weight: NormWeight, eps: float):
-        super().__init__()
         self.weight, self.eps = weight, eps
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         return Node.apply(x, self.weight.tensor, self)
 
     @abstractmethod

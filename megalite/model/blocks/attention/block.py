@@ -14,7 +14,7 @@ from typing import Any
 from megalite_kernels.attention import backward_of_kept, forward_keeping
 from megalite_kernels.dropout import AttentionDropout
 from megalite_kernels.rotary import rotate
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalite.config.sections.model import ModelConfig
 from megalite.mesh.mesh import Mesh
@@ -26,7 +26,7 @@ from megalite.model.layer_options import LayerOptions
 from megalite.parallel.node import Saved
 from megalite.parallel.tensor.head_norms import EachHeadLayerNorm, FullWidthRMSNorm
 from megalite.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from megalite.parallel.tensor.norm import RMSNorm
+from megalite.parallel.tensor.norm import Norm, RMSNorm
 from megalite.parallel.tensor.norm_weights import NO_WEIGHT
 from megalite.parallel.weight import Weights
 
@@ -88,7 +88,7 @@ class Attention(AttentionByOperation):
         self.norms_qk = self.q_norm is not None
         self.norms_first = self.norms_qk and not model.qk_norm_after_rope
 
-    def _qk_norm(self, weights: Weights, name: str, mesh: Mesh) -> nn.Module | None:
+    def _qk_norm(self, weights: Weights, name: str, mesh: Mesh) -> Norm | None:
         model = self.model_config
         if model.qk_norm == "none":
             return None
