@@ -295,19 +295,17 @@ def _ordered(name: str, place: TensorPlace, model: ModelConfig, names: Names) ->
         return place
     if model.kv_lora_rank is not None:
         return _decoupled(part, place, model, names)
-    channels = (
-        rotated_channels(model.head_size, model.rotary_dim, names.interleaved)
-        if part in _ROTATED
-        else range(model.head_size)
-    )
+    heads, kv_heads, size, _, rotating = model.attention_shape(int(name.split(".")[1]))
+    rotated = part in _ROTATED
+    channels = rotated_channels(size, rotating, names.interleaved) if rotated else range(size)
     if names.grouped is not None and names.grouped in place.theirs:
-        heads = grouped_heads(part, model.num_attention_heads, model.kv_heads)
-    elif tuple(channels) != tuple(range(model.head_size)):
-        heads = range(len(place.rows) // model.head_size)
+        order = grouped_heads(part, heads, kv_heads)
+    elif tuple(channels) != tuple(range(size)):
+        order = range(len(place.rows) // size)
     else:
         return place
     start = 0 if names.grouped else place.rows[0]
-    return replace(place, rows=rows_of(tuple(heads), tuple(channels), start))
+    return replace(place, rows=rows_of(tuple(order), tuple(channels), start))
 
 
 def _decoupled(part: str, place: TensorPlace, model: ModelConfig, names: Names) -> TensorPlace:
