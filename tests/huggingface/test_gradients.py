@@ -57,7 +57,7 @@ NAMES += [
     "deepseek_v2, lite, yarn rope",
     "deepseek_v3",
 ]
-NAMES += ["glm4_moe", "gpt_oss"]
+NAMES += ["glm4_moe", "gpt_oss", "mimo_v2_flash", "laguna", "laguna, tied, gates of channels, yarn rope"]
 NAMES += ["bamba", "granitemoehybrid", "falcon_h1, tied, norm first, factors", "nemotron_h"]
 NAMES += ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "lfm2", "lfm2_moe"]
 
