@@ -19,7 +19,16 @@ from typing import Any, NamedTuple
 from megalite.config.errors import ConfigError
 from megalite.config.rule import show
 from megalite.config.sections.model import ROPE_SCALING_KEYS, ModelConfig
-from megalite.families import deepseek, hunyuan, layer_lists, layer_types, mamba, mixtures, query_scale
+from megalite.families import (
+    deepseek,
+    hunyuan,
+    layer_lists,
+    layer_shapes,
+    layer_types,
+    mamba,
+    mixtures,
+    query_scale,
+)
 from megalite.families.refusal import refuse
 from megalite.families.weight_files import INDEX, MODEL, weights_file
 
@@ -100,6 +109,12 @@ class Family:
     def rope(self) -> bool:
         return "position" not in self.constants
 
+    @property
+    def layer_ropes(self) -> bool:
+        """Whether transformers reads rope_parameters alone, with an entry for each type of layer, which has
+        the share of channels that rotate, too."""
+        return "full_attention" in self.defaults.get("rope_parameters", {})
+
 
 class Families(NamedTuple):
     """The content of families.yaml."""
@@ -111,6 +126,8 @@ class Families(NamedTuple):
     only: frozenset[str]
     neutral: dict[str, Any]
     window_fields: dict[str | None, tuple[str, ...]]
+    refused: dict[str, str]
+    """model_type of a family that is not supported → the reason."""
 
 
 @functools.cache
@@ -139,6 +156,7 @@ def families() -> Families:
         only,
         read["neutral"],
         windows,
+        read["refused"],
     )
 
 
@@ -231,16 +249,8 @@ def _language_model(config: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _local_layers(given: dict[str, Any]) -> list[int]:
-    """The layers with a sliding window, by layer_types or, if that is missing, by the pattern."""
-    layers, pattern = range(given["num_hidden_layers"]), given["sliding_window_pattern"]
-    if given["layer_types"]:
-        return [layer for layer in layers if given["layer_types"][layer] == "sliding_attention"]
-    return [layer for layer in layers if pattern is None or (layer + 1) % pattern]
-
-
 def _global_layers(given: dict[str, Any]) -> list[int]:
-    local = _local_layers(given) if given["sliding_window"] is not None else []
+    local = layer_shapes.local_layers(given) if given["sliding_window"] is not None else []
     return [layer for layer in range(given["num_hidden_layers"]) if layer not in local]
 
 
@@ -374,6 +384,14 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "parallel_block": _falcon_block,
     "parallel_block=shared_norm": lambda given: "shared_norm" if given["use_parallel_residual"] else "none",
     "parallel_block=two_norms": lambda given: "two_norms" if given["use_parallel_residual"] else "none",
+    "local_attention=mimo": layer_shapes.mimo_local,
+    "sink_layers=local": layer_shapes.local_layers,
+    "attention_out_multiplier=values": functools.partial(layer_shapes.or_one, "attention_value_scale"),
+    "routed_scaling_factor=or_one": functools.partial(layer_shapes.or_one, "routed_scaling_factor"),
+    "n_group=plain": lambda given: None if given["n_group"] == 1 else given["n_group"],
+    "topk_group=plain": lambda given: 1 if given["n_group"] == 1 else given["topk_group"],
+    "layer_heads": layer_shapes.layer_heads,
+    "attention_gate_width": layer_shapes.gate_width,
     "layer_blocks=bamba": mamba.bamba_layers,
     "layer_blocks=granite": mamba.granite_layers,
     "layer_blocks=nemotron": mamba.nemotron_layers,
@@ -436,7 +454,7 @@ def from_hf_config(config: dict[str, Any]) -> dict[str, Any]:
         shape = mamba.without_unused(shape)
         shape |= _read_window(given, family, shape)
         if family.rope and shape.get("position") != "none":
-            shape |= _read_rope(config, family, given, shape)
+            shape = layer_shapes.with_rope(shape, _read_rope(config, family, given, shape))
     except (TypeError, LookupError, ArithmeticError) as error:
         raise ConfigError(f"config.json: a value has the wrong type or length: {error}.") from None
     _refuse_unhandled(config, family, shape)
@@ -463,9 +481,12 @@ def _of_family(config: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
     known, config = families(), _language_model(config)
     family = known.rows.get(config.get("model_type", ""))
     if family is None:
+        kind = config.get("model_type")
+        if reason := known.refused.get(str(kind)):
+            raise refuse("model_type", kind, reason)
         raise refuse(
             "model_type",
-            config.get("model_type"),
+            kind,
             f"is not supported. Legal values: {', '.join(known.rows)}.",
         )
     named = {alias: config[alias] for alias in family.aliases if alias in config}
@@ -485,6 +506,20 @@ def _of_family(config: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
     return family, own
 
 
+def _older_rope(config: dict[str, Any], family: Family) -> dict[str, Any]:
+    """The field rope_scaling."""
+    older: dict[str, Any] = config.get("rope_scaling") or {}
+    if not family.ignores_rope_scaling:
+        return older
+    if _rope_type(older) not in ("default", _rope_type(config.get("rope_parameters") or {})):
+        raise refuse(
+            "rope_scaling",
+            older,
+            "is not read by transformers in this family. Write it as rope_parameters.",
+        )
+    return {}
+
+
 def _read_rope(
     config: dict[str, Any], family: Family, given: dict[str, Any], shape: dict[str, Any]
 ) -> dict[str, Any]:
@@ -492,15 +527,12 @@ def _read_rope(
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(config.get(name) or {}, dict):
             raise refuse(name, config[name], "is not an object. Write it as {rope_type: …, factor: …}.")
-    older, newer = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
-    if family.ignores_rope_scaling:
-        if _rope_type(older) not in ("default", _rope_type(newer)):
-            raise refuse(
-                "rope_scaling",
-                older,
-                "is not read by transformers in this family. Write it as rope_parameters.",
-            )
-        older = {}
+    if family.layer_ropes:
+        read = functools.partial(_read_frequencies, family=family, given=given)
+        return layer_shapes.read_rope(
+            config, family.defaults, given, lambda entry, share: read(entry, shape=share)
+        )
+    older, newer = _older_rope(config, family), config.get("rope_parameters") or {}
     if family.local_rope_theta is None:
         # in transformers' order
         parameters = dict(older or newer or family.defaults.get("rope_parameters") or {})
@@ -616,11 +648,13 @@ def _complete_yarn(parameters: dict[str, Any], longest: int) -> dict[str, Any]:
 def _read_window(given: dict[str, Any], family: Family, shape: dict[str, Any]) -> dict[str, Any]:
     """sliding_window and the layers that use it."""
     types, window = given["layer_types"], given["sliding_window"]
+    if "sliding_window_size" in family.own.split() and given.get("sliding_window_size") is not None:
+        window = given["sliding_window_size"] + 1  # without the token itself
     if family.window == "every_layer":
         return {"sliding_window": window}
     if window is not None and family.window and (family.window in _NO_SWITCH or given["use_sliding_window"]):
         if types or family.window in ("pattern", "pattern_or_none"):
-            local = _local_layers(given)
+            local = layer_shapes.local_layers(given)
         elif family.window == "without_rope":
             local = shape["no_rope_layers"]
         elif family.window == "every_second_lower_layer":
@@ -646,7 +680,9 @@ def _unhandled(config: dict[str, Any], family: Family) -> dict[str, Any]:
     known = families()
     handled = {*family.fields, *known.window_fields[family.window], "layer_types", "quantization_config"}
     handled |= {*known.ignored, *family.own.split()}
-    if family.rope:
+    if family.layer_ropes:
+        handled |= {"rope_parameters"}
+    elif family.rope:
         handled |= {"rope_theta", "rope_scaling", "rope_parameters"}
         handled |= {"original_max_position_embeddings"} if family.local_rope_theta is None else set()
 
@@ -660,7 +696,7 @@ def _unhandled(config: dict[str, Any], family: Family) -> dict[str, Any]:
 
 def _read_elsewhere(family: Family) -> frozenset[str]:
     """Fields that transformers reads, and of which one value is supported."""
-    rope = {"partial_rotary_factor"} if family.rope else set()
+    rope = {"partial_rotary_factor"} if family.rope and not family.layer_ropes else set()
     return families().only | rope | {*family.only.split()}
 
 

@@ -382,6 +382,28 @@ FAMILY_NAMES = {
         },
         bare=("self_attn.sinks", "experts.gate_up_proj", "experts.down_proj"),
     ),
+    "mimo_v2_flash": Names(
+        _ENDS,
+        "model.layers",
+        _LINEARS | _BEFORE | _MIXTURE | {"self_attn.attention_sink_bias": "attention.sinks"},
+        bare=("self_attn.attention_sink_bias",),
+        router_bias="mlp.gate.e_score_correction_bias",
+        fp32=("mlp.router.weight",),
+        kept=("model.mtp.",),
+        memory=(("self_attn.attention_sink_bias", "self_attn.sinks"),),
+    ),
+    "laguna": Names(
+        _ENDS,
+        "model.layers",
+        _LINEARS
+        | {"self_attn.g_proj": "attention.gate"}
+        | _BEFORE
+        | _QK_NORM
+        | _MIXTURE
+        | {f"mlp.shared_expert.{part}_proj": f"mlp.shared.{part}" for part in ("gate", "up", "down")},
+        router_bias="mlp.experts.e_score_correction_bias",
+        memory=(("mlp.shared_expert.", "mlp.shared_experts."),),
+    ),
     "bamba": Names(
         _FINAL_NORM,
         "model.layers",

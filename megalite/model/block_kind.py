@@ -16,7 +16,7 @@ plans need none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -104,9 +104,9 @@ class BlockKind:
         """Return the number of its parameters that do not process a given token."""
         return 0
 
-    def replicas(self, model: ModelConfig, tp: int) -> int:
-        """Return the number of tp ranks that hold the same part of its tensors that are split."""
-        return 1
+    def replicas(self, model: ModelConfig, tp: int) -> Collection[int]:
+        """Return the numbers of tp ranks that hold the same part of a tensor of it that is split."""
+        return ()
 
     def dispatch(self, model: ModelConfig) -> Dispatch | None:
         """Return what it sends over the ranks of `parallel.ep`, or None if it does not use them."""

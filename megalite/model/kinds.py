@@ -92,7 +92,8 @@ def dispatching_layers(model: ModelConfig) -> list[int]:
 
 def replicas(model: ModelConfig, tp: int) -> tuple[int, ...]:
     """Return the numbers of tp ranks, above 1, that hold the same part of a tensor that is split over tp."""
-    return tuple(sorted({kind.replicas(model, tp) for kind in block_kinds(model)} - {1}))
+    numbers = {number for kind in block_kinds(model) for number in kind.replicas(model, tp)}
+    return tuple(sorted(numbers - {1}))
 
 
 def outdated_after(model: ModelConfig) -> int | None:

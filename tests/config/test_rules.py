@@ -88,6 +88,8 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
     "model.hidden_size": (0, 8),
     "model.num_attention_heads": (0, 1),
     "model.head_dim": (-2, 2),
+    "model.value_head_dim": (0, 8),
+    "model.layer_heads": ([4, 0, 4, 4], [4, 4, 8, 4]),
     "model.max_position_embeddings": (0, 256),
     "train.global_batch_size": (0, 4),
     **dict.fromkeys(
@@ -144,6 +146,9 @@ LATENT_ROWS = {  # rule: what breaks it, next to latents, and what the same opti
         f"{name} is incompatible with latents": (f"model.{name}", 0.5, 1.0)
         for name in ("attention_in_multiplier", "key_multiplier", "attention_out_multiplier")
     },
+    "value_head_dim is incompatible with latents": ("model.value_head_dim", 8, None),
+    "layer_heads is incompatible with latents": ("model.layer_heads", [4, 4, 4, 4], None),
+    "local_attention is incompatible with latents": ("model.local_attention", {"head_dim": 8}, None),
     "qk_norm is incompatible with latents": ("model.qk_norm", "head", "none"),
     "attention_sinks is incompatible with latents": ("model.attention_sinks", True, False),
     "attention_gate is incompatible with latents": ("model.attention_gate", True, False),
@@ -157,6 +162,7 @@ LATENT_ROWS = {  # rule: what breaks it, next to latents, and what the same opti
     "model.qk_nope_head_dim in range": ("model.qk_nope_head_dim", 0, 1),
     "model.v_head_dim in range": ("model.v_head_dim", 0, 1),
 }
+WINDOWED = {"model.sliding_window": 5, "model.sliding_window_layers": [1]}
 GRAPHS = {"train.graphs": True}
 GRAPHED: list[tuple[str, Any, Any, dict[str, Any]]] = [  # option, what graphs do not support, what they do, others
     ("parallel.tp", 2, 1, {}),
@@ -529,6 +535,71 @@ ROWS = [
         ("model.no_rope_layers = [0]",),
     ),
     Row(
+        "entries of local_attention",
+        WINDOWED | {"model.local_attention": {"heads": 2}},
+        {"model.local_attention": {"head_dim": 8}},
+        ("has an entry heads", "num_attention_heads"),
+    ),
+    Row(
+        "local_attention needs a window",
+        {"model.local_attention": {"head_dim": 8}},
+        WINDOWED,
+        ("model.sliding_window = null",),
+    ),
+    Row(
+        "one entry of layer_heads for each layer",
+        {"model.layer_heads": [4, 4, 8]},
+        {"model.layer_heads": [4, 4, 8, 4]},
+        ("model.num_hidden_layers = 4", "4 numbers"),
+    ),
+    Row(
+        "heads of layers are given once",
+        WINDOWED | {"model.layer_heads": [4, 4, 8, 4], "model.local_attention": {"num_attention_heads": 8}},
+        {"model.layer_heads": None},
+        ("model.local_attention",),
+    ),
+    Row(
+        "heads of each layer over key-value heads",
+        {"model.layer_heads": [4, 4, 6, 4], "model.num_key_value_heads": 4},
+        {"model.num_key_value_heads": 2},
+        ("layer 2 6 query heads for 4 key-value heads",),
+    ),
+    Row(
+        "heads of a local layer over key-value heads",
+        WINDOWED | {"model.local_attention": {"num_key_value_heads": 3}},
+        {"model.local_attention": {"num_key_value_heads": 2}},
+        ("4 query heads for 3 key-value heads", "1, 2, 4"),
+    ),
+    Row(
+        "heads of local layers rotate in pairs",
+        WINDOWED | {"model.local_attention": {"head_dim": 9}},
+        {"model.local_attention": {"head_dim": 10}},
+        ("multiple of 2",),
+    ),
+    Row(
+        "another rotation has a base of its own",
+        WINDOWED
+        | {"model.local_attention": {"head_dim": 8}, "model.rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"model.rope_local_theta": 100.0},
+        ("model.rope_local_theta",),
+    ),
+    Row(
+        "sink_layers needs sinks",
+        {"model.sink_layers": [1]},
+        {"model.attention_sinks": True},
+        ("model.attention_sinks = false",),
+    ),
+    Row(
+        "sink_layers exist",
+        {"model.sink_layers": [4], "model.attention_sinks": True},
+        {"model.sink_layers": [3]},
+        ("distinct layers",),
+    ),
+    *(
+        Row(f"{name} needs a gate", {f"model.{name}": value}, {"model.attention_gate": True}, ("has no effect",))
+        for name, value in (("attention_gate_act", "softplus"), ("attention_gate_width", "head"))
+    ),
+    Row(
         "gates have no sinks beside them",
         {"model.attention_gate": True, "model.attention_sinks": True},
         {"model.attention_sinks": False},
@@ -700,6 +771,12 @@ ROWS = [
             "parallel.tp = 6 does not divide model.num_attention_heads = 32",
             "Legal values: 1, 2, 4, 8, 16. Nearest: 4 or 8.",
         ),
+    ),
+    Row(
+        "tp divides heads",
+        {"parallel.tp": 4, "model.layer_heads": [4, 4, 6, 4], "model.num_key_value_heads": 2},
+        {"parallel.tp": 2, "parallel.dp": 4},
+        ("does not divide the 6 query heads of layer 2", "Legal values: 1, 2."),
     ),
     Row(
         "tp fits key-value heads",

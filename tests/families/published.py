@@ -296,6 +296,27 @@ ACCEPTED: list[tuple[str, dict[str, Any], list[str]]] = [
         ["experts_per_token", "initial_context_length"],
     ),
     (
+        "MiMo-V2-Flash",
+        GROUPED
+        | {
+            "model_type": "mimo_v2_flash",
+            "head_dim": 12,
+            "v_head_dim": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+        }
+        | {"routed_scaling_factor": None, "sliding_window_size": 8, "rope_theta": 5e6, "partial_rotary_factor": 0.334},
+        ["rope_theta", "partial_rotary_factor"],
+    ),
+    (
+        "Laguna",
+        GROUPED
+        | {"model_type": "laguna", "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "gating": "per-head"}
+        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 8}
+        | {"num_attention_heads_per_layer": [6, 8, 6], "mlp_only_layers": [0]},
+        ["mlp_only_layers"],
+    ),
+    (
         "GLM-4.5",
         GROUPED
         | {

@@ -74,6 +74,7 @@ NAMES += ["dots1", "solar_open", "exaone4", "exaone_moe", "ministral3", "glm4_mo
 NAMES += ["granitemoe", "granitemoeshared, tied, biases", "flex_olmo", "minimax_m2", "ernie4_5_moe", "hy_v3", "afmoe"]
 NAMES += ["cohere2_moe, sigmoid, RMSNorm, sums"]
 NAMES += ["mixtral", "olmoe", "qwen3_moe", "deepseek_v2, lite, yarn rope", "deepseek_v3", "gpt_oss", "glm4_moe"]
+NAMES += ["mimo_v2_flash", "laguna"]
 LAYOUTS = [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"cp": 2}, {"cp": 2, "tp": 2}]
 
 

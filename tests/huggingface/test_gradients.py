@@ -58,7 +58,7 @@ NAMES += [
     "deepseek_v2, lite, yarn rope",
     "deepseek_v3",
 ]
-NAMES += ["glm4_moe", "gpt_oss"]
+NAMES += ["glm4_moe", "gpt_oss", "mimo_v2_flash", "laguna", "laguna, tied, gates of channels, yarn rope"]
 NAMES += ["dots1", "solar_open", "exaone4", "exaone_moe", "ministral3", "glm4_moe_lite", "youtu", "mistral4"]
 NAMES += ["granitemoe", "granitemoeshared, tied, biases", "flex_olmo", "minimax_m2", "hy_v3", "afmoe"]
 NAMES += ["ernie4_5_moe, every second layer, a least sum", "cohere2_moe", "cohere2_moe, sigmoid, RMSNorm, sums"]

@@ -7,7 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from megalite.config import attention_shapes as shapes
 from megalite.config import layer_blocks
+from megalite.config.attention_shapes import ROTATED_SHARE, AttentionShape
 from megalite.config.layer_blocks import blocks_in, groups_in
 from megalite.config.option import FRACTION, NOT_NEGATIVE, POSITIVE, SIZE, option
 from megalite.config.repository_id import is_repository_id
@@ -87,6 +89,15 @@ class ModelConfig:
     """Number of key-value heads (grouped-query attention). null: num_attention_heads."""
     head_dim: int | None = option(None, SIZE, kinds=ANY_ATTENTION)
     """Width of one attention head. null: hidden_size / num_attention_heads."""
+    value_head_dim: int | None = option(None, SIZE, kinds=ATTENTION)
+    """Width of a value's head, if it is not that of a key (MiMo-V2). null: head_dim, and with kv_lora_rank
+    v_head_dim."""
+    layer_heads: list[int] | None = option(None, SIZE, kinds=ATTENTION)
+    """Number of query heads of each layer (Laguna). null: every layer has num_attention_heads."""
+    local_attention: dict[str, Any] | None = option(None, kinds=ATTENTION)
+    """What is different in the layers with a sliding window: {num_attention_heads: N, num_key_value_heads: N,
+    head_dim: N, value_head_dim: N, partial_rotary_factor: S}, each entry only if it is. null: their attention
+    has the shape of that of other layers."""
     kv_lora_rank: int | None = option(None, SIZE, kinds=LATENTS)
     """Multi-head latent attention (DeepSeek-V2): width of the latent that keys and values are computed from.
     null: there are no latents."""
@@ -252,9 +263,16 @@ class ModelConfig:
     """Cap of the attention scores: cap * tanh(scores / cap) (Gemma-2). null: no cap."""
     attention_sinks: bool = option(False, kinds=ATTENTION)
     """Every head has a learned score that joins the softmax over the keys and has no value (gpt-oss)."""
+    sink_layers: list[int] | None = option(None, kinds=ATTENTION)
+    """Indices (0-based) of the layers with attention_sinks (MiMo-V2: those with a window). null: every layer.
+    """
     attention_gate: bool = option(False, kinds=ATTENTION)
     """Multiply the output of every head by sigmoid(gate), a projection of the layer's input as wide as the
     queries, before the output projection (Qwen3-Next)."""
+    attention_gate_act: Literal["sigmoid", "softplus"] = option("sigmoid", kinds=ATTENTION)
+    """Function of attention_gate: sigmoid, or softplus (Laguna)."""
+    attention_gate_width: Literal["channel", "head"] = option("channel", kinds=ATTENTION)
+    """What attention_gate has a value for: each channel of a head, or each head (Laguna)."""
     linear_num_key_heads: int = option(16, SIZE, kinds=DELTA)
     """Number of heads of queries and keys of delta blocks (gated delta rule)."""
     linear_num_value_heads: int = option(32, SIZE, kinds=DELTA)
@@ -355,7 +373,48 @@ class ModelConfig:
     @property
     def value_size(self) -> int:
         """Width of a value's head."""
-        return self.head_size if self.kv_lora_rank is None else self.v_head_dim
+        return (self.value_head_dim or self.head_size) if self.kv_lora_rank is None else self.v_head_dim
+
+    def attention_shape(self, layer: int) -> AttentionShape:
+        """The shape of a layer's attention: heads, key-value heads, widths, and what rotates."""
+        local: dict[str, Any] = {} if self.window(layer) is None else self.local_attention or {}
+        heads = local.get("num_attention_heads", self.num_attention_heads)
+        if self.layer_heads is not None and layer < len(self.layer_heads):
+            heads = self.layer_heads[layer]
+        kv_heads, size = (
+            local.get("num_key_value_heads", self.kv_heads),
+            local.get("head_dim", self.head_size),
+        )
+        if local:
+            value_size = local.get("value_head_dim", self.value_head_dim or size)
+            rotated = int(size * local.get(ROTATED_SHARE, self.partial_rotary_factor))
+        else:
+            value_size, rotated = self.value_size, self.rotary_dim
+        return AttentionShape(heads, kv_heads, size, value_size, rotated)
+
+    @property
+    def attention_shapes(self) -> dict[AttentionShape, int]:
+        """The shapes that attention has in the layers, each with the first layer that has it."""
+        if self.layer_heads is None and self.local_attention is None:
+            return {self.attention_shape(0): 0}
+        first: dict[AttentionShape, int] = {}
+        for layer in range(self.num_hidden_layers + self.mtp_layers):
+            first.setdefault(self.attention_shape(layer), layer)
+        return first
+
+    @property
+    def rotation(self) -> tuple[int, int]:
+        """Width of what rotary embeddings are applied to, and number of its channels that rotate."""
+        return self.rotary_width, self.rotary_dim
+
+    @property
+    def local_rotation(self) -> tuple[int, int] | None:
+        """The same in the layers with a window; None: these have the rotary tables of other layers."""
+        local = self.local_attention or {}
+        if self.rope_local_theta is None and not local.keys() & {"head_dim", ROTATED_SHARE}:
+            return None
+        size = local.get("head_dim", self.rotary_width)
+        return size, int(size * local.get(ROTATED_SHARE, self.partial_rotary_factor))
 
     @property
     def rotary_width(self) -> int:
@@ -454,8 +513,13 @@ class ModelConfig:
         return self.position == "rope" and layer not in (self.no_rope_layers or ())
 
     def local_rope(self, layer: int) -> bool:
-        """Whether the layer's rotary frequencies are those of rope_local_theta."""
-        return self.rope_local_theta is not None and self.uses_rope(layer) and self.window(layer) is not None
+        """Whether the layer has the rotary tables of layers with a window."""
+        local = self.local_rotation is not None and self.window(layer) is not None
+        return local and self.uses_rope(layer)
+
+    def has_sinks(self, layer: int) -> bool:
+        """Whether the heads of the layer's attention have sinks."""
+        return self.attention_sinks and (self.sink_layers is None or layer in self.sink_layers)
 
 
 def _layers_exist(name: str) -> Rule:
@@ -673,6 +737,7 @@ _LATENTS = (
     _not_with_latents("attention_bias", "Set it to false."),
     _not_with_latents("attention_sinks", "Set it to false."),
     _not_with_latents("attention_gate", "Set it to false."),
+    *(_not_with_latents(name, "Remove it.") for name in ("value_head_dim", "layer_heads", "local_attention")),
     _not_with_latents("attention_out_bias", "Set it to false."),
     _not_with_latents("partial_rotary_factor", "Remove it, and set model.qk_rope_head_dim."),
     Rule(
@@ -685,6 +750,16 @@ _LATENTS = (
         legal="Remove it.",
     ),
 )
+
+
+def _without_gate(name: str) -> Rule:
+    return Rule(
+        f"{name} needs a gate",
+        f"model.{name}",
+        lambda c: not c.model.attention_gate and getattr(c.model, name) != getattr(ModelConfig(), name),
+        message="has no effect: {model.attention_gate}",
+        legal="Remove it, or set model.attention_gate to true.",
+    )
 
 
 def _init_from(c: "RuleContext") -> str:
@@ -771,6 +846,15 @@ RULES: tuple[Rule, ...] = (
     *_GROUPS,
     *_MTP,
     *_LATENTS,
+    *map(_without_gate, ("attention_gate_act", "attention_gate_width")),
+    _layers_exist("sink_layers"),
+    Rule(
+        "sink_layers needs sinks",
+        "model.sink_layers",
+        lambda c: c.model.sink_layers is not None and not c.model.attention_sinks,
+        message="has no effect: {model.attention_sinks}",
+        legal="Remove it, or set model.attention_sinks to true.",
+    ),
     Rule(
         "query_scale_beta and its positions",
         "model.query_scale_beta",
@@ -996,4 +1080,5 @@ RULES: tuple[Rule, ...] = (
         message="adds rows to the embedding of model.init_from, which is not set",
         legal="Set model.init_from, or remove it: random weights have the vocabulary of the data.",
     ),
+    *shapes.RULES,
 )

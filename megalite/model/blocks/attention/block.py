@@ -20,7 +20,7 @@ from megalite.config.sections.model import ModelConfig
 from megalite.mesh.mesh import Mesh
 from megalite.model.block_kind import BlockSpec
 from megalite.model.blocks.attention.operations import AttentionByOperation, WholeRowAttention
-from megalite.model.blocks.attention.parameters import kv_replicas
+from megalite.model.blocks.attention.parameters import on_one_rank
 from megalite.model.forward_state import ForwardState, Site
 from megalite.model.layer_options import LayerOptions
 from megalite.parallel.node import Saved
@@ -56,12 +56,15 @@ class Attention(AttentionByOperation):
         name, layer = block.name, block.layer
         tp, sequence_parallel = mesh.tp, options.sequence_parallel
         self.layer, self.model_config, self.options, self.ops = layer, model, options, options.ops
-        self.head_dim, self.window = model.head_size, model.window(layer)
+        shape = on_one_rank(model.attention_shape(layer), tp.size)
+        self.heads, self.kv_heads, self.head_dim, self.value_dim, _ = shape
+        # of queries, keys and values in the packed projection, which a gate follows
+        self.before_gate = (self.heads + self.kv_heads) * self.head_dim + self.kv_heads * self.value_dim
+        self.window = model.window(layer)
         # a factor on the input is one on queries and keys; that on values is a part of `output_factor`
         factor = model.attention_in_multiplier**2 * model.key_multiplier
-        self.scale = (model.attention_scale or model.head_size**-0.5) * factor
+        self.scale = (model.attention_scale or self.head_dim**-0.5) * factor
         self.recomputes_scores = options.recomputes("scores")
-        self.heads = model.num_attention_heads // tp.size
         self.first_head = self.heads * tp.rank  # global index: part of the key of attention dropout
         self.uses_rope, self.local_rope = model.uses_rope(layer), model.local_rope(layer)
         bias = weights.get(f"{name}.out.bias")
@@ -77,10 +80,7 @@ class Attention(AttentionByOperation):
 
     def make_projections(self, name: str, weights: Weights, mesh: Mesh) -> None:
         """Create the modules of `project`."""
-        model, tp = self.model_config, mesh.tp
-        # at least 1: tp ranks beyond the kv heads hold replicas
-        self.kv_heads = model.kv_heads * kv_replicas(model, tp.size) // tp.size
-        bias = weights.get(f"{name}.qkv.bias")
+        tp, bias, model = mesh.tp, weights.get(f"{name}.qkv.bias"), self.model_config
         sequence_parallel = self.options.sequence_parallel
         self.qkv = ColumnParallelLinear(weights[f"{name}.qkv.weight"], bias, tp, sequence_parallel)
         self.q_norm: Any = self._qk_norm(weights, f"{name}.q_norm.weight", mesh)
@@ -112,19 +112,19 @@ class Attention(AttentionByOperation):
 
     def compute(self, x: Tensor, saved: Saved, state: ForwardState, residual: Tensor | None = None) -> Tensor:
         """Compute the block; each operation leaves in `saved` what its gradient takes from there."""
-        # [seq, batch, (heads + 2 · kv_heads) · head_dim], this tp rank's heads
+        # [seq, batch, before_gate], this tp rank's heads
         packed = self.qkv.compute(x, saved)
-        out = self._attention(packed, saved, state)  # [seq, batch, heads, head_dim]
+        out = self._attention(packed, saved, state)  # [seq, batch, heads, value_dim]
         return self.out.compute(out.flatten(-2), saved, residual=residual)
 
     def _attention(self, packed: Tensor, saved: Saved, state: ForwardState) -> Tensor:
         """Return the output of this rank's heads, from the packed projection."""
         tables = self.rotary_tables(state) or (None, None)
-        # Views of `packed`, rotated in place: [seq, batch, heads, head_dim], k and v with kv_heads. Before
-        # norms that come first they are not rotated yet.
+        # Views of `packed`, rotated in place: [seq, batch, heads, head_dim], k and v with kv_heads, v
+        # value_dim wide. Before norms that come first they are not rotated yet.
         turn = (None, None) if self.norms_first else tables
         sizes = self.heads, self.kv_heads, self.head_dim
-        q, k, v = self.ops.split_rotary(packed, *sizes, *turn, disposable=True)
+        q, k, v = self.ops.split_rotary(packed, *sizes, *turn, disposable=True, value_dim=self.value_dim)
         if self.norms_qk:
             q, k = self.q_norm.compute(q, saved), self.k_norm.compute(k, saved)
         if self.norms_first and tables[0] is not None:
@@ -136,9 +136,8 @@ class Attention(AttentionByOperation):
 
     def gradient(self, grad: Tensor, saved: Saved, state: ForwardState) -> Tensor:
         """Return the gradient of x through the block; that of the residual is the caller's."""
-        dout = self.out.gradient(grad, saved)  # [seq, batch, heads · head_dim]
-        # [seq, batch, (heads + 2 · kv_heads) · head_dim]
-        dpacked = self._projection_gradient(dout, saved, state)
+        dout = self.out.gradient(grad, saved)  # [seq, batch, heads · value_dim]
+        dpacked = self._projection_gradient(dout, saved, state)  # [seq, batch, before_gate]
         return self.qkv.gradient(dpacked, saved)  # [seq (/tp), batch, hidden]
 
     def _projection_gradient(
@@ -202,7 +201,7 @@ def make(
         from megalite.model.blocks.attention.gated import GatedAttention
 
         return GatedAttention(model, block, weights, mesh, options)
-    if model.attention_sinks:
+    if model.has_sinks(block.layer):
         from megalite.model.blocks.attention.sinks import SinkAttention
 
         return SinkAttention(model, block, weights, mesh, options)

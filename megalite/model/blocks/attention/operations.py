@@ -39,10 +39,10 @@ class _Split(torch.autograd.Function):
 
     Backward returns one packed gradient.
 
-    [seq, batch, (heads + 2 · kv_heads) · head_dim] -> queries [seq, batch, heads, head_dim], keys and values
-    [seq, batch, kv_heads, head_dim]. `turn` has cos, sin and factors on queries; without tables nothing is
-    rotated. What the projection has besides is returned last: the gate of the output,
-    [seq, batch, heads · head_dim]. No communication.
+    [seq, batch, before_gate] -> queries [seq, batch, heads, head_dim], keys [seq, batch, kv_heads, head_dim],
+    values [seq, batch, kv_heads, value_dim]. `turn` has cos, sin and factors on queries; without tables
+    nothing is rotated. What the projection has besides is returned last: the gate of the output. No
+    communication.
     """
 
     @staticmethod
@@ -50,11 +50,11 @@ class _Split(torch.autograd.Function):
         cos, sin, factors = turn
         ctx.save_for_backward(cos, sin, factors)
         ctx.ops = layer.options.ops
-        head_dim = layer.model_config.head_size
-        q, k, v = ctx.ops.split_rotary(packed, layer.heads, layer.kv_heads, head_dim, cos, sin)
+        sizes = layer.heads, layer.kv_heads, layer.head_dim
+        q, k, v = ctx.ops.split_rotary(packed, *sizes, cos, sin, value_dim=layer.value_dim)
         if factors is not None:
             q.mul_(factors)  # rotated: a view of a new buffer
-        gate = packed[..., (layer.heads + 2 * layer.kv_heads) * head_dim :]
+        gate = packed[..., layer.before_gate :]
         if not gate.shape[-1]:
             return q, k, v
         return q, k, v, in_own_memory(gate, (q,) if layer.keeps_projection else ())
@@ -112,6 +112,9 @@ class AttentionByOperation(BlockModule):
     options: LayerOptions
     heads: int
     kv_heads: int
+    head_dim: int
+    value_dim: int
+    before_gate: int
     recomputes_scores: bool
     keeps_projection: bool
     norms_first: bool
@@ -124,7 +127,7 @@ class AttentionByOperation(BlockModule):
     def forward(self, x: Tensor, state: ForwardState) -> Tensor:
         # [seq, batch, heads/tp, head_dim]; k and v with this rank's key-value heads
         q, k, v, *gates = self.call(self.project, x, state)
-        # [seq, batch, heads/tp, head_dim]
+        # [seq, batch, heads/tp, value_dim]
         recompute = self.recomputes_scores or not torch.is_grad_enabled()
         out = self.call(self.attend, q, k, v, self.attention_options(state, recompute))
         # row-parallel: summed over tp
@@ -141,11 +144,11 @@ class AttentionByOperation(BlockModule):
     def project(self, x: Tensor, state: ForwardState) -> tuple[Tensor, ...]:
         """Return queries, keys and values of this rank's heads, normalized and rotated.
 
-        Each is [seq, batch, heads, head_dim]. If the output has a gate, it is the last one,
-        [seq, batch, heads · head_dim].
+        Each is [seq, batch, heads, head_dim], values value_dim wide. If the output has a gate, it is the last
+        one.
         """
         rotary, factors = self.rotary_tables(state), state.query_factors
-        # [seq, batch, (heads + 2 · kv_heads) · head_dim], and the gate
+        # [seq, batch, before_gate], and the gate
         packed = self.qkv(x, state.adapter_mask(Site.QKV_ADAPTER, self.layer))
         if self.q_norm is None or self.k_norm is None:
             # split and rotation in one pass over memory

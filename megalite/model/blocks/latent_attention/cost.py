@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> BlockCost:
     """Return the description of the block, see `BlockKind.cost`."""
-    model, share, heads = units.model, units.share, _heads(units)
+    model, share, heads = units.model, units.share, _heads(units, block.layer)
     rotating = model.qk_rope_head_dim
     down, up = matmuls[f"{block.slot}.kv_a"], matmuls[f"{block.slot}.kv_b"]
     if heads.latent:
@@ -61,12 +61,12 @@ def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> Block
     return BlockCost(steps, temporaries, exchanges, keeps_input, keeps_last_input=True, readers=readers)
 
 
-def _heads(units: Units) -> Heads:
+def _heads(units: Units, layer: int) -> Heads:
     """Return the heads of one tensor-parallel rank, with the width of latents if these travel over cp."""
     model, share = units.model, units.share
     method = share.context if share.context_inner == 1 else "ulysses"  # two levels exchange heads first
     travels = latents_travel(model, method, share.cp, share.tp, share.sequence_parallel)
-    return heads_of(units)._replace(latent=latent_width(model) if travels else 0)
+    return heads_of(units, layer)._replace(latent=latent_width(model) if travels else 0)
 
 
 def _norm(units: Units, of: str, width: int, keeps_output: bool) -> Elementwise:
