@@ -39,12 +39,10 @@ OUTPUT_DROPOUT = {
 
 
 def make_norm(model: ModelConfig, weights: Weights, name: str, ops: CompiledOps) -> nn.Module:
+    weight, eps, offset = weights[f"{name}.weight"], model.rms_norm_eps, model.norm_offset
     if model.norm == "rms":
-        weight = weights[f"{name}.weight"]
-        return RMSNorm(weight, model.rms_norm_eps, model.norm_offset, model.rounds_normalized, ops)
-    return LayerNorm(
-        weights[f"{name}.weight"], weights.get(f"{name}.bias"), model.rms_norm_eps, model.norm_offset, ops
-    )
+        return RMSNorm(weight, eps, offset, model.rounds_normalized, ops)
+    return LayerNorm(weight, weights.get(f"{name}.bias"), eps, offset, ops)
 
 
 class Scale(nn.Module):

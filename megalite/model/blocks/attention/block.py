@@ -90,19 +90,12 @@ class Attention(AttentionByOperation):
         model = self.model_config
         if model.qk_norm == "none":
             return None
+        own = weights[name], model.rms_norm_eps, model.norm_offset
         if model.qk_norm == "head":
-            return RMSNorm(
-                weights[name],
-                model.rms_norm_eps,
-                model.norm_offset,
-                model.rounds_normalized,
-                self.options.ops,
-            )
+            return RMSNorm(*own, model.rounds_normalized, self.options.ops)
         if model.qk_norm == "each_head":
-            return EachHeadLayerNorm(weights[name], model.rms_norm_eps, model.norm_offset)
-        return FullWidthRMSNorm(
-            weights[name], model.rms_norm_eps, model.norm_offset, model.rounds_normalized, mesh.tp
-        )
+            return EachHeadLayerNorm(*own)
+        return FullWidthRMSNorm(*own, model.rounds_normalized, mesh.tp)
 
     has_gradient = True  # of `attend` and `project`: not of those of subclasses
 
