@@ -42,9 +42,10 @@ OUTPUT_DROPOUT = {
 def make_norm(model: ModelConfig, weights: NormWeights, name: str, ops: CompiledOps) -> RMSNorm | LayerNorm:
     """Return the norm of the residual stream or of a block's output with this name."""
     weight = weights.get(f"{name}.weight", NO_WEIGHT)  # with `norm_weight: false` no spec has one
+    eps, offset = model.rms_norm_eps, model.norm_offset
     if model.norm == "rms":
-        return RMSNorm(weight, model.rms_norm_eps, model.norm_offset, model.rounds_normalized, ops)
-    return LayerNorm(weight, weights.get(f"{name}.bias"), model.rms_norm_eps, model.norm_offset, ops)
+        return RMSNorm(weight, eps, offset, model.rounds_normalized, ops)
+    return LayerNorm(weight, weights.get(f"{name}.bias"), eps, offset, ops)
 
 
 class Scale:

@@ -92,16 +92,13 @@ class Attention(AttentionByOperation):
         model = self.model_config
         if model.qk_norm == "none":
             return None
+        own = model.rms_norm_eps, model.norm_offset
         if model.qk_norm == "head":
             weight = weights.get(name, NO_WEIGHT)  # with `qk_norm_weight: false` no spec has one
-            return RMSNorm(
-                weight, model.rms_norm_eps, model.norm_offset, model.rounds_normalized, self.options.ops
-            )
+            return RMSNorm(weight, *own, model.rounds_normalized, self.options.ops)
         if model.qk_norm == "each_head":
-            return EachHeadLayerNorm(weights[name], model.rms_norm_eps, model.norm_offset)
-        return FullWidthRMSNorm(
-            weights[name], model.rms_norm_eps, model.norm_offset, model.rounds_normalized, mesh.tp
-        )
+            return EachHeadLayerNorm(weights[name], *own)
+        return FullWidthRMSNorm(weights[name], *own, model.rounds_normalized, mesh.tp)
 
     has_gradient = True  # of `attend` and `project`: not of those of subclasses
 
