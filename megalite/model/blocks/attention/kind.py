@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -55,7 +55,7 @@ class AttentionKind(BlockKind):
     def output_factor(self, model: ModelConfig) -> float:
         return model.attention_in_multiplier * model.attention_out_multiplier
 
-    def alike(self, model: ModelConfig, layer: int) -> int | None:
+    def alike(self, model: ModelConfig, layer: int) -> Hashable:
         return model.window(layer)
 
     def recomputed(self, units: Units, cost: BlockCost) -> list[Group]:
