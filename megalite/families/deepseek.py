@@ -73,6 +73,41 @@ def dense_layers(given: dict[str, Any]) -> list[int]:
     return list(range(given["first_k_dense_replace"]))
 
 
+def dense_layers_of_types(given: dict[str, Any]) -> list[int]:
+    """The same where mlp_layer_types may list the layers."""
+    types = given["mlp_layer_types"]
+    if types is None:
+        return [layer for layer in dense_layers(given) if layer < given["num_hidden_layers"]]
+    if len(types) != given["num_hidden_layers"] or not {"dense", "sparse"} >= set(types):
+        expected = f"must have {given['num_hidden_layers']} entries, dense or sparse."
+        raise _refuse("mlp_layer_types", types, expected)
+    return [layer for layer, each in enumerate(types) if each == "dense"]
+
+
+def indexed_layers(given: dict[str, Any]) -> None:
+    """Checks that every layer has an indexer or shares a selection: then model.layer_blocks is null."""
+    if given["q_lora_rank"] is None:
+        raise _refuse("q_lora_rank", None, f"is not supported by the {given['model_type']} family.")
+    types = given["layer_types"]
+    if types is not None and set(types) != {"indexed_attention"}:
+        raise _refuse("layer_types", types, "is not supported. Legal value: indexed_attention in each layer.")
+
+
+def indexer_types(given: dict[str, Any]) -> list[str] | None:
+    """Which layers have an indexer (full), as listed, by a pattern of F and S, or every n-th after an offset.
+
+    None: all.
+    """
+    types, pattern, number = given["indexer_types"], given["index_topk_pattern"], given["num_hidden_layers"]
+    if types is None and isinstance(pattern, str):
+        types = [{"F": "full", "S": "shared"}[letter] for letter in pattern]
+    elif types is None:
+        frequency, offset = max(given["index_topk_freq"], 1), given["index_skip_topk_offset"]
+        every = [max(layer - offset + 1, 0) % frequency == 0 for layer in range(number)]
+        types = list(pattern) if pattern else ["full" if full else "shared" for full in every]
+    return None if set(types) == {"full"} else list(types)
+
+
 def shared_width(given: dict[str, Any]) -> int:
     """The shared experts are one expert of their total width."""
     if not given["n_shared_experts"]:
@@ -141,3 +176,14 @@ def shared_fields(values: dict[str, Any]) -> dict[str, Any]:
 
 def dense_fields(values: dict[str, Any]) -> dict[str, Any]:
     return {"first_k_dense_replace": len(values["mlp_only_layers"] or ()), "moe_layer_freq": 1}
+
+
+def type_fields(values: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `dense_layers_of_types`."""
+    dense, number = set(values["mlp_only_layers"] or ()), values["num_hidden_layers"]
+    fields = {"mlp_layer_types": ["dense" if layer in dense else "sparse" for layer in range(number)]}
+    return fields | (dense_fields(values) if dense == set(range(len(dense))) else {})
+
+
+def indexer_fields(values: dict[str, Any]) -> dict[str, Any]:
+    return {"indexer_types": values["indexer_types"] or ["full"] * values["num_hidden_layers"]}

@@ -25,6 +25,7 @@ class Names:
         grouped: the module that holds queries, keys and values by key-value head: its queries, its keys, its
             values, then the next head's.
         interleaved: whether rotary embeddings rotate neighboring channels.
+        interleaved_indexer: whether those of an indexer do.
         ignored: suffixes of names that are not weights (masks and frequencies, which older versions stored).
         expert: modules of one expert that `mlp.experts.in` holds, in this order. Their names follow a name
             that ends in {}.{}.
@@ -53,6 +54,7 @@ class Names:
     transposed: tuple[str, ...] = ()
     grouped: str | None = None
     interleaved: bool = False
+    interleaved_indexer: bool = False
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     expert: tuple[str, ...] = ("gate_proj", "up_proj")
     bare: tuple[str, ...] = ()
@@ -123,6 +125,12 @@ _LATENT |= {f"self_attn.{part}_layernorm": f"attention.{part}_norm" for part in 
 _LATENT |= {"self_attn.kv_a_proj_with_mqa": "attention.kv_a"}
 _SHARED_EXPERTS = {f"mlp.shared_experts.{part}_proj": f"mlp.shared.{part}" for part in ("gate", "up", "down")}
 _DEEPSEEK = _LATENT | _GATE_UP | _OUT | _BEFORE | _MIXTURE | _SHARED_EXPERTS
+_INDEXER = {
+    "self_attn.indexer.wq_b": "attention.indexer.q",
+    "self_attn.indexer.wk": "attention.indexer.k",
+    "self_attn.indexer.k_norm": "attention.indexer.k_norm",
+    "self_attn.indexer.weights_proj": "attention.indexer.weights",
+}
 _MTP = {
     "enorm": "mtp.enorm",
     "hnorm": "mtp.hnorm",
@@ -209,6 +217,15 @@ _LFM2 = _QKV | {
     "feed_forward.w2": "mlp.down",
 }
 
+_SPARSE = Names(
+    _ENDS,
+    "model.layers",
+    _DEEPSEEK | _INDEXER,
+    interleaved=True,
+    router_bias="mlp.gate.e_score_correction_bias",
+    fp32=("mlp.router.weight", "attention.indexer.weights.weight"),
+    mtp=_MTP,
+)
 _LLAMA = Names(_ENDS, "model.layers", _LINEARS | _BEFORE)
 _FALCON = Names(
     {"transformer.word_embeddings": "embedding", "transformer.ln_f": "norm", "lm_head": "head"},
@@ -282,6 +299,8 @@ FAMILY_NAMES = {
         fp32=("mlp.router.weight",),
         mtp=_MTP,
     ),
+    "deepseek_v32": _SPARSE,
+    "glm_moe_dsa": replace(_SPARSE, interleaved_indexer=True),
     "glm4_moe": Names(
         _ENDS,
         "model.layers",

@@ -293,6 +293,8 @@ def _ordered(name: str, place: TensorPlace, model: ModelConfig, names: Names) ->
         return replace(place, rows=parts)
     if ".attention." not in name:
         return place
+    if ".indexer." in name:
+        return _of_indexer(part, place, model, names)
     if model.kv_lora_rank is not None:
         return _decoupled(part, place, model, names)
     channels = (
@@ -308,6 +310,15 @@ def _ordered(name: str, place: TensorPlace, model: ModelConfig, names: Names) ->
         return place
     start = 0 if names.grouped else place.rows[0]
     return replace(place, rows=rows_of(tuple(heads), tuple(channels), start))
+
+
+def _of_indexer(part: str, place: TensorPlace, model: ModelConfig, names: Names) -> TensorPlace:
+    """Return the same for an indexer, the first channels of whose heads rotate."""
+    if part == "weights" or not names.interleaved_indexer:
+        return place
+    rotating, dim = model.qk_rope_head_dim, model.index_head_dim
+    channels = (*rotated_channels(rotating, rotating, interleaved=True), *range(rotating, dim))
+    return replace(place, rows=rows_of(tuple(range(len(place.rows) // dim)), channels, 0))
 
 
 def _decoupled(part: str, place: TensorPlace, model: ModelConfig, names: Names) -> TensorPlace:

@@ -818,6 +818,7 @@ def test_export_finds_the_family_and_refuses_what_none_expresses():
         ],
         # the latter without the biases of its routers
         *[("deepseek-v2-lite", 15_706_484_224), ("deepseek-v3", 671_026_404_352)],
+        *[("deepseek-v3.2", 671_877_929_216), ("glm-5", 743_911_199_232)],
         *[("gpt-oss-20b", 20_914_757_184), ("gpt-oss-120b", 116_829_156_672)],
         *[
             ("qwen3-next-80b-a3b", 79_674_391_296),
@@ -852,6 +853,8 @@ def test_presets_have_the_published_parameter_counts(name, parameters):
         ("Qwen3_5MoeTextConfig", {}),
         ("OlmoHybridConfig", {}),
         ("KimiLinearConfig", {}),
+        ("DeepseekV32Config", {}),
+        ("GlmMoeDsaConfig", {"index_topk_pattern": "FFSSF" * 15 + "FFS"}),
         ("Lfm2MoeConfig", {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8}),
     ],
 )

@@ -51,14 +51,26 @@ def test_targets(family, names, roles, tmp_path):
 
 @pytest.mark.parametrize("family", sorted({name.partition(",")[0] for name in FAMILY_NAMES}))
 def test_all_names_of_a_family_are_all_linear(family, tmp_path):
-    """What PEFT's all-linear finds: every matrix of a layer but those of routers, experts and their latents."""
+    """Every matrix of a layer but those of routers, indexers, experts and their latents: PEFT's all-linear, which finds
+    those of indexers, too."""
     layer = FAMILY_NAMES[family].layer
     linears = [
         name
         for name, ours in layer.items()
         if not any(
             word in ours
-            for word in ("norm", "router", "experts", "shared_gate", "sinks", ".conv", ".a_log", ".dt_bias", "latent_")
+            for word in (
+                "norm",
+                "router",
+                "experts",
+                "shared_gate",
+                "sinks",
+                ".conv",
+                ".a_log",
+                ".dt_bias",
+                "latent_",
+                "indexer",
+            )
         )
         and ours != "mixer.d"
     ]

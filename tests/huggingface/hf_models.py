@@ -86,6 +86,8 @@ GLM_MOE = {
 }
 MSCALE = YARN | {"mscale": 0.7, "mscale_all_dim": 0.9, "beta_fast": 4, "beta_slow": 1, "rope_theta": 1e3}
 GROUPS = {"n_group": 4, "topk_group": 2}
+# With few heads relu makes many scores of an indexer equal, and transformers' choice among them is not defined.
+INDEXER = {"q_lora_rank": 12, "index_topk": 5, "index_n_heads": 16, "index_head_dim": 12}
 
 
 LINEAR = ["linear_attention", "full_attention", "linear_attention"]
@@ -276,6 +278,16 @@ CASES = {
         LATENT | TIED | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
         BF16,
     ),
+    "deepseek_v32": Case("DeepseekV32", LATENT | UNTIED | GROUPS | INDEXER | {"rope_parameters": MSCALE}, shard="20KB"),
+    "deepseek_v32, tied, no groups, not renormalized": Case(
+        "DeepseekV32", LATENT | TIED | INDEXER | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False}, BF16
+    ),
+    "glm_moe_dsa": Case(
+        "GlmMoeDsa", LATENT | UNTIED | INDEXER | {"indexer_types": ["full", "shared", "full"]}, shard="20KB"
+    ),
+    "glm_moe_dsa, tied, all full, yarn rope": Case(
+        "GlmMoeDsa", LATENT | TIED | GROUPS | INDEXER | {"rope_parameters": MSCALE}, BF16
+    ),
     "glm4_moe": Case("Glm4Moe", SIZES | UNTIED | GLM_MOE | {"use_qk_norm": True, "attention_bias": True}, shard="20KB"),
     "glm4_moe, groups, tied": Case(
         "Glm4Moe", SIZES | TIED | GLM_MOE | {"n_group": 4, "topk_group": 2, "norm_topk_prob": False}, BF16
@@ -419,6 +431,8 @@ LAYOUT_CASES = [
     "qwen3_moe",
     "deepseek_v2, lite, yarn rope",
     "deepseek_v3",
+    "deepseek_v32",
+    "glm_moe_dsa",
     "gpt_oss",
     "glm4_moe",
     "nemotron, tied, biases",
