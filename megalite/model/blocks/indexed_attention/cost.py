@@ -46,7 +46,7 @@ def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> Block
         by_heads = share.cp > 1 and share.context == "ulysses"
         queries = share.tokens * (share.cp if by_heads else 1)
         if selecting:
-            kept = (*kept, Buffer("selected rows", queries * top, "row"))
+            kept = (*kept, Buffer("selected rows", queries * top, "row", "full"))
     else:
         kept = scores(units, block.layer, heads).kept
     attention = AttentionCost(
