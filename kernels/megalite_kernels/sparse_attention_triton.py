@@ -139,7 +139,7 @@ def _backward(
         k_rest = _rest(keys, key, exists, k_t, k_tile, DIM, WIDTH, REST)
         v_tile = k_tile if SHARED else _load(values, key, exists, v_t, 0, VDIM, VWIDTH)
         x = _scores(k_tile, k_rest, q_tile, q_rest, REST) * (SCALE * _LOG2E)
-        p = tl.where(exists[:, None], tl.exp2(x - shift[None, :]), 0.0)
+        p = tl.exp2(tl.where(exists[:, None], x - shift[None, :], -float("inf")))
         dp = tl.dot(v_tile, tl.trans(grad))
         ds = (p * (dp - inner[None, :]) * SCALE).to(k_tile.dtype)
         slot = at + tl.arange(0, SLOTS)
@@ -178,9 +178,9 @@ def _probabilities(
             q_rest = _rest(q, head, is_head, q_h, q_tile, DIM, WIDTH, REST)
             shift = tl.load(lse + line * (GROUPS * GROUP) + head, mask=is_head, other=float("inf")) * _LOG2E
             x = _scores(k_tile, k_rest, q_tile, q_rest, REST) * (SCALE * _LOG2E)
-            sums += tl.sum(tl.exp2(x - shift[None, :]), 1)
+            sums += tl.sum(tl.exp2(tl.where(exists[:, None], x - shift[None, :], -float("inf"))), 1)
     slot = at + tl.arange(0, SLOTS)
-    tl.store(summed + line * top + slot, tl.where(exists, sums, 0.0), mask=slot < top)
+    tl.store(summed + line * top + slot, sums, mask=slot < top)
 
 
 class SparseTile(NamedTuple):
