@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from megalite.families import layer_lists
 from megalite.families.refusal import refuse
 
 METHODS = {"softmax": ("greedy", "group_limited_greedy"), "sigmoid": ("noaux_tc",)}
@@ -67,6 +68,37 @@ def dense_layers(given: dict[str, Any]) -> list[int]:
     if given["moe_layer_freq"] != 1:
         raise refuse("moe_layer_freq", given["moe_layer_freq"], "is not supported. Legal value: 1.")
     return list(range(given["first_k_dense_replace"]))
+
+
+def dense_layers_of_types(given: dict[str, Any]) -> list[int]:
+    """The same where mlp_layer_types may list the layers."""
+    if given["mlp_layer_types"] is None:
+        return [layer for layer in dense_layers(given) if layer < given["num_hidden_layers"]]
+    return layer_lists.dense_layers(given)
+
+
+def indexed_layers(given: dict[str, Any]) -> None:
+    """Checks that every layer has an indexer or shares a selection: then model.layer_blocks is null."""
+    if given["q_lora_rank"] is None:
+        raise refuse("q_lora_rank", None, f"is not supported by the {given['model_type']} family.")
+    types = given["layer_types"]
+    if types is not None and set(types) != {"indexed_attention"}:
+        raise refuse("layer_types", types, "is not supported. Legal value: indexed_attention in each layer.")
+
+
+def indexer_types(given: dict[str, Any]) -> list[str] | None:
+    """Which layers have an indexer (full), as listed, by a pattern of F and S, or every n-th after an offset.
+
+    None: all.
+    """
+    types, pattern, number = given["indexer_types"], given["index_topk_pattern"], given["num_hidden_layers"]
+    if types is None and isinstance(pattern, str):
+        types = [{"F": "full", "S": "shared"}[letter] for letter in pattern]
+    elif types is None:
+        frequency, offset = max(given["index_topk_freq"], 1), given["index_skip_topk_offset"]
+        every = [max(layer - offset + 1, 0) % frequency == 0 for layer in range(number)]
+        types = list(pattern) if pattern else ["full" if full else "shared" for full in every]
+    return None if set(types) == {"full"} else list(types)
 
 
 def shared_width(given: dict[str, Any]) -> int:
@@ -137,3 +169,14 @@ def shared_fields(values: dict[str, Any]) -> dict[str, Any]:
 
 def dense_fields(values: dict[str, Any]) -> dict[str, Any]:
     return {"first_k_dense_replace": len(values["mlp_only_layers"] or ()), "moe_layer_freq": 1}
+
+
+def type_fields(values: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `dense_layers_of_types`."""
+    dense = values["mlp_only_layers"] or ()
+    first = list(dense) == list(range(len(dense)))
+    return layer_lists.dense_fields(values) | (dense_fields(values) if first else {})
+
+
+def indexer_fields(values: dict[str, Any]) -> dict[str, Any]:
+    return {"indexer_types": values["indexer_types"] or ["full"] * values["num_hidden_layers"]}

@@ -16,6 +16,7 @@ from megalite.families.query_scale import query_scale_entries
 _TRAINING_ONLY = (
     *("embedding_dropout", "attention_dropout", "residual_dropout"),
     *("router_aux_loss_coef", "router_z_loss_coef", "expert_capacity_factor", "mtp_layers"),
+    "index_loss_coef",
 )
 _MIXTURE = (
     *(
@@ -102,6 +103,8 @@ def meaning(model: ModelConfig) -> dict[str, Any]:
         "sliding_window_layers": local,
     }
     values |= _mixture_meaning(model)
+    if all(each == "full" for each in model.indexer_types or ()):
+        values["indexer_types"] = None
     derived = replace(model, layer_blocks=None)
     if all(model.block_groups(layer) == derived.block_groups(layer) for layer in layers):
         values["layer_blocks"] = None
@@ -212,6 +215,9 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "attention_scale=latents": lambda values: {},  # with rope_scaling
     "num_key_value_heads=all": lambda values: {"num_key_value_heads": values["num_key_value_heads"]},
     "mlp_only_layers=first": deepseek.dense_fields,
+    "mlp_only_layers=first_or_types": deepseek.type_fields,
+    "layer_blocks=indexed": lambda values: {},
+    "indexer_types": deepseek.indexer_fields,
     "shared_expert_intermediate_size": deepseek.shared_fields,
     "n_group": lambda values: {"n_group": values["n_group"] or 1},
     "topk_group": lambda values: {"topk_group": values["topk_group"] or 1},

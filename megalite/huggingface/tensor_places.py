@@ -292,6 +292,8 @@ def _ordered(name: str, place: TensorPlace, model: ModelConfig, names: Names) ->
         return replace(place, rows=parts)
     if ".attention." not in name:
         return place
+    if ".indexer." in name:
+        return _of_indexer(part, place, model, names)
     if model.kv_lora_rank is not None:
         return _decoupled(part, place, model, names)
     heads, kv_heads, size, _, rotating = model.attention_shape(int(name.split(".")[1]))
@@ -307,6 +309,15 @@ def _ordered(name: str, place: TensorPlace, model: ModelConfig, names: Names) ->
         return place
     start = 0 if names.grouped else place.rows[0]
     return replace(place, rows=rows_of(tuple(order), tuple(channels), start))
+
+
+def _of_indexer(part: str, place: TensorPlace, model: ModelConfig, names: Names) -> TensorPlace:
+    """Return the same for an indexer, the first channels of whose heads rotate."""
+    if part == "weights" or not names.interleaved_indexer:
+        return place
+    rotating, dim = model.qk_rope_head_dim, model.index_head_dim
+    channels = (*rotated_channels(rotating, rotating, interleaved=True), *range(rotating, dim))
+    return replace(place, rows=rows_of(tuple(range(len(place.rows) // dim)), channels, 0))
 
 
 def _decoupled(part: str, place: TensorPlace, model: ModelConfig, names: Names) -> TensorPlace:

@@ -142,6 +142,10 @@ class BlockKind:
         """
         return False
 
+    def counts_queries(self, model: ModelConfig) -> bool:
+        """Return whether it has a loss that is a mean over all tokens but padding (`model.queries`)."""
+        return False
+
     def output_factor(self, model: ModelConfig) -> float:
         """Return the factor on its output, before the sum."""
         return 1.0
@@ -156,6 +160,13 @@ class BlockKind:
         """
         cost: BlockCost = self.file("cost").cost(units, block, matmuls)
         return cost
+
+    def follows(self, model: ModelConfig, layer: int) -> bool:
+        """Return whether it uses what a block of an earlier layer has computed besides the stream.
+
+        No stage may then begin with the layer.
+        """
+        return False
 
     def state_sizes(self, model: ModelConfig, share: Share) -> StateSizes | None:
         """Return what its recurrence passes or exchanges over cp, or None if it has none."""

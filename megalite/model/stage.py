@@ -243,7 +243,10 @@ class Stage(nn.Module):
     def forward(
         self, x: Tensor, microbatch: Microbatch, state: ForwardState, loss_scale: float | Tensor
     ) -> StageOutput:
-        state.targets, state.loss_scale = microbatch.targets, loss_scale
+        state.targets, state.loss_scale, state.query_scale = microbatch.targets, loss_scale, loss_scale
+        if microbatch.queries is not None:
+            state.counted = microbatch.queries.counted
+            state.query_scale = loss_scale * microbatch.queries.factor
         x = self.trunk(x, state)
         if self.head is None:
             return StageOutput(x, state.statistics)

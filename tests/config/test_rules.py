@@ -163,6 +163,22 @@ LATENT_ROWS = {  # rule: what breaks it, next to latents, and what the same opti
     "model.v_head_dim in range": ("model.v_head_dim", 0, 1),
 }
 WINDOWED = {"model.sliding_window": 5, "model.sliding_window_layers": [1]}
+# the defaults of the widths that rotate and of indexers fit each other
+INDEXED = LATENTS | {"model.q_lora_rank": 8, "model.index_topk": 4}
+SHARED = {"model.indexer_types": ["full", "shared", "full", "full"]}
+INDEXED_ROWS = {  # rule: what breaks it, next to an indexer, and what the same option must be
+    "an indexer needs q_lora_rank": ("model.q_lora_rank", None, 8),
+    "sliding_window is incompatible with an indexer": ("model.sliding_window", 4, None),
+    "attention_softcap is incompatible with an indexer": ("model.attention_softcap", 5.0, None),
+    "attention_dropout is incompatible with an indexer": ("model.attention_dropout", 0.1, 0.0),
+    "the rotating channels of an indexer are some of its own": ("model.index_head_dim", 62, 64),
+    "an indexer type for each layer": ("model.indexer_types", ["full"] * 3, ["full"] * 4),
+    "indexer types are known": ("model.indexer_types", ["full", "fulll", "full", "full"], ["full"] * 4),
+    "a selection to share": ("model.indexer_types", ["shared", "full", "full", "full"], ["full"] * 4),
+    "model.index_topk in range": ("model.index_topk", 0, 1),
+    "model.index_n_heads in range": ("model.index_n_heads", 0, 1),
+    "model.index_loss_coef in range": ("model.index_loss_coef", -0.1, 0.0),
+}
 GRAPHS = {"train.graphs": True}
 GRAPHED: list[tuple[str, Any, Any, dict[str, Any]]] = [  # option, what graphs do not support, what they do, others
     ("parallel.tp", 2, 1, {}),
@@ -172,6 +188,7 @@ GRAPHED: list[tuple[str, Any, Any, dict[str, Any]]] = [  # option, what graphs d
     ("parallel.schedule", "zb-h1", "gpipe", {}),
     ("model.num_experts", 4, None, {}),
     ("model.mtp_layers", 1, 0, {}),
+    ("model.index_topk", 4, None, {"model.kv_lora_rank": 8, "model.q_lora_rank": 8}),
     *((f"model.{name}_dropout", 0.1, 0.0, {}) for name in ("embedding", "attention", "residual")),
     ("lora.dropout", 0.1, 0.0, {"lora.rank": 4}),
     ("data.reset_positions", True, False, {}),
@@ -226,6 +243,56 @@ ROWS = [
         for name in ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     ),
     *(Row(rule, LATENTS | {option: bad}, {option: good}) for rule, (option, bad, good) in LATENT_ROWS.items()),
+    *(
+        Row(f"{name} needs an indexer", {f"model.{name}": value}, INDEXED, ("model.index_topk = null",))
+        for name, value in (
+            *(("index_n_heads", 8), ("index_head_dim", 64), ("index_loss_coef", 0.1)),
+            ("indexer_types", SHARED["model.indexer_types"]),
+        )
+    ),
+    Row("an indexer needs kv_lora_rank", {"model.index_topk": 4}, INDEXED, ("requires model.kv_lora_rank",)),
+    *(Row(rule, INDEXED | {option: bad}, {option: good}) for rule, (option, bad, good) in INDEXED_ROWS.items()),
+    Row(
+        "model.index_head_dim in range",
+        INDEXED | {"model.qk_rope_head_dim": 2, "model.index_head_dim": 0},
+        {"model.index_head_dim": 2},
+    ),
+    Row(
+        "indexed_attention blocks and index_topk",
+        LATENTS | {"model.layer_blocks": ["indexed_attention+feed_forward"] * 4},
+        INDEXED,
+        ("model.index_topk = null", "name latent_attention"),
+    ),
+    Row(
+        "stages begin where an indexer selects",
+        INDEXED | SHARED | {"parallel.pp": 2, "parallel.partition": [1, 3]},
+        {"parallel.partition": [2, 2]},
+        ("begins a stage at layer 1", "Begin stages at layers 0, 2, 3"),
+    ),
+    Row(
+        "enough layers where an indexer selects",
+        INDEXED | SHARED | {"parallel.pp": 4},
+        {"parallel.pp": 2},
+        ("makes 4 stages, but only 3 layers are full", "Nearest: 3."),
+    ),
+    Row(
+        "adapters leave indexers as they are",
+        INDEXED | {"model.index_loss_coef": 0.1, "lora.rank": 4},
+        {"model.index_loss_coef": 0.0},
+        ("indexers are frozen",),
+    ),
+    Row(
+        "a warm-up trains indexers",
+        INDEXED | {"train.indexer": "warmup"},
+        {"model.index_loss_coef": 0.1},
+        ("model.index_loss_coef is not set",),
+    ),
+    Row(
+        "blocks support context parallelism",
+        INDEXED | {"parallel.cp": 2, "parallel.context": "ring"},
+        {"parallel.context": "gather"},
+        ("indexed_attention", "Legal values: ulysses, gather, auto."),
+    ),
     Row(
         "model.qk_rope_head_dim in range",
         LATENTS | {"model.qk_rope_head_dim": 0, "model.position": "none"},

@@ -883,7 +883,7 @@ def test_an_activation_of_another_name_is_the_same():
             MIMO | {"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": LOCAL_YARN}},
             "layers with a window have no rotary scaling.",
         ),
-        (MIMO | {"mlp_layer_types": ["dense"]}, "must have 3 entries, dense or sparse."),
+        (MIMO | {"mlp_layer_types": ["dense"]}, "must have 3 entries, each dense or sparse."),
         (LAGUNA | {"gating": False}, "gating = False is not supported. Legal values: True, per-head, per-element."),
         (LAGUNA | {"num_attention_heads_per_layer": [6]}, "must have 3 entries."),
         (
@@ -1128,6 +1128,7 @@ def test_export_finds_the_family_and_refuses_what_none_expresses():
         ],
         # the latter without the biases of its routers
         *[("deepseek-v2-lite", 15_706_484_224), ("deepseek-v3", 671_026_404_352)],
+        *[("deepseek-v3.2", 671_877_929_216), ("glm-5", 743_911_199_232)],
         *[("gpt-oss-20b", 20_914_757_184), ("gpt-oss-120b", 116_829_156_672)],
         *[
             ("qwen3-next-80b-a3b", 79_674_391_296),
@@ -1166,6 +1167,8 @@ def test_presets_have_the_published_parameter_counts(name, parameters):
         ("Jais2Config", {}),
         *((name, {}) for name in ("SolarOpenConfig", "Ministral3Config", "Glm4MoeLiteConfig", "YoutuConfig")),
         ("Mistral4Config", {}),
+        ("DeepseekV32Config", {}),
+        ("GlmMoeDsaConfig", {"index_topk_pattern": "FFSSF" * 15 + "FFS"}),
         ("Lfm2MoeConfig", {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8}),
         # FlexOlmo-7x7B-1T, MiniMax-M2 (229 billion), ERNIE-4.5-21B-A3B-PT and Hy3-preview (295 billion)
         *[("FlexOlmoConfig", {}), ("MiniMaxM2Config", {}), ("Ernie4_5_MoeConfig", {}), ("HYV3Config", {})],

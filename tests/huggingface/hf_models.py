@@ -99,6 +99,8 @@ SCALED_QUERIES = YARN | {"original_max_position_embeddings": 8, "beta_fast": 4, 
 SCALED_QUERIES |= {"mscale": 1.0, "mscale_all_dim": 0.9, "llama_4_scaling_beta": 0.6}
 FROM_LATENTS = {key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}
 YOUTU = {key: value for key, value in FROM_LATENTS.items() if not key.startswith(("n_", "num_experts", "moe_"))}
+# With few heads relu makes many scores of an indexer equal, and transformers' choice among them is not defined.
+INDEXER = {"q_lora_rank": 12, "index_topk": 5, "index_n_heads": 16, "index_head_dim": 12}
 
 
 LINEAR = ["linear_attention", "full_attention", "linear_attention"]
@@ -333,6 +335,16 @@ CASES = {
         "DeepseekV3",
         LATENT | TIED | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
         BF16,
+    ),
+    "deepseek_v32": Case("DeepseekV32", LATENT | UNTIED | GROUPS | INDEXER | {"rope_parameters": MSCALE}, shard="20KB"),
+    "deepseek_v32, tied, no groups, not renormalized": Case(
+        "DeepseekV32", LATENT | TIED | INDEXER | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False}, BF16
+    ),
+    "glm_moe_dsa": Case(
+        "GlmMoeDsa", LATENT | UNTIED | INDEXER | {"indexer_types": ["full", "shared", "full"]}, shard="20KB"
+    ),
+    "glm_moe_dsa, tied, all full, yarn rope": Case(
+        "GlmMoeDsa", LATENT | TIED | GROUPS | INDEXER | {"rope_parameters": MSCALE}, BF16
     ),
     "glm4_moe": Case("Glm4Moe", SIZES | UNTIED | GLM_MOE | {"use_qk_norm": True, "attention_bias": True}, shard="20KB"),
     "glm4_moe, groups, tied": Case(
@@ -616,6 +628,8 @@ LAYOUT_CASES = [
     "qwen3_moe",
     "deepseek_v2, lite, yarn rope",
     "deepseek_v3",
+    "deepseek_v32",
+    "glm_moe_dsa",
     "gpt_oss",
     "glm4_moe",
     "dots1",

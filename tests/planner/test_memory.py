@@ -45,6 +45,8 @@ LATENTS = {
     "v_head_dim": 6,
 }
 QUERIES = LATENTS | {"q_lora_rank": 10}
+INDEXED = QUERIES | {"index_topk": 20, "index_n_heads": 4, "index_head_dim": 6, "index_loss_coef": 0.5}
+SHARING = INDEXED | {"indexer_types": ["full", "shared", "full", "shared"]}
 DECAYS = {"layer_blocks": [f"{decaying_convolution.KIND}+feed_forward"] * 4}
 DELTA = {
     "layer_blocks": ["delta+feed_forward"] * 4,
@@ -149,6 +151,10 @@ ALONE = {
     "adapters of some projections": {"lora": SOME},
     "DoRA": {"lora": DORA | {"targets": ["q", "o", "down"]}, "model": GPT2},
     "latents, factors on queries": {"model": LATENTS | FACTORS},
+    "an indexer": {"model": SHARING},
+    "an indexer, not trained": {"model": SHARING | {"index_loss_coef": 0.0}, "train": {"precision": "bf16"}},
+    "an indexer, recomputed": {"model": SHARING, "train": {"recompute": "full"}},
+    "an indexer of all rows": {"model": INDEXED | {"index_topk": 80}},
     "two modules ahead": {"model": {"mtp_layers": 2}},
     "a module ahead, tied, recomputed": {
         "model": {"mtp_layers": 1, "tie_word_embeddings": True},
@@ -169,6 +175,10 @@ ON_TWO = {
     "pp, zb-h1, adapters": {"pp": 2, "schedule": "zb-h1", "lora": SOME},
     "pp, zb-h1, DoRA": {"pp": 2, "schedule": "zb-h1", "lora": DORA},
     "tp and sp, latents": {"tp": 2, "sequence_parallel": True, "model": QUERIES},
+    "tp, an indexer": {"tp": 2, "model": SHARING},
+    "tp and sp, an indexer": {"tp": 2, "sequence_parallel": True, "model": SHARING},
+    "cp, gather, an indexer": {"cp": 2, "context": "gather", "model": SHARING},
+    "cp, ulysses, an indexer": {"cp": 2, "model": SHARING},
     "tp and sp, a module ahead": {"tp": 2, "sequence_parallel": True, "model": {"mtp_layers": 1}},
     "pp, zb-h1, a module ahead": {"pp": 2, "schedule": "zb-h1", "model": {"mtp_layers": 1}},
     "pp, zb-h1, unlike layers": {"pp": 2, "schedule": "zb-h1", "model": {"layer_blocks": UNLIKE}},
@@ -405,6 +415,12 @@ TRAFFIC = {
         }
     },
     "cp, ulysses, latents": {"cp": 2, "model": LATENTS},
+    "tp, indexers": {"tp": 2, "model": SHARING},
+    "tp and sp, indexers": {"tp": 2, "sequence_parallel": True, "model": SHARING},
+    "cp, gather, tp and sp, indexers": {
+        **{"cp": 2, "context": "gather", "tp": 2, "sequence_parallel": True, "zero": 0, "model": SHARING}
+    },
+    "cp, ulysses, indexers": {"cp": 2, "model": SHARING},
     "cp, tp and sp, states passed": {
         **{"cp": 2, "context": "gather", "tp": 2, "sequence_parallel": True, "zero": 0, "model": DELTA}
     },

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 from megalite.config.attention_shapes import AttentionShape
 from megalite.config.dims import ParallelDims, shared_evenly, whole_heads
-from megalite.config.layer_blocks import EVERY_CONTEXT, LAYER_BLOCKS, blocks_in
+from megalite.config.layer_blocks import EVERY_CONTEXT, LAYER_BLOCKS
 from megalite.config.rule import Rule, around, describe_legal, divisors, multiples, show
 from megalite.config.rules.context import RuleContext
 from megalite.config.rules.mixers import whole_mixers
@@ -36,8 +37,8 @@ def legal_inner(c: RuleContext) -> list[int]:
 
 
 def _block_without_context(c: RuleContext, context: str) -> str | None:
-    """Return a kind of block in model.layer_blocks that does not support a value of parallel.context."""
-    names = (name for entry in c.model.layer_blocks or () for name in blocks_in(entry))
+    """Return a kind of the model's blocks that does not support a value of parallel.context."""
+    names = [name for layer in range(c.model.num_hidden_layers) for name in c.model.block_names(layer)]
     return next((n for n in names if n in LAYER_BLOCKS and context not in LAYER_BLOCKS[n].context), None)
 
 
@@ -104,6 +105,18 @@ def _example_partition(c: RuleContext) -> str:
         f"For {layers} layers on {stages} stages, for example: "
         f"{[each + (stage < rest) for stage in range(stages)]}."
     )
+
+
+def _starts(c: RuleContext) -> list[int]:
+    """The layers (0-based) at which a stage may begin: no selection of rows is sent to them."""
+    layers = range(c.model.num_hidden_layers)
+    return [layer for layer in layers if c.model.selecting_layer(layer) in (layer, -1)]
+
+
+def _wrong_start(c: RuleContext) -> int | None:
+    """The first layer at which a stage of parallel.partition begins and may not."""
+    first = list(accumulate(c.parallel.partition or (), initial=0))[:-1]
+    return next((layer for layer in first if layer not in _starts(c)), None)
 
 
 def _too_many_stages(c: RuleContext) -> str:
@@ -336,6 +349,26 @@ RULES: tuple[Rule, ...] = (
             f"{c.model.num_hidden_layers}"
         ),
         legal=_example_partition,
+    ),
+    Rule(
+        "stages begin where an indexer selects",
+        "parallel.partition",
+        lambda c: c.parallel.partition and _wrong_start(c) is not None,
+        message=lambda c: (
+            f"begins a stage at layer {_wrong_start(c)}, which attends to the rows that the layer before has "
+            "selected (model.indexer_types): selections are not sent to other stages"
+        ),
+        legal=lambda c: f"Begin stages at layers {', '.join(map(str, _starts(c)))}, or remove it.",
+    ),
+    Rule(
+        "enough layers where an indexer selects",
+        "parallel.pp",
+        lambda c: c.parallel.partition is None and c.dims.stages > len(_starts(c)),
+        message=lambda c: (
+            f"makes {c.dims.stages} stages, but only {len(_starts(c))} layers are full in "
+            "model.indexer_types, with one of which each stage must begin"
+        ),
+        legal=lambda c: range(1, len(_starts(c)) // c.dims.virtual_stages + 1),
     ),
     Rule(
         "a cost for each part",

@@ -37,8 +37,9 @@ ROPE_SCALING_KEYS: dict[str, tuple[str, ...]] = {
 """rope_type → the other keys of model.rope_scaling, all required. yarn may have `truncate: false`, too."""
 
 
-ATTENTION, LATENTS, MIXTURE, MTP = ("attention",), ("latent_attention",), ("mixture",), ("mtp",)
-ANY_ATTENTION, ANY_FEED_FORWARD = ("attention", "latent_attention"), ("feed_forward", "mixture")
+ATTENTION, INDEXED, MIXTURE, MTP = ("attention",), ("indexed_attention",), ("mixture",), ("mtp",)
+LATENTS = ("latent_attention", *INDEXED)
+ANY_ATTENTION, ANY_FEED_FORWARD = (*ATTENTION, *LATENTS), ("feed_forward", "mixture")
 DELTA, MAMBA, CONVOLUTION = ("delta",), ("mamba",), ("convolution",)
 """Whose fields some of ModelConfig's are (`option`)."""
 
@@ -49,9 +50,9 @@ class ModelConfig:
 
     preset: str | None = None
     """Named model shape: tiny, gpt2-124m, llama-3.2-1b, llama-3-8b, llama-3.1-8b, llama-3-70b, llama-3.1-70b,
-    mixtral-8x7b, olmoe-1b-7b, qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v2-lite, deepseek-v3, gpt-oss-20b or
-    gpt-oss-120b. It replaces the shape that earlier files give; other fields of this section beside it, or
-    later, override it."""
+    mixtral-8x7b, olmoe-1b-7b, qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v2-lite, deepseek-v3, deepseek-v3.2,
+    glm-5, gpt-oss-20b or gpt-oss-120b. It replaces the shape that earlier files give; other fields of this
+    section beside it, or later, override it."""
     from_hf: str | None = option(None, path=True)
     """Hugging Face model whose config.json gives the shape: a directory, or org/name on the Hub. No weights
     are read. It replaces the shape that earlier files give, as a preset does."""
@@ -77,9 +78,9 @@ class ModelConfig:
     """Kinds of the blocks of each layer: joined by + they follow each other (attention+feed_forward,
     delta+mixture), joined by | they are beside each other, with one norm for all of them
     (mamba|attention+feed_forward); a layer may have one block (mamba). Known are attention, latent_attention,
-    delta (gated delta rule), mamba (Mamba-2), convolution, feed_forward and mixture. null: attention
-    (latent_attention with kv_lora_rank), then mixture in layers with experts, else feed_forward; so have the
-    layers of mtp_layers."""
+    indexed_attention, delta (gated delta rule), mamba (Mamba-2), convolution, feed_forward and mixture. null:
+    attention (latent_attention with kv_lora_rank, indexed_attention with index_topk), then mixture in layers
+    with experts, else feed_forward; so have the layers of mtp_layers."""
     mtp_layers: int = option(0, NOT_NEGATIVE, kinds=MTP)
     """Number of modules of multi-token prediction (DeepSeek-V3): each has one more layer, and in training
     predicts one token further ahead. Evaluation and generation do not use them."""
@@ -111,6 +112,20 @@ class ModelConfig:
     heads."""
     v_head_dim: int = option(128, SIZE, kinds=LATENTS)
     """With kv_lora_rank, width of a value's head."""
+    index_topk: int | None = option(None, SIZE, kinds=INDEXED)
+    """Sparse attention (DeepSeek-V3.2, with kv_lora_rank and q_lora_rank): number of rows that a token
+    attends to, those that an indexer scores highest. null: all rows."""
+    index_n_heads: int = option(64, SIZE, kinds=INDEXED)
+    """With index_topk, number of an indexer's heads."""
+    index_head_dim: int = option(128, SIZE, kinds=INDEXED)
+    """With index_topk, width of an indexer's head, of which the first qk_rope_head_dim channels rotate."""
+    indexer_types: list[str] | None = option(None, kinds=INDEXED)
+    """With index_topk, full or shared for each layer: it has an indexer, or attends to the rows that the last
+    full layer has selected (GLM-5). null: all are full; so are the layers of mtp_layers."""
+    index_loss_coef: float = option(0.0, NOT_NEGATIVE, kinds=INDEXED)
+    """With index_topk, coefficient of the loss that trains the indexers, the mean over tokens of the
+    divergence of their scores from the probabilities of attention. 0: no loss, and the indexers are not
+    trained."""
     max_position_embeddings: int = option(2048, SIZE)
     """Maximum sequence length, in tokens; also the number of rows of a learned position table."""
     tie_word_embeddings: bool = False
@@ -473,6 +488,15 @@ class ModelConfig:
         embedding."""
         return ["embedding"] if self.tie_word_embeddings else ["embedding", "head"]
 
+    def selecting_layer(self, layer: int) -> int:
+        """The layer whose indexer selects the rows of a layer: the last full one up to it; -1: none."""
+        types = self.indexer_types or ()
+        for index in range(layer, -1, -1):
+            full = index >= len(types) or types[index] == "full"
+            if full and "indexed_attention" in self.block_names(index):
+                return index
+        return -1
+
     def window(self, layer: int) -> int | None:
         """Number of positions that a token of this layer attends to, its own included; None: all."""
         local = self.sliding_window_layers is None or layer in self.sliding_window_layers
@@ -491,6 +515,8 @@ class ModelConfig:
         if self.layer_blocks is not None and layer < len(self.layer_blocks):
             return groups_in(self.layer_blocks[layer])
         attention = "attention" if self.kv_lora_rank is None else "latent_attention"
+        if self.index_topk is not None:
+            attention = "indexed_attention"
         return (attention,), ("mixture" if self.is_mixture(layer) else "feed_forward",)
 
     def block_names(self, layer: int) -> tuple[str, ...]:
@@ -762,6 +788,79 @@ def _without_gate(name: str) -> Rule:
     )
 
 
+def _without_indexer(name: str) -> Rule:
+    return Rule(
+        f"{name} needs an indexer",
+        f"model.{name}",
+        lambda c: c.model.index_topk is None and getattr(c.model, name) != getattr(ModelConfig(), name),
+        message="has no effect: {model.index_topk}",
+        legal="Remove it, or set model.index_topk.",
+    )
+
+
+def _indexer_needs(name: str) -> Rule:
+    return Rule(
+        f"an indexer needs {name}",
+        "model.index_topk",
+        lambda c: c.model.index_topk is not None and getattr(c.model, name) is None,
+        message=f"requires model.{name}, the width of a latent, which is null",
+        legal=f"Set model.{name}, or remove model.index_topk.",
+    )
+
+
+def _not_with_indexer(name: str, legal: str) -> Rule:
+    return Rule(
+        f"{name} is incompatible with an indexer",
+        f"model.{name}",
+        lambda c: c.model.index_topk is not None and getattr(c.model, name) != getattr(ModelConfig(), name),
+        message="is incompatible with attention to selected rows, {model.index_topk}",
+        legal=legal,
+    )
+
+
+_INDEXED = (
+    *map(_without_indexer, ("index_n_heads", "index_head_dim", "indexer_types", "index_loss_coef")),
+    *map(_indexer_needs, ("kv_lora_rank", "q_lora_rank")),
+    _not_with_indexer("sliding_window", "Remove it."),
+    _not_with_indexer("attention_softcap", "Remove it."),
+    _not_with_indexer("attention_dropout", "Set it to 0."),
+    Rule(
+        "the rotating channels of an indexer are some of its own",
+        "model.index_head_dim",
+        lambda c: c.model.index_topk is not None and c.model.index_head_dim < c.model.qk_rope_head_dim,
+        message="is smaller than {model.qk_rope_head_dim}, the number of its channels that rotate",
+        legal="Make it at least as large, or model.qk_rope_head_dim smaller.",
+    ),
+    Rule(
+        "an indexer type for each layer",
+        "model.indexer_types",
+        lambda c: (
+            c.model.indexer_types is not None and len(c.model.indexer_types) != c.model.num_hidden_layers
+        ),
+        value=lambda c: len(c.model.indexer_types or ()),
+        message="is the number of entries, which must be {model.num_hidden_layers}",
+        legal="Write one entry for each layer.",
+    ),
+    Rule(
+        "indexer types are known",
+        "model.indexer_types",
+        lambda c: set(c.model.indexer_types or ()) - {"full", "shared"},
+        message="has an entry that is neither full nor shared",
+        legal="Write full or shared for each layer.",
+    ),
+    Rule(
+        "a selection to share",
+        "model.indexer_types",
+        lambda c: any(
+            "indexed_attention" in c.model.block_names(layer) and c.model.selecting_layer(layer) < 0
+            for layer in range(c.model.num_hidden_layers)
+        ),
+        message="has a shared layer before the first full one: there is no selection to share",
+        legal="Make the first layer with indexed_attention full.",
+    ),
+)
+
+
 def _init_from(c: "RuleContext") -> str:
     return c.model.initial_weights or ""
 
@@ -872,6 +971,7 @@ RULES: tuple[Rule, ...] = (
         "{model.no_rope_layers}",
         legal="Set it to null, or model.position to rope and model.no_rope_layers to null.",
     ),
+    *_INDEXED,
     Rule(
         "gates have no sinks beside them",
         "model.attention_gate",
