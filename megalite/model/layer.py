@@ -27,7 +27,7 @@ from megalite.model.forward_state import Dropout, ForwardState, Site
 from megalite.model.kinds import KINDS, blocks_of
 from megalite.model.layer_options import LayerOptions
 from megalite.parallel.compiled_ops import CompiledOps
-from megalite.parallel.node import Chain, Differentiable, Node, Saved, in_turn
+from megalite.parallel.node import Chain, Differentiable, Node, Saved
 from megalite.parallel.tensor.norm import LayerNorm, RMSNorm
 from megalite.parallel.tensor.norm_weights import NO_WEIGHT, NormWeights
 from megalite.parallel.weight import Weights
@@ -89,11 +89,10 @@ class PlacedBlock(nn.Module):
         factor = model.residual_multiplier * KINDS[spec.kind].output_factor(model)
         if factor != 1.0:
             output.append(Scale(factor))
-        self.output = in_turn(output)
+        self.output = Chain(output)
         self.dropout = Dropout(
             model.residual_dropout, OUTPUT_DROPOUT[spec.slot], spec.layer, mesh.tp, options.sequence_parallel
         )
-        self.steps = output  # of `output`
         self.adds_directly = not output and self.dropout.probability == 0.0
         # whether `compute` and `gradient` may be used; they pass no dropout masks to adapters
         self.differentiates = self.block.differentiates and options.adapter_dropout == 0.0
@@ -110,18 +109,14 @@ class PlacedBlock(nn.Module):
         normed = x if self.has_no_norm else self.input_norm.compute(x, saved)
         if self.adds_directly:
             return self.block.compute(normed, saved, state, residual=x)
-        out = self.block.compute(normed, saved, state)
-        for step in self.steps:
-            out = step.compute(out, saved)
+        out = self.output.compute(self.block.compute(normed, saved, state), saved)
         if self.dropout.probability:
             out = self.dropout.compute(out, saved, state)
         return out.add_(x)
 
     def gradient(self, grad: Tensor, saved: Saved, state: ForwardState) -> Tensor:
         dout = self.dropout.gradient(grad, saved, state) if self.dropout.probability else grad
-        for step in reversed(self.steps):
-            dout = step.gradient(dout, saved)
-        dx = self.block.gradient(dout, saved, state)
+        dx = self.block.gradient(self.output.gradient(dout, saved), saved, state)
         # x is also the residual: its gradient there is that of the output
         return dx.add_(grad) if self.has_no_norm else self.input_norm.gradient(dx, saved, dtotal=grad)
 

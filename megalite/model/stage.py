@@ -28,7 +28,7 @@ from megalite.model.mtp.losses import further_losses
 from megalite.model.unit_numbers import head_unit
 from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.microbatch import Microbatch, StageOutput
-from megalite.parallel.node import Differentiable, in_turn
+from megalite.parallel.node import Chain, Differentiable
 from megalite.parallel.sharding.weight_gatherer import WeightGatherer
 from megalite.parallel.tensor.cross_entropy import CrossEntropy, loss_in_chunks
 from megalite.parallel.tensor.embedding import ParallelEmbedding
@@ -59,7 +59,7 @@ class Head(nn.Module):
         super().__init__()
         norm = make_norm(model, weights, "norm", options.ops)
         # cheaper than scaling the logits
-        self.norm = norm if model.logit_scale is None else in_turn([norm, Scale(model.logit_scale)])
+        self.norm = norm if model.logit_scale is None else Chain([norm, Scale(model.logit_scale)])
         name = "embedding.weight" if model.tie_word_embeddings else "head.weight"
         self.project = ColumnParallelLinear(weights[name], None, mesh.tp, options.sequence_parallel)
         self.softcap, self.loss = model.logit_softcap, loss

@@ -9,7 +9,7 @@ This module does no communication.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain, islice
 from typing import Any, Protocol
 
@@ -36,8 +36,13 @@ class Differentiable(Protocol):
 class Chain:
     """Operations one after the other."""
 
-    def __init__(self, operations: Sequence[Differentiable]):
+    def __init__(self, operations: Sequence[Any]):
         self.operations = operations
+
+    def __call__(self, x: Tensor) -> Tensor:
+        for operation in self.operations:
+            x = operation(x)
+        return x
 
     def compute(self, x: Tensor, saved: Saved, *context: Any) -> Tensor:
         for operation in self.operations:
@@ -48,17 +53,6 @@ class Chain:
         for operation in reversed(self.operations):
             grad = operation.gradient(grad, saved, *context)
         return grad
-
-
-def in_turn(functions: Sequence[Callable[[Tensor], Tensor]]) -> Callable[[Tensor], Tensor]:
-    """Return a function that calls functions of one tensor one after the other."""
-
-    def run(x: Tensor) -> Tensor:
-        for function in functions:
-            x = function(x)
-        return x
-
-    return run
 
 
 class Node(torch.autograd.Function):

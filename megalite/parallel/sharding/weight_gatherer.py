@@ -42,6 +42,8 @@ class WeightGatherer:
         log: TransferLog,
     ):
         self.buckets, self.by_unit, self.sharded_update, self.log = buckets, by_unit, sharded_update, log
+        # whether something is done where units start and end: weights that nobody gathers are there
+        self.has_boundaries = sharded_update
 
     def pre_forward(self, unit: int, x: Tensor) -> Tensor:
         """Make the weights of the unit available for its forward on x and the backward of it. Return x."""
@@ -58,11 +60,6 @@ class WeightGatherer:
 
     def release(self, unit: int) -> None:
         """Note that the forward or backward of a unit has ended."""
-
-    @property
-    def has_boundaries(self) -> bool:
-        """Whether something is done where units start and end: weights that nobody gathers are there."""
-        return self.sharded_update
 
     def between_boundaries(self, unit: int, operations: Sequence[Differentiable]) -> list[Differentiable]:
         """Return the operations of a unit as parts of a node, between its start and its end."""
