@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from functools import partial
 
 import torch
-from megalite_kernels import index_scores, sparse_attention
+from megalite_kernels import index_scores, selected_rows, sparse_attention
 from torch import Tensor
 
 from benchmarks.hybrid_cases import by_torch
@@ -75,7 +75,7 @@ def _indexer(sizes: Sizes) -> Iterable[KernelCase]:
 def _attention(sizes: Sizes) -> Iterable[KernelCase]:
     rows, queries, heads = sizes.of(8192, 12), sizes.of(1024, 2), sizes.of(16, 2)
     dim, width, top = sizes.of(576, 24), sizes.of(512, 16), sizes.of(2048, 3)
-    pairs = queries * heads * top
+    pairs, block = queries * heads * top, sizes.of(64, 2)
 
     def inputs() -> tuple[Tensor, Tensor, Tensor]:
         order = torch.rand(queries, 1, rows, device=sizes.device).argsort(-1)[..., :top]
@@ -109,6 +109,18 @@ def _attention(sizes: Sizes) -> Iterable[KernelCase]:
 
         return Contest(run, {EAGER: lambda: by_torch(run)})
 
+    def make_sums() -> Contest:
+        q, keys, selection = inputs()
+        q, selection = q[:block], selection[:block]
+        factors, total = sizes.randn(block, 1, heads, top), torch.zeros_like(keys, dtype=torch.float32)
+
+        def run() -> None:
+            from megalite_kernels import selected_rows_triton
+
+            selected_rows_triton.add(total, factors, q, selection)
+
+        return Contest(run, {EAGER: lambda: lambda: selected_rows.add(total, factors.float(), q, selection)})
+
     shape, module = f"{queries} × {heads} × {dim} bf16, {top} of {rows} rows", "sparse_attention_triton"
     yield KernelCase(
         "sparse attention to latents, forward",
@@ -133,4 +145,12 @@ def _attention(sizes: Sizes) -> Iterable[KernelCase]:
         flops=2 * pairs * dim,
         module=module,
         tuned=("_probabilities",),
+    )
+    yield KernelCase(
+        "sums over the queries that select a row",
+        f"{block} × {heads} × {dim} bf16, {top} of {rows} rows",
+        make_sums,
+        flops=2 * block * heads * top * dim,
+        module="selected_rows_triton",
+        tuned=("_products", "_sum"),
     )

@@ -138,6 +138,18 @@ SETTINGS |= {
     ]
     for kernel in ("_packed", "_selected_scores", "_gradients")
 }
+SETTINGS[("selected_rows_triton", "_products")] = [
+    Setting({"SLOTS": slots, "CHANNELS": channels}, w, s)
+    for slots, channels in ((64, 64), (64, 128), (128, 64), (128, 128))
+    for w in (4, 8)
+    for s in (1, 2)
+]
+SETTINGS[("selected_rows_triton", "_sum")] = [
+    Setting({"QUERIES": queries, "CHANNELS": channels}, w)
+    for queries in (8, 16, 32)
+    for channels in (64, 128, 256)
+    for w in (2, 4)
+]
 """(module, kernel) → settings to try."""
 
 
