@@ -66,6 +66,16 @@ class TrainConfig:
     grad_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which gradients are accumulated and sent. fp32: at least fp32, which is fp64 with
     train.precision = fp64; bf16: half the memory, at lower precision."""
+    fp8: Literal["none", "block", "mxfp8"] = "none"
+    """Multiply the matrices of layers in fp8 (e4m3), in the forward and for input gradients. block: fp32
+    scales of 1 x 128 elements of activations and 128 x 128 of weights; mxfp8: power-of-two scales of 1 x 32.
+    Embedding, head, routers, norms, recurrences, weight gradients, communication and the optimizer keep their
+    precision, as do matrices whose part on a rank is not made of whole blocks. A device without fp8 matmuls
+    rounds the operands to fp8 and multiplies in fp32."""
+    fp8_power_of_two: bool = False
+    """With fp8: block, round scales so that they are powers of two."""
+    fp8_first_last: int = option(0, NOT_NEGATIVE)
+    """With fp8, the number of layers at each end of the model that keep train.precision."""
     recompute: str = "none"
     """Activations that backward recomputes: none, selective (attention), full (every layer), every-K (every
     K-th layer), budget (as little as memory_budget allows), or operations such as attn_norm+mlp_in, for all

@@ -32,6 +32,9 @@ class WeightGatherer:
         sharded_update: whether each rank updates only its part of a bucket, so that the parts must be
             gathered (ZeRO-1 and 2).
         log: records every gather.
+
+    Attributes:
+        updates: the number of changes of the weights so far.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class WeightGatherer:
         log: TransferLog,
     ):
         self.buckets, self.by_unit, self.sharded_update, self.log = buckets, by_unit, sharded_update, log
+        self.updates = 0
 
     def pre_forward(self, unit: int, x: Tensor) -> Tensor:
         """Make the weights of the unit available for its forward on x and the backward of it. Return x."""
@@ -70,6 +74,7 @@ class WeightGatherer:
 
         The forwards of the next step wait for them unit by unit, so that the gathers overlap with it.
         """
+        self.updates += 1
         for number, bucket in enumerate(self.buckets):
             if self.sharded_update and bucket.layout.trainable:
                 # only pending if no forward has run since the last update, as in a rollback
