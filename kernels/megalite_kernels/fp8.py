@@ -19,6 +19,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from megalite_kernels.backend import takes_triton
+
 BLOCK = 128
 """Elements of a block of `block`, in each dimension that has blocks."""
 MX_BLOCK = 32
@@ -52,6 +54,10 @@ def quantize(x: Tensor, block: tuple[int, int], power_of_two: bool = False) -> Q
         x: [.., rows, columns], in blocks of `block` (rows, columns) elements without remainder.
         power_of_two: round the factor 448 / amax down to a power of two, so that scaling is exact.
     """
+    if takes_triton(x) and x.dim() == 2 and x.numel():
+        from megalite_kernels import fp8_triton
+
+        return Quantized(*fp8_triton.quantize(x, block[0], power_of_two))
     blocks = _blocks(x, block)
     amax = blocks.abs().amax((-3, -1))
     # [.., block rows, block columns]: what elements are multiplied by
@@ -71,6 +77,10 @@ def quantize_mx(x: Tensor) -> Quantized:
     Args:
         x: [.., rows, columns], columns a multiple of 32.
     """
+    if takes_triton(x) and x.is_contiguous() and x.numel():
+        from megalite_kernels import fp8_triton
+
+        return Quantized(*fp8_triton.quantize_mx(x))
     blocks = _blocks(x, (1, MX_BLOCK))
     largest = blocks.abs().amax((-3, -1)) / LARGEST
     exponents = torch.where(largest.isfinite(), _ceil_to_exponent(largest), 255)
@@ -109,8 +119,8 @@ def _codes(scaled: Tensor) -> Tensor:
 
 
 def _floor_to_power_of_two(x: Tensor) -> Tensor:
-    """Round positive normal numbers down to a power of two, by their bits: log2 rounds near powers of two."""
-    return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+    """Round normal numbers ≥ 0 down to a power of two, by their bits: log2 is not exact near powers of two."""
+    return torch.where(x.isnan(), x, (x.view(torch.int32) & 0x7F800000).view(torch.float32))
 
 
 def _ceil_to_exponent(x: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite_kernels.fp8 import Quantized, dequantize
+from megalite_kernels import backend
+from megalite_kernels.fp8 import BLOCK, Quantized, dequantize
 from megalite_kernels.groups import Groups
 
 
@@ -20,6 +21,10 @@ def multiply(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     Args:
         dtype: of the result.
     """
+    if _takes(a, b, dtype):
+        from megalite_kernels.fp8_matmul_triton import fp8_matmul
+
+        return fp8_matmul(*a, *b, dtype)
     wide = torch.promote_types(dtype, torch.float32)
     return F.linear(dequantize(a, wide), dequantize(b, wide)).to(dtype)
 
@@ -29,9 +34,22 @@ def multiply_experts(a: Quantized, b: Quantized, groups: Groups, dtype: torch.dt
 
     Rows that belong to no group are undefined.
     """
+    if _takes(a, b, dtype):
+        from megalite_kernels.fp8_matmul_triton import fp8_matmul
+
+        return fp8_matmul(*a, *b, dtype, groups.ends)
     wide = torch.promote_types(dtype, torch.float32)
     rows, matrices = dequantize(a, wide), dequantize(b, wide)
     out = rows.new_empty(rows.shape[0], matrices.shape[1])
     for own, matrix, into in zip(groups.split(rows), matrices, groups.split(out), strict=True):
         torch.mm(own, matrix.t(), out=into)
     return out.to(dtype)
+
+
+def _takes(a: Quantized, b: Quantized, dtype: torch.dtype) -> bool:
+    """Return whether a kernel multiplies them: it needs scales of 1 × 128 and of 128 × 128."""
+    if not backend.takes_triton(a.scales) or dtype == torch.float64 or a.codes.shape[0] == 0:
+        return False
+    from megalite_kernels import fp8_matmul_triton
+
+    return b.codes.shape[-2] == BLOCK * b.scales.shape[-2] and fp8_matmul_triton.takes(a.codes.device)

@@ -92,9 +92,7 @@ class Fp8Matmuls(Matmuls):
         if self.forward_only:
             return super().input_gradient(grad)
         rows = grad.flatten(0, -2)
-        dx = multiply(
-            self.fp8.activations(rows[:, : self.rows]), self.quantized().along_outputs, grad.dtype
-        )
+        dx = multiply(self.fp8.activations(rows[:, : self.rows]), self.quantized().along_outputs, grad.dtype)
         if self.rows < len(self.tensor):
             dx.addmm_(rows[:, self.rows :], self.tensor[self.rows :])
         return dx.view(*grad.shape[:-1], -1)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from megalite.config.sections.train import TrainConfig
 from megalite.mesh.layout import Coordinates
-from megalite.parallel.spec import ParamSpec, Segment
+from megalite.parallel.spec import ParamSpec
 
 BLOCKS = {"block": 128, "mxfp8": 32}
 """Recipe → number of elements of a block, by which both dimensions of a part must be divisible."""

@@ -15,14 +15,21 @@ from tests.distributed.test_equivalence import assert_same_run
 from tests.support import jobs
 from tests.support.configs import case_of, config_of, config_of_one_process, write_tokens
 
-BASE = case_of(tied=False, kv_heads=4, vocab_size=96, layers=4, masked=True, dropout=0.0, precision="fp64") | {"microbatches": 4}
+BASE = case_of(tied=False, kv_heads=4, vocab_size=96, layers=4, masked=True, dropout=0.0, precision="fp64") | {
+    "microbatches": 4
+}
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "initializer_range": 0.1}
 MECHANISMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "block": ({}, {"fp8": "block"}),
     "powers of two, inner layers": ({}, {"fp8": "block", "fp8_power_of_two": True, "fp8_first_last": 1}),
     "mxfp8": ({}, {"fp8": "mxfp8"}),
     "experts": (
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 256},
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 128,
+            "shared_expert_intermediate_size": 256,
+        },
         {"fp8": "block"},
     ),
     "latents": (

@@ -69,9 +69,7 @@ def test_scales_and_codes_are_those_of_the_definition(block, power_of_two):
             assert scales[row, column] == factor.reciprocal()
             # the product is rounded to fp32, as kernels do
             expected = nearest_code((own.float() * factor).double())
-            assert torch.equal(
-                codes.view(torch.uint8).long().view(blocks.shape)[row, :, column], expected
-            )
+            assert torch.equal(codes.view(torch.uint8).long().view(blocks.shape)[row, :, column], expected)
 
 
 def test_a_part_has_the_codes_of_the_whole():
