@@ -119,7 +119,7 @@ def _codes(scaled: Tensor) -> Tensor:
 
 
 def _floor_to_power_of_two(x: Tensor) -> Tensor:
-    """Round normal numbers ≥ 0 down to a power of two, by their bits: log2 is not exact near powers of two."""
+    """Round normal numbers ≥ 0 down to a power of two, by their bits: log2 may round up."""
     return torch.where(x.isnan(), x, (x.view(torch.int32) & 0x7F800000).view(torch.float32))
 
 

@@ -77,7 +77,7 @@ class Fp8Matmuls(Matmuls):
         super().__init__(tensor)
         self.fp8, self.updates = fp8, updates
         self.rows, self.experts, self.forward_only = rows, experts, forward_only
-        self._quantized: tuple[int, Quantized, Quantized] | None = None
+        self._quantized: QuantizedWeight | None = None
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         rows = x.flatten(0, -2)
