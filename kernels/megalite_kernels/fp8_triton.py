@@ -1,7 +1,7 @@
 """Quantization to fp8 in one pass over memory: `fp8.quantize` and `fp8.quantize_mx`.
 
-A program reads a tile, takes the largest magnitude of each block in it, and writes codes and scales. Codes are
-computed from the bits of fp32 numbers with integer operations, so that they are the reference's on every
+A program reads a tile, takes the largest magnitude of each block in it, and writes codes and scales. Codes
+are computed from the bits of fp32 numbers with integer operations, so that they are the reference's on every
 architecture, also those without conversions to e4m3, and in Triton's interpreter.
 """
 
