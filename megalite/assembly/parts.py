@@ -167,7 +167,8 @@ def build_parts(
         from megalite.parallel.fp8 import attach_fp8
 
         layers = config.model.num_hidden_layers
-        attach_fp8(store.weights, train, layers, mesh.coordinates, lambda: store.gatherer.updates)
+        updates = None if store.zero == 3 else lambda: store.gatherer.updates
+        attach_fp8(store.weights, train, layers, mesh.coordinates, updates)
     units = units_of(config)
     stages = {
         stage: Stage(config, units[stage], store.weights, store.gatherer, mesh, dtype)

@@ -6,7 +6,8 @@
 
 The gradient passes through the quantization unchanged. Scales follow from the elements of their block, so
 that there is no state between steps. Weights are quantized once after each update, with `mxfp8` along both
-dimensions. Whatever a layer communicates is in the compute dtype. No communication.
+dimensions; those that only exist while they are used (ZeRO-3), at each use. Whatever a layer communicates is
+in the compute dtype. No communication.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Fp8Matmuls(Matmuls):
         rows: the number of its leading rows that multiply in fp8; the others do in the compute dtype.
         experts: number of matrices that are stacked in it; then all rows do.
         forward_only: compute input gradients in the compute dtype.
-        updates: returns the number of updates of the weights so far.
+        updates: returns the number of updates of the weights so far; None: do not keep the codes.
     """
 
     adds_residual = False
@@ -68,7 +69,7 @@ class Fp8Matmuls(Matmuls):
         self,
         tensor: Tensor,
         fp8: Fp8Format,
-        updates: Callable[[], int],
+        updates: Callable[[], int] | None,
         *,
         rows: int,
         experts: int = 1,
@@ -107,6 +108,8 @@ class Fp8Matmuls(Matmuls):
 
     def quantized(self) -> QuantizedWeight:
         """Return the codes of the weight, computed again after an update."""
+        if self.updates is None:
+            return self._quantize(0)
         updates = self.updates()
         if self._quantized is None or self._quantized.updates != updates:
             self._quantized = self._quantize(updates)
@@ -125,7 +128,7 @@ class Fp8Matmuls(Matmuls):
 
 
 def attach_fp8(
-    weights: Weights, train: TrainConfig, layers: int, at: Coordinates, updates: Callable[[], int]
+    weights: Weights, train: TrainConfig, layers: int, at: Coordinates, updates: Callable[[], int] | None
 ) -> None:
     """Let the matrices that `fp8_choice` names multiply in fp8."""
     assert train.fp8 != "none"

@@ -67,6 +67,17 @@ def fp8_choice(spec: ParamSpec, at: Coordinates, train: TrainConfig, layers: int
     return Fp8Choice(rows)
 
 
+def code_bytes(rows: int, columns: int, recipe: str) -> int:
+    """Return the bytes of the codes and scales of a weight.
+
+    `mxfp8` has a second set, because blocks of 1 × 32 do not serve both dimensions.
+    """
+    elements, block = rows * columns, BLOCKS[recipe]
+    if recipe == "mxfp8":
+        return 2 * (elements + elements // block)
+    return elements + 4 * elements // block**2
+
+
 def kept_by_size(
     specs: Sequence[ParamSpec], at: Coordinates, train: TrainConfig, layers: int
 ) -> dict[str, int]:

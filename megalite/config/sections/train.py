@@ -141,6 +141,34 @@ class TrainConfig:
 
 RULES: tuple[Rule, ...] = (
     Rule(
+        "fp8 with a wide range",
+        "train.fp8",
+        lambda c: c.train.fp8 != "none" and c.train.precision == "fp16",
+        message="is not supported with {train.precision}, whose range is too narrow for scaled products",
+        legal="Set train.precision to bf16 or fp32.",
+    ),
+    Rule(
+        "powers of two for blocks",
+        "train.fp8_power_of_two",
+        lambda c: c.train.fp8_power_of_two and c.train.fp8 != "block",
+        message="has no effect with {train.fp8}",
+        legal="Remove it, or set train.fp8 to block.",
+    ),
+    Rule(
+        "outer layers with fp8",
+        "train.fp8_first_last",
+        lambda c: c.train.fp8_first_last and c.train.fp8 == "none",
+        message="has no effect with {train.fp8}",
+        legal="Remove it, or set train.fp8 to block or mxfp8.",
+    ),
+    Rule(
+        "inner layers with fp8",
+        "train.fp8_first_last",
+        lambda c: c.train.fp8 != "none" and 2 * c.train.fp8_first_last >= c.model.num_hidden_layers,
+        message="leaves no layer of {model.num_hidden_layers} for {train.fp8}",
+        legal=lambda c: f"Legal values: 0 to {(c.model.num_hidden_layers - 1) // 2}.",
+    ),
+    Rule(
         "bf16 gradients of bf16",
         "train.grad_dtype",
         lambda c: c.train.grad_dtype == "bf16" and c.train.precision != "bf16",
