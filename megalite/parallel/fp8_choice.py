@@ -7,7 +7,6 @@ compute dtype.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from megalite.config.sections.train import TrainConfig
@@ -76,15 +75,3 @@ def code_bytes(rows: int, columns: int, recipe: str) -> int:
     if recipe == "mxfp8":
         return 2 * (elements + elements // block)
     return elements + 4 * elements // block**2
-
-
-def kept_by_size(
-    specs: Sequence[ParamSpec], at: Coordinates, train: TrainConfig, layers: int
-) -> dict[str, int]:
-    """Return the matrices that keep the compute dtype because of a size: name within a layer → the size."""
-    kept: dict[str, int] = {}
-    for spec in specs:
-        size = fp8_choice(spec, at, train, layers).size
-        if size is not None:
-            kept.setdefault(".".join(spec.name.split(".")[2:]), size)
-    return kept
