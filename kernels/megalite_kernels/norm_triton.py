@@ -77,7 +77,8 @@ def _forward(
     x, branch, weight, bias, total, y, mean, rstd, rows,
     HIDDEN: tl.constexpr, HEADS: tl.constexpr, STRIDE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    OFFSET: tl.constexpr, ADD: tl.constexpr, LAYER: tl.constexpr, EPS: tl.constexpr,
+    OFFSET: tl.constexpr, ROUNDED: tl.constexpr, ADD: tl.constexpr, LAYER: tl.constexpr,
+    WEIGHT: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     row, x_at, at, exists = _tile(tl.program_id(0), rows, HIDDEN, HEADS, STRIDE, ROWS, COLUMNS)
     dtype = y.dtype.element_ty
@@ -93,10 +94,11 @@ def _forward(
     scale = tl.rsqrt(tl.sum(value * value, 1) / HIDDEN + EPS)
     tl.store(rstd + row, scale, mask=row < rows)
     result = value * scale[:, None]
-    # like transformers' Llama, in x's dtype before the multiplication by the weight
-    if OFFSET == 0.0 and not LAYER:
-        result = result.to(dtype).to(tl.float32)
-    result *= _repeat(weight, HIDDEN, ROWS, COLUMNS) + OFFSET
+    if WEIGHT:
+        # like transformers' Llama, in x's dtype before the multiplication by the weight
+        if ROUNDED:
+            result = result.to(dtype).to(tl.float32)
+        result *= _repeat(weight, HIDDEN, ROWS, COLUMNS) + OFFSET
     if LAYER:
         result += _repeat(bias, HIDDEN, ROWS, COLUMNS)
     tl.store(y + at, result.to(dtype), mask=exists)
@@ -107,9 +109,10 @@ def _backward(
     dy, dtotal, x, weight, mean, rstd, dx, dweight, dbias, rows,
     HIDDEN: tl.constexpr, HEADS: tl.constexpr, STRIDE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    OFFSET: tl.constexpr, ADD: tl.constexpr, LAYER: tl.constexpr, STAGES: tl.constexpr,
+    OFFSET: tl.constexpr, ADD: tl.constexpr, LAYER: tl.constexpr, WEIGHT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    gain = _repeat(weight, HIDDEN, ROWS, COLUMNS) + OFFSET
+    if WEIGHT:
+        gain = _repeat(weight, HIDDEN, ROWS, COLUMNS) + OFFSET
     for_weight = tl.zeros((ROWS, COLUMNS), tl.float32)
     for_bias = tl.zeros((ROWS, COLUMNS), tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
@@ -121,9 +124,10 @@ def _backward(
             normed -= tl.load(mean + row, mask=row < rows, other=0.0)[:, None]
             for_bias += gradient
         normed *= scale
-        for_weight += gradient * normed
-        # With the widest rows no registers are left to keep the weight in.
-        gradient *= gain if COLUMNS <= 8192 else _repeat(weight, HIDDEN, ROWS, COLUMNS) + OFFSET
+        if WEIGHT:
+            for_weight += gradient * normed
+            # With the widest rows no registers are left to keep the weight in.
+            gradient *= gain if COLUMNS <= 8192 else _repeat(weight, HIDDEN, ROWS, COLUMNS) + OFFSET
         along = normed * (tl.sum(gradient * normed, 1) / HIDDEN)[:, None]
         if LAYER:
             along += (tl.sum(gradient, 1) / HIDDEN)[:, None]
@@ -134,7 +138,8 @@ def _backward(
         tl.store(_pointers(dx, tile, at, HIDDEN, ROWS, COLUMNS), result.to(dx.dtype.element_ty), mask=exists)
     column = tl.arange(0, COLUMNS)[None, :]
     part = tl.program_id(0) * HIDDEN + column
-    tl.store(dweight + part, tl.sum(for_weight, 0)[None, :], mask=column < HIDDEN)
+    if WEIGHT:
+        tl.store(dweight + part, tl.sum(for_weight, 0)[None, :], mask=column < HIDDEN)
     if LAYER:
         tl.store(dbias + part, tl.sum(for_bias, 0)[None, :], mask=column < HIDDEN)
 
@@ -146,8 +151,10 @@ def _variant(
     rows_of_x: tuple[int, int, int],
     add: bool,
     layer: bool,
+    weighted: bool,
     offset: float,
     eps: float,
+    rounded: bool,
 ) -> Variant:
     hidden, heads, stride = rows_of_x
     columns = triton.next_power_of_2(hidden)
@@ -155,10 +162,10 @@ def _variant(
     threads = rows * columns // VALUES
     warps = min(max(4, threads // (64 if target == "gfx942" else 32)), WARPS[target])
     sizes = {"HIDDEN": hidden, "HEADS": heads, "STRIDE": stride, "ROWS": rows, "COLUMNS": columns}
-    constants = {**sizes, "OFFSET": offset, "ADD": add, "LAYER": layer}
+    constants = {**sizes, "OFFSET": offset, "ADD": add, "LAYER": layer, "WEIGHT": weighted}
     if backward:
         return Variant(_backward, {**constants, "STAGES": STAGES[target]}, warps)
-    return Variant(_forward, {**constants, "EPS": eps}, warps)
+    return Variant(_forward, {**constants, "ROUNDED": rounded, "EPS": eps}, warps)
 
 
 @functools.cache
@@ -184,7 +191,13 @@ def _rows_of(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
 
 
 def _like_normed(
-    x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, offset: float
+    x: Tensor,
+    branch: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    offset: float,
+    rounded: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     row = *x.shape[:-1], 1
     total = x.new_empty(0 if branch is None else x.shape)
@@ -194,19 +207,28 @@ def _like_normed(
 
 @operation(fake=_like_normed)
 def norm_forward(
-    x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, offset: float
+    x: Tensor,
+    branch: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    offset: float,
+    rounded: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the sum of x and branch and its norm [..., H], mean and rstd [..., 1] in fp32.
 
     With `bias` LayerNorm; without, RMSNorm, and the mean is empty. Without `branch` the norm of x, and the
-    sum is empty.
+    sum is empty. Only RMSNorm may have no weight.
     """
-    results = _like_normed(x, branch, weight, bias, eps, offset)
+    results = _like_normed(x, branch, weight, bias, eps, offset, rounded)
     x, rows_of_x = _rows_of(x)
     if x.numel() > 0:
         rows, target = x.numel() // x.shape[-1], architecture(x.device)
-        variant = _variant(False, target, rows_of_x, branch is not None, bias is not None, offset, eps)
-        inputs = (x, x if branch is None else branch.contiguous(), weight, weight if bias is None else bias)
+        rounded = rounded and bias is None and offset == 0.0
+        added, layer, weighted = branch is not None, bias is not None, weight is not None
+        variant = _variant(False, target, rows_of_x, added, layer, weighted, offset, eps, rounded)
+        gain = x if weight is None else weight  # x, weight: not read
+        inputs = (x, x if branch is None else branch.contiguous(), gain, gain if bias is None else bias)
         variant.launch((triton.cdiv(rows, variant.constants["ROWS"]),), *inputs, *results, rows)
     return results
 
@@ -215,13 +237,13 @@ def _like_gradients(
     dy: Tensor,
     dtotal: Tensor | None,
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     mean: Tensor | None,
     rstd: Tensor,
     offset: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dbias = rstd.new_empty(0 if mean is None else weight.shape)
-    return x.new_empty(x.shape), rstd.new_empty(weight.shape), dbias
+    dbias = rstd.new_empty(0 if mean is None else x.shape[-1:])
+    return x.new_empty(x.shape), rstd.new_empty(0 if weight is None else x.shape[-1:]), dbias
 
 
 @operation(fake=_like_gradients)
@@ -229,26 +251,28 @@ def norm_backward(
     dy: Tensor,
     dtotal: Tensor | None,
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     mean: Tensor | None,
     rstd: Tensor,
     offset: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dx [..., H], with dtotal added; dweight and dbias [H] in fp32.
 
-    Without `mean` the gradients of RMSNorm, and dbias is empty.
+    Without `mean` the gradients of RMSNorm, and dbias is empty; without `weight` dweight is.
     """
     x, rows_of_x = _rows_of(x)
     hidden, target = x.shape[-1], architecture(x.device)
     rows = x.numel() // hidden
-    variant = _variant(True, target, rows_of_x, dtotal is not None, mean is not None, offset, 0.0)
+    weighted, gain = weight is not None, rstd if weight is None else weight  # rstd: not read
+    added, layer = dtotal is not None, mean is not None
+    variant = _variant(True, target, rows_of_x, added, layer, weighted, offset, 0.0, False)
     programs = WARPS[target] // variant.warps * _multiprocessors(x.device)
     programs = min(programs, triton.cdiv(rows, variant.constants["ROWS"]))
-    dx, dweight = x.new_empty(x.shape), rstd.new_empty((programs, hidden))
+    dx, dweight = x.new_empty(x.shape), rstd.new_empty((programs, hidden if weighted else 0))
     dbias = rstd.new_empty((programs, 0 if mean is None else hidden))
     if rows > 0:
         dy = dy.contiguous()
-        added = dy if dtotal is None else dtotal.contiguous()  # dy: not read
-        inputs = dy, added, x, weight, rstd if mean is None else mean, rstd
+        total = dy if dtotal is None else dtotal.contiguous()  # dy: not read
+        inputs = dy, total, x, gain, rstd if mean is None else mean, rstd
         variant.launch((programs,), *inputs, dx, dweight, dbias, rows)
     return dx, dweight.sum(0), rstd.new_empty(0) if mean is None else dbias.sum(0)

@@ -82,11 +82,13 @@ def _frequencies(
     device: torch.device | str,
     length: int,
 ) -> Tensor:
-    exponent = torch.arange(0, head_dim, 2, device=device).to(dtype) / head_dim
-    frequency = 1.0 / theta**exponent  # [D/2]
     scaling = scaling or {"rope_type": "default"}
     kind = scaling["rope_type"]
-    if kind == "default":
+    if kind == "dynamic":  # with a fixed alpha, which stretches the base
+        theta *= scaling["alpha"] ** (head_dim / (head_dim - 2))
+    exponent = torch.arange(0, head_dim, 2, device=device).to(dtype) / head_dim
+    frequency = 1.0 / theta**exponent  # [D/2]
+    if kind in ("default", "dynamic"):
         return frequency
     if kind == "linear":
         return frequency / scaling["factor"]
@@ -98,7 +100,7 @@ def _frequencies(
         return _longrope(frequency, scaling, length)
     raise ValueError(
         f"model.rope_scaling: rope_type {kind!r} is not supported. Supported types: default, linear, "
-        "llama3, yarn, longrope."
+        "llama3, yarn, longrope, dynamic."
     )
 
 

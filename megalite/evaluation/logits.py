@@ -15,7 +15,7 @@ from megalite.assembly import parts as build
 from megalite.checkpoint import CheckpointError, Manifest
 from megalite.checkpoint.manifest import WEIGHT
 from megalite.config.load import from_dict
-from megalite.families.model_config import hf_config, stored_dtype
+from megalite.families.model_config import hf_config, loader_of, stored_dtype
 from megalite.generation.sources import for_inference
 from megalite.huggingface.convert import model_of
 from megalite.huggingface.files import ConversionError
@@ -109,7 +109,7 @@ def _encode(text: str, hf: Path, vocabulary: int, longest: int) -> Tensor:
 def _their_logits(hf: Path, inputs: dict[str, Tensor], progress: Report) -> dict[str, Tensor]:
     """Compute the logits of transformers, [rows, tokens, vocabulary], for each input."""
     progress(f"loading {hf} with transformers")
-    from transformers import AutoModelForCausalLM
+    import transformers
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # `progress` is enough
@@ -119,7 +119,8 @@ def _their_logits(hf: Path, inputs: dict[str, Tensor], progress: Report) -> dict
             "attn_implementation": "eager",
             "output_loading_info": True,
         }
-        opened: Any = AutoModelForCausalLM.from_pretrained(str(hf), local_files_only=True, **options)
+        loader = getattr(transformers, loader_of(hf_config(hf)))
+        opened: Any = loader.from_pretrained(str(hf), local_files_only=True, **options)
         model, report = opened
     except Exception as error:  # transformers raises exceptions of many types
         raise ConversionError(

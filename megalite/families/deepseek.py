@@ -29,7 +29,7 @@ def attention_scale(given: dict[str, Any]) -> float | None:
     """YaRN's mscale_all_dim multiplies the scores by its factor's square; without it the scale is that of the
     head."""
     for name in ("kv_lora_rank", "n_routed_experts"):
-        if given[name] is None:
+        if name in given and given[name] is None:
             raise _refuse(
                 name, None, f"is not supported by the {given['model_type']} family. It needs a number."
             )

@@ -19,21 +19,26 @@ from typing import Any, NamedTuple
 from megalite.config.errors import ConfigError
 from megalite.config.rule import show
 from megalite.config.sections.model import ROPE_SCALING_KEYS, ModelConfig
-from megalite.families import deepseek, layer_types, mamba
+from megalite.families import deepseek, hunyuan, layer_lists, layer_types, mamba, mixtures, query_scale
 from megalite.families.weight_files import INDEX, MODEL, weights_file
 
 _GELU = "gelu_pytorch_tanh"
 _SAME_ACT = {"swish": "silu", "gelu_python": "gelu", "gelu_accurate": "gelu_new", "gelu_python_tanh": _GELU}
 """transformers' further names of activations that we have."""
+_OWN_ACT = {"clamped_swiglu": "gpt_oss", "xielu": "apertus"}
+"""Activation → the only family with it."""
 _ROPE_NAMES = {"su": "longrope"}
 """First names of types of rotary scaling."""
 _LOCAL_ROPE = ("full_attention", "sliding_attention")
 """Entries of rope_parameters in families whose layers with a window have a base of their own."""
+_NO_SWITCH = ("pattern", "pattern_or_none", "last_layers")
+"""Values of Family.window without a switch use_sliding_window."""
 _ROPE_ENTRIES = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
 _FURTHER_ENTRIES = {
     "yarn": ("mscale", "mscale_all_dim", "truncate"),
     "longrope": ("factor",),
     "su": ("factor",),
+    "dynamic": ("factor",),
 }
 """Entries of rope_scaling that transformers reads besides ROPE_SCALING_KEYS."""
 _RESCALED = ("llama3", "yarn", "longrope")
@@ -57,10 +62,13 @@ class Family:
     (Qwen), without_rope (SmolLM3) or pattern: all but every n-th, n being the default of
     sliding_window_pattern, and all if that is null; None: no window. Behind the switch use_sliding_window:
     every_second_lower_layer, from the first to max_window_layers (Qwen2-MoE), every_layer_if_switched
-    (Qwen3-MoE)."""
+    (Qwen3-MoE). Without a switch: last_layers, from max_window_layers on (dots1), and pattern_or_none, where
+    a window of null differs from layers without one (EXAONE 4)."""
     local_rope_theta: float | None = None
     """Base of the rotary frequencies in layers with a window, by default; None: they have those of other
     layers."""
+    derived: tuple[str, ...] = ()
+    """Fields that its configuration class derives from others if they are null or missing; field=how."""
     computed: tuple[str, ...] = ()
     """ModelConfig fields computed from a config.json with its defaults; field=how if there is more than one
     way. `_COMPUTED_TOGETHER` has names for several fields."""
@@ -73,10 +81,17 @@ class Family:
     only: str = ""
     """Other fields that transformers' code of the family reads, and of which one value is supported: null or
     the one in `neutral`."""
-    rope_types: tuple[str, ...] = tuple(kind for kind in ROPE_SCALING_KEYS if kind != "longrope")
+    rope_types: tuple[str, ...] = tuple(
+        kind for kind in ROPE_SCALING_KEYS if kind not in ("longrope", "dynamic")
+    )
     """Types of rotary scaling that transformers supports for it."""
+    ignores_rope_scaling: bool = False
+    """transformers ignores rope_scaling, a field of its own, and reads rope_parameters only."""
     rope_entries: str = ""
-    """Further entries of its rotary fields, which have no influence on text. An export copies them."""
+    """Further entries of its rotary fields, which `computed` reads or which have no influence on text. An
+    export copies those that it does not write."""
+    loader: str = "AutoModelForCausalLM"
+    """The class of transformers that loads its directories."""
     multimodal: str | None = None
     """model_type of the multimodal model whose text_config is of this family."""
 
@@ -111,7 +126,7 @@ def families() -> Families:
         ]
         pairs = (word.partition("=") for word in words)
         row["fields"] = {theirs: tuple((ours or theirs).split("+")) for theirs, _, ours in pairs}
-        row |= {key: tuple(row[key]) for key in ("computed", "rope_types") if key in row}
+        row |= {key: tuple(row[key]) for key in ("derived", "computed", "rope_types") if key in row}
         rows[name] = Family(name, **row)
     kept, only = frozenset(read["kept"].split()), frozenset(read["only"].split())
     windows = {None: (), **{kind: tuple(text.split()) for kind, text in read["window_fields"].items()}}
@@ -180,6 +195,12 @@ def stored_dtype(config: dict[str, Any]) -> str | None:
     return config.get("dtype") or config.get("torch_dtype")
 
 
+def loader_of(config: dict[str, Any]) -> str:
+    """The class of transformers that loads the model of a config.json."""
+    row = families().rows.get(config.get("model_type", ""))
+    return Family.loader if row is None else row.loader
+
+
 def end_ids(directory: str | Path) -> list[int]:
     """The `eos_token_id` of a model's generation_config.json or, if that has none, of its config.json; empty
     if neither names one.
@@ -222,6 +243,26 @@ def _global_layers(given: dict[str, Any]) -> list[int]:
     return [layer for layer in range(given["num_hidden_layers"]) if layer not in local]
 
 
+def _beside_windows(given: dict[str, Any]) -> list[int]:
+    """EXAONE's layers without a window do not rotate, if others have one."""
+    window, pattern = given["sliding_window"], given["sliding_window_pattern"]
+    if window is None and given["model_type"] == "exaone_moe":
+        raise _refuse("sliding_window", None, "is not supported by the exaone_moe family. It needs a number.")
+    if window is not None and not given["layer_types"] and not isinstance(pattern, int):
+        raise _refuse(
+            "sliding_window_pattern",
+            pattern,
+            "is not supported without layer_types. Legal values: 1 and above.",
+        )
+    return [] if window is None else _global_layers(given)
+
+
+def _youtu_deviation(given: dict[str, Any]) -> float:
+    """By default a function of the width."""
+    value = given["initializer_range"]
+    return float(2.0 / (5.0 * given["hidden_size"]) ** 0.5 if value is None else value)
+
+
 def _falcon_kv_heads(given: dict[str, Any]) -> int:
     """num_kv_heads counts in the new architecture only; the older one has as many as heads, or one."""
     heads = given["num_attention_heads"]
@@ -262,6 +303,14 @@ def _without_rope(given: dict[str, Any]) -> list[int]:
     return [layer for layer in layers if not used[layer]]
 
 
+def _rotary_share(given: dict[str, Any]) -> float:
+    """The first files have the number of channels that rotate, rotary_dim, in place of their share."""
+    share, channels = given["partial_rotary_factor"], given.get("rotary_dim")
+    if share is None and channels is not None:
+        return float(channels / given["head_dim"])
+    return 1.0 if share is None else float(share)
+
+
 def _clamped_swiglu(given: dict[str, Any]) -> str:
     """gpt-oss's activation, of which other numbers are refused."""
     for name, only in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
@@ -276,6 +325,7 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "logit_scale": lambda given: 1 / given["logits_scaling"],
     "no_rope_layers": _without_rope,
     "no_rope_layers=global": _global_layers,
+    "no_rope_layers=beside_windows": _beside_windows,
     "num_key_value_heads": _falcon_kv_heads,
     "qk_norm=qk_layernorm": lambda given: "each_head" if given["qk_layernorm"] else "none",
     "qk_norm=use_qk_norm": lambda given: "each_head" if given["use_qk_norm"] else "none",
@@ -287,9 +337,17 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "n_group": deepseek.groups,
     "topk_group": deepseek.topk_group,
     "mtp_layers": deepseek.mtp_layers,
+    "num_experts=routed": mixtures.routed,
+    "mlp_only_layers=first_dense": mixtures.first_dense,
+    "mlp_only_layers=listed": mixtures.listed_dense,
+    "n_group=alone": mixtures.groups,
+    "group_score": mixtures.group_score,
+    "initializer_range=youtu": _youtu_deviation,
+    "topk_group=alone": mixtures.topk_group,
     "router_scores=softmax": functools.partial(deepseek.scores, "softmax"),
     "router_scores=sigmoid": functools.partial(deepseek.scores, "sigmoid"),
     "hidden_act=clamped_swiglu": _clamped_swiglu,
+    "num_experts_per_tok=hunyuan": hunyuan.experts_per_token,
     "layer_blocks=qwen3_next": layer_types.qwen3_next,
     "layer_blocks=qwen3_5": functools.partial(layer_types.qwen3_5, "feed_forward"),
     "layer_blocks=qwen3_5_moe": functools.partial(layer_types.qwen3_5, "mixture"),
@@ -305,6 +363,14 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "layer_blocks=lfm2": layer_types.lfm2,
     "intermediate_size=lfm2": layer_types.lfm2_width,
     "layer_blocks=lfm2_moe": layer_types.lfm2_moe,
+    "partial_rotary_factor=rotary_dim": _rotary_share,
+    "embedding_scale=mup": lambda given: given["hidden_size"] ** 0.5 if given["mup_enabled"] else None,
+    "mlp_only_layers=types": layer_lists.dense_layers,
+    "mlp_only_layers=afmoe": layer_lists.afmoe_dense_layers,
+    "mlp_only_layers=interval": layer_lists.interval_dense_layers,
+    "shared_expert_intermediate_size=granite": layer_lists.granite_shared,
+    "shared_expert_intermediate_size=ernie": layer_lists.ernie_shared,
+    "no_rope_layers=cohere2_moe": layer_lists.cohere2_moe_without_rope,
     "parallel_block": _falcon_block,
     "parallel_block=shared_norm": lambda given: "shared_norm" if given["use_parallel_residual"] else "none",
     "parallel_block=two_norms": lambda given: "two_norms" if given["use_parallel_residual"] else "none",
@@ -328,8 +394,17 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], Any]] = {
 _COMPUTED_TOGETHER: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "experts=granite": mamba.granite_experts,
     "experts=nemotron": mamba.nemotron_experts,
+    "query_scale": query_scale.query_scale,
+    "norm=cohere2_moe": layer_lists.cohere2_moe_norm,
+    "experts=cohere2_moe": layer_lists.cohere2_moe_experts,
 }
 """The same for several fields."""
+_DERIVED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "layer_types=afmoe": layer_lists.afmoe_types,
+    "layer_types=cohere2_moe": layer_lists.cohere2_moe_types,
+    "mlp_layer_types=hy_v3": functools.partial(layer_lists.dense_first, 1),
+    "mlp_layer_types=cohere2_moe": layer_lists.cohere2_moe_kinds,
+}
 
 
 def _refuse(name: str, value: Any, why: str) -> ConfigError:
@@ -340,14 +415,19 @@ def from_hf_config(config: dict[str, Any]) -> dict[str, Any]:
     """The ModelConfig fields of a Hugging Face config.json. Raises ConfigError naming the family or field
     that is not supported."""
     known, family, config = families(), *_of_family(config)
-    shape, given = dict(family.constants), known.defaults | family.defaults | config
+    stated = {name: value for name, value in config.items() if name != "rope_parameters" or value is not None}
+    shape, given = dict(family.constants), known.defaults | family.defaults | stated
     for theirs, ours in family.fields.items():
         if theirs not in given:
             raise ConfigError(f"config.json: {theirs} is missing, but required for {family.model_type}.")
         shape |= dict.fromkeys(ours, given[theirs])
     if shape["intermediate_size"] is None:  # GPT-2's n_inner: null
         shape["intermediate_size"] = 4 * shape["hidden_size"]
-    legal_act = ModelConfig.__annotations__["hidden_act"].__args__
+    legal_act = [
+        act
+        for act in ModelConfig.__annotations__["hidden_act"].__args__
+        if _OWN_ACT.get(act, family.model_type) == family.model_type
+    ]
     if shape["hidden_act"] == "gelu" and family.model_type == "gemma":
         shape["hidden_act"] = _GELU  # Gemma's first files say gelu and mean this; transformers does the same
     shape["hidden_act"] = _SAME_ACT.get(shape["hidden_act"], shape["hidden_act"])
@@ -356,11 +436,7 @@ def from_hf_config(config: dict[str, Any]) -> dict[str, Any]:
             "hidden_act", shape["hidden_act"], f"is not supported. Legal values: {', '.join(legal_act)}."
         )
     try:
-        for name in family.computed:
-            if name in _COMPUTED_TOGETHER:
-                shape |= _COMPUTED_TOGETHER[name](given)
-            else:
-                shape[name.partition("=")[0]] = _COMPUTED[name](given)
+        shape |= _compute(family, given)
         shape = mamba.without_unused(shape)
         shape |= _read_window(given, family, shape)
         if family.rope and shape.get("position") != "none":
@@ -368,6 +444,21 @@ def from_hf_config(config: dict[str, Any]) -> dict[str, Any]:
     except (TypeError, LookupError, ArithmeticError) as error:
         raise ConfigError(f"config.json: a value has the wrong type or length: {error}.") from None
     _refuse_unhandled(config, family, shape)
+    return shape
+
+
+def _compute(family: Family, given: dict[str, Any]) -> dict[str, Any]:
+    """The fields that are computed, after completing the config.json with those that are derived."""
+    for name in family.derived:
+        derived = name.partition("=")[0]
+        if given[derived] is None:
+            given[derived] = _DERIVED[name](given)
+    shape: dict[str, Any] = {}
+    for name in family.computed:
+        if name in _COMPUTED_TOGETHER:
+            shape |= _COMPUTED_TOGETHER[name](given)
+        else:
+            shape[name.partition("=")[0]] = _COMPUTED[name](given)
     return shape
 
 
@@ -406,6 +497,14 @@ def _read_rope(
         if not isinstance(config.get(name) or {}, dict):
             raise _refuse(name, config[name], "is not an object. Write it as {rope_type: …, factor: …}.")
     older, newer = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
+    if family.ignores_rope_scaling:
+        if _rope_type(older) not in ("default", _rope_type(newer)):
+            raise _refuse(
+                "rope_scaling",
+                older,
+                "is not read by transformers in this family. Write it as rope_parameters.",
+            )
+        older = {}
     if family.local_rope_theta is None:
         # in transformers' order
         parameters = dict(older or newer or family.defaults.get("rope_parameters") or {})
@@ -441,6 +540,10 @@ def _read_rope(
     }
 
 
+def _rope_type(parameters: dict[str, Any]) -> str:
+    return str(parameters.get("rope_type") or parameters.get("type", "default"))
+
+
 def _read_frequencies(
     parameters: dict[str, Any], family: Family, given: dict[str, Any], shape: dict[str, Any]
 ) -> dict[str, Any]:
@@ -460,12 +563,22 @@ def _read_frequencies(
         raise _refuse(
             "rope_scaling.rope_type", kind, f"is not supported. Legal values: {', '.join(family.rope_types)}."
         )
+    if kind == "dynamic" and not parameters.get("alpha"):
+        raise _refuse(
+            "rope_scaling.alpha",
+            parameters.get("alpha"),
+            "is not supported with rope_type dynamic: frequencies that change with the length of a sequence. "
+            "Legal values: numbers above 0.",
+        )
     if kind == "longrope":
         parameters = _complete_longrope(parameters, given)
     if kind == "yarn":
         parameters = _complete_yarn(parameters, given["max_position_embeddings"])
     exact = {"truncate": False} if kind == "yarn" and parameters.get("truncate", True) is False else {}
     rotated = parameters.get("partial_rotary_factor")
+    if "partial_rotary_factor" in family.rope_entries.split():  # the share of the channels that rotate at all
+        whole = shape["qk_nope_head_dim"] + shape["qk_rope_head_dim"]
+        rotated = None if rotated and int(whole * rotated) == shape["qk_rope_head_dim"] else rotated
     if rotated not in (None, 1.0):
         raise _refuse(
             "rope_scaling.partial_rotary_factor",
@@ -509,8 +622,8 @@ def _read_window(given: dict[str, Any], family: Family, shape: dict[str, Any]) -
     types, window = given["layer_types"], given["sliding_window"]
     if family.window == "every_layer":
         return {"sliding_window": window}
-    if window is not None and (family.window == "pattern" or (family.window and given["use_sliding_window"])):
-        if types or family.window == "pattern":
+    if window is not None and family.window and (family.window in _NO_SWITCH or given["use_sliding_window"]):
+        if types or family.window in ("pattern", "pattern_or_none"):
             local = _local_layers(given)
         elif family.window == "without_rope":
             local = shape["no_rope_layers"]

@@ -25,12 +25,15 @@ class Names:
         grouped: the module that holds queries, keys and values by key-value head: its queries, its keys, its
             values, then the next head's.
         interleaved: whether rotary embeddings rotate neighboring channels.
+        backwards: whether they rotate in the opposite direction.
         ignored: suffixes of names that are not weights (masks and frequencies, which older versions stored).
         expert: modules of one expert that `mlp.experts.in` holds, in this order. Their names follow a name
             that ends in {}.{}.
+        stacked: whether files have the experts of a layer as two tensors only, as transformers' modules.
         bare: modules whose tensors have no .weight at the end of their names, and _bias instead of .bias.
         router_bias: the tensor of an MoE block that is added to the scores when experts are chosen; empty if
             files have none.
+        router_bias_rows: rows of that tensor if it is a matrix.
         fp32: our module of a layer whose weight transformers keeps in fp32 in a model of any dtype; empty if
             there is none.
         mtp: modules of an MTP layer besides those of a layer; empty if files have none.
@@ -39,11 +42,13 @@ class Names:
         nested: what follows `base` in files of a multimodal model.
         kept: prefixes of tensors that transformers does not read with the language model. A conversion keeps
             them aside, and an export has them again.
+            {} is the number of layers.
         spellings: parts of names that files have in place of those in the table, and the latter.
         memory: parts of names in files, and what transformers' modules, and so PEFT, have in their place.
         by_head: modules whose rows are stored by head: the first head's rows of all parts, then the next
             head's; and the field of ModelConfig that counts the heads.
         mixer: what the roles of the matrices of its mixers begin with.
+        xielu: tensors of a layer that hold constants of its activation, which is xIELU, and their values.
     """
 
     ends: dict[str, str]
@@ -53,10 +58,13 @@ class Names:
     transposed: tuple[str, ...] = ()
     grouped: str | None = None
     interleaved: bool = False
+    backwards: bool = False
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     expert: tuple[str, ...] = ("gate_proj", "up_proj")
+    stacked: bool = False
     bare: tuple[str, ...] = ()
     router_bias: str = ""
+    router_bias_rows: int | None = None
     fp32: tuple[str, ...] = ()
     mtp: dict[str, str] = field(default_factory=dict)
     multimodal: tuple[str, tuple[str, ...]] | None = None
@@ -66,6 +74,7 @@ class Names:
     memory: tuple[tuple[str, str], ...] = ()
     by_head: dict[str, str] = field(default_factory=dict)
     mixer: str = ""
+    xielu: dict[str, float] = field(default_factory=dict)
 
 
 _ENDS = {"model.embed_tokens": "embedding", "model.norm": "norm", "lm_head": "head"}
@@ -116,6 +125,9 @@ _MIXTURE = {
     "mlp.experts.{}.{}": "mlp.experts.in",
     "mlp.experts.{}.down_proj": "mlp.experts.down",
 }
+_ROUTER_GATE = {"mlp.router.gate": "mlp.router"} | {
+    theirs: ours for theirs, ours in _MIXTURE.items() if ours != "mlp.router"
+}
 _SHARED = {"mlp.shared_expert_gate": "mlp.shared_gate"}
 _SHARED |= {f"mlp.shared_expert.{part}_proj": f"mlp.shared.{part}" for part in ("gate", "up", "down")}
 _LATENT = {f"self_attn.{part}_proj": f"attention.{part}" for part in ("q", "q_a", "q_b", "kv_b")}
@@ -140,6 +152,16 @@ _MIXTRAL = {
 _FINAL_NORM = {"model.embed_tokens": "embedding", "model.final_layernorm": "norm", "lm_head": "head"}
 _PRE_FF = {"input_layernorm": "input_norm", "pre_ff_layernorm": "mlp_norm"}
 _FEED_FORWARD = {f"feed_forward.{part}_proj": f"mlp.{part}" for part in ("gate", "up", "down")}
+
+_GRANITE_EXPERTS = {
+    "block_sparse_moe.router.layer": "mlp.router",
+    "block_sparse_moe.input_linear": "mlp.experts.in",
+    "block_sparse_moe.output_linear": "mlp.experts.down",
+}
+_GRANITE_MEMORY = (
+    ("block_sparse_moe.input_linear.weight", "block_sparse_moe.experts.gate_up_proj"),
+    ("block_sparse_moe.output_linear.weight", "block_sparse_moe.experts.down_proj"),
+)
 
 
 def _mamba(prefix: str) -> dict[str, str]:
@@ -217,6 +239,12 @@ _FALCON = Names(
     base="transformer.",
     grouped="query_key_value",
 )
+_GRANITE_MOE = Names(
+    _ENDS,
+    "model.layers",
+    _QKV | {"self_attn.o_proj": "attention.out"} | _BEFORE | _GRANITE_EXPERTS,
+    memory=_GRANITE_MEMORY,
+)
 _QWEN3_5 = Names(
     _ENDS,
     "model.layers",
@@ -226,11 +254,62 @@ _QWEN3_5 = Names(
     by_head={"self_attn.q_proj": "num_attention_heads"},
     mixer="delta_",
 )
+_DEEPSEEK_V3 = Names(
+    _ENDS,
+    "model.layers",
+    _DEEPSEEK,
+    interleaved=True,
+    router_bias="mlp.gate.e_score_correction_bias",
+    fp32=("mlp.router.weight",),
+    mtp=_MTP,
+)
+_MISTRAL3 = ("language_model.", ("vision_tower.", "multi_modal_projector."))
+_DOTS = Names(
+    _ENDS,
+    "model.layers",
+    _LINEARS | _BEFORE | _QK_NORM | _MIXTURE | _SHARED_EXPERTS,
+    router_bias="mlp.gate.e_score_correction_bias",
+    fp32=("mlp.router.weight",),
+)
 _LIKE_LLAMA = ["llama", "mistral", "qwen2", "gemma", "smollm3", "granite", "nemotron", "ministral", "arcee"]
+_LIKE_LLAMA += ["seed_oss", "jais2"]
+_HUNYUAN_NORM = {
+    "self_attn.query_layernorm": "attention.q_norm",
+    "self_attn.key_layernorm": "attention.k_norm",
+}
 FAMILY_NAMES = {
     **dict.fromkeys(_LIKE_LLAMA, _LLAMA),
     "qwen3": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _QK_NORM),
-    **dict.fromkeys(("olmo2", "olmo3"), Names(_ENDS, "model.layers", _LINEARS | _AFTER | _QK_NORM)),
+    "ernie4_5": Names(_ENDS, "model.layers", _LINEARS | _BEFORE, interleaved=True),
+    "hunyuan_v1_dense": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _HUNYUAN_NORM),
+    "hunyuan_v1_moe": Names(
+        _ENDS,
+        "model.layers",
+        _LINEARS
+        | _BEFORE
+        | _HUNYUAN_NORM
+        | {"mlp.gate.wg" if theirs == "mlp.gate" else theirs: ours for theirs, ours in _MIXTURE.items()}
+        | {f"mlp.shared_mlp.{part}_proj": f"mlp.shared.{part}" for part in ("gate", "up", "down")},
+    ),
+    "nanochat": Names(
+        {theirs: ours for theirs, ours in _ENDS.items() if ours != "norm"},
+        "model.layers",
+        _QKV | {"self_attn.o_proj": "attention.out", "mlp.fc1": "mlp.up", "mlp.fc2": "mlp.down"},
+        backwards=True,
+    ),
+    "apertus": Names(
+        _ENDS,
+        "model.layers",
+        _LINEARS
+        | _QK_NORM
+        | {"attention_layernorm": "input_norm", "feedforward_layernorm": "mlp_norm"}
+        | {f"mlp.act_fn.{alpha}": f"mlp.{alpha}" for alpha in ("alpha_p", "alpha_n")},
+        bare=("act_fn.alpha_p", "act_fn.alpha_n"),
+        xielu={"mlp.act_fn.beta": 0.5, "mlp.act_fn.eps": -1e-6},
+    ),
+    **dict.fromkeys(
+        ("olmo2", "olmo3", "exaone4"), Names(_ENDS, "model.layers", _LINEARS | _AFTER | _QK_NORM)
+    ),
     "gemma2": Names(_ENDS, "model.layers", _LINEARS | _AROUND),
     "gemma3_text": Names(
         _ENDS,
@@ -273,15 +352,7 @@ FAMILY_NAMES = {
     "qwen2_moe": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _MIXTURE | _SHARED),
     "qwen3_moe": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _QK_NORM | _MIXTURE),
     "deepseek_v2": Names(_ENDS, "model.layers", _DEEPSEEK, interleaved=True, fp32=("mlp.router.weight",)),
-    "deepseek_v3": Names(
-        _ENDS,
-        "model.layers",
-        _DEEPSEEK,
-        interleaved=True,
-        router_bias="mlp.gate.e_score_correction_bias",
-        fp32=("mlp.router.weight",),
-        mtp=_MTP,
-    ),
+    "deepseek_v3": _DEEPSEEK_V3,
     "glm4_moe": Names(
         _ENDS,
         "model.layers",
@@ -290,6 +361,13 @@ FAMILY_NAMES = {
         fp32=("mlp.router.weight",),
         mtp=_MTP,
     ),
+    "dots1": _DOTS,
+    "solar_open": replace(_DOTS, layer=_LINEARS | _BEFORE | _MIXTURE | _SHARED_EXPERTS),
+    "exaone_moe": replace(_DOTS, router_bias="mlp.e_score_correction_bias", kept=("mtp.",)),
+    "ministral3": replace(_LLAMA, multimodal=_MISTRAL3),
+    "glm4_moe_lite": _DEEPSEEK_V3,
+    "youtu": Names(_ENDS, "model.layers", _LATENT | _GATE_UP | _OUT | _BEFORE, interleaved=True),
+    "mistral4": Names(_ENDS, "model.layers", _DEEPSEEK, interleaved=True, stacked=True, multimodal=_MISTRAL3),
     "gpt_oss": Names(
         _ENDS,
         "model.layers",
@@ -323,18 +401,13 @@ FAMILY_NAMES = {
         | {"self_attn.o_proj": "attention.out"}
         | _BEFORE
         | _mamba("mamba")
+        | _GRANITE_EXPERTS
         | {
             # without experts the shared expert is the feed-forward block
             "shared_mlp.input_linear": "mlp.gate mlp.up mlp.shared.gate mlp.shared.up",
             "shared_mlp.output_linear": "mlp.down mlp.shared.down",
-            "block_sparse_moe.router.layer": "mlp.router",
-            "block_sparse_moe.input_linear": "mlp.experts.in",
-            "block_sparse_moe.output_linear": "mlp.experts.down",
         },
-        memory=(
-            ("block_sparse_moe.input_linear.weight", "block_sparse_moe.experts.gate_up_proj"),
-            ("block_sparse_moe.output_linear.weight", "block_sparse_moe.experts.down_proj"),
-        ),
+        memory=_GRANITE_MEMORY,
         mixer="mamba_",
     ),
     "nemotron_h": Names(
@@ -429,6 +502,65 @@ FAMILY_NAMES = {
         router_bias="feed_forward.expert_bias",
         mixer="conv_",
     ),
+    "granitemoe": _GRANITE_MOE,
+    "granitemoeshared": replace(
+        _GRANITE_MOE,
+        layer=_GRANITE_MOE.layer
+        | {
+            "shared_mlp.input_linear": "mlp.shared.gate mlp.shared.up",
+            "shared_mlp.output_linear": "mlp.shared.down",
+        },
+    ),
+    "flex_olmo": Names(_ENDS, "model.layers", _LINEARS | _AFTER | _QK_NORM | _MIXTURE),
+    "minimax_m2": Names(
+        _ENDS,
+        "model.layers",
+        _LINEARS | _BEFORE | _QK_NORM | _MIXTRAL,
+        expert=("w1", "w3"),
+        router_bias="block_sparse_moe.e_score_correction_bias",
+    ),
+    "ernie4_5_moe": Names(
+        _ENDS,
+        "model.layers",
+        _LINEARS | _BEFORE | _MIXTURE | _SHARED_EXPERTS,
+        interleaved=True,
+        router_bias="mlp.moe_statics.e_score_correction_bias",
+        router_bias_rows=1,
+        fp32=("mlp.router.weight",),
+        kept=("model.mtp_",),
+    ),
+    "hy_v3": Names(
+        _ENDS,
+        "model.layers",
+        _LINEARS
+        | _BEFORE
+        | _QK_NORM
+        | _ROUTER_GATE
+        | {f"mlp.shared_mlp.{part}_proj": f"mlp.shared.{part}" for part in ("gate", "up", "down")},
+        router_bias="mlp.expert_bias",
+        fp32=("mlp.router.weight",),
+        kept=("model.layers.{}.",),
+        memory=((".mlp.shared_mlp.", ".mlp.shared_experts."), (".mlp.router.gate.", ".mlp.gate.")),
+    ),
+    "afmoe": Names(
+        _ENDS,
+        "model.layers",
+        _LINEARS
+        | {"self_attn.gate_proj": "attention.gate"}
+        | _QK_NORM
+        | _ROUTER_GATE
+        | _SHARED_EXPERTS
+        | {
+            "input_layernorm": "input_norm",
+            "post_attention_layernorm": "attention.output_norm",
+            "pre_mlp_layernorm": "mlp_norm",
+            "post_mlp_layernorm": "mlp.output_norm",
+        },
+        router_bias="mlp.expert_bias",
+    ),
+    "cohere2_moe": Names(
+        _ENDS, "model.layers", _LINEARS | _BEFORE | _MIXTURE | _SHARED_EXPERTS, interleaved=True
+    ),
     "phi3": Names(_ENDS, "model.layers", _FUSED | _BEFORE),
     "gpt2": Names(
         {
@@ -447,5 +579,7 @@ FAMILY_NAMES = {
 
 
 def names_of(model: ModelConfig, family: str) -> Names:
-    """The table of a model's family; some have another one for another `parallel_block`."""
-    return FAMILY_NAMES.get(f"{family}, {model.parallel_block}", FAMILY_NAMES[family])
+    """The table of a model, with its number of layers; some families have another one for another
+    `parallel_block`."""
+    names = FAMILY_NAMES.get(f"{family}, {model.parallel_block}", FAMILY_NAMES[family])
+    return replace(names, kept=tuple(prefix.format(model.num_hidden_layers) for prefix in names.kept))

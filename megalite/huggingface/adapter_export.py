@@ -20,6 +20,7 @@ from megalite.checkpoint.checksummed_chunks import dtype_name
 from megalite.config.sections.lora import LoraConfig
 from megalite.config.sections.model import ModelConfig
 from megalite.families.hub import repository
+from megalite.families.model_config import loader_of
 from megalite.families.weight_files import ADAPTER, ADAPTER_SETTINGS
 from megalite.huggingface import convert as converting
 from megalite.huggingface.convert import HF, family_of, head_of, model_of, places_of
@@ -66,7 +67,8 @@ def export_adapter(directory: Path, target: Path) -> dict[str, Any]:
     head = head_of(model, directory)
     tensors |= dict(_saved(adapters, places, head))
     base = _base(model)
-    settings = _settings(modules, places, adapters, head, base, family_of(model, directory))
+    family = family_of(model, directory)
+    settings = _settings(modules, places, adapters, head, base, family)
     tokenizer = choose(manifest, TokenizerChoice(), converting.origin(directory, model))
     parameters, dtypes = (
         sum(value.numel() for value in tensors.values()),
@@ -87,9 +89,9 @@ def export_adapter(directory: Path, target: Path) -> dict[str, Any]:
             "adapter": f"{'DoRA' if lora.dora else 'LoRA'} of rank {lora.rank}",
             "parameters": f"{parameters:,}",
         }
-        write_card(
-            temporary, manifest, identity, facts | {"dtype": ", ".join(sorted(dtypes))}, base=base or ""
-        )
+        facts |= {"dtype": ", ".join(sorted(dtypes))}
+        loader = loader_of({"model_type": family})
+        write_card(temporary, manifest, identity, facts, base=base or "", loader=loader)
     return {
         "rank": lora.rank,
         "parameters": parameters,

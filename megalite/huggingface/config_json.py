@@ -7,8 +7,10 @@ from typing import Any
 
 from megalite.config.errors import ConfigError
 from megalite.config.sections.model import ModelConfig
-from megalite.families import deepseek, layer_types, mamba
+from megalite.families import deepseek, hunyuan, layer_lists, layer_types, mamba, mixtures
 from megalite.families.model_config import Family, families, from_hf_config
+from megalite.families.module_names import FAMILY_NAMES
+from megalite.families.query_scale import query_scale_entries
 
 _TRAINING_ONLY = (
     *("embedding_dropout", "attention_dropout", "residual_dropout"),
@@ -24,7 +26,8 @@ _MIXTURE = (
         "shared_expert_intermediate_size",
     ),
     *("shared_expert_gate", "decoder_sparse_step", "mlp_only_layers", "router_balance", "router_bias_rate"),
-    *("router_scores", "routed_scaling_factor", "n_group", "topk_group"),
+    *("router_scores", "routed_scaling_factor", "n_group", "topk_group", "group_score"),
+    *("norm_topk_min", "mixture_out_multiplier"),
 )
 
 
@@ -56,6 +59,8 @@ def misfit(model: ModelConfig, row: Family) -> str | None:
 
     The reason is the first field that does not survive the round trip through config.json.
     """
+    if model.num_experts and model.router_balance == "bias" and not FAMILY_NAMES[row.model_type].router_bias:
+        return f"model.router_balance = 'bias', but files of {row.model_type} models have none"
     mapped = {ours for names in row.fields.values() for ours in names}
     try:
         again = ModelConfig(**from_hf_config(_write(model, row)))
@@ -118,6 +123,7 @@ def _mixture_meaning(model: ModelConfig) -> dict[str, Any]:
         "mlp_only_layers": dense,
         "router_balance": "bias" if model.biased_choice else None,
         "topk_group": model.topk_group if model.n_group else 1,
+        "group_score": model.counted_in_group if model.n_group else None,
         "router_bias_rate": None,
     }
 
@@ -173,6 +179,7 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
         ]
     },
     "no_rope_layers=global": lambda values: {},
+    "no_rope_layers=beside_windows": lambda values: {},  # with the window
     "num_key_value_heads": lambda values: {"num_kv_heads": values["num_key_value_heads"]},
     "qk_norm=qk_layernorm": lambda values: {"qk_layernorm": values["qk_norm"] == "each_head"},
     "qk_norm=use_qk_norm": lambda values: {"use_qk_norm": values["qk_norm"] == "each_head"},
@@ -184,8 +191,17 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "n_group": lambda values: {"n_group": values["n_group"] or 1},
     "topk_group": lambda values: {"topk_group": values["topk_group"] or 1},
     "mtp_layers": lambda values: {"num_nextn_predict_layers": values["mtp_layers"]},
+    "num_experts=routed": lambda values: {},
+    "mlp_only_layers=first_dense": mixtures.first_dense_fields,
+    "mlp_only_layers=listed": mixtures.listed_fields,
+    "group_score": lambda values: {},
+    "initializer_range=youtu": lambda values: {"initializer_range": values["initializer_range"]},
+    "query_scale": lambda values: {},  # with rope_scaling
+    "n_group=alone": lambda values: {"n_group": values["n_group"] or 1},
+    "topk_group=alone": lambda values: {"topk_group": values["topk_group"] or 1},
     "router_scores=softmax": partial(deepseek.router_fields, "softmax"),
     "router_scores=sigmoid": partial(deepseek.router_fields, "sigmoid"),
+    "num_experts_per_tok=hunyuan": hunyuan.expert_fields,
     "hidden_act=clamped_swiglu": lambda values: {
         "hidden_act": "silu",
         "swiglu_alpha": 1.702,
@@ -206,6 +222,16 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "layer_blocks=lfm2": partial(layer_types.type_fields, layer_types.CONVOLUTION),
     "intermediate_size=lfm2": layer_types.lfm2_width_fields,
     "layer_blocks=lfm2_moe": layer_types.lfm2_moe_fields,
+    "partial_rotary_factor=rotary_dim": lambda values: {
+        "rotary_dim": int(values["head_dim"] * values["partial_rotary_factor"])
+    },
+    "embedding_scale=mup": lambda values: {"mup_enabled": values["embedding_scale"] != 1.0},
+    "mlp_only_layers=types": layer_lists.dense_fields,
+    "mlp_only_layers=afmoe": layer_lists.afmoe_dense_fields,
+    "mlp_only_layers=interval": layer_lists.interval_fields,
+    "shared_expert_intermediate_size=granite": layer_lists.granite_shared_fields,
+    "shared_expert_intermediate_size=ernie": layer_lists.ernie_shared_fields,
+    "no_rope_layers=cohere2_moe": layer_lists.cohere2_moe_rope_fields,
     "parallel_block": _falcon_block,
     "parallel_block=shared_norm": _parallel,
     "parallel_block=two_norms": _parallel,
@@ -227,6 +253,8 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     **{f"{name}=nemotron": partial(mamba.nemotron_field, name) for name in mamba.NEMOTRON_NAMES},
     "experts=granite": mamba.granite_expert_fields,
     "experts=nemotron": mamba.nemotron_expert_fields,
+    "norm=cohere2_moe": layer_lists.cohere2_moe_norm_fields,
+    "experts=cohere2_moe": layer_lists.cohere2_moe_expert_fields,
 }
 """Functions for fields of config.json that are computed.
 
@@ -244,6 +272,14 @@ def _write_rope(model: ModelConfig, row: Family) -> dict[str, Any]:
     if "kv_lora_rank" in row.fields and scaling is not None:
         own = deepseek.mscales(model.attention_scale or model.head_size**-0.5, model.head_size, scaling)
         parameters, scaling = parameters | own, scaling | own
+    if scaling is not None and scaling["rope_type"] == "dynamic":
+        required = {"factor": 1.0}  # by transformers, which does not use it
+        parameters, scaling = parameters | required, scaling | required
+    if "query_scale" in row.computed:
+        scaled = query_scale_entries(model)
+        if "partial_rotary_factor" in row.rope_entries.split():
+            scaled |= {"partial_rotary_factor": model.rotary_width / model.head_size}
+        parameters, scaling = scaled | parameters, scaling and scaled | scaling
     older: dict[str, Any] = {"rope_theta": model.rope_theta, "rope_scaling": scaling}
     if "original_max_position_embeddings" in row.own.split() and model.longrope_context is not None:
         older |= {
@@ -268,13 +304,17 @@ def _write_window(values: dict[str, Any], row: Family) -> dict[str, Any]:
     window, local = values["sliding_window"], values["sliding_window_layers"]
     if row.window == "every_layer":
         return {"sliding_window": window}
-    if row.window is None or (window is None and row.window != "pattern"):
-        return {}
-    if row.window == "every_layer_if_switched":
-        return {"use_sliding_window": True, "sliding_window": window}
     types = [
         "sliding_attention" if layer in local else "full_attention"
         for layer in range(values["num_hidden_layers"])
     ]
+    if row.window in ("last_layers", "pattern_or_none"):
+        # with a window that no layer has, layers of the latter do not rotate
+        unused = 4096 if row.window == "pattern_or_none" and values["no_rope_layers"] else None
+        return {"sliding_window": window or unused, "layer_types": types}
+    if row.window is None or (window is None and row.window != "pattern"):
+        return {}
+    if row.window == "every_layer_if_switched":
+        return {"use_sliding_window": True, "sliding_window": window}
     switch = {} if row.window == "pattern" else {"use_sliding_window": True, "max_window_layers": 0}
     return {**switch, "sliding_window": window or 4096, "layer_types": types}

@@ -43,8 +43,15 @@ from megalite.config.rules import MODEL_RULES
 from megalite.config.rules.context import RuleContext
 from megalite.config.schema import Config
 from megalite.config.sections.model import ModelConfig
-from megalite.families.model_config import families, from_hf_config, hf_config, stored_dtype, unread_note
-from megalite.families.module_names import FAMILY_NAMES, Names, names_of
+from megalite.families.model_config import (
+    families,
+    from_hf_config,
+    hf_config,
+    loader_of,
+    stored_dtype,
+    unread_note,
+)
+from megalite.families.module_names import Names, names_of
 from megalite.families.weight_files import ADAPTER_SETTINGS, INDEX, SAFETENSORS, weights_file
 from megalite.families.weight_files import unread_note as unread_files
 from megalite.huggingface.companions import COMPANIONS, check_vocabulary, copy_companions
@@ -62,7 +69,7 @@ from megalite.huggingface.kept_tensors import (
 )
 from megalite.huggingface.merging import Adapters
 from megalite.huggingface.model_card import write_card
-from megalite.huggingface.router_bias import PREFIX, bias_names, fill, states, to_export
+from megalite.huggingface.router_bias import PREFIX, bias_names, bias_shape, fill, states, to_export
 from megalite.huggingface.tensor_places import TensorPlace, copies, evenly_cut, places
 from megalite.huggingface.tokenizer_export import (
     TokenizerChoice,
@@ -71,6 +78,8 @@ from megalite.huggingface.tokenizer_export import (
     write_generation,
     write_tokenizer,
 )
+from megalite.huggingface.xielu_constants import constants, wrong
+from megalite.huggingface.xielu_constants import to_export as xielu_constants
 from megalite.model.parameters import model_specs
 from megalite.parallel.spec import Rectangle, parameter_count
 from megalite.system.files import write_synced
@@ -128,7 +137,7 @@ class HuggingFaceSource:
         if model.vocab_size is None:
             raise ConfigError(f"{directory}/config.json has no vocab_size.")
         _check(model)
-        weights, names = _opened(directory), FAMILY_NAMES[family]
+        weights, names = _opened(directory), names_of(model, family)
         stored = _prefix(weights, names)
         further = tuple(
             stored(f"{names.layers}.{model.num_hidden_layers + index}.")
@@ -221,7 +230,8 @@ def _bound(
     Raises ConversionError for tensors that are missing, unknown or have another shape. unread: prefixes of
     tensors that are ignored.
     """
-    names, stored = FAMILY_NAMES[family], _prefix(weights, FAMILY_NAMES[family])
+    names = names_of(model, family)
+    stored = _prefix(weights, names)
     by_name, tied = places(model, family), model.tie_word_embeddings
     if any(name.endswith("experts.gate_up_proj") for name in weights):
         by_name = {name: _fused(place) for name, place in by_name.items()}
@@ -239,9 +249,10 @@ def _bound(
     expected = {
         stored(theirs): shape for place in by_name.values() for theirs, shape in place.tensors.items()
     }
-    expected |= {stored(theirs): (model.num_experts or 0,) for theirs in bias_names(model, family).values()}
+    expected |= dict.fromkeys(map(stored, bias_names(model, family).values()), bias_shape(model, family))
     problems = [f"{name} is missing" for name in expected if name not in weights]
     expected |= {stored(theirs): by_name[ours].shape for theirs, ours in copies(model, family).items()}
+    expected |= {stored(theirs): () for theirs in constants(model, family)}
     for name in weights:
         shape = weights.shape(name)
         if name in expected and shape != expected[name]:
@@ -250,6 +261,7 @@ def _bound(
             name.endswith(names.ignored) or name.startswith(other_parts) or (tied and name == head)
         ):
             problems.append(f"{name} is not a tensor of a {family} model")
+    problems = problems or wrong(constants(model, family), weights, stored)
     if problems:
         raise ConversionError(
             f"The weights in {weights.directory} do not match its config.json:{listing(problems)}"
@@ -423,7 +435,7 @@ def import_model(
         directories.discard(temporary, directory)
         raise
     summary = _summary(theirs.model, theirs.family, (tensor.dtype for tensor in stored.values()))
-    aside = note(theirs.kept, FAMILY_NAMES[theirs.family].kept)
+    aside = note(theirs.kept, names_of(theirs.model, theirs.family).kept)
     return summary | {"notes": [*unread_note(hf_config(source)), *unread_files(source), *aside]}
 
 
@@ -523,14 +535,16 @@ def export_model(
             **{entry: rope[entry] for entry in entries if entry in rope},
             **config["rope_parameters"],
         }
-    names, kept = names_of(model, config["model_type"]), _kept(like, base, config)
+    names = names_of(model, config["model_type"])
+    kept = _kept(like, base, config, names)
     nested = like is not None and is_nested(like, names, kept)
     if nested:
         stored_name = _prefix([f"{names.base}{names.nested}"], names)
         by_name = {name: replace(place, theirs=stored_name(place.theirs)) for name, place in by_name.items()}
     summary = _summary(model, config["model_type"], map(dtype_name, dtypes.values()))
     with new_directory(target) as temporary:
-        biases = to_export(manifest, bias_names(model, config["model_type"]))
+        biases = to_export(manifest, model, config["model_type"])
+        biases |= xielu_constants(model, config["model_type"], common)
         _write_weights(temporary, manifest, stored, by_name, dtypes, biases, kept, shard, progress)
         progress("writing the tokenizer")
         whole = config
@@ -546,6 +560,7 @@ def export_model(
             identity,
             _shown(summary, whole["architectures"][0]),
             reader=found_tokenizer.reader,
+            loader=loader_of(config),
         )
     without = (
         [
@@ -563,7 +578,7 @@ def export_model(
     return summary | {"like": like and str(like), "tokenizer": found_tokenizer.name, "notes": notes}
 
 
-def _kept(like: Path | None, base: dict[str, Any], config: dict[str, Any]) -> dict[str, Tensor]:
+def _kept(like: Path | None, base: dict[str, Any], config: dict[str, Any], names: Names) -> dict[str, Tensor]:
     """Return the tensors that were kept aside of the original model, if an export is of its family.
 
     Args:
@@ -571,7 +586,6 @@ def _kept(like: Path | None, base: dict[str, Any], config: dict[str, Any]) -> di
         base: its config.json.
         config: that of the export.
     """
-    names = FAMILY_NAMES[config["model_type"]]
     if like is None or not names.kept or base.get("model_type") != config["model_type"]:
         return {}
     if (kept := stored_kept(like)) is not None:

@@ -1,9 +1,9 @@
 """Order of heads and head channels in query, key and value matrices of other families.
 
 megalite rotates channel i of a head with channel i + head_dim / 2; where only a part of the pairs rotates,
-the first ones do. Other families rotate neighbouring channels, or the first channels of a head among
-themselves. Attention scores do not depend on the order of channels as long as queries and keys have the same
-one, so a conversion reorders rows, and the model needs no other rotation.
+the first ones do. Other families rotate neighbouring channels, the first channels of a head among themselves,
+or in the opposite direction. Attention scores do not depend on the order of channels as long as queries and
+keys have the same one, so a conversion reorders rows, and the model needs no other rotation.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ from collections.abc import Sequence
 from functools import cache
 
 
-def rotated_channels(head_dim: int, rotary_dim: int, interleaved: bool) -> Sequence[int]:
+def rotated_channels(
+    head_dim: int, rotary_dim: int, interleaved: bool, backwards: bool = False
+) -> Sequence[int]:
     """Return a head's channels in a Hugging Face file, in our order: the first channels of the pairs that
     rotate, then the second ones, each followed by half of the channels that do not rotate. interleaved:
-    neighbouring channels are pairs.
+    neighbouring channels are pairs; backwards: they rotate in the opposite direction, as pairs do whose
+    channels are exchanged.
     """
     half, middle = rotary_dim // 2, (rotary_dim + head_dim) // 2
     first, second = (
@@ -23,6 +26,8 @@ def rotated_channels(head_dim: int, rotary_dim: int, interleaved: bool) -> Seque
         if interleaved
         else (range(half), range(half, rotary_dim))
     )
+    if backwards:
+        first, second = second, first
     return (*first, *range(rotary_dim, middle), *second, *range(middle, head_dim))
 
 

@@ -23,13 +23,14 @@ from megalite.huggingface.companions import PROCESSOR
 from megalite.huggingface.files import NewFile, SafetensorsFile
 
 KEPT = "kept.safetensors"
-_MTP = "mtp."
+_MTP = ("mtp", ".layers.")
+"""Parts of the prefixes of modules of multi-token prediction."""
 _DTYPE = ("dtype", "torch_dtype")
 
 
 def kept_names(weights: Iterable[str], names: Names, mtp: bool = True) -> list[str]:
     """Return the names of a directory's tensors that are kept aside. mtp: with those of MTP modules."""
-    prefixes = tuple(prefix for prefix in names.kept if mtp or prefix != _MTP)
+    prefixes = tuple(prefix for prefix in names.kept if mtp or not any(part in prefix for part in _MTP))
     return [name for name in weights if name.startswith(prefixes)]
 
 

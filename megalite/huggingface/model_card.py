@@ -19,17 +19,17 @@ from megalite.system.files import write_synced
 CARD = "README.md"
 _MODEL = """\
 ```python
-from transformers import AutoModelForCausalLM, {reader}
+from transformers import {loader}, {reader}
 
-model = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto")
+model = {loader}.from_pretrained("{name}", dtype="auto")
 {tokenizer}```
 """
 _ADAPTER = """\
 ```python
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, {reader}
+from transformers import {loader}, {reader}
 
-base = AutoModelForCausalLM.from_pretrained("{base}", dtype="auto")
+base = {loader}.from_pretrained("{base}", dtype="auto")
 model = PeftModel.from_pretrained(base, "{name}")
 {tokenizer}```
 """
@@ -42,6 +42,7 @@ def write_card(
     facts: Mapping[str, Any],
     *,
     reader: str = "AutoTokenizer",
+    loader: str = "AutoModelForCausalLM",
     base: str | None = None,
 ) -> None:
     """Write README.md.
@@ -49,6 +50,7 @@ def write_card(
     Args:
         tokenizer: the one in the directory; None if there is none.
         reader: the class of transformers that reads it.
+        loader: the class of transformers that loads the model, or that which an adapter adapts.
         facts: further rows of its table, such as parameters and dtypes.
         base: of an adapter, the directory of the model that it adapts.
     """
@@ -67,7 +69,9 @@ def write_card(
     rows = dict(facts) | _trained(config, state) | _tokenizer(tokenizer) | {"megalite": _version(state)}
     table = "".join(f"| {key} | {value} |\n" for key, value in rows.items())
     reads = f'tokenizer = {reader}.from_pretrained("{name}")\n' if tokenizer is not None else ""
-    usage = (_ADAPTER if adapter else _MODEL).format(name=name, base=base, tokenizer=reads, reader=reader)
+    usage = (_ADAPTER if adapter else _MODEL).format(
+        name=name, base=base, tokenizer=reads, reader=reader, loader=loader
+    )
     parts = [f"---\n{head}---\n\n# {name}\n", f"| | |\n|---|---|\n{table}", usage]
     if config.data.train is not None:
         parts.append(

@@ -40,7 +40,10 @@ from megalite.huggingface.tensor_places import TensorPlace
 
 PREFIX = "base_model.model."
 EMBEDDING = "embedding.weight"
-FUSED_FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "qwen3_moe", "qwen3_next")
+FUSED_FAMILIES = (
+    *("afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe", "qwen3_moe"),
+    "qwen3_next",
+)
 """Families whose dense layers or shared experts PEFT cannot find by these names."""
 REFUSED = dict.fromkeys(("falcon_h1", "nemotron_h"), ("out_proj",))
 """Family → ends of the modules that PEFT refuses to adapt."""

@@ -16,6 +16,7 @@ from megalite.checkpoint import Manifest
 from megalite.checkpoint.inspect import whole
 from megalite.config.sections.model import ModelConfig
 from megalite.families.module_names import names_of
+from megalite.huggingface.files import ConversionError
 from megalite.model.mtp.losses import layer_count
 
 PREFIX = "router/"
@@ -32,14 +33,20 @@ def bias_names(model: ModelConfig, family: str) -> dict[int, str]:
     }
 
 
+def bias_shape(model: ModelConfig, family: str) -> tuple[int, ...]:
+    """Return the shape of each of these tensors."""
+    rows, experts = names_of(model, family).router_bias_rows, model.num_experts or 0
+    return (experts,) if rows is None else (rows, experts)
+
+
 def states(model: ModelConfig, biases: Mapping[int, str], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the initial states of a model with the biases of a file; empty if it has none."""
-    if not biases:
+    """Return the initial states of a model with the biases of a file; empty if it computes with none."""
+    if not (biases or model.biased_choice):
         return {}
     experts = model.num_experts or 0
     bias = torch.zeros(layer_count(model), experts, dtype=torch.float64)
     for layer, name in biases.items():
-        bias[layer] = tensors[name]
+        bias[layer] = tensors[name].flatten()
     own, mtp = bias.split((model.num_hidden_layers, model.mtp_layers))
     states = {BIAS: own, LOAD: own} | ({MTP_BIAS: mtp, MTP_LOAD: mtp} if len(mtp) else {})
     equal = model.num_experts_per_tok / experts
@@ -57,13 +64,20 @@ def fill(tensor: Tensor, values: Tensor | None, offsets: Sequence[int]) -> None:
         )
 
 
-def to_export(manifest: Manifest, biases: Mapping[int, str]) -> dict[str, Tensor]:
-    """Return the bias tensors of an export; zero if the checkpoint has no router states."""
-    if not biases or BIAS not in manifest.tensors:
-        experts = manifest.state["config"]["model"].get("num_experts") or 0
-        return {name: torch.zeros(experts) for name in biases.values()}
+def to_export(manifest: Manifest, model: ModelConfig, family: str) -> dict[str, Tensor]:
+    """Return the bias tensors of an export; zero if the checkpoint has no router states.
+
+    Raises ConversionError if the model's routers have biases, and files of the family do not.
+    """
+    biases, shape = bias_names(model, family), bias_shape(model, family)
+    if BIAS not in manifest.tensors or not (biases or model.biased_choice):
+        return {name: torch.zeros(shape) for name in biases.values()}
     stored = [manifest.tensors[name] for name in (BIAS, MTP_BIAS) if name in manifest.tensors]
     bias = torch.cat(
         [torch.from_numpy(whole(manifest, each)).view(torch.float64).squeeze(-1) for each in stored]
     )
-    return {name: bias[layer].float() for layer, name in biases.items()}
+    if not biases and bias.any():
+        raise ConversionError(
+            f"{manifest.directory} has biases of routers, which files of {family} models do not have"
+        )
+    return {name: bias[layer].float().view(shape) for layer, name in biases.items()}

@@ -145,9 +145,8 @@ def places(model: ModelConfig, family: str) -> dict[str, TensorPlace]:
                     tensor_places |= _bare(theirs, own[0], shapes[own[0]], model)
                     continue
                 if "experts.{}" in theirs:
-                    tensor_places[own[0]] = _experts(
-                        f"{theirs}.{suffix}", shapes[own[0]], model.num_experts or 0, names
-                    )
+                    experts = _experts(f"{theirs}.{suffix}", shapes[own[0]], model.num_experts or 0, names)
+                    tensor_places[own[0]] = experts.fused() if names.stacked else experts
                     continue
                 if own[0].endswith((".experts.in.weight", ".experts.down.weight")):
                     tensor_places[own[0]] = _stacked(f"{theirs}.{suffix}", shapes[own[0]], model)
@@ -288,18 +287,14 @@ def _ordered(name: str, place: TensorPlace, model: ModelConfig, names: Names) ->
         heads, rows = getattr(model, heads_of), place.rows
         channels: Sequence[int] = range(len(rows) // heads)
         if name.endswith(".attention.q"):
-            channels = rotated_channels(model.head_size, model.rotary_dim, names.interleaved)
+            channels = _channels(model, names)
         parts = by_head(heads, place.shape[0] // heads, rows[0] // heads, tuple(channels))
         return replace(place, rows=parts)
     if ".attention." not in name:
         return place
     if model.kv_lora_rank is not None:
         return _decoupled(part, place, model, names)
-    channels = (
-        rotated_channels(model.head_size, model.rotary_dim, names.interleaved)
-        if part in _ROTATED
-        else range(model.head_size)
-    )
+    channels = _channels(model, names) if part in _ROTATED else range(model.head_size)
     if names.grouped is not None and names.grouped in place.theirs:
         heads = grouped_heads(part, model.num_attention_heads, model.kv_heads)
     elif tuple(channels) != tuple(range(model.head_size)):
@@ -308,6 +303,11 @@ def _ordered(name: str, place: TensorPlace, model: ModelConfig, names: Names) ->
         return place
     start = 0 if names.grouped else place.rows[0]
     return replace(place, rows=rows_of(tuple(heads), tuple(channels), start))
+
+
+def _channels(model: ModelConfig, names: Names) -> Sequence[int]:
+    """Return the channels of a query's or key's head in the family's files, in our order."""
+    return rotated_channels(model.head_size, model.rotary_dim, names.interleaved, names.backwards)
 
 
 def _decoupled(part: str, place: TensorPlace, model: ModelConfig, names: Names) -> TensorPlace:

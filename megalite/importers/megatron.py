@@ -2,7 +2,7 @@
 
 Meanings and defaults are those of its megatron/training/arguments.py, training.py and
 megatron/core/optimizer_param_scheduler.py. The model's shape is in megatron_model.py, with
-megatron_experts.py and megatron_latent_attention.py.
+megatron_experts.py, megatron_latent_attention.py and megatron_hybrid.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ from typing import Any
 
 from megalite.config import rampup
 from megalite.config.sections.train import TrainConfig
-from megalite.importers import finetuning, megatron_experts, megatron_model, megatron_script
+from megalite.importers import (
+    finetuning,
+    megatron_experts,
+    megatron_hybrid,
+    megatron_model,
+    megatron_script,
+)
 from megalite.importers import megatron_latent_attention as latent_attention
 from megalite.importers.batch import Batch
 from megalite.importers.megatron_script import LAUNCH, open_row, unknown_parts
@@ -78,6 +84,7 @@ SWITCHES = frozenset(
         latent_attention.SWITCH,
     )
     + tuple(megatron_experts.SWITCHES)
+    + tuple(megatron_hybrid.SWITCHES)
 )
 """Arguments without a value: a variable that follows is one of further arguments."""
 
@@ -400,6 +407,7 @@ TABLE: Table = {
     **megatron_model.TABLE,
     **megatron_experts.TABLE,
     **latent_attention.TABLE,
+    **megatron_hybrid.TABLE,
     **BATCH.table(),
     **megatron_script.TABLE,
     **{f"{LAUNCH}{key}": KeyRule(_processes, "parallel.dp") for key, _ in PROCESSES},
@@ -623,4 +631,5 @@ def defaults(source: ImportedFile) -> dict[str, Any]:
         values |= {"initial-loss-scale": 2.0**32}
     if BATCH.total not in source.leaves and source.dp and (micro := source.size(BATCH.micro)):
         values |= {BATCH.total: micro * source.dp}
-    return values | megatron_model.defaults(source) | megatron_experts.defaults(source)
+    shape = megatron_model.defaults(source) | megatron_hybrid.defaults(source)
+    return values | shape | megatron_experts.defaults(source)

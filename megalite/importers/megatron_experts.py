@@ -6,9 +6,9 @@ with shares that add up to a token's number of experts.
 
 from __future__ import annotations
 
-import ast
 from typing import Any
 
+from megalite.importers.megatron_patterns import hybrid_layers, marked_layers
 from megalite.importers.verdict import (
     ImportedFile,
     KeyRule,
@@ -59,48 +59,20 @@ SWITCHES = frozenset(
 )
 
 
-def pattern(value: Any, layers: int) -> list[bool] | None:
-    """Return whether each layer has experts, or None if the value is invalid.
-
-    The value is N for every N-th layer from the first, or a list such as ([0]*3+[1]*58).
-    """
-    if type(value) is int and value > 0:
-        return [layer % value == 0 for layer in range(layers)]
-    try:
-        parsed = _list(ast.parse(str(value), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError):
-        return None
-    return [bool(each) for each in parsed] if isinstance(parsed, list) and len(parsed) == layers else None
-
-
-def _list(node: ast.expr) -> Any:
-    """Return the value of an expression of lists and integers with + and *, of at most 10,000 elements."""
-    match node:
-        case ast.Constant(value=int()):
-            return node.value
-        case ast.List():
-            return [_list(each) for each in node.elts]
-        case ast.BinOp(op=ast.Add()):
-            left, right = _list(node.left), _list(node.right)
-            if isinstance(left, list) and isinstance(right, list):
-                return left + right
-        case ast.BinOp(op=ast.Mult()):
-            left, right = _list(node.left), _list(node.right)
-            if isinstance(left, list) and isinstance(right, int) and len(left) * right <= 10_000:
-                return left * right
-    raise ValueError("another expression")
-
-
 def _mixtures(source: ImportedFile) -> int | None:
     """Return the number of layers with experts, or None if it is not known."""
+    if letters := hybrid_layers(source):
+        return letters.count("E")
     layers = source.size("num-layers")
-    mixtures = pattern(source.get("moe-layer-freq", 1), layers) if layers else None
+    mixtures = marked_layers(source.get("moe-layer-freq", 1), layers) if layers else None
     return sum(mixtures) if mixtures else None
 
 
 def _layers(value: Any, source: ImportedFile) -> Verdict:
+    if hybrid_layers(source):
+        return harmless("determined by the pattern of layers")
     layers = source.size("num-layers")
-    mixtures = pattern(value, layers) if layers else None
+    mixtures = marked_layers(value, layers) if layers else None
     if mixtures is None:
         return lost("set model.mlp_only_layers to the layers without experts")
     dense = [layer for layer, mixture in enumerate(mixtures) if not mixture]

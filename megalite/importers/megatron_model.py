@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megalite.importers import megatron_latent_attention as latent_attention
-from megalite.importers.megatron_experts import pattern
+from megalite.importers.megatron_patterns import marked_layers, number_of_layers
 from megalite.importers.verdict import (
     ImportedFile,
     KeyRule,
@@ -186,14 +186,14 @@ def _chosen_layers(
     def judge(value: Any, source: ImportedFile) -> Verdict:
         if off := needs(source):
             return harmless(off)
-        layers = source.size("num-layers")
+        layers = number_of_layers(source)
         marked = (
             [(layer + 1) % value == 0 for layer in range(layers or 0)]
             if type(value) is int and value > 0
             else None
         )
         if marked is None and layers:
-            marked = pattern(value, layers)
+            marked = marked_layers(value, layers)
         if not layers or marked is None:
             return lost(f"set {option}")
         return honoured({option: [layer for layer in range(layers) if chosen(marked[layer])]})
@@ -225,7 +225,7 @@ def _no_rope(source: ImportedFile) -> str:
 
 PADDED = "padding is not needed: any vocabulary size can be split over tp"
 TABLE: Table = {
-    **each("", "num-layers encoder-num-layers", sets("model.num_hidden_layers")),
+    "encoder-num-layers": sets("model.num_hidden_layers"),
     HIDDEN: sets("model.hidden_size"),
     FEED_FORWARD: sets("model.intermediate_size"),
     "num-attention-heads": sets("model.num_attention_heads"),
@@ -262,7 +262,6 @@ TABLE: Table = {
     "attention-dropout": sets("model.attention_dropout"),
     "hidden-dropout": KeyRule(_hidden_dropout, "model.residual_dropout"),
     "init-method-std": sets("model.initializer_range"),
-    "mtp-num-layers": sets("model.mtp_layers"),
     "mtp-loss-scaling-factor": sets("train.mtp_weight"),
     "qk-layernorm": KeyRule(_qk_norm, "model.qk_norm"),
     "window-size": KeyRule(_window, "model.sliding_window"),
@@ -277,11 +276,6 @@ TABLE: Table = {
     ),
     "padded-vocab-size": sets("model.vocab_size"),
     "num-key-value-heads": sets("model.num_key_value_heads"),
-    "hybrid-*": missing(
-        "hybrid models are not supported: hybrid models are not supported: every layer has attention and a "
-        "feed-forward block"
-    ),
-    "is-hybrid-model": missing("hybrid models are not supported: every layer has attention"),
 }
 
 

@@ -81,8 +81,10 @@ class _AddRMSNorm(torch.autograd.Function):
     """Forward: x + branch and its norm, fused. Backward: one gradient for both inputs. No communication."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, branch: Tensor, weight: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
-        total, y, rstd = norm.ops.add_rms_norm(x, branch, weight, norm.eps, norm.offset)
+    def forward(
+        ctx: Any, x: Tensor, branch: Tensor, anchor: Tensor | None, norm: RMSNorm
+    ) -> tuple[Tensor, Tensor]:
+        total, y, rstd = norm.ops.add_rms_norm(x, branch, norm.gain, norm.eps, norm.offset, norm.rounded)
         ctx.save_for_backward(total, rstd)
         ctx.norm = norm
         return total, y
@@ -100,6 +102,6 @@ def add_and_norm(x: Tensor, branch: Tensor, norm: nn.Module) -> tuple[Tensor, Te
     With an RMSNorm this takes one pass over memory.
     """
     if isinstance(norm, RMSNorm):
-        return _AddRMSNorm.apply(x, branch, norm.weight.tensor, norm)
+        return _AddRMSNorm.apply(x, branch, norm.anchor, norm)
     total = x + branch
     return total, norm(total)

@@ -47,6 +47,8 @@ class ForwardState:
         positions, segments, document_start, part, boundaries: as in `Microbatch`.
         rotary: (cos, sin) tables of `document_positions`; None where the model has no rotary embedding.
         local_rotary: the tables of rope_local_theta, for the layers with a sliding window.
+        query_factors: factors on the queries of each position, [seq, 1 or batch, 1, 1]; None where they are
+            1.
         lora_dropout: probability of dropout before adapters.
         targets: the targets of the microbatch's loss; None: there is no loss.
         loss_scale: the factor of the loss, and of the auxiliary losses of layers.
@@ -66,6 +68,7 @@ class ForwardState:
     part: SequencePart | None = None
     rotary: tuple[Tensor, Tensor] | None = None
     local_rotary: tuple[Tensor, Tensor] | None = None
+    query_factors: Tensor | None = None
     lora_dropout: float = 0.0
     targets: Tensor | None = None
     loss_scale: float | Tensor = 0.0

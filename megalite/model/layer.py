@@ -28,7 +28,7 @@ from megalite.model.kinds import KINDS, blocks_of
 from megalite.model.layer_options import LayerOptions
 from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.node import Chain, Differentiable, Node, Saved
-from megalite.parallel.tensor.norm import LayerNorm, RMSNorm
+from megalite.parallel.tensor.norm import LayerNorm, Norm, RMSNorm
 from megalite.parallel.weight import Weights
 
 OUTPUT_DROPOUT = {
@@ -38,12 +38,12 @@ OUTPUT_DROPOUT = {
 }  # by slot
 
 
-def make_norm(model: ModelConfig, weights: Weights, name: str, ops: CompiledOps) -> nn.Module:
+def make_norm(model: ModelConfig, weights: Weights, name: str, ops: CompiledOps) -> Norm:
+    """Return the norm of the residual stream, or of a block's output, with this name."""
+    weight = weights[f"{name}.weight"] if model.norm_weight else None
     if model.norm == "rms":
-        return RMSNorm(weights[f"{name}.weight"], model.rms_norm_eps, model.norm_offset, ops)
-    return LayerNorm(
-        weights[f"{name}.weight"], weights.get(f"{name}.bias"), model.rms_norm_eps, model.norm_offset, ops
-    )
+        return RMSNorm(weight, model.rms_norm_eps, model.norm_offset, model.rounds_normalized, ops)
+    return LayerNorm(weight, weights.get(f"{name}.bias"), model.rms_norm_eps, model.norm_offset, ops)
 
 
 class Scale(nn.Module):

@@ -42,7 +42,7 @@ def embedding_pair(model: ModelConfig, placement: Sequence[int]) -> tuple[int, i
 
 
 def _embedding(build: SpecBuilder, both_ends: bool) -> list[ParamSpec]:
-    """Return the token embedding and learned positions.
+    """Return the token embedding, learned positions, and the norm of their sum.
 
     Args:
         both_ends: whether the rank has the last stage, too, which may use the table.
@@ -56,7 +56,7 @@ def _embedding(build: SpecBuilder, both_ends: bool) -> list[ParamSpec]:
         shape = (model.max_position_embeddings, model.hidden_size)
         axis = build.partial_axis
         specs += one_each(0, Segment("positions.weight", shape, grad_partial_axis=axis, init_std=build.std))
-    return specs
+    return specs + (build.norm("embedding_norm") if model.embedding_norm else [])
 
 
 def _layer(build: SpecBuilder, index: int) -> list[ParamSpec]:

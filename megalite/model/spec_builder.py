@@ -48,8 +48,10 @@ class SpecBuilder:
 
         Args:
             axis: the axis over which gradients are partial even if the sequence is not split.
-            rms: whether it is an RMSNorm; None: as `model.norm`.
+            rms: whether it is an RMSNorm; None: as `model.norm`, with a weight if `model.norm_weight`.
         """
+        if rms is None and not self.model.norm_weight:
+            return []
         axis = axis or self.partial_axis
         rms = self.model.norm == "rms" if rms is None else rms
         shape = (width or self.model.hidden_size,)

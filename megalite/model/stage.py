@@ -33,6 +33,7 @@ from megalite.parallel.sharding.weight_gatherer import WeightGatherer
 from megalite.parallel.tensor.cross_entropy import CrossEntropy, loss_in_chunks
 from megalite.parallel.tensor.embedding import ParallelEmbedding
 from megalite.parallel.tensor.linear import ColumnParallelLinear
+from megalite.parallel.tensor.norm import Norm
 from megalite.parallel.weight import Weights
 
 if TYPE_CHECKING:
@@ -137,8 +138,12 @@ class Stage(nn.Module):
         self.model_config, self.lora_dropout = model, config.lora.dropout
         self.head_unit = last = head_unit(model)
         self.embedding = None
+        self.embedding_norm: Norm | None = None
+        self.frees_weights = config.parallel.zero == 3
         if 0 in units:
             positions = weights.get("positions.weight")
+            if model.embedding_norm:
+                self.embedding_norm = make_norm(model, weights, "embedding_norm", ops)
             self.embedding = ParallelEmbedding(
                 weights["embedding.weight"], positions, mesh.tp, sequence_parallel, model.embedding_scale
             )
@@ -202,6 +207,10 @@ class Stage(nn.Module):
             x = self.gatherer.pre_forward(0, x)  # [seq, batch] token ids
             positions = state.document_positions if self.embedding.positions is not None else None
             x = self.embedding(x, positions)  # [seq (/tp), batch, hidden]
+            if self.embedding_norm is not None:
+                if self.frees_weights:  # the backward of this unit does not gather them again
+                    self.embedding_norm.copy_gain()
+                x = self.embedding_norm(x)
             x = self.embedding_dropout(self.gatherer.post_forward(0, x), state)
         for run in self.joined if torch.is_grad_enabled() else self.single:
             x = run(x, state)

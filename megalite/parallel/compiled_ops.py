@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megalite_kernels import activation, attention_gate, norm, rotary
+from megalite_kernels import activation, attention_gate, norm, rotary, xielu
 
 
 class _Compiled:
@@ -57,6 +57,8 @@ class CompiledOps:
         self.gated_backward = region(activation.gated_backward)
         self.plain_forward = region(activation.plain_forward)
         self.plain_backward = region(activation.plain_backward)
+        self.xielu_forward = region(xielu.xielu_forward)
+        self.xielu_backward = region(xielu.xielu_backward)
         self.gate_output = region(attention_gate.gate_output)
         self.gate_output_backward = region(attention_gate.gate_output_backward)
         self.split_rotary = region(rotary.split_rotary)

@@ -46,6 +46,10 @@ LONGROPE |= {"short_factor": [1.0, 1.0], "long_factor": [1.0, 2.0]}
 # option: (the nearest illegal value, a legal value next to it)
 BOUNDS: dict[str, tuple[Any, Any]] = {
     "model.norm_topk_eps": (0, 1e-6),
+    "model.query_scale_beta": (0.0, None),
+    "model.query_scale_positions": (0, None),
+    "model.norm_topk_min": (0.0, None),
+    "model.mixture_out_multiplier": (0.0, 1.0),
     **dict.fromkeys(
         ("parallel.tp", "parallel.pp", "parallel.dp", "parallel.cp", "model.num_hidden_layers", "train.steps"), (0, 1)
     ),
@@ -183,6 +187,13 @@ ROWS = [
     *(Row(f"{name} needs experts", {f"model.{name}": 0.1}, EXPERTS) for name in _REAL),
     Row("router_scores needs experts", {"model.router_scores": "sigmoid"}, EXPERTS),
     Row("routed_scaling_factor needs experts", {"model.routed_scaling_factor": 2.5}, EXPERTS),
+    Row("mixture_out_multiplier needs experts", {"model.mixture_out_multiplier": 0.5}, EXPERTS),
+    Row(
+        "norm_topk_min of renormalized weights",
+        EXPERTS | {"model.norm_topk_min": 0.5, "model.norm_topk_prob": False},
+        {"model.norm_topk_prob": True},
+        ("has no effect: model.num_experts = 4, model.norm_topk_prob = false",),
+    ),
     Row("n_group needs experts", {"model.n_group": 2}, EXPERTS),
     Row("model.n_group in range", GROUPS | {"model.n_group": 0}, {"model.n_group": 1}),
     Row("groups divide the experts", GROUPS | {"model.n_group": 3}, {"model.n_group": 2}, ("Nearest: 2 or 4.",)),
@@ -191,6 +202,12 @@ ROWS = [
         GROUPS | {"model.n_group": 4, "model.router_scores": "sigmoid"},
         {"model.n_group": 2},
         ("two best experts", "Legal values: 1, 2."),
+    ),
+    Row(
+        "group_score needs groups",
+        EXPERTS | {"model.group_score": "largest"},
+        {"model.group_score": "auto"},
+        ("model.n_group = null",),
     ),
     Row("topk_group needs groups", GROUPS | {"model.topk_group": 2}, {"model.n_group": 2}, ("model.n_group = null",)),
     Row(
@@ -501,10 +518,52 @@ ROWS = [
         ("model.kv_lora_rank = 16", "Name latent_attention"),
     ),
     Row(
+        "query_scale_beta and its positions",
+        {"model.query_scale_beta": 0.1},
+        {"model.query_scale_positions": 16},
+        ("and model.query_scale_positions = null",),
+    ),
+    Row(
+        "scaled queries rotate",
+        {"model.query_scale_beta": 0.1, "model.query_scale_positions": 16, "model.no_rope_layers": [0]},
+        {"model.no_rope_layers": None},
+        ("model.no_rope_layers = [0]",),
+    ),
+    Row(
         "gates have no sinks beside them",
         {"model.attention_gate": True, "model.attention_sinks": True},
         {"model.attention_sinks": False},
         ("model.attention_sinks = true",),
+    ),
+    Row(
+        "xielu is plain",
+        {"model.hidden_act": "xielu", "model.gated_mlp": True},
+        {"model.gated_mlp": False},
+        ("model.gated_mlp = true",),
+    ),
+    Row(
+        "norms after the rotation",
+        {"model.qk_norm_after_rope": True},
+        {"model.qk_norm": "head"},
+        ("model.qk_norm = none",),
+    ),
+    Row(
+        "norms of heads without weights",
+        {"model.qk_norm_weight": False, "model.qk_norm": "full"},
+        {"model.qk_norm": "head"},
+        ("model.qk_norm = full",),
+    ),
+    Row(
+        "no bias without a weight",
+        {"model.norm_weight": False, "model.norm": "layer"},
+        {"model.norm_bias": False},
+        ("model.norm_bias = true",),
+    ),
+    Row(
+        "modules of multi-token prediction read the embedding itself",
+        {"model.embedding_norm": True, "model.mtp_layers": 1},
+        {"model.mtp_layers": 0},
+        ("model.mtp_layers = 1",),
     ),
     Row(
         "a factor on the input of attention alone",

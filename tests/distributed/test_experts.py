@@ -27,6 +27,8 @@ STEPS = 5
 FEWER = 2
 PIPELINED = {"pp": 2, "dp": 2, "ep": 2, "zero": 1, "schedule": "zb-h1", "dispatch": "all_gather"}
 SHARDED = {"tp": 2, "dp": 2, "ep": 2, "zero": 3}
+LATENT = {"moe_latent_size": 20, "gated_mlp": False, "hidden_act": "relu2"}
+BESIDE = {"parallel_block": "shared_norm", "mixture_out_multiplier": 0.5, "norm_topk_min": 0.7}
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +46,18 @@ def test_trains_like_one_process(case, ranks, references, prefix):
     assert all(expected["dropped"]) == (case["capacity"] is not None)
 
 
-@pytest.mark.parametrize("layout", [SHARDED, PIPELINED], ids=str)
-def test_experts_on_a_latent_train_like_one_process(layout, ranks, references, prefix):
-    several, one = configs(prefix, **layout, model={"moe_latent_size": 20, "gated_mlp": False, "hidden_act": "relu2"})
+@pytest.mark.parametrize(
+    "layout, model",
+    [
+        (SHARDED, LATENT),
+        (PIPELINED, LATENT),
+        (SHARDED | {"recompute": "operations"}, BESIDE),
+        ({"cp": 2, "context": "ring", "dp": 2, "ep": 4, "recompute": "full"}, BESIDE),
+    ],
+    ids=str,
+)
+def test_experts_on_a_latent_or_beside_attention_train_like_one_process(layout, model, ranks, references, prefix):
+    several, one = configs(prefix, **layout, model=model)
     got = ranks.run(4, jobs.train, several, FEWER)
     assert_same_run(got, references.run(jobs.train, one, FEWER), 1e-9, 1e-9)
 

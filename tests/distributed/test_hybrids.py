@@ -13,15 +13,16 @@ from typing import Any
 import pytest
 import torch
 
+from megalite.checkpoint.directories import step_name
 from megalite.config.load import from_dict
 from megalite.model.blocks.delta import gates
 from megalite.planner.memory.estimate import estimate
 from tests.distributed.test_equivalence import assert_same_run
 from tests.support import jobs, jobs_memory
 from tests.support.configs import SEQUENCE, case_of, config_of, config_of_one_process, micro_batch, write_tokens
-from tests.support.jobs_hybrids import losses_of_documents
-from tests.support.jobs_training import resume, train_and_save
-from tests.support.pool import RankContext
+from tests.support.jobs_hybrids import fit_until_killed_in, losses_of_documents
+from tests.support.jobs_training import resume
+from tests.support.pool import RankContext, RankError
 
 STEPS = 3
 BASE = case_of(tied=False, kv_heads=2, vocab_size=96, layers=4, masked=True, dropout=0.1, precision="fp64") | {
@@ -184,14 +185,21 @@ def test_small_queries_and_keys_have_the_length_of_the_formula():
     torch.testing.assert_close(gates.unit_length_backward(dy, x), gradient, rtol=1e-12, atol=0)
 
 
-def test_is_saved_and_resumed_on_another_layout(ranks, references, prefix):
+def test_a_killed_run_goes_on_on_any_layout(ranks, references, prefix, tmp_path):
     several, one = configs(prefix, "all of them", tp=2, sequence_parallel=True)
-    several["run"]["name"] = "resumed"
+    straight = ranks.run(2, jobs.train, several, STEPS)[0]
+    several["run"] |= {"dir": str(tmp_path), "name": "killed"}
+    several["checkpoint"] |= {"load": "auto", "interval": 1}
+    with pytest.raises(RankError, match="exit code -9"):
+        ranks.run(2, fit_until_killed_in, several, STEPS)
+    got = ranks.run(2, resume, several, 1, ("weight",))[0]
+    assert got["place"]["step"] == STEPS - 1 and got["losses"] == straight["losses"][-1:]
+    assert all(torch.equal(tensor, straight["tensors"][name]) for name, tensor in got["tensors"].items())
     whole = references.run(jobs.train, one, STEPS)
-    saved = ranks.run(2, train_and_save, several, 2, 0)[0]["directory"]
-    other, _ = configs(prefix, "all of them", pp=2, dp=2, zero=3)
-    other["checkpoint"]["load"] = saved
-    got = ranks.run(4, resume, other, STEPS - 2, ("weight",))
-    assert got[0]["losses"] == pytest.approx(whole["losses"][2:], rel=1e-9, abs=0)
-    for name, tensor in got[0]["tensors"].items():
-        assert (tensor - whole["tensors"][name]).abs().max() <= 1e-9
+    for layout in ({"pp": 2, "dp": 2, "zero": 3}, {"cp": 2, "context": "ring"}):
+        other, _ = configs(prefix, "all of them", **layout)
+        other["checkpoint"]["load"] = str(tmp_path / "killed" / "checkpoints" / step_name(STEPS - 1))
+        got = ranks.run(world(layout), resume, other, 1, ("weight",))[0]
+        assert got["losses"] == pytest.approx(whole["losses"][-1:], rel=1e-9, abs=0)
+        for name, tensor in got["tensors"].items():
+            assert (tensor - whole["tensors"][name]).abs().max() <= 1e-9, name

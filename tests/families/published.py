@@ -377,6 +377,56 @@ ACCEPTED: list[tuple[str, dict[str, Any], list[str]]] = [
         ["mamba_use_mlp"],
     ),
     (
+        "Granite 3 MoE",
+        GROUPED | {"model_type": "granitemoe", "num_local_experts": 4, "num_experts_per_tok": 2, "rope_scaling": None},
+        [],
+    ),
+    (
+        "MiniMax-M2",
+        GROUPED
+        | {
+            "model_type": "minimax_m2",
+            "head_dim": 16,
+            "rotary_dim": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        }
+        | {"scoring_func": "sigmoid", "use_routing_bias": True, "shared_intermediate_size": 0, "rope_theta": 5e6},
+        ["scoring_func", "use_routing_bias", "shared_intermediate_size"],
+    ),
+    (
+        "ERNIE 4.5, first layers with experts",
+        GROUPED
+        | {
+            "model_type": "ernie4_5_moe",
+            "moe_num_experts": 8,
+            "moe_k": 2,
+            "moe_intermediate_size": 24,
+            "use_bias": False,
+        }
+        | {"moe_layer_start_index": 0, "moe_layer_end_index": 1, "moe_num_shared_experts": 0, "moe_capacity": [64] * 3},
+        ["moe_capacity"],
+    ),
+    (
+        "Hy3",
+        GROUPED | {"model_type": "hy_v3", "num_local_experts": 8, "enable_moe_fp32_combine": True, "mlp_bias": False},
+        [],
+    ),
+    (
+        "Trinity",
+        GROUPED
+        | {"model_type": "afmoe", "num_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "score_func": "sigmoid"}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "attention_bias": False},
+        ["n_group", "score_func"],
+    ),
+    (
+        "Command-A+",
+        GROUPED
+        | {"model_type": "cohere2_moe", "first_k_dense_replace": 1, "sliding_window_pattern": 2, "rope_theta": 5e4}
+        | {"prefix_dense_sliding_window_pattern": 1, "use_parallel_block": True},
+        [],
+    ),
+    (
         "Nemotron-H",
         {key: value for key, value in GROUPED.items() if key != "num_hidden_layers"}
         | {"model_type": "nemotron_h", "hybrid_override_pattern": "M-*E", "num_hidden_layers": 4, "head_dim": 8}

@@ -36,12 +36,17 @@ def own(family: str | None, place: Path, **options: Any) -> dict[str, Any]:
         ("starcoder2", ["c_proj"], ["down"]),
         ("qwen3_next", ["q_proj", "in_proj_ba"], ["q", "attention_gate", "delta_b", "delta_a"]),
         ("kimi_linear", ["q_proj", "f_a_proj", "o_proj"], ["q", "delta_q", "delta_f_a", "o", "delta_o"]),
+        ("nanochat", ["fc1", "o_proj"], ["up", "o"]),
+        ("hunyuan_v1_moe", ["q_proj", "shared_mlp.up_proj"], ["q", "up"]),
         ("lfm2", ["in_proj", "out_proj", "w1"], ["conv_B", "conv_C", "conv_x", "o", "conv_o", "gate"]),
         (None, ["q_proj", "query_key_value"], ["q", "k", "v"]),
         ("qwen3_moe", ["q_proj", "mlp.experts.gate_up_proj", "experts.down_proj"], ["q", "experts.in", "experts.down"]),
         ("bamba", ["in_proj", "out_proj"], ["mamba_z", "mamba_x", "mamba_B", "mamba_C", "mamba_dt", "mamba_o"]),
         ("granitemoehybrid", ["shared_mlp.input_linear", "experts.gate_up_proj"], ["gate", "up", "experts.in"]),
         ("nemotron_h", ["up_proj", "experts.up_proj"], ["up", "experts.in"]),
+        ("granitemoeshared", ["input_linear", "experts.gate_up_proj"], ["gate", "up", "experts.in"]),
+        ("hy_v3", ["shared_mlp.down_proj", "gate_proj"], ["down", "gate"]),
+        ("afmoe", ["self_attn.gate_proj", "shared_experts.up_proj"], ["attention_gate", "up"]),
         ("mixtral", ["all-linear", "experts.in"], ["q", "k", "v", "o", "gate", "up", "down", "experts.in"]),
     ],
 )
@@ -58,7 +63,18 @@ def test_all_names_of_a_family_are_all_linear(family, tmp_path):
         for name, ours in layer.items()
         if not any(
             word in ours
-            for word in ("norm", "router", "experts", "shared_gate", "sinks", ".conv", ".a_log", ".dt_bias", "latent_")
+            for word in (
+                "norm",
+                "router",
+                "experts",
+                "shared_gate",
+                "sinks",
+                ".conv",
+                ".a_log",
+                ".dt_bias",
+                "latent_",
+                ".alpha_",
+            )
         )
         and ours != "mixer.d"
     ]

@@ -38,6 +38,7 @@ NO_FIELD = [
     "get_text_config",
     "standardize_rope_params",
     "validate_rope",
+    "validate_layer_type",
     "default_theta",
     "_is_quantized",
     "number_of_conv_states",
@@ -93,10 +94,11 @@ def keywords(nodes: list[ast.AST]) -> set[str]:
 
 
 def files_of(family: Family) -> tuple[list[ast.AST], list[ast.AST]]:
-    folder = family.multimodal or family.model_type
+    own = (TRANSFORMERS / "models" / family.model_type).is_dir()
+    folder = family.model_type if own else str(family.multimodal)
     place = TRANSFORMERS / "models" / folder
     nodes = parsed(place / f"configuration_{folder}.py")
-    if family.multimodal:
+    if not own:
         nodes = [
             node for each in nodes if isinstance(each, ast.ClassDef) and "Text" in each.name for node in ast.walk(each)
         ]

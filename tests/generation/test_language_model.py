@@ -55,6 +55,7 @@ NAMES += [
     "cohere, norms of each head",
     "cohere2",
 ]
+NAMES += ["seed_oss", "ernie4_5", "jais2", "hunyuan_v1_dense", "hunyuan_v1_moe", "nanochat", "apertus"]
 NAMES += ["falcon, one key-value head", "falcon, new architecture", "ministral, some windows"]
 NAMES += [
     "qwen3_next",
@@ -69,6 +70,7 @@ NAMES += [
     "falcon_h1",
     "nemotron_h",
 ]
+NAMES += ["dots1", "exaone4", "ministral3", "glm4_moe_lite", "mistral4"]
 NAMES += ["mixtral", "olmoe", "qwen3_moe", "deepseek_v2, lite, yarn rope", "deepseek_v3", "gpt_oss", "glm4_moe"]
 LAYOUTS = [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"cp": 2}, {"cp": 2, "tp": 2}]
 

@@ -3,6 +3,7 @@ has written."""
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +13,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megalite.families.model_config import hf_config, loader_of
+
 ROUTER_BIAS = ("e_score_correction_bias", "expert_bias")
+CONSTANTS = ("act_fn.beta", "act_fn.eps")  # of xIELU, in files
 VOCAB = 101  # odd, so that it is padded under every tp size
 SIZES = {
     "hidden_size": 32,
@@ -53,6 +57,8 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.5, 2.0], "long_factor": 
 LONG = {"max_position_embeddings": 64, "original_max_position_embeddings": 16}
 ALL_HEADS = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+NO_DROPOUT = {"attention_dropout": 0.0, "residual_dropout": 0.0}
+ALPHA = {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0, "rope_theta": 100.0}
 GRANITE = {"embedding_multiplier": 6.0, "attention_multiplier": 0.2, "residual_multiplier": 0.3, "logits_scaling": 4.0}
 FALCON = {key: value for key, value in ALL_HEADS.items() if key != "intermediate_size"} | {"ffn_hidden_size": 56}
 
@@ -84,8 +90,15 @@ GLM_MOE = {
     "moe_intermediate_size": 24,
     "routed_scaling_factor": 1.5,
 }
+DOTS = GLM_MOE | {"n_shared_experts": 2, "first_k_dense_replace": 1, "sliding_window": 5}
+EXAONE_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "num_shared_experts": 2}
 MSCALE = YARN | {"mscale": 0.7, "mscale_all_dim": 0.9, "beta_fast": 4, "beta_slow": 1, "rope_theta": 1e3}
 GROUPS = {"n_group": 4, "topk_group": 2}
+# query factors change within the 24 positions of a row
+SCALED_QUERIES = YARN | {"original_max_position_embeddings": 8, "beta_fast": 4, "rope_theta": 1e3}
+SCALED_QUERIES |= {"mscale": 1.0, "mscale_all_dim": 0.9, "llama_4_scaling_beta": 0.6}
+FROM_LATENTS = {key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}
+YOUTU = {key: value for key, value in FROM_LATENTS.items() if not key.startswith(("n_", "num_experts", "moe_"))}
 
 
 LINEAR = ["linear_attention", "full_attention", "linear_attention"]
@@ -119,6 +132,20 @@ NEMOTRON = {key: value for key, value in SIZES.items() if key != "num_hidden_lay
     "moe_shared_expert_intermediate_size": 24,
     "time_step_min": 1e-30,  # transformers limits steps by it, and not by time_step_limit
 }
+
+MINIMAX = EXPERTS | {"num_local_experts": 8, "head_dim": 16, "rotary_dim": 6}
+ERNIE = {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24, "router_aux_loss_coef": 0.0}
+HY = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_shared_experts": 2, "head_dim": 12}
+AFMOE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "num_shared_experts": 2,
+    "head_dim": 12,
+}
+AFMOE |= {"sliding_window": 5, "layer_types": MIXED, "mup_enabled": True, "route_scale": 2.5}
+COMMAND = {"num_experts": 6, "num_experts_per_tok": 2, "num_shared_experts": 2, "intermediate_size": 24, "head_dim": 12}
+COMMAND |= {"sliding_window": 5, "first_k_dense_replace": 1, "prefix_dense_intermediate_size": 40}
 
 
 class Case(NamedTuple):
@@ -236,6 +263,30 @@ CASES = {
     ),
     "arcee": Case("Arcee", SIZES | UNTIED | {"head_dim": 12}, shard="20KB"),
     "arcee, tied, biases": Case("Arcee", SIZES | TIED | {"attention_bias": True, "mlp_bias": True}, BF16),
+    "seed_oss": Case("SeedOss", SIZES | UNTIED | NO_DROPOUT | {"head_dim": 12}, shard="20KB"),
+    "seed_oss, tied, other biases": Case(
+        "SeedOss",
+        SIZES
+        | TIED
+        | NO_DROPOUT
+        | {"head_dim": 8, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+        BF16,
+    ),
+    "ernie4_5": Case("Ernie4_5", SIZES | TIED | {"head_dim": 12}, shard="20KB"),
+    "ernie4_5, untied, biases": Case("Ernie4_5", SIZES | UNTIED | {"head_dim": 8, "use_bias": True}, BF16),
+    "jais2": Case("Jais2", SIZES | UNTIED, shard="20KB"),
+    "hunyuan_v1_dense": Case("HunYuanDenseV1", SIZES | TIED | {"head_dim": 12, "rope_parameters": ALPHA}, BF16, "20KB"),
+    "hunyuan_v1_dense, biases": Case("HunYuanDenseV1", SIZES | UNTIED | {"head_dim": 8, "attention_bias": True}),
+    "hunyuan_v1_moe": Case(
+        "HunYuanMoEV1",
+        SIZES | UNTIED | {"head_dim": 8, "num_experts": 6, "moe_topk": 2, "rope_parameters": ALPHA},
+        BF16,
+        "20KB",
+    ),
+    "nanochat": Case("NanoChat", SIZES | UNTIED | {"final_logit_softcapping": 0.7}, shard="20KB"),
+    "nanochat, tied, biases": Case("NanoChat", SIZES | TIED | {"attention_bias": True, "num_key_value_heads": 1}, BF16),
+    "apertus": Case("Apertus", SIZES | UNTIED | {"rope_parameters": LLAMA3 | {"rope_theta": 500.0}}, BF16, "20KB"),
+    "apertus, tied, biases": Case("Apertus", SIZES | TIED | {"attention_bias": True, "head_dim": 12}),
     "mixtral": Case("Mixtral", SIZES | UNTIED | EXPERTS | {"num_local_experts": 4}, shard="20KB"),
     "mixtral, tied, window": Case(
         "Mixtral", SIZES | TIED | EXPERTS | {"num_local_experts": 8, "sliding_window": 5}, BF16
@@ -279,6 +330,72 @@ CASES = {
     "glm4_moe": Case("Glm4Moe", SIZES | UNTIED | GLM_MOE | {"use_qk_norm": True, "attention_bias": True}, shard="20KB"),
     "glm4_moe, groups, tied": Case(
         "Glm4Moe", SIZES | TIED | GLM_MOE | {"n_group": 4, "topk_group": 2, "norm_topk_prob": False}, BF16
+    ),
+    "dots1": Case("Dots1", SIZES | UNTIED | DOTS | {"max_window_layers": 1, "attention_bias": True}, shard="20KB"),
+    "dots1, tied, groups": Case(
+        "Dots1", SIZES | TIED | DOTS | GROUPS | {"layer_types": MIXED, "norm_topk_prob": True}, BF16
+    ),
+    "solar_open": Case(
+        "SolarOpen",
+        {key: value for key, value in SIZES.items() if key != "intermediate_size"}
+        | UNTIED
+        | GLM_MOE
+        | {"attention_bias": True, "rope_parameters": YARN | {"rope_theta": 1e3}},
+        shard="20KB",
+    ),
+    "exaone4": Case("Exaone4", SIZES | UNTIED | {"sliding_window": 5, "layer_types": MIXED}, shard="20KB"),
+    "exaone4, tied, no windows": Case(
+        "Exaone4",
+        SIZES
+        | TIED
+        | {"head_dim": 12, "sliding_window": None, "layer_types": ["full_attention"] * 3}
+        | {"rope_parameters": LLAMA3 | {"rope_theta": 500.0}},
+        BF16,
+    ),
+    "exaone_moe": Case(
+        "ExaoneMoe",
+        SIZES
+        | UNTIED
+        | EXAONE_MOE
+        | GROUPS
+        | {"sliding_window": 5, "layer_types": MIXED, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+        shard="20KB",
+    ),
+    "ministral3": Case(
+        "Ministral3",
+        SIZES | UNTIED | {"head_dim": 12, "sliding_window": 15, "rope_parameters": SCALED_QUERIES},
+        shard="20KB",
+    ),
+    "ministral3, tied, rope alone": Case(
+        "Ministral3",
+        SIZES
+        | TIED
+        | {"head_dim": 8}
+        | {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e3, "original_max_position_embeddings": 8}
+            | {"llama_4_scaling_beta": 0.6}
+        },
+        BF16,
+    ),
+    "glm4_moe_lite": Case(
+        "Glm4MoeLite",
+        FROM_LATENTS | UNTIED | GROUPS | {"q_lora_rank": 12, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+        shard="20KB",
+    ),
+    "youtu": Case("Youtu", YOUTU | UNTIED | {"q_lora_rank": 12}, shard="20KB"),
+    "youtu, tied, yarn rope": Case("Youtu", YOUTU | TIED | {"q_lora_rank": None, "rope_parameters": MSCALE}, BF16),
+    "mistral4": Case(
+        "Mistral4",
+        LATENT | UNTIED | GROUPS | {"q_lora_rank": 12, "rope_parameters": SCALED_QUERIES},
+        shard="20KB",
+    ),
+    "mistral4, tied, no groups, not renormalized": Case(
+        "Mistral4",
+        LATENT
+        | TIED
+        | {"q_lora_rank": None, "norm_topk_prob": False, "first_k_dense_replace": 0}
+        | {"rope_parameters": SCALED_QUERIES | {"llama_4_scaling_beta": 0.0}},
+        BF16,
     ),
     "gpt_oss": Case("GptOss", SIZES | UNTIED | OSS, shard="20KB"),
     "gpt_oss, tied, linear rope": Case(
@@ -389,6 +506,47 @@ CASES = {
         | {"use_bias": True, "use_conv_bias": False},
         BF16,
     ),
+    "granitemoe": Case(
+        "GraniteMoe",
+        SIZES | UNTIED | EXPERTS | GRANITE | {"num_local_experts": 6, "intermediate_size": 24},
+        BF16,
+        "20KB",
+    ),
+    "granitemoeshared, tied, biases": Case(
+        "GraniteMoeShared",
+        SIZES
+        | TIED
+        | EXPERTS
+        | GRANITE
+        | {"num_local_experts": 6, "intermediate_size": 24, "shared_intermediate_size": 40, "attention_bias": True},
+        BF16,
+    ),
+    "flex_olmo": Case("FlexOlmo", SIZES | UNTIED | EXPERTS | {"num_experts": 6, "intermediate_size": 24}, BF16, "20KB"),
+    "minimax_m2": Case("MiniMaxM2", SIZES | UNTIED | MINIMAX | {"intermediate_size": 24}, BF16, "20KB"),
+    "ernie4_5_moe": Case("Ernie4_5_Moe", SIZES | TIED | ERNIE, BF16, "20KB"),
+    "ernie4_5_moe, every second layer, a least sum": Case(
+        "Ernie4_5_Moe",
+        SIZES
+        | UNTIED
+        | ERNIE
+        | {"num_hidden_layers": 4, "moe_layer_interval": 2, "moe_num_shared_experts": 0, "moe_norm_min": 0.5},
+    ),
+    "hy_v3": Case(
+        "HYV3",
+        SIZES | UNTIED | HY | {"attention_bias": True, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+        BF16,
+        "20KB",
+    ),
+    "afmoe": Case("Afmoe", SIZES | UNTIED | AFMOE, BF16, "20KB"),
+    "cohere2_moe": Case("Cohere2Moe", SIZES | TIED | COMMAND | {"sliding_window_pattern": 2}, BF16, "20KB"),
+    "cohere2_moe, sigmoid, RMSNorm, sums": Case(
+        "Cohere2Moe",
+        SIZES
+        | UNTIED
+        | COMMAND
+        | {"expert_selection_fn": "sigmoid", "rms_norm_eps": 1e-5, "shared_expert_combination_strategy": "sum"}
+        | {"prefix_dense_sliding_window_pattern": 3, "first_k_dense_replace": 3, "num_hidden_layers": 5},
+    ),
     "gpt2": Case("GPT2", GPT2, shard="20KB"),
     "gpt2, untied, narrow": Case("GPT2", GPT2 | UNTIED | {"n_inner": 40}, BF16),
 }
@@ -413,6 +571,13 @@ LAYOUT_CASES = [
     "smollm3, windows",
     "granite, biases",
     "arcee, tied, biases",
+    "seed_oss, tied, other biases",
+    "ernie4_5",
+    "jais2",
+    "hunyuan_v1_dense, biases",
+    "hunyuan_v1_moe",
+    "nanochat, tied, biases",
+    "apertus",
     "mixtral, tied, window",
     "olmoe",
     "qwen2_moe, a dense layer",
@@ -421,6 +586,14 @@ LAYOUT_CASES = [
     "deepseek_v3",
     "gpt_oss",
     "glm4_moe",
+    "dots1",
+    "solar_open",
+    "exaone4",
+    "exaone_moe",
+    "ministral3",
+    "glm4_moe_lite",
+    "youtu",
+    "mistral4",
     "nemotron, tied, biases",
     "starcoder2, window",
     "stablelm, norms of each head",
@@ -443,6 +616,14 @@ LAYOUT_CASES = [
     "granitemoehybrid",
     "falcon_h1, tied, norm first, factors",
     "nemotron_h",
+    "granitemoe",
+    "granitemoeshared, tied, biases",
+    "flex_olmo",
+    "minimax_m2",
+    "ernie4_5_moe",
+    "hy_v3",
+    "afmoe",
+    "cohere2_moe",
     "gpt2",
 ]
 
@@ -462,9 +643,11 @@ def make(case: Case) -> Any:
     ignored."""
     import transformers
 
-    config = getattr(transformers, f"{case.family}Config")(**case.fields, attn_implementation="eager")
+    fields = copy.deepcopy(case.fields)  # configurations write into rope_parameters
+    config = getattr(transformers, f"{case.family}Config")(**fields, attn_implementation="eager")
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = getattr(transformers, loader_of({"model_type": config.model_type}))
+    model = (model.from_config if hasattr(model, "from_config") else model)(config).eval()
     with torch.no_grad():
         for value in model.parameters():
             # at the scale that a family starts with, what recurrences add would be small
@@ -523,22 +706,25 @@ def add_tensors(directory: Path, more: dict[str, Tensor]) -> None:
     save_file(tensors | more, path, {"format": "pt"})
 
 
-def write_multimodal(case: Case, directory: Path) -> Any:
-    """A multimodal model whose language model is a Gemma 3 case; returns it."""
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+def write_multimodal(name: str, directory: Path) -> Any:
+    """A multimodal model whose language model is a case of Gemma 3, Ministral 3 or Mistral 4; returns it."""
+    import transformers
 
+    case, whole = CASES[name], "Gemma3" if name == "gemma3" else "Mistral3"
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"image_size": 28, "patch_size": 14}
-    tokens = {
-        "mm_tokens_per_image": 4,
-        "boi_token_index": 5,
-        "eoi_token_index": 6,
-        "image_token_index": 7,
-        "eos_token_id": [2, 9],
-    }
+    text = copy.deepcopy(case.fields) | {"model_type": model_type(name)}
+    fields = {"image_token_index": 7, "eos_token_id": [2, 9]}
+    if whole == "Gemma3":
+        fields |= {"mm_tokens_per_image": 4, "boi_token_index": 5, "eoi_token_index": 6}
+    else:
+        vision |= {"model_type": "pixtral", "head_dim": 8}
+        fields |= {"tie_word_embeddings": case.fields["tie_word_embeddings"]}
     torch.manual_seed(0)
-    config = Gemma3Config(text_config=case.fields, vision_config=vision, **tokens, attn_implementation="eager")
-    model = Gemma3ForConditionalGeneration(config).eval()
+    config = getattr(transformers, f"{whole}Config")(
+        text_config=text, vision_config=vision, **fields, attn_implementation="eager"
+    )
+    model = getattr(transformers, f"{whole}ForConditionalGeneration")(config).eval()
     with torch.no_grad():
         for value in model.parameters():
             value.add_(torch.randn_like(value), alpha=0.1)
@@ -605,6 +791,8 @@ def as_in_files(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
             ("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.input_linear.weight"),
             ("block_sparse_moe.experts.down_proj", "block_sparse_moe.output_linear.weight"),
             ("block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight"),
+            ("mlp.gate.weight", "mlp.router.gate.weight"),
+            ("mlp.shared_experts.", "mlp.shared_mlp."),
             ("forget_gate.", ""),
             ("input_layernorm", "attention_layer_norm"),
             ("post_attention_layernorm", "feedforward_layer_norm"),
@@ -621,10 +809,10 @@ def as_in_files(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
 
 def load(directory: Path | str) -> Any:
     """transformers' model in fp32; nothing may be missing or left over."""
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     options = {"dtype": torch.float32, "attn_implementation": "eager", "output_loading_info": True}
-    model, report = AutoModelForCausalLM.from_pretrained(directory, **options)
+    model, report = getattr(transformers, loader_of(hf_config(directory))).from_pretrained(directory, **options)
     assert not any(report.values()), report
     return model.eval()
 

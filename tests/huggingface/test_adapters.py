@@ -44,6 +44,7 @@ NAMES = (
     "deepseek_v3",
 )
 NAMES += ("qwen2_moe, a dense layer", "glm4_moe", "gpt_oss", "granitemoehybrid", "nemotron_h")
+NAMES += ("granitemoeshared, tied, biases", "hy_v3", "afmoe", "cohere2_moe")
 NAMES += ("qwen3_next", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "lfm2")
 FUSED = ("deepseek_v3", "glm4_moe", "gpt_oss")
 RANKS: dict[str, Any] = {"ranks": {"v": 2, "down": 3}, "alphas": {"v": 5.0, "o": 7.0}}
@@ -106,6 +107,13 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "nemotron_h": ("nemotron_h", {"targets": ["v", "mamba_x", "mamba_C", "up", "down"]}),
+    "granitemoeshared": (
+        "granitemoeshared, tied, biases",
+        {"targets": ["q", "gate", "up", "experts.down"], "alpha": 120.0},
+    ),
+    "hy_v3, dense and shared": ("hy_v3", {"targets": ["v", "gate", "up", "down"], "alpha": 24.0}),
+    "afmoe": ("afmoe", {"targets": ["q", "attention_gate", "gate", "down", "experts.in"], "alpha": 24.0}),
+    "cohere2_moe, everything": ("cohere2_moe", {"targets": ["o", "gate", "up", "down", "experts.down"], "alpha": 24.0}),
     "nemotron_h, experts": ("nemotron_h", {"targets": ["o", "experts.in", "experts.down"]}),
 }
 

@@ -47,6 +47,7 @@ NAMES += [
     "cohere2",
     "ministral, some windows",
 ]
+NAMES += ["seed_oss", "ernie4_5, untied, biases", "jais2", "hunyuan_v1_dense", "hunyuan_v1_moe", "nanochat", "apertus"]
 NAMES += ["falcon, one key-value head", "falcon, new architecture", "falcon, in sequence, biases"]
 NAMES += [
     "mixtral",
@@ -58,6 +59,9 @@ NAMES += [
     "deepseek_v3",
 ]
 NAMES += ["glm4_moe", "gpt_oss"]
+NAMES += ["dots1", "solar_open", "exaone4", "exaone_moe", "ministral3", "glm4_moe_lite", "youtu", "mistral4"]
+NAMES += ["granitemoe", "granitemoeshared, tied, biases", "flex_olmo", "minimax_m2", "hy_v3", "afmoe"]
+NAMES += ["ernie4_5_moe, every second layer, a least sum", "cohere2_moe", "cohere2_moe, sigmoid, RMSNorm, sums"]
 NAMES += ["bamba", "granitemoehybrid", "falcon_h1, tied, norm first, factors", "nemotron_h"]
 NAMES += ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "lfm2", "lfm2_moe"]
 

@@ -160,6 +160,39 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str]]]] = {
         {"recompute-modules": ("lost", "only attention is supported")},
     ),
     "--checkpoint-activations": ({"train.recompute": "full"}, {}),
+    f"--hybrid-layer-pattern 'M-M*|ME/*' --mamba-num-heads 8 --mamba-state-dim 16 --linear-num-key-heads 4 {EXPERTS} "
+    "--moe-aux-loss-coeff 0.01 --norm-epsilon 1e-6 --spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec": (
+        {
+            "model.num_hidden_layers": 6,
+            "model.layer_blocks": ["mamba", "feed_forward", "mamba", "attention", "mamba", "mixture"],
+            "model.mamba_num_heads": 8,
+            "model.mamba_state_size": 16,
+            "model.linear_num_key_heads": ABSENT,
+            "model.router_aux_loss_coef": 0.0025,
+        },
+        {
+            "hybrid-layer-pattern": ("approximate", "MTP modules are left out; norms of mamba blocks"),
+            "num-layers": ("harmless", "pattern"),
+            "spec": ("harmless", "pattern"),
+            "linear-num-key-heads": ("harmless", "no delta blocks"),
+        },
+    ),
+    "--hybrid-override-pattern 'M*M*'": ({"model.mamba_num_heads": 8}, {"mamba-num-heads": ("assumed", "default")}),
+    "--hybrid-layer-pattern MD": ({"model.layer_blocks": ABSENT}, {"hybrid-layer-pattern": ("lost", "kind D")}),
+    "--hybrid-layer-pattern G- --squared-relu": ({}, {"hybrid-layer-pattern": ("lost", "SiLU")}),
+    "--hybrid-attention-ratio 0.1": ({}, {"hybrid-attention-ratio": ("lost", "set model.layer_blocks")}),
+    f"{ROPE} --swiglu --experimental-attention-variant gated_delta_net --linear-attention-freq 4 {EXPERTS} "
+    "--moe-layer-freq '([0]*1+[1]*7)' --linear-num-key-heads 4 --linear-num-value-heads 8 --attention-output-gate": (
+        {
+            "model.layer_blocks": ["delta+feed_forward", *["delta+mixture"] * 2, "attention+mixture"]
+            + [*["delta+mixture"] * 3, "attention+mixture"],
+            "model.linear_num_value_heads": 8,
+            "model.attention_gate": True,
+            "model.num_hidden_layers": 8,
+        },
+        {"linear-attention-freq": ("harmless", "kind of attention")},
+    ),
+    "--experimental-attention-variant dsa": ({}, {"experimental-attention-variant": ("lost", "only gated_delta_net")}),
     "--tensor-model-parallel-size $TP --sequence-parallel": (
         {"parallel.dp": ABSENT, "parallel.sequence_parallel": True},
         {

@@ -103,8 +103,11 @@ FILES: dict[str, Verdict] = {
             "train.steps": 10000,
             "parallel.dp": 8,
         }
-        | {"model.num_hidden_layers": ABSENT},
-        {"hybrid-layer-pattern", "spec"},
+        | {
+            "model.layer_blocks": ["mamba", "feed_forward", "mamba", "feed_forward", "attention", "feed_forward"] * 2,
+            "model.mamba_num_heads": 24,
+        },
+        set(),
         {"data-path": "an argument of the script"},
     ),
     "latent_fsdp.sbatch": Verdict(

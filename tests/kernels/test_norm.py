@@ -36,6 +36,26 @@ def test_rms_norm(shape, dtype, offset, as_exact_as):
         as_exact_as(ours, torchs, true)
 
 
+@pytest.mark.parametrize("shape", [(5, 3, 64), (0, 16), (257, 96)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_without_weights(shape, dtype, as_exact_as):
+    x, dy, dtotal = (torch.randn(*shape).to(dtype) for _ in range(3))
+    y, rstd = rms_norm(x, None, 1e-5, 1.0)  # whatever the offset
+    dx, dweight = rms_norm_backward(dy, x, None, rstd, 1.0)
+    centered, mean, layer_rstd = layer_norm(x, None, None, 1e-5)
+    layer_dx, *others = layer_norm_backward(dy, x, None, mean, layer_rstd)
+    assert dweight is None and others == [None, None]
+    for got, function in (
+        ((y, dx), lambda x: F.rms_norm(x, shape[-1:], eps=1e-5)),
+        ((centered, layer_dx), lambda x: F.layer_norm(x, shape[-1:], eps=1e-5)),
+    ):
+        for ours, torchs, true in zip(
+            got, autograd(function, (x,), dy), autograd(function, (x.double(),), dy), strict=True
+        ):
+            as_exact_as(ours, torchs, true)
+    assert torch.equal(rms_norm_backward(dy, x, None, rstd, dtotal=dtotal)[0], dx + dtotal)
+
+
 # of one element LayerNorm leaves rounding noise
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[-1] > 1], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

@@ -44,6 +44,28 @@ def test_rms_norm_is_as_accurate_as_torch(shape, offset, dtype, device):
         assert (y != torchs[0]).float().mean() < 0.02 or y.numel() == 0
 
 
+def test_the_product_alone_is_rounded_where_that_is_asked_for(device):
+    x, branch, weight = (randn(*shape, dtype=torch.bfloat16, device=device) for shape in ((64, 96), (64, 96), (96,)))
+    total, y, rstd = norm.add_rms_norm(x, branch, weight, EPS, 0.0, False)
+    once = (total.float() * rstd * weight.float()).bfloat16()
+    for own in (y, norm.rms_norm(total, weight, EPS, 0.0, False)[0]):
+        assert (own != once).float().mean() < 0.02  # but for the order of a sum
+    assert (norm.rms_norm(total, weight, EPS)[0] != once).float().mean() > 0.1
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(70, 64), (3, 2, 1500), (0, 16)], ids=str)
+def test_rms_norm_without_a_weight(shape, dtype, device):
+    x, branch, dtotal, dy = (randn(*shape, dtype=dtype, device=device) for _ in range(4))
+    total, y, rstd = norm.add_rms_norm(x, branch, None, EPS)
+    dx, dweight = norm.rms_norm_backward(dy, total, None, rstd, 0.0, dtotal)
+    assert dweight is None and torch.equal(total, x + branch)
+    one = torch.ones(shape[-1], dtype=dtype, device=device)
+    with_weight = norm.add_rms_norm(x, branch, one, EPS)
+    assert torch.equal(y, with_weight[1]) and torch.equal(rstd, with_weight[2])
+    torch.testing.assert_close(dx, norm.rms_norm_backward(dy, total, one, rstd, 0.0, dtotal)[0])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 @pytest.mark.parametrize("shape", [(40, 96), (1, 8), (0, 8), (3, 3, 2500)], ids=str)
@@ -190,7 +212,7 @@ def test_operations_are_registered_soundly(device):
     weight, bias = torch.randn(2, 16, device=device)
     rstd = torch.rand(5, 1, device=device)
     for branch, shift in ((None, None), (other, None), (None, bias)):
-        opcheck(torch.ops.megalite.norm_forward.default, (x, branch, weight, shift, EPS, 0.0))
+        opcheck(torch.ops.megalite.norm_forward.default, (x, branch, weight, shift, EPS, 0.0, True))
     for dtotal, mean in ((None, None), (other, None), (None, rstd - 0.5)):
         opcheck(torch.ops.megalite.norm_backward.default, (dy, dtotal, x, weight, mean, rstd, 0.0))
 

@@ -220,7 +220,7 @@ def norms(module: Any, cases: Iterable[tuple[str, torch.dtype, Tensor, float]]) 
         )
         special = (f", {x.shape[-2]} heads" if x.dim() > 2 else "") + (f", offset {offset:g}" if offset else "")
         label = f"{NAMES[dtype]}, {x.shape[-1]} wide{special}"
-        yield (f"{kind} forward {label}",), partial(module.norm_forward, x, second, weight, bias, 1e-5, offset)
+        yield (f"{kind} forward {label}",), partial(module.norm_forward, x, second, weight, bias, 1e-5, offset, True)
         yield (
             (f"{kind} backward {label}",),
             partial(module.norm_backward, x, second, x, weight, mean, statistic, offset),

@@ -17,6 +17,7 @@ from tests.support.configs import SINGLE, config_of, write_tokens
 from tests.support.jobs import make_trainer
 
 CASE = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 96, "layers": 2, "masked": False, "dropout": 0.0}
+FACTORS = {"query_scale_beta": 0.7, "query_scale_positions": 3}
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # ranks, case, sections
     "plain": (1, {}, {}),
     "several rows, as many key-value heads": (1, {"kv_heads": 4}, {"train": {"micro_batch_size": 2}}),
@@ -45,9 +46,20 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # ranks, case,
         {"model": {"qk_norm": "head", "norm_placement": "both", "residual_multiplier": 0.5}},
     ),
     "gates": (1, {}, {"model": {"attention_gate": True}, "train": {"precision": "bf16"}}),
-    "gates, norms of heads": (2, {"tp": 2}, {"model": {"attention_gate": True, "qk_norm": "head"}}),
+    "gates, norms of heads": (2, {"tp": 2}, {"model": {"attention_gate": True, "qk_norm": "head"} | FACTORS}),
+    "norms without weights, after the rotation": (
+        1,
+        {},
+        {"model": {"qk_norm": "head", "qk_norm_after_rope": True, "qk_norm_weight": False, "norm_weight": False}},
+    ),
+    "gates, norms after the rotation": (
+        2,
+        {"tp": 2},
+        {"model": {"attention_gate": True, "qk_norm": "each_head", "qk_norm_after_rope": True} | FACTORS}
+        | {"train": {"precision": "bf16"}},
+    ),
     "only output norms": (1, {}, {"model": {"norm_placement": "post"}}),
-    "documents": (1, {}, {"data": {"reset_positions": True}}),
+    "documents, factors on queries": (1, {}, {"data": {"reset_positions": True}, "model": FACTORS}),
     "scores recomputed": (1, {}, {"train": {"recompute": "selective"}}),
     "layers recomputed": (1, {}, {"train": {"recompute": "full"}}),
     "adapters": (1, {}, {"lora": {"rank": 4, "targets": ["q", "k", "v", "o", "gate", "up", "down"]}}),

@@ -80,12 +80,12 @@ def weight() -> Weight:
 @pytest.mark.parametrize("kind", ["rms", "add and rms", "layer", "full width"])
 def test_a_gradient_of_a_gradient_raises(kind):
     x = torch.randn(3, 8, requires_grad=True)
-    rms = RMSNorm(weight(), 1e-5, 0.0, CompiledOps())
+    rms = RMSNorm(weight(), 1e-5, 0.0, True, CompiledOps())
     functions = {
         "rms": rms,
         "add and rms": lambda x: add_and_norm(x, 2 * x, rms)[1],
         "layer": LayerNorm(weight(), weight(), 1e-5, 0.0, CompiledOps()),
-        "full width": FullWidthRMSNorm(weight(), 1e-5, 0.0, MeshAxis("tp", 0, 1, (0,))),
+        "full width": FullWidthRMSNorm(weight(), 1e-5, 0.0, True, MeshAxis("tp", 0, 1, (0,))),
     }
     with pytest.raises(RuntimeError, match="once_differentiable|gradients of gradients"):
         (dx,) = torch.autograd.grad(functions[kind](x).square().sum(), x, create_graph=True)

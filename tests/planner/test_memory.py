@@ -68,7 +68,9 @@ MAMBA = {
     "mlp_multipliers": [0.7, 1.3],
 }
 CONVOLUTION = {"layer_blocks": ["convolution+feed_forward", "attention+feed_forward"] * 2}
+FACTORS = {"query_scale_beta": 0.7, "query_scale_positions": 16}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+NORMED = {"norm_weight": False, "embedding_norm": True, "qk_norm": "head", "qk_norm_after_rope": True}
 UNLIKE = ["feed_forward", "attention|feed_forward", "attention", "feed_forward|attention"]
 
 
@@ -119,9 +121,17 @@ ALONE = {
     "parallel, two norms, plain": {
         "model": GPT2 | {"parallel_block": "two_norms", "position": "rope", "partial_rotary_factor": 0.25}
     },
+    "factors on queries": {"model": FACTORS},
     "two rotary tables": {"model": {"rope_local_theta": 100.0, "sliding_window": 16, "sliding_window_layers": [0, 1]}},
+    "norms without weights, of the embedding, after the rotation": {"model": NORMED},
+    "xIELU, norms of the embedding": {
+        "model": {"hidden_act": "xielu", "gated_mlp": False, "embedding_norm": True, "norm": "layer"},
+        "train": {"recompute": "selective"},
+    },
     "gates": {"model": {"attention_gate": True}},
-    "gates, norms of heads": {"model": {"attention_gate": True, "qk_norm": "head", "attention_bias": True}},
+    "gates, norms of heads, factors on queries": {
+        "model": {"attention_gate": True, "qk_norm": "head", "attention_bias": True} | FACTORS
+    },
     "blocks beside each other, layers of one block": {"model": {"layer_blocks": UNLIKE}},
     "the same, adapters": {"model": {"layer_blocks": UNLIKE}, "lora": SOME},
     "the same, weight passes": {"model": {"layer_blocks": UNLIKE}, "schedule": "zb-h1"},
@@ -130,13 +140,14 @@ ALONE = {
     "adapters": {"lora": LORA},
     "adapters of some projections": {"lora": SOME},
     "DoRA": {"lora": DORA | {"targets": ["q", "o", "down"]}, "model": GPT2},
-    "latents": {"model": LATENTS},
+    "latents, factors on queries": {"model": LATENTS | FACTORS},
     "two modules ahead": {"model": {"mtp_layers": 2}},
     "a module ahead, tied, recomputed": {
         "model": {"mtp_layers": 1, "tie_word_embeddings": True},
         "train": {"recompute": "full"},
     },
     "adapters on latents": {"model": QUERIES, "lora": {"rank": 4, "targets": ["q_b", "kv_a", "o"]}},
+    "adapters on a query's latent": {"model": QUERIES, "lora": {"rank": 4, "targets": ["q_a", "o"]}},
 }
 ON_TWO = {
     **{f"tp, {mode}": {"tp": 2, "train": {"recompute": mode}} for mode in ("none", "selective", "full")},
@@ -146,16 +157,27 @@ ON_TWO = {
     },
     **{f"pp, {name}": {"pp": 2, "schedule": name} for name in ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half")},
     "tp and sp, adapters": {"tp": 2, "sequence_parallel": True, "lora": LORA},
+    "tp and sp, norms without weights": {"tp": 2, "sequence_parallel": True, "model": NORMED},
     "pp, zb-h1, adapters": {"pp": 2, "schedule": "zb-h1", "lora": SOME},
     "pp, zb-h1, DoRA": {"pp": 2, "schedule": "zb-h1", "lora": DORA},
     "tp and sp, latents": {"tp": 2, "sequence_parallel": True, "model": QUERIES},
     "tp and sp, a module ahead": {"tp": 2, "sequence_parallel": True, "model": {"mtp_layers": 1}},
     "pp, zb-h1, a module ahead": {"pp": 2, "schedule": "zb-h1", "model": {"mtp_layers": 1}},
+    "pp, zb-h1, unlike layers": {"pp": 2, "schedule": "zb-h1", "model": {"layer_blocks": UNLIKE}},
+    "pp, zb-h1, mamba beside attention": {"pp": 2, "schedule": "zb-h1", "model": MAMBA},
+    "pp, zb-h1, a decay by channel, adapters of its latents": {
+        **{"pp": 2, "schedule": "zb-h1", "model": KIMI},
+        "lora": {"rank": 4, "targets": ["delta_f_a", "delta_o", "down"]},
+    },
+    "pp, zb-h1, latents": {"pp": 2, "schedule": "zb-h1", "model": QUERIES},
+    "pp, zb-h1, parallel, two norms": {"pp": 2, "schedule": "zb-h1", "model": {"parallel_block": "two_norms"}},
     "cp, ulysses": {"cp": 2, "model": {"num_key_value_heads": 1}},
     "cp, gather": {"cp": 2, "context": "gather"},
     "tp and sp, gates, adapters": {"tp": 2, "sequence_parallel": True, "lora": LORA, "model": {"attention_gate": True}},
     "cp, ulysses, gates": {"cp": 2, "model": {"attention_gate": True, "position": "none"}},
-    "cp, ring, gates": {"cp": 2, "context": "ring", "model": {"attention_gate": True}},
+    "cp, ring, gates, factors on queries": {
+        **{"cp": 2, "context": "ring", "model": {"attention_gate": True} | FACTORS}
+    },
     "cp, ring, full": {"cp": 2, "context": "ring", "train": {"recompute": "full"}},
     "cp, gather, latents": {"cp": 2, "context": "gather", "model": QUERIES},
     "cp, ring, latents, adapters": {
@@ -188,6 +210,17 @@ def test_activations_are_what_autograd_keeps_on_two_ranks(case, ranks):
     config = tree(**ON_TWO[case])
     planned = [(each.activations, each.logits) for each in estimate(from_dict(config), 2, "cpu") for _ in each.ranks]
     assert planned == ranks.run(2, jobs_memory.most_kept, config)
+
+
+def test_a_mixture_beside_attention_keeps_no_norm_and_no_sum_of_its_own():
+    """By what it keeps less: the loads of experts, which a plan takes as equal, are the same without it."""
+    kept = []
+    for block in ("none", "shared_norm"):
+        config = tree(model=EXPERTS | {"parallel_block": block, "mixture_out_multiplier": 0.5})
+        (planned,) = estimate(from_dict(config), 1, "cpu")
+        kept.append((planned.activations, jobs_memory.most_kept(RankContext(0, 1), config)[0]))
+    (before, found_before), (after, found_after) = kept
+    assert before - after == found_before - found_after > 0
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

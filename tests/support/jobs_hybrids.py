@@ -1,7 +1,9 @@
-"""Rows of several documents through blocks with a state, on the ranks of a test."""
+"""Blocks with a state on the ranks of a test: rows of several documents, a run that is killed."""
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import torch
@@ -11,7 +13,9 @@ from megalite.assembly import parts as build
 from megalite.config.load import from_dict
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.microbatch import IGNORE_INDEX
-from tests.support.jobs import mesh_of
+from megalite.parallel.pipeline.schedule import ActionKind
+from megalite.training.fit import fit
+from tests.support.jobs import make_trainer, mesh_of
 
 
 def losses_of_documents(context: Any, config: dict[str, Any], documents: list[list[int]]) -> list[float]:
@@ -34,3 +38,17 @@ def losses_of_documents(context: Any, config: dict[str, Any], documents: list[li
             loss: Tensor = stage(microbatch.tokens, microbatch, state, 1.0).value
         losses.append(all_reduce(loss.detach().double().view(1), mesh.cp).wait().item())
     return losses
+
+
+def fit_until_killed_in(context: Any, config: dict[str, Any], step: int) -> None:
+    """A run of which the last rank is killed as it begins a backward of a step."""
+    trainer = make_trainer(context, config)
+    activity = trainer.mesh.activity
+
+    def kill(place: Any) -> None:
+        if activity.step == step and getattr(place, "kind", None) is ActionKind.BACKWARD:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if context.rank == context.world - 1:
+        activity.listeners += (kill,)
+    fit(trainer)

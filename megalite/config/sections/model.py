@@ -30,6 +30,7 @@ ROPE_SCALING_KEYS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
     "longrope": ("original_max_position_embeddings", "short_factor", "long_factor", "attention_factor"),
+    "dynamic": ("alpha",),
 }
 """rope_type → the other keys of model.rope_scaling, all required. yarn may have `truncate: false`, too."""
 
@@ -118,13 +119,19 @@ class ModelConfig:
     low_freq_factor: L, high_freq_factor: H, original_max_position_embeddings: N}, {rope_type: yarn, factor:
     F, original_max_position_embeddings: N, beta_fast: 32, beta_slow: 1, attention_factor: A} or {rope_type:
     longrope, original_max_position_embeddings: N, short_factor: [..], long_factor: [..], attention_factor:
-    A}, where sequences longer than N have the long factors. null: no scaling."""
+    A}, where sequences longer than N have the long factors, or {rope_type: dynamic, alpha: A}, which
+    multiplies rope_theta by A ** (d / (d - 2)) for d rotating channels (Hunyuan). null: no scaling."""
     no_rope_layers: list[int] | None = option(None, kinds=ANY_ATTENTION)
     """Indices (0-based) of the layers without rotary embeddings. null: every layer has them."""
     norm: Literal["rms", "layer"] = "rms"
     """Normalisation: RMSNorm, or LayerNorm."""
     norm_bias: bool = True
     """Bias of LayerNorm. RMSNorm has none."""
+    norm_weight: bool = True
+    """Weights of the norms of the residual stream and of the blocks' outputs. false: these norms only divide
+    by the root mean square or the standard deviation (nanochat)."""
+    embedding_norm: bool = False
+    """Norm of the embedding's output, before the first layer (nanochat)."""
     norm_placement: Literal["pre", "post", "both"] = "pre"
     """Position of the norms: before each block (pre), after it and before the residual addition (post), or
     both."""
@@ -132,7 +139,10 @@ class ModelConfig:
     """Indices (0-based) of layers whose norms are after each block only, whatever norm_placement says
     (OLMo-Hybrid). null: none."""
     norm_offset: float = 0.0
-    """Constant added to the norm's weight; 1.0 gives Gemma's (1 + w)."""
+    """Constant added to the norm's weight, if it has one; 1.0 gives Gemma's (1 + w)."""
+    norm_rounding: Literal["normalized", "product"] = "normalized"
+    """What RMSNorms round to 16 bits: the normalized value, before it is multiplied by the weight
+    (normalized: Llama), or only the product (product: OLMo-2, gpt-oss, Nemotron-H; also with norm_offset)."""
     parallel_block: Literal["none", "shared_norm", "two_norms"] = "none"
     """Attention and feed-forward read the same input, and both are added to it. none: the feed-forward reads
     the sum of input and attention; shared_norm: in parallel, with one norm for both (Falcon-7B); two_norms:
@@ -142,11 +152,24 @@ class ModelConfig:
     qk_norm: Literal["none", "head", "full", "each_head"] = option("none", kinds=ATTENTION)
     """Norm of queries and keys: RMSNorm per head (head, Qwen3) or over the full width (full, OLMo-2),
     LayerNorm without bias per head with weights of its own for each head (each_head, Command-R+), or none."""
+    qk_norm_after_rope: bool = option(False, kinds=ATTENTION)
+    """Queries and keys are normed after they are rotated (Hunyuan), not before."""
+    qk_norm_weight: bool = option(True, kinds=ATTENTION)
+    """Weights of the norms of queries and keys. false, with qk_norm head: there are none (nanochat)."""
     hidden_act: Literal[
-        "silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2", "clamped_swiglu"
+        "silu",
+        "gelu",
+        "gelu_new",
+        "gelu_fast",
+        "gelu_pytorch_tanh",
+        "relu",
+        "relu2",
+        "clamped_swiglu",
+        "xielu",
     ] = option("silu", kinds=ANY_FEED_FORWARD)
     """Activation of the feed-forward block; gelu_new, gelu_fast and gelu_pytorch_tanh are all the tanh
-    approximation of GELU, relu2 is the square of relu, clamped_swiglu limits gate and up as gpt-oss does."""
+    approximation of GELU, relu2 is the square of relu, clamped_swiglu limits gate and up as gpt-oss does,
+    xielu has two trained numbers in each layer (Apertus)."""
     gated_mlp: bool = option(True, kinds=ANY_FEED_FORWARD)
     """Gated feed-forward: act(gate) * up (SwiGLU with silu). false: act(up)."""
     num_experts: int | None = option(None, SIZE, kinds=MIXTURE)
@@ -161,6 +184,8 @@ class ModelConfig:
     probabilities themselves."""
     norm_topk_eps: float = option(1e-20, POSITIVE, kinds=MIXTURE)
     """Added to the sum by which norm_topk_prob divides (LFM2-MoE: 1e-6)."""
+    norm_topk_min: float | None = option(None, POSITIVE, kinds=MIXTURE)
+    """Least sum by which norm_topk_prob divides (ERNIE 4.5: 1e-12). null: any."""
     router_logit_bias: bool = option(False, kinds=MIXTURE)
     """Routers add a learned bias to their logits (gpt-oss)."""
     router_scores: Literal["softmax", "sigmoid"] = option("softmax", kinds=MIXTURE)
@@ -169,14 +194,20 @@ class ModelConfig:
     routed_scaling_factor: float = option(1.0, POSITIVE, kinds=MIXTURE)
     """Factor on the weights of a token's experts."""
     n_group: int | None = option(None, SIZE, kinds=MIXTURE)
-    """Number of equal groups of experts; a token chooses its experts from the topk_group best groups. A
-    group's score is its largest one (softmax), or the sum of its two largest (sigmoid). null: no groups."""
+    """Number of equal groups of experts; a token chooses its experts from the topk_group best groups. null:
+    no groups."""
+    group_score: Literal["auto", "largest", "two_largest"] = option("auto", kinds=MIXTURE)
+    """With n_group, score of a group: its largest one, or the sum of its two largest. auto: largest with
+    softmax, two_largest with sigmoid."""
     topk_group: int = option(1, SIZE, kinds=MIXTURE)
     """With n_group, number of groups that a token chooses its experts from."""
     shared_expert_intermediate_size: int | None = option(None, SIZE, kinds=MIXTURE)
     """Inner width of an expert that processes every token, next to the chosen ones. null: there is none."""
     shared_expert_gate: bool = option(True, kinds=MIXTURE)
     """Multiply the shared expert's output by a learned sigmoid gate of the token (Qwen2-MoE)."""
+    mixture_out_multiplier: float = option(1.0, POSITIVE, kinds=MIXTURE)
+    """Factor on the output of a mixture, the sum of the chosen and the shared experts (Command-A+: 0.5, their
+    mean)."""
     moe_latent_size: int | None = option(None, SIZE, kinds=MIXTURE)
     """Width of the latent that a mixture's experts read and write (Nemotron-H): every token is projected to
     it before the experts, and back after them. null: experts have the width of the model."""
@@ -212,6 +243,11 @@ class ModelConfig:
     """Indices (0-based) of the layers that use sliding_window. null: every layer."""
     attention_scale: float | None = option(None, POSITIVE, kinds=ANY_ATTENTION)
     """Factor on the attention scores. null: head_dim ** -0.5."""
+    query_scale_beta: float | None = option(None, POSITIVE, kinds=ANY_ATTENTION)
+    """Factor on the queries of each position: 1 + beta * log(1 + floor(position / query_scale_positions)), of
+    positions in documents (Ministral 3). null: 1."""
+    query_scale_positions: int | None = option(None, SIZE, kinds=ANY_ATTENTION)
+    """With query_scale_beta, number of positions from which on queries have a factor."""
     attention_softcap: float | None = option(None, POSITIVE, kinds=ANY_ATTENTION)
     """Cap of the attention scores: cap * tanh(scores / cap) (Gemma-2). null: no cap."""
     attention_sinks: bool = option(False, kinds=ATTENTION)
@@ -236,6 +272,9 @@ class ModelConfig:
     """Delta blocks replace values with strengths up to 2, not 1, so that states may change their sign."""
     delta_norm_eps: float | None = option(None, POSITIVE, kinds=DELTA)
     """Epsilon of the gated norm of delta blocks. null: rms_norm_eps."""
+    gated_norm_rounding: Literal["normalized", "product"] = option("normalized", kinds=(*DELTA, *MAMBA))
+    """What the gated norms of delta and mamba blocks round to 16 bits: the normalized value, before it is
+    multiplied by the weight (normalized), or only the result (product: Kimi-Linear, Falcon-H1)."""
     mamba_num_heads: int = option(128, SIZE, kinds=MAMBA)
     """Number of heads of mamba blocks (Mamba-2), each with a state."""
     mamba_head_dim: int = option(64, SIZE, kinds=MAMBA)
@@ -298,6 +337,11 @@ class ModelConfig:
         return None if self.init_from == "none" else self.init_from
 
     @property
+    def rounds_normalized(self) -> bool:
+        """Whether RMSNorms round the normalized value before they multiply it by the weight."""
+        return self.norm_rounding == "normalized"
+
+    @property
     def kv_heads(self) -> int:
         return self.num_key_value_heads or self.num_attention_heads
 
@@ -324,6 +368,13 @@ class ModelConfig:
         """Whether routers add a bias to their scores when they choose; it may come with weights that are
         trained on without moving it."""
         return self.router_balance == "bias" or self.router_scores == "sigmoid"
+
+    @property
+    def counted_in_group(self) -> int:
+        """Number of largest scores whose sum is the score of a group of experts."""
+        by_scores = "two_largest" if self.router_scores == "sigmoid" else "largest"
+        score = by_scores if self.group_score == "auto" else self.group_score
+        return 2 if score == "two_largest" else 1
 
     @property
     def expert_width(self) -> int:
@@ -443,6 +494,7 @@ _WITHOUT_EXPERTS = tuple(
             "router_z_loss_coef",
         ),
         *("router_scores", "routed_scaling_factor", "router_logit_bias", "n_group", "expert_capacity_factor"),
+        "mixture_out_multiplier",
     )
 )
 
@@ -454,6 +506,13 @@ _MIXTURE = (
         lambda c: c.model.num_experts and c.model.num_experts_per_tok > c.model.num_experts,
         message="exceeds {model.num_experts}",
         legal=lambda c: range(1, (c.model.num_experts or 1) + 1),
+    ),
+    Rule(
+        "norm_topk_min of renormalized weights",
+        "model.norm_topk_min",
+        lambda c: c.model.norm_topk_min is not None and not (c.model.num_experts and c.model.norm_topk_prob),
+        message="has no effect: {model.num_experts}, {model.norm_topk_prob}",
+        legal="Remove it, or set model.num_experts, and model.norm_topk_prob to true.",
     ),
     _layers_exist("mlp_only_layers"),
     Rule(
@@ -471,6 +530,45 @@ _MIXTURE = (
         message="requires a gate, but {model.gated_mlp}",
         legal="Set model.gated_mlp to true.",
     ),
+    Rule(
+        "xielu is plain",
+        "model.hidden_act",
+        lambda c: c.model.hidden_act == "xielu" and (c.model.gated_mlp or c.model.num_experts),
+        message="is not supported with {model.gated_mlp}, {model.num_experts}: a gate and experts have no "
+        "trained numbers of an activation",
+        legal="Set model.gated_mlp to false and model.num_experts to null.",
+    ),
+)
+
+_NORMS = (
+    Rule(
+        "norms after the rotation",
+        "model.qk_norm_after_rope",
+        lambda c: c.model.qk_norm_after_rope and (c.model.qk_norm == "none" or c.model.position != "rope"),
+        message="has no effect: {model.qk_norm}, {model.position}",
+        legal="Remove it, or set model.qk_norm to a norm and model.position to rope.",
+    ),
+    Rule(
+        "norms of heads without weights",
+        "model.qk_norm_weight",
+        lambda c: not c.model.qk_norm_weight and c.model.qk_norm != "head",
+        message="is not supported with {model.qk_norm}",
+        legal="Remove it, or set model.qk_norm to head.",
+    ),
+    Rule(
+        "no bias without a weight",
+        "model.norm_weight",
+        lambda c: not c.model.norm_weight and c.model.norm == "layer" and c.model.norm_bias,
+        message="is incompatible with {model.norm_bias}",
+        legal="Set model.norm_bias to false, or model.norm_weight to true.",
+    ),
+    Rule(
+        "modules of multi-token prediction read the embedding itself",
+        "model.embedding_norm",
+        lambda c: c.model.embedding_norm and c.model.mtp_layers,
+        message="is incompatible with {model.mtp_layers}: the modules have norms of their own for it",
+        legal="Set it to false, or model.mtp_layers to 0.",
+    ),
 )
 
 _GROUPS = (
@@ -487,8 +585,7 @@ _GROUPS = (
         lambda c: (
             c.model.n_group
             and c.model.num_experts
-            and c.model.router_scores == "sigmoid"
-            and 2 * c.model.n_group > c.model.num_experts
+            and c.model.counted_in_group * c.model.n_group > c.model.num_experts
         ),
         message="leaves fewer than two of {model.num_experts} in a group, but the score of a group is the "
         "sum of its two "
@@ -498,6 +595,13 @@ _GROUPS = (
             for groups in divisors(c.model.num_experts or 1)
             if 2 * groups <= (c.model.num_experts or 0)
         ],
+    ),
+    Rule(
+        "group_score needs groups",
+        "model.group_score",
+        lambda c: c.model.group_score != "auto" and not c.model.n_group,
+        message="has no effect: {model.n_group}",
+        legal="Remove it, or set model.n_group.",
     ),
     Rule(
         "topk_group needs groups",
@@ -644,6 +748,8 @@ def _scaling_problem(c: "RuleContext") -> str | None:
             f"requires {c.model.rotary_dim // 2} numbers, one for each pair of channels, in longrope's "
             "short_factor and long_factor"
         )
+    if kind == "dynamic" and c.model.rotary_dim <= 2:
+        return "requires more than 2 rotating channels in a head"
     if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
         return "has high_freq_factor <= low_freq_factor, between which it interpolates"
     return None
@@ -661,9 +767,27 @@ def _scaling_example(c: "RuleContext") -> str:
 RULES: tuple[Rule, ...] = (
     *layer_blocks.RULES,
     *_MIXTURE,
+    *_NORMS,
     *_GROUPS,
     *_MTP,
     *_LATENTS,
+    Rule(
+        "query_scale_beta and its positions",
+        "model.query_scale_beta",
+        lambda c: (c.model.query_scale_beta is None) != (c.model.query_scale_positions is None),
+        message="and {model.query_scale_positions} are one factor of positions",
+        legal="Set both, or neither.",
+    ),
+    Rule(
+        "scaled queries rotate",
+        "model.query_scale_beta",
+        lambda c: (
+            c.model.query_scale_beta is not None and (c.model.position != "rope" or c.model.no_rope_layers)
+        ),
+        message="is supported with rotary embeddings in every layer only: {model.position}, "
+        "{model.no_rope_layers}",
+        legal="Set it to null, or model.position to rope and model.no_rope_layers to null.",
+    ),
     Rule(
         "gates have no sinks beside them",
         "model.attention_gate",

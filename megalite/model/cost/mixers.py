@@ -23,6 +23,7 @@ def mixer_cost(
     out: Matmul,
     packed: int,
     exchange: ContextExchange | None = None,
+    readers: tuple[str, ...] = (),
 ) -> BlockCost:
     """Return the description of the block.
 
@@ -31,16 +32,25 @@ def mixer_cost(
         mixing: the steps of the mixer, which keep what it keeps besides its input.
         packed: the width of the mixer's input.
         exchange: over cp.
+        readers: as in `BlockCost`.
     """
     tokens = units.share.tokens
-    (first, *_) = [step for step in projections if isinstance(step, Matmul)]
+    (first, *others) = [step for step in projections if isinstance(step, Matmul)]
+    keeps_input = any(each.keeps_input for each in (first, *others) if each is first or each.name in readers)
     kept = Buffer(PROJECTED, tokens * packed)
     y = (Buffer(OUTPUT, tokens * out.inputs),) if out.keeps_input else ()
     own = Elementwise(kept=(kept, *y))
     temporaries = (Buffer("gradients of the mixer", units.whole + tokens * (2 * packed + 3 * out.inputs)),)
     exchanges = () if exchange is None else (exchange,)
     steps = (*projections, *mixing, own, out)
-    return BlockCost(steps, temporaries, exchanges, first.keeps_input, keeps_last_input=out.keeps_input)
+    return BlockCost(
+        steps,
+        temporaries,
+        exchanges,
+        keeps_input,
+        keeps_last_input=out.keeps_input,
+        readers=readers,
+    )
 
 
 class StateSizes(NamedTuple):

@@ -543,6 +543,7 @@ class BlockCost:
         dropped: number of output values to which dropout applies.
         output: steps before the last matmul that `BlockModule.last` includes.
         keeps_last_input: whether the input of the last matmul is among what the steps keep.
+        readers: the matmuls that read the block's input; empty: the first one.
     """
 
     steps: tuple[Step, ...]
@@ -554,6 +555,13 @@ class BlockCost:
     dropped: int = 0
     output: tuple[Step, ...] = ()
     keeps_last_input: bool = False
+    readers: tuple[str, ...] = ()
+
+    @property
+    def reading(self) -> list[Matmul]:
+        """Return the matmuls that read the block's input as it is: not those that round it."""
+        first = [each for each in self.matmuls if each.name in self.readers] or self.matmuls[:1]
+        return [each for each in first if not (isinstance(each, LocalMatmul) and each.at_least_fp32)]
 
     @property
     def all_steps(self) -> tuple[Step, ...]:

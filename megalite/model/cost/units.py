@@ -89,7 +89,7 @@ class Units:
         return self._layers[key]
 
     def embedding(self) -> UnitCost:
-        """Return the description of the vocabulary table and of learned positions.
+        """Return the description of the vocabulary table, of learned positions and of a norm.
 
         It keeps the token ids, and a mask of those with rows on other ranks.
         """
@@ -106,7 +106,11 @@ class Units:
         lookup = EmbeddingLookup(
             share.tokens, model.hidden_size, weights, self._frozen("embedding"), tuple(kept)
         )
-        return UnitCost((BlockCost((lookup,)),))
+        if not model.embedding_norm:
+            return UnitCost((BlockCost((lookup,)),))
+        # the first layer keeps its output
+        normed = (Buffer("output of the embedding", self.own), *self._norm_buffers(keeps_output=False))
+        return UnitCost((BlockCost((lookup, Elementwise((2 * self.own,), (3 * self.own,), normed))),))
 
     def head(self) -> UnitCost:
         """Return the description of the final norm and the logits.

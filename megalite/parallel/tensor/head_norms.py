@@ -22,6 +22,8 @@ class EachHeadLayerNorm(Norm):
     Each head has its own weights. No communication.
     """
 
+    weight: Weight
+
     def __init__(self, weight: Weight, eps: float, offset: float):
         super().__init__(weight, eps)
         self.offset = offset
@@ -51,10 +53,13 @@ class FullWidthRMSNorm(Norm):
     Backward: the same.
     """
 
-    def __init__(self, weight: Weight, eps: float, offset: float, tp: MeshAxis):
+    weight: Weight
+
+    def __init__(self, weight: Weight, eps: float, offset: float, rounded: bool, tp: MeshAxis):
         super().__init__(weight, eps)
         segment = weight.spec.segments[0]
-        self.offset, self.tp, self.width, self.replicas = offset, tp, segment.shape[0], segment.replicas
+        self.offset, self.rounded, self.tp = offset, rounded, tp
+        self.width, self.replicas = segment.shape[0], segment.replicas
 
     def compute(self, x: Tensor, saved: Saved) -> Tensor:
         upcast = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -62,7 +67,10 @@ class FullWidthRMSNorm(Norm):
         squares = upcast.square().sum(-1, keepdim=True) / self.replicas
         rstd = torch.rsqrt(all_reduce(squares, self.tp).wait() / self.width + self.eps)
         saved.append((x, rstd))
-        return (upcast * rstd).to(x.dtype) * (self.weight.tensor + self.offset)
+        normed = upcast * rstd
+        if self.rounded and not self.offset:
+            return normed.to(x.dtype) * self.weight.tensor
+        return (normed * (self.weight.tensor.to(normed.dtype) + self.offset)).to(x.dtype)
 
     def gradient(self, dy: Tensor, saved: Saved) -> Tensor:
         x, rstd = saved.pop()

@@ -27,7 +27,7 @@ from megalite.model.cost.records import (
     size_in_bytes,
 )
 from megalite.model.cost.units import LOSS_CHUNK_ON_GPU, Units
-from megalite.model.kinds import block_kinds
+from megalite.model.kinds import block_kinds, blocks_of
 from megalite.model.mtp.losses import module_layers
 from megalite.model.unit_numbers import head_unit
 from megalite.planner.memory.states import DeviceType, Widths
@@ -123,24 +123,52 @@ class Activations:
             operations = chosen(groups(self.units, index), mode)
             saved = self._size(unit.kept) - sum(self._size(each.buffers) for each in operations)
             recomputed = sum(self._size(each.restored) for each in operations)
-        stash, first = self._stash(unit)
+        stash, first = self._stash(index, unit)
         workspace = self.own + max(self._size(block.workspace) for block in unit.blocks)
         return HeldBytes(saved, recomputed, stash, first, workspace=workspace)
 
-    def _stash(self, unit: UnitCost) -> tuple[int, int]:
+    def _stash(self, index: int, unit: UnitCost) -> tuple[int, int]:
         """Return the bytes that a layer's weight pass needs, and the part that is allocated early.
 
         The early part is allocated before any saved tensor is freed: the stash of the last matmul, except
         tensors that are also saved, and except the tensors that the norm after the matmul frees.
         """
+        if not self.splits:
+            return 0, 0
         last = unit.blocks[-1]
-        if not self.splits or not last.matmuls:
-            return sum(self._size(each.stashed) for each in unit.matmuls) if self.splits else 0, 0
+        stash = sum(self._size(each.stashed) for each in unit.matmuls) - self._stashed_again(index, unit)
+        if not last.matmuls:
+            return stash, 0
         matmul = last.matmuls[-1]
         first = self._size(matmul.stashed) - self._size((matmul.between,)) - self._size(last.after.kept)
         if last.keeps_last_input and matmul.stashed:
             first -= matmul.rows * matmul.inputs * self.width
-        return sum(self._size(each.stashed) for each in unit.matmuls), max(first, 0)
+        return stash, max(first, 0)
+
+    def _stashed_again(self, index: int, unit: UnitCost) -> int:
+        """Return the bytes of tensors that several matmuls of a layer stash, beyond the first time.
+
+        Matmuls may read the same input, and blocks beside each other get the same gradient. Under sequence
+        parallelism each gathers tensors of its own.
+        """
+        if self.share.own_tokens != self.share.tokens:
+            return 0
+        inputs = outputs = again = 0  # of the matmuls so far that have the input or the gradient in common
+        for spec, block in zip(blocks_of(self.model, index), unit.blocks, strict=True):
+            if spec.input_norm is not None or not spec.beside:
+                inputs = 0
+            if not spec.beside:
+                outputs = 0
+            for matmul in block.reading:
+                if matmul.stashed and matmul.rows * matmul.inputs == self.units.own:
+                    again += self.own if inputs else 0
+                    inputs += 1
+            is_gradient_of_stream = not (block.after.forward or block.after.kept or block.dropped)
+            for matmul in block.matmuls[-1:] if is_gradient_of_stream else []:
+                if matmul.stashed and matmul.rows * matmul.outputs == self.units.own:
+                    again += self.own if outputs else 0
+                    outputs += 1
+        return again
 
     @property
     def flash(self) -> bool:

@@ -30,10 +30,12 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 YARN |= {"beta_fast": 4, "beta_slow": 1, "attention_factor": 1.1}
 LATENTS = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 LATENTS |= {"num_key_value_heads": None}
+FACTORS = {"query_scale_beta": 0.7, "query_scale_positions": 3}  # on queries, from the fourth token on
 ATTENTION: dict[str, dict[str, Any]] = {
     "latent": LATENTS,
-    "two_latents": LATENTS | {"q_lora_rank": 16, "attention_scale": 0.5, "rope_scaling": YARN},
-    "sinks": {"attention_sinks": True, "attention_bias": True, "attention_out_bias": True, "initializer_range": 0.3},
+    "two_latents": LATENTS | {"q_lora_rank": 16, "attention_scale": 0.5, "rope_scaling": YARN} | FACTORS,
+    "sinks": {"attention_sinks": True, "attention_bias": True, "attention_out_bias": True, "initializer_range": 0.3}
+    | FACTORS,
 }
 GROUPS = MIXTURE | {"num_experts": 8, "n_group": 4, "topk_group": 2}
 GROUPS |= {"routed_scaling_factor": 2.5, "shared_expert_gate": False}

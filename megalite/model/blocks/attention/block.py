@@ -85,16 +85,22 @@ class Attention(AttentionByOperation):
         self.q_norm: Any = self._qk_norm(weights, f"{name}.q_norm.weight", mesh)
         self.k_norm: Any = self._qk_norm(weights, f"{name}.k_norm.weight", mesh)
         self.norms_qk = self.q_norm is not None
+        self.norms_first = self.norms_qk and not model.qk_norm_after_rope
 
     def _qk_norm(self, weights: Weights, name: str, mesh: Mesh) -> nn.Module | None:
         model = self.model_config
         if model.qk_norm == "none":
             return None
         if model.qk_norm == "head":
-            return RMSNorm(weights[name], model.rms_norm_eps, model.norm_offset, self.options.ops)
+            weight = weights[name] if model.qk_norm_weight else None
+            return RMSNorm(
+                weight, model.rms_norm_eps, model.norm_offset, model.rounds_normalized, self.options.ops
+            )
         if model.qk_norm == "each_head":
             return EachHeadLayerNorm(weights[name], model.rms_norm_eps, model.norm_offset)
-        return FullWidthRMSNorm(weights[name], model.rms_norm_eps, model.norm_offset, mesh.tp)
+        return FullWidthRMSNorm(
+            weights[name], model.rms_norm_eps, model.norm_offset, model.rounds_normalized, mesh.tp
+        )
 
     has_gradient = True  # of `attend` and `project`: not of those of subclasses
 
@@ -113,17 +119,19 @@ class Attention(AttentionByOperation):
     def _attention(self, packed: Tensor, saved: Saved, state: ForwardState) -> Tensor:
         """Return the output of this rank's heads, from the packed projection."""
         tables = self.rotary_tables(state) or (None, None)
-        # Views of `packed`, rotated in place: [seq, batch, heads, head_dim], k and v with kv_heads. Norms are
-        # applied before the rotation: with them they are not rotated yet.
-        turn = (None, None) if self.norms_qk else tables
+        # Views of `packed`, rotated in place: [seq, batch, heads, head_dim], k and v with kv_heads. Before
+        # norms that come first they are not rotated yet.
+        turn = (None, None) if self.norms_first else tables
         sizes = self.heads, self.kv_heads, self.head_dim
         q, k, v = self.ops.split_rotary(packed, *sizes, *turn, disposable=True)
         if self.norms_qk:
             q, k = self.q_norm.compute(q, saved), self.k_norm.compute(k, saved)
-            if tables[0] is not None:
-                q, k = rotate(q, *tables), rotate(k, *tables)
+        if self.norms_first and tables[0] is not None:
+            q, k = rotate(q, *tables), rotate(k, *tables)
+        if state.query_factors is not None:
+            q.mul_(state.query_factors)
         out, kept = forward_keeping(q, k, v, **self.attention_options(state, self.recomputes_scores))
-        saved.append((*tables, *kept))
+        saved.append((*tables, state.query_factors, *kept))
         return out
 
     def gradient(self, grad: Tensor, saved: Saved, state: ForwardState) -> Tensor:
@@ -141,13 +149,15 @@ class Attention(AttentionByOperation):
 
         What attention has kept is freed on return, before the projection's own backward.
         """
-        cos, sin, *kept = saved.pop()
+        cos, sin, factors, *kept = saved.pop()
         options = self.attention_options(state, self.recomputes_scores)
         dq, dk, dv = backward_of_kept(dout.unflatten(-1, (self.heads, -1)), tuple(kept), **options)
+        if factors is not None:
+            dq = dq * factors
+        if self.norms_first and cos is not None:
+            dq, dk = rotate(dq, cos, sin, inverse=True), rotate(dk, cos, sin, inverse=True)
+            cos = sin = None  # the rotation is undone
         if self.norms_qk:
-            if cos is not None:
-                dq, dk = rotate(dq, cos, sin, inverse=True), rotate(dk, cos, sin, inverse=True)
-                cos = sin = None  # the rotation is undone
             dk = self.k_norm.gradient(dk, saved)  # in the reverse order of `compute`
             dq = self.q_norm.gradient(dq, saved)
         return self.ops.split_rotary_backward(dq, dk, dv, cos, sin, dgate)

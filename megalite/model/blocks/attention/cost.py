@@ -44,7 +44,7 @@ def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> Block
             Buffer("normed queries and keys", tokens * both * heads.size),
             Buffer("their statistics", tokens * statistics, "accumulate"),
         )
-    moved = (2 * tokens * packed,) * (2 if normed else 1)
+    moved = (2 * tokens * packed,) * (2 if normed else 1) + scaled_queries(units, query)
     gates = (Buffer("gate of the output", tokens * gate),) if gate else ()
     summed = 2 * tokens if model.qk_norm == "full" else 0
     rotary = Elementwise(moved, moved, (*normed, *gates), summed=summed)
@@ -64,6 +64,15 @@ def heads_of(units: Units) -> Heads:
     model, tp = units.model, units.share.tp
     kv = model.kv_heads * kv_replicas(model, tp) // tp
     return Heads(model.num_attention_heads // tp, kv, model.head_size, model.value_size)
+
+
+def scaled_queries(units: Units, query: int) -> tuple[int, ...]:
+    """Return the values that factors on queries move; none where all factors are 1.
+
+    query: values of a token's queries.
+    """
+    acts = units.share.row > (units.model.query_scale_positions or units.share.row)
+    return (2 * units.share.tokens * query,) if acts else ()
 
 
 def workspace(units: Units, heads: Heads, gradients: int, copied: int) -> tuple[Buffer, ...]:

@@ -96,7 +96,7 @@ class GatedAttention(Attention):
         packed = self.qkv.compute(x, saved)  # [seq, batch, (2 · heads + 2 · kv_heads) · head_dim]
         out = self._attention(packed, saved, state).flatten(-2)  # [seq, batch, heads · head_dim]
         gate = packed[..., packed.shape[-1] - out.shape[-1] :]  # the same shape
-        if not self.norms_qk:  # norms keep the projection
+        if not self.norms_first:  # norms of what is not rotated yet keep the projection
             gate = in_own_memory(gate, saved[-1])
         return self.gated.compute(out, gate, saved, residual=residual)
 

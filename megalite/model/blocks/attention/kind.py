@@ -69,7 +69,8 @@ class AttentionKind(BlockKind):
         if not any(map(model.uses_rope, layers)):
             return 0
         tables = 1 if model.rope_local_theta is None else 2  # of cos and sin
-        return tables * 2 * positions * model.rotary_width
+        factors = positions if positions > (model.query_scale_positions or positions) else 0
+        return tables * 2 * positions * model.rotary_width + factors
 
     def keeps_scores(self, model: ModelConfig, kernels: Kernels) -> bool:
         keeps: bool = import_module(f"{ROOM}.cost").keeps_scores(model, kernels)

@@ -16,6 +16,7 @@ from megalite_kernels.rotary import rotate
 from torch import Tensor
 
 from megalite.model.block_module import BlockModule, Operation
+from megalite.model.blocks.attention.query_scale import ScaleQueries
 from megalite.model.forward_state import ForwardState, Site
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def in_own_memory(gate: Tensor, kept: Iterable[Tensor | None]) -> Tensor:
 
 
 class _Split(torch.autograd.Function):
-    """Splits a packed projection into queries, keys and values, and rotates queries and keys.
+    """Splits a packed projection into queries, keys and values, rotates queries and keys, and scales queries.
 
     Backward returns one packed gradient.
 
@@ -46,23 +47,32 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, packed: Tensor, layer: AttentionByOperation, rotary: tuple[Tensor, Tensor] | None
+        ctx: Any,
+        packed: Tensor,
+        layer: AttentionByOperation,
+        rotary: tuple[Tensor, Tensor] | None,
+        factors: Tensor | None = None,
     ) -> Any:
         cos, sin = rotary if rotary is not None else (None, None)
-        ctx.save_for_backward(cos, sin)
+        ctx.save_for_backward(cos, sin, factors)
         ctx.ops = layer.options.ops
         head_dim = layer.model_config.head_size
         q, k, v = ctx.ops.split_rotary(packed, layer.heads, layer.kv_heads, head_dim, cos, sin)
+        if factors is not None:
+            assert rotary is not None, "without a rotation queries are views of the projection"
+            q.mul_(factors)
         gate = packed[..., (layer.heads + 2 * layer.kv_heads) * head_dim :]
         if not gate.shape[-1]:
             return q, k, v
         return q, k, v, in_own_memory(gate, (q,) if layer.keeps_projection else ())
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin, factors = ctx.saved_tensors
         dq, dk, dv, *dgate = grads
-        return ctx.ops.split_rotary_backward(dq, dk, dv, cos, sin, *dgate), None, None
+        if factors is not None:
+            dq = dq * factors
+        return ctx.ops.split_rotary_backward(dq, dk, dv, cos, sin, *dgate), None, None, None
 
 
 class Rotate(torch.autograd.Function):
@@ -111,6 +121,7 @@ class AttentionByOperation(BlockModule):
     kv_heads: int
     recomputes_scores: bool
     keeps_projection: bool
+    norms_first: bool
     qkv: ColumnParallelLinear
     out: RowParallelLinear
     attend: Callable[..., Tensor]
@@ -140,18 +151,22 @@ class AttentionByOperation(BlockModule):
         Each is [seq, batch, heads, head_dim]. If the output has a gate, it is the last one,
         [seq, batch, heads · head_dim].
         """
-        rotary = self.rotary_tables(state)
+        rotary, factors = self.rotary_tables(state), state.query_factors
         # [seq, batch, (heads + 2 · kv_heads) · head_dim], and the gate
         packed = self.qkv(x, state.adapter_mask(Site.QKV_ADAPTER, self.layer))
         if self.q_norm is None or self.k_norm is None:
-            return _Split.apply(packed, self, rotary)  # split and rotation in one pass over memory
-        q, k, v, *gates = _Split.apply(packed, self, None)  # norms are applied before the rotation
+            # split and rotation in one pass over memory
+            return _Split.apply(packed, self, rotary, factors)
+        # unless norms are applied between them
+        q, k, v, *gates = _Split.apply(packed, self, None if self.norms_first else rotary)
         if self.model_config.qk_norm == "full":  # over all heads at once: [seq, batch, heads · head_dim]
             q, k = self.q_norm(q.flatten(-2)).view_as(q), self.k_norm(k.flatten(-2)).view_as(k)
         else:
             q, k = self.q_norm(q), self.k_norm(k)
-        if rotary is not None:
+        if self.norms_first and rotary is not None:
             q, k = Rotate.apply(q, *rotary), Rotate.apply(k, *rotary)
+        if factors is not None:
+            q = ScaleQueries.apply(q, factors)
         return q, k, v, *gates
 
     def rotary_tables(self, state: ForwardState) -> tuple[Tensor, Tensor] | None:

@@ -36,7 +36,7 @@ def _qk_norm(build: SpecBuilder, name: str, q: int, kv: int) -> list[ParamSpec]:
     like the heads.
     """
     model = build.model
-    if model.qk_norm == "none":
+    if model.qk_norm == "none" or not model.qk_norm_weight:
         return []
     if model.qk_norm == "head":
         # each rank's gradient is of its own heads only

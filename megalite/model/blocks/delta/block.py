@@ -78,7 +78,7 @@ class DeltaMixer:
             self.dv,
             self.heads * self.dv,
             tp,
-            rounded=not self.by_channel,
+            rounded=model.gated_norm_rounding == "normalized",
         )
         keys, values = self.key_heads * self.dk, self.heads * self.dv
         self.qkv = (keys, keys, values)

@@ -27,10 +27,12 @@ def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> Block
     convolved = sizes.channels
     packed = convolved + heads * dv + heads + decays
     projections: list[Step] = [into]
+    readers: tuple[str, ...] = ()
     if by_channel:
         low, f_b, g_b = (matmuls[f"{block.slot}.{name}"] for name in ("low", "f_b", "g_b"))
         latents = Buffer("latents of decay and gate", units.share.own_tokens * low.outputs)
         kept = (latents,) if f_b.keeps_input else ()
+        readers = (into.name, low.name)
         projections += [low, Elementwise((3 * latents.values,), (3 * latents.values,), kept), f_b, g_b]
     mixed = (
         Buffer(MIXED, tokens * heads * dv),
@@ -50,4 +52,4 @@ def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> Block
         ),
         Elementwise((3 * tokens * heads * dv,), (5 * tokens * heads * dv,)),
     )
-    return mixer_cost(units, projections, mixing, out, packed, exchange_of(units.share, sizes))
+    return mixer_cost(units, projections, mixing, out, packed, exchange_of(units.share, sizes), readers)

@@ -38,6 +38,11 @@ class FeedForward(BlockModule):
             from megalite.model.blocks.feed_forward.scaled_gate import ScaledGate
 
             activation = ScaledGate(model.hidden_act, model.mlp_multipliers[0], options.ops)
+        if model.hidden_act == "xielu":
+            from megalite.model.blocks.feed_forward.xielu import XIELU
+
+            alpha_p, alpha_n = (weights[f"{name}.{alpha}.weight"] for alpha in ("alpha_p", "alpha_n"))
+            activation = XIELU(alpha_p, alpha_n, options.ops)
         weight, bias = weights[f"{name}.in.weight"], weights.get(f"{name}.in.bias")
         self.up = ColumnParallelLinear(weight, bias, tp, sequence_parallel)
         weight, bias = weights[f"{name}.down.weight"], weights.get(f"{name}.down.bias")

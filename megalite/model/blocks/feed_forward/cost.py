@@ -25,11 +25,15 @@ def feed_forward(units: Units, into: Matmul, down: Matmul) -> BlockCost:
     forward, backward = (3, 6) if units.model.gated_mlp else (2, 4)
     if units.model.mlp_multipliers is not None:  # a copy with the scaled gate
         forward, backward = forward + 6, backward + 8
+    curves: tuple[Buffer, ...] = ()
+    if units.model.hidden_act == "xielu":  # one operation after another, in at least fp32
+        forward, backward = forward + 22, backward + 44
+        curves = (Buffer("parts of the activation", 3 * inner, "accumulate"),)
     # The activation's input is kept; its output is recomputed.
     kept = (Buffer("input of the activation", tokens * into.outputs),)
     activation = Elementwise((forward * inner,), (backward * inner,), kept)
     workspace = Buffer("gradients of the feed-forward", units.whole + 2 * inner + tokens * into.outputs)
-    return BlockCost((into, activation, down), (workspace,), keeps_input=into.keeps_input)
+    return BlockCost((into, activation, down), (workspace, *curves), keeps_input=into.keeps_input)
 
 
 def recomputed(cost: BlockCost) -> list[Group]:

@@ -34,6 +34,7 @@ from megalite.mesh.mesh import Mesh, MeshAxis
 from megalite.model.block_kind import BlockSpec
 from megalite.model.blocks.attention.block import Attention
 from megalite.model.blocks.attention.operations import Rotate
+from megalite.model.blocks.attention.query_scale import ScaleQueries
 from megalite.model.blocks.latent_attention.context import latents_travel
 from megalite.model.forward_state import ForwardState, Site
 from megalite.model.layer_options import LayerOptions
@@ -119,7 +120,7 @@ class LatentAttention(Attention):
     def make_projections(self, name: str, weights: Weights, mesh: Mesh) -> None:
         model, options, tp = self.model_config, self.options, mesh.tp
         self.kv_heads, self.tp, self.sequence_parallel = self.heads, tp, options.sequence_parallel
-        self.norms_qk = False
+        self.norms_qk = self.norms_first = False
 
         def own(part: str) -> ColumnParallelLinear:  # whole on each rank: no communication
             alone = MeshAxis("alone", 0, 1, (mesh.rank,))
@@ -129,7 +130,8 @@ class LatentAttention(Attention):
             return ColumnParallelLinear(weights[f"{name}.{part}.weight"], None, tp, options.sequence_parallel)
 
         def norm(part: str) -> RMSNorm:
-            return RMSNorm(weights[f"{name}.{part}_norm.weight"], EPS, model.norm_offset, options.ops)
+            weight = weights[f"{name}.{part}_norm.weight"]
+            return RMSNorm(weight, EPS, model.norm_offset, model.rounds_normalized, options.ops)
 
         # two levels exchange heads first
         context = "ulysses" if mesh.cp_levels is not None else options.share.context
@@ -169,7 +171,10 @@ class LatentAttention(Attention):
         tables = self.rotary_tables(state)
         if tables is None:
             return queries
-        return _RotateQueries.apply(queries, self.model_config.qk_nope_head_dim, *tables)
+        queries = _RotateQueries.apply(queries, self.model_config.qk_nope_head_dim, *tables)
+        if state.query_factors is None:
+            return queries
+        return ScaleQueries.apply(queries, state.query_factors)
 
     def latent(self, x: Tensor, state: ForwardState) -> tuple[Tensor, Tensor]:
         """Return the normalized latent and the rotated shared key.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from megalite.model.block_kind import BlockSpec
 from megalite.model.blocks.attention import context
 from megalite.model.blocks.attention.context import Heads
-from megalite.model.blocks.attention.cost import heads_of, scores, workspace
+from megalite.model.blocks.attention.cost import heads_of, scaled_queries, scores, workspace
 from megalite.model.blocks.latent_attention.context import latent_width, latents_travel
 from megalite.model.cost.records import (
     BlockCost,
@@ -35,12 +35,14 @@ def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> Block
         down = SharedOutputsMatmul(**vars(down), shared=rotating)
     queries: tuple[Step, ...]
     if model.q_lora_rank is None:
-        q, queries = matmuls[f"{block.slot}.q"], (matmuls[f"{block.slot}.q"],)
+        q = first = matmuls[f"{block.slot}.q"]
+        queries = (q,)
     else:
         q, first = matmuls[f"{block.slot}.q_b"], matmuls[f"{block.slot}.q_a"]
         queries = (first, _norm(units, "queries", model.q_lora_rank, q.keeps_input), q)
     projected = q.outputs + up.outputs
-    moved = (2 * (q.rows * q.outputs + up.rows * up.outputs) + up.rows * heads.query * rotating,)
+    rotated = 2 * (q.rows * q.outputs + up.rows * up.outputs) + up.rows * heads.query * rotating
+    moved = (rotated, *scaled_queries(units, heads.query * heads.size))
     latent = _norm(units, "keys and values", model.kv_lora_rank or 0, up.keeps_input or heads.latent > 0)
     # Where latents travel, attention keeps them and the rotated keys of its own tokens instead of keys and
     # values.
@@ -55,7 +57,8 @@ def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> Block
     )
     temporaries = workspace(units, heads, gradients, copied)
     exchanges = context.exchanges(share, heads)
-    return BlockCost(steps, temporaries, exchanges, down.keeps_input, keeps_last_input=True)
+    keeps_input, readers = first.keeps_input or down.keeps_input, (first.name, down.name)
+    return BlockCost(steps, temporaries, exchanges, keeps_input, keeps_last_input=True, readers=readers)
 
 
 def _heads(units: Units) -> Heads:

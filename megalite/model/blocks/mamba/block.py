@@ -102,7 +102,7 @@ class MambaMixer:
             inner // model.mamba_n_groups,
             self.heads * self.width,
             mesh.tp,
-            rounded=False,
+            rounded=model.gated_norm_rounding == "normalized",
         )
 
     def _factors(self, model: ModelConfig, like: Tensor) -> Tensor | None:

@@ -89,7 +89,10 @@ class MixtureOfExperts(BlockModule):
         weights = scores.gather(1, choice.experts)  # [tokens, k]
         if self.model.norm_topk_prob:
             # sigmoid scores may all be 0
-            weights = weights / (weights.sum(-1, keepdim=True) + self.model.norm_topk_eps)
+            total = weights.sum(-1, keepdim=True) + self.model.norm_topk_eps
+            if self.model.norm_topk_min is not None:
+                total = total.clamp(min=self.model.norm_topk_min)
+            weights = weights / total
         if self.model.routed_scaling_factor != 1.0:
             weights = weights * self.model.routed_scaling_factor
         if state.training and targets is not None:
@@ -127,8 +130,7 @@ class MixtureOfExperts(BlockModule):
         if model.biased_choice:
             scores = scores + self.balance.state.bias.to(scores.dtype)
         if model.n_group is not None:
-            counted = 2 if model.router_scores == "sigmoid" else 1  # experts that rank a group
-            scores = in_best_groups(scores, model.n_group, model.topk_group, counted)
+            scores = in_best_groups(scores, model.n_group, model.topk_group, model.counted_in_group)
         choice = choose(scores, model.num_experts_per_tok)
         if self.capacity is not None and state.training and targets is not None:
             choice = self.capacity.limit(choice, targets != IGNORE_INDEX, state.part)

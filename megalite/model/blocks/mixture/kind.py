@@ -53,6 +53,9 @@ class MixtureKind(BlockKind):
         routers: ModelStatistics = self.file("router_states").routers(config, blocks, device)
         return routers
 
+    def output_factor(self, model: ModelConfig) -> float:
+        return model.mixture_out_multiplier
+
     def learns(self, model: ModelConfig) -> bool:
         return model.router_balance != "sequence"
 

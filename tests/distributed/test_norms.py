@@ -1,0 +1,53 @@
+"""Norms without weights, of the embedding and after the rotation, and xIELU: every layout against one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.test_equivalence import assert_same_run
+from tests.support import jobs
+from tests.support.configs import config_of, config_of_one_process, write_tokens
+from tests.support.jobs_experts import BASE
+from tests.support.spaces.space import world
+
+STEPS = 3
+XIELU = {"hidden_act": "xielu", "gated_mlp": False}
+AFTER = {"embedding_norm": True, "qk_norm": "head", "qk_norm_after_rope": True, "initializer_range": 0.2}
+BARE = AFTER | {"norm_weight": False, "qk_norm_weight": False}
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # layout, model
+    "tp 2, split sequence, zb-v, weights": (
+        {"tp": 2, "sequence_parallel": True, "pp": 2, "schedule": "zb-v"},
+        AFTER | XIELU,
+    ),
+    "zero 3, tp 4, copied keys": ({"tp": 4, "dp": 2, "zero": 3}, AFTER | XIELU | {"norm": "layer"}),
+    "a ring, full width, operations recomputed": (
+        {"cp": 2, "context": "ring", "recompute": "qkv+mlp_in+mlp_out+residual"},
+        AFTER | XIELU | {"qk_norm": "full"},
+    ),
+    "ulysses, tp 2, recomputed, gates": (
+        {"cp": 2, "context": "ulysses", "tp": 2, "sequence_parallel": True, "recompute": "full"},
+        BARE | {"attention_gate": True},
+    ),
+    "parallel blocks, bare LayerNorm, operations recomputed": (
+        {"tp": 2, "recompute": "attn_norm+mlp_norm+qkv"},
+        BARE | {"parallel_block": "two_norms", "norm": "layer", "norm_bias": False},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory) -> str:
+    return write_tokens(tmp_path_factory.mktemp("data"), 96)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_trains_like_one_process(name, ranks, references, prefix):
+    layout, model = LAYOUTS[name]
+    case = {**BASE, **layout}
+    one = config_of_one_process(case, prefix)
+    several = config_of(case, prefix, "fp64", model=model)
+    one["model"] |= model
+    got = ranks.run(world(case), jobs.train, several, STEPS)
+    assert_same_run(got, references.run(jobs.train, one, STEPS), 1e-9, 1e-9)
