@@ -47,9 +47,10 @@ def _place(tile, ends, groups, rows, TILE_ROWS: tl.constexpr, GROUPED: tl.conste
 @triton.jit(do_not_specialize=["rows", "groups", "tiles"])
 def _matmul(
     a, a_scales, b, b_scales, out, ends, groups, tiles, rows, outputs, inner,
-    b_group, b_row, b_column, scales_group, scales_row, scales_column,
-    TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr, TOGETHER: tl.constexpr, GROUPED: tl.constexpr,
+    TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr, TOGETHER: tl.constexpr,
+    GROUPED: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
+    """b is [outputs, inner] for each group, in memory transposed or not, as its scales are."""
     across = outputs // BLOCK
     several = tl.program_id(0) // (TOGETHER * across) * TOGETHER
     height = tl.minimum(tiles - several, TOGETHER)
@@ -60,15 +61,22 @@ def _matmul(
     exists = row < end
     output, k = column * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK)
     left = a + row[:, None] * inner + k[None, :]
-    right = b + group.to(tl.int64) * b_group + output[None, :] * b_row + k[:, None] * b_column
+    right = b + group.to(tl.int64) * outputs * inner
+    right_scales = b_scales + group * across * (inner // BLOCK)
+    if TRANSPOSED:
+        right += k[:, None] * outputs.to(tl.int64) + output[None, :]
+        right_scales += column
+    else:
+        right += output[None, :] * inner.to(tl.int64) + k[:, None]
+        right_scales += column * (inner // BLOCK)
     left_scales = a_scales + row * (inner // BLOCK)
-    right_scales = b_scales + group * scales_group + column * scales_row
     total = tl.zeros((TILE_ROWS, BLOCK), tl.float32)
     for number in range(inner // BLOCK):
         x = tl.load(left + number * BLOCK, mask=exists[:, None], other=0.0)
-        w = tl.load(right + number * BLOCK * b_column)
-        scale = tl.load(left_scales + number, mask=exists, other=0.0)
-        scale *= tl.load(right_scales + number * scales_column)
+        w = tl.load(right)
+        scale = tl.load(left_scales + number, mask=exists, other=0.0) * tl.load(right_scales)
+        right += BLOCK * outputs.to(tl.int64) if TRANSPOSED else BLOCK
+        right_scales += across if TRANSPOSED else 1
         total += tl.dot(x, w) * scale[:, None]
     at = row[:, None] * outputs + output[None, :]
     tl.store(out + at, total.to(out.dtype.element_ty), mask=exists[:, None])
@@ -80,10 +88,10 @@ def takes(device: torch.device) -> bool:
 
 
 @functools.cache
-def _variant(chip: str, grouped: bool) -> Variant:
+def _variant(chip: str, grouped: bool, transposed: bool) -> Variant:
     rows, warps, stages = TILES[chip]
-    constants = {"TILE_ROWS": rows, "BLOCK": BLOCK, "TOGETHER": TOGETHER, "GROUPED": grouped}
-    return Variant(_matmul, constants, warps, stages)
+    constants = {"TILE_ROWS": rows, "BLOCK": BLOCK, "TOGETHER": TOGETHER}
+    return Variant(_matmul, {**constants, "GROUPED": grouped, "TRANSPOSED": transposed}, warps, stages)
 
 
 def _like(
@@ -99,24 +107,21 @@ def fp8_matmul(
     """Return a bᵀ, [n, m], of codes a [n, k] and b [(groups,) m, k] and their scales by blocks of 128.
 
     Args:
-        b, b_scales: of any strides.
+        b: contiguous, or the transposed view of a contiguous tensor.
         ends: [groups] int32, the end of each group's rows; None: b is a single matrix.
     """
     out = _like(a, a_scales, b, b_scales, dtype, ends)
     if out.numel() == 0:
         return out
-    grouped, rows, (outputs, inner) = ends is not None, a.shape[0], b.shape[-2:]
-    variant = _variant(architecture(a.device), grouped)
-    # each group may end inside a tile
-    groups = b.shape[0] if grouped else 1
-    tiles = triton.cdiv(rows, variant.constants["TILE_ROWS"]) + (groups if grouped else 0)
-    strides = (
-        (b.stride() if grouped else (0, *b.stride())),
-        (b_scales.stride() if grouped else (0, *b_scales.stride())),
-    )
+    transposed = not b.is_contiguous()
+    stored = [x.transpose(-1, -2).contiguous() if transposed else x.contiguous() for x in (b, b_scales)]
+    variant = _variant(architecture(a.device), ends is not None, transposed)
+    tiles, groups = triton.cdiv(a.shape[0], variant.constants["TILE_ROWS"]), 0
+    if ends is not None:  # each group may end inside a tile
+        tiles, groups = tiles + len(ends), len(ends)
     variant.launch(
-        (tiles * (outputs // BLOCK),),
-        *(a.contiguous(), a_scales.contiguous(), b, b_scales, out, ends, groups, tiles, rows, outputs, inner),
-        *(*strides[0], *strides[1]),
+        (tiles * (out.shape[1] // BLOCK),),
+        *(a.contiguous(), a_scales.contiguous(), *stored, out),
+        *(a if ends is None else ends, groups, tiles, a.shape[0], *b.shape[-2:]),  # a: not read
     )
     return out

@@ -87,7 +87,7 @@ def test_a_part_has_the_codes_of_the_whole():
 
 def test_mx_scales_are_the_smallest_powers_that_hold_the_block():
     exponents = torch.arange(-140, 128)
-    powers = torch.ldexp(torch.tensor(448.0), exponents).clamp(max=torch.finfo(torch.float32).max)
+    powers = torch.ldexp(torch.full(exponents.shape, 448.0), exponents).clamp(max=torch.finfo(torch.float32).max)
     largest = torch.cat((powers, powers.nextafter(torch.tensor(math.inf)), powers.nextafter(torch.tensor(0.0))))
     largest = largest[largest.isfinite()]
     rows = torch.zeros(len(largest), 32)
