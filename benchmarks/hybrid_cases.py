@@ -99,7 +99,7 @@ def _gated_norm(sizes: Sizes, gate: Gate, groups: int, width: int) -> Iterable[K
     yield KernelCase(f"{name}, backward", shape, make_backward, 5 * element, targets=limit, module=module)
 
 
-def _by_torch(function: Callable[[], object]) -> Function:
+def by_torch(function: Callable[[], object]) -> Function:
     """Return a function of the reference in torch."""
 
     def run() -> object:
@@ -126,12 +126,12 @@ def _recurrence(
 
     def make_forward() -> Contest:
         tokens, _ = inputs()
-        peers = {EAGER: lambda: _by_torch(lambda: recurrence.forward(tokens))}
+        peers = {EAGER: lambda: by_torch(lambda: recurrence.forward(tokens))}
         return Contest(lambda: recurrence.forward(tokens), peers)
 
     def make_backward() -> Contest:
         tokens, dout = inputs()
-        peers = {EAGER: lambda: _by_torch(lambda: recurrence.backward(dout, tokens))}
+        peers = {EAGER: lambda: by_torch(lambda: recurrence.backward(dout, tokens))}
         return Contest(lambda: recurrence.backward(dout, tokens), peers)
 
     if kind == "mamba":

@@ -27,6 +27,7 @@ GROUPS = (
     "attention",
     "experts",
     "hybrid",
+    "sparse",
 )
 SECONDS = 570.0  # time limit of all groups together
 # fraction of the remaining time that a group may take: everything for the last one, 0.35 for others

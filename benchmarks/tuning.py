@@ -123,6 +123,21 @@ SETTINGS |= {
     }.items()
     for kernel in kernels
 }
+SETTINGS |= {
+    ("sparse_attention_triton", kernel): [
+        Setting({"HEADS": heads, "SLOTS": slots}, w, s)
+        for heads, slots in ((16, 64), (32, 64), (64, 64), (16, 128), (32, 32))
+        for w in (4, 8)
+        for s in (1, 2)
+    ]
+    for kernel in ("_forward", "_backward", "_probabilities")
+}
+SETTINGS |= {
+    ("index_scores_triton", kernel): [
+        Setting({"KEYS": keys}, w, s) for keys in (32, 64, 128) for w in (4, 8) for s in (1, 2)
+    ]
+    for kernel in ("_packed", "_selected_scores", "_gradients")
+}
 """(module, kernel) → settings to try."""
 
 

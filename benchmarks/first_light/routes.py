@@ -1,4 +1,4 @@
-"""Routes of attention, of the weight gradient's matmul and of the router's matmul.
+"""Routes of attention, of the weight gradient's matmul and of the router's matmul; and of `state_routes`.
 
 They are checked against float64, then timed, and the fastest ones are written to a file. `kernels: auto`
 reads the table (`megalite_kernels.device_routes`). Inaccurate routes are never written. Routes whose order of
@@ -20,7 +20,7 @@ from megalite_kernels.attention_routes import AttentionCall, Route
 from torch import Tensor
 
 from benchmarks import report
-from benchmarks.first_light import library, values
+from benchmarks.first_light import library, state_routes, values
 from benchmarks.first_light.rows import Row, Scene, absent, guarded, row
 from benchmarks.measure import timed, wait
 from megalite.commands.parser import write_whole
@@ -53,6 +53,7 @@ def rows(scene: Scene) -> Iterator[Row]:
     times: dict[str, dict[str, float]] = {}
     jobs = [partial(_weight_gradient, name, scene, times) for name in weight_grad.ROUTES]
     jobs += [partial(_router, name, scene, times) for name in router_logits.ROUTES]
+    jobs += state_routes.jobs(scene, times, milliseconds)  # type: ignore[arg-type]
     for route in sorted(attention_routes.ROUTES, key=lambda route: (route.guarded, route.name in LAST)):
         kinds = [kind for kind in KINDS if route.for_documents in (None, kind == "documents")]
         jobs += [partial(_attention, route, kind, scene, times) for kind in kinds]
@@ -79,7 +80,7 @@ def _write(ms: dict[str, dict[str, float]], scene: Scene) -> Row:
     """Write the fastest route of each kind. Kinds that could not be measured keep the default order."""
     best = {kind: min(times, key=times.__getitem__) for kind, times in ms.items() if times}
     table = {"attention": {kind: best[kind] for kind in KINDS if kind in best}}
-    table |= {kind: best[kind] for kind in ("weight_grad", "router") if kind in best}  # type: ignore[misc]
+    table |= {kind: best[kind] for kind in device_routes.KINDS if kind in best}  # type: ignore[misc]
     if not best:
         raise RuntimeError("could not measure any route")
     path = path_of(scene)
@@ -233,7 +234,7 @@ def _timed(
     route: Route, kind: str, sizes: Sizes, scene: Scene, times: dict[str, dict[str, float]], name: str
 ) -> Row:
     forward, both, _ = _made(route, kind, sizes, scene)
-    first, whole = _ms(forward, scene), _ms(both, scene)
+    first, whole = milliseconds(forward, scene), milliseconds(both, scene)
     length, batch, heads, dim, document = sizes
     reach = document if kind == "documents" else length
     flops = 4.0 * batch * heads[0] * dim * length * (reach + 1) / 2
@@ -245,7 +246,7 @@ def _timed(
     return row(name, "measured", detail, forward_ms=first, both_ms=whole, tflops=3.5 * flops / whole / 1e9)
 
 
-def _ms(act: Callable[[], object], scene: Scene) -> float:
+def milliseconds(act: Callable[[], object], scene: Scene) -> float:
     """Return the median milliseconds of a call."""
     if scene.gpus:
         import triton
@@ -292,7 +293,7 @@ def _matmul_timed(route: str, scene: Scene, times: dict[str, dict[str, float]], 
         torch.randn(tokens, size, device=scene.device, dtype=torch.bfloat16) for size in (outputs, width)
     )
     grad = torch.zeros(outputs, width, device=scene.device)
-    ms = _ms(lambda: weight_grad.ROUTES[route](grad, left.t(), inputs, False), scene)
+    ms = milliseconds(lambda: weight_grad.ROUTES[route](grad, left.t(), inputs, False), scene)
     wait(scene.device)
     times.setdefault("weight_grad", {})[route] = ms
     tflops = 2 * tokens * outputs * width / ms / 1e9
@@ -332,7 +333,7 @@ def _logits_timed(route: str, scene: Scene, times: dict[str, dict[str, float]], 
     rows, weight = (
         torch.randn(count, width, device=scene.device, dtype=torch.bfloat16) for count in (tokens, experts)
     )
-    ms = _ms(lambda: router_logits.ROUTES[route](rows, weight), scene)
+    ms = milliseconds(lambda: router_logits.ROUTES[route](rows, weight), scene)
     wait(scene.device)
     times.setdefault("router", {})[route] = ms
     return row(

@@ -30,11 +30,13 @@ from megalite_kernels import (
     dropout,
     gated_norm,
     grad_norm,
+    index_scores,
     norm,
     ordered_sum,
     recurrence,
     rotary,
     router_logits,
+    sparse_attention,
 )
 from torch import Tensor
 
@@ -309,6 +311,90 @@ def _one_by_one(kind: str, *given: Tensor) -> Sequence[Tensor]:
     return [x.detach() for x in (out, state, *gradients)]
 
 
+def _indexer_inputs(scene: Scene) -> Sequence[Tensor]:
+    """Return queries, keys, weights, the gradient of the scores, and positions."""
+    length, heads, dim, top = (
+        scene.sized(512, 8),
+        scene.sized(64, 4),
+        scene.sized(128, 8),
+        scene.sized(128, 3),
+    )
+    tensors = [_randn(length, 1, heads, dim), _randn(length, 1, dim), _randn(length, 1, heads)]
+    return [*tensors, _randn(length, 1, top), torch.arange(length).unsqueeze(1)]
+
+
+def _selection(q: Tensor, k: Tensor, w: Tensor, dscores: Tensor, positions: Tensor) -> Sequence[Tensor]:
+    return (index_scores.select(q, k, w, top=dscores.shape[2], positions=positions).float(),)
+
+
+def _rows_before(positions: Tensor, top: int) -> Tensor:
+    """Return a selection: the first row, and others right before each query."""
+    rows = positions.unsqueeze(2) - torch.arange(top, device=positions.device).flip(0)
+    rows = torch.cat((torch.zeros_like(rows[..., :1]), rows[..., 1:]), -1)
+    exists = torch.arange(top, device=positions.device) <= positions.unsqueeze(2)
+    first = torch.arange(top, device=positions.device).expand(rows.shape)
+    return torch.where(positions.unsqueeze(2) < top, torch.where(exists, first, -1), rows).int()
+
+
+def _selected_scores(q: Tensor, k: Tensor, w: Tensor, dscores: Tensor, positions: Tensor) -> Sequence[Tensor]:
+    selection = _rows_before(positions, dscores.shape[2])
+    scores = index_scores.selected_scores(q, k, w, selection).masked_fill(selection < 0, 0)
+    return scores, *index_scores.selected_scores_backward(dscores, q, k, w, selection)
+
+
+def _scores_by_definition(
+    q: Tensor, k: Tensor, w: Tensor, dscores: Tensor, positions: Tensor
+) -> Sequence[Tensor]:
+    """Compute with all rows, in the precision of the inputs."""
+    selection = _rows_before(positions, dscores.shape[2])
+    leaves = [x.detach().requires_grad_() for x in (q, k, w)]
+    products = torch.einsum("sbhd,tbd->sbht", *leaves[:2]).relu()
+    scores = torch.einsum("sbh,sbht->sbt", leaves[2], products).gather(2, selection.clamp_min(0).long())
+    scores = scores.masked_fill(selection < 0, 0)
+    return scores.detach(), *torch.autograd.grad(scores, leaves, dscores)
+
+
+def _sparse_inputs(latents: bool, scene: Scene) -> Sequence[Tensor]:
+    """Return queries, keys, values (of latents, only their number counts), the output's gradient, and a
+    selection."""
+    length, heads, top = scene.sized(256, 6), scene.sized(64, 2), scene.sized(128, 3)
+    dim, width = scene.sized(576, 24), scene.sized(512, 16)
+    if not latents:
+        heads, dim, width = scene.sized(8, 2), scene.sized(192, 24), scene.sized(128, 16)
+    groups = 1 if latents else heads
+    shapes = (heads, dim), (groups, dim), (groups, width), (heads, width)
+    tensors = [_randn(length, 1, count, channels) for count, channels in shapes]
+    return [*tensors, _rows_before(torch.arange(length).unsqueeze(1), top)]
+
+
+def _sparse_attention(
+    q: Tensor, keys: Tensor, values: Tensor, dout: Tensor, selection: Tensor
+) -> Sequence[Tensor]:
+    scale, shared = q.shape[-1] ** -0.5, keys.shape[2] == 1
+    given = values.shape[3] if shared else values
+    out, lse = sparse_attention.forward(q, keys, given, selection, scale)
+    gradients = sparse_attention.backward(dout, q, keys, given, out, lse, selection, scale)
+    p = sparse_attention.probabilities(q, keys, selection, lse, scale)
+    return [x for x in (out, p, *gradients) if x is not None]
+
+
+def _sparse_by_definition(
+    q: Tensor, keys: Tensor, values: Tensor, dout: Tensor, selection: Tensor
+) -> Sequence[Tensor]:
+    """Compute with all rows, in the precision of the inputs."""
+    shared, rows = keys.shape[2] == 1, len(keys)
+    leaves = [x.detach().requires_grad_() for x in ((q, keys) if shared else (q, keys, values))]
+    key, value = leaves[1], leaves[1][..., : values.shape[3]] if shared else leaves[2]
+    key, value = (x.expand(-1, -1, q.shape[2], -1) for x in (key, value))
+    chosen = torch.zeros(*selection.shape[:2], rows + 1, dtype=torch.bool, device=q.device)
+    chosen.scatter_(2, selection.long().masked_fill(selection < 0, rows), True)
+    scores = torch.einsum("sbhd,tbhd->sbht", leaves[0], key) * q.shape[-1] ** -0.5
+    p = scores.masked_fill(~chosen[:, :, None, :rows], -torch.inf).softmax(-1)
+    out = torch.einsum("sbht,tbhd->sbhd", p, value)
+    summed = p.sum(2).gather(2, selection.clamp_min(0).long()).masked_fill(selection < 0, 0)
+    return out.detach(), summed.detach(), *torch.autograd.grad(out, leaves, dout)
+
+
 CHECKS = (
     Check(
         "weight gradient, summed",
@@ -378,6 +464,18 @@ CHECKS = (
             torch.float16,
         )
         for kind in ("head", "channel", "mamba")
+    ),
+    Check("selection of an indexer", _indexer_inputs, _selection, rehearsed=torch.float16),
+    Check("scores of an indexer", _indexer_inputs, _selected_scores, _scores_by_definition, torch.float16),
+    *(
+        Check(
+            f"sparse attention to {'latents' if latents else 'keys of each head'}",
+            partial(_sparse_inputs, latents),
+            _sparse_attention,
+            _sparse_by_definition,
+            torch.float16,
+        )
+        for latents in (True, False)
     ),
     Check(
         "attention", partial(_attention_inputs, False), _attention, _attention_by_definition, torch.float16

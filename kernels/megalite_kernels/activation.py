@@ -100,7 +100,7 @@ def gated_backward(dh: Tensor, gate_up: Tensor, act: str) -> tuple[Tensor, Tenso
         return _clamped_backward(dh, gate_up)
     function = _lookup(act)
     gate, up = gate_up.chunk(2, dim=-1)
-    dgate_up = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
+    dgate_up = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
     dgate, dup = dgate_up.chunk(2, dim=-1)
     activated = function.forward(gate)
     torch.mul(dh, activated, out=dup)

@@ -47,8 +47,9 @@ def _probabilities(query: Tensor, key: Tensor, scale: float) -> Tensor:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return out [S, B, hq, Dv], contiguous; `rows_of` q, k and v, and the probabilities [B·hk, g·S, S]."""
-    query, key, value = (rows_of(x, k.shape[2]) for x in (q, k, v))
-    if q.shape[1] > 1 or q.shape[2] > k.shape[2]:
+    kv_heads = k.shape[2]
+    query, key, value = rows_of(q, kv_heads), rows_of(k, kv_heads), rows_of(v, kv_heads)
+    if q.shape[1] > 1 or q.shape[2] > kv_heads:
         # all are copies: a view would keep the projection, from which the others were copied
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     probabilities = _probabilities(query, key, scale)

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite_kernels import state_library
 from megalite_kernels.backend import takes_triton
 
 _WIDEST = 4
@@ -60,6 +61,8 @@ def forward(
         starts: [seq, batch] or [seq, 1], a number for each token that its document has alone; None: all
             tokens are of one document.
     """
+    if state_library.takes_convolution(x, weight, halo is not None):
+        return state_library.convolve(x, weight, bias, starts, silu)
     if _takes_weights(x, weight):
         from megalite_kernels import causal_conv_triton
 
@@ -79,6 +82,8 @@ def backward(
     silu: bool = True,
 ) -> ConvGradients:
     """Return the gradients from that of the output; the output is computed again for SiLU."""
+    if state_library.takes_convolution(x, weight, halo is not None):
+        return state_library.convolve_backward(dout, x, weight, bias, starts, silu)
     if _takes_weights(x, weight):
         from megalite_kernels import causal_conv_triton
 

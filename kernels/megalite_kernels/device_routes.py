@@ -20,6 +20,8 @@ import torch
 from megalite_kernels import backend
 
 DIRECTORY = Path(__file__).with_name("routes")
+KINDS = ("weight_grad", "router", "delta", "channel", "scan", "convolution")
+"""Kinds of operations besides attention."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class DeviceRoutes:
         plain, documents: routes of attention.
         weight_grad: route of `weight_grad`.
         router: route of `router_logits`.
+        delta, channel, scan, convolution: routes of `recurrence` and `causal_conv` (`state_library`).
         problem: the reason why the file is ignored.
     """
 
@@ -39,6 +42,10 @@ class DeviceRoutes:
     documents: str | None = None
     weight_grad: str | None = None
     router: str | None = None
+    delta: str | None = None
+    channel: str | None = None
+    scan: str | None = None
+    convolution: str | None = None
     problem: str | None = None
 
 
@@ -54,7 +61,7 @@ def read(device: str) -> DeviceRoutes:
         content = json.loads(path.read_text(encoding="utf-8"))
         attention = content.get("attention") or {}
         names = {kind: attention.get(kind) for kind in ("plain", "documents")}
-        names |= {kind: content.get(kind) for kind in ("weight_grad", "router")}
+        names |= {kind: content.get(kind) for kind in KINDS}
     except FileNotFoundError:
         return DeviceRoutes(device)
     except (OSError, ValueError, AttributeError) as error:
@@ -67,13 +74,15 @@ def read(device: str) -> DeviceRoutes:
 
 
 def known(kind: str) -> list[str]:
-    """Return the route names that a file may use for plain, documents, weight_grad or router."""
-    from megalite_kernels import attention_routes, router_logits, weight_grad
+    """Return the route names that a file may use for plain, documents, or one of KINDS."""
+    from megalite_kernels import attention_routes, router_logits, state_library, weight_grad
 
     if kind == "weight_grad":
         return list(weight_grad.ROUTES)
     if kind == "router":
         return list(router_logits.ROUTES)
+    if kind in state_library.ROUTES:
+        return list(state_library.ROUTES[kind])
     documents = kind == "documents"
     return [route.name for route in attention_routes.ROUTES if route.for_documents in (None, documents)]
 

@@ -22,8 +22,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megalite_kernels.backend import takes_triton
 from megalite_kernels.selected_rows import add, gather, parts
 
+_WIDEST, _HEADS = 256, 128  # channels and heads that the kernels take
 _HIDDEN = torch.iinfo(torch.int64).min  # below every packed score
 
 
@@ -58,6 +60,11 @@ def select(
         exact: False sums scores in fp32, which is faster on a GPU: the selection then depends on the order of
             the sum.
     """
+    if _takes_kernel(q, k) and (exact or q.dtype.itemsize == 2):
+        from megalite_kernels import index_scores_triton
+
+        tables = positions, key_positions, document_start
+        return index_scores_triton.index_scores_select(q, k, w, top, *tables, exact)
     seq, batch, heads = w.shape
     selection = torch.full((seq, batch, top), -1, dtype=torch.int32, device=q.device)
     dtype = torch.float64 if exact else torch.float32
@@ -92,6 +99,10 @@ def selected_scores(q: Tensor, k: Tensor, w: Tensor, selection: Tensor) -> Tenso
 
     They are −inf where a selection is filled up.
     """
+    if _takes_kernel(q, k) and q.dtype.itemsize == 2:
+        from megalite_kernels import index_scores_triton
+
+        return index_scores_triton.index_scores_selected(q, k, w, selection)
     scores = torch.empty(selection.shape, dtype=_wide(q), device=q.device)
     for part in _score_parts(q, k, selection):
         products = _products(q[part], gather(k, selection[part], scores.dtype))
@@ -103,6 +114,11 @@ def selected_scores_backward(
     dscores: Tensor, q: Tensor, k: Tensor, w: Tensor, selection: Tensor
 ) -> ScoreGradients:
     """Return the gradients from those of `selected_scores`, of which filled ones are not used."""
+    if _takes_kernel(q, k) and q.dtype.itemsize == 2:
+        from megalite_kernels import index_scores_triton
+
+        tensors = dscores, q, k, w, selection
+        return ScoreGradients(*index_scores_triton.index_scores_selected_backward(*tensors))
     dtype = _wide(q)
     dq, dk = torch.empty_like(q), k.new_zeros(k.shape, dtype=dtype)
     dw = w.new_empty(w.shape, dtype=dtype)
@@ -115,6 +131,10 @@ def selected_scores_backward(
         dq[part] = dproducts @ rows
         add(dk.unsqueeze(2), dproducts, q[part], selection[part])
     return ScoreGradients(dq, dk, dw)
+
+
+def _takes_kernel(q: Tensor, k: Tensor) -> bool:
+    return takes_triton(q) and q.dtype == k.dtype and q.shape[2] <= _HEADS and q.shape[3] <= _WIDEST
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite_kernels import state_library
 from megalite_kernels.backend import takes_triton
 
 _WIDEST = 256  # channels of a key or a value that the kernels take
@@ -76,6 +77,8 @@ def forward(tokens: Tokens, initial: Tensor | None = None) -> tuple[Tensor, Tens
     Args:
         initial: the state before the first token, [batch, heads, dk, dv] in at least fp32; None: zero.
     """
+    if state_library.takes(tokens):
+        return state_library.recur(tokens, initial)
     if _takes_triton(tokens):
         from megalite_kernels import recurrence_triton
 
@@ -109,13 +112,18 @@ class Effect(NamedTuple):
     def on(self, state: Tensor) -> Tensor:
         return _times(self.factor, state) + self.added
 
-    def gradient(self, dfinal: Tensor) -> Tensor:
-        """Return the gradient of the state before the tokens from that of the state after them."""
-        return _times(self.factor.mT if self.factor.shape[-1] > 1 else self.factor, dfinal)
-
 
 def _times(factor: Tensor, state: Tensor) -> Tensor:
     return factor * state if factor.shape[-1] == 1 else factor @ state
+
+
+def gradient_before(factor: Tensor, dfinal: Tensor) -> Tensor:
+    """Return the gradient of the state before tokens from that of the state after them.
+
+    Args:
+        factor: of their `Effect`.
+    """
+    return _times(factor.mT if factor.shape[-1] > 1 else factor, dfinal)
 
 
 def effect(tokens: Tokens) -> Effect:
@@ -154,6 +162,8 @@ def backward(
 
     The states are computed again.
     """
+    if state_library.takes(tokens):
+        return state_library.recur_backward(dout, tokens, initial, dfinal)
     if _takes_triton(tokens):
         from megalite_kernels import recurrence_triton
 

@@ -162,18 +162,23 @@ def split_rotary(
     cos: Tensor | None,
     sin: Tensor | None,
     disposable: bool = False,
+    value_dim: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split a packed projection into q, k and v, and rotate q and k.
 
-    [S, B, W], laid out q|k|v|rest -> q [S, B, hq, D], k and v [S, B, hk, D]; the rest stays where it is.
+    [S, B, W], laid out q|k|v|rest -> q [S, B, hq, D], k [S, B, hk, D] and v [S, B, hk, Dv]; the rest stays
+    where it is.
 
     The results are views of one new buffer: `packed` is not kept alive. Without tables (cos is None) nothing
     is rotated, and the results are views of `packed` itself.
 
     Args:
         disposable: whether the results may be in the memory of `packed`.
+        value_dim: Dv; None: D.
     """
-    heads = packed.unflatten(2, (packed.shape[2] // head_dim, head_dim)).narrow(2, 0, hq + 2 * hk)
+    if value_dim is not None and value_dim != head_dim:
+        return _split_wide(packed, (hq, hk), (head_dim, value_dim), cos, sin, disposable)
+    heads = packed.narrow(2, 0, (hq + 2 * hk) * head_dim).unflatten(2, (hq + 2 * hk, head_dim))
     if cos is not None and sin is not None:
         if takes_triton(packed):
             from megalite_kernels import rotary_triton
@@ -184,6 +189,26 @@ def split_rotary(
             heads = heads if disposable else heads.clone()
             _rotate_(heads.narrow(2, 0, hq + hk), cos, sin, 1)
     q, k, v = heads.split_with_sizes((hq, hk, hk), 2)
+    return q, k, v
+
+
+def _split_wide(
+    packed: Tensor,
+    counts: tuple[int, int],
+    dims: tuple[int, int],
+    cos: Tensor | None,
+    sin: Tensor | None,
+    disposable: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `split_rotary` of values of another width than queries and keys."""
+    (hq, hk), (dim, value_dim) = counts, dims
+    front, values = packed.narrow(2, 0, (hq + hk) * dim), packed.narrow(2, (hq + hk) * dim, hk * value_dim)
+    heads, v = front.unflatten(2, (hq + hk, dim)), values.unflatten(2, (hk, value_dim))
+    if cos is not None and sin is not None:
+        in_place = disposable and not takes_triton(packed)
+        heads = _rotate_(heads, cos, sin, 1) if in_place else rotate(heads, cos, sin)
+        v = v if in_place else v.clone(memory_format=torch.contiguous_format)
+    q, k = heads.split_with_sizes((hq, hk), 2)
     return q, k, v
 
 
@@ -198,15 +223,30 @@ def split_rotary_backward(
     """Return the gradient of `split_rotary`: one packed [S, B, W].
 
     Args:
-        drest: the gradient of the rest of the projection, [S, B, W − (hq + 2·hk)·D], if there is any.
+        drest: the gradient of the rest of the projection, [S, B, W − hq·D − hk·(D + Dv)], if there is any.
     """
-    if cos is not None and sin is not None and takes_triton(dq):
+    dim, rest = dq.shape[3], 0 if drest is None else drest.shape[2]
+    wide = dv.shape[3] != dim
+    if cos is not None and sin is not None and not wide and takes_triton(dq):
         from megalite_kernels import rotary_triton
 
         front = rotary_triton.rotate_and_pack(dq, dk, dv, cos, sin, True).flatten(-2)
         return front if drest is None else torch.cat((front, drest), -1)
-    rest = () if drest is None else (drest.unflatten(2, (drest.shape[2] // dq.shape[3], dq.shape[3])),)
-    packed = torch.cat((dq, dk, dv, *rest), 2)
+    if wide or rest % dim:
+        return _packed_wide(dq, dk, dv, cos, sin, drest)
+    others = () if drest is None else (drest.unflatten(2, (rest // dim, dim)),)
+    packed = torch.cat((dq, dk, dv, *others), 2)
     if cos is not None and sin is not None:
         _rotate_(packed.narrow(2, 0, dq.shape[2] + dk.shape[2]), cos, sin, -1)
     return packed.flatten(-2)
+
+
+def _packed_wide(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None, drest: Tensor | None
+) -> Tensor:
+    """Return `split_rotary_backward` where not all parts are heads of one width."""
+    front = torch.cat((dq, dk), 2)
+    if cos is not None and sin is not None:
+        front = rotate(front, cos, sin, inverse=True) if takes_triton(dq) else _rotate_(front, cos, sin, -1)
+    parts = (front, dv) if drest is None else (front, dv, drest.unsqueeze(-1))
+    return torch.cat([part.flatten(-2) for part in parts], -1)

@@ -16,7 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megalite_kernels.backend import takes_triton
 from megalite_kernels.selected_rows import add, gather, parts
+
+_WIDEST = 256  # channels of keys and values that the kernels take
+_WIDEST_SHARED = 512, 64  # channels of values in the keys, and of the keys besides these
 
 
 class SparseGradients(NamedTuple):
@@ -41,8 +45,13 @@ def forward(
         values: [rows, batch, key heads, dv], or dv: the first channels of the keys are the values.
         selection: [seq, batch, top].
     """
-    problem = _Selected(q, keys, values, selection, scale)
     width = values if isinstance(values, int) else values.shape[-1]
+    if _takes_kernel(q, keys, values):
+        from megalite_kernels import sparse_attention_triton
+
+        own = None if isinstance(values, int) else values
+        return sparse_attention_triton.sparse_attention_forward(q, keys, own, width, selection, scale)
+    problem = _Selected(q, keys, values, selection, scale)
     out = q.new_empty(*q.shape[:3], width)
     lse = q.new_empty(q.shape[:3], dtype=problem.dtype)
     for part in problem.parts():
@@ -65,6 +74,13 @@ def backward(
     scale: float,
 ) -> SparseGradients:
     """Return the gradients from that of the outputs, with arguments and results of `forward`."""
+    if _takes_kernel(q, keys, values):
+        from megalite_kernels import sparse_attention_triton
+
+        own = None if isinstance(values, int) else values
+        inputs = dout, q, keys, own, out, lse, selection, scale
+        dq, dkeys, gradient = sparse_attention_triton.sparse_attention_backward(*inputs)
+        return SparseGradients(dq, dkeys, None if own is None else gradient)
     problem = _Selected(q, keys, values, selection, scale)
     dq, dkeys = torch.empty_like(q), keys.new_zeros(keys.shape, dtype=problem.dtype)
     dvalues = values
@@ -85,12 +101,25 @@ def backward(
 
 def probabilities(q: Tensor, keys: Tensor, selection: Tensor, lse: Tensor, scale: float) -> Tensor:
     """Return exp(s − lse) summed over the heads, [seq, batch, top] in at least fp32, zero where filled."""
+    if _takes_kernel(q, keys, 1):
+        from megalite_kernels import sparse_attention_triton
+
+        return sparse_attention_triton.sparse_attention_probabilities(q, keys, selection, lse, scale)
     problem = _Selected(q, keys, 0, selection, scale)
     summed = torch.empty(selection.shape, dtype=problem.dtype, device=q.device)
     for part in problem.parts():
         scores = problem.scores(part, problem.rows(part)[0])
         summed[part] = _probabilities(scores, problem.by_group(lse[part])).sum((2, 3))
     return summed
+
+
+def _takes_kernel(q: Tensor, keys: Tensor, values: Tensor | int) -> bool:
+    if not takes_triton(q) or q.dtype.itemsize != 2 or q.dtype != keys.dtype:
+        return False
+    dim = q.shape[3]
+    if isinstance(values, int):
+        return values <= _WIDEST_SHARED[0] and dim <= sum(_WIDEST_SHARED)
+    return values.dtype == q.dtype and dim <= _WIDEST and values.shape[3] <= _WIDEST
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from megalite_kernels import backend
 
-from megalite.assembly.plan import activation_shape, counts_tokens, specs_of, units_of
+from megalite.assembly.plan import activation_shape, counts_queries, specs_of, units_of
+from megalite.assembly.plan import counts_tokens as counts_tokens
 from megalite.assembly.plan import optimistic_step as optimistic_step
 from megalite.assembly.plan import partition as partition
 from megalite.assembly.plan import schedule as schedule
@@ -23,8 +24,9 @@ from megalite.assembly.plan import staggered_end as staggered_end
 from megalite.config import run_files
 from megalite.config.amounts import duration_seconds
 from megalite.config.schema import Config
+from megalite.config.token_files import is_chat, prefixes
 from megalite.mesh.mesh import Layout, Mesh, MeshAxis
-from megalite.model.adapter_parameters import with_adapters
+from megalite.model.adapter_parameters import trained_specs
 from megalite.model.kinds import block_kinds, replicas, windows
 from megalite.model.mtp.losses import further_losses
 from megalite.model.mtp.statistics import MtpStatistics
@@ -63,7 +65,7 @@ def check_offload(config: Config, device: torch.device, share: float) -> None:
     accumulate_dtype = torch.promote_types(dtype, torch.float32)
     elsewhere = device.type != "cpu" and not parallel.offload_parameters
     kinds, elements = kinds_of(config), 0
-    for spec in with_adapters(model_specs(config.model), config.lora):
+    for spec in trained_specs(model_specs(config.model), config):
         if spec.trainable:
             own_master = elsewhere or (dtype != accumulate_dtype and not spec.at_least_fp32)
             elements += parameter_count([spec]) * (len(kinds(spec.segments[0])) + own_master)
@@ -101,6 +103,10 @@ def microbatch_maker(config: Config, cp: MeshAxis) -> Callable[..., Microbatch]:
         from megalite.parallel.context.rows import Cut
 
         make = Cut.of(config, cp, windows(config.model))
+    if counts_queries(config):
+        from megalite.model.queries import WithQueries
+
+        make = WithQueries(make, padded=any(map(is_chat, prefixes(config.data.train))))
     if further := further_losses(config.model):
         from megalite.model.mtp.targets import WithMtpTargets
 

@@ -13,9 +13,9 @@ from megalite.config.schema import Config
 from megalite.config.sections.model import ModelConfig
 from megalite.config.token_files import is_chat, prefixes
 from megalite.mesh.layout import AxisPlace, Coordinates
-from megalite.model.adapter_parameters import with_adapters
+from megalite.model.adapter_parameters import trained_specs
 from megalite.model.cost.flops import layer_costs
-from megalite.model.kinds import learns_from_steps
+from megalite.model.kinds import block_kinds, learns_from_steps, stage_starts
 from megalite.model.mtp.losses import further_losses
 from megalite.model.parameters import model_specs
 from megalite.model.unit_numbers import stage_units
@@ -40,9 +40,9 @@ def partition(config: Config) -> list[int]:
         return parallel.partition
     if parallel.layer_costs is not None:
         embedding, *layers, head = parallel.layer_costs
-        return balanced(layers, stages, embedding, head)
+        return balanced(layers, stages, embedding, head, stage_starts(model))
     costs = layer_costs(model, config.data.sequence_length)
-    return balanced(costs.layers, stages, costs.embedding, costs.head)
+    return balanced(costs.layers, stages, costs.embedding, costs.head, stage_starts(model))
 
 
 def units_of(config: Config) -> dict[int, range]:
@@ -58,7 +58,7 @@ def specs_of(config: Config, rank: int) -> list[ParamSpec]:
     units = [unit for stage, units in units_of(config).items() if ranks[stage] == rank for unit in units]
     sequence_parallel = parallel.sequence_parallel
     specs = model_specs(config.model, tp=parallel.tp, sequence_parallel=sequence_parallel, units=units)
-    return with_adapters(specs, config.lora, parallel.tp)
+    return trained_specs(specs, config, parallel.tp)
 
 
 def activation_shape(config: Config) -> tuple[int, int, int]:
@@ -145,6 +145,11 @@ def counts_tokens(config: Config) -> bool:
     """
     chat = any(map(is_chat, prefixes(config.data.train)))
     return config.data.eod_mask_loss or further_losses(config.model) > 0 or chat
+
+
+def counts_queries(config: Config) -> bool:
+    """Return whether a loss is a mean over all tokens but padding, those without a target included."""
+    return any(kind.counts_queries(config.model) for kind in block_kinds(config.model))
 
 
 def staggered_end(config: Config) -> bool:

@@ -3,7 +3,8 @@
     megalite convert import HF_DIR CHECKPOINT_DIR [--drop_mtp]
     megalite convert export CHECKPOINT_DIR HF_DIR [--dtype bfloat16] [--like HF_DIR] [--shard_size 5GB]
     [--ema] megalite convert adapter-export CHECKPOINT_DIR PEFT_DIR
-    megalite convert check CHECKPOINT_DIR HF_DIR [--text TEXT …]     exit status 1 if the logits differ
+    megalite convert check DIR HF_DIR [--text TEXT …]   exit status 1 if the logits differ
+    megalite convert check DIR HF_DIR --train_steps 1 [--dtype float64]   also loss, gradients and weights
 
 A run's directory or configuration means its newest checkpoint; an HF_DIR that is read may be org/name on the
 Hugging Face Hub. Adapters are exported merged into the weights, or alone. Features that our model cannot
@@ -14,9 +15,9 @@ when complete.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megalite.checkpoint import CheckpointError, find, manifest_of
 from megalite.checkpoint.directories import check_free
@@ -35,6 +36,9 @@ from megalite.config.amounts import byte_size
 from megalite.config.errors import ConfigError
 from megalite.data.indexed import DataError
 from megalite.families.model_config import families
+
+if TYPE_CHECKING:
+    from megalite.evaluation.logits import LogitComparison
 
 TOLERANCE = 1e-4
 ROW = 8  # positions per line
@@ -120,13 +124,16 @@ def parser() -> Parser:
         "PEFT_DIR",
     )
     add = command(
-        "check", "compare logits with transformers; exit status 1 if they differ", "CHECKPOINT_DIR", "HF_DIR"
+        "check",
+        "compare logits, and optionally training steps, with transformers; exit status 1 if they differ",
+        "DIR",
+        "HF_DIR",
     )
     add(
         "--text",
         action="append",
         default=[],
-        help="also compare on this text, using the tokenizer in HF_DIR; may be repeated",
+        help="also compare on this text, using the tokenizer in HF_DIR, and train on it; may be repeated",
     )
     add("--tokens", type=positive, default=64, help="random tokens per row (default 64)")
     add("--rows", type=positive, default=2, help="number of rows of random tokens (default 2)")
@@ -135,6 +142,18 @@ def parser() -> Parser:
         type=float,
         default=TOLERANCE,
         help=f"maximum difference between logits (default {TOLERANCE:g})",
+    )
+    add(
+        "--train_steps",
+        type=positive,
+        metavar="N",
+        help="also train for N steps of AdamW on both sides, and compare the losses, the gradient of every "
+        "tensor and every tensor after the steps (default: compare logits only)",
+    )
+    add(
+        "--dtype",
+        choices=["float32", "float64"],
+        help="dtype of the weights and arithmetic of --train_steps (default float32)",
     )
     return tool
 
@@ -212,15 +231,40 @@ def _written(content: dict[str, Any], place: str) -> Answer:
 
 
 def check(options: argparse.Namespace) -> Answer:
-    directory, theirs = checkpoint_of(options), hf_directory(options.hf_dir, "weights", "HF_DIR")
+    if options.dtype is not None and options.train_steps is None:
+        raise ConfigError(
+            "--dtype is the dtype of the training steps. Set --train_steps too, for example to 1."
+        )
+    name, theirs = weights_of(options.dir, "DIR"), hf_directory(options.hf_dir, "weights", "HF_DIR")
     from megalite.evaluation.logits import compare, rounding
+    from megalite.generation.sources import open_source
 
     start_copying()
+    source = open_source(name)
+    inputs = {"texts": options.text, "tokens": options.tokens, "rows": options.rows}
     with progress_of(options.json) as progress:
-        differences = compare(
-            directory, theirs, texts=options.text, tokens=options.tokens, rows=options.rows, progress=progress
-        )
-    equal = all(difference.maximum <= options.tolerance for difference in differences)
+        differences = compare(source, theirs, **inputs, progress=progress)
+        steps = None
+        if options.train_steps is not None:
+            from megalite.training.step_comparison import compare_steps
+
+            requested = inputs | {"steps": options.train_steps, "dtype": options.dtype or "float32"}
+            steps = compare_steps(source, theirs, **requested, progress=progress)
+    content, lines, equal = _of_logits(differences, options.tolerance)
+    if steps is not None:
+        content, equal = content | {"training": steps.as_json()}, equal and steps.equal
+        content["equal"] = equal
+        lines += steps.lines()
+    if not equal and (why := rounding(source, theirs)):
+        lines.append(why)
+    return content, lines, 0 if equal else 1
+
+
+def _of_logits(
+    differences: Sequence[LogitComparison], tolerance: float
+) -> tuple[dict[str, Any], list[str], bool]:
+    """Return the content for --json, the lines to print, and whether the logits are equal."""
+    equal = all(difference.maximum <= tolerance for difference in differences)
     lines = []
     for difference in differences:
         lines.append(
@@ -232,9 +276,7 @@ def check(options: argparse.Namespace) -> Answer:
                 f"  {start:5}  "
                 + " ".join(f"{value:8.1e}" for value in difference.worst[start : start + ROW])
             )
-    lines.append(f"{'equal' if equal else 'NOT equal'} within {options.tolerance:g}")
-    if not equal and (why := rounding(directory, theirs)):
-        lines.append(why)
+    lines.append(f"{'equal' if equal else 'NOT equal'} within {tolerance:g}")
     inputs = [
         {
             "input": difference.name,
@@ -244,4 +286,4 @@ def check(options: argparse.Namespace) -> Answer:
         }
         for difference in differences
     ]
-    return {"equal": equal, "tolerance": options.tolerance, "inputs": inputs}, lines, 0 if equal else 1
+    return {"equal": equal, "tolerance": tolerance, "inputs": inputs}, lines, equal

@@ -47,6 +47,7 @@ EVERY_CONTEXT: tuple[str, ...] = get_args(ContextMethod)
 LAYER_BLOCKS = {
     "attention": BlockOption("attention", EVERY_CONTEXT),
     "latent_attention": BlockOption("attention", EVERY_CONTEXT),
+    "indexed_attention": BlockOption("attention", ("ulysses", "gather", "auto")),
     "delta": BlockOption("mixer", EVERY_CONTEXT),
     "mamba": BlockOption("mixer", EVERY_CONTEXT),
     "convolution": BlockOption("mixer", EVERY_CONTEXT),
@@ -163,6 +164,12 @@ RULES: tuple[Rule, ...] = (
         "kv_lora_rank",
         lambda c: c.model.kv_lora_rank is None,
         "Set model.kv_lora_rank, or name attention.",
+    ),
+    _block_needs(
+        "indexed_attention",
+        "index_topk",
+        lambda c: c.model.index_topk is None,
+        "Set model.index_topk, or name latent_attention.",
     ),
     _block_needs(
         "attention",

@@ -12,12 +12,10 @@ from torch import Tensor
 
 from megalite import checkpoint
 from megalite.assembly import parts as build
-from megalite.checkpoint import CheckpointError, Manifest
 from megalite.checkpoint.manifest import WEIGHT
-from megalite.config.load import from_dict
 from megalite.families.model_config import hf_config, loader_of, stored_dtype
-from megalite.generation.sources import for_inference
-from megalite.huggingface.convert import model_of
+from megalite.generation.sources import ModelSource, for_inference
+from megalite.huggingface.convert import HF
 from megalite.huggingface.files import ConversionError
 from megalite.model.stage import Stage
 from megalite.parallel.microbatch import Microbatch
@@ -43,39 +41,42 @@ class LogitComparison:
 
 
 def compare(
-    directory: Path, hf: Path, *, texts: Sequence[str], tokens: int, rows: int, progress: Report = silent
+    source: ModelSource, hf: Path, *, texts: Sequence[str], tokens: int, rows: int, progress: Report = silent
 ) -> list[LogitComparison]:
     """Compare in fp32 on one process: `rows` rows of `tokens` random tokens, then each text through the
     tokenizer of `hf`.
 
     Raises CheckpointError or ConfigError if one of the two cannot be loaded.
     """
-    manifest = checkpoint.manifest_of(directory)
-    model = model_of(manifest)
+    model = source.config.model
     longest = min(tokens, model.max_position_embeddings)
     random = torch.randint(model.vocabulary, (rows, longest), generator=torch.Generator().manual_seed(SEED))
     inputs = {f"{rows} x {longest} random tokens": random}
     inputs |= {
-        show_text(text): _encode(text, hf, model.vocabulary, model.max_position_embeddings) for text in texts
+        show_text(text): encode(text, hf, model.vocabulary, model.max_position_embeddings) for text in texts
     }
     theirs = _their_logits(hf, inputs, progress)
     for name, logits in theirs.items():
         if logits.shape[-1] != model.vocabulary:
             raise ConversionError(
-                f"{hf} does not match {directory}: {logits.shape[-1]} logits on {name} vs {model.vocabulary}"
+                f"{hf} does not match {source.name}: {logits.shape[-1]} logits on {name} vs "
+                f"{model.vocabulary}"
             )
-    progress(f"opening {directory}")
-    stage, differences = load_stage(manifest), []
+    progress(f"opening {source.name}")
+    stage, differences = load_stage(source), []
     for number, name in enumerate(inputs):
         progress("logits of the checkpoint", number, len(inputs), "inputs")
         differences.append(_comparison(name, our_logits(stage, inputs[name]), theirs[name]))
     return differences
 
 
-def rounding(directory: Path, hf: Path) -> str | None:
+def rounding(source: ModelSource, hf: Path) -> str | None:
     """Explain a difference if the directory has a lower precision than the checkpoint; else None."""
-    manifest, dtype = checkpoint.manifest_of(directory), stored_dtype(hf_config(hf))
-    weights = [stored.dtype for name, stored in manifest.tensors.items() if name.startswith(WEIGHT)]
+    dtype = stored_dtype(hf_config(hf))
+    if source.name.startswith(HF):
+        return None
+    tensors = checkpoint.manifest_of(Path(source.name)).tensors
+    weights = [stored.dtype for name, stored in tensors.items() if name.startswith(WEIGHT)]
     if dtype not in ("bfloat16", "float16") or not {"float32", "float64"}.intersection(weights):
         return None
     return (
@@ -94,7 +95,8 @@ def show_text(text: str) -> str:
     return repr(text if len(text) <= 30 else f"{text[:29]}…")
 
 
-def _encode(text: str, hf: Path, vocabulary: int, longest: int) -> Tensor:
+def encode(text: str, hf: Path, vocabulary: int, longest: int) -> Tensor:
+    """Return the first tokens of a text, [1, tokens], by the tokenizer of a Hugging Face directory."""
     from megalite.data.tokenizer.tokenizers import load
 
     ids = load(hf).encode(text)[:longest]
@@ -108,6 +110,19 @@ def _encode(text: str, hf: Path, vocabulary: int, longest: int) -> Tensor:
 
 def _their_logits(hf: Path, inputs: dict[str, Tensor], progress: Report) -> dict[str, Tensor]:
     """Compute the logits of transformers, [rows, tokens, vocabulary], for each input."""
+    model, logits = load_transformers(hf, torch.float32, progress), dict[str, Tensor]()
+    with torch.no_grad():
+        for name, ids in inputs.items():
+            progress("logits of transformers", len(logits), len(inputs), "inputs")
+            logits[name] = model(input_ids=ids, use_cache=False).logits
+    return logits
+
+
+def load_transformers(hf: Path, dtype: torch.dtype, progress: Report = silent) -> Any:
+    """Load a directory with transformers, without dropout.
+
+    Raises ConversionError if it cannot be loaded, or if tensors are missing or left over.
+    """
     progress(f"loading {hf} with transformers")
     import transformers
     from transformers.utils import logging
@@ -115,8 +130,9 @@ def _their_logits(hf: Path, inputs: dict[str, Tensor], progress: Report) -> dict
     logging.disable_progress_bar()  # `progress` is enough
     try:
         options: dict[str, Any] = {
-            "dtype": torch.float32,
+            "dtype": dtype,
             "attn_implementation": "eager",
+            "experts_implementation": "eager",  # torch multiplies grouped matrices of at most fp32
             "output_loading_info": True,
         }
         loader = getattr(transformers, loader_of(hf_config(hf)))
@@ -134,21 +150,14 @@ def _their_logits(hf: Path, inputs: dict[str, Tensor], progress: Report) -> dict
     ]
     if wrong:
         raise ConversionError(f"transformers loads {hf} with {'; '.join(wrong)}")
-    logits: dict[str, Tensor] = {}
-    with torch.no_grad():
-        for name, ids in inputs.items():
-            progress("logits of transformers", len(logits), len(inputs), "inputs")
-            logits[name] = model.eval()(input_ids=ids, use_cache=False).logits
-    return logits
+    return model.eval()
 
 
-def load_stage(manifest: Manifest) -> Stage:
-    """Load the whole model of a checkpoint in this process, in fp32, for forward passes only."""
-    if "config" not in manifest.state:
-        raise CheckpointError(f"{manifest.directory} contains no configuration")
-    config = for_inference(from_dict(manifest.state["config"]))
+def load_stage(source: ModelSource) -> Stage:
+    """Load a whole model in this process, in fp32, for forward passes only."""
+    config = for_inference(source.config)
     parts = build.build_parts(config, build.make_mesh(config), "cpu", training=False)
-    checkpoint.load(manifest, parts.to_load(), convert=True)
+    source.read(parts.to_load())
     parts.store.publish()
     return parts.stages[0]
 

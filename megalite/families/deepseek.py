@@ -10,14 +10,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megalite.config.errors import ConfigError
+from megalite.families import layer_lists
+from megalite.families.refusal import refuse
 
 METHODS = {"softmax": ("greedy", "group_limited_greedy"), "sigmoid": ("noaux_tc",)}
 """Scores of a router → the values of topk_method: without and with groups, or one for both."""
-
-
-def _refuse(name: str, value: Any, why: str) -> ConfigError:
-    return ConfigError(f"config.json: {name} = {value!r} {why}")
 
 
 def grown(factor: float, mscale: float) -> float:
@@ -30,7 +27,7 @@ def attention_scale(given: dict[str, Any]) -> float | None:
     head."""
     for name in ("kv_lora_rank", "n_routed_experts"):
         if name in given and given[name] is None:
-            raise _refuse(
+            raise refuse(
                 name, None, f"is not supported by the {given['model_type']} family. It needs a number."
             )
     parameters = given.get("rope_scaling") or given.get("rope_parameters") or {}
@@ -63,20 +60,51 @@ def kv_heads(given: dict[str, Any]) -> int:
             f"is not num_attention_heads = {given['num_attention_heads']}: with latents every head has its "
             "own key and value."
         )
-        raise _refuse("num_key_value_heads", given["num_key_value_heads"], heads)
+        raise refuse("num_key_value_heads", given["num_key_value_heads"], heads)
     return int(given["num_attention_heads"])
 
 
 def dense_layers(given: dict[str, Any]) -> list[int]:
     if given["moe_layer_freq"] != 1:
-        raise _refuse("moe_layer_freq", given["moe_layer_freq"], "is not supported. Legal value: 1.")
+        raise refuse("moe_layer_freq", given["moe_layer_freq"], "is not supported. Legal value: 1.")
     return list(range(given["first_k_dense_replace"]))
+
+
+def dense_layers_of_types(given: dict[str, Any]) -> list[int]:
+    """The same where mlp_layer_types may list the layers."""
+    if given["mlp_layer_types"] is None:
+        return [layer for layer in dense_layers(given) if layer < given["num_hidden_layers"]]
+    return layer_lists.dense_layers(given)
+
+
+def indexed_layers(given: dict[str, Any]) -> None:
+    """Checks that every layer has an indexer or shares a selection: then model.layer_blocks is null."""
+    if given["q_lora_rank"] is None:
+        raise refuse("q_lora_rank", None, f"is not supported by the {given['model_type']} family.")
+    types = given["layer_types"]
+    if types is not None and set(types) != {"indexed_attention"}:
+        raise refuse("layer_types", types, "is not supported. Legal value: indexed_attention in each layer.")
+
+
+def indexer_types(given: dict[str, Any]) -> list[str] | None:
+    """Which layers have an indexer (full), as listed, by a pattern of F and S, or every n-th after an offset.
+
+    None: all.
+    """
+    types, pattern, number = given["indexer_types"], given["index_topk_pattern"], given["num_hidden_layers"]
+    if types is None and isinstance(pattern, str):
+        types = [{"F": "full", "S": "shared"}[letter] for letter in pattern]
+    elif types is None:
+        frequency, offset = max(given["index_topk_freq"], 1), given["index_skip_topk_offset"]
+        every = [max(layer - offset + 1, 0) % frequency == 0 for layer in range(number)]
+        types = list(pattern) if pattern else ["full" if full else "shared" for full in every]
+    return None if set(types) == {"full"} else list(types)
 
 
 def shared_width(given: dict[str, Any]) -> int:
     """The shared experts are one expert of their total width."""
     if not given["n_shared_experts"]:
-        raise _refuse(
+        raise refuse(
             "n_shared_experts", given["n_shared_experts"], "is not supported. Legal values: 1 and above."
         )
     return int(given["n_shared_experts"] * given["moe_intermediate_size"])
@@ -96,7 +124,7 @@ def topk_group(given: dict[str, Any]) -> int:
     if groups(given) is None:
         return 1
     if given["topk_group"] is None:
-        raise _refuse(
+        raise refuse(
             "topk_group", None, f"is incompatible with n_group = {given['n_group']}. It needs a number."
         )
     return int(given["topk_group"])
@@ -105,19 +133,19 @@ def topk_group(given: dict[str, Any]) -> int:
 def scores(kind: str, given: dict[str, Any]) -> str:
     """Checks that the router is the one that its family computes."""
     if given["scoring_func"] != kind:
-        raise _refuse(
+        raise refuse(
             "scoring_func",
             given["scoring_func"],
             f"is not supported by the {given['model_type']} family. Legal value: {kind!r}.",
         )
     if given["topk_method"] not in METHODS[kind]:
-        raise _refuse(
+        raise refuse(
             "topk_method",
             given["topk_method"],
             f"is not supported. Legal values: {', '.join(METHODS[kind])}.",
         )
     if kind == "softmax" and given["norm_topk_prob"]:
-        raise _refuse(
+        raise refuse(
             "norm_topk_prob",
             True,
             "is not supported: transformers never renormalises in this family. Legal value: False.",
@@ -141,3 +169,14 @@ def shared_fields(values: dict[str, Any]) -> dict[str, Any]:
 
 def dense_fields(values: dict[str, Any]) -> dict[str, Any]:
     return {"first_k_dense_replace": len(values["mlp_only_layers"] or ()), "moe_layer_freq": 1}
+
+
+def type_fields(values: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `dense_layers_of_types`."""
+    dense = values["mlp_only_layers"] or ()
+    first = list(dense) == list(range(len(dense)))
+    return layer_lists.dense_fields(values) | (dense_fields(values) if first else {})
+
+
+def indexer_fields(values: dict[str, Any]) -> dict[str, Any]:
+    return {"indexer_types": values["indexer_types"] or ["full"] * values["num_hidden_layers"]}

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from megalite.config.errors import ConfigError
+from megalite.families.refusal import refuse
+
+_SAME = "is not supported. Legal value: a number, the same in every layer."
 
 
 def experts_per_token(given: dict[str, Any]) -> int:
     """moe_topk, which may be a list with one number for each layer: they must be the same."""
     if isinstance(given["num_experts"], list):
-        raise _refuse("num_experts", given["num_experts"])
+        raise refuse("num_experts", given["num_experts"], _SAME)
     chosen = given["moe_topk"]
     if not isinstance(chosen, list):
         return int(chosen)
     own = chosen[: given["num_hidden_layers"]]
     if len(own) < given["num_hidden_layers"] or len(set(own)) > 1:
-        raise _refuse("moe_topk", chosen)
+        raise refuse("moe_topk", chosen, _SAME)
     return int(own[0])
-
-
-def _refuse(name: str, value: Any) -> ConfigError:
-    return ConfigError(
-        f"config.json: {name} = {value!r} is not supported. Legal value: a number, the same in every layer."
-    )
 
 
 def expert_fields(values: dict[str, Any]) -> dict[str, Any]:

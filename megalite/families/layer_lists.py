@@ -10,14 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from megalite.config.errors import ConfigError
+from megalite.families.refusal import refuse
 
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 _KINDS = ("dense", "sparse")
-
-
-def _refuse(name: str, value: Any, why: str) -> ConfigError:
-    return ConfigError(f"config.json: {name} = {value!r} {why}")
 
 
 def _windows(layers: Iterable[int], interval: int) -> list[str]:
@@ -45,8 +41,8 @@ def dense_first(dense: int, given: dict[str, Any]) -> list[str]:
     return ["dense" if layer < dense else "sparse" for layer in range(given["num_hidden_layers"])]
 
 
-def cohere2_moe_kinds(given: dict[str, Any]) -> list[str]:
-    return dense_first(given["first_k_dense_replace"], given)
+def first_dense_kinds(given: dict[str, Any]) -> list[str]:
+    return dense_first(given["first_k_dense_replace"] or 0, given)
 
 
 # ---- layers without experts
@@ -55,15 +51,23 @@ def cohere2_moe_kinds(given: dict[str, Any]) -> list[str]:
 def dense_layers(given: dict[str, Any]) -> list[int]:
     """Those that mlp_layer_types lists as dense."""
     kinds, number = given["mlp_layer_types"], given["num_hidden_layers"]
-    if len(kinds) != number or not {*_KINDS} >= {*kinds}:
-        raise _refuse("mlp_layer_types", kinds, f"must have {number} entries, each dense or sparse.")
-    return [layer for layer, kind in enumerate(kinds) if kind == "dense"]
+    if len(kinds) < number or not {*_KINDS} >= {*kinds}:
+        raise refuse("mlp_layer_types", kinds, f"must have {number} entries, each dense or sparse.")
+    return [layer for layer, kind in enumerate(kinds[:number]) if kind == "dense"]
 
 
 def dense_fields(values: dict[str, Any]) -> dict[str, Any]:
     dense = values["mlp_only_layers"] or ()
     kinds = [_KINDS[layer not in dense] for layer in range(values["num_hidden_layers"])]
     return {"mlp_layer_types": kinds}
+
+
+def first_dense_layers(given: dict[str, Any]) -> list[int]:
+    return list(range(min(given["first_k_dense_replace"] or 0, given["num_hidden_layers"])))
+
+
+def first_dense_fields(values: dict[str, Any]) -> dict[str, Any]:
+    return {"first_k_dense_replace": len(values["mlp_only_layers"] or ())}
 
 
 def afmoe_dense_layers(given: dict[str, Any]) -> list[int]:
@@ -162,9 +166,9 @@ def cohere2_moe_experts(given: dict[str, Any]) -> dict[str, Any]:
         given["prefix_dense_intermediate_size"],
     )
     if scores not in ("softmax", "sigmoid"):
-        raise _refuse("expert_selection_fn", scores, "is not supported. Legal values: softmax, sigmoid.")
+        raise refuse("expert_selection_fn", scores, "is not supported. Legal values: softmax, sigmoid.")
     if shared and combination not in ("average", "sum"):
-        raise _refuse(
+        raise refuse(
             "shared_expert_combination_strategy",
             combination,
             "is not supported. Legal values: average, sum.",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megalite.config.errors import ConfigError
+from megalite.families.refusal import refuse
 
 DELTA = {"linear_attention": "delta", "full_attention": "attention"}
 LATENT_DELTA = {"linear_attention": "delta", "full_attention": "latent_attention"}
@@ -22,10 +23,6 @@ OLMO_WIDTHS = (
     "linear_key_head_dim",
     "linear_value_head_dim",
 )
-
-
-def refuse(name: str, value: Any, why: str) -> ConfigError:
-    return ConfigError(f"config.json: {name} = {value!r} {why}")
 
 
 # ---- layers

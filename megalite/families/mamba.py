@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megalite.config.errors import ConfigError
+from megalite.families.refusal import refuse
 
 _OLD_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
 """First names of types of layers."""
@@ -29,10 +29,6 @@ NEMOTRON_NAMES = {
 """Field of ModelConfig → its names in a Nemotron-H file: the older one, which goes first, and the other."""
 
 
-def _refuse(name: str, value: Any, why: str) -> ConfigError:
-    return ConfigError(f"config.json: {name} = {value!r} {why}")
-
-
 def _number(value: Any) -> float:
     """A number of a config.json, in which transformers 5 writes infinity as an object."""
     return float(value["__float__"].lower() if isinstance(value, dict) else value)
@@ -48,7 +44,7 @@ def head_dim(given: dict[str, Any]) -> int:
     inner = int(given["mamba_expand"] * given["hidden_size"]) if inner is None else int(inner)
     head = inner // heads if width == "auto" else int(width)
     if head * heads != inner:
-        raise _refuse("mamba_d_head", width, f"does not make {inner} channels with mamba_n_heads = {heads}.")
+        raise refuse("mamba_d_head", width, f"does not make {inner} channels with mamba_n_heads = {heads}.")
     return head
 
 
@@ -88,7 +84,7 @@ def time_step_fields(values: dict[str, Any]) -> dict[str, Any]:
 def activation(name: str, given: dict[str, Any]) -> str:
     """Checks that the activation after the convolution is SiLU."""
     if given[name] not in ("silu", "swish"):
-        raise _refuse(name, given[name], "is not supported after a convolution. Legal value: silu.")
+        raise refuse(name, given[name], "is not supported after a convolution. Legal value: silu.")
     return "silu"
 
 
@@ -100,7 +96,7 @@ def bamba_layers(given: dict[str, Any]) -> list[str]:
     layers = ["attention" if layer in attention else "mamba" for layer in range(given["num_hidden_layers"])]
     types = _types(given.get("layers_block_type"))
     if types is not None and types != [_type(layer) for layer in layers]:
-        raise _refuse("layers_block_type", types, "contradicts attn_layer_indices. Remove it.")
+        raise refuse("layers_block_type", types, "contradicts attn_layer_indices. Remove it.")
     return [f"{layer}+feed_forward" for layer in layers]
 
 
@@ -136,7 +132,7 @@ def nemotron_fields(values: dict[str, Any]) -> dict[str, Any]:
 def _known(name: str, types: list[str], blocks: dict[str, str]) -> list[str]:
     """The blocks of types of layers."""
     if unknown := [each for each in types if each not in blocks]:
-        raise _refuse(name, unknown[0], f"is not supported. Legal values: {', '.join(blocks)}.")
+        raise refuse(name, unknown[0], f"is not supported. Legal values: {', '.join(blocks)}.")
     return [blocks[each] for each in types]
 
 
@@ -170,7 +166,7 @@ def granite_experts(given: dict[str, Any]) -> dict[str, Any]:
     """Without experts the shared expert is the feed-forward block."""
     shared = given["shared_intermediate_size"]
     if not shared:
-        raise _refuse("shared_intermediate_size", shared, "is not supported. Legal values: 1 and above.")
+        raise refuse("shared_intermediate_size", shared, "is not supported. Legal values: 1 and above.")
     if not given["num_local_experts"]:
         return {"intermediate_size": shared}
     return {
@@ -212,7 +208,7 @@ def nemotron_experts(given: dict[str, Any]) -> dict[str, Any]:
     if "mixture" not in nemotron_layers(given):
         return {}
     if given["mlp_bias"]:
-        raise _refuse("mlp_bias", True, "is not supported with experts, which have no biases in this family.")
+        raise refuse("mlp_bias", True, "is not supported with experts, which have no biases in this family.")
     values = {ours: given[theirs] for theirs, ours in _NEMOTRON_EXPERTS.items()}
     values |= {"router_scores": "sigmoid", "router_balance": "bias", "shared_expert_gate": False}
     groups = given["n_group"] if given["n_group"] > 1 else None
@@ -237,7 +233,7 @@ def nemotron_field(option: str, values: dict[str, Any]) -> dict[str, Any]:
 
 def never_tied(given: dict[str, Any]) -> bool:
     if given["tie_word_embeddings"]:
-        raise _refuse(
+        raise refuse(
             "tie_word_embeddings",
             True,
             "is not supported: transformers never ties the head in this family. Legal value: False.",
@@ -259,7 +255,7 @@ def position_fields(values: dict[str, Any]) -> dict[str, Any]:
 def one_bias(given: dict[str, Any]) -> bool:
     """Both projections of the mixer have a bias, or none."""
     if given["projectors_bias"] != given["mamba_proj_bias"]:
-        raise _refuse(
+        raise refuse(
             "projectors_bias",
             given["projectors_bias"],
             f"is not supported with mamba_proj_bias = {given['mamba_proj_bias']}. They must be equal.",
@@ -288,5 +284,5 @@ def multipliers(name: str, number: int, given: dict[str, Any]) -> list[float] | 
     if factors is None or all(factor == 1 for factor in factors):
         return None
     if len(factors) != number:
-        raise _refuse(name, factors, f"has {len(factors)} numbers, but must have {number}.")
+        raise refuse(name, factors, f"has {len(factors)} numbers, but must have {number}.")
     return [float(factor) for factor in factors]

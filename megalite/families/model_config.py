@@ -19,7 +19,17 @@ from typing import Any, NamedTuple
 from megalite.config.errors import ConfigError
 from megalite.config.rule import show
 from megalite.config.sections.model import ROPE_SCALING_KEYS, ModelConfig
-from megalite.families import deepseek, hunyuan, layer_lists, layer_types, mamba, mixtures, query_scale
+from megalite.families import (
+    deepseek,
+    hunyuan,
+    layer_lists,
+    layer_shapes,
+    layer_types,
+    mamba,
+    mixtures,
+    query_scale,
+)
+from megalite.families.refusal import refuse
 from megalite.families.weight_files import INDEX, MODEL, weights_file
 
 _GELU = "gelu_pytorch_tanh"
@@ -99,6 +109,12 @@ class Family:
     def rope(self) -> bool:
         return "position" not in self.constants
 
+    @property
+    def layer_ropes(self) -> bool:
+        """Whether transformers reads rope_parameters alone, with an entry for each type of layer, which has
+        the share of channels that rotate, too."""
+        return "full_attention" in self.defaults.get("rope_parameters", {})
+
 
 class Families(NamedTuple):
     """The content of families.yaml."""
@@ -110,6 +126,8 @@ class Families(NamedTuple):
     only: frozenset[str]
     neutral: dict[str, Any]
     window_fields: dict[str | None, tuple[str, ...]]
+    refused: dict[str, str]
+    """model_type of a family that is not supported → the reason."""
 
 
 @functools.cache
@@ -138,6 +156,7 @@ def families() -> Families:
         only,
         read["neutral"],
         windows,
+        read["refused"],
     )
 
 
@@ -230,16 +249,8 @@ def _language_model(config: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _local_layers(given: dict[str, Any]) -> list[int]:
-    """The layers with a sliding window, by layer_types or, if that is missing, by the pattern."""
-    layers, pattern = range(given["num_hidden_layers"]), given["sliding_window_pattern"]
-    if given["layer_types"]:
-        return [layer for layer in layers if given["layer_types"][layer] == "sliding_attention"]
-    return [layer for layer in layers if pattern is None or (layer + 1) % pattern]
-
-
 def _global_layers(given: dict[str, Any]) -> list[int]:
-    local = _local_layers(given) if given["sliding_window"] is not None else []
+    local = layer_shapes.local_layers(given) if given["sliding_window"] is not None else []
     return [layer for layer in range(given["num_hidden_layers"]) if layer not in local]
 
 
@@ -247,9 +258,9 @@ def _beside_windows(given: dict[str, Any]) -> list[int]:
     """EXAONE's layers without a window do not rotate, if others have one."""
     window, pattern = given["sliding_window"], given["sliding_window_pattern"]
     if window is None and given["model_type"] == "exaone_moe":
-        raise _refuse("sliding_window", None, "is not supported by the exaone_moe family. It needs a number.")
+        raise refuse("sliding_window", None, "is not supported by the exaone_moe family. It needs a number.")
     if window is not None and not given["layer_types"] and not isinstance(pattern, int):
-        raise _refuse(
+        raise refuse(
             "sliding_window_pattern",
             pattern,
             "is not supported without layer_types. Legal values: 1 and above.",
@@ -279,13 +290,13 @@ def _falcon_block(given: dict[str, Any]) -> str:
         given["num_ln_in_parallel_attn"],
     )
     if new and not parallel:
-        raise _refuse(
+        raise refuse(
             "parallel_attn",
             parallel,
             "is incompatible with new_decoder_architecture = True, which is parallel.",
         )
     if norms == 2 and not new:
-        raise _refuse(
+        raise refuse(
             "num_ln_in_parallel_attn",
             norms,
             "is incompatible with new_decoder_architecture = False, which has one norm.",
@@ -315,7 +326,7 @@ def _clamped_swiglu(given: dict[str, Any]) -> str:
     """gpt-oss's activation, of which other numbers are refused."""
     for name, only in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
         if given[name] != only:
-            raise _refuse(name, given[name], f"is not supported. Legal value: {only}.")
+            raise refuse(name, given[name], f"is not supported. Legal value: {only}.")
     return "clamped_swiglu"
 
 
@@ -333,13 +344,14 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "attention_scale=latents": deepseek.attention_scale,
     "num_key_value_heads=all": deepseek.kv_heads,
     "mlp_only_layers=first": deepseek.dense_layers,
+    "mlp_only_layers=first_or_types": deepseek.dense_layers_of_types,
+    "layer_blocks=indexed": deepseek.indexed_layers,
+    "indexer_types": deepseek.indexer_types,
     "shared_expert_intermediate_size": deepseek.shared_width,
     "n_group": deepseek.groups,
     "topk_group": deepseek.topk_group,
     "mtp_layers": deepseek.mtp_layers,
     "num_experts=routed": mixtures.routed,
-    "mlp_only_layers=first_dense": mixtures.first_dense,
-    "mlp_only_layers=listed": mixtures.listed_dense,
     "n_group=alone": mixtures.groups,
     "group_score": mixtures.group_score,
     "initializer_range=youtu": _youtu_deviation,
@@ -366,6 +378,7 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "partial_rotary_factor=rotary_dim": _rotary_share,
     "embedding_scale=mup": lambda given: given["hidden_size"] ** 0.5 if given["mup_enabled"] else None,
     "mlp_only_layers=types": layer_lists.dense_layers,
+    "mlp_only_layers=first_dense": layer_lists.first_dense_layers,
     "mlp_only_layers=afmoe": layer_lists.afmoe_dense_layers,
     "mlp_only_layers=interval": layer_lists.interval_dense_layers,
     "shared_expert_intermediate_size=granite": layer_lists.granite_shared,
@@ -374,6 +387,14 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "parallel_block": _falcon_block,
     "parallel_block=shared_norm": lambda given: "shared_norm" if given["use_parallel_residual"] else "none",
     "parallel_block=two_norms": lambda given: "two_norms" if given["use_parallel_residual"] else "none",
+    "local_attention=mimo": layer_shapes.mimo_local,
+    "sink_layers=local": layer_shapes.local_layers,
+    "attention_out_multiplier=values": functools.partial(layer_shapes.or_one, "attention_value_scale"),
+    "routed_scaling_factor=or_one": functools.partial(layer_shapes.or_one, "routed_scaling_factor"),
+    "n_group=plain": lambda given: None if given["n_group"] == 1 else given["n_group"],
+    "topk_group=plain": lambda given: 1 if given["n_group"] == 1 else given["topk_group"],
+    "layer_heads": layer_shapes.layer_heads,
+    "attention_gate_width": layer_shapes.gate_width,
     "layer_blocks=bamba": mamba.bamba_layers,
     "layer_blocks=granite": mamba.granite_layers,
     "layer_blocks=nemotron": mamba.nemotron_layers,
@@ -402,13 +423,9 @@ _COMPUTED_TOGETHER: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 _DERIVED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "layer_types=afmoe": layer_lists.afmoe_types,
     "layer_types=cohere2_moe": layer_lists.cohere2_moe_types,
-    "mlp_layer_types=hy_v3": functools.partial(layer_lists.dense_first, 1),
-    "mlp_layer_types=cohere2_moe": layer_lists.cohere2_moe_kinds,
+    "mlp_layer_types=one_dense": functools.partial(layer_lists.dense_first, 1),
+    "mlp_layer_types=first_dense": layer_lists.first_dense_kinds,
 }
-
-
-def _refuse(name: str, value: Any, why: str) -> ConfigError:
-    return ConfigError(f"config.json: {name} = {value!r} {why}")
 
 
 def from_hf_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -432,7 +449,7 @@ def from_hf_config(config: dict[str, Any]) -> dict[str, Any]:
         shape["hidden_act"] = _GELU  # Gemma's first files say gelu and mean this; transformers does the same
     shape["hidden_act"] = _SAME_ACT.get(shape["hidden_act"], shape["hidden_act"])
     if shape["hidden_act"] not in legal_act:
-        raise _refuse(
+        raise refuse(
             "hidden_act", shape["hidden_act"], f"is not supported. Legal values: {', '.join(legal_act)}."
         )
     try:
@@ -440,7 +457,7 @@ def from_hf_config(config: dict[str, Any]) -> dict[str, Any]:
         shape = mamba.without_unused(shape)
         shape |= _read_window(given, family, shape)
         if family.rope and shape.get("position") != "none":
-            shape |= _read_rope(config, family, given, shape)
+            shape = layer_shapes.with_rope(shape, _read_rope(config, family, given, shape))
     except (TypeError, LookupError, ArithmeticError) as error:
         raise ConfigError(f"config.json: a value has the wrong type or length: {error}.") from None
     _refuse_unhandled(config, family, shape)
@@ -467,9 +484,12 @@ def _of_family(config: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
     known, config = families(), _language_model(config)
     family = known.rows.get(config.get("model_type", ""))
     if family is None:
-        raise _refuse(
+        kind = config.get("model_type")
+        if reason := known.refused.get(str(kind)):
+            raise refuse("model_type", kind, reason)
+        raise refuse(
             "model_type",
-            config.get("model_type"),
+            kind,
             f"is not supported. Legal values: {', '.join(known.rows)}.",
         )
     named = {alias: config[alias] for alias in family.aliases if alias in config}
@@ -480,7 +500,7 @@ def _of_family(config: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
         others += [(f"{section}.{key}", name, inner[key]) for key, name in names.items() if key in inner]
     for alias, name, value in others:
         if name in own and own[name] != value:
-            raise _refuse(
+            raise refuse(
                 alias,
                 value,
                 f"contradicts {name} = {own[name]!r}: both are names of one field. Remove one of them.",
@@ -489,22 +509,33 @@ def _of_family(config: dict[str, Any]) -> tuple[Family, dict[str, Any]]:
     return family, own
 
 
+def _older_rope(config: dict[str, Any], family: Family) -> dict[str, Any]:
+    """The field rope_scaling."""
+    older: dict[str, Any] = config.get("rope_scaling") or {}
+    if not family.ignores_rope_scaling:
+        return older
+    if _rope_type(older) not in ("default", _rope_type(config.get("rope_parameters") or {})):
+        raise refuse(
+            "rope_scaling",
+            older,
+            "is not read by transformers in this family. Write it as rope_parameters.",
+        )
+    return {}
+
+
 def _read_rope(
     config: dict[str, Any], family: Family, given: dict[str, Any], shape: dict[str, Any]
 ) -> dict[str, Any]:
     """The rotary fields, from transformers 5's rope_parameters or from the older fields."""
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(config.get(name) or {}, dict):
-            raise _refuse(name, config[name], "is not an object. Write it as {rope_type: …, factor: …}.")
-    older, newer = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
-    if family.ignores_rope_scaling:
-        if _rope_type(older) not in ("default", _rope_type(newer)):
-            raise _refuse(
-                "rope_scaling",
-                older,
-                "is not read by transformers in this family. Write it as rope_parameters.",
-            )
-        older = {}
+            raise refuse(name, config[name], "is not an object. Write it as {rope_type: …, factor: …}.")
+    if family.layer_ropes:
+        read = functools.partial(_read_frequencies, family=family, given=given)
+        return layer_shapes.read_rope(
+            config, family.defaults, given, lambda entry, share: read(entry, shape=share)
+        )
+    older, newer = _older_rope(config, family), config.get("rope_parameters") or {}
     if family.local_rope_theta is None:
         # in transformers' order
         parameters = dict(older or newer or family.defaults.get("rope_parameters") or {})
@@ -519,7 +550,7 @@ def _read_rope(
     if "full_attention" in parameters:
         parameters = {**(parameters["full_attention"] or {}), **older}
     elif config.get("rope_parameters") and "rope_theta" in parameters:
-        raise _refuse(
+        raise refuse(
             "rope_parameters",
             parameters,
             "has no entries full_attention and sliding_attention: transformers would not read it.",
@@ -529,7 +560,7 @@ def _read_rope(
         local.pop("rope_theta", None) or given.get("rope_local_base_freq") or family.local_rope_theta
     )
     if local.get("rope_type", "default") != "default":
-        raise _refuse(
+        raise refuse(
             "rope_parameters.sliding_attention",
             local,
             "is not supported: layers with a window have no rotary scaling.",
@@ -560,11 +591,11 @@ def _read_frequencies(
     kind = _ROPE_NAMES.get(kind, kind)
     parameters.pop("type", None)  # rope_type's name before transformers 4.43
     if kind not in family.rope_types:
-        raise _refuse(
+        raise refuse(
             "rope_scaling.rope_type", kind, f"is not supported. Legal values: {', '.join(family.rope_types)}."
         )
     if kind == "dynamic" and not parameters.get("alpha"):
-        raise _refuse(
+        raise refuse(
             "rope_scaling.alpha",
             parameters.get("alpha"),
             "is not supported with rope_type dynamic: frequencies that change with the length of a sequence. "
@@ -580,7 +611,7 @@ def _read_frequencies(
         whole = shape["qk_nope_head_dim"] + shape["qk_rope_head_dim"]
         rotated = None if rotated and int(whole * rotated) == shape["qk_rope_head_dim"] else rotated
     if rotated not in (None, 1.0):
-        raise _refuse(
+        raise refuse(
             "rope_scaling.partial_rotary_factor",
             rotated,
             f"is not supported by the {family.model_type} family. Legal value: 1.0.",
@@ -620,11 +651,13 @@ def _complete_yarn(parameters: dict[str, Any], longest: int) -> dict[str, Any]:
 def _read_window(given: dict[str, Any], family: Family, shape: dict[str, Any]) -> dict[str, Any]:
     """sliding_window and the layers that use it."""
     types, window = given["layer_types"], given["sliding_window"]
+    if "sliding_window_size" in family.own.split() and given.get("sliding_window_size") is not None:
+        window = given["sliding_window_size"] + 1  # without the token itself
     if family.window == "every_layer":
         return {"sliding_window": window}
     if window is not None and family.window and (family.window in _NO_SWITCH or given["use_sliding_window"]):
         if types or family.window in ("pattern", "pattern_or_none"):
-            local = _local_layers(given)
+            local = layer_shapes.local_layers(given)
         elif family.window == "without_rope":
             local = shape["no_rope_layers"]
         elif family.window == "every_second_lower_layer":
@@ -636,7 +669,7 @@ def _read_window(given: dict[str, Any], family: Family, shape: dict[str, Any]) -
         return {"sliding_window": window, "sliding_window_layers": local}
     by_blocks = "layer_blocks" in shape
     if not by_blocks and family.window != "pattern" and types and set(types) != {"full_attention"}:
-        raise _refuse(
+        raise refuse(
             "layer_types",
             sorted(set(types)),
             f"requires a sliding window, which this {family.model_type} configuration does not have.",
@@ -650,7 +683,9 @@ def _unhandled(config: dict[str, Any], family: Family) -> dict[str, Any]:
     known = families()
     handled = {*family.fields, *known.window_fields[family.window], "layer_types", "quantization_config"}
     handled |= {*known.ignored, *family.own.split()}
-    if family.rope:
+    if family.layer_ropes:
+        handled |= {"rope_parameters"}
+    elif family.rope:
         handled |= {"rope_theta", "rope_scaling", "rope_parameters"}
         handled |= {"original_max_position_embeddings"} if family.local_rope_theta is None else set()
 
@@ -664,7 +699,7 @@ def _unhandled(config: dict[str, Any], family: Family) -> dict[str, Any]:
 
 def _read_elsewhere(family: Family) -> frozenset[str]:
     """Fields that transformers reads, and of which one value is supported."""
-    rope = {"partial_rotary_factor"} if family.rope else set()
+    rope = {"partial_rotary_factor"} if family.rope and not family.layer_ropes else set()
     return families().only | rope | {*family.only.split()}
 
 
@@ -685,7 +720,7 @@ def _refuse_unhandled(config: dict[str, Any], family: Family, shape: dict[str, A
                 if only is not None
                 else f"Remove it if a {family.model_type} model computes the same."
             )
-            raise _refuse(name, value, f"is not supported by the {family.model_type} family. {legal}")
+            raise refuse(name, value, f"is not supported by the {family.model_type} family. {legal}")
 
 
 def unread_fields(config: dict[str, Any]) -> dict[str, Any]:

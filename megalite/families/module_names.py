@@ -26,6 +26,7 @@ class Names:
             values, then the next head's.
         interleaved: whether rotary embeddings rotate neighboring channels.
         backwards: whether they rotate in the opposite direction.
+        interleaved_indexer: whether those of an indexer do.
         ignored: suffixes of names that are not weights (masks and frequencies, which older versions stored).
         expert: modules of one expert that `mlp.experts.in` holds, in this order. Their names follow a name
             that ends in {}.{}.
@@ -59,6 +60,7 @@ class Names:
     grouped: str | None = None
     interleaved: bool = False
     backwards: bool = False
+    interleaved_indexer: bool = False
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     expert: tuple[str, ...] = ("gate_proj", "up_proj")
     stacked: bool = False
@@ -135,6 +137,12 @@ _LATENT |= {f"self_attn.{part}_layernorm": f"attention.{part}_norm" for part in 
 _LATENT |= {"self_attn.kv_a_proj_with_mqa": "attention.kv_a"}
 _SHARED_EXPERTS = {f"mlp.shared_experts.{part}_proj": f"mlp.shared.{part}" for part in ("gate", "up", "down")}
 _DEEPSEEK = _LATENT | _GATE_UP | _OUT | _BEFORE | _MIXTURE | _SHARED_EXPERTS
+_INDEXER = {
+    "self_attn.indexer.wq_b": "attention.indexer.q",
+    "self_attn.indexer.wk": "attention.indexer.k",
+    "self_attn.indexer.k_norm": "attention.indexer.k_norm",
+    "self_attn.indexer.weights_proj": "attention.indexer.weights",
+}
 _MTP = {
     "enorm": "mtp.enorm",
     "hnorm": "mtp.hnorm",
@@ -263,6 +271,11 @@ _DEEPSEEK_V3 = Names(
     fp32=("mlp.router.weight",),
     mtp=_MTP,
 )
+_SPARSE = replace(
+    _DEEPSEEK_V3,
+    layer=_DEEPSEEK | _INDEXER,
+    fp32=("mlp.router.weight", "attention.indexer.weights.weight"),
+)
 _MISTRAL3 = ("language_model.", ("vision_tower.", "multi_modal_projector."))
 _DOTS = Names(
     _ENDS,
@@ -353,6 +366,8 @@ FAMILY_NAMES = {
     "qwen3_moe": Names(_ENDS, "model.layers", _LINEARS | _BEFORE | _QK_NORM | _MIXTURE),
     "deepseek_v2": Names(_ENDS, "model.layers", _DEEPSEEK, interleaved=True, fp32=("mlp.router.weight",)),
     "deepseek_v3": _DEEPSEEK_V3,
+    "deepseek_v32": _SPARSE,
+    "glm_moe_dsa": replace(_SPARSE, interleaved_indexer=True),
     "glm4_moe": Names(
         _ENDS,
         "model.layers",
@@ -381,6 +396,28 @@ FAMILY_NAMES = {
             "mlp.experts.down_proj": "mlp.experts.down",
         },
         bare=("self_attn.sinks", "experts.gate_up_proj", "experts.down_proj"),
+    ),
+    "mimo_v2_flash": Names(
+        _ENDS,
+        "model.layers",
+        _LINEARS | _BEFORE | _MIXTURE | {"self_attn.attention_sink_bias": "attention.sinks"},
+        bare=("self_attn.attention_sink_bias",),
+        router_bias="mlp.gate.e_score_correction_bias",
+        fp32=("mlp.router.weight",),
+        kept=("model.mtp.",),
+        memory=(("self_attn.attention_sink_bias", "self_attn.sinks"),),
+    ),
+    "laguna": Names(
+        _ENDS,
+        "model.layers",
+        _LINEARS
+        | {"self_attn.g_proj": "attention.gate"}
+        | _BEFORE
+        | _QK_NORM
+        | _MIXTURE
+        | {f"mlp.shared_expert.{part}_proj": f"mlp.shared.{part}" for part in ("gate", "up", "down")},
+        router_bias="mlp.experts.e_score_correction_bias",
+        memory=(("mlp.shared_expert.", "mlp.shared_experts."),),
     ),
     "bamba": Names(
         _FINAL_NORM,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from megalite.config.sections.model import ModelConfig
-from megalite.families.layer_types import refuse
+from megalite.families.refusal import refuse
 
 BETA, POSITIONS = "llama_4_scaling_beta", "original_max_position_embeddings"
 _MOVED = ("llama3", "yarn", "longrope")
@@ -20,7 +20,7 @@ _MOVED = ("llama3", "yarn", "longrope")
 def query_scale(given: dict[str, Any]) -> dict[str, Any]:
     name = "rope_scaling" if given.get("rope_scaling") else "rope_parameters"  # in transformers' order
     parameters = given.get(name) or {}
-    positions = parameters.get(POSITIONS)
+    positions: Any = parameters.get(POSITIONS)
     if parameters.get("rope_type", parameters.get("type")) in _MOVED:
         positions = given.get(POSITIONS) or positions or given["max_position_embeddings"]
     beta = parameters.get(BETA)

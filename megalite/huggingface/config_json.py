@@ -5,9 +5,10 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from megalite.config.attention_shapes import LOCAL_SIZES, ROTATED_SHARE
 from megalite.config.errors import ConfigError
 from megalite.config.sections.model import ModelConfig
-from megalite.families import deepseek, hunyuan, layer_lists, layer_types, mamba, mixtures
+from megalite.families import deepseek, hunyuan, layer_lists, layer_shapes, layer_types, mamba
 from megalite.families.model_config import Family, families, from_hf_config
 from megalite.families.module_names import FAMILY_NAMES
 from megalite.families.query_scale import query_scale_entries
@@ -15,6 +16,7 @@ from megalite.families.query_scale import query_scale_entries
 _TRAINING_ONLY = (
     *("embedding_dropout", "attention_dropout", "residual_dropout"),
     *("router_aux_loss_coef", "router_z_loss_coef", "expert_capacity_factor", "mtp_layers"),
+    "index_loss_coef",
 )
 _MIXTURE = (
     *(
@@ -91,11 +93,18 @@ def meaning(model: ModelConfig) -> dict[str, Any]:
         "delta_norm_eps": model.delta_norm_eps or (model.rms_norm_eps if has_delta else None),
         "layer_blocks": model.layer_blocks and ["".join(entry.split()) for entry in model.layer_blocks],
         "post_norm_layers": sorted(model.post_norm_layers or ()) or None,
-        "rope_local_theta": model.rope_local_theta if any(map(model.local_rope, layers)) else None,
+        "rope_local_theta": (model.rope_local_theta or model.rope_theta)
+        if any(map(model.local_rope, layers))
+        else None,
+        "attention_sinks": any(map(model.has_sinks, layers)),
+        "sink_layers": [layer for layer in layers if model.has_sinks(layer)],
+        **_shapes_meaning(model, local),
         "sliding_window": model.sliding_window if local else None,
         "sliding_window_layers": local,
     }
     values |= _mixture_meaning(model)
+    if all(each == "full" for each in model.indexer_types or ()):
+        values["indexer_types"] = None
     derived = replace(model, layer_blocks=None)
     if all(model.block_groups(layer) == derived.block_groups(layer) for layer in layers):
         values["layer_blocks"] = None
@@ -103,6 +112,25 @@ def meaning(model: ModelConfig) -> dict[str, Any]:
         name: value
         for name, value in values.items()
         if name not in ("preset", "from_hf", "init_from", "resize_embeddings")
+    }
+
+
+def _shapes_meaning(model: ModelConfig, local: list[int]) -> dict[str, Any]:
+    """Return the fields of the shape of attention: what single layers, or those with a window, have instead
+    of the model's own."""
+    if model.kv_lora_rank is not None:
+        return {}
+    shapes = [model.attention_shape(layer) for layer in range(model.num_hidden_layers)]
+    heads = [shape.heads for shape in shapes]
+    own, factor = (model.kv_heads, model.head_size, model.value_size), model.partial_rotary_factor
+    entries: dict[str, Any] = {}
+    if local:
+        (_, *sizes, _), given = shapes[local[0]], (model.local_attention or {}).get(ROTATED_SHARE, factor)
+        entries = dict(zip(LOCAL_SIZES[1:], sizes, strict=True)) | {ROTATED_SHARE: given}
+    return {
+        "value_head_dim": model.value_size,
+        "layer_heads": None if set(heads) == {model.num_attention_heads} else heads,
+        "local_attention": None if (*entries.values(),) in ((), (*own, factor)) else entries,
     }
 
 
@@ -138,7 +166,7 @@ def _write(model: ModelConfig, row: Family) -> dict[str, Any]:
         config |= _COMPUTED[name](values)
     return (
         config
-        | (_write_rope(model, row) if model.position == "rope" and row.rope else {})
+        | (_write_rope(model, row, values) if model.position == "rope" and row.rope else {})
         | _write_window(values, row)
     )
 
@@ -187,13 +215,14 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "attention_scale=latents": lambda values: {},  # with rope_scaling
     "num_key_value_heads=all": lambda values: {"num_key_value_heads": values["num_key_value_heads"]},
     "mlp_only_layers=first": deepseek.dense_fields,
+    "mlp_only_layers=first_or_types": deepseek.type_fields,
+    "layer_blocks=indexed": lambda values: {},
+    "indexer_types": deepseek.indexer_fields,
     "shared_expert_intermediate_size": deepseek.shared_fields,
     "n_group": lambda values: {"n_group": values["n_group"] or 1},
     "topk_group": lambda values: {"topk_group": values["topk_group"] or 1},
     "mtp_layers": lambda values: {"num_nextn_predict_layers": values["mtp_layers"]},
     "num_experts=routed": lambda values: {},
-    "mlp_only_layers=first_dense": mixtures.first_dense_fields,
-    "mlp_only_layers=listed": mixtures.listed_fields,
     "group_score": lambda values: {},
     "initializer_range=youtu": lambda values: {"initializer_range": values["initializer_range"]},
     "query_scale": lambda values: {},  # with rope_scaling
@@ -227,6 +256,7 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     },
     "embedding_scale=mup": lambda values: {"mup_enabled": values["embedding_scale"] != 1.0},
     "mlp_only_layers=types": layer_lists.dense_fields,
+    "mlp_only_layers=first_dense": layer_lists.first_dense_fields,
     "mlp_only_layers=afmoe": layer_lists.afmoe_dense_fields,
     "mlp_only_layers=interval": layer_lists.interval_fields,
     "shared_expert_intermediate_size=granite": layer_lists.granite_shared_fields,
@@ -235,6 +265,16 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "parallel_block": _falcon_block,
     "parallel_block=shared_norm": _parallel,
     "parallel_block=two_norms": _parallel,
+    "local_attention=mimo": lambda values: {},
+    "sink_layers=local": lambda values: {},
+    "attention_out_multiplier=values": lambda values: {
+        "attention_value_scale": values["attention_out_multiplier"]
+    },
+    "routed_scaling_factor=or_one": lambda values: {"routed_scaling_factor": values["routed_scaling_factor"]},
+    "n_group=plain": lambda values: {"n_group": values["n_group"] or 1},
+    "topk_group=plain": lambda values: {"topk_group": values["topk_group"] or 1},
+    "layer_heads": layer_shapes.layer_heads_fields,
+    "attention_gate_width": layer_shapes.gate_fields,
     "layer_blocks=bamba": mamba.bamba_fields,
     "layer_blocks=granite": mamba.granite_fields,
     "layer_blocks=nemotron": mamba.nemotron_fields,
@@ -262,8 +302,13 @@ They are the inverse of the table in `megalite.families.model_config`.
 """
 
 
-def _write_rope(model: ModelConfig, row: Family) -> dict[str, Any]:
-    """Return the rotary fields of transformers 4, which most other readers support, and of transformers 5."""
+def _write_rope(model: ModelConfig, row: Family, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the rotary fields of transformers 4, which most other readers support, and of transformers 5.
+
+    values: a model's `meaning`.
+    """
+    if row.layer_ropes:
+        return layer_shapes.rope_fields(values)
     parameters = {**(model.rope_scaling or {"rope_type": "default"}), "rope_theta": model.rope_theta}
     names = {*row.constants, *(name for ours in row.fields.values() for name in ours)}
     if "partial_rotary_factor" in names:
@@ -318,3 +363,19 @@ def _write_window(values: dict[str, Any], row: Family) -> dict[str, Any]:
         return {"use_sliding_window": True, "sliding_window": window}
     switch = {} if row.window == "pattern" else {"use_sliding_window": True, "max_window_layers": 0}
     return {**switch, "sliding_window": window or 4096, "layer_types": types}
+
+
+def without_training_options(model: ModelConfig) -> ModelConfig:
+    """Return the model without dropout, losses besides cross-entropy, limits on the tokens of experts, and
+    biases of routers that steps move: its training then follows from its logits."""
+    return replace(
+        model,
+        mtp_layers=0,
+        embedding_dropout=0.0,
+        attention_dropout=0.0,
+        residual_dropout=0.0,
+        router_balance="global",
+        router_aux_loss_coef=0.0,
+        router_z_loss_coef=0.0,
+        expert_capacity_factor=None,
+    )

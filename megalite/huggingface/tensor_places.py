@@ -287,27 +287,37 @@ def _ordered(name: str, place: TensorPlace, model: ModelConfig, names: Names) ->
         heads, rows = getattr(model, heads_of), place.rows
         channels: Sequence[int] = range(len(rows) // heads)
         if name.endswith(".attention.q"):
-            channels = _channels(model, names)
+            channels = rotated_channels(model.head_size, model.rotary_dim, names.interleaved, names.backwards)
         parts = by_head(heads, place.shape[0] // heads, rows[0] // heads, tuple(channels))
         return replace(place, rows=parts)
     if ".attention." not in name:
         return place
+    if ".indexer." in name:
+        return _of_indexer(part, place, model, names)
     if model.kv_lora_rank is not None:
         return _decoupled(part, place, model, names)
-    channels = _channels(model, names) if part in _ROTATED else range(model.head_size)
+    heads, kv_heads, size, _, rotating = model.attention_shape(int(name.split(".")[1]))
+    rotated = part in _ROTATED
+    channels = (
+        rotated_channels(size, rotating, names.interleaved, names.backwards) if rotated else range(size)
+    )
     if names.grouped is not None and names.grouped in place.theirs:
-        heads = grouped_heads(part, model.num_attention_heads, model.kv_heads)
-    elif tuple(channels) != tuple(range(model.head_size)):
-        heads = range(len(place.rows) // model.head_size)
+        order = grouped_heads(part, heads, kv_heads)
+    elif tuple(channels) != tuple(range(size)):
+        order = range(len(place.rows) // size)
     else:
         return place
     start = 0 if names.grouped else place.rows[0]
-    return replace(place, rows=rows_of(tuple(heads), tuple(channels), start))
+    return replace(place, rows=rows_of(tuple(order), tuple(channels), start))
 
 
-def _channels(model: ModelConfig, names: Names) -> Sequence[int]:
-    """Return the channels of a query's or key's head in the family's files, in our order."""
-    return rotated_channels(model.head_size, model.rotary_dim, names.interleaved, names.backwards)
+def _of_indexer(part: str, place: TensorPlace, model: ModelConfig, names: Names) -> TensorPlace:
+    """Return the same for an indexer, the first channels of whose heads rotate."""
+    if part == "weights" or not names.interleaved_indexer:
+        return place
+    rotating, dim = model.qk_rope_head_dim, model.index_head_dim
+    channels = (*rotated_channels(rotating, rotating, interleaved=True), *range(rotating, dim))
+    return replace(place, rows=rows_of(tuple(range(len(place.rows) // dim)), channels, 0))
 
 
 def _decoupled(part: str, place: TensorPlace, model: ModelConfig, names: Names) -> TensorPlace:

@@ -35,10 +35,10 @@ def wrong(
     Args:
         stored: returns the name that a file has for a family's name.
     """
-    found = {stored(name): value for name, value in expected.items() if stored(name) in weights}
+    present = {stored(name): value for name, value in expected.items() if stored(name) in weights}
     return [
-        f"{name} is {weights[name].item()}, but only {value} is supported"
-        for name, value in found.items()
+        f"{name} is {weights[name].item():.6g}, but only {value} is supported"
+        for name, value in present.items()
         if not abs(weights[name].item() - value) <= ROUNDING * abs(value)
     ]
 

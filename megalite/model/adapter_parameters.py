@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megalite.config.schema import Config
 from megalite.config.sections.lora import LoraConfig
 from megalite.config.sections.model import ModelConfig
 from megalite.model.parameters import model_specs
+from megalite.model.spec_builder import INDEXER
 from megalite.parallel.spec import ParamSpec, Segment, parameter_count
 
 ADAPTER = "adapter"  # role of the segments of adapters
@@ -22,6 +24,13 @@ A, B, MAGNITUDE = "lora_a", "lora_b", "lora_magnitude"
 def name_of(weight: str, part: str) -> str:
     """Return the name of a part (A, B, MAGNITUDE) of a weight's adapter."""
     return weight.removesuffix("weight") + part
+
+
+def trained_specs(specs: Sequence[ParamSpec], config: Config, tp: int = 1) -> list[ParamSpec]:
+    """Return the specs as a run trains them: with adapters, or in a warm-up of indexers these alone."""
+    if config.train.indexer == "warmup":
+        return [_frozen(spec, (INDEXER,)) for spec in specs]
+    return with_adapters(specs, config.lora, tp)
 
 
 def with_adapters(specs: Sequence[ParamSpec], lora: LoraConfig, tp: int = 1) -> list[ParamSpec]:

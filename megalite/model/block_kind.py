@@ -16,7 +16,7 @@ plans need none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -104,9 +104,9 @@ class BlockKind:
         """Return the number of its parameters that do not process a given token."""
         return 0
 
-    def replicas(self, model: ModelConfig, tp: int) -> int:
-        """Return the number of tp ranks that hold the same part of its tensors that are split."""
-        return 1
+    def replicas(self, model: ModelConfig, tp: int) -> Collection[int]:
+        """Return the numbers of tp ranks that hold the same part of a tensor of it that is split."""
+        return ()
 
     def dispatch(self, model: ModelConfig) -> Dispatch | None:
         """Return what it sends over the ranks of `parallel.ep`, or None if it does not use them."""
@@ -142,6 +142,10 @@ class BlockKind:
         """
         return False
 
+    def counts_queries(self, model: ModelConfig) -> bool:
+        """Return whether it has a loss that is a mean over all tokens but padding (`model.queries`)."""
+        return False
+
     def output_factor(self, model: ModelConfig) -> float:
         """Return the factor on its output, before the sum."""
         return 1.0
@@ -156,6 +160,13 @@ class BlockKind:
         """
         cost: BlockCost = self.file("cost").cost(units, block, matmuls)
         return cost
+
+    def follows(self, model: ModelConfig, layer: int) -> bool:
+        """Return whether it uses what a block of an earlier layer has computed besides the stream.
+
+        No stage may then begin with the layer.
+        """
+        return False
 
     def state_sizes(self, model: ModelConfig, share: Share) -> StateSizes | None:
         """Return what its recurrence passes or exchanges over cp, or None if it has none."""

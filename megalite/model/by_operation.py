@@ -9,13 +9,13 @@ block may have no backward of its own. No communication but that of the blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megalite.model.block_module import Caller, call
@@ -82,9 +82,9 @@ class _AddRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, branch: Tensor, anchor: Tensor | None, norm: RMSNorm
+        ctx: Any, x: Tensor, branch: Tensor, weight: Tensor | None, norm: RMSNorm
     ) -> tuple[Tensor, Tensor]:
-        total, y, rstd = norm.ops.add_rms_norm(x, branch, norm.gain, norm.eps, norm.offset, norm.rounded)
+        total, y, rstd = norm.ops.add_rms_norm(x, branch, weight, norm.eps, norm.offset, norm.rounded)
         ctx.save_for_backward(total, rstd)
         ctx.norm = norm
         return total, y
@@ -96,12 +96,12 @@ class _AddRMSNorm(torch.autograd.Function):
         return dx, dx, None, None
 
 
-def add_and_norm(x: Tensor, branch: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+def add_and_norm(x: Tensor, branch: Tensor, norm: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """Return x + branch and its norm, all [seq (/tp), batch, hidden].
 
     With an RMSNorm this takes one pass over memory.
     """
     if isinstance(norm, RMSNorm):
-        return _AddRMSNorm.apply(x, branch, norm.anchor, norm)
+        return _AddRMSNorm.apply(x, branch, norm.weight.tensor, norm)
     total = x + branch
     return total, norm(total)

@@ -54,6 +54,9 @@ class ForwardState:
         loss_scale: the factor of the loss, and of the auxiliary losses of layers.
         statistics: the statistics of layers, in addition to the loss (`StageOutput`).
         choices: layer → the choice of experts that recomputation must repeat.
+        selections: layer → the rows that its indexer has selected, which recomputation and later layers use.
+        counted: as `Queries.counted`.
+        query_scale: the factor of losses that are means over all tokens, those without a target included.
         lengths: in generation, the number of tokens of each row in it; None: in
             training, where all rows have as many as there are positions.
     """
@@ -74,6 +77,9 @@ class ForwardState:
     loss_scale: float | Tensor = 0.0
     statistics: dict[str, Tensor] = field(default_factory=dict)
     choices: dict[int, Any] = field(default_factory=dict)
+    selections: dict[int, Tensor] = field(default_factory=dict)
+    counted: Tensor | None = None
+    query_scale: float | Tensor = 0.0
     boundaries: Boundaries | None = None
     lengths: Sequence[int] | None = None
 

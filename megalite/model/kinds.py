@@ -15,6 +15,7 @@ from megalite.model.blocks.attention.kind import AttentionKind
 from megalite.model.blocks.convolution.kind import ConvolutionKind
 from megalite.model.blocks.delta.kind import DeltaKind
 from megalite.model.blocks.feed_forward.kind import FeedForwardKind
+from megalite.model.blocks.indexed_attention.kind import IndexedAttentionKind
 from megalite.model.blocks.latent_attention.kind import LatentAttentionKind
 from megalite.model.blocks.mamba.kind import MambaKind
 from megalite.model.blocks.mixture.kind import MixtureKind
@@ -39,7 +40,8 @@ def register(kind: BlockKind) -> None:
 
 
 for _kind in (
-    *(AttentionKind(), LatentAttentionKind(), DeltaKind(), MambaKind(), ConvolutionKind()),
+    *(AttentionKind(), LatentAttentionKind(), IndexedAttentionKind()),
+    *(DeltaKind(), MambaKind(), ConvolutionKind()),
     *(FeedForwardKind(), MixtureKind()),
 ):
     register(_kind)
@@ -92,13 +94,24 @@ def dispatching_layers(model: ModelConfig) -> list[int]:
 
 def replicas(model: ModelConfig, tp: int) -> tuple[int, ...]:
     """Return the numbers of tp ranks, above 1, that hold the same part of a tensor that is split over tp."""
-    return tuple(sorted({kind.replicas(model, tp) for kind in block_kinds(model)} - {1}))
+    numbers = {number for kind in block_kinds(model) for number in kind.replicas(model, tp)}
+    return tuple(sorted(numbers - {1}))
 
 
 def outdated_after(model: ModelConfig) -> int | None:
     """Return the length of a row after which generation reads the row again from its start, or None."""
     lengths = (kind.outdated_after(model) for kind in block_kinds(model))
     return min((length for length in lengths if length is not None), default=None)
+
+
+def stage_starts(model: ModelConfig) -> list[int]:
+    """Return the layers (0-based) with which a stage may begin."""
+    layers = range(model.num_hidden_layers)
+    return [
+        layer
+        for layer in layers
+        if not any(KINDS[name].follows(model, layer) for name in model.block_names(layer))
+    ]
 
 
 def learns_from_steps(model: ModelConfig) -> bool:

@@ -27,8 +27,9 @@ from megalite.model.forward_state import Dropout, ForwardState, Site
 from megalite.model.kinds import KINDS, blocks_of
 from megalite.model.layer_options import LayerOptions
 from megalite.parallel.compiled_ops import CompiledOps
-from megalite.parallel.node import Chain, Differentiable, Node, Saved
-from megalite.parallel.tensor.norm import LayerNorm, Norm, RMSNorm
+from megalite.parallel.node import Chain, Differentiable, Node, Saved, in_turn
+from megalite.parallel.tensor.norm import LayerNorm, RMSNorm
+from megalite.parallel.tensor.norm_weights import NO_WEIGHT, NormWeights
 from megalite.parallel.weight import Weights
 
 OUTPUT_DROPOUT = {
@@ -38,22 +39,22 @@ OUTPUT_DROPOUT = {
 }  # by slot
 
 
-def make_norm(model: ModelConfig, weights: Weights, name: str, ops: CompiledOps) -> Norm:
-    """Return the norm of the residual stream, or of a block's output, with this name."""
-    weight = weights[f"{name}.weight"] if model.norm_weight else None
+def make_norm(model: ModelConfig, weights: NormWeights, name: str, ops: CompiledOps) -> RMSNorm | LayerNorm:
+    """Return the norm of the residual stream or of a block's output with this name."""
+    weight = weights.get(f"{name}.weight", NO_WEIGHT)  # with `norm_weight: false` no spec has one
+    eps, offset = model.rms_norm_eps, model.norm_offset
     if model.norm == "rms":
-        return RMSNorm(weight, model.rms_norm_eps, model.norm_offset, model.rounds_normalized, ops)
-    return LayerNorm(weight, weights.get(f"{name}.bias"), model.rms_norm_eps, model.norm_offset, ops)
+        return RMSNorm(weight, eps, offset, model.rounds_normalized, ops)
+    return LayerNorm(weight, weights.get(f"{name}.bias"), eps, offset, ops)
 
 
-class Scale(nn.Module):
+class Scale:
     """Computes x · factor."""
 
     def __init__(self, factor: float):
-        super().__init__()
         self.factor = factor
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         return x * self.factor
 
     def compute(self, x: Tensor, saved: Saved) -> Tensor:
@@ -76,22 +77,23 @@ class PlacedBlock(nn.Module):
     ):
         super().__init__()
 
-        def norm(name: str | None) -> nn.Module:
-            return nn.Identity() if name is None else make_norm(model, weights, name, options.ops)
+        def norm(name: str) -> RMSNorm | LayerNorm:
+            return make_norm(model, weights, name, options.ops)
 
         self.spec = spec
         self.block: BlockModule = KINDS[spec.kind].make(model, spec, weights, mesh, options)
         self.has_no_norm = spec.input_norm is None
-        self.input_norm: Any = norm(spec.input_norm and f"layers.{spec.layer}.{spec.input_norm}")
-        output = [norm(f"{spec.name}.output_norm")] if spec.output_norm else []
+        name = f"layers.{spec.layer}.{spec.input_norm}"
+        self.input_norm: Any = nn.Identity() if self.has_no_norm else norm(name)
+        output: list[Any] = [norm(f"{spec.name}.output_norm")] if spec.output_norm else []
         factor = model.residual_multiplier * KINDS[spec.kind].output_factor(model)
         if factor != 1.0:
             output.append(Scale(factor))
-        self.output = nn.Sequential(*output)
+        self.output = in_turn(output)
         self.dropout = Dropout(
             model.residual_dropout, OUTPUT_DROPOUT[spec.slot], spec.layer, mesh.tp, options.sequence_parallel
         )
-        self.steps: Sequence[Any] = output  # of `output`
+        self.steps = output  # of `output`
         self.adds_directly = not output and self.dropout.probability == 0.0
         # whether `compute` and `gradient` may be used; they pass no dropout masks to adapters
         self.differentiates = self.block.differentiates and options.adapter_dropout == 0.0

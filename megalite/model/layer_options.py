@@ -21,6 +21,7 @@ class LayerOptions:
         share: this rank's part of a microbatch, with the methods of context parallelism.
         ops: the functions between linears, eager or compiled.
         adapter_dropout: the probability of dropout before adapters.
+        indexer_warmup: whether attention is dense while indexers are trained.
     """
 
     sequence_parallel: bool
@@ -29,6 +30,7 @@ class LayerOptions:
     share: Share
     ops: CompiledOps
     adapter_dropout: float = 0.0
+    indexer_warmup: bool = False
 
     @staticmethod
     def of(config: Config, layer: int, ops: CompiledOps) -> LayerOptions:
@@ -41,6 +43,7 @@ class LayerOptions:
             Share.of(parallel, config.data.sequence_length, config.train.micro_batch_size),
             ops,
             config.lora.dropout,
+            config.train.indexer == "warmup",
         )
 
     def recomputes(self, operation: str) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalite.model.block_kind import BlockSpec
 from megalite.model.block_module import BlockModule, Operation
@@ -67,8 +67,7 @@ class MixerBlock(BlockModule):
         masks: Callable[[ForwardState], Any] | None = None,
     ):
         super().__init__()
-        assert isinstance(into, nn.Module)
-        self.into: Any = into
+        self.into = into
         self.mixer, self.out, self.layer = mixer, out, block.layer
         self.masks = masks or partial(ForwardState.adapter_mask, site=Site.MIXER_IN_ADAPTER, layer=self.layer)
         own = (weight for key, weight in weights.items() if key.startswith(f"{block.name}."))

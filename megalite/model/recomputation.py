@@ -86,18 +86,21 @@ def _chosen(layer: Layer, names: Container[str]) -> tuple[set[Operation], dict[O
 class _Recompute(torch.autograd.Function):
     """Keeps only a layer's input, and runs its forward again in backward.
 
-    The inner backward adds weight gradients to their buckets.
+    It also keeps the rows that an indexer of the layer has selected: the second forward and later layers find
+    them in the state. The inner backward adds weight gradients to their buckets.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Layer, state: ForwardState) -> Tensor:
         ctx.layer, ctx.state = layer, state
-        ctx.save_for_backward(x)
-        return layer.compute(x, state)
+        out = layer.compute(x, state)
+        selected = state.selections.get(layer.placed[0].spec.layer)
+        ctx.save_for_backward(x, *(() if selected is None else (selected,)))
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
-        (x,) = ctx.saved_tensors
+        x = ctx.saved_tensors[0]
         inputs = x.detach().requires_grad_()  # a leaf: the inner backward ends here
         with torch.enable_grad():  # off inside a backward
             out = ctx.layer.compute(inputs, ctx.state)

@@ -8,6 +8,7 @@ from math import sqrt
 from megalite.config.sections.model import ModelConfig
 from megalite.parallel.spec import ParamSpec, Segment
 
+INDEXER = "indexer"  # role of the segments of indexers, which neither Muon nor adapters know
 VOCAB_ALIGN = 8  # vocabulary rows per tp rank are padded to a multiple of this
 
 

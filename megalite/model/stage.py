@@ -28,12 +28,11 @@ from megalite.model.mtp.losses import further_losses
 from megalite.model.unit_numbers import head_unit
 from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.microbatch import Microbatch, StageOutput
-from megalite.parallel.node import Differentiable
+from megalite.parallel.node import Differentiable, in_turn
 from megalite.parallel.sharding.weight_gatherer import WeightGatherer
 from megalite.parallel.tensor.cross_entropy import CrossEntropy, loss_in_chunks
 from megalite.parallel.tensor.embedding import ParallelEmbedding
 from megalite.parallel.tensor.linear import ColumnParallelLinear
-from megalite.parallel.tensor.norm import Norm
 from megalite.parallel.weight import Weights
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ class Head(nn.Module):
         super().__init__()
         norm = make_norm(model, weights, "norm", options.ops)
         # cheaper than scaling the logits
-        self.norm = norm if model.logit_scale is None else nn.Sequential(norm, Scale(model.logit_scale))
+        self.norm = norm if model.logit_scale is None else in_turn([norm, Scale(model.logit_scale)])
         name = "embedding.weight" if model.tie_word_embeddings else "head.weight"
         self.project = ColumnParallelLinear(weights[name], None, mesh.tp, options.sequence_parallel)
         self.softcap, self.loss = model.logit_softcap, loss
@@ -138,15 +137,16 @@ class Stage(nn.Module):
         self.model_config, self.lora_dropout = model, config.lora.dropout
         self.head_unit = last = head_unit(model)
         self.embedding = None
-        self.embedding_norm: Norm | None = None
-        self.frees_weights = config.parallel.zero == 3
         if 0 in units:
             positions = weights.get("positions.weight")
-            if model.embedding_norm:
-                self.embedding_norm = make_norm(model, weights, "embedding_norm", ops)
             self.embedding = ParallelEmbedding(
                 weights["embedding.weight"], positions, mesh.tp, sequence_parallel, model.embedding_scale
             )
+            if model.embedding_norm:
+                from megalite.model.normed_embedding import NormedEmbedding
+
+                freed = config.parallel.zero == 3  # before the backward
+                self.embedding = NormedEmbedding(model, weights, mesh, options, freed)
         self.embedding_dropout = Dropout(
             model.embedding_dropout, Site.EMBEDDING, 0, mesh.tp, sequence_parallel
         )
@@ -207,10 +207,6 @@ class Stage(nn.Module):
             x = self.gatherer.pre_forward(0, x)  # [seq, batch] token ids
             positions = state.document_positions if self.embedding.positions is not None else None
             x = self.embedding(x, positions)  # [seq (/tp), batch, hidden]
-            if self.embedding_norm is not None:
-                if self.frees_weights:  # the backward of this unit does not gather them again
-                    self.embedding_norm.copy_gain()
-                x = self.embedding_norm(x)
             x = self.embedding_dropout(self.gatherer.post_forward(0, x), state)
         for run in self.joined if torch.is_grad_enabled() else self.single:
             x = run(x, state)
@@ -240,14 +236,17 @@ class Stage(nn.Module):
             for unit in units:
                 layer = self.layers[str(unit)]
                 assert isinstance(layer, Layer)
-                operations += [self.gatherer.start_of(unit), *layer.placed, self.gatherer.end_of(unit)]
+                operations += self.gatherer.between_boundaries(unit, layer.placed)
             runs.append(as_node(operations))
         return runs
 
     def forward(
         self, x: Tensor, microbatch: Microbatch, state: ForwardState, loss_scale: float | Tensor
     ) -> StageOutput:
-        state.targets, state.loss_scale = microbatch.targets, loss_scale
+        state.targets, state.loss_scale, state.query_scale = microbatch.targets, loss_scale, loss_scale
+        if microbatch.queries is not None:
+            state.counted = microbatch.queries.counted
+            state.query_scale = loss_scale * microbatch.queries.factor
         x = self.trunk(x, state)
         if self.head is None:
             return StageOutput(x, state.statistics)

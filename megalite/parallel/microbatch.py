@@ -56,6 +56,18 @@ class MtpTargets(NamedTuple):
     factors: tuple[float, ...] = ()
 
 
+class Queries(NamedTuple):
+    """The tokens over which a loss is a mean that has no targets (`model.queries`).
+
+    Attributes:
+        counted: [seq, batch] bool: not the padding of rows.
+        factor: the number of tokens of the global batch whose loss counts, divided by the number of these.
+    """
+
+    counted: Tensor
+    factor: float = 1.0
+
+
 @dataclass
 class Microbatch:
     """The rows of one forward pass.
@@ -72,6 +84,7 @@ class Microbatch:
         boundaries: the same as `document_start`, of whole rows only; may be None where that is not.
         part: the rank's part of the rows under context parallelism; None: these are whole rows.
         mtp_targets: inputs and targets of the MTP modules, if the model has any.
+        queries: the tokens that are no padding, if a loss needs them.
     """
 
     tokens: Tensor
@@ -83,6 +96,7 @@ class Microbatch:
     boundaries: Boundaries | None = None
     part: SequencePart | None = None
     mtp_targets: MtpTargets | None = None
+    queries: Queries | None = None
 
     @staticmethod
     def of(

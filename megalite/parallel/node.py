@@ -9,7 +9,7 @@ This module does no communication.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, islice
 from typing import Any, Protocol
 
@@ -48,6 +48,17 @@ class Chain:
         for operation in reversed(self.operations):
             grad = operation.gradient(grad, saved, *context)
         return grad
+
+
+def in_turn(functions: Sequence[Callable[[Tensor], Tensor]]) -> Callable[[Tensor], Tensor]:
+    """Return a function that calls functions of one tensor one after the other."""
+
+    def run(x: Tensor) -> Tensor:
+        for function in functions:
+            x = function(x)
+        return x
+
+    return run
 
 
 class Node(torch.autograd.Function):

@@ -17,7 +17,7 @@ from torch import Tensor
 from megalite.assembly import parts as build
 from megalite.assembly import plan
 from megalite.config.schema import Config
-from megalite.model.adapter_parameters import with_adapters
+from megalite.model.adapter_parameters import trained_specs
 from megalite.model.parameters import model_specs
 from megalite.optimizer.state import OptimizerState
 from megalite.parallel.pipeline.gather_actions import check_gathering
@@ -138,7 +138,7 @@ def gathering(trainer: Trainer, reshard: Literal["action", "step"]) -> tuple[flo
 def _describe_frozen(trainer: Trainer) -> list[str]:
     """Describe the fraction of trainable parameters, and warn if the frozen ones are random."""
     config = trainer.config
-    specs = with_adapters(model_specs(config.model), config.lora)
+    specs = trained_specs(model_specs(config.model), config)
     trained = parameter_count([spec for spec in specs if spec.trainable])
     if trained == trainer.parameters:
         return []

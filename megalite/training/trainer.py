@@ -301,6 +301,18 @@ class Trainer:
     def _valid_tokens(self, microbatches: list[Microbatch]) -> int:
         """Return the number of tokens in the global batch that have a target.
 
+        Where it is counted, and a loss needs them, the tokens that are no padding are counted as well.
+        """
+        tokens = self._count_targets(microbatches)
+        if microbatches[0].queries is not None and build.counts_tokens(self.config):
+            from megalite.model.queries import count_queries
+
+            count_queries(microbatches, tokens, self.mesh.counting)
+        return tokens
+
+    def _count_targets(self, microbatches: list[Microbatch]) -> int:
+        """Return the number of tokens in the global batch that have a target.
+
         If no target can be ignored, this is a constant and requires no all-reduce. Microbatches are still in
         CPU memory here, and the sum is computed there as well, so that the host does not wait for the device.
         """

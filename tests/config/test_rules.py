@@ -88,6 +88,8 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
     "model.hidden_size": (0, 8),
     "model.num_attention_heads": (0, 1),
     "model.head_dim": (-2, 2),
+    "model.value_head_dim": (0, 8),
+    "model.layer_heads": ([4, 0, 4, 4], [4, 4, 8, 4]),
     "model.max_position_embeddings": (0, 256),
     "train.global_batch_size": (0, 4),
     **dict.fromkeys(
@@ -144,6 +146,9 @@ LATENT_ROWS = {  # rule: what breaks it, next to latents, and what the same opti
         f"{name} is incompatible with latents": (f"model.{name}", 0.5, 1.0)
         for name in ("attention_in_multiplier", "key_multiplier", "attention_out_multiplier")
     },
+    "value_head_dim is incompatible with latents": ("model.value_head_dim", 8, None),
+    "layer_heads is incompatible with latents": ("model.layer_heads", [4, 4, 4, 4], None),
+    "local_attention is incompatible with latents": ("model.local_attention", {"head_dim": 8}, None),
     "qk_norm is incompatible with latents": ("model.qk_norm", "head", "none"),
     "attention_sinks is incompatible with latents": ("model.attention_sinks", True, False),
     "attention_gate is incompatible with latents": ("model.attention_gate", True, False),
@@ -157,6 +162,23 @@ LATENT_ROWS = {  # rule: what breaks it, next to latents, and what the same opti
     "model.qk_nope_head_dim in range": ("model.qk_nope_head_dim", 0, 1),
     "model.v_head_dim in range": ("model.v_head_dim", 0, 1),
 }
+WINDOWED = {"model.sliding_window": 5, "model.sliding_window_layers": [1]}
+# the defaults of the widths that rotate and of indexers fit each other
+INDEXED = LATENTS | {"model.q_lora_rank": 8, "model.index_topk": 4}
+SHARED = {"model.indexer_types": ["full", "shared", "full", "full"]}
+INDEXED_ROWS = {  # rule: what breaks it, next to an indexer, and what the same option must be
+    "an indexer needs q_lora_rank": ("model.q_lora_rank", None, 8),
+    "sliding_window is incompatible with an indexer": ("model.sliding_window", 4, None),
+    "attention_softcap is incompatible with an indexer": ("model.attention_softcap", 5.0, None),
+    "attention_dropout is incompatible with an indexer": ("model.attention_dropout", 0.1, 0.0),
+    "the rotating channels of an indexer are some of its own": ("model.index_head_dim", 62, 64),
+    "an indexer type for each layer": ("model.indexer_types", ["full"] * 3, ["full"] * 4),
+    "indexer types are known": ("model.indexer_types", ["full", "fulll", "full", "full"], ["full"] * 4),
+    "a selection to share": ("model.indexer_types", ["shared", "full", "full", "full"], ["full"] * 4),
+    "model.index_topk in range": ("model.index_topk", 0, 1),
+    "model.index_n_heads in range": ("model.index_n_heads", 0, 1),
+    "model.index_loss_coef in range": ("model.index_loss_coef", -0.1, 0.0),
+}
 GRAPHS = {"train.graphs": True}
 GRAPHED: list[tuple[str, Any, Any, dict[str, Any]]] = [  # option, what graphs do not support, what they do, others
     ("parallel.tp", 2, 1, {}),
@@ -166,6 +188,7 @@ GRAPHED: list[tuple[str, Any, Any, dict[str, Any]]] = [  # option, what graphs d
     ("parallel.schedule", "zb-h1", "gpipe", {}),
     ("model.num_experts", 4, None, {}),
     ("model.mtp_layers", 1, 0, {}),
+    ("model.index_topk", 4, None, {"model.kv_lora_rank": 8, "model.q_lora_rank": 8}),
     *((f"model.{name}_dropout", 0.1, 0.0, {}) for name in ("embedding", "attention", "residual")),
     ("lora.dropout", 0.1, 0.0, {"lora.rank": 4}),
     ("data.reset_positions", True, False, {}),
@@ -221,6 +244,56 @@ ROWS = [
         for name in ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     ),
     *(Row(rule, LATENTS | {option: bad}, {option: good}) for rule, (option, bad, good) in LATENT_ROWS.items()),
+    *(
+        Row(f"{name} needs an indexer", {f"model.{name}": value}, INDEXED, ("model.index_topk = null",))
+        for name, value in (
+            *(("index_n_heads", 8), ("index_head_dim", 64), ("index_loss_coef", 0.1)),
+            ("indexer_types", SHARED["model.indexer_types"]),
+        )
+    ),
+    Row("an indexer needs kv_lora_rank", {"model.index_topk": 4}, INDEXED, ("requires model.kv_lora_rank",)),
+    *(Row(rule, INDEXED | {option: bad}, {option: good}) for rule, (option, bad, good) in INDEXED_ROWS.items()),
+    Row(
+        "model.index_head_dim in range",
+        INDEXED | {"model.qk_rope_head_dim": 2, "model.index_head_dim": 0},
+        {"model.index_head_dim": 2},
+    ),
+    Row(
+        "indexed_attention blocks and index_topk",
+        LATENTS | {"model.layer_blocks": ["indexed_attention+feed_forward"] * 4},
+        INDEXED,
+        ("model.index_topk = null", "name latent_attention"),
+    ),
+    Row(
+        "stages begin where an indexer selects",
+        INDEXED | SHARED | {"parallel.pp": 2, "parallel.partition": [1, 3]},
+        {"parallel.partition": [2, 2]},
+        ("begins a stage at layer 1", "Begin stages at layers 0, 2, 3"),
+    ),
+    Row(
+        "enough layers where an indexer selects",
+        INDEXED | SHARED | {"parallel.pp": 4},
+        {"parallel.pp": 2},
+        ("makes 4 stages, but only 3 layers are full", "Nearest: 3."),
+    ),
+    Row(
+        "adapters leave indexers as they are",
+        INDEXED | {"model.index_loss_coef": 0.1, "lora.rank": 4},
+        {"model.index_loss_coef": 0.0},
+        ("indexers are frozen",),
+    ),
+    Row(
+        "a warm-up trains indexers",
+        INDEXED | {"train.indexer": "warmup"},
+        {"model.index_loss_coef": 0.1},
+        ("model.index_loss_coef is not set",),
+    ),
+    Row(
+        "blocks support context parallelism",
+        INDEXED | {"parallel.cp": 2, "parallel.context": "ring"},
+        {"parallel.context": "gather"},
+        ("indexed_attention", "Legal values: ulysses, gather, auto."),
+    ),
     Row(
         "model.qk_rope_head_dim in range",
         LATENTS | {"model.qk_rope_head_dim": 0, "model.position": "none"},
@@ -530,6 +603,71 @@ ROWS = [
         ("model.no_rope_layers = [0]",),
     ),
     Row(
+        "entries of local_attention",
+        WINDOWED | {"model.local_attention": {"heads": 2}},
+        {"model.local_attention": {"head_dim": 8}},
+        ("has an entry heads", "num_attention_heads"),
+    ),
+    Row(
+        "local_attention needs a window",
+        {"model.local_attention": {"head_dim": 8}},
+        WINDOWED,
+        ("model.sliding_window = null",),
+    ),
+    Row(
+        "one entry of layer_heads for each layer",
+        {"model.layer_heads": [4, 4, 8]},
+        {"model.layer_heads": [4, 4, 8, 4]},
+        ("model.num_hidden_layers = 4", "4 numbers"),
+    ),
+    Row(
+        "heads of layers are given once",
+        WINDOWED | {"model.layer_heads": [4, 4, 8, 4], "model.local_attention": {"num_attention_heads": 8}},
+        {"model.layer_heads": None},
+        ("model.local_attention",),
+    ),
+    Row(
+        "heads of each layer over key-value heads",
+        {"model.layer_heads": [4, 4, 6, 4], "model.num_key_value_heads": 4},
+        {"model.num_key_value_heads": 2},
+        ("layer 2 6 query heads for 4 key-value heads",),
+    ),
+    Row(
+        "heads of a local layer over key-value heads",
+        WINDOWED | {"model.local_attention": {"num_key_value_heads": 3}},
+        {"model.local_attention": {"num_key_value_heads": 2}},
+        ("4 query heads for 3 key-value heads", "1, 2, 4"),
+    ),
+    Row(
+        "heads of local layers rotate in pairs",
+        WINDOWED | {"model.local_attention": {"head_dim": 9}},
+        {"model.local_attention": {"head_dim": 10}},
+        ("multiple of 2",),
+    ),
+    Row(
+        "another rotation has a base of its own",
+        WINDOWED
+        | {"model.local_attention": {"head_dim": 8}, "model.rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"model.rope_local_theta": 100.0},
+        ("model.rope_local_theta",),
+    ),
+    Row(
+        "sink_layers needs sinks",
+        {"model.sink_layers": [1]},
+        {"model.attention_sinks": True},
+        ("model.attention_sinks = false",),
+    ),
+    Row(
+        "sink_layers exist",
+        {"model.sink_layers": [4], "model.attention_sinks": True},
+        {"model.sink_layers": [3]},
+        ("distinct layers",),
+    ),
+    *(
+        Row(f"{name} needs a gate", {f"model.{name}": value}, {"model.attention_gate": True}, ("has no effect",))
+        for name, value in (("attention_gate_act", "softplus"), ("attention_gate_width", "head"))
+    ),
+    Row(
         "gates have no sinks beside them",
         {"model.attention_gate": True, "model.attention_sinks": True},
         {"model.attention_sinks": False},
@@ -701,6 +839,12 @@ ROWS = [
             "parallel.tp = 6 does not divide model.num_attention_heads = 32",
             "Legal values: 1, 2, 4, 8, 16. Nearest: 4 or 8.",
         ),
+    ),
+    Row(
+        "tp divides heads",
+        {"parallel.tp": 4, "model.layer_heads": [4, 4, 6, 4], "model.num_key_value_heads": 2},
+        {"parallel.tp": 2, "parallel.dp": 4},
+        ("does not divide the 6 query heads of layer 2", "Legal values: 1, 2."),
     ),
     Row(
         "tp fits key-value heads",

@@ -296,6 +296,27 @@ ACCEPTED: list[tuple[str, dict[str, Any], list[str]]] = [
         ["experts_per_token", "initial_context_length"],
     ),
     (
+        "MiMo-V2-Flash",
+        GROUPED
+        | {
+            "model_type": "mimo_v2_flash",
+            "head_dim": 12,
+            "v_head_dim": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+        }
+        | {"routed_scaling_factor": None, "sliding_window_size": 8, "rope_theta": 5e6, "partial_rotary_factor": 0.334},
+        ["rope_theta", "partial_rotary_factor"],
+    ),
+    (
+        "Laguna",
+        GROUPED
+        | {"model_type": "laguna", "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "gating": "per-head"}
+        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 8}
+        | {"num_attention_heads_per_layer": [6, 8, 6], "mlp_only_layers": [0]},
+        ["mlp_only_layers"],
+    ),
+    (
         "GLM-4.5",
         GROUPED
         | {
@@ -322,6 +343,26 @@ ACCEPTED: list[tuple[str, dict[str, Any], list[str]]] = [
         | {"model_type": "qwen3_5_text", "head_dim": 16, "attn_output_gate": True, "mtp_num_hidden_layers": 1}
         | {"rope_parameters": DEFAULT | {"mrope_section": [1, 1, 0], "mrope_interleaved": True}},
         ["mtp_num_hidden_layers"],
+    ),
+    (
+        "Hunyuan-7B",
+        GROUPED
+        | {"model_type": "hunyuan_v1_dense", "head_dim": 16, "attention_head_dim": 16, "use_cla": False}
+        | {"eod_token_id": 3, "rope_theta": 1e4}
+        | {"rope_scaling": {"type": "dynamic", "alpha": 1e3, "factor": 1.0, "beta_fast": 32, "mscale": 1.0}},
+        ["attention_head_dim", "use_cla", "rope_scaling.beta_fast", "rope_scaling.mscale"],
+    ),
+    (
+        "Hunyuan-A13B",
+        GROUPED
+        | {"model_type": "hunyuan_v1_moe", "head_dim": 16, "num_experts": 4, "moe_topk": [2, 2, 2]}
+        | {"num_shared_expert": [1, 1, 1], "moe_intermediate_size": [80, 80, 80]},
+        ["num_shared_expert", "moe_intermediate_size"],
+    ),
+    (
+        "Apertus",
+        GROUPED | {"model_type": "apertus", "hidden_act": "xielu", "post_norm": False, "rope_theta": 1.2e7},
+        ["post_norm"],
     ),
     (
         "Kimi-Linear-48B-A3B",

@@ -67,6 +67,8 @@ KIMI = {
 }
 HYBRID = {"model_type": "qwen3_next"} | EXPERTS
 DEEPSEEK = {"model_type": "deepseek_v3", "num_key_value_heads": 6}
+MIMO, LAGUNA = {"model_type": "mimo_v2_flash", "head_dim": 8}, {"model_type": "laguna"}
+LOCAL_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 
 # config class, its arguments, what our model must then be
 FAMILIES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -868,6 +870,27 @@ def test_an_activation_of_another_name_is_the_same():
     "change, says",
     [
         ({"model_type": "mamba"}, "model_type = 'mamba' is not supported. Legal values: llama"),
+        (
+            {"model_type": "gemma4", "text_config": {"model_type": "gemma4_text"}},
+            "model_type = 'gemma4' is not supported. It would need embeddings for each layer",
+        ),
+        (MIMO | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "Write rope_parameters."),
+        (
+            MIMO | {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+            "has no rope_theta in an entry sliding_attention.",
+        ),
+        (
+            MIMO | {"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": LOCAL_YARN}},
+            "layers with a window have no rotary scaling.",
+        ),
+        (MIMO | {"mlp_layer_types": ["dense"]}, "must have 3 entries, each dense or sparse."),
+        (LAGUNA | {"gating": False}, "gating = False is not supported. Legal values: True, per-head, per-element."),
+        (LAGUNA | {"num_attention_heads_per_layer": [6]}, "must have 3 entries."),
+        (
+            LAGUNA | {"moe_router_logit_softcapping": 30.0},
+            "moe_router_logit_softcapping = 30.0 is not supported by the laguna family. Legal value: 0.0.",
+        ),
+        (LAGUNA | {"attention_bias": True}, "attention_bias = True is not supported by the laguna family."),
         ({"hidden_act": "xielu"}, "hidden_act = 'xielu' is not supported. Legal values: silu"),
         (
             {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
@@ -990,7 +1013,7 @@ def test_an_activation_of_another_name_is_the_same():
             "sliding_window_pattern = 'LLLG' is not supported without layer_types.",
         ),
         ({"model_type": "exaone_moe", "sliding_window": None}, "is not supported by the exaone_moe family. It needs"),
-        ({"model_type": "exaone_moe", "mlp_layer_types": ["dense"]}, "must have 3 entries, dense or sparse."),
+        ({"model_type": "exaone_moe", "mlp_layer_types": ["dense"]}, "must have 3 entries, each dense or sparse."),
         (
             {"model_type": "ernie4_5_moe", "use_bias": True},
             "use_bias = True is not supported by the ernie4_5_moe family. Legal value: False.",
@@ -1088,6 +1111,10 @@ def test_export_finds_the_family_and_refuses_what_none_expresses():
         to_hf_config(ModelConfig(**shape, qk_norm="head"), "llama")
     with pytest.raises(ConfigError, match="not supported by any Hugging Face family"):
         to_hf_config(ModelConfig(**shape, logit_softcap=30.0))
+    sigmoid = from_hf_config(GROUPED | {"model_type": "cohere2_moe", "expert_selection_fn": "sigmoid"})
+    assert to_hf_config(ModelConfig(**sigmoid))["model_type"] == "cohere2_moe"
+    with pytest.raises(ConfigError, match="router_balance = 'bias', but files of cohere2_moe models have none"):
+        to_hf_config(ModelConfig(**sigmoid | {"router_balance": "bias"}), "cohere2_moe")
 
 
 @pytest.mark.parametrize(
@@ -1101,6 +1128,7 @@ def test_export_finds_the_family_and_refuses_what_none_expresses():
         ],
         # the latter without the biases of its routers
         *[("deepseek-v2-lite", 15_706_484_224), ("deepseek-v3", 671_026_404_352)],
+        *[("deepseek-v3.2", 671_877_929_216), ("glm-5", 743_911_199_232)],
         *[("gpt-oss-20b", 20_914_757_184), ("gpt-oss-120b", 116_829_156_672)],
         *[
             ("qwen3-next-80b-a3b", 79_674_391_296),
@@ -1139,15 +1167,19 @@ def test_presets_have_the_published_parameter_counts(name, parameters):
         ("Jais2Config", {}),
         *((name, {}) for name in ("SolarOpenConfig", "Ministral3Config", "Glm4MoeLiteConfig", "YoutuConfig")),
         ("Mistral4Config", {}),
+        ("DeepseekV32Config", {}),
+        ("GlmMoeDsaConfig", {"index_topk_pattern": "FFSSF" * 15 + "FFS"}),
         ("Lfm2MoeConfig", {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8}),
+        # FlexOlmo-7x7B-1T, MiniMax-M2 (229 billion), ERNIE-4.5-21B-A3B-PT and Hy3-preview (295 billion)
         *[("FlexOlmoConfig", {}), ("MiniMaxM2Config", {}), ("Ernie4_5_MoeConfig", {}), ("HYV3Config", {})],
+        *[("MiMoV2FlashConfig", {}), ("LagunaConfig", {"num_attention_heads_per_layer": [48, 64] * 20})],
         # of no published model
         *[("GraniteMoeConfig", {}), ("GraniteMoeSharedConfig", {"shared_intermediate_size": 1024})],
         *[("AfmoeConfig", {}), ("Cohere2MoeConfig", {"num_shared_experts": 1, "first_k_dense_replace": 1})],
     ],
 )
 def test_models_have_as_many_parameters_as_those_of_transformers(name: str, fields: dict[str, Any]):
-    """At the defaults of transformers, which are those of a published model, on the meta device."""
+    """At the defaults of transformers, most of them those of a published model, on the meta device."""
     import transformers
 
     theirs = getattr(transformers, name)(**fields)

@@ -56,7 +56,8 @@ def test_targets(family, names, roles, tmp_path):
 
 @pytest.mark.parametrize("family", sorted({name.partition(",")[0] for name in FAMILY_NAMES}))
 def test_all_names_of_a_family_are_all_linear(family, tmp_path):
-    """What PEFT's all-linear finds: every matrix of a layer but those of routers, experts and their latents."""
+    """Every matrix of a layer but those of routers, indexers, experts and their latents: PEFT's all-linear, which finds
+    those of indexers, too."""
     layer = FAMILY_NAMES[family].layer
     linears = [
         name
@@ -74,6 +75,7 @@ def test_all_names_of_a_family_are_all_linear(family, tmp_path):
                 ".dt_bias",
                 "latent_",
                 ".alpha_",
+                "indexer",
             )
         )
         and ours != "mixer.d"

@@ -70,8 +70,12 @@ NAMES += [
     "falcon_h1",
     "nemotron_h",
 ]
-NAMES += ["dots1", "exaone4", "ministral3", "glm4_moe_lite", "mistral4"]
+NAMES += ["dots1", "solar_open", "exaone4", "exaone_moe", "ministral3", "glm4_moe_lite", "youtu", "mistral4"]
+NAMES += ["granitemoe", "granitemoeshared, tied, biases", "flex_olmo", "minimax_m2", "ernie4_5_moe", "hy_v3", "afmoe"]
+NAMES += ["cohere2_moe, sigmoid, RMSNorm, sums"]
 NAMES += ["mixtral", "olmoe", "qwen3_moe", "deepseek_v2, lite, yarn rope", "deepseek_v3", "gpt_oss", "glm4_moe"]
+NAMES += ["mimo_v2_flash", "laguna"]
+NAMES += ["deepseek_v32", "glm_moe_dsa"]
 LAYOUTS = [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"cp": 2}, {"cp": 2, "tp": 2}]
 
 
@@ -172,7 +176,8 @@ def test_every_layout_says_the_same(layout: dict[str, int], sources, prompts, al
 
 
 def test_latents_and_sinks_are_read_in_parts_too(sources, prompts, ranks: RankPool) -> None:
-    names = [sources[name] for name in ("deepseek_v3", "deepseek_v2, lite, yarn rope", "gpt_oss")]
+    names = ("deepseek_v3", "deepseek_v2, lite, yarn rope", "gpt_oss", "deepseek_v32", "glm_moe_dsa")
+    names = [sources[name] for name in names]
     alone = continued(RankContext(0, 1), names, {}, prompts, COUNT)
     for layout in ({"cp": 2}, {"cp": 2, "tp": 2}):
         for results in ranks.run(math.prod(layout.values()), continued, names, layout, prompts, COUNT):

@@ -99,6 +99,8 @@ SCALED_QUERIES = YARN | {"original_max_position_embeddings": 8, "beta_fast": 4, 
 SCALED_QUERIES |= {"mscale": 1.0, "mscale_all_dim": 0.9, "llama_4_scaling_beta": 0.6}
 FROM_LATENTS = {key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}
 YOUTU = {key: value for key, value in FROM_LATENTS.items() if not key.startswith(("n_", "num_experts", "moe_"))}
+# With few heads relu makes many scores of an indexer equal, and transformers' choice among them is not defined.
+INDEXER = {"q_lora_rank": 12, "index_topk": 5, "index_n_heads": 16, "index_head_dim": 12}
 
 
 LINEAR = ["linear_attention", "full_attention", "linear_attention"]
@@ -146,6 +148,13 @@ AFMOE = {
 AFMOE |= {"sliding_window": 5, "layer_types": MIXED, "mup_enabled": True, "route_scale": 2.5}
 COMMAND = {"num_experts": 6, "num_experts_per_tok": 2, "num_shared_experts": 2, "intermediate_size": 24, "head_dim": 12}
 COMMAND |= {"sliding_window": 5, "first_k_dense_replace": 1, "prefix_dense_intermediate_size": 40}
+# rotating: 4 of 12 channels, and 8
+SHARES = [{"rope_type": "default", "rope_theta": 1e3, "partial_rotary_factor": share} for share in (0.334, 0.7)]
+MIMO = {"head_dim": 12, "v_head_dim": 6, "num_key_value_heads": 1, "sliding_window": 5, "n_routed_experts": 8}
+MIMO |= {"num_experts_per_tok": 3, "moe_intermediate_size": 24, "attention_value_scale": 0.6}
+MIMO |= {"rope_parameters": {"full_attention": SHARES[0], "sliding_attention": SHARES[1] | {"rope_theta": 50.0}}}
+LAGUNA = NARROW | SHARED | {"head_dim": 12, "sliding_window": 5, "layer_types": MIXED, "moe_routed_scaling_factor": 1.5}
+LAGUNA |= {"num_attention_heads_per_layer": [8, 4, 8]}
 
 
 class Case(NamedTuple):
@@ -327,6 +336,16 @@ CASES = {
         LATENT | TIED | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
         BF16,
     ),
+    "deepseek_v32": Case("DeepseekV32", LATENT | UNTIED | GROUPS | INDEXER | {"rope_parameters": MSCALE}, shard="20KB"),
+    "deepseek_v32, tied, no groups, not renormalized": Case(
+        "DeepseekV32", LATENT | TIED | INDEXER | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False}, BF16
+    ),
+    "glm_moe_dsa": Case(
+        "GlmMoeDsa", LATENT | UNTIED | INDEXER | {"indexer_types": ["full", "shared", "full"]}, shard="20KB"
+    ),
+    "glm_moe_dsa, tied, all full, yarn rope": Case(
+        "GlmMoeDsa", LATENT | TIED | GROUPS | INDEXER | {"rope_parameters": MSCALE}, BF16
+    ),
     "glm4_moe": Case("Glm4Moe", SIZES | UNTIED | GLM_MOE | {"use_qk_norm": True, "attention_bias": True}, shard="20KB"),
     "glm4_moe, groups, tied": Case(
         "Glm4Moe", SIZES | TIED | GLM_MOE | {"n_group": 4, "topk_group": 2, "norm_topk_prob": False}, BF16
@@ -457,6 +476,31 @@ CASES = {
         SIZES | UNTIED | SHORT | SHORT_EXPERTS | {"norm_topk_prob": False, "routed_scaling_factor": 2.5},
         BF16,
     ),
+    "mimo_v2_flash": Case("MiMoV2Flash", SIZES | UNTIED | MIMO, shard="20KB"),
+    "mimo_v2_flash, groups, biases": Case(
+        "MiMoV2Flash",
+        SIZES
+        | TIED
+        | MIMO
+        | {"n_group": 4, "topk_group": 2, "norm_topk_prob": False, "attention_bias": True, "num_key_value_heads": 2}
+        | {"layer_types": MIXED, "mlp_layer_types": ["sparse", "dense", "sparse"], "attention_value_scale": None},
+        BF16,
+    ),
+    "laguna": Case("Laguna", SIZES | UNTIED | LAGUNA, shard="20KB"),
+    "laguna, tied, gates of channels, yarn rope": Case(
+        "Laguna",
+        SIZES
+        | TIED
+        | LAGUNA
+        | {"gating": "per-element", "mlp_layer_types": ["sparse", "sparse", "dense"]}
+        | {
+            "rope_parameters": {
+                "full_attention": YARN | {"rope_theta": 1e3, "partial_rotary_factor": 0.5, "beta_fast": 4.0},
+                "sliding_attention": SHARES[1],
+            }
+        },
+        BF16,
+    ),
     "bamba": Case("Bamba", SIZES | UNTIED | BAMBA, shard="20KB"),
     "bamba, tied, one group, biases": Case(
         "Bamba",
@@ -584,6 +628,8 @@ LAYOUT_CASES = [
     "qwen3_moe",
     "deepseek_v2, lite, yarn rope",
     "deepseek_v3",
+    "deepseek_v32",
+    "glm_moe_dsa",
     "gpt_oss",
     "glm4_moe",
     "dots1",
@@ -624,6 +670,8 @@ LAYOUT_CASES = [
     "hy_v3",
     "afmoe",
     "cohere2_moe",
+    "mimo_v2_flash",
+    "laguna",
     "gpt2",
 ]
 
@@ -794,6 +842,8 @@ def as_in_files(tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
             ("mlp.gate.weight", "mlp.router.gate.weight"),
             ("mlp.shared_experts.", "mlp.shared_mlp."),
             ("forget_gate.", ""),
+            ("self_attn.sinks", "self_attn.attention_sink_bias"),
+            ("mlp.shared_experts.", "mlp.shared_expert."),
             ("input_layernorm", "attention_layer_norm"),
             ("post_attention_layernorm", "feedforward_layer_norm"),
         ):

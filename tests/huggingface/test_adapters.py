@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megalite import checkpoint
 from megalite.assembly.parts import make_mesh
 from megalite.assembly.plan import specs_of
 from megalite.checkpoint import CheckpointError
@@ -23,13 +22,14 @@ from megalite.config.sections.lora import LoraConfig
 from megalite.data.indexed import IndexedTokens
 from megalite.evaluation.logits import load_stage, our_logits
 from megalite.families.model_config import hf_shape
+from megalite.generation.sources import open_source
 from megalite.huggingface.adapter_export import export_adapter
 from megalite.huggingface.adapter_import import OFF
 from megalite.parallel.spec import parameter_count
 from megalite.training.memory_report import report
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
-from tests.huggingface.hf_models import CASES, VOCAB, logits_of, make, random_ids, write
+from tests.huggingface.hf_models import CASES, VOCAB, load, logits_of, make, random_ids, write
 from tests.support.configs import write_tokens
 
 SEQUENCE, BATCH, LR, DECAY, EPS = 24, 4, 1e-3, 0.1, 1e-8
@@ -43,7 +43,7 @@ NAMES = (
     "qwen3_moe",
     "deepseek_v3",
 )
-NAMES += ("qwen2_moe, a dense layer", "glm4_moe", "gpt_oss", "granitemoehybrid", "nemotron_h")
+NAMES += ("qwen2_moe, a dense layer", "glm4_moe", "gpt_oss", "mistral4", "granitemoehybrid", "nemotron_h")
 NAMES += ("granitemoeshared, tied, biases", "hy_v3", "afmoe", "cohere2_moe")
 NAMES += ("qwen3_next", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "lfm2")
 FUSED = ("deepseek_v3", "glm4_moe", "gpt_oss")
@@ -114,6 +114,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "hy_v3, dense and shared": ("hy_v3", {"targets": ["v", "gate", "up", "down"], "alpha": 24.0}),
     "afmoe": ("afmoe", {"targets": ["q", "attention_gate", "gate", "down", "experts.in"], "alpha": 24.0}),
     "cohere2_moe, everything": ("cohere2_moe", {"targets": ["o", "gate", "up", "down", "experts.down"], "alpha": 24.0}),
+    "mistral4": ("mistral4", {"targets": ["q_b", "kv_a", "o", "gate", "down", "experts.in", "experts.down"]}),
     "nemotron_h, experts": ("nemotron_h", {"targets": ["o", "experts.in", "experts.down"]}),
 }
 
@@ -154,9 +155,8 @@ def trainer_of(
 
 def peft_logits(base: Path, adapter: Path, ids: Tensor) -> Tensor:
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
+    model = load(base)
     model = PeftModel.from_pretrained(model, adapter).eval()
     with torch.no_grad():
         return model(input_ids=ids, use_cache=False).logits
@@ -171,7 +171,7 @@ def test_an_adapter_goes_out_merged_and_alone_and_comes_in_again(case, models, p
     trained = global_tensors(trainer)
     trainer.close()
     ids = random_ids(tokens=SEQUENCE)
-    ours = our_logits(load_stage(checkpoint.manifest_of(saved)), ids)
+    ours = our_logits(load_stage(open_source(saved)), ids)
     before = logits_of(models[name], ids)
     assert (ours - before).abs().max() > 1e-2 * before.abs().max().clamp(max=1), "the adapter does something"
     assert convert_hf.main(["adapter-export", str(saved), str(tmp_path / "adapter")]) == 0

@@ -32,8 +32,13 @@ TENSOR_CORE = {"sm_80": r"mma\.sync", "sm_90": r"wgmma\.mma_async", "sm_100": r"
 """The instructions that reach an architecture's speed. Hopper and Blackwell have Ampere's too, which a tile of fewer
 than 64 rows takes."""
 AMPERES = TENSOR_CORE["sm_80"]
-MULTIPLY = ("attention_triton", "attention_part_triton", "grouped_weight_grad_triton", "recurrence_triton")
+MULTIPLY = (
+    *("attention_triton", "attention_part_triton", "grouped_weight_grad_triton", "recurrence_triton"),
+    *("index_scores_triton", "selected_rows_triton", "sparse_attention_triton"),
+)
 """Modules whose kernels multiply matrices, and so must use tensor cores."""
+BY_NUMBERS = re.compile(r"scores of all rows in fp64 .*|sum of parts, .*")
+"""Launches of these modules that multiply numbers, or only add."""
 SPILLS = {
     ("sm_100", r"dk dv bf16 80 channels softcap window documents dropout, runs"): 16,
     ("sm_100", r"backward gate_first bf16, 6144 wide, by group"): 16,
@@ -114,7 +119,12 @@ def _compile(job: tuple[str, str, int]) -> tuple[str, str, str, Binary]:
     """(module, architecture, index into its launches) → the first two, the launch's name, and what came out."""
     module, architecture, index = job
     launch = launches(module, architecture)[index]
-    return module, architecture, launch.name, compiled(launch, architecture, module in MULTIPLY)
+    return module, architecture, launch.name, compiled(launch, architecture, multiplies(module, launch.name))
+
+
+def multiplies(module: str, name: str) -> bool:
+    """Whether the launch `name` is to multiply matrices."""
+    return module in MULTIPLY and not BY_NUMBERS.fullmatch(name)
 
 
 def compiled(launch: Launch, architecture: str, multiplies: bool) -> Binary:

@@ -22,11 +22,13 @@ from megalite_kernels import (
     gated_norm,
     grad_norm,
     grouped_weight_grad,
+    index_scores,
     norm,
     ordered_sum,
     permutation,
     recurrence,
     rotary,
+    sparse_attention,
 )
 from megalite_kernels.groups import Groups
 from megalite_kernels.launch import Variant
@@ -295,6 +297,50 @@ def recurrence_triton() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
+def index_scores_triton() -> None:
+    """As `attention_triton`, for one query."""
+    rows, distance = 140, 2**24 - 8
+    far = torch.empty(rows * distance, dtype=torch.bfloat16).as_strided((rows, 1, 16), (distance, 16, 1))
+    far.copy_(torch.randn(far.shape))
+    near, w = far.contiguous(), torch.rand(rows, 1, 1)
+    chosen, last = torch.tensor([[[0, 70, 139]]], dtype=torch.int32), torch.full((1, 1), rows - 1)
+    grad, results = torch.randn(1, 1, 3), []
+    for x in (far, near):
+        inputs = x.unsqueeze(2)[-1:], x, w[-1:]
+        selections = [index_scores.select(*inputs, top=3, positions=last, exact=exact) for exact in (False, True)]
+        scores = index_scores.selected_scores(*inputs, chosen)
+        results.append((*selections, scores, *index_scores.selected_scores_backward(grad, *inputs, chosen)))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def sparse_attention_triton() -> None:
+    """As `attention_triton`."""
+    rows, distance = 140, 2**24 - 8
+    far = torch.empty(rows * distance, dtype=torch.bfloat16).as_strided((rows, 1, 1, 16), (distance, 16, 16, 1))
+    far.copy_(torch.randn(far.shape))
+    near, chosen = far.contiguous(), torch.tensor([[[0, 70, 139]]], dtype=torch.int32).expand(LAST, 1, 3)
+    results = []
+    for x in (far, near):
+        q, dout = x[-LAST:], near[-LAST:]
+        out, lse = sparse_attention.forward(q, x, 16, chosen, 0.25)
+        gradients = sparse_attention.backward(dout, q, x, 16, out, lse, chosen, 0.25)
+        p = sparse_attention.probabilities(q, x, chosen, lse, 0.25)
+        results.append((out, lse, gradients.q, gradients.keys, p))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def selected_rows_triton() -> None:
+    """The last row of the sum."""
+    from megalite_kernels import selected_rows_triton
+
+    rows, width = 2**17 + 5, 2**14 + 64
+    total, x = torch.empty(rows, 1, 1, width), torch.randn(1, 1, 1, width).bfloat16()
+    total[-1] = 0
+    chosen = torch.tensor([[[rows - 1]]], dtype=torch.int32)
+    selected_rows_triton.add(total, torch.full((1, 1, 1, 1), 2.0).bfloat16(), x, chosen)
+    torch.testing.assert_close(total[-1, 0, 0, -16:], 2 * x[0, 0, 0, -16:].float())
+
+
 if __name__ == "__main__":
     faulthandler.enable()
     torch.manual_seed(7)
@@ -316,11 +362,14 @@ if __name__ == "__main__":
     for case in (
         *cases,
         grouped_weight_grad_triton,
+        index_scores_triton,
         norm_triton,
         ordered_sum_triton,
         permutation_triton,
         recurrence_triton,
         rotary_triton,
+        selected_rows_triton,
+        sparse_attention_triton,
     ):
         case()
         print(case.__name__, flush=True)

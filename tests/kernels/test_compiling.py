@@ -15,8 +15,12 @@ from tests.kernels.variants import launches
 
 FEW_BITS = 128  # of one thread: scalars of a row, such as its target or its mean
 FEW = {"dropout_triton": 257, "causal_conv_triton": 3329, "recurrence_triton": 2305}
+FEW |= {"index_scores_triton": 1153, "sparse_attention_triton": 1409}
 """Sample and position of a thread's two rows; the documents of a thread's rows, those that they see, and their
-decays."""
+decays; the rows that a query selects, and the positions of rows."""
+BY_NUMBERS = re.compile(r"scores of all rows in fp64 .*")
+"""Launches that fp64 units limit: a number of a row or head is loaded for as many products as the tile has of the
+other."""
 EACH = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
 
@@ -39,13 +43,16 @@ def test_memory_moves_128_bits_at_a_time(module: str, architecture: str, binarie
     all rows that it holds a part of: that is the compiler's choice.
     """
 
-    def is_wide(b: Binary) -> bool:
+    def is_wide(name: str, b: Binary) -> bool:
+        if BY_NUMBERS.fullmatch(name):
+            return True
         if b.multiplies and architecture == "gfx942":
             return b.wide_loads > 0
         loads = b.wide_loads > 0 and (b.narrow_loads < FEW.get(module, FEW_BITS) or b.narrow_loads <= b.wide_loads / 3)
         return loads and (b.narrow_stores < FEW.get(module, FEW_BITS) or b.narrow_stores <= b.wide_stores / 3)
 
-    assert {name: binary for name, binary in binaries[module][architecture].items() if not is_wide(binary)} == {}
+    compiled = binaries[module][architecture]
+    assert {name: binary for name, binary in compiled.items() if not is_wide(name, binary)} == {}
 
 
 def test_every_kernel_is_listed():

@@ -72,7 +72,7 @@ def test_chunks_are_the_recursion(kind, length, documents, continued):
         torch.testing.assert_close(own, reference, rtol=0, atol=1e-12 * max(largest, 1.0))
     if initial is not None:
         torch.testing.assert_close(effect.on(initial), final)
-        torch.testing.assert_close(local + effect.gradient(dfinal), gradients[-1])
+        torch.testing.assert_close(local + recurrence.gradient_before(effect.factor, dfinal), gradients[-1])
 
 
 @pytest.mark.parametrize("kind", ["head", "channel", "mamba"])

@@ -87,3 +87,25 @@ def test_rotating_back_restores():
     x = torch.randn(8, 2, 3, 16, dtype=torch.float64)
     cos, sin = rotary_tables(torch.arange(8), 16, 1e4, None, torch.float64, "cpu")
     torch.testing.assert_close(rotate(rotate(x, cos, sin), cos, sin, inverse=True), x)
+
+
+def test_values_of_another_width_and_a_narrow_rest_are_split_and_packed_too():
+    sequence, batch, hq, hk, dim, value_dim, rest = 5, 2, 4, 2, 6, 10, 3
+    cos, sin = rotary_tables(torch.arange(sequence), dim, 1e4, None, torch.float64, "cpu")
+    widths = [hq * dim, hk * dim, hk * value_dim, rest]
+    packed = torch.randn(sequence, batch, sum(widths), dtype=torch.float64, requires_grad=True)
+    q, k, v, gate = packed.split(widths, -1)
+    expected = *(rotate(x.unflatten(-1, (-1, dim)).clone(), cos, sin) for x in (q.detach(), k.detach())), v
+    for disposable in (False, True):
+        parts = split_rotary(packed.detach().clone(), hq, hk, dim, cos, sin, disposable, value_dim)
+        for part, wanted in zip(parts, expected, strict=True):
+            torch.testing.assert_close(part.flatten(-2), wanted.flatten(2), rtol=0, atol=0)
+    grads = [torch.randn_like(part) for part in parts]
+    dpacked = split_rotary_backward(*grads, cos, sin, torch.ones_like(gate))
+    back = [rotate(grad, cos, sin, inverse=True) for grad in grads[:2]]
+    wanted = torch.cat((*(each.flatten(-2) for each in (*back, grads[2])), torch.ones_like(gate)), -1)
+    torch.testing.assert_close(dpacked, wanted, rtol=0, atol=0)
+    plain = split_rotary(packed.detach(), hq, hk, dim, None, None, value_dim=value_dim)
+    torch.testing.assert_close(
+        split_rotary_backward(*plain, None, None, gate.detach()), packed.detach(), rtol=0, atol=0
+    )

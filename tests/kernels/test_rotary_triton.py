@@ -103,3 +103,14 @@ def test_results_are_the_same_bits_each_time_and_nothing_waits_for_the_host(devi
         return *parts, rotary.split_rotary_backward(*parts, cos, sin)
 
     assert_same_bits_and_no_wait(run)
+
+
+def test_values_of_another_width_and_a_narrow_rest(device):
+    hq, hk, dim, value_dim, rest = 4, 2, 8, 12, 3
+    cos, sin = tables(5, None, dim, torch.float32, device)
+    packed = torch.randn(5, 2, (hq + hk) * dim + hk * value_dim + rest, device=device)
+    front, values, gate = packed.split(((hq + hk) * dim, hk * value_dim, rest), -1)
+    q, k, v = rotary.split_rotary(packed, hq, hk, dim, cos, sin, value_dim=value_dim)
+    torch.testing.assert_close(torch.cat((q, k), 2), by_halves(front.unflatten(-1, (-1, dim)), cos, sin))
+    assert torch.equal(v.flatten(-2), values)
+    torch.testing.assert_close(rotary.split_rotary_backward(q, k, v, cos, sin, gate), packed)

@@ -43,6 +43,7 @@ def test_the_same_losses_with_kernels_and_without(device, tmp_path, monkeypatch)
     elsewhere = {"ordered_sum_triton", "attention_part_triton"}  # of several ranks: the tests of these names
     elsewhere |= {"permutation_triton", "grouped_weight_grad_triton"}  # of experts
     elsewhere |= {"causal_conv_triton", "gated_norm_triton", "recurrence_triton"}  # of hybrid layers
+    elsewhere |= {"index_scores_triton", "selected_rows_triton", "sparse_attention_triton"}  # of an indexer
     if device == "cuda":
         elsewhere.add("attention_triton")  # fp32 takes the reference there
     assert used == set(MODULES) - elsewhere, "a kernel that training does not take is proved by nothing here"

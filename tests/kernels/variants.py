@@ -225,16 +225,20 @@ def of_norm(module: Any) -> Calls:
         for count, width, packed in HEADS
     ]
     cases += [("rms norm", BF16, each, 0.0) for each in heads] + [
-        ("add + rms norm", BF16, torch.empty(ROWS, 3072), 1.0)
+        ("add + rms norm", BF16, torch.empty(ROWS, 3072), 1.0),
+        ("add + bare rms norm", BF16, torch.empty(ROWS, 2048), 0.0),
+        ("bare rms norm", BF16, heads[0], 0.0),
     ]
     yield from norms(module, cases)
 
 
 def norms(module: Any, cases: Iterable[tuple[str, torch.dtype, Tensor, float]]) -> Calls:
-    """cases: the norm, its dtype, a tensor of its shape and strides, and the offset of its weight."""
+    """cases: the norm, its dtype, a tensor of its shape and strides, and the offset of its weight; a bare one has
+    none."""
     for kind, dtype, like, offset in cases:
         x = torch.empty_strided(like.shape, like.stride(), dtype=dtype)
-        weight, statistic = torch.empty(x.shape[-1], dtype=dtype), torch.empty(*x.shape[:-1], 1)
+        weight = None if "bare" in kind else torch.empty(x.shape[-1], dtype=dtype)
+        statistic = torch.empty(*x.shape[:-1], 1)
         second, (bias, mean) = (
             x if kind[:3] == "add" else None,
             (weight, statistic) if kind[:5] == "layer" else (None, None),
@@ -334,6 +338,50 @@ def of_recurrence(module: Any) -> Calls:
         yield again + named(("within", "adjoint", "pairs", "gradients"), label), call
 
 
+def of_index_scores(module: Any) -> Calls:
+    """DeepSeek-V3.2 and GLM-5."""
+    positions, rows = torch.zeros(ROWS, BATCH, dtype=torch.int64), 4096
+    order = torch.zeros(rows, BATCH, dtype=torch.int64)
+    selection = torch.zeros(ROWS, BATCH, 2048, dtype=torch.int32)
+    for heads in (64, 32):
+        q, k = torch.empty(ROWS, BATCH, heads, 128, dtype=BF16), torch.empty(rows, BATCH, 128, dtype=BF16)
+        w, label = torch.empty(ROWS, BATCH, heads), f"bf16 {heads} heads"
+        for tables, kind in ((None, None), ""), ((order, positions), " documents, rows in any order"):
+            for exact in (True, False):
+                name = f"scores of all rows in {'fp64' if exact else 'fp32'} {label}{kind}"
+                yield (name,), partial(module.index_scores_select, q, k, w, 2048, positions, *tables, exact)
+        yield (f"selected scores {label}",), partial(module.index_scores_selected, q, k, w, selection)
+        call = partial(module.index_scores_selected_backward, torch.empty(selection.shape), q, k, w, selection)
+        yield (f"gradients {label}", "", ""), call
+
+
+def of_selected_rows(module: Any) -> Calls:
+    """Gradients of an indexer's keys, and of latents."""
+    selection = torch.zeros(ROWS, BATCH, 2048, dtype=torch.int32)
+    for heads, width, values in (64, 128, 0), (128, 576, 512), (16, 576, 512):
+        x, y = (torch.empty(ROWS, BATCH, heads, wide, dtype=BF16) for wide in (width, values))
+        factors, total = torch.empty(ROWS, BATCH, heads, 2048, dtype=BF16), torch.zeros(ROWS, BATCH, 1, width)
+        label = f"bf16 {heads} heads, {f'{width} and {values}' if values else width} channels"
+        names = f"products {label}", f"sum of parts, {width} channels" if heads != 16 else ""
+        yield names, partial(module.add, total, factors, x, selection, *((factors, y) if values else ()))
+
+
+def of_sparse_attention(module: Any) -> Calls:
+    """Latents, for all heads of DeepSeek-V3.2 and for those of one of eight ranks; and keys of each head."""
+    selection = torch.zeros(ROWS, BATCH, 2048, dtype=torch.int32)
+    for heads, groups, dim, width in (128, 1, 576, 512), (16, 1, 576, 512), (16, 16, 192, 128):
+        q, keys = torch.empty(ROWS, BATCH, heads, dim, dtype=BF16), torch.empty(ROWS, BATCH, groups, dim, dtype=BF16)
+        out, lse = torch.empty(ROWS, BATCH, heads, width, dtype=BF16), torch.empty(ROWS, BATCH, heads)
+        values = None if groups == 1 else torch.empty(ROWS, BATCH, groups, width, dtype=BF16)
+        label = f"bf16 {heads} heads, {f'{groups} of keys, ' if groups > 1 else ''}{channels(dim, width)}"
+        inputs = q, keys, values
+        yield (f"forward {label}",), partial(module.sparse_attention_forward, *inputs, width, selection, 0.1)
+        call = partial(module.sparse_attention_backward, out, *inputs, out, lse, selection, 0.1)
+        yield (f"backward {label}", *[""] * (2 if groups == 1 else 4)), call
+        call = partial(module.sparse_attention_probabilities, q, keys, selection, lse, 0.1)
+        yield (f"probabilities {label}",), call
+
+
 LISTS = {
     "activation_triton": of_activation,
     "adamw_triton": of_adamw,
@@ -347,11 +395,14 @@ LISTS = {
     "gated_norm_triton": of_gated_norm,
     "grad_norm_triton": of_grad_norm,
     "grouped_weight_grad_triton": of_grouped_weight_grad,
+    "index_scores_triton": of_index_scores,
     "norm_triton": of_norm,
     "ordered_sum_triton": of_ordered_sum,
     "permutation_triton": of_permutation,
     "recurrence_triton": of_recurrence,
     "rotary_triton": of_rotary,
+    "selected_rows_triton": of_selected_rows,
+    "sparse_attention_triton": of_sparse_attention,
 }
 
 

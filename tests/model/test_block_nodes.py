@@ -58,6 +58,11 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # ranks, case,
         {"model": {"attention_gate": True, "qk_norm": "each_head", "qk_norm_after_rope": True} | FACTORS}
         | {"train": {"precision": "bf16"}},
     ),
+    "heads by layer, narrow values, gates of heads": (
+        1,
+        {},
+        {"model": {"layer_heads": [4, 8], "value_head_dim": 6, "attention_gate": True, "attention_gate_width": "head"}},
+    ),
     "only output norms": (1, {}, {"model": {"norm_placement": "post"}}),
     "documents, factors on queries": (1, {}, {"data": {"reset_positions": True}, "model": FACTORS}),
     "scores recomputed": (1, {}, {"train": {"recompute": "selective"}}),
@@ -91,8 +96,9 @@ def trained(context: Any, config: dict[str, Any], by_block: bool, in_matmul: boo
         for layer in layers:
             layer.nodes = []
     for module in trainer.parts.runtime.stages[0].modules() if in_matmul else ():
-        if isinstance(module, RowParallelLinear):
-            module.adds_residual = True
+        for linear in vars(module).values():
+            if isinstance(linear, RowParallelLinear):
+                linear.adds_residual = True
     results = [trainer.step() for _ in range(3)]
     tensors = {name: value.clone() for name, value in global_tensors(trainer).items()}
     trainer.close()

@@ -9,7 +9,7 @@ from megalite.config.schema import Config
 from megalite.config.sections.lora import LoraConfig
 from megalite.config.sections.model import ModelConfig
 from megalite.families.presets import preset
-from megalite.model.cost.flops import model_flops_per_token, per_token
+from megalite.model.cost.flops import model_flops_per_token, per_token, selection_flops
 from megalite.monitoring.metrics import throughput
 from megalite.planner.api import peak_flops
 
@@ -137,6 +137,24 @@ def test_a_window_bounds_what_attention_costs() -> None:
     whole, short = ModelConfig(**shape), ModelConfig(**shape, sliding_window=16, sliding_window_layers=[1])  # type: ignore[arg-type]
     saved = model_flops_per_token(whole, 64) - model_flops_per_token(short, 64)
     assert saved == 12 * (64 - 16) * whole.hidden_size
+
+
+def test_selected_rows_and_indexers_cost_what_their_formulas_say() -> None:
+    """Three products of the selected pairs; of an indexer the scores of all pairs once, those of the selected ones and
+    their two gradients for its loss, and of its matrices the forward and the weight's gradient."""
+    shape = {"vocab_size": 101, "num_hidden_layers": 2, **LATENTS, "q_lora_rank": 10}
+    dense = ModelConfig(**shape)  # type: ignore[arg-type]
+    index = {"index_topk": 16, "index_n_heads": 3, "index_head_dim": 6, "indexer_types": ["full", "shared"]}
+    trained, frozen = (ModelConfig(**shape, **index, index_loss_coef=loss) for loss in (0.1, 0.0))  # type: ignore[arg-type]
+    heads, matrices = dense.num_attention_heads, 3 * 6 * 10 + (6 + 3) * dense.hidden_size
+    saved = 2 * 6 * (64 - 16) * heads * (dense.head_size + dense.v_head_dim)
+    for model, pairs, passes in ((trained, 64 + 3 * 16, 2), (frozen, 64, 1)):
+        got = model_flops_per_token(model, 64) - model_flops_per_token(dense, 64)
+        assert got == 2 * passes * matrices + 2 * pairs * 3 * 6 - saved
+    flops = selection_flops(trained, 64)
+    assert flops is not None and selection_flops(dense, 64) is None
+    assert flops.sparse == per_token(trained, 64, "causal").attention
+    assert flops.dense == per_token(dense, 64, "causal").attention
 
 
 @pytest.mark.parametrize(

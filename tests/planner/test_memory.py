@@ -45,6 +45,8 @@ LATENTS = {
     "v_head_dim": 6,
 }
 QUERIES = LATENTS | {"q_lora_rank": 10}
+INDEXED = QUERIES | {"index_topk": 20, "index_n_heads": 4, "index_head_dim": 6, "index_loss_coef": 0.5}
+SHARING = INDEXED | {"indexer_types": ["full", "shared", "full", "shared"]}
 DECAYS = {"layer_blocks": [f"{decaying_convolution.KIND}+feed_forward"] * 4}
 DELTA = {
     "layer_blocks": ["delta+feed_forward"] * 4,
@@ -71,6 +73,10 @@ CONVOLUTION = {"layer_blocks": ["convolution+feed_forward", "attention+feed_forw
 FACTORS = {"query_scale_beta": 0.7, "query_scale_positions": 16}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 NORMED = {"norm_weight": False, "embedding_norm": True, "qk_norm": "head", "qk_norm_after_rope": True}
+# numbers of heads by layer; narrow values, with more key-value heads and sinks in layers with a window
+SHAPES = {"layer_heads": [4, 8, 8, 4], "head_dim": 10, "sliding_window": 16, "sliding_window_layers": [1, 3]}
+NARROW = {"num_key_value_heads": 1, "value_head_dim": 6, "local_attention": {"num_key_value_heads": 2, "head_dim": 10}}
+NARROW |= {"sliding_window": 16, "sliding_window_layers": [1, 3], "attention_sinks": True, "sink_layers": [1, 3]}
 UNLIKE = ["feed_forward", "attention|feed_forward", "attention", "feed_forward|attention"]
 
 
@@ -132,6 +138,10 @@ ALONE = {
     "gates, norms of heads, factors on queries": {
         "model": {"attention_gate": True, "qk_norm": "head", "attention_bias": True} | FACTORS
     },
+    "gates of heads, numbers of heads by layer": {
+        "model": SHAPES | {"attention_gate": True, "attention_gate_act": "softplus", "attention_gate_width": "head"}
+    },
+    "narrow values, sinks in layers with a window": {"model": NARROW},
     "blocks beside each other, layers of one block": {"model": {"layer_blocks": UNLIKE}},
     "the same, adapters": {"model": {"layer_blocks": UNLIKE}, "lora": SOME},
     "the same, weight passes": {"model": {"layer_blocks": UNLIKE}, "schedule": "zb-h1"},
@@ -141,6 +151,10 @@ ALONE = {
     "adapters of some projections": {"lora": SOME},
     "DoRA": {"lora": DORA | {"targets": ["q", "o", "down"]}, "model": GPT2},
     "latents, factors on queries": {"model": LATENTS | FACTORS},
+    "an indexer": {"model": SHARING},
+    "an indexer, not trained": {"model": SHARING | {"index_loss_coef": 0.0}, "train": {"precision": "bf16"}},
+    "an indexer, recomputed": {"model": SHARING, "train": {"recompute": "full"}},
+    "an indexer of all rows": {"model": INDEXED | {"index_topk": 80}},
     "two modules ahead": {"model": {"mtp_layers": 2}},
     "a module ahead, tied, recomputed": {
         "model": {"mtp_layers": 1, "tie_word_embeddings": True},
@@ -161,6 +175,10 @@ ON_TWO = {
     "pp, zb-h1, adapters": {"pp": 2, "schedule": "zb-h1", "lora": SOME},
     "pp, zb-h1, DoRA": {"pp": 2, "schedule": "zb-h1", "lora": DORA},
     "tp and sp, latents": {"tp": 2, "sequence_parallel": True, "model": QUERIES},
+    "tp, an indexer": {"tp": 2, "model": SHARING},
+    "tp and sp, an indexer": {"tp": 2, "sequence_parallel": True, "model": SHARING},
+    "cp, gather, an indexer": {"cp": 2, "context": "gather", "model": SHARING},
+    "cp, ulysses, an indexer": {"cp": 2, "model": SHARING},
     "tp and sp, a module ahead": {"tp": 2, "sequence_parallel": True, "model": {"mtp_layers": 1}},
     "pp, zb-h1, a module ahead": {"pp": 2, "schedule": "zb-h1", "model": {"mtp_layers": 1}},
     "pp, zb-h1, unlike layers": {"pp": 2, "schedule": "zb-h1", "model": {"layer_blocks": UNLIKE}},
@@ -174,6 +192,8 @@ ON_TWO = {
     "cp, ulysses": {"cp": 2, "model": {"num_key_value_heads": 1}},
     "cp, gather": {"cp": 2, "context": "gather"},
     "tp and sp, gates, adapters": {"tp": 2, "sequence_parallel": True, "lora": LORA, "model": {"attention_gate": True}},
+    "tp and sp, narrow values, two numbers of copies": {"tp": 2, "sequence_parallel": True, "model": NARROW},
+    "cp, ulysses, narrow values, gates": {"cp": 2, "model": SHAPES | {"value_head_dim": 6, "attention_gate": True}},
     "cp, ulysses, gates": {"cp": 2, "model": {"attention_gate": True, "position": "none"}},
     "cp, ring, gates, factors on queries": {
         **{"cp": 2, "context": "ring", "model": {"attention_gate": True} | FACTORS}
@@ -355,6 +375,7 @@ TRAFFIC = {
     "pp, tied and trained, DoRA": {"pp": 2, "model": {"tie_word_embeddings": True}, "lora": DORA},
     "cp, ulysses": {"cp": 4, "tp": 2, "train": {"recompute": "full"}, "model": {"num_attention_heads": 8}},
     "cp, gather": {"cp": 2, "context": "gather", "zero": 2},
+    "cp, ulysses, heads by layer": {"cp": 2, "tp": 2, "model": SHAPES | {"value_head_dim": 6}},
     "cp, ulysses within a ring": {
         "cp": 4,
         "context": "ring",
@@ -394,6 +415,12 @@ TRAFFIC = {
         }
     },
     "cp, ulysses, latents": {"cp": 2, "model": LATENTS},
+    "tp, indexers": {"tp": 2, "model": SHARING},
+    "tp and sp, indexers": {"tp": 2, "sequence_parallel": True, "model": SHARING},
+    "cp, gather, tp and sp, indexers": {
+        **{"cp": 2, "context": "gather", "tp": 2, "sequence_parallel": True, "zero": 0, "model": SHARING}
+    },
+    "cp, ulysses, indexers": {"cp": 2, "model": SHARING},
     "cp, tp and sp, states passed": {
         **{"cp": 2, "context": "gather", "tp": 2, "sequence_parallel": True, "zero": 0, "model": DELTA}
     },

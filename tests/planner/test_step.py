@@ -30,7 +30,7 @@ from megalite.planner.hardware.constants import ALIKE, CONSTANTS, INTERVAL
 from megalite.planner.hardware.devices import Device, HardwareError, Link, find_device, known_devices, read_device
 from megalite.planner.hardware.kernels import TILE_START, attention, computed_pairs, matmul, stream
 from megalite.planner.hardware.links import START, Fabric, Group, group
-from megalite.planner.report.explanation import binding, uneven_parts
+from megalite.planner.report.explanation import binding, selected_rows, uneven_parts
 from megalite.planner.search.best_first import Search
 from megalite.planner.search.bounds import LayoutBounds
 from megalite.planner.search.run_config import apply_layout
@@ -567,3 +567,16 @@ def test_only_what_takes_the_longest_is_called_the_bottleneck(part, seconds, say
     )
     step = StepTime(**{**nothing, "total": 1 + seconds, "compute": 1.0, part: seconds})
     assert binding(SimpleNamespace(step=step)).startswith(says)
+
+
+def test_attention_to_selected_rows_is_said_beside_dense_attention():
+    """GLM-5 on rows of 32,768: 78 layers with 64 heads of 256 and 256 channels, of which a token sees 16,384.5 rows in
+    the mean and selects 1,984.0; an indexer scores the former with 32 heads of 128."""
+    model = preset("glm-5") | {"vocab_size": 1000}
+    base = from_dict({"model": model, "data": {"sequence_length": 32768}})
+    assert selected_rows(PlannedJob.of(base, find_device("h100"))) == [
+        "Attention to selected rows takes 40.9 GFLOP per token, indexers included; "
+        "dense attention would take 251 GFLOP."
+    ]
+    dense = from_dict({"model": preset("deepseek-v3"), "data": {"sequence_length": 32768}})
+    assert selected_rows(PlannedJob.of(dense, find_device("h100"))) == []

@@ -47,7 +47,11 @@ def train(context: Any, config: dict[str, Any], steps: int, kinds: tuple[str, ..
     finally:
         trainer.close()
     report = numbers(results)
-    for key, name in (("dropped", "dropped_tokens"), ("mtp_losses", "mtp_loss")):
+    for key, name in (
+        ("dropped", "dropped_tokens"),
+        ("mtp_losses", "mtp_loss"),
+        ("indexer_losses", "indexer_loss"),
+    ):
         if name in results[0].of_model:
             report[key] = [result.of_model[name] for result in results]
     if context.rank == 0:

@@ -63,7 +63,9 @@ def stepped(
     """
     dims = Layout(**layout)
     key = ("muon", *layout.items())
-    mesh = context.cached(key, lambda: Mesh(dims, replicas={kv_replicas(MODEL, dims.tp)} - {1}, stage_axis=True))
+    mesh = context.cached(
+        key, lambda: Mesh(dims, replicas={kv_replicas(MODEL.kv_heads, dims.tp)} - {1}, stage_axis=True)
+    )
     mesh.traffic.clear()
     store = ParameterStore(model_specs(MODEL, tp=dims.tp), mesh, StoreOptions(**options))
     store.initialize(SEED)

@@ -111,6 +111,7 @@ def _router(random: Random, experts: int) -> Options:
         "model.num_experts_per_tok": random.randint(1, min(experts // (groups or 1) * chosen, 4)),
         "model.norm_topk_prob": choose((True, False)),
         "model.routed_scaling_factor": choose((1.0, 2.5)),
+        "model.group_score": choose(("auto", "largest")) if groups else "auto",
     }
 
 
@@ -198,8 +199,34 @@ def _gates(random: Random, options: Options) -> Options:
     return {} if excluded or random.random() < 0.8 else {"model.attention_gate": True}
 
 
+def _query_factors(random: Random, options: Options) -> Options:
+    """A fifth of the models that may have them have factors on queries."""
+    if options["model.position"] != "rope" or options["model.no_rope_layers"] or random.random() < 0.8:
+        return {}
+    return {"model.query_scale_beta": random.choice((0.1, 1.0)), "model.query_scale_positions": random.randint(1, 9)}
+
+
+def _norms(random: Random, options: Options) -> Options:
+    """A fifth of the models have a norm of the embedding, as many have norms without weights; a third of those with
+    rotated and normed heads norm them after the rotation, and a third of plain feed-forwards have xIELU."""
+    own: Options = {}
+    if random.random() < 0.2 and not options.get("model.mtp_layers"):
+        own["model.embedding_norm"] = True
+    if random.random() < 0.2:
+        own |= {"model.norm_weight": False}
+        own |= {"model.norm_bias": False} if options["model.norm"] == "layer" else {}
+    if options["model.qk_norm"] != "none" and options["model.position"] == "rope" and random.random() < 0.3:
+        own["model.qk_norm_after_rope"] = True
+    if options["model.qk_norm"] == "head" and random.random() < 0.3:
+        own["model.qk_norm_weight"] = False
+    if not options["model.gated_mlp"] and "model.num_experts" not in options and random.random() < 0.3:
+        own["model.hidden_act"] = "xielu"
+    return own
+
+
 GROUPS = {
     "attention": _attention,
+    "query factors": _query_factors,
     "gates": _gates,
     "context": _context,
     "experts": _experts,
@@ -208,6 +235,7 @@ GROUPS = {
     "muon": _muon,
     "average": _average,
     "operations": _operations,
+    "norms": _norms,
 }
 """By the name of their generators, in the order in which they are drawn: later groups read what earlier ones have
 chosen."""

@@ -44,7 +44,7 @@ def _adapted(option: str) -> Rule:
 def _of_no_layer(c: RuleContext) -> bool:
     """Whether lora.targets names matrices of dense feed-forwards alone, and there are none: nothing would be
     trained."""
-    others = {"attention", "latent_attention", "mixture"}
+    others = {"attention", "latent_attention", "indexed_attention", "mixture"}
     dense = c.model.shared_expert_intermediate_size or any(
         set(c.model.block_names(layer)) - others for layer in range(c.model.num_hidden_layers)
     )
@@ -101,6 +101,13 @@ RULES: tuple[Rule, ...] = (
         message="names matrices of dense feed-forward blocks, but every layer of this model is a mixture of "
         "experts, so nothing would be trained",
         legal=f"Name {' and '.join(EXPERTS)}, or projections of attention.",
+    ),
+    Rule(
+        "adapters leave indexers as they are",
+        "model.index_loss_coef",
+        lambda c: c.model.index_loss_coef and c.lora.rank,
+        message="has no effect with {lora.rank}: indexers are frozen with the model",
+        legal="Set it to 0.",
     ),
     _adapted("ranks"),
     _adapted("alphas"),

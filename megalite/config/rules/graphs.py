@@ -97,6 +97,12 @@ RULES: tuple[Rule, ...] = (
         legal="Set it to false.",
     ),
     _excludes(
+        "model.index_topk",
+        lambda c: c.model.index_topk is not None,
+        "rows are selected anew for every microbatch",
+        "train a model without an indexer",
+    ),
+    _excludes(
         "model.mtp_layers",
         lambda c: c.model.mtp_layers,
         "the factors of the modules' losses change in every step",

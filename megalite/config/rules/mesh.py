@@ -1,10 +1,13 @@
 """Rules for the mesh: sizes divide the model and fill the world."""
 
+import math
 from collections.abc import Sequence
+from itertools import accumulate
 
-from megalite.config.dims import ParallelDims, shared_evenly
-from megalite.config.layer_blocks import EVERY_CONTEXT, LAYER_BLOCKS, blocks_in
-from megalite.config.rule import Rule, around, describe_legal, divisors, multiples
+from megalite.config.attention_shapes import AttentionShape
+from megalite.config.dims import ParallelDims, shared_evenly, whole_heads
+from megalite.config.layer_blocks import EVERY_CONTEXT, LAYER_BLOCKS
+from megalite.config.rule import Rule, around, describe_legal, divisors, multiples, show
 from megalite.config.rules.context import RuleContext
 from megalite.config.rules.mixers import whole_mixers
 
@@ -12,8 +15,9 @@ from megalite.config.rules.mixers import whole_mixers
 def legal_tp(c: RuleContext) -> list[int]:
     """Tensor-parallel sizes that the model allows: whole heads, of blocks with a state too, key-value heads
     split or replicated evenly, feed-forward split evenly."""
-    kv, shared = c.model.kv_heads, c.model.shared_expert_intermediate_size or 0
-    whole = [tp for tp in divisors(c.model.num_attention_heads) if shared_evenly(kv, tp)]
+    shapes, shared = c.model.attention_shapes, c.model.shared_expert_intermediate_size or 0
+    heads = math.gcd(*(shape.heads for shape in shapes))
+    whole = [tp for tp in divisors(heads) if all(shared_evenly(shape.kv_heads, tp) for shape in shapes)]
     whole = [tp for tp in whole if whole_mixers(c, tp)]
     return [tp for tp in whole if c.model.intermediate_size % tp == shared % tp == 0]
 
@@ -21,9 +25,10 @@ def legal_tp(c: RuleContext) -> list[int]:
 def legal_ulysses(c: RuleContext) -> list[int]:
     """Context-parallel sizes with which each rank attends with whole heads, and key-value heads are split or
     repeated evenly."""
-    tp, heads = c.parallel.tp, c.model.num_attention_heads
-    kv = max(c.model.kv_heads // tp, 1)  # on one tp rank
-    return [cp for cp in divisors(heads // tp) if shared_evenly(kv, cp)]
+    tp, shapes = c.parallel.tp, c.model.attention_shapes
+    heads = math.gcd(*(shape.heads // tp for shape in shapes))
+    on_one_rank = [max(shape.kv_heads // tp, 1) for shape in shapes]
+    return [cp for cp in divisors(heads) if all(shared_evenly(kv, cp) for kv in on_one_rank)]
 
 
 def legal_inner(c: RuleContext) -> list[int]:
@@ -32,8 +37,8 @@ def legal_inner(c: RuleContext) -> list[int]:
 
 
 def _block_without_context(c: RuleContext, context: str) -> str | None:
-    """Return a kind of block in model.layer_blocks that does not support a value of parallel.context."""
-    names = (name for entry in c.model.layer_blocks or () for name in blocks_in(entry))
+    """Return a kind of the model's blocks that does not support a value of parallel.context."""
+    names = [name for layer in range(c.model.num_hidden_layers) for name in c.model.block_names(layer)]
     return next((n for n in names if n in LAYER_BLOCKS and context not in LAYER_BLOCKS[n].context), None)
 
 
@@ -42,9 +47,50 @@ def _legal_contexts(c: RuleContext) -> str:
     return f"Legal values: {', '.join(legal)}." if legal else "Set parallel.cp to 1."
 
 
+def _undivided(c: RuleContext) -> AttentionShape | None:
+    """The first shape of attention whose heads parallel.tp does not divide."""
+    return next((shape for shape in c.model.attention_shapes if shape.heads % c.parallel.tp), None)
+
+
+def _uneven_shape(c: RuleContext) -> AttentionShape | None:
+    """The first shape of attention whose key-value heads ranks of parallel.tp would not share evenly."""
+    shapes = c.model.attention_shapes
+    return next((shape for shape in shapes if not shared_evenly(shape.kv_heads, c.parallel.tp)), None)
+
+
+def _heads_of_layer(c: RuleContext, shape: AttentionShape | None, option: str) -> str:
+    """The heads that a message is about: an option, or one of several shapes."""
+    assert shape is not None
+    if c.model.layer_heads is None and len(c.model.attention_shapes) == 1:
+        return f"model.{option} = {show(getattr(c.model, option))}"
+    number, what = (
+        (shape.heads, "query heads")
+        if option == "num_attention_heads"
+        else (shape.kv_heads, "key-value heads")
+    )
+    return f"the {number} {what} of layer {c.model.attention_shapes[shape]}"
+
+
+def _heads_undivided(c: RuleContext) -> str:
+    heads = _heads_of_layer(c, _undivided(c), "num_attention_heads")
+    return f"does not divide {heads}: each rank must hold whole heads"
+
+
+def _kv_uneven(c: RuleContext) -> str:
+    heads = _heads_of_layer(c, _uneven_shape(c), "num_key_value_heads")
+    return f"neither divides {heads} nor is a multiple of it: key-value heads are split or replicated evenly"
+
+
 def _heads_for_ulysses(c: RuleContext) -> str:
-    heads = f"heads / tp = {c.model.num_attention_heads // c.parallel.tp}"
-    kv = f"key-value heads / tp = {max(c.model.kv_heads // c.parallel.tp, 1)}"
+    tp, shapes = c.parallel.tp, c.model.attention_shapes
+    cp = c.parallel.cp if c.parallel.context == "ulysses" else c.parallel.context_inner
+
+    def over_cp(shape: AttentionShape) -> bool:
+        return whole_heads(shape.heads // tp, max(shape.kv_heads // tp, 1), cp)
+
+    shape = next((each for each in shapes if not over_cp(each)), next(iter(shapes)))
+    heads = f"heads / tp = {shape.heads // tp}"
+    kv = f"key-value heads / tp = {max(shape.kv_heads // tp, 1)}"
     return (
         f"is incompatible with {heads} and {kv}: with parallel.context = ulysses each rank computes whole "
         "heads "
@@ -59,6 +105,18 @@ def _example_partition(c: RuleContext) -> str:
         f"For {layers} layers on {stages} stages, for example: "
         f"{[each + (stage < rest) for stage in range(stages)]}."
     )
+
+
+def _starts(c: RuleContext) -> list[int]:
+    """The layers (0-based) at which a stage may begin: no selection of rows is sent to them."""
+    layers = range(c.model.num_hidden_layers)
+    return [layer for layer in layers if c.model.selecting_layer(layer) in (layer, -1)]
+
+
+def _wrong_start(c: RuleContext) -> int | None:
+    """The first layer at which a stage of parallel.partition begins and may not."""
+    first = list(accumulate(c.parallel.partition or (), initial=0))[:-1]
+    return next((layer for layer in first if layer not in _starts(c)), None)
 
 
 def _too_many_stages(c: RuleContext) -> str:
@@ -182,16 +240,15 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "tp divides heads",
         "parallel.tp",
-        lambda c: c.model.num_attention_heads % c.parallel.tp,
-        message="does not divide {model.num_attention_heads}: each rank must hold whole heads",
+        _undivided,
+        message=_heads_undivided,
         legal=legal_tp,
     ),
     Rule(
         "tp fits key-value heads",
         "parallel.tp",
-        lambda c: not shared_evenly(c.model.kv_heads, c.parallel.tp),
-        message="neither divides {model.num_key_value_heads} nor is a multiple of it: key-value heads are "
-        "split or replicated evenly",
+        _uneven_shape,
+        message=_kv_uneven,
         legal=legal_tp,
     ),
     Rule(
@@ -292,6 +349,26 @@ RULES: tuple[Rule, ...] = (
             f"{c.model.num_hidden_layers}"
         ),
         legal=_example_partition,
+    ),
+    Rule(
+        "stages begin where an indexer selects",
+        "parallel.partition",
+        lambda c: c.parallel.partition and _wrong_start(c) is not None,
+        message=lambda c: (
+            f"begins a stage at layer {_wrong_start(c)}, which attends to the rows that the layer before has "
+            "selected (model.indexer_types): selections are not sent to other stages"
+        ),
+        legal=lambda c: f"Begin stages at layers {', '.join(map(str, _starts(c)))}, or remove it.",
+    ),
+    Rule(
+        "enough layers where an indexer selects",
+        "parallel.pp",
+        lambda c: c.parallel.partition is None and c.dims.stages > len(_starts(c)),
+        message=lambda c: (
+            f"makes {c.dims.stages} stages, but only {len(_starts(c))} layers are full in "
+            "model.indexer_types, with one of which each stage must begin"
+        ),
+        legal=lambda c: range(1, len(_starts(c)) // c.dims.virtual_stages + 1),
     ),
     Rule(
         "a cost for each part",

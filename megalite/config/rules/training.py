@@ -24,6 +24,13 @@ def _kernels_lack(c: RuleContext) -> str:
     return ""
 
 
+def _warmup_lacks(c: RuleContext) -> str:
+    """The option without which no indexer is trained; empty: none lacks."""
+    if c.model.index_topk is None:
+        return "model.index_topk"
+    return "" if c.model.index_loss_coef else "model.index_loss_coef"
+
+
 def _samples_at_once(c: RuleContext) -> int:
     return c.train.micro_batch_size * c.dims.dp
 
@@ -72,6 +79,13 @@ def _no_ramp_up(option: str, is_set: Callable[[RuleContext], bool], what: str) -
 
 
 RULES: tuple[Rule, ...] = (
+    Rule(
+        "a warm-up trains indexers",
+        "train.indexer",
+        lambda c: c.train.indexer == "warmup" and _warmup_lacks(c),
+        message=lambda c: f"trains the indexers alone, but {_warmup_lacks(c)} is not set",
+        legal=lambda c: f"Set {_warmup_lacks(c)}, or remove train.indexer.",
+    ),
     Rule(
         "whole microbatches",
         "train.global_batch_size",

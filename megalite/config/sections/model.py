@@ -7,7 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from megalite.config import attention_shapes as shapes
 from megalite.config import layer_blocks
+from megalite.config.attention_shapes import ROTATED_SHARE, AttentionShape
 from megalite.config.layer_blocks import blocks_in, groups_in
 from megalite.config.option import FRACTION, NOT_NEGATIVE, POSITIVE, SIZE, option
 from megalite.config.repository_id import is_repository_id
@@ -35,8 +37,9 @@ ROPE_SCALING_KEYS: dict[str, tuple[str, ...]] = {
 """rope_type → the other keys of model.rope_scaling, all required. yarn may have `truncate: false`, too."""
 
 
-ATTENTION, LATENTS, MIXTURE, MTP = ("attention",), ("latent_attention",), ("mixture",), ("mtp",)
-ANY_ATTENTION, ANY_FEED_FORWARD = ("attention", "latent_attention"), ("feed_forward", "mixture")
+ATTENTION, INDEXED, MIXTURE, MTP = ("attention",), ("indexed_attention",), ("mixture",), ("mtp",)
+LATENTS = ("latent_attention", *INDEXED)
+ANY_ATTENTION, ANY_FEED_FORWARD = (*ATTENTION, *LATENTS), ("feed_forward", "mixture")
 DELTA, MAMBA, CONVOLUTION = ("delta",), ("mamba",), ("convolution",)
 """Whose fields some of ModelConfig's are (`option`)."""
 
@@ -47,9 +50,9 @@ class ModelConfig:
 
     preset: str | None = None
     """Named model shape: tiny, gpt2-124m, llama-3.2-1b, llama-3-8b, llama-3.1-8b, llama-3-70b, llama-3.1-70b,
-    mixtral-8x7b, olmoe-1b-7b, qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v2-lite, deepseek-v3, gpt-oss-20b or
-    gpt-oss-120b. It replaces the shape that earlier files give; other fields of this section beside it, or
-    later, override it."""
+    mixtral-8x7b, olmoe-1b-7b, qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v2-lite, deepseek-v3, deepseek-v3.2,
+    glm-5, gpt-oss-20b or gpt-oss-120b. It replaces the shape that earlier files give; other fields of this
+    section beside it, or later, override it."""
     from_hf: str | None = option(None, path=True)
     """Hugging Face model whose config.json gives the shape: a directory, or org/name on the Hub. No weights
     are read. It replaces the shape that earlier files give, as a preset does."""
@@ -75,9 +78,9 @@ class ModelConfig:
     """Kinds of the blocks of each layer: joined by + they follow each other (attention+feed_forward,
     delta+mixture), joined by | they are beside each other, with one norm for all of them
     (mamba|attention+feed_forward); a layer may have one block (mamba). Known are attention, latent_attention,
-    delta (gated delta rule), mamba (Mamba-2), convolution, feed_forward and mixture. null: attention
-    (latent_attention with kv_lora_rank), then mixture in layers with experts, else feed_forward; so have the
-    layers of mtp_layers."""
+    indexed_attention, delta (gated delta rule), mamba (Mamba-2), convolution, feed_forward and mixture. null:
+    attention (latent_attention with kv_lora_rank, indexed_attention with index_topk), then mixture in layers
+    with experts, else feed_forward; so have the layers of mtp_layers."""
     mtp_layers: int = option(0, NOT_NEGATIVE, kinds=MTP)
     """Number of modules of multi-token prediction (DeepSeek-V3): each has one more layer, and in training
     predicts one token further ahead. Evaluation and generation do not use them."""
@@ -87,6 +90,15 @@ class ModelConfig:
     """Number of key-value heads (grouped-query attention). null: num_attention_heads."""
     head_dim: int | None = option(None, SIZE, kinds=ANY_ATTENTION)
     """Width of one attention head. null: hidden_size / num_attention_heads."""
+    value_head_dim: int | None = option(None, SIZE, kinds=ATTENTION)
+    """Width of a value's head, if it is not that of a key (MiMo-V2). null: head_dim, and with kv_lora_rank
+    v_head_dim."""
+    layer_heads: list[int] | None = option(None, SIZE, kinds=ATTENTION)
+    """Number of query heads of each layer (Laguna). null: every layer has num_attention_heads."""
+    local_attention: dict[str, Any] | None = option(None, kinds=ATTENTION)
+    """What is different in the layers with a sliding window: {num_attention_heads: N, num_key_value_heads: N,
+    head_dim: N, value_head_dim: N, partial_rotary_factor: S}, each entry only if it is. null: their attention
+    has the shape of that of other layers."""
     kv_lora_rank: int | None = option(None, SIZE, kinds=LATENTS)
     """Multi-head latent attention (DeepSeek-V2): width of the latent that keys and values are computed from.
     null: there are no latents."""
@@ -100,6 +112,20 @@ class ModelConfig:
     heads."""
     v_head_dim: int = option(128, SIZE, kinds=LATENTS)
     """With kv_lora_rank, width of a value's head."""
+    index_topk: int | None = option(None, SIZE, kinds=INDEXED)
+    """Sparse attention (DeepSeek-V3.2, with kv_lora_rank and q_lora_rank): number of rows that a token
+    attends to, those that an indexer scores highest. null: all rows."""
+    index_n_heads: int = option(64, SIZE, kinds=INDEXED)
+    """With index_topk, number of an indexer's heads."""
+    index_head_dim: int = option(128, SIZE, kinds=INDEXED)
+    """With index_topk, width of an indexer's head, of which the first qk_rope_head_dim channels rotate."""
+    indexer_types: list[str] | None = option(None, kinds=INDEXED)
+    """With index_topk, full or shared for each layer: it has an indexer, or attends to the rows that the last
+    full layer has selected (GLM-5). null: all are full; so are the layers of mtp_layers."""
+    index_loss_coef: float = option(0.0, NOT_NEGATIVE, kinds=INDEXED)
+    """With index_topk, coefficient of the loss that trains the indexers, the mean over tokens of the
+    divergence of their scores from the probabilities of attention. 0: no loss, and the indexers are not
+    trained."""
     max_position_embeddings: int = option(2048, SIZE)
     """Maximum sequence length, in tokens; also the number of rows of a learned position table."""
     tie_word_embeddings: bool = False
@@ -252,9 +278,16 @@ class ModelConfig:
     """Cap of the attention scores: cap * tanh(scores / cap) (Gemma-2). null: no cap."""
     attention_sinks: bool = option(False, kinds=ATTENTION)
     """Every head has a learned score that joins the softmax over the keys and has no value (gpt-oss)."""
+    sink_layers: list[int] | None = option(None, kinds=ATTENTION)
+    """Indices (0-based) of the layers with attention_sinks (MiMo-V2: those with a window). null: every layer.
+    """
     attention_gate: bool = option(False, kinds=ATTENTION)
     """Multiply the output of every head by sigmoid(gate), a projection of the layer's input as wide as the
     queries, before the output projection (Qwen3-Next)."""
+    attention_gate_act: Literal["sigmoid", "softplus"] = option("sigmoid", kinds=ATTENTION)
+    """Function of attention_gate: sigmoid, or softplus (Laguna)."""
+    attention_gate_width: Literal["channel", "head"] = option("channel", kinds=ATTENTION)
+    """What attention_gate has a value for: each channel of a head, or each head (Laguna)."""
     linear_num_key_heads: int = option(16, SIZE, kinds=DELTA)
     """Number of heads of queries and keys of delta blocks (gated delta rule)."""
     linear_num_value_heads: int = option(32, SIZE, kinds=DELTA)
@@ -355,7 +388,48 @@ class ModelConfig:
     @property
     def value_size(self) -> int:
         """Width of a value's head."""
-        return self.head_size if self.kv_lora_rank is None else self.v_head_dim
+        return (self.value_head_dim or self.head_size) if self.kv_lora_rank is None else self.v_head_dim
+
+    def attention_shape(self, layer: int) -> AttentionShape:
+        """The shape of a layer's attention: heads, key-value heads, widths, and what rotates."""
+        local: dict[str, Any] = {} if self.window(layer) is None else self.local_attention or {}
+        heads = local.get("num_attention_heads", self.num_attention_heads)
+        if self.layer_heads is not None and layer < len(self.layer_heads):
+            heads = self.layer_heads[layer]
+        kv_heads, size = (
+            local.get("num_key_value_heads", self.kv_heads),
+            local.get("head_dim", self.head_size),
+        )
+        if local:
+            value_size = local.get("value_head_dim", self.value_head_dim or size)
+            rotated = int(size * local.get(ROTATED_SHARE, self.partial_rotary_factor))
+        else:
+            value_size, rotated = self.value_size, self.rotary_dim
+        return AttentionShape(heads, kv_heads, size, value_size, rotated)
+
+    @property
+    def attention_shapes(self) -> dict[AttentionShape, int]:
+        """The shapes that attention has in the layers, each with the first layer that has it."""
+        if self.layer_heads is None and self.local_attention is None:
+            return {self.attention_shape(0): 0}
+        first: dict[AttentionShape, int] = {}
+        for layer in range(self.num_hidden_layers + self.mtp_layers):
+            first.setdefault(self.attention_shape(layer), layer)
+        return first
+
+    @property
+    def rotation(self) -> tuple[int, int]:
+        """Width of what rotary embeddings are applied to, and number of its channels that rotate."""
+        return self.rotary_width, self.rotary_dim
+
+    @property
+    def local_rotation(self) -> tuple[int, int] | None:
+        """The same in the layers with a window; None: these have the rotary tables of other layers."""
+        local = self.local_attention or {}
+        if self.rope_local_theta is None and not local.keys() & {"head_dim", ROTATED_SHARE}:
+            return None
+        size = local.get("head_dim", self.rotary_width)
+        return size, int(size * local.get(ROTATED_SHARE, self.partial_rotary_factor))
 
     @property
     def rotary_width(self) -> int:
@@ -414,6 +488,15 @@ class ModelConfig:
         embedding."""
         return ["embedding"] if self.tie_word_embeddings else ["embedding", "head"]
 
+    def selecting_layer(self, layer: int) -> int:
+        """The layer whose indexer selects the rows of a layer: the last full one up to it; -1: none."""
+        types = self.indexer_types or ()
+        for index in range(layer, -1, -1):
+            full = index >= len(types) or types[index] == "full"
+            if full and "indexed_attention" in self.block_names(index):
+                return index
+        return -1
+
     def window(self, layer: int) -> int | None:
         """Number of positions that a token of this layer attends to, its own included; None: all."""
         local = self.sliding_window_layers is None or layer in self.sliding_window_layers
@@ -432,6 +515,8 @@ class ModelConfig:
         if self.layer_blocks is not None and layer < len(self.layer_blocks):
             return groups_in(self.layer_blocks[layer])
         attention = "attention" if self.kv_lora_rank is None else "latent_attention"
+        if self.index_topk is not None:
+            attention = "indexed_attention"
         return (attention,), ("mixture" if self.is_mixture(layer) else "feed_forward",)
 
     def block_names(self, layer: int) -> tuple[str, ...]:
@@ -454,8 +539,13 @@ class ModelConfig:
         return self.position == "rope" and layer not in (self.no_rope_layers or ())
 
     def local_rope(self, layer: int) -> bool:
-        """Whether the layer's rotary frequencies are those of rope_local_theta."""
-        return self.rope_local_theta is not None and self.uses_rope(layer) and self.window(layer) is not None
+        """Whether the layer has the rotary tables of layers with a window."""
+        local = self.local_rotation is not None and self.window(layer) is not None
+        return local and self.uses_rope(layer)
+
+    def has_sinks(self, layer: int) -> bool:
+        """Whether the heads of the layer's attention have sinks."""
+        return self.attention_sinks and (self.sink_layers is None or layer in self.sink_layers)
 
 
 def _layers_exist(name: str) -> Rule:
@@ -673,6 +763,7 @@ _LATENTS = (
     _not_with_latents("attention_bias", "Set it to false."),
     _not_with_latents("attention_sinks", "Set it to false."),
     _not_with_latents("attention_gate", "Set it to false."),
+    *(_not_with_latents(name, "Remove it.") for name in ("value_head_dim", "layer_heads", "local_attention")),
     _not_with_latents("attention_out_bias", "Set it to false."),
     _not_with_latents("partial_rotary_factor", "Remove it, and set model.qk_rope_head_dim."),
     Rule(
@@ -683,6 +774,89 @@ _LATENTS = (
         "own key "
         "and value",
         legal="Remove it.",
+    ),
+)
+
+
+def _without_gate(name: str) -> Rule:
+    return Rule(
+        f"{name} needs a gate",
+        f"model.{name}",
+        lambda c: not c.model.attention_gate and getattr(c.model, name) != getattr(ModelConfig(), name),
+        message="has no effect: {model.attention_gate}",
+        legal="Remove it, or set model.attention_gate to true.",
+    )
+
+
+def _without_indexer(name: str) -> Rule:
+    return Rule(
+        f"{name} needs an indexer",
+        f"model.{name}",
+        lambda c: c.model.index_topk is None and getattr(c.model, name) != getattr(ModelConfig(), name),
+        message="has no effect: {model.index_topk}",
+        legal="Remove it, or set model.index_topk.",
+    )
+
+
+def _indexer_needs(name: str) -> Rule:
+    return Rule(
+        f"an indexer needs {name}",
+        "model.index_topk",
+        lambda c: c.model.index_topk is not None and getattr(c.model, name) is None,
+        message=f"requires model.{name}, the width of a latent, which is null",
+        legal=f"Set model.{name}, or remove model.index_topk.",
+    )
+
+
+def _not_with_indexer(name: str, legal: str) -> Rule:
+    return Rule(
+        f"{name} is incompatible with an indexer",
+        f"model.{name}",
+        lambda c: c.model.index_topk is not None and getattr(c.model, name) != getattr(ModelConfig(), name),
+        message="is incompatible with attention to selected rows, {model.index_topk}",
+        legal=legal,
+    )
+
+
+_INDEXED = (
+    *map(_without_indexer, ("index_n_heads", "index_head_dim", "indexer_types", "index_loss_coef")),
+    *map(_indexer_needs, ("kv_lora_rank", "q_lora_rank")),
+    _not_with_indexer("sliding_window", "Remove it."),
+    _not_with_indexer("attention_softcap", "Remove it."),
+    _not_with_indexer("attention_dropout", "Set it to 0."),
+    Rule(
+        "the rotating channels of an indexer are some of its own",
+        "model.index_head_dim",
+        lambda c: c.model.index_topk is not None and c.model.index_head_dim < c.model.qk_rope_head_dim,
+        message="is smaller than {model.qk_rope_head_dim}, the number of its channels that rotate",
+        legal="Make it at least as large, or model.qk_rope_head_dim smaller.",
+    ),
+    Rule(
+        "an indexer type for each layer",
+        "model.indexer_types",
+        lambda c: (
+            c.model.indexer_types is not None and len(c.model.indexer_types) != c.model.num_hidden_layers
+        ),
+        value=lambda c: len(c.model.indexer_types or ()),
+        message="is the number of entries, which must be {model.num_hidden_layers}",
+        legal="Write one entry for each layer.",
+    ),
+    Rule(
+        "indexer types are known",
+        "model.indexer_types",
+        lambda c: set(c.model.indexer_types or ()) - {"full", "shared"},
+        message="has an entry that is neither full nor shared",
+        legal="Write full or shared for each layer.",
+    ),
+    Rule(
+        "a selection to share",
+        "model.indexer_types",
+        lambda c: any(
+            "indexed_attention" in c.model.block_names(layer) and c.model.selecting_layer(layer) < 0
+            for layer in range(c.model.num_hidden_layers)
+        ),
+        message="has a shared layer before the first full one: there is no selection to share",
+        legal="Make the first layer with indexed_attention full.",
     ),
 )
 
@@ -771,6 +945,15 @@ RULES: tuple[Rule, ...] = (
     *_GROUPS,
     *_MTP,
     *_LATENTS,
+    *map(_without_gate, ("attention_gate_act", "attention_gate_width")),
+    _layers_exist("sink_layers"),
+    Rule(
+        "sink_layers needs sinks",
+        "model.sink_layers",
+        lambda c: c.model.sink_layers is not None and not c.model.attention_sinks,
+        message="has no effect: {model.attention_sinks}",
+        legal="Remove it, or set model.attention_sinks to true.",
+    ),
     Rule(
         "query_scale_beta and its positions",
         "model.query_scale_beta",
@@ -788,6 +971,7 @@ RULES: tuple[Rule, ...] = (
         "{model.no_rope_layers}",
         legal="Set it to null, or model.position to rope and model.no_rope_layers to null.",
     ),
+    *_INDEXED,
     Rule(
         "gates have no sinks beside them",
         "model.attention_gate",
@@ -996,4 +1180,5 @@ RULES: tuple[Rule, ...] = (
         message="adds rows to the embedding of model.init_from, which is not set",
         legal="Set model.init_from, or remove it: random weights have the vocabulary of the data.",
     ),
+    *shapes.RULES,
 )

@@ -113,6 +113,9 @@ class TrainConfig:
     loss."""
     mtp_weight: float = option(0.3, POSITIVE)
     """With model.mtp_layers, weight of the mean of their losses, which is added to the loss."""
+    indexer: Literal["sparse", "warmup"] = "sparse"
+    """With model.index_topk and model.index_loss_coef, what is trained: all parameters, with attention to
+    selected rows (sparse), or the indexers alone, with attention to all rows (warmup)."""
     stop_after: str | None = option(None, amount=amounts.DURATION)
     """Save a checkpoint and exit after this duration, for example 3h50m, 90m or 30s. null: no limit."""
     early_stopping_patience: int | None = option(None, SIZE)

@@ -64,7 +64,8 @@ class Flops:
     Attributes:
         convention: palm counts all positions for attention (Chowdhery et al. 2022, Megatron-LM), causal only
         those that the mask leaves. layers: the matmuls with the layers' weights, those of modules of
-        multi-token prediction included. attention: query · key and probabilities · value; recurrences.
+        multi-token prediction included. attention: query · key and probabilities · value; recurrences; scores
+        of indexers, and their loss.
         head: the matmul with the vocabulary, once for each token that is predicted.
         embedding: the lookup counted as a matmul with the vocabulary; 0 if it is not counted.
         recomputed: what backward computes again.
@@ -89,6 +90,34 @@ class Flops:
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "model": self.model, "hardware": self.hardware}
+
+
+class SelectionFlops(NamedTuple):
+    """FLOPs of attention for one token, forward and backward, over the pairs that the mask leaves.
+
+    Attributes:
+        sparse: of attention to selected rows, with the indexers' scores and loss.
+        dense: of the same layers without indexers.
+    """
+
+    sparse: float
+    dense: float
+
+
+def selection_flops(model: ModelConfig, sequence_length: int) -> SelectionFlops | None:
+    """Return the FLOPs of the layers that attend to selected rows, or None if there are none."""
+    units, sparse, dense = Units(model, Share(1)), 0.0, 0.0
+    visible = _attended(sequence_length, None, "causal")
+    for index in range(model.num_hidden_layers):
+        unit = units.layer(index)
+        for each in unit.attentions:
+            if each.selected:
+                sparse += 6 * each.matmul_flops(_attended(sequence_length, each.window, "causal"))
+                dense += 6 * each.matmul_flops(visible)
+        for scores in unit.selections:
+            selected = _attended(sequence_length, scores.top, "causal")
+            sparse += scores.token_flops(visible, selected)
+    return SelectionFlops(sparse, dense) if dense else None
 
 
 def _attended(sequence_length: int, window: int | None, convention: Convention) -> float:
@@ -128,6 +157,9 @@ def per_token(
             each.matmul_flops(_attended(sequence_length, each.window, convention)) for each in unit.attentions
         )
         attention += 6 * scores + 3 * sum(each.flops for each in unit.recurrences)
+        for each in unit.selections:
+            visible, selected = (_attended(sequence_length, limit, convention) for limit in (None, each.top))
+            attention += each.token_flops(visible, selected)
         mode = TrainConfig(recompute=recompute).recompute_of(index)
         again = unit.steps if mode == "full" else []
         if mode not in MODES:

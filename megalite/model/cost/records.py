@@ -17,8 +17,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 from megalite.config.dims import attention_method, equal_part
 from megalite.config.recompute import operations_of
 
-Dtype = Literal["compute", "accumulate", "index", "mask"]
-"""compute: train.precision; accumulate: at least fp32; index: of a token or a position; mask: one byte."""
+Dtype = Literal["compute", "accumulate", "index", "row", "mask"]
+"""compute: train.precision; accumulate: at least fp32; index: of a token or a position; row: of a selected
+row, four bytes; mask: one byte."""
 Mode = Literal["none", "selective", "full"]
 """train.recompute of a layer: a stronger mode keeps less and recomputes more."""
 MODES: tuple[str, ...] = ("none", "selective", "full")
@@ -408,6 +409,31 @@ class WholeRowsMatmul(Matmul):
 
 
 @dataclass(frozen=True)
+class DetachedMatmul(LocalMatmul):
+    """A `LocalMatmul` whose input has no gradient, such as those of an indexer.
+
+    Attributes:
+        spread: outputs that every tp rank needs for all tokens; without sequence parallelism it has them.
+        cp: ranks whose tokens those are.
+    """
+
+    spread: int = 0
+    cp: int = 1
+
+    @property
+    def training_flops(self) -> int:
+        return (1 if self.frozen else 2) * self.flops
+
+    @property
+    def communicated(self) -> int:
+        return self.cp * self.ranks * self.rows * self.spread
+
+    def collectives(self, sequence_parallel: bool) -> Collectives:
+        """Under sequence parallelism outputs are gathered, and their gradients summed."""
+        return Collectives(1, 0 if self.frozen else 1) if sequence_parallel else Collectives(0, 0)
+
+
+@dataclass(frozen=True)
 class EmbeddingLookup:
     """A lookup of one row of a stored table per token.
 
@@ -455,6 +481,7 @@ class AttentionCost:
         sequence: positions of a row, over all cp ranks.
         cp: ranks that compute an equal part of the pairs each.
         dropped: whether dropout applies to the probabilities.
+        selected: whether the `window` is a number of selected rows.
     """
 
     batch: int
@@ -466,6 +493,7 @@ class AttentionCost:
     kept: tuple[Buffer, ...] = ()
     cp: int = 1
     dropped: bool = False
+    selected: bool = False
     local_weights = 0
 
     @property
@@ -482,6 +510,65 @@ class AttentionCost:
     def matmul_flops(self, positions: float) -> float:
         """Return the mean FLOPs of the two matmuls for one token that attends to `positions` positions."""
         return positions * (self.heads * (self.key_size + self.value_size))
+
+
+@dataclass(frozen=True)
+class SelectionCost:
+    """Scores of an indexer with all rows that a query sees, of which it selects `top`, and its loss.
+
+    The scores of the selected rows are computed again for the loss, and their gradients at once.
+
+    Attributes:
+        sequence: positions of a row, over all cp ranks.
+        ranks: ranks of cp and of tp that score an equal part of the queries each.
+        trained: whether there is a loss.
+        summed: queries of the cp rank whose probabilities of the selected rows are summed over tp.
+        split: tp ranks that score different queries: the selections are gathered over them.
+    """
+
+    batch: int
+    sequence: int
+    heads: int
+    size: int
+    top: int
+    kept: tuple[Buffer, ...] = ()
+    ranks: int = 1
+    trained: bool = False
+    summed: int = 0
+    split: int = 1
+    local_weights = 0
+
+    @property
+    def selects(self) -> bool:
+        """Return whether any query sees more than `top` rows."""
+        return self.sequence > self.top
+
+    @property
+    def flops(self) -> int:
+        """Return the FLOPs of this rank's part, over the pairs that the mask leaves.
+
+        The loss counts three times: scores, and the gradients of queries and keys.
+        """
+        pairs = attended_pairs(self.sequence, None) if self.selects else 0
+        pairs += 3 * attended_pairs(self.sequence, self.top) if self.trained else 0
+        return 2 * self.batch * pairs * self.heads * self.size // self.ranks
+
+    def token_flops(self, visible: float, selected: float) -> float:
+        """Return the mean FLOPs of one token with these numbers of visible and of selected rows."""
+        pairs = (visible if visible > selected else 0.0) + (3 * selected if self.trained else 0.0)
+        return 2 * pairs * self.heads * self.size
+
+    def sent_over_tp(self, sequence_parallel: bool, width: int) -> float:
+        """Return the bytes that rings pass around tp in each forward: selections, and probabilities.
+
+        Args:
+            width: bytes of at least fp32.
+        """
+        values = self.summed * self.top
+        if not sequence_parallel:
+            return 2 * values * width
+        tokens = self.batch * self.sequence * self.split // self.ranks
+        return values * width + (tokens * self.top * 4 if self.selects else 0)
 
 
 @dataclass(frozen=True)
@@ -525,7 +612,7 @@ class RecurrenceCost:
     local_weights = 0
 
 
-Step = Matmul | EmbeddingLookup | AttentionCost | RecurrenceCost | Elementwise
+Step = Matmul | EmbeddingLookup | AttentionCost | SelectionCost | RecurrenceCost | Elementwise
 
 
 @dataclass(frozen=True)
@@ -593,6 +680,10 @@ class UnitCost:
     @property
     def attentions(self) -> list[AttentionCost]:
         return [step for block in self.blocks for step in block.attentions]
+
+    @property
+    def selections(self) -> list[SelectionCost]:
+        return [step for step in self.steps if isinstance(step, SelectionCost)]
 
     @property
     def recurrences(self) -> list[RecurrenceCost]:

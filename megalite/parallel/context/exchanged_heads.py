@@ -12,13 +12,13 @@ as `passed_states`.
 from __future__ import annotations
 
 from megalite_kernels import recurrence
-from megalite_kernels.recurrence import Gradients, Tokens
+from megalite_kernels.recurrence import Tokens
 from torch import Tensor
 
 from megalite.parallel.context.gathered import by_rank, in_order
 from megalite.parallel.context.passed_states import Convolutions, part_of
 from megalite.parallel.context.ulysses import summed, to_heads, to_positions
-from megalite.parallel.context.whole_rows import Kept, RowsOfTokens
+from megalite.parallel.context.whole_rows import Kept, RowsOfTokens, TokenGradients
 
 
 class ExchangedHeads(Convolutions):
@@ -28,7 +28,7 @@ class ExchangedHeads(Convolutions):
         out, _ = recurrence.forward(self._own_heads(tokens, rows))
         return self._to_positions(out, rows), ()
 
-    def recur_backward(self, dout: Tensor, tokens: Tokens, rows: RowsOfTokens, kept: Kept) -> Gradients:
+    def recur_backward(self, dout: Tensor, tokens: Tokens, rows: RowsOfTokens, kept: Kept) -> TokenGradients:
         own = self._own_heads(tokens, rows)
         (dout,) = to_heads([dout], self.cp)
         gradients = recurrence.backward(in_order(dout, part_of(rows).segments), own)
@@ -39,7 +39,7 @@ class ExchangedHeads(Convolutions):
         if gradients.beta is not None:
             beta = self._to_positions(gradients.beta.unsqueeze(-1), rows).squeeze(-1)
         dg = g if own.g.ndim == 4 else g.squeeze(-1)
-        return Gradients(summed(q, heads), summed(k, heads), v, dg, beta, gradients.initial)
+        return TokenGradients(summed(q, heads), summed(k, heads), v, dg, beta)
 
     def _own_heads(self, tokens: Tokens, rows: RowsOfTokens) -> Tokens:
         """Return whole rows of this rank's heads."""

@@ -44,21 +44,17 @@ Latents are [seq, batch, rank], shared keys [seq, batch, dim].
 
 
 @dataclass(frozen=True)
-class Latents:
-    """Communication of latents and shared keys. All cp ranks have the same number of positions.
+class Spread:
+    """Gathers narrow values of whole rows. All cp ranks have the same number of positions.
 
     Attributes:
+        tp: the ranks that each compute a part of the gradient.
         split: whether tp ranks hold consecutive pieces of their cp rank's positions (sequence parallelism).
-        by_part: whether keys and values are computed for one rank's part at a time, if the gradient of their
-            weight allows it.
-        weight: the weight that expands latents.
     """
 
     cp: MeshAxis
     tp: MeshAxis
     split: bool
-    by_part: bool
-    weight: Weight
 
     def spread(self, own: Tensor) -> Tensor:
         """Gather the parts in the order of cp ranks: [seq/cp (/tp), batch, width] -> [seq, batch, width]."""
@@ -80,6 +76,20 @@ class Latents:
             .wait()
             .to(grad.dtype)
         )
+
+
+@dataclass(frozen=True)
+class Latents(Spread):
+    """Communication of latents and shared keys.
+
+    Attributes:
+        by_part: whether keys and values are computed for one rank's part at a time, if the gradient of their
+            weight allows it.
+        weight: the weight that expands latents.
+    """
+
+    by_part: bool
+    weight: Weight
 
     @property
     def at_once(self) -> bool:

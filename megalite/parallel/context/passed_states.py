@@ -23,14 +23,20 @@ from typing import NamedTuple
 
 import torch
 from megalite_kernels import causal_conv, recurrence
-from megalite_kernels.causal_conv import ConvGradients, Halo
-from megalite_kernels.recurrence import Effect, Gradients, Tokens
+from megalite_kernels.causal_conv import Halo
+from megalite_kernels.recurrence import Effect, Tokens
 from torch import Tensor
 
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather
 from megalite.parallel.context.parts import PositionSegment, SequencePart
-from megalite.parallel.context.whole_rows import ConvInputs, Kept, RowsOfTokens
+from megalite.parallel.context.whole_rows import (
+    ConvInputGradients,
+    ConvInputs,
+    Kept,
+    RowsOfTokens,
+    TokenGradients,
+)
 
 
 class SegmentPlace(NamedTuple):
@@ -81,7 +87,7 @@ class Convolutions:
         ]
         return torch.cat(outputs)
 
-    def convolve_backward(self, dout: Tensor, inputs: ConvInputs, rows: RowsOfTokens) -> ConvGradients:
+    def convolve_backward(self, dout: Tensor, inputs: ConvInputs, rows: RowsOfTokens) -> ConvInputGradients:
         part, x, taken = part_of(rows), inputs.x, inputs.weight.shape[1] - 1
         ordered, most = places(part)
         gradients = [
@@ -105,7 +111,7 @@ class Convolutions:
                     own[slot.segment][len(own[slot.segment]) - taken + there] += gathered[reader.place, here]
         biases = [each.bias for each in gradients if each.bias is not None]
         dweight = reduce(torch.add, [each.weight for each in gradients])
-        return ConvGradients(dx, dweight, reduce(torch.add, biases) if biases else None, gathered[:0])
+        return ConvInputGradients(dx, dweight, reduce(torch.add, biases) if biases else None)
 
     def _each_segment(
         self, inputs: ConvInputs, rows: RowsOfTokens, part: SequencePart
@@ -150,7 +156,7 @@ class PassedStates(Convolutions):
         outputs = [recurrence.forward(each, state)[0] for each, state in zip(own, states, strict=True)]
         return torch.cat(outputs), (states, factors), state
 
-    def recur_backward(self, dout: Tensor, tokens: Tokens, rows: RowsOfTokens, kept: Kept) -> Gradients:
+    def recur_backward(self, dout: Tensor, tokens: Tokens, rows: RowsOfTokens, kept: Kept) -> TokenGradients:
         states, factors = kept
         assert states is not None and factors is not None
         part = part_of(rows)
@@ -162,7 +168,7 @@ class PassedStates(Convolutions):
         dstate = torch.zeros_like(gathered[0])
         for slot in reversed(ordered):
             after[slot.place] = dstate
-            dstate = gathered[slot.place] + Effect(factors[slot.place], dstate).gradient(dstate)
+            dstate = gathered[slot.place] + recurrence.gradient_before(factors[slot.place], dstate)
         gradients = [
             recurrence.backward(grad, each, states[number], after[part.rank * most + number])
             for number, (grad, each) in enumerate(zip(grads, own, strict=True))
@@ -170,8 +176,7 @@ class PassedStates(Convolutions):
         betas = [each.beta for each in gradients if each.beta is not None]
         q, k, v, g = ([getattr(each, name) for each in gradients] for name in "qkvg")
         beta = torch.cat(betas) if betas else None
-        first = gradients[0].initial
-        return Gradients(torch.cat(q), torch.cat(k), torch.cat(v), torch.cat(g), beta, first)
+        return TokenGradients(torch.cat(q), torch.cat(k), torch.cat(v), torch.cat(g), beta)
 
     def _gathered(self, own: Sequence[Tensor], most: int) -> Tensor:
         """Return what each segment of each rank has, [ranks · most, …]; zero where a rank has fewer."""

@@ -20,7 +20,7 @@ from megalite.config.schema import Config
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.context.balanced import EVERY_KEY, Windows, balanced, between_ranks
 from megalite.parallel.context.parts import PARTS, PositionSegments, SequencePart, split
-from megalite.parallel.microbatch import IGNORE_INDEX, Boundaries, Microbatch, MtpTargets
+from megalite.parallel.microbatch import IGNORE_INDEX, Boundaries, Microbatch, MtpTargets, Queries
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class Cut:
         document_start: Tensor | None = None,
         boundaries: Boundaries | None = None,
         mtp_targets: MtpTargets | None = None,
+        queries: Queries | None = None,
     ) -> Microbatch:
         """Return this rank's part of the rows.
 
@@ -96,6 +97,7 @@ class Cut:
                 tokens=_each(mtp_targets.tokens, missing, 0, own),
                 targets=_each(mtp_targets.targets, missing, IGNORE_INDEX, own),
             ),
+            queries=queries and queries._replace(counted=own(pad(queries.counted, missing))),
         )
         microbatch.positions.clamp_(max=length - 1)  # a table of learned positions may end at this length
         return microbatch

@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 from megalite_kernels import causal_conv, recurrence
-from megalite_kernels.causal_conv import ConvGradients
-from megalite_kernels.recurrence import Gradients, Tokens
+from megalite_kernels.recurrence import Tokens
 from torch import Tensor
 
 from megalite.parallel.context.parts import SequencePart
@@ -44,6 +43,24 @@ class ConvInputs(NamedTuple):
     silu: bool = True
 
 
+class ConvInputGradients(NamedTuple):
+    """The gradients of `ConvInputs`: x, and the weight and the bias in at least fp32."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
+class TokenGradients(NamedTuple):
+    """The gradients of `Tokens`, in their shapes and types."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor | None
+
+
 Kept = tuple[Tensor | None, ...]
 
 
@@ -64,13 +81,13 @@ class AcrossRows(Protocol):
     def convolve(self, inputs: ConvInputs, rows: RowsOfTokens) -> Tensor:
         """Return the outputs of `causal_conv.forward` of whole rows."""
 
-    def convolve_backward(self, dout: Tensor, inputs: ConvInputs, rows: RowsOfTokens) -> ConvGradients:
+    def convolve_backward(self, dout: Tensor, inputs: ConvInputs, rows: RowsOfTokens) -> ConvInputGradients:
         """Return its gradients: of x by all outputs, of the weight and the bias by this rank's outputs."""
 
     def recur(self, tokens: Tokens, rows: RowsOfTokens) -> tuple[Tensor, Kept]:
         """Return the outputs of `recurrence.forward` of whole rows, and what the backward needs besides."""
 
-    def recur_backward(self, dout: Tensor, tokens: Tokens, rows: RowsOfTokens, kept: Kept) -> Gradients:
+    def recur_backward(self, dout: Tensor, tokens: Tokens, rows: RowsOfTokens, kept: Kept) -> TokenGradients:
         """Return the gradients of this rank's tokens."""
 
 
@@ -84,9 +101,10 @@ class WholeRows:
         x, _, weight, bias, silu = inputs
         return causal_conv.forward(x, weight, bias, starts=rows.document_start, silu=silu)
 
-    def convolve_backward(self, dout: Tensor, inputs: ConvInputs, rows: RowsOfTokens) -> ConvGradients:
+    def convolve_backward(self, dout: Tensor, inputs: ConvInputs, rows: RowsOfTokens) -> ConvInputGradients:
         x, _, weight, bias, silu = inputs
-        return causal_conv.backward(dout, x, weight, bias, starts=rows.document_start, silu=silu)
+        gradients = causal_conv.backward(dout, x, weight, bias, starts=rows.document_start, silu=silu)
+        return ConvInputGradients(gradients.x, gradients.weight, gradients.bias)
 
     def recur(self, tokens: Tokens, rows: RowsOfTokens) -> tuple[Tensor, Kept]:
         return self.recur_to_end(tokens, rows)[:2]
@@ -96,5 +114,6 @@ class WholeRows:
         out, final = recurrence.forward(tokens._replace(starts=rows.document_start))
         return out, (), final
 
-    def recur_backward(self, dout: Tensor, tokens: Tokens, rows: RowsOfTokens, kept: Kept) -> Gradients:
-        return recurrence.backward(dout, tokens._replace(starts=rows.document_start))
+    def recur_backward(self, dout: Tensor, tokens: Tokens, rows: RowsOfTokens, kept: Kept) -> TokenGradients:
+        gradients = recurrence.backward(dout, tokens._replace(starts=rows.document_start))
+        return TokenGradients(*gradients[:5])

@@ -57,6 +57,10 @@ class ShardGatherer(WeightGatherer):
         self._gathers: defaultdict[int, list[BucketBuffers]] = defaultdict(list)  # by unit
         self._reshards: defaultdict[int, list[BucketBuffers]] = defaultdict(list)
 
+    @property
+    def has_boundaries(self) -> bool:
+        return True
+
     def begin_run(self, planned: bool) -> None:
         """Free what the last run kept.
 

@@ -150,7 +150,8 @@ class ParameterStore:
         if self.zero == 3:
             collective = Uploads(self.device) if self.options.offload_parameters else all_gather
             return ShardGatherer(self.buckets, by_unit, self.log, collective)
-        return WeightGatherer(self.buckets, by_unit, self.zero > 0, self.log)
+        sharded = self.zero > 0 and any(bucket.domain.shard.size > 1 for bucket in self.buckets)
+        return WeightGatherer(self.buckets, by_unit, sharded, self.log)
 
     def _allocate(self, layout: BucketLayout, dtypes: _Dtypes, shard: Tensor | None) -> BucketBuffers:
         weights = torch.zeros(layout.size, dtype=dtypes.weights(layout), device=self.device)

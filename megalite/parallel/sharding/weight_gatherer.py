@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from megalite.parallel.collectives import all_gather
-from megalite.parallel.node import Saved
+from megalite.parallel.node import Differentiable, Saved
 from megalite.parallel.sharding.bucket_buffers import BucketBuffers
 from megalite.parallel.sharding.transfers import TransferLog
 
@@ -62,6 +62,17 @@ class WeightGatherer:
 
     def release(self, unit: int) -> None:
         """Note that the forward or backward of a unit has ended."""
+
+    @property
+    def has_boundaries(self) -> bool:
+        """Whether something is done where units start and end: weights that nobody gathers are there."""
+        return self.sharded_update
+
+    def between_boundaries(self, unit: int, operations: Sequence[Differentiable]) -> list[Differentiable]:
+        """Return the operations of a unit as parts of a node, between its start and its end."""
+        if not self.has_boundaries:
+            return [*operations]
+        return [self.start_of(unit), *operations, self.end_of(unit)]
 
     def start_of(self, unit: int) -> UnitBoundary:
         return UnitBoundary(partial(self.acquire, unit), partial(self.release, unit))

@@ -10,7 +10,8 @@
 The backward of the column layer starts the communication of its input gradient, computes its weight gradient,
 and only then waits, so that the two overlap. If neither its weight nor an adapter is trained, its input is
 neither saved nor gathered again. Weight gradients do not pass through autograd, which receives None for them:
-`Weight.accumulate_matmul` adds them to the bucket of the weight.
+`Weight.accumulate_matmul` adds them to the bucket of the weight. Linears, like norms, are plain objects: they
+have no parameters of their own, and to find a module in another one costs the host a search each time.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import all_gather, all_reduce, reduce_scatter
@@ -67,7 +68,7 @@ def _accumulate_linear(
         accumulate_adapter(inputs)
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear:
     """Linear layer with outputs split over tp: y = x Wᵀ + b, [seq, batch, in] -> [seq, batch, out/tp].
 
     With sequence parallelism the input is [seq/tp, batch, in] and is gathered first. `mask` is the dropout of
@@ -75,11 +76,10 @@ class ColumnParallelLinear(nn.Module):
     """
 
     def __init__(self, weight: Weight, bias: Weight | None, tp: MeshAxis, sequence_parallel: bool):
-        super().__init__()
         self.weight, self.bias, self.tp = weight, bias, tp
         self.sequence_parallel = sequence_parallel and tp.size > 1
 
-    def forward(self, x: Tensor, mask: Mask | None = None) -> Tensor:
+    def __call__(self, x: Tensor, mask: Mask | None = None) -> Tensor:
         return Node.apply(x, self.weight.tensor, self, mask)
 
     def compute(self, x: Tensor, saved: Saved, mask: Mask | None = None) -> Tensor:
@@ -126,7 +126,7 @@ class Activation:
         return self._backward(grad, x, self.name)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear:
     """Linear layer with inputs split over tp: y = Σ_tp act(x) Wᵀ + b.
 
     [seq, batch, in/tp] -> [seq, batch, out], with sequence parallelism [seq/tp, batch, out]. The bias is
@@ -142,7 +142,6 @@ class RowParallelLinear(nn.Module):
         sequence_parallel: bool,
         activation: Activation | None = None,
     ):
-        super().__init__()
         self.weight, self.bias, self.tp = weight, bias, tp
         self.sequence_parallel = sequence_parallel and tp.size > 1
         self.activation = activation
@@ -151,7 +150,7 @@ class RowParallelLinear(nn.Module):
         alone = tp.size == 1 and bias is None and weight.adapter is None
         self.adds_residual = alone and weight.tensor.is_cuda and weight.matmuls.adds_residual
 
-    def forward(self, x: Tensor, mask: Mask | None = None) -> Tensor:
+    def __call__(self, x: Tensor, mask: Mask | None = None) -> Tensor:
         return Node.apply(x, self.weight.tensor, self, mask)
 
     def compute(

@@ -10,39 +10,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.node import Node, Saved
-from megalite.parallel.weight import Weight
+from megalite.parallel.tensor.norm_weights import NormWeight
 
 
-class Norm(nn.Module, ABC):
+class Norm(ABC):
     """Base class of norms over the last dimension: [seq (/tp), batch, …, width] -> the same shape."""
 
-    weight: Weight | None
-
-    def __init__(self, weight: Weight | None, eps: float):
-        super().__init__()
+    def __init__(self, weight: NormWeight, eps: float):
         self.weight, self.eps = weight, eps
-        self._copy: Tensor | None = None
 
-    @property
-    def gain(self) -> Tensor | None:
-        """Return the weight, or None if the norm has none."""
-        return self.anchor if self._copy is None else self._copy
-
-    @property
-    def anchor(self) -> Tensor | None:
-        """Return the weight as a leaf of autograd's graph, or None: see `Node`."""
-        return None if self.weight is None else self.weight.tensor
-
-    def copy_gain(self) -> None:
-        """Use a copy of the weight, which may be freed before the backward."""
-        self._copy = None if self.weight is None else self.weight.tensor.detach().clone()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Node.apply(x, self.anchor, self)
+    def __call__(self, x: Tensor) -> Tensor:
+        return Node.apply(x, self.weight.tensor, self)
 
     @abstractmethod
     def compute(self, x: Tensor, saved: Saved) -> Tensor:
@@ -62,21 +44,20 @@ class RMSNorm(Norm):
         rounded: as in `megalite_kernels.norm.rms_norm`.
     """
 
-    def __init__(self, weight: Weight | None, eps: float, offset: float, rounded: bool, ops: CompiledOps):
+    def __init__(self, weight: NormWeight, eps: float, offset: float, rounded: bool, ops: CompiledOps):
         super().__init__(weight, eps)
         self.offset, self.rounded, self.ops = offset, rounded, ops
 
     def compute(self, x: Tensor, saved: Saved) -> Tensor:
-        y, rstd = self.ops.rms_norm(x, self.gain, self.eps, self.offset, self.rounded)
+        y, rstd = self.ops.rms_norm(x, self.weight.tensor, self.eps, self.offset, self.rounded)
         saved.append((x, rstd))
         return y
 
     def gradient(self, dy: Tensor, saved: Saved, dtotal: Tensor | None = None) -> Tensor:
         """Compute `Norm.gradient`; `dtotal`, the gradient of x from another path, is added."""
         x, rstd = saved.pop()
-        dx, dweight = self.ops.rms_norm_backward(dy, x, self.gain, rstd, self.offset, dtotal)
-        if self.weight is not None:
-            self.weight.accumulate(dweight)
+        dx, dweight = self.ops.rms_norm_backward(dy, x, self.weight.tensor, rstd, self.offset, dtotal)
+        self.weight.accumulate(dweight)
         return dx
 
 
@@ -87,23 +68,22 @@ class LayerNorm(Norm):
     """
 
     def __init__(
-        self, weight: Weight | None, bias: Weight | None, eps: float, offset: float, ops: CompiledOps
+        self, weight: NormWeight, bias: NormWeight | None, eps: float, offset: float, ops: CompiledOps
     ):
         super().__init__(weight, eps)
         self.bias, self.offset, self.ops = bias, offset, ops
 
     def compute(self, x: Tensor, saved: Saved) -> Tensor:
         bias = None if self.bias is None else self.bias.tensor
-        y, mean, rstd = self.ops.layer_norm(x, self.gain, bias, self.eps, self.offset)
+        y, mean, rstd = self.ops.layer_norm(x, self.weight.tensor, bias, self.eps, self.offset)
         saved.append((x, mean, rstd))
         return y
 
     def gradient(self, dy: Tensor, saved: Saved, dtotal: Tensor | None = None) -> Tensor:
         """Compute `Norm.gradient`; `dtotal`, the gradient of x from another path, is added."""
         x, mean, rstd = saved.pop()
-        dx, dweight, dbias = self.ops.layer_norm_backward(dy, x, self.gain, mean, rstd, self.offset)
-        if self.weight is not None:
-            self.weight.accumulate(dweight)
+        dx, dweight, dbias = self.ops.layer_norm_backward(dy, x, self.weight.tensor, mean, rstd, self.offset)
+        self.weight.accumulate(dweight)
         if self.bias is not None:
             self.bias.accumulate(dbias)
         return dx if dtotal is None else dx.add_(dtotal)

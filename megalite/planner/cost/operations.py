@@ -19,11 +19,13 @@ from megalite.config.sections.model import ModelConfig
 from megalite.model.cost.records import (
     AttentionCost,
     BlockCost,
+    DetachedMatmul,
     Elementwise,
     EmbeddingLookup,
     LocalMatmul,
     Matmul,
     RecurrenceCost,
+    SelectionCost,
     Share,
     Step,
     WholeRowsMatmul,
@@ -196,6 +198,8 @@ class Operations:
     def _step(self, step: Step) -> PassTimes:
         """Return the time of one step, without its tensor-parallel communication."""
         match step:
+            case DetachedMatmul():
+                return self._local_matmul(step)._replace(backward=0.0)
             case LocalMatmul():
                 return self._local_matmul(step)
             case WholeRowsMatmul():
@@ -205,6 +209,8 @@ class Operations:
                 return self._product(step)
             case AttentionCost():
                 return PassTimes(*self._attention(step), 0.0)
+            case SelectionCost():
+                return PassTimes(self._selection(step), 0.0, 0.0)
             case RecurrenceCost():
                 return self._recurrence(step)
             case Elementwise():
@@ -354,6 +360,17 @@ class Operations:
             self.precision,
         )
         return times[0] / self.software.attention, times[1] / self.software.attention
+
+    def _selection(self, step: SelectionCost) -> float:
+        """Return the time of an indexer's scores, of the choice among them, and of its loss."""
+        queries = step.batch * step.sequence / step.ranks
+        seen, seconds = step.sequence / 2, 0.0
+        if step.selects:
+            seconds += self._gemm(queries * step.heads, seen, step.size)
+            seconds += stream(self.device, 3 * 8 * queries * seen)  # packed scores, written and read twice
+        if step.trained:
+            seconds += 3 * self._gemm(queries * step.heads, min(step.top, seen), step.size)
+        return seconds
 
     def _recurrence(self, step: RecurrenceCost) -> PassTimes:
         """Return the time of a recurrence: batches of small matmuls, and the memory around them."""

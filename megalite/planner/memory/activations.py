@@ -33,6 +33,7 @@ from megalite.model.unit_numbers import head_unit
 from megalite.planner.memory.states import DeviceType, Widths
 
 INDEX = 8  # bytes of a token or a target
+ROW = 4  # bytes of the number of a selected row
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class Activations:
             "compute": widths.compute,
             "accumulate": widths.accumulate,
             "index": INDEX,
+            "row": ROW,
             "mask": 1,
         }
         # positions depend on documents

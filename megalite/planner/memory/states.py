@@ -16,7 +16,7 @@ from megalite.assembly.plan import optimistic_step
 from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
 from megalite.mesh.layout import AxisPlace, Coordinates
-from megalite.model.adapter_parameters import with_adapters
+from megalite.model.adapter_parameters import trained_specs
 from megalite.model.kinds import dispatch_of
 from megalite.model.parameters import model_specs
 from megalite.optimizer.registry import OPTIMIZERS, kinds_of, state_elements
@@ -129,7 +129,7 @@ def checkpoint_bytes(config: Config) -> int:
     widths, kinds = Widths.of(config), kinds_of(config)
     segments = (
         (spec, each)
-        for spec in with_adapters(model_specs(config.model), config.lora)
+        for spec in trained_specs(model_specs(config.model), config)
         for each in spec.segments
         if not each.copy
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 from megalite.config.dims import attention_method
 from megalite.config.recompute import shown
+from megalite.model.cost.flops import selection_flops
 from megalite.model.kinds import dispatch_of
 from megalite.planner.cost.expert_exchange import describe_worst_load, worst_expert_bytes
 from megalite.planner.cost.state_exchange import describe_state_exchange
@@ -52,6 +53,17 @@ COLUMNS = (
     "causal",
     "bubble",
 )
+
+
+def selected_rows(job: PlannedJob) -> list[str]:
+    """Say what attention to selected rows takes beside dense attention; nothing for models without it."""
+    flops = selection_flops(job.model, job.sequence_length)
+    if flops is None:
+        return []
+    return [
+        f"Attention to selected rows takes {flops.sparse / 1e9:,.3g} GFLOP per token, indexers included; "
+        f"dense attention would take {flops.dense / 1e9:,.3g} GFLOP."
+    ]
 
 
 def amount(size: float) -> str:
@@ -191,6 +203,7 @@ def winner(search: Search, plans: Sequence[Plan]) -> list[str]:
         binding(best),
         *imbalance(search, best),
         *uneven_parts(search, best),
+        *selected_rows(search.job),
         *(f"{line}." for line in describe_state_exchange(apply_layout(search.base, best.choice))),
     ]
     if search.rejected is not None:

@@ -21,6 +21,7 @@ from megalite.config.sections.muon import MuonConfig
 from megalite.model.cost.flops import layer_costs, per_token
 from megalite.model.cost.records import Share
 from megalite.model.cost.units import Units
+from megalite.model.kinds import stage_starts
 from megalite.model.mtp.losses import further_losses, layer_count
 from megalite.model.parameters import embedding_pair
 from megalite.optimizer.registry import ADAMW
@@ -234,7 +235,7 @@ class Stepper:
     def _layers_of_stages(self, stages: int) -> list[int]:
         """Return the number of layers per stage under a run's default partition."""
         costs = layer_costs(self.job.model, self.job.sequence_length)
-        return balanced(costs.layers, stages, costs.embedding, costs.head)
+        return balanced(costs.layers, stages, costs.embedding, costs.head, stage_starts(self.job.model))
 
     def step(self, choice: LayoutChoice) -> StepTime:
         """Predict the time of one step under a layout, which is not validated."""

@@ -138,6 +138,9 @@ class _Tensor:
         # backward, and each forward
         summed = unit.summed + sum(step.summed for step in steps if isinstance(step, Elementwise))
         more += 2 * ring((lengths + summed) * self.sizes.accumulate, self.ranks)
+        more += ring(
+            sum(step.sent_over_tp(self.shared, self.sizes.accumulate) for step in unit.selections), self.ranks
+        )
         return ring(rings * self.sizes.width, self.ranks) + more
 
     def step(self, buckets: Sequence[BucketLayout]) -> float:

@@ -124,3 +124,12 @@ def test_measured_costs_replace_the_estimate():
     assert build.partition(config) == [4, 2]
     config.parallel.partition = [1, 5]
     assert build.partition(config) == [1, 5]
+
+
+def test_stages_begin_with_layers_that_may_begin_one():
+    """Best of those splits, also where it is worse than the best of all."""
+    assert balanced([1.0] * 6, 2) == [3, 3]
+    assert balanced([1.0] * 6, 2, starts=[0, 1, 4]) == [4, 2]
+    assert balanced([1.0] * 6, 3, starts=[0, 1, 4]) == [1, 3, 2]
+    with pytest.raises(ValueError, match="only 3 of the layers may begin a stage"):
+        balanced([1.0] * 6, 4, starts=[0, 1, 4])

@@ -14,19 +14,20 @@ from typing import Any
 from megalite_kernels.attention import backward_of_kept, forward_keeping
 from megalite_kernels.dropout import AttentionDropout
 from megalite_kernels.rotary import rotate
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalite.config.sections.model import ModelConfig
 from megalite.mesh.mesh import Mesh
 from megalite.model.block_kind import BlockSpec
 from megalite.model.blocks.attention.operations import AttentionByOperation, WholeRowAttention
-from megalite.model.blocks.attention.parameters import kv_replicas
+from megalite.model.blocks.attention.parameters import on_one_rank
 from megalite.model.forward_state import ForwardState, Site
 from megalite.model.layer_options import LayerOptions
 from megalite.parallel.node import Saved
 from megalite.parallel.tensor.head_norms import EachHeadLayerNorm, FullWidthRMSNorm
 from megalite.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from megalite.parallel.tensor.norm import RMSNorm
+from megalite.parallel.tensor.norm import Norm, RMSNorm
+from megalite.parallel.tensor.norm_weights import NO_WEIGHT
 from megalite.parallel.weight import Weights
 
 
@@ -55,12 +56,15 @@ class Attention(AttentionByOperation):
         name, layer = block.name, block.layer
         tp, sequence_parallel = mesh.tp, options.sequence_parallel
         self.layer, self.model_config, self.options, self.ops = layer, model, options, options.ops
-        self.head_dim, self.window = model.head_size, model.window(layer)
+        shape = on_one_rank(model.attention_shape(layer), tp.size)
+        self.heads, self.kv_heads, self.head_dim, self.value_dim, _ = shape
+        # of queries, keys and values in the packed projection, which a gate follows
+        self.before_gate = (self.heads + self.kv_heads) * self.head_dim + self.kv_heads * self.value_dim
+        self.window = model.window(layer)
         # a factor on the input is one on queries and keys; that on values is a part of `output_factor`
         factor = model.attention_in_multiplier**2 * model.key_multiplier
-        self.scale = (model.attention_scale or model.head_size**-0.5) * factor
+        self.scale = (model.attention_scale or self.head_dim**-0.5) * factor
         self.recomputes_scores = options.recomputes("scores")
-        self.heads = model.num_attention_heads // tp.size
         self.first_head = self.heads * tp.rank  # global index: part of the key of attention dropout
         self.uses_rope, self.local_rope = model.uses_rope(layer), model.local_rope(layer)
         bias = weights.get(f"{name}.out.bias")
@@ -76,10 +80,7 @@ class Attention(AttentionByOperation):
 
     def make_projections(self, name: str, weights: Weights, mesh: Mesh) -> None:
         """Create the modules of `project`."""
-        model, tp = self.model_config, mesh.tp
-        # at least 1: tp ranks beyond the kv heads hold replicas
-        self.kv_heads = model.kv_heads * kv_replicas(model, tp.size) // tp.size
-        bias = weights.get(f"{name}.qkv.bias")
+        tp, bias, model = mesh.tp, weights.get(f"{name}.qkv.bias"), self.model_config
         sequence_parallel = self.options.sequence_parallel
         self.qkv = ColumnParallelLinear(weights[f"{name}.qkv.weight"], bias, tp, sequence_parallel)
         self.q_norm: Any = self._qk_norm(weights, f"{name}.q_norm.weight", mesh)
@@ -87,20 +88,17 @@ class Attention(AttentionByOperation):
         self.norms_qk = self.q_norm is not None
         self.norms_first = self.norms_qk and not model.qk_norm_after_rope
 
-    def _qk_norm(self, weights: Weights, name: str, mesh: Mesh) -> nn.Module | None:
+    def _qk_norm(self, weights: Weights, name: str, mesh: Mesh) -> Norm | None:
         model = self.model_config
         if model.qk_norm == "none":
             return None
+        own = model.rms_norm_eps, model.norm_offset
         if model.qk_norm == "head":
-            weight = weights[name] if model.qk_norm_weight else None
-            return RMSNorm(
-                weight, model.rms_norm_eps, model.norm_offset, model.rounds_normalized, self.options.ops
-            )
+            weight = weights.get(name, NO_WEIGHT)  # with `qk_norm_weight: false` no spec has one
+            return RMSNorm(weight, *own, model.rounds_normalized, self.options.ops)
         if model.qk_norm == "each_head":
-            return EachHeadLayerNorm(weights[name], model.rms_norm_eps, model.norm_offset)
-        return FullWidthRMSNorm(
-            weights[name], model.rms_norm_eps, model.norm_offset, model.rounds_normalized, mesh.tp
-        )
+            return EachHeadLayerNorm(weights[name], *own)
+        return FullWidthRMSNorm(weights[name], *own, model.rounds_normalized, mesh.tp)
 
     has_gradient = True  # of `attend` and `project`: not of those of subclasses
 
@@ -111,35 +109,32 @@ class Attention(AttentionByOperation):
 
     def compute(self, x: Tensor, saved: Saved, state: ForwardState, residual: Tensor | None = None) -> Tensor:
         """Compute the block; each operation leaves in `saved` what its gradient takes from there."""
-        # [seq, batch, (heads + 2 · kv_heads) · head_dim], this tp rank's heads
+        # [seq, batch, before_gate], this tp rank's heads
         packed = self.qkv.compute(x, saved)
-        out = self._attention(packed, saved, state)  # [seq, batch, heads, head_dim]
+        out = self._attention(packed, saved, state)  # [seq, batch, heads, value_dim]
         return self.out.compute(out.flatten(-2), saved, residual=residual)
 
     def _attention(self, packed: Tensor, saved: Saved, state: ForwardState) -> Tensor:
         """Return the output of this rank's heads, from the packed projection."""
         tables = self.rotary_tables(state) or (None, None)
-        # Views of `packed`, rotated in place: [seq, batch, heads, head_dim], k and v with kv_heads. Before
-        # norms that come first they are not rotated yet.
+        # Views of `packed`, rotated in place: [seq, batch, heads, head_dim], k and v with kv_heads, v
+        # value_dim wide. Before norms that come first they are not rotated yet.
         turn = (None, None) if self.norms_first else tables
         sizes = self.heads, self.kv_heads, self.head_dim
-        q, k, v = self.ops.split_rotary(packed, *sizes, *turn, disposable=True)
+        q, k, v = self.ops.split_rotary(packed, *sizes, *turn, disposable=True, value_dim=self.value_dim)
         if self.norms_qk:
             q, k = self.q_norm.compute(q, saved), self.k_norm.compute(k, saved)
         if self.norms_first and tables[0] is not None:
             q, k = rotate(q, *tables), rotate(k, *tables)
-        if state.query_factors is not None:
-            q.mul_(state.query_factors)
+        q = q if state.query_factors is None else q.mul_(state.query_factors)
         out, kept = forward_keeping(q, k, v, **self.attention_options(state, self.recomputes_scores))
         saved.append((*tables, state.query_factors, *kept))
         return out
 
     def gradient(self, grad: Tensor, saved: Saved, state: ForwardState) -> Tensor:
         """Return the gradient of x through the block; that of the residual is the caller's."""
-        dout = self.out.gradient(grad, saved)  # [seq, batch, heads · head_dim]
-        dpacked = self._projection_gradient(
-            dout, saved, state
-        )  # [seq, batch, (heads + 2 · kv_heads) · head_dim]
+        dout = self.out.gradient(grad, saved)  # [seq, batch, heads · value_dim]
+        dpacked = self._projection_gradient(dout, saved, state)  # [seq, batch, before_gate]
         return self.qkv.gradient(dpacked, saved)  # [seq (/tp), batch, hidden]
 
     def _projection_gradient(
@@ -152,8 +147,7 @@ class Attention(AttentionByOperation):
         cos, sin, factors, *kept = saved.pop()
         options = self.attention_options(state, self.recomputes_scores)
         dq, dk, dv = backward_of_kept(dout.unflatten(-1, (self.heads, -1)), tuple(kept), **options)
-        if factors is not None:
-            dq = dq * factors
+        dq = dq if factors is None else dq * factors
         if self.norms_first and cos is not None:
             dq, dk = rotate(dq, cos, sin, inverse=True), rotate(dk, cos, sin, inverse=True)
             cos = sin = None  # the rotation is undone
@@ -204,7 +198,7 @@ def make(
         from megalite.model.blocks.attention.gated import GatedAttention
 
         return GatedAttention(model, block, weights, mesh, options)
-    if model.attention_sinks:
+    if model.has_sinks(block.layer):
         from megalite.model.blocks.attention.sinks import SinkAttention
 
         return SinkAttention(model, block, weights, mesh, options)

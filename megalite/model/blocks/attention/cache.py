@@ -21,8 +21,8 @@ from megalite.parallel.context.sinks import with_sinks
 
 
 class KeyValueStore(NamedTuple):
-    """One layer's keys and values, [batch, kv_heads/tp, slots + 1, head_dim]; the last slot is written with
-    what is discarded.
+    """One layer's keys and values, [batch, kv_heads/tp, slots + 1, head_dim], values value_dim wide; the last
+    slot is written with what is discarded.
 
     With latent attention there is one key, and values are a part of it: a view.
     """
@@ -101,8 +101,8 @@ class CachedAttention(CachedBlock):
     def new_store(self, rows: int, capacity: int, dtype: torch.dtype, device: torch.device) -> KeyValueStore:
         layer = self.attention
         slots = min(layer.model_config.window(layer.layer) or capacity, capacity)
-        shape = (rows, layer.kv_heads, slots + 1, layer.model_config.head_size)
-        return KeyValueStore(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
+        shapes = ((rows, layer.kv_heads, slots + 1, size) for size in (layer.head_dim, layer.value_dim))
+        return KeyValueStore(*(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes))
 
     def forward(self, x: Tensor, state: ForwardState) -> Tensor:
         if not isinstance(state, CachedState):

@@ -9,7 +9,7 @@ from megalite.config.sections.model import ModelConfig
 from megalite.model.block_kind import BlockSpec
 from megalite.model.blocks.attention import context
 from megalite.model.blocks.attention.context import Heads
-from megalite.model.blocks.attention.parameters import kv_replicas
+from megalite.model.blocks.attention.parameters import on_one_rank
 from megalite.model.cost.recomputed import Group, Operation, named
 from megalite.model.cost.records import (
     AttentionCost,
@@ -32,9 +32,10 @@ INPUTS, PROBABILITIES = "queries, keys and values", "probabilities"
 
 def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> BlockCost:
     """Return the description of the block, see `BlockKind.cost`."""
-    model, tokens, heads = units.model, units.share.tokens, heads_of(units)
+    model, tokens, heads = units.model, units.share.tokens, heads_of(units, block.layer)
     qkv, out = matmuls[f"{block.slot}.qkv"], matmuls[f"{block.slot}.out"]
-    query, packed = heads.query * heads.size, (heads.query + 2 * heads.kv) * heads.size
+    query = heads.query * heads.value_size
+    packed = (heads.query + heads.kv) * heads.size + heads.kv * heads.value_size
     gate = qkv.outputs - packed  # of a token's output
     normed: tuple[Buffer, ...] = ()
     if model.qk_norm != "none":
@@ -50,7 +51,9 @@ def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> Block
     rotary = Elementwise(moved, moved, (*normed, *gates), summed=summed)
     attention = scores(units, block.layer, heads)
     # the output's backward computes the gated output again
-    gating: tuple[Step, ...] = (Elementwise((3 * tokens * gate,), (8 * tokens * gate,)),) if gate else ()
+    gating: tuple[Step, ...] = (
+        (Elementwise((tokens * (2 * query + gate),), (tokens * (5 * query + 3 * gate),)),) if gate else ()
+    )
     steps: tuple[Step, ...] = (qkv, rotary, attention, *gating, out)
     temporaries = workspace(units, heads, query + 2 * packed + 2 * gate, query + packed)
     exchanges = context.exchanges(units.share, heads)
@@ -59,11 +62,10 @@ def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> Block
     )
 
 
-def heads_of(units: Units) -> Heads:
-    """Return the heads of one tensor-parallel rank."""
-    model, tp = units.model, units.share.tp
-    kv = model.kv_heads * kv_replicas(model, tp) // tp
-    return Heads(model.num_attention_heads // tp, kv, model.head_size, model.value_size)
+def heads_of(units: Units, layer: int) -> Heads:
+    """Return the heads of one tensor-parallel rank in a layer."""
+    shape = on_one_rank(units.model.attention_shape(layer), units.share.tp)
+    return Heads(shape.heads, shape.kv_heads, shape.head_size, shape.value_size)
 
 
 def scaled_queries(units: Units, query: int) -> tuple[int, ...]:
@@ -118,7 +120,7 @@ def _probabilities(units: Units, layer: int, heads: int) -> tuple[Buffer, ...]:
     """
     model, share = units.model, units.share
     by_positions = share.cp > 1 and share.context != "ulysses"  # never keeps probabilities
-    if units.flash or by_positions or model.attention_sinks:
+    if units.flash or by_positions or model.has_sinks(layer):
         return (Buffer("log-sum-exp", share.tokens * heads, "accumulate"),)
     if model.attention_softcap is not None:
         return ()
@@ -137,10 +139,10 @@ def keeps_scores(model: ModelConfig, kernels: Kernels) -> bool:
         model.attention_dropout or None,
         kernels.documents or None,
     )
-    plain = (
-        all(option is None for option in options) and not kernels.deterministic and model.head_size % 8 == 0
-    )
-    return model.head_size > WIDEST_HEAD or not (plain or kernels.kernels != "torch")
+    sizes = [shape.head_size for shape in model.attention_shapes]
+    multiples = all(size % 8 == 0 for size in sizes)
+    plain = all(option is None for option in options) and not kernels.deterministic and multiples
+    return max(sizes) > WIDEST_HEAD or not (plain or kernels.kernels != "torch")
 
 
 def recomputed(units: Units, cost: BlockCost) -> list[Group]:

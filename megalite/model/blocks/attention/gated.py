@@ -1,6 +1,7 @@
-"""Attention with a gate on its output (Qwen3-Next): out(attention · σ(gate)).
+"""Attention with a gate on its output: out(attention · f(gate)).
 
-The gate has a value for each channel of each query head. It comes from the same projection as queries, keys
+f is σ (Qwen3-Next) or softplus (Laguna), and the gate has a value for each channel of each query head, or for
+each head. It comes from the same projection as queries, keys
 and values: its rows are the last of the packed weight. Each tp rank has the gates of its own heads, and each
 cp rank those of its own tokens, which multiply the output when that is back. Communicates as `Attention`.
 """
@@ -28,14 +29,15 @@ from megalite.parallel.weight import Weights
 
 
 class GatedOutput(nn.Module):
-    """Row-parallel linear of x · σ(gate), both [seq, batch, heads/tp · head_dim].
+    """Row-parallel linear of x · f(gate): x is [seq, batch, heads/tp · value_size], and so is gate, or it is
+    [seq, batch, heads/tp].
 
     It keeps x, which attention keeps, too, and the gate; backward computes the product again.
     """
 
-    def __init__(self, out: RowParallelLinear, ops: CompiledOps):
+    def __init__(self, out: RowParallelLinear, ops: CompiledOps, softplus: bool):
         super().__init__()
-        self.out, self.ops = out, ops
+        self.out, self.ops, self.softplus = out, ops, softplus
 
     def forward(self, x: Tensor, gate: Tensor, mask: Mask | None = None) -> Tensor:
         return _GatedNode.apply(x, gate, self.out.weight.tensor, self, mask)
@@ -43,7 +45,7 @@ class GatedOutput(nn.Module):
     def compute(
         self, x: Tensor, gate: Tensor, saved: Saved, mask: Mask | None = None, residual: Tensor | None = None
     ) -> Tensor:
-        out = self.out.compute(self.ops.gate_output(x, gate), saved, mask, residual)
+        out = self.out.compute(self.ops.gate_output(x, gate, self.softplus), saved, mask, residual)
         _product, *adapter = saved.pop()
         saved.append((x, gate, *adapter))
         return out
@@ -51,9 +53,9 @@ class GatedOutput(nn.Module):
     def gradient(self, grad: Tensor, saved: Saved, mask: Mask | None = None) -> tuple[Tensor, Tensor]:
         """Return the gradients of x and gate."""
         x, gate, *adapter = saved.pop()
-        saved.append((self.ops.gate_output(x, gate), *adapter))
+        saved.append((self.ops.gate_output(x, gate, self.softplus), *adapter))
         dproduct = self.out.gradient(grad, saved, mask)
-        return self.ops.gate_output_backward(dproduct, x, gate)
+        return self.ops.gate_output_backward(dproduct, x, gate, self.softplus)
 
 
 class _GatedNode(torch.autograd.Function):
@@ -86,16 +88,16 @@ class GatedAttention(Attention):
         self, model: ModelConfig, block: BlockSpec, weights: Weights, mesh: Mesh, options: LayerOptions
     ):
         super().__init__(model, block, weights, mesh, options)
-        self.gated = GatedOutput(self.out, options.ops)
+        self.gated = GatedOutput(self.out, options.ops, model.attention_gate_act == "softplus")
 
     @property
     def last(self) -> Operation:
         return self.gated
 
     def compute(self, x: Tensor, saved: Saved, state: ForwardState, residual: Tensor | None = None) -> Tensor:
-        packed = self.qkv.compute(x, saved)  # [seq, batch, (2 · heads + 2 · kv_heads) · head_dim]
-        out = self._attention(packed, saved, state).flatten(-2)  # [seq, batch, heads · head_dim]
-        gate = packed[..., packed.shape[-1] - out.shape[-1] :]  # the same shape
+        packed = self.qkv.compute(x, saved)  # queries, keys, values and gate
+        out = self._attention(packed, saved, state).flatten(-2)  # [seq, batch, heads · value_size]
+        gate = packed[..., self.before_gate :]
         if not self.norms_first:  # norms of what is not rotated yet keep the projection
             gate = in_own_memory(gate, saved[-1])
         return self.gated.compute(out, gate, saved, residual=residual)

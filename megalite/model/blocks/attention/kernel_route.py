@@ -6,7 +6,7 @@ import torch
 
 from megalite.config.dims import part_length
 from megalite.config.schema import Config
-from megalite.model.blocks.attention.parameters import kv_replicas
+from megalite.model.blocks.attention.parameters import on_one_rank
 
 
 def routes(config: Config, device: torch.device, dtype: torch.dtype, documents: bool) -> list[str]:
@@ -16,21 +16,24 @@ def routes(config: Config, device: torch.device, dtype: torch.dtype, documents: 
         return []
     from megalite_kernels.attention_routes import AttentionCall, describe
 
-    model, tp, cp = config.model, parallel.tp, parallel.cp  # ulysses: whole rows of some of the heads
-    heads, kv_heads = (
-        model.num_attention_heads // tp // cp,
-        max(model.kv_heads * kv_replicas(model, tp) // tp // cp, 1),
-    )
-    q, k, v = (
-        torch.empty(part_length(config) * cp, 1, count, model.head_size, dtype=dtype, device=device)
-        for count in (heads, kv_heads, kv_heads)
-    )
-    call = AttentionCall(
-        *(q, k, v),
-        window=any(model.window(layer) is not None for layer in range(model.num_hidden_layers)),
-        documents=documents,
-        boundaries=documents,
-        softcap=model.attention_softcap is not None,
-        dropout=model.attention_dropout > 0,
-    )
-    return [describe(call)]
+    model, cp = config.model, parallel.cp  # ulysses: whole rows of some of the heads
+    lines: list[str] = []
+    for shape in model.attention_shapes:
+        heads, kv_heads, size, value_size, _ = on_one_rank(shape, parallel.tp)
+        kv_heads = max(kv_heads // cp, 1)
+        width = max(size, value_size)  # narrower tensors are padded
+        q, k, v = (
+            torch.empty(part_length(config) * cp, 1, count, width, dtype=dtype, device=device)
+            for count in (heads // cp, kv_heads, kv_heads)
+        )
+        layers = (layer for layer in range(model.num_hidden_layers) if model.attention_shape(layer) == shape)
+        call = AttentionCall(
+            *(q, k, v),
+            window=any(model.window(layer) is not None for layer in layers),
+            documents=documents,
+            boundaries=documents,
+            softcap=model.attention_softcap is not None,
+            dropout=model.attention_dropout > 0,
+        )
+        lines.append(describe(call))
+    return list(dict.fromkeys(lines))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -34,10 +34,10 @@ class AttentionKind(BlockKind):
     joins_output = True
 
     def specs(self, build: SpecBuilder, block: BlockSpec) -> list[ParamSpec]:
-        return parameters.specs(build, block.name)
+        return parameters.specs(build, block)
 
-    def replicas(self, model: ModelConfig, tp: int) -> int:
-        return parameters.kv_replicas(model, tp)
+    def replicas(self, model: ModelConfig, tp: int) -> set[int]:
+        return {parameters.kv_replicas(shape.kv_heads, tp) for shape in model.attention_shapes}
 
     def outdated_after(self, model: ModelConfig) -> int | None:
         return model.longrope_context  # its keys have the factors of shorter sequences
@@ -50,13 +50,15 @@ class AttentionKind(BlockKind):
             tables = import_module(f"{ROOM}.longrope").LongropeInputs(model, dtype)
         else:
             tables = import_module(f"{ROOM}.rotary").RotaryInputs(model, dtype)
+        if model.query_scale_beta is not None:
+            tables = import_module(f"{ROOM}.query_scale").QueryScaleInputs(model, dtype, tables)
         return tables
 
     def output_factor(self, model: ModelConfig) -> float:
         return model.attention_in_multiplier * model.attention_out_multiplier
 
-    def alike(self, model: ModelConfig, layer: int) -> int | None:
-        return model.window(layer)
+    def alike(self, model: ModelConfig, layer: int) -> Hashable:
+        return model.window(layer), model.attention_shape(layer), model.has_sinks(layer)
 
     def recomputed(self, units: Units, cost: BlockCost) -> list[Group]:
         groups: list[Group] = import_module(f"{ROOM}.cost").recomputed(units, cost)
@@ -68,9 +70,11 @@ class AttentionKind(BlockKind):
     def table_values(self, model: ModelConfig, layers: Sequence[int], positions: int) -> int:
         if not any(map(model.uses_rope, layers)):
             return 0
-        tables = 1 if model.rope_local_theta is None else 2  # of cos and sin
+        width = model.rotary_width
+        if model.local_rotation is not None:  # the layers with a window have tables of their own
+            width += model.local_rotation[0]
         factors = positions if positions > (model.query_scale_positions or positions) else 0
-        return tables * 2 * positions * model.rotary_width + factors
+        return 2 * positions * width + factors  # cos and sin
 
     def keeps_scores(self, model: ModelConfig, kernels: Kernels) -> bool:
         keeps: bool = import_module(f"{ROOM}.cost").keeps_scores(model, kernels)

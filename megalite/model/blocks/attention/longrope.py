@@ -20,7 +20,7 @@ class LongropeInputs(RotaryInputs):
             return super().of_rows(state)
         positions = state.positions.expand(-1, len(longer))  # [seq, rows]
         short, long = (
-            self.computed(positions, model.rope_theta, model.rope_scaling, length)
+            self.computed(positions, model.rope_theta, model.rope_scaling, length, model.rotation)
             for length in (min(lengths), max(lengths))
         )
         which = torch.tensor(longer, device=positions.device)[:, None, None]

@@ -7,7 +7,7 @@ Communicates as `block.Attention`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,6 @@ from megalite_kernels.rotary import rotate
 from torch import Tensor
 
 from megalite.model.block_module import BlockModule, Operation
-from megalite.model.blocks.attention.query_scale import ScaleQueries
 from megalite.model.forward_state import ForwardState, Site
 
 if TYPE_CHECKING:
@@ -40,39 +39,33 @@ class _Split(torch.autograd.Function):
 
     Backward returns one packed gradient.
 
-    [seq, batch, (heads + 2 · kv_heads) · head_dim] -> queries [seq, batch, heads, head_dim], keys and values
-    [seq, batch, kv_heads, head_dim]. Without tables nothing is rotated. What the projection has besides is
-    returned last: the gate of the output, [seq, batch, heads · head_dim]. No communication.
+    [seq, batch, before_gate] -> queries [seq, batch, heads, head_dim], keys [seq, batch, kv_heads, head_dim],
+    values [seq, batch, kv_heads, value_dim]. `turn` has cos, sin and factors on queries; without tables
+    nothing is rotated. What the projection has besides is returned last: the gate of the output. No
+    communication.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        packed: Tensor,
-        layer: AttentionByOperation,
-        rotary: tuple[Tensor, Tensor] | None,
-        factors: Tensor | None = None,
-    ) -> Any:
-        cos, sin = rotary if rotary is not None else (None, None)
+    def forward(ctx: Any, packed: Tensor, layer: AttentionByOperation, turn: Sequence[Tensor | None]) -> Any:
+        cos, sin, factors = turn
         ctx.save_for_backward(cos, sin, factors)
         ctx.ops = layer.options.ops
-        head_dim = layer.model_config.head_size
-        q, k, v = ctx.ops.split_rotary(packed, layer.heads, layer.kv_heads, head_dim, cos, sin)
+        sizes = layer.heads, layer.kv_heads, layer.head_dim
+        q, k, v = ctx.ops.split_rotary(packed, *sizes, cos, sin, value_dim=layer.value_dim)
         if factors is not None:
-            assert rotary is not None, "without a rotation queries are views of the projection"
-            q.mul_(factors)
-        gate = packed[..., (layer.heads + 2 * layer.kv_heads) * head_dim :]
+            q.mul_(factors)  # rotated: a view of a new buffer
+        gate = packed[..., layer.before_gate :]
         if not gate.shape[-1]:
             return q, k, v
         return q, k, v, in_own_memory(gate, (q,) if layer.keeps_projection else ())
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos, sin, factors = ctx.saved_tensors
         dq, dk, dv, *dgate = grads
         if factors is not None:
             dq = dq * factors
-        return ctx.ops.split_rotary_backward(dq, dk, dv, cos, sin, *dgate), None, None, None
+        return ctx.ops.split_rotary_backward(dq, dk, dv, cos, sin, *dgate), None, None
 
 
 class Rotate(torch.autograd.Function):
@@ -119,6 +112,9 @@ class AttentionByOperation(BlockModule):
     options: LayerOptions
     heads: int
     kv_heads: int
+    head_dim: int
+    value_dim: int
+    before_gate: int
     recomputes_scores: bool
     keeps_projection: bool
     norms_first: bool
@@ -131,7 +127,7 @@ class AttentionByOperation(BlockModule):
     def forward(self, x: Tensor, state: ForwardState) -> Tensor:
         # [seq, batch, heads/tp, head_dim]; k and v with this rank's key-value heads
         q, k, v, *gates = self.call(self.project, x, state)
-        # [seq, batch, heads/tp, head_dim]
+        # [seq, batch, heads/tp, value_dim]
         recompute = self.recomputes_scores or not torch.is_grad_enabled()
         out = self.call(self.attend, q, k, v, self.attention_options(state, recompute))
         # row-parallel: summed over tp
@@ -148,17 +144,18 @@ class AttentionByOperation(BlockModule):
     def project(self, x: Tensor, state: ForwardState) -> tuple[Tensor, ...]:
         """Return queries, keys and values of this rank's heads, normalized and rotated.
 
-        Each is [seq, batch, heads, head_dim]. If the output has a gate, it is the last one,
-        [seq, batch, heads · head_dim].
+        Each is [seq, batch, heads, head_dim], values value_dim wide. If the output has a gate, it is the last
+        one.
         """
         rotary, factors = self.rotary_tables(state), state.query_factors
-        # [seq, batch, (heads + 2 · kv_heads) · head_dim], and the gate
+        # [seq, batch, before_gate], and the gate
         packed = self.qkv(x, state.adapter_mask(Site.QKV_ADAPTER, self.layer))
         if self.q_norm is None or self.k_norm is None:
             # split and rotation in one pass over memory
-            return _Split.apply(packed, self, rotary, factors)
+            return _Split.apply(packed, self, (*(rotary or (None, None)), factors))
         # unless norms are applied between them
-        q, k, v, *gates = _Split.apply(packed, self, None if self.norms_first else rotary)
+        tables = None if self.norms_first else rotary
+        q, k, v, *gates = _Split.apply(packed, self, (*(tables or (None, None)), None))
         if self.model_config.qk_norm == "full":  # over all heads at once: [seq, batch, heads · head_dim]
             q, k = self.q_norm(q.flatten(-2)).view_as(q), self.k_norm(k.flatten(-2)).view_as(k)
         else:
@@ -166,7 +163,7 @@ class AttentionByOperation(BlockModule):
         if self.norms_first and rotary is not None:
             q, k = Rotate.apply(q, *rotary), Rotate.apply(k, *rotary)
         if factors is not None:
-            q = ScaleQueries.apply(q, factors)
+            q = q * factors
         return q, k, v, *gates
 
     def rotary_tables(self, state: ForwardState) -> tuple[Tensor, Tensor] | None:

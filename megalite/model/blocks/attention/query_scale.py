@@ -8,26 +8,45 @@ factors, and cost nothing. No communication.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from megalite.config.sections.model import ModelConfig
 from megalite.model.forward_state import ForwardState
+from megalite.parallel.context.parts import PositionSegments
 
 
-def query_factors(model: ModelConfig, state: ForwardState, dtype: torch.dtype) -> Tensor | None:
-    """Return the factors of a microbatch, [seq, 1 or batch, 1, 1], computed in at least fp32.
+class QueryScaleInputs:
+    """Adds the factors of the positions to the state of a microbatch.
 
-    None if they are 1.
+    Args:
+        dtype: of the factors, which are computed in at least fp32.
+        tables: what adds the rotary tables.
     """
-    beta, positions = model.query_scale_beta, model.query_scale_positions
-    if beta is None or positions is None or _end(state) <= positions:
-        return None
-    steps = torch.div(state.document_positions, positions, rounding_mode="floor")
-    wide = torch.promote_types(dtype, torch.float32)
-    return (1 + beta * torch.log1p(steps.to(wide))).to(dtype)[:, :, None, None]
+
+    def __init__(self, model: ModelConfig, dtype: torch.dtype, tables: Callable[[ForwardState], None]):
+        self.beta, self.positions = model.query_scale_beta or 0.0, model.query_scale_positions or 1
+        self.dtype, self.tables = dtype, tables
+        self._factors: dict[PositionSegments, Tensor] = {}  # where all rows have the same positions
+
+    def __call__(self, state: ForwardState) -> None:
+        self.tables(state)
+        if _end(state) > self.positions:  # else they are 1
+            state.query_factors = self.of_rows(state)
+
+    def of_rows(self, state: ForwardState) -> Tensor:
+        """Return the factors, [seq, 1 or batch, 1, 1]."""
+        shared = state.segments if state.document_start is None else ()
+        if shared in self._factors:
+            return self._factors[shared]
+        steps = torch.div(state.document_positions, self.positions, rounding_mode="floor")
+        wide = torch.promote_types(self.dtype, torch.float32)
+        factors = (1 + self.beta * torch.log1p(steps.to(wide))).to(self.dtype)[:, :, None, None]
+        if shared:
+            self._factors[shared] = factors
+        return factors
 
 
 def _end(state: ForwardState) -> int:
@@ -38,17 +57,3 @@ def _end(state: ForwardState) -> int:
     if state.segments:
         return max(start + length for start, length in state.segments)
     return state.length if state.lengths is None else max(state.lengths)
-
-
-class ScaleQueries(torch.autograd.Function):
-    """Multiplies queries [seq, batch, heads, head_dim] by factors [seq, 1 or batch, 1, 1]."""
-
-    @staticmethod
-    def forward(ctx: Any, queries: Tensor, factors: Tensor) -> Tensor:
-        ctx.save_for_backward(factors)
-        return queries * factors
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (factors,) = ctx.saved_tensors
-        return grads[0] * factors, None

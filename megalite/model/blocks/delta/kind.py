@@ -26,8 +26,8 @@ class DeltaKind(MixerKind):
     def specs(self, build: SpecBuilder, block: BlockSpec) -> list[ParamSpec]:
         return parameters.specs(build, block.name)
 
-    def replicas(self, model: ModelConfig, tp: int) -> int:
-        return parameters.key_replicas(model, tp)
+    def replicas(self, model: ModelConfig, tp: int) -> set[int]:
+        return {parameters.key_replicas(model, tp)}
 
     def state_sizes(self, model: ModelConfig, share: Share) -> StateSizes:
         sizes: StateSizes = self.file("context").state_sizes(model, share)

@@ -34,15 +34,10 @@ class FeedForward(BlockModule):
         super().__init__()
         self.layer, tp, sequence_parallel = layer, mesh.tp, options.sequence_parallel
         activation = Activation(model.hidden_act, model.gated_mlp, options.ops)
-        if model.mlp_multipliers is not None:
-            from megalite.model.blocks.feed_forward.scaled_gate import ScaledGate
+        if model.mlp_multipliers is not None or model.hidden_act == "xielu":
+            from megalite.model.blocks.feed_forward.own_activations import own_activation
 
-            activation = ScaledGate(model.hidden_act, model.mlp_multipliers[0], options.ops)
-        if model.hidden_act == "xielu":
-            from megalite.model.blocks.feed_forward.xielu import XIELU
-
-            alpha_p, alpha_n = (weights[f"{name}.{alpha}.weight"] for alpha in ("alpha_p", "alpha_n"))
-            activation = XIELU(alpha_p, alpha_n, options.ops)
+            activation = own_activation(model, name, weights, options.ops)
         weight, bias = weights[f"{name}.in.weight"], weights.get(f"{name}.in.bias")
         self.up = ColumnParallelLinear(weight, bias, tp, sequence_parallel)
         weight, bias = weights[f"{name}.down.weight"], weights.get(f"{name}.down.bias")

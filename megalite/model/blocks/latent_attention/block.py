@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megalite_kernels.dropout import dropout
@@ -34,7 +34,6 @@ from megalite.mesh.mesh import Mesh, MeshAxis
 from megalite.model.block_kind import BlockSpec
 from megalite.model.blocks.attention.block import Attention
 from megalite.model.blocks.attention.operations import Rotate
-from megalite.model.blocks.attention.query_scale import ScaleQueries
 from megalite.model.blocks.latent_attention.context import latents_travel
 from megalite.model.forward_state import ForwardState, Site
 from megalite.model.layer_options import LayerOptions
@@ -45,6 +44,9 @@ from megalite.parallel.tensor.linear import ColumnParallelLinear
 from megalite.parallel.tensor.lora import Mask
 from megalite.parallel.tensor.norm import RMSNorm
 from megalite.parallel.weight import Weights
+
+if TYPE_CHECKING:
+    from megalite.parallel.context.latents import Latents
 
 EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is, as in the published code
 
@@ -135,18 +137,25 @@ class LatentAttention(Attention):
 
         # two levels exchange heads first
         context = "ulysses" if mesh.cp_levels is not None else options.share.context
-        self.latents_travel = latents_travel(model, context, mesh.cp.size, tp.size, options.sequence_parallel)
+        self.latents_travel = self.sends_latents(context, mesh)
+        self.way: Latents | None = None
         self.kv_down, self.kv_norm = own("kv_a"), norm("kv_a")
         self.kv_up = own("kv_b") if self.latents_travel else column("kv_b")
         if self.latents_travel:
             from megalite.parallel.context.latents import Latents, expanding
 
-            ring = context == "ring"
-            self.attend = expanding(Latents(mesh.cp, tp, options.sequence_parallel, ring, self.kv_up.weight))
+            ring, split = context == "ring", options.sequence_parallel
+            self.way = Latents(mesh.cp, tp, split, ring, self.kv_up.weight)
+            self.attend = expanding(self.way)
         has_q_latent = model.q_lora_rank is not None
         self.q_down = own("q_a") if has_q_latent else None
         self.q_norm = norm("q_a") if has_q_latent else None
         self.q_up = column("q_b" if has_q_latent else "q")
+
+    def sends_latents(self, context: str, mesh: Mesh) -> bool:
+        """Return whether latents are exchanged over cp in place of keys and values."""
+        split = self.options.sequence_parallel
+        return latents_travel(self.model_config, context, mesh.cp.size, mesh.tp.size, split)
 
     def project(self, x: Tensor, state: ForwardState) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of this rank's heads.
@@ -154,27 +163,39 @@ class LatentAttention(Attention):
         If latents are exchanged over cp, return queries, and the latents and rotated keys of this rank's
         tokens.
         """
-        queries, (latent, key) = self.queries(x, state), self.latent(x, state)
+        return self.project_from(x, self.query_latent(x, state), state)
+
+    def project_from(
+        self, x: Tensor, query_latent: Tensor, state: ForwardState
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the same as `project`, given `query_latent`."""
+        queries, (latent, key) = self.queries(query_latent, state), self.latent(x, state)
         if self.latents_travel:
             return queries, latent, key
         if self.tp.size > 1:
             key = _SharedKey.apply(key, self.tp, self.sequence_parallel)
         return queries, *self.keys_and_values(latent, key, state.adapter_mask(Site.KV_UP_ADAPTER, self.layer))
 
-    def queries(self, x: Tensor, state: ForwardState) -> Tensor:
-        """Return the rotated queries of this rank's heads, [seq, batch, heads, head_size]."""
-        if self.q_down is not None and self.q_norm is not None:
-            # [seq (/tp), batch, q_lora_rank]
-            x = self.q_norm(self.q_down(x, self._own_mask(Site.Q_DOWN_ADAPTER, state)))
-        packed = self.q_up(x, state.adapter_mask(Site.QKV_ADAPTER, self.layer))
+    def query_latent(self, x: Tensor, state: ForwardState) -> Tensor:
+        """Return the normalized latent of queries, [seq (/tp), batch, q_lora_rank], or x without one."""
+        if self.q_down is None or self.q_norm is None:
+            return x
+        latent: Tensor = self.q_norm(self.q_down(x, self._own_mask(Site.Q_DOWN_ADAPTER, state)))
+        return latent
+
+    def queries(self, latent: Tensor, state: ForwardState) -> Tensor:
+        """Return the rotated queries of this rank's heads, [seq, batch, heads, head_size].
+
+        Args:
+            latent: `query_latent`.
+        """
+        packed = self.q_up(latent, state.adapter_mask(Site.QKV_ADAPTER, self.layer))
         queries = packed.unflatten(-1, (self.heads, -1))
         tables = self.rotary_tables(state)
         if tables is None:
             return queries
         queries = _RotateQueries.apply(queries, self.model_config.qk_nope_head_dim, *tables)
-        if state.query_factors is None:
-            return queries
-        return ScaleQueries.apply(queries, state.query_factors)
+        return queries if state.query_factors is None else queries * state.query_factors
 
     def latent(self, x: Tensor, state: ForwardState) -> tuple[Tensor, Tensor]:
         """Return the normalized latent and the rotated shared key.

@@ -46,7 +46,8 @@ class CachedLatentAttention(CachedAttention):
     def attend(self, x: Tensor, state: ForwardState, cache: RowCache) -> tuple[Tensor]:
         """Return the output of this rank's heads, [seq, batch, heads/tp, value_size]."""
         layer, store, options = self.layer, cache.stores[self], self.layer.attention_options(state)
-        queries, (latent, key) = layer.queries(x, state), layer.latent(x, state)
+        queries = layer.queries(layer.query_latent(x, state), state)
+        latent, key = layer.latent(x, state)
         # [seq, batch, kv_lora_rank + qk_rope_head_dim]
         whole = cache.whole(torch.cat((latent, key), -1), state.part)
         store.write(cache, whole.unsqueeze(2), whole.unsqueeze(2))

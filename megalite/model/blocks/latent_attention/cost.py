@@ -11,6 +11,7 @@ from megalite.model.blocks.attention.context import Heads
 from megalite.model.blocks.attention.cost import heads_of, scaled_queries, scores, workspace
 from megalite.model.blocks.latent_attention.context import latent_width, latents_travel
 from megalite.model.cost.records import (
+    AttentionCost,
     BlockCost,
     Buffer,
     Elementwise,
@@ -26,7 +27,15 @@ if TYPE_CHECKING:
 
 def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> BlockCost:
     """Return the description of the block, see `BlockKind.cost`."""
-    model, share, heads = units.model, units.share, _heads(units)
+    heads = _heads(units, block.layer)
+    return described(units, block, matmuls, heads, scores(units, block.layer, heads))
+
+
+def described(
+    units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul], heads: Heads, attention: AttentionCost
+) -> BlockCost:
+    """Return the description, given that of attention between the projections."""
+    model, share = units.model, units.share
     rotating = model.qk_rope_head_dim
     down, up = matmuls[f"{block.slot}.kv_a"], matmuls[f"{block.slot}.kv_b"]
     if heads.latent:
@@ -49,7 +58,7 @@ def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> Block
     key = (Buffer("rotated keys", share.own_tokens * rotating),) if heads.latent else ()
     out = matmuls[f"{block.slot}.out"]
     gradients, copied = heads.query * model.value_size + 2 * projected, out.inputs + projected
-    rotary, attention = Elementwise(moved, moved, key), scores(units, block.layer, heads)
+    rotary = Elementwise(moved, moved, key)
     steps: tuple[Step, ...] = (
         (*queries, down, latent, rotary, up, attention, out)
         if heads.latent
@@ -61,12 +70,12 @@ def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> Block
     return BlockCost(steps, temporaries, exchanges, keeps_input, keeps_last_input=True, readers=readers)
 
 
-def _heads(units: Units) -> Heads:
+def _heads(units: Units, layer: int) -> Heads:
     """Return the heads of one tensor-parallel rank, with the width of latents if these travel over cp."""
     model, share = units.model, units.share
     method = share.context if share.context_inner == 1 else "ulysses"  # two levels exchange heads first
     travels = latents_travel(model, method, share.cp, share.tp, share.sequence_parallel)
-    return heads_of(units)._replace(latent=latent_width(model) if travels else 0)
+    return heads_of(units, layer)._replace(latent=latent_width(model) if travels else 0)
 
 
 def _norm(units: Units, of: str, width: int, keeps_output: bool) -> Elementwise:

@@ -26,8 +26,8 @@ class MambaKind(MixerKind):
     def specs(self, build: SpecBuilder, block: BlockSpec) -> list[ParamSpec]:
         return parameters.specs(build, block.name)
 
-    def replicas(self, model: ModelConfig, tp: int) -> int:
-        return parameters.group_replicas(model, tp)
+    def replicas(self, model: ModelConfig, tp: int) -> set[int]:
+        return {parameters.group_replicas(model, tp)}
 
     def output_factor(self, model: ModelConfig) -> float:
         return model.mamba_out_multiplier

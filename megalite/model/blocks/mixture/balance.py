@@ -18,7 +18,7 @@ Communication: a loss by sequence sums counts over the ranks that share a sequen
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from megalite_kernels.permutation import count_by_column
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megalite.config.sections.model import ModelConfig
 from megalite.mesh.mesh import MeshAxis
+from megalite.model.added_loss import AddLoss
 from megalite.model.blocks.mixture.router import best
 from megalite.model.kinds import layers_of
 from megalite.parallel.collectives import all_reduce
@@ -69,22 +70,6 @@ class RouterState(NamedTuple):
         return RouterState(
             counts * (model.num_experts_per_tok / counts.sum(-1, keepdim=True).clamp(min=1)), bias
         )
-
-
-class _AddLoss(torch.autograd.Function):
-    """Return x unchanged, and add a loss in backward.
-
-    The loss receives the gradient 1, as if it had been added to the loss of the model. No communication.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        ctx.dtype = loss.dtype
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        return grads[0], torch.ones((), dtype=ctx.dtype, device=grads[0].device)
 
 
 class Balance:
@@ -135,7 +120,7 @@ class Balance:
         z = (logits.logsumexp(-1).square() * mask).sum()
         statistics[AUXILIARY], statistics[Z] = balance.detach(), z.detach()
         loss = balance * (model.router_aux_loss_coef * factor) + z * (model.router_z_loss_coef * factor)
-        return _AddLoss.apply(weights, loss), statistics
+        return AddLoss.apply(weights, loss), statistics
 
     def _shares(self, choice: ExpertChoice, probabilities: Tensor, valid: Tensor) -> Tensor:
         """Return f: [1, experts] of the previous step, or [batch, experts] of each sequence."""

@@ -1,0 +1,1 @@
+"""Latent attention to the rows that an indexer selects (DeepSeek sparse attention, DSA)."""

@@ -1,0 +1,120 @@
+"""`megalite convert check --train_steps`: training steps beside transformers, tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megalite.commands import convert as convert_hf
+from megalite.huggingface import convert as converting
+from tests.huggingface.hf_models import CASES, Case, write
+
+CHECK = ["--tokens", "12", "--train_steps"]
+# one case for each way in which tensors of a file differ from ours: tied, packed, by head, stacked experts in one
+# tensor and in many, convolutions, latents with yarn's factors
+NAMES = ["llama, tied, llama3 rope", "phi3, partial rope, window", "gemma2", "gpt_neox", "gpt2", "gpt_oss"]
+NAMES += ["mixtral", "deepseek_v2, lite, yarn rope", "qwen3_next", "olmo_hybrid", "granitemoehybrid"]
+
+
+def single(name: str) -> Case:
+    return CASES[name]._replace(dtype=torch.float32, shard="5GB")
+
+
+def check(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, dict[str, Any]]:
+    capsys.readouterr()
+    status = convert_hf.main(["check", *map(str, words), "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def exceeding(report: dict[str, Any], kind: str) -> list[str]:
+    """The tensors of which a kind of values differs by more than rounding, the worst first."""
+    bound = report["bounds"]["gradient" if kind == "gradient" else "weight"]
+    return [each["tensor"] for each in report["tensors"][kind] if each["error"] > bound]
+
+
+def alter(directory: Path, tensors: dict[str, Tensor], fields: dict[str, Any]) -> Path:
+    path = directory / "model.safetensors"
+    save_file(load_file(path) | tensors, path, {"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | fields))
+    return directory
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_are_those_of_transformers(name: str, dtype: str, tmp_path: Path, capsys) -> None:
+    theirs = write(single(name), tmp_path / "theirs")
+    status, report = check(capsys, theirs, theirs, *CHECK, "2", "--dtype", dtype)
+    training = report["training"]
+    assert (status, training["equal"]) == (0, True), training
+    named = {each["tensor"].partition(" (")[0] for each in training["tensors"]["gradient"]}
+    in_file = load_file(theirs / "model.safetensors")
+    assert named <= in_file.keys() and named >= {key for key in in_file if not key.endswith("e_score_correction_bias")}
+
+
+def test_swapped_rows_of_q_are_named(tmp_path: Path, capsys) -> None:
+    theirs, ours = write(single("llama, biases, head_dim"), tmp_path / "theirs"), tmp_path / "ours"
+    q = "model.layers.1.self_attn.q_proj.weight"
+    rows = load_file(theirs / "model.safetensors")[q]
+    damaged = alter(Path(shutil.copytree(theirs, tmp_path / "damaged")), {q: rows[[1, 0, *range(2, len(rows))]]}, {})
+    assert convert_hf.main(["import", str(damaged), str(ours)]) == 0
+    status, report = check(capsys, ours, theirs, *CHECK, "1")
+    assert status == 1 and exceeding(report["training"], "weight at the start") == [q]
+    assert q in exceeding(report["training"], "gradient")
+    assert convert_hf.main(["check", str(ours), str(theirs), *CHECK, "1"]) == 1
+    assert f"of each weight at the start that of {q} differs most" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_missing_offset_of_norms_is_named(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma's norms multiply by 1 + w: without it all weights are equal, and gradients are not."""
+    theirs, ours, read = write(single("gemma"), tmp_path / "theirs"), tmp_path / "ours", converting.from_hf_config
+    with monkeypatch.context() as patch:
+        patch.setattr(converting, "from_hf_config", lambda config: read(config) | {"norm_offset": 0.0})
+        assert convert_hf.main(["import", str(theirs), str(ours)]) == 0
+    status, report = check(capsys, ours, theirs, *CHECK, "1")
+    assert status == 1 and not exceeding(report["training"], "weight at the start")
+    assert "model.norm.weight" in exceeding(report["training"], "gradient")
+
+
+def test_an_epsilon_is_found_where_inputs_are_small(tmp_path: Path, capsys) -> None:
+    theirs, ours = write(single("llama, biases, head_dim"), tmp_path / "theirs"), tmp_path / "ours"
+    embedding = "model.embed_tokens.weight"
+    small = {embedding: load_file(theirs / "model.safetensors")[embedding] * 0.05}
+    alter(theirs, small, {"rms_norm_eps": 1e-5})
+    other = alter(Path(shutil.copytree(theirs, tmp_path / "other")), {}, {"rms_norm_eps": 1e-6})
+    assert convert_hf.main(["import", str(other), str(ours)]) == 0
+    status, report = check(capsys, ours, theirs, *CHECK, "1", "--dtype", "float64")
+    assert status == 1 and not exceeding(report["training"], "weight at the start")
+    worst = exceeding(report["training"], "gradient")
+    assert worst[0].startswith("model.layers.0.") and embedding in worst
+    assert check(capsys, other, other, *CHECK, "1", "--dtype", "float64")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--dtype", "float64"], "Set --train_steps too"),
+        (["--train_steps", "0"], "'0' is not a positive integer"),
+    ],
+)
+def test_bad_input_is_one_message(words: list[str], said: str, tmp_path: Path, capsys) -> None:
+    theirs = write(single("gemma"), tmp_path / "theirs")
+    with pytest.raises(SystemExit) as stopped:
+        convert_hf.main(["check", str(theirs), str(theirs), *words])
+    message = capsys.readouterr().err.strip()
+    assert stopped.value.code == 2 and said in message and len(message.splitlines()) == 1
+
+
+def test_another_model_is_rejected(tmp_path: Path, capsys) -> None:
+    theirs = write(single("llama, biases, head_dim"), tmp_path / "theirs")
+    wide = write(single("qwen3, tied"), tmp_path / "wide")
+    with pytest.raises(SystemExit) as stopped:
+        convert_hf.main(["check", str(theirs), str(wide), *CHECK, "1"])
+    assert stopped.value.code == 2 and "does not match" in capsys.readouterr().err
