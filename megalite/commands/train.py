@@ -123,6 +123,7 @@ def check_run(
     import torch
 
     from megalite.assembly import parts as build
+    from megalite.assembly.fp8_matrices import describe_fp8
     from megalite.config import token_files
     from megalite.config.precision import of_device
     from megalite.config.rules import check
@@ -149,6 +150,7 @@ def check_run(
         data, _ = dataset.build(config.data, config.run.seed)
         remarks = [choice.describe()] if choice is not None else []
         remarks += check_tokenizers(config, data.fingerprint) + token_files.remarks(config)
+        remarks += describe_fp8(config)
     except ConfigError as error:
         exit_with(str(error))
     return device, hardware, remarks

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from megalite.parallel.matmuls import Matmuls
 from megalite.parallel.spec import ParamSpec
 from megalite.parallel.weight_grad_queue import WeightGradQueue, WeightMatmul
 
@@ -52,6 +53,7 @@ class Weight:
         grad: a view of a flat gradient bucket, of the same shape; None while the bucket has no buffer.
         grad_dtype: accumulate dtype of the gradient; None if the weight is not trained.
         bucket: reduces completed gradients; None if they are not reduced.
+        matmuls: computes its matmuls.
         adapter: the LoRA adapter of its matmuls.
         expert_adapter: the LoRA adapters of the experts that are stacked in it.
     """
@@ -69,6 +71,7 @@ class Weight:
         self.grad: Tensor | None = None
         self.grad_dtype, self.trainable = grad_dtype, grad_dtype is not None
         self.bucket = bucket
+        self.matmuls = Matmuls(tensor)
         self.adapter: Adapter | None = None
         self.expert_adapter: ExpertAdapter | None = None
         self._queue = queue

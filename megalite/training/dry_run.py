@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from megalite.assembly import plan
+from megalite.assembly.fp8_matrices import describe_fp8
 from megalite.config.arguments import DRY_RUN, read_arguments
 from megalite.config.dims import ParallelDims
 from megalite.config.errors import ConfigError
@@ -225,6 +226,7 @@ def describe(config: Config, content: dict[str, Any]) -> list[str]:
         ),
         *experts(config, rows),
         *describe_state_exchange(config),
+        *describe_fp8(config),
         *remarks(config),
         f"built on the meta device with the planned number of bytes: {len(content['built'])} "
         f"rank{'s' * (len(content['built']) > 1)}",

@@ -193,6 +193,7 @@ GRAPHED: list[tuple[str, Any, Any, dict[str, Any]]] = [  # option, what graphs d
     ("lora.dropout", 0.1, 0.0, {"lora.rank": 4}),
     ("data.reset_positions", True, False, {}),
     ("data.train", "chat", "tokens", {}),
+    ("train.fp8", "block", "none", {}),
     ("train.compile", True, False, {}),
     ("logging.loss_by_source", True, False, {"data.train": {"tokens": 1.0, "bare": 1.0}}),
 ]
@@ -1434,6 +1435,10 @@ ROWS = [
         ("requires a GPU",),
         devices=0,
     ),
+    Row("fp8 with a wide range", {"train.fp8": "block", "train.precision": "fp16"}, {"train.precision": "bf16"}),
+    Row("powers of two for blocks", {"train.fp8": "mxfp8", "train.fp8_power_of_two": True}, {"train.fp8": "block"}),
+    Row("outer layers with fp8", {"train.fp8_first_last": 1}, {"train.fp8": "block"}, ("has no effect",)),
+    Row("inner layers with fp8", {"train.fp8": "block", "train.fp8_first_last": 2}, {"train.fp8_first_last": 1}),
     Row("graphs on a GPU", GRAPHS, {"train.graphs": False}, ("requires a GPU",), devices=0),
     *(
         Row(f"graphs and {option}", GRAPHS | {option: broken} | others, {option: fixed}, (f"{option} = ",), devices=1)

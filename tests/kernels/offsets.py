@@ -17,6 +17,8 @@ from megalite_kernels import (
     causal_conv,
     cross_entropy,
     dropout,
+    fp8,
+    fp8_matmul,
     gated_norm,
     grad_norm,
     grouped_weight_grad,
@@ -199,6 +201,28 @@ def adamw_triton() -> None:
         torch.testing.assert_close(got[-LAST:], expected.float())
 
 
+def fp8_triton() -> None:
+    x = large(2**31 // 4096 + LAST, 4096)
+    codes, scales = fp8.quantize(x, (1, 128))
+    mx_codes, mx_scales = fp8.quantize_mx(x)
+    (x,) = end(x)
+    expected, mx_expected = fp8.quantize(x, (1, 128)), fp8.quantize_mx(x)
+    assert torch.equal(codes[-LAST:].float(), expected.codes.float())
+    assert torch.equal(scales[-LAST:], expected.scales)
+    assert torch.equal(mx_codes[-1, -2048:].float(), mx_expected.codes[-1, -2048:].float())
+    assert torch.equal(mx_scales[-1, -64:].float(), mx_expected.scales[-1, -64:].float())
+
+
+def fp8_matmul_triton() -> None:
+    rows = 2**31 // 128 + LAST
+    codes, scales = torch.empty(rows, 128, dtype=torch.float8_e4m3fn), torch.ones(rows, 1)
+    codes[-LAST:] = torch.randn(LAST, 128).to(codes.dtype)
+    weight = fp8.quantize(torch.randn(128, 128), (128, 128))
+    computed = fp8_matmul.multiply(fp8.Quantized(codes, scales), weight, torch.bfloat16)
+    exact = codes[-LAST:].double() @ fp8.dequantize(weight, torch.float64).t()
+    torch.testing.assert_close(computed[-LAST:].double(), exact, rtol=2**-8, atol=1e-5)
+
+
 def gated_norm_triton() -> None:
     """As in `norm_triton`, with a weight for each of two groups."""
     from megalite_kernels import gated_norm_triton
@@ -330,6 +354,8 @@ if __name__ == "__main__":
         causal_conv_triton,
         cross_entropy_triton,
         dropout_triton,
+        fp8_matmul_triton,
+        fp8_triton,
         gated_norm_triton,
         grad_norm_triton,
     )

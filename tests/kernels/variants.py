@@ -18,8 +18,9 @@ from megalite_kernels.dropout import AttentionDropout
 from megalite_kernels.launch import Variant
 from torch import Tensor
 
-FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-NAMES = {FP32: "fp32", FP16: "fp16", BF16: "bf16", torch.int32: "i32", torch.int64: "i64"}
+FP32, BF16, FP16, FP8 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn
+NAMES = {FP32: "fp32", FP16: "fp16", BF16: "bf16", FP8: "fp8e4nv"}
+NAMES |= {torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64"}
 DTYPES = (BF16, FP16, FP32)
 ROWS, BATCH = 3, 2  # neither 1 nor a multiple of 16, which Triton compiles apart
 IGNORE_INDEX = -100
@@ -163,6 +164,26 @@ def of_cross_entropy(module: Any) -> Calls:
             (f"gradient {label}",),
             partial(module.cross_entropy_gradient_, logits, targets, lse, scale, *part, 0.1, 0.1, 1000),
         )
+
+
+def of_fp8(module: Any) -> Calls:
+    x = torch.empty(ROWS, 4096, dtype=BF16)
+    for power_of_two in (False, True):
+        kind = "powers of two" if power_of_two else "fp32 scales"
+        yield (f"quantize 1 x 128, {kind}",), partial(module.quantize, x, 1, power_of_two)
+        weight = torch.empty(128, 4096, dtype=BF16)
+        yield (f"quantize 128 x 128, {kind}",), partial(module.quantize, weight, 128, power_of_two)
+    yield ("quantize 1 x 32",), partial(module.quantize_mx, x)
+
+
+def of_fp8_matmul(module: Any) -> Calls:
+    """On the architectures that multiply e4m3."""
+    if module.takes(torch.device("cpu")):
+        a, b = torch.empty(ROWS, 4096, dtype=FP8), torch.empty(256, 4096, dtype=FP8)
+        scales, b_scales, ends = torch.empty(ROWS, 32), torch.empty(2, 32), torch.empty(2, dtype=torch.int32)
+        yield ("matmul 1 x 128 by 128 x 128",), partial(module.fp8_matmul, a, scales, b, b_scales, BF16)
+        both = torch.empty(2, 4096, 256, dtype=FP8).transpose(1, 2), torch.empty(2, 32, 2).transpose(1, 2)
+        yield ("matmul of groups, transposed",), partial(module.fp8_matmul, a, scales, *both, BF16, ends)
 
 
 def of_gated_norm(module: Any) -> Calls:
@@ -369,6 +390,8 @@ LISTS = {
     "causal_conv_triton": of_causal_conv,
     "cross_entropy_triton": of_cross_entropy,
     "dropout_triton": of_dropout,
+    "fp8_matmul_triton": of_fp8_matmul,
+    "fp8_triton": of_fp8,
     "gated_norm_triton": of_gated_norm,
     "grad_norm_triton": of_grad_norm,
     "grouped_weight_grad_triton": of_grouped_weight_grad,

@@ -125,6 +125,12 @@ RULES: tuple[Rule, ...] = (
         "train on text",
     ),
     _excludes(
+        "train.fp8",
+        lambda c: c.train.fp8 != "none",
+        "the host decides when weights are quantized again",
+        "train.fp8 to none",
+    ),
+    _excludes(
         "train.compile",
         lambda c: c.train.compile,
         "functions could be compiled while a graph is recorded",

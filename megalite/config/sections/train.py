@@ -66,6 +66,16 @@ class TrainConfig:
     grad_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which gradients are accumulated and sent. fp32: at least fp32, which is fp64 with
     train.precision = fp64; bf16: half the memory, at lower precision."""
+    fp8: Literal["none", "block", "mxfp8"] = "none"
+    """Multiply the matrices of layers in fp8 (e4m3), in the forward and for input gradients. block: fp32
+    scales of 1 x 128 elements of activations and 128 x 128 of weights; mxfp8: power-of-two scales of 1 x 32.
+    Embedding, head, routers, norms, recurrences, weight gradients, communication and the optimizer keep their
+    precision, as do matrices whose part on a rank is not made of whole blocks. A device without fp8 matmuls
+    rounds the operands to fp8 and multiplies in fp32."""
+    fp8_power_of_two: bool = False
+    """With fp8: block, round scales so that they are powers of two."""
+    fp8_first_last: int = option(0, NOT_NEGATIVE)
+    """With fp8, the number of layers at each end of the model that keep train.precision."""
     recompute: str = "none"
     """Activations that backward recomputes: none, selective (attention), full (every layer), every-K (every
     K-th layer), budget (as little as memory_budget allows), or operations such as attn_norm+mlp_in, for all
@@ -133,6 +143,34 @@ class TrainConfig:
 
 
 RULES: tuple[Rule, ...] = (
+    Rule(
+        "fp8 with a wide range",
+        "train.fp8",
+        lambda c: c.train.fp8 != "none" and c.train.precision == "fp16",
+        message="is not supported with {train.precision}, whose range is too narrow for scaled products",
+        legal="Set train.precision to bf16 or fp32.",
+    ),
+    Rule(
+        "powers of two for blocks",
+        "train.fp8_power_of_two",
+        lambda c: c.train.fp8_power_of_two and c.train.fp8 != "block",
+        message="has no effect with {train.fp8}",
+        legal="Remove it, or set train.fp8 to block.",
+    ),
+    Rule(
+        "outer layers with fp8",
+        "train.fp8_first_last",
+        lambda c: c.train.fp8_first_last and c.train.fp8 == "none",
+        message="has no effect with {train.fp8}",
+        legal="Remove it, or set train.fp8 to block or mxfp8.",
+    ),
+    Rule(
+        "inner layers with fp8",
+        "train.fp8_first_last",
+        lambda c: c.train.fp8 != "none" and 2 * c.train.fp8_first_last >= c.model.num_hidden_layers,
+        message="leaves no layer of {model.num_hidden_layers} for {train.fp8}",
+        legal=lambda c: f"Legal values: 0 to {(c.model.num_hidden_layers - 1) // 2}.",
+    ),
     Rule(
         "bf16 gradients of bf16",
         "train.grad_dtype",

@@ -109,11 +109,11 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, into: Tensor, down: Tensor, layer: Experts, groups: Groups) -> Tensor:
         ctx.layer, ctx.groups, (first, second) = layer, groups, layer.adapters
-        inner = grouped_matmul(rows, layer.each(into).transpose(1, 2), groups)  # [n, (2 ·) width]
+        inner = layer.into.matmuls.experts_forward(rows, groups)  # [n, (2 ·) width]
         layer.add_bias(inner, 0, groups)
         low_in = None if first is None else first.add(rows, inner, groups)
         active = layer.activation.forward(inner)  # [n, width]
-        out = grouped_matmul(active, layer.each(down).transpose(1, 2), groups)  # [n, hidden]
+        out = layer.down.matmuls.experts_forward(active, groups)  # [n, hidden]
         layer.add_bias(out, 1, groups)
         low_down = None if second is None else second.add(active, out, groups)
         ctx.save_for_backward(
@@ -130,10 +130,10 @@ class _Experts(torch.autograd.Function):
             grads[0],
         )
         first, second = layer.adapters
-        dactive = grouped_matmul(grad, layer.each(layer.down.tensor), groups)  # [n, width]
+        dactive = layer.down.matmuls.experts_input_gradient(grad, groups)  # [n, width]
         dlow_down = None if second is None else second.add_gradient(grad, dactive, groups)
         dinner, active = layer.activation.backward(dactive, inner)
-        dx = grouped_matmul(dinner, layer.each(layer.into.tensor), groups)  # [n, hidden]
+        dx = layer.into.matmuls.experts_input_gradient(dinner, groups)  # [n, hidden]
         dlow_in = None if first is None else first.add_gradient(dinner, dx, groups)
         layer.down.accumulate_matmul(grad, active, groups)
         layer.accumulate_biases((dinner, grad), groups)
@@ -176,10 +176,6 @@ class Experts(nn.Module):
     def adapters(self) -> tuple[ExpertAdapter | None, ExpertAdapter | None]:
         """Adapters of both matrices."""
         return self.into.expert_adapter, self.down.expert_adapter
-
-    def each(self, matrices: Tensor) -> Tensor:
-        """Return a view of stacked matrices: [experts · out, in] -> [experts, out, in]."""
-        return matrices.view(self.number, -1, matrices.shape[1])
 
     def add_bias(self, out: Tensor, which: int, groups: Groups) -> None:
         """Add the bias of each expert in the first or second matmul to its rows of `out`."""

@@ -88,6 +88,7 @@ class ShardGatherer(WeightGatherer):
 
     def gather_updated(self) -> None:
         """Free the full weights, which are outdated because the shards have changed."""
+        self.updates += 1
         self._free_all()
 
     def wait_for(self, unit: int) -> None:

@@ -32,6 +32,9 @@ class WeightGatherer:
         sharded_update: whether each rank updates only its part of a bucket, so that the parts must be
             gathered (ZeRO-1 and 2).
         log: records every gather.
+
+    Attributes:
+        updates: the number of changes of the weights so far.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class WeightGatherer:
         self.buckets, self.by_unit, self.sharded_update, self.log = buckets, by_unit, sharded_update, log
         # whether something is done where units start and end: weights that nobody gathers are there
         self.has_boundaries = sharded_update
+        self.updates = 0
 
     def pre_forward(self, unit: int, x: Tensor) -> Tensor:
         """Make the weights of the unit available for its forward on x and the backward of it. Return x."""
@@ -78,6 +82,7 @@ class WeightGatherer:
 
         The forwards of the next step wait for them unit by unit, so that the gathers overlap with it.
         """
+        self.updates += 1
         for number, bucket in enumerate(self.buckets):
             if self.sharded_update and bucket.layout.trainable:
                 # only pending if no forward has run since the last update, as in a rollback

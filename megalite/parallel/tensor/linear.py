@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.mesh.mesh import MeshAxis
@@ -44,7 +43,7 @@ def _input_gradient(
     """
     if weight.adapter is not None:
         return weight.adapter.backward(grad, saved, mask)
-    return torch.matmul(grad, weight.tensor), None
+    return weight.matmuls.input_gradient(grad), None
 
 
 def _accumulate_linear(
@@ -87,7 +86,7 @@ class ColumnParallelLinear:
         weight, adapter = self.weight, self.weight.adapter
         full = all_gather(x, self.tp).wait() if self.sequence_parallel else x  # [seq, batch, in]
         bias = None if self.bias is None else self.bias.tensor
-        out = F.linear(full, weight.tensor, bias)  # [seq, batch, out/tp]
+        out = weight.matmuls.forward(full, bias)  # [seq, batch, out/tp]
         kept = () if adapter is None else adapter.forward(full, out, mask)
         # Save x, not `full`: [seq/tp, batch, in] under sequence parallelism; gathering it again in backward
         # costs less than the memory.
@@ -149,7 +148,7 @@ class RowParallelLinear:
         # On a GPU the matmul adds the residual to its fp32 accumulators, which saves a kernel and a rounding.
         # On a CPU the sum is a pass of its own, with the same bits as operation by operation.
         alone = tp.size == 1 and bias is None and weight.adapter is None
-        self.adds_residual = alone and weight.tensor.is_cuda
+        self.adds_residual = alone and weight.tensor.is_cuda and weight.matmuls.adds_residual
 
     def __call__(self, x: Tensor, mask: Mask | None = None) -> Tensor:
         return Node.apply(x, self.weight.tensor, self, mask)
@@ -165,7 +164,7 @@ class RowParallelLinear:
             rows = torch.addmm(residual.flatten(0, 1), active.flatten(0, 1), weight.tensor.t())
             return rows.view_as(residual)
         # [seq, batch, out], a partial sum: this rank has a part of the inputs
-        out = F.linear(active, weight.tensor)
+        out = weight.matmuls.forward(active)
         # The adapter adds to `out` before its reduction. `active` is not saved: backward recomputes it
         # from x.
         saved.append((x, *(() if adapter is None else adapter.forward(active, out, mask))))

@@ -98,7 +98,7 @@ class Adapter:
         """
         (inner,) = saved
         rows = grad.flatten(0, -2)
-        dx = torch.mm(rows, self.base.tensor).view(*grad.shape[:-1], -1)
+        dx = self.base.matmuls.input_gradient(rows).view(*grad.shape[:-1], -1)
         added, accumulate = self.gradients(rows, inner, mask)
         return dx.add_(self.dropped(added.view_as(dx), mask)), accumulate
 

@@ -20,6 +20,7 @@ from megalite.model.adapter_parameters import trained_specs
 from megalite.model.kinds import dispatch_of
 from megalite.model.parameters import model_specs
 from megalite.optimizer.registry import OPTIMIZERS, kinds_of, state_elements
+from megalite.parallel.fp8_choice import code_bytes, fp8_choice
 from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.sharding.compressible import compressible
 from megalite.parallel.spec import ParamSpec
@@ -150,6 +151,7 @@ class States:
         master: master weights, 0 if the weights themselves are updated.
         moments: the optimizer's state besides them: AdamW's two moments, Muon's one of matrices, and the
         average of the weights. powersgd: errors and factors of compressed gradients.
+        codes: weights in fp8 with their scales, besides those in the compute dtype.
         copies: transient: copies of the optimizer state under schedules that update before the norm is known,
         and PowerSGD's new errors
             and factors.
@@ -161,6 +163,7 @@ class States:
     master: int = 0
     moments: int = 0
     powersgd: int = 0
+    codes: int = 0
     copies: int = 0
     host: int = 0
     disk: int = 0
@@ -173,7 +176,8 @@ class States:
     @property
     def device(self) -> int:
         """Return the bytes on the device while a step runs."""
-        return self.weights + self.gradients + self.optimizer + self.copies - self.host - self.disk
+        kept = self.weights + self.codes + self.gradients + self.optimizer
+        return kept + self.copies - self.host - self.disk
 
     def __add__(self, other: States) -> States:
         return States(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
@@ -222,6 +226,7 @@ def _bucket(config: Config, bucket: BucketLayout, device: DeviceType, shard: int
         master=master,
         moments=moments,
         powersgd=compressed,
+        codes=0 if sharded else _codes(config, bucket),
         copies=compressed,
         host=(weights if weights_at != device else 0) + (away if parallel.offload != "disk" else 0),
         disk=away if parallel.offload == "disk" else 0,
@@ -247,10 +252,25 @@ def matrices(config: Config, bucket: BucketLayout) -> list[tuple[int, int]]:
     alone = Sharing.of(config).data == 1 or Sharing.of(config, bucket.domain).data == 1
     if not parallel.powersgd_rank or alone or not bucket.trainable:
         return []
-    at = Coordinates({"tp": AxisPlace(0, parallel.tp), "expert": AxisPlace(0, parallel.ep)})
+    at = _first(config)
     segments = [segment for slot in bucket.slots for segment in slot.spec.segments]
     compressed = [compressible(segment, segment.local(at), parallel.powersgd_rank) for segment in segments]
     return [(each.n, each.m) for each in compressed if each is not None for _ in range(each.number)]
+
+
+def _first(config: Config) -> Coordinates:
+    """Return the coordinates of the first rank on the axes that tensors are split over."""
+    parallel = config.parallel
+    return Coordinates({"tp": AxisPlace(0, parallel.tp), "expert": AxisPlace(0, parallel.ep)})
+
+
+def _codes(config: Config, bucket: BucketLayout) -> int:
+    """Return the bytes of the codes and scales of a bucket's weights, kept from one update to the next."""
+    if config.train.fp8 == "none":
+        return 0
+    layers, at = config.model.num_hidden_layers, _first(config)
+    chosen = ((fp8_choice(slot.spec, at, config.train, layers).rows, slot.shape[-1]) for slot in bucket.slots)
+    return sum(code_bytes(rows, columns, config.train.fp8) for rows, columns in chosen if rows)
 
 
 def _compressed(config: Config, bucket: BucketLayout) -> int:

@@ -1,0 +1,148 @@
+"""Matmuls of stored matrices in fp8 (`train.fp8`): operands are quantized where they are multiplied.
+
+    forward           y = q(x) q(W)ᵀ     x has scales along its channels
+    input gradient    dx = q(dy) q(W)    dy has scales along the outputs
+    weight gradient   dyᵀ x, in the compute dtype
+
+The gradient passes through the quantization unchanged. Scales follow from the elements of their block, so
+that there is no state between steps. Weights are quantized once after each update, with `mxfp8` along both
+dimensions; those that only exist while they are used (ZeRO-3), at each use. Whatever a layer communicates is
+in the compute dtype. No communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from megalite_kernels.fp8 import BLOCK, Quantized, Recipe, quantize, quantize_mx
+from megalite_kernels.fp8_matmul import multiply, multiply_experts
+from megalite_kernels.groups import Groups
+from torch import Tensor
+
+from megalite.config.sections.train import TrainConfig
+from megalite.mesh.layout import Coordinates
+from megalite.parallel.fp8_choice import FORWARD_ONLY, fp8_choice
+from megalite.parallel.matmuls import Matmuls
+from megalite.parallel.weight import Weights
+
+
+class Fp8Format(NamedTuple):
+    """Recipe, and whether fp32 scales are powers of two."""
+
+    recipe: Recipe
+    power_of_two: bool
+
+    def activations(self, rows: Tensor) -> Quantized:
+        """Quantize [tokens, channels] with scales along the channels."""
+        if self.recipe == "mxfp8":
+            return quantize_mx(rows)
+        return quantize(rows, (1, BLOCK), self.power_of_two)
+
+
+class QuantizedWeight(NamedTuple):
+    """A weight at a number of updates, with scales along its inputs and along its outputs.
+
+    Its shapes are [.., out, in] and [.., in, out]. With square blocks the second is a view of the first.
+    """
+
+    updates: int
+    along_inputs: Quantized
+    along_outputs: Quantized
+
+
+class Fp8Matmuls(Matmuls):
+    """Matmuls of a matrix, or of the stacked matrices of experts, in fp8.
+
+    Args:
+        tensor: the weight in compute dtype, as for `Matmuls`.
+        rows: the number of its leading rows that multiply in fp8; the others do in the compute dtype.
+        experts: number of matrices that are stacked in it; then all rows do.
+        forward_only: compute input gradients in the compute dtype.
+        updates: returns the number of updates of the weights so far; None: do not keep the codes.
+    """
+
+    adds_residual = False
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        fp8: Fp8Format,
+        updates: Callable[[], int] | None,
+        *,
+        rows: int,
+        experts: int = 1,
+        forward_only: bool = False,
+    ):
+        super().__init__(tensor)
+        self.fp8, self.updates = fp8, updates
+        self.rows, self.experts, self.forward_only = rows, experts, forward_only
+        self._quantized: QuantizedWeight | None = None
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        rows = x.flatten(0, -2)
+        out = multiply(self.fp8.activations(rows), self.quantized().along_inputs, x.dtype)
+        if self.rows < len(self.tensor):
+            out = torch.cat((out, rows @ self.tensor[self.rows :].t()), 1)
+        if bias is not None:
+            out += bias
+        return out.view(*x.shape[:-1], -1)
+
+    def input_gradient(self, grad: Tensor) -> Tensor:
+        if self.forward_only:
+            return super().input_gradient(grad)
+        rows = grad.flatten(0, -2)
+        dx = multiply(self.fp8.activations(rows[:, : self.rows]), self.quantized().along_outputs, grad.dtype)
+        if self.rows < len(self.tensor):
+            dx.addmm_(rows[:, self.rows :], self.tensor[self.rows :])
+        return dx.view(*grad.shape[:-1], -1)
+
+    def experts_forward(self, rows: Tensor, groups: Groups) -> Tensor:
+        operand = self.fp8.activations(rows)
+        return multiply_experts(operand, self.quantized().along_inputs, groups, rows.dtype)
+
+    def experts_input_gradient(self, grad: Tensor, groups: Groups) -> Tensor:
+        operand = self.fp8.activations(grad)
+        return multiply_experts(operand, self.quantized().along_outputs, groups, grad.dtype)
+
+    def quantized(self) -> QuantizedWeight:
+        """Return the codes of the weight, computed again after an update."""
+        if self.updates is None:
+            return self._quantize(0)
+        updates = self.updates()
+        if self._quantized is None or self._quantized.updates != updates:
+            self._quantized = self._quantize(updates)
+        return self._quantized
+
+    @torch.no_grad()
+    def _quantize(self, updates: int) -> QuantizedWeight:
+        matrix = self.tensor[: self.rows].detach()
+        if self.experts > 1:
+            matrix = matrix.view(self.experts, -1, matrix.shape[1])
+        if self.fp8.recipe == "mxfp8":
+            transposed = matrix.transpose(-1, -2)
+            return QuantizedWeight(updates, quantize_mx(matrix), quantize_mx(transposed))
+        along_inputs = quantize(matrix, (BLOCK, BLOCK), self.fp8.power_of_two)
+        return QuantizedWeight(updates, along_inputs, along_inputs.t)
+
+
+def attach_fp8(
+    weights: Weights, train: TrainConfig, layers: int, at: Coordinates, updates: Callable[[], int] | None
+) -> None:
+    """Let the matrices that `fp8_choice` names multiply in fp8."""
+    assert train.fp8 != "none"
+    fp8 = Fp8Format(train.fp8, train.fp8_power_of_two)
+    for weight in weights.values():
+        rows = fp8_choice(weight.spec, at, train, layers).rows
+        if rows:
+            segment = weight.spec.segments[0]
+            experts = segment.experts * rows // segment.shape[0] if segment.experts > 1 else 1
+            weight.matmuls = Fp8Matmuls(
+                weight.tensor,
+                fp8,
+                updates,
+                rows=rows,
+                experts=experts,
+                forward_only=segment.role in FORWARD_ONLY,
+            )

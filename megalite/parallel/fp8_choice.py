@@ -1,0 +1,77 @@
+"""Which stored matrices multiply in fp8 (`train.fp8`), from their specs alone.
+
+A matrix multiplies in fp8 if its part on each rank consists of whole blocks. Then the codes of the parts are
+those of the whole matrix, so that no layout changes them. Where a part has other sizes, the matrix keeps the
+compute dtype.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megalite.config.sections.train import TrainConfig
+from megalite.mesh.layout import Coordinates
+from megalite.parallel.spec import ParamSpec
+
+BLOCKS = {"block": 128, "mxfp8": 32}
+"""Recipe → number of elements of a block, by which both dimensions of a part must be divisible."""
+ROLES = frozenset(
+    (
+        *("q", "k", "v", "o", "gate", "up", "down", "q_a", "q_b", "kv_a", "kv_b", "attention_gate"),
+        *("delta_q", "delta_k", "delta_v", "delta_z", "delta_o"),
+        *("mamba_z", "mamba_x", "mamba_B", "mamba_C", "mamba_o"),
+        *("conv_B", "conv_C", "conv_x", "conv_o", "experts.in", "experts.down"),
+    )
+)
+"""The roles of matrices that may multiply in fp8. Embedding, head, routers, norms, indexers, the small
+projections of decays and gates, and adapters are not among them."""
+FORWARD_ONLY = frozenset({"kv_b"})
+"""Roles whose input gradient keeps the compute dtype. Where latents are exchanged over cp, each rank has only
+its own queries' share of the output gradient, whose codes would not be those of the sum."""
+
+
+class Fp8Choice(NamedTuple):
+    """What of a stored matrix multiplies in fp8.
+
+    Attributes:
+        rows: the number of its leading rows on this rank that do; 0: none.
+        size: a size that is not a multiple of the block, for which reason other rows do not; None: there is
+            none.
+    """
+
+    rows: int
+    size: int | None = None
+
+
+def fp8_choice(spec: ParamSpec, at: Coordinates, train: TrainConfig, layers: int) -> Fp8Choice:
+    """Return which rows of a stored matrix multiply in fp8 on the rank at these coordinates.
+
+    Args:
+        layers: number of layers of the model, without modules for further tokens.
+    """
+    last = train.fp8_first_last
+    if train.fp8 == "none" or not last < spec.unit <= layers - last:
+        return Fp8Choice(0)
+    block, rows = BLOCKS[train.fp8], 0
+    for segment in spec.segments:
+        if segment.role not in ROLES or len(segment.shape) != 2:
+            break
+        part = segment.local(at)
+        # the matrices of experts are stacked
+        each = segment.shape[0] // (segment.experts * segment.fused) if segment.experts > 1 else part.shape[0]
+        for size in (each, part.shape[1]):
+            if size % block:
+                return Fp8Choice(rows, size)
+        rows += part.shape[0]
+    return Fp8Choice(rows)
+
+
+def code_bytes(rows: int, columns: int, recipe: str) -> int:
+    """Return the bytes of the codes and scales of a weight.
+
+    `mxfp8` has a second set, because blocks of 1 × 32 do not serve both dimensions.
+    """
+    elements, block = rows * columns, BLOCKS[recipe]
+    if recipe == "mxfp8":
+        return 2 * (elements + elements // block)
+    return elements + 4 * elements // block**2

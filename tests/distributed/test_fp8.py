@@ -1,0 +1,92 @@
+"""Training with fp8 matmuls in every layout as on one process.
+
+fp64 around the products of quantized operands, within 1e-9: layouts must not change a code. A scale that was wrong in
+one layout would show at once, since an operand has an error of 2 %.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from tests.distributed.test_equivalence import assert_same_run
+from tests.support import jobs
+from tests.support.configs import case_of, config_of, config_of_one_process, write_tokens
+
+BASE = case_of(tied=False, kv_heads=4, vocab_size=96, layers=4, masked=True, dropout=0.0, precision="fp64") | {
+    "microbatches": 4
+}
+SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "initializer_range": 0.1}
+MECHANISMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "block": ({}, {"fp8": "block"}),
+    "powers of two, inner layers": ({}, {"fp8": "block", "fp8_power_of_two": True, "fp8_first_last": 1}),
+    "mxfp8": ({}, {"fp8": "mxfp8"}),
+    "experts": (
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 128,
+            "shared_expert_intermediate_size": 256,
+        },
+        {"fp8": "block"},
+    ),
+    "latents": (
+        {
+            "q_lora_rank": 128,
+            "kv_lora_rank": 128,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 64,
+            "v_head_dim": 64,
+        },
+        {"fp8": "block"},
+    ),
+}
+LAYOUTS: list[tuple[str, dict[str, Any]]] = [
+    ("block", {"tp": 2, "sequence_parallel": True, "pp": 2, "schedule": "zb-h1"}),
+    ("block", {"dp": 2, "zero": 3, "recompute": "full"}),
+    ("block", {"cp": 2, "context": "ring", "dp": 2, "zero": 1}),
+    ("powers of two, inner layers", {"tp": 2, "pp": 2, "schedule": "interleaved", "recompute": "mlp_in"}),
+    ("mxfp8", {"tp": 2, "sequence_parallel": True, "dp": 2, "zero": 2}),
+    ("experts", {"dp": 2, "ep": 2, "tp": 2, "sequence_parallel": True}),
+    ("latents", {"tp": 2, "cp": 2, "context": "gather"}),
+]
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory) -> str:
+    return write_tokens(tmp_path_factory.mktemp("data"), 96)
+
+
+def configs(prefix: str, mechanism: str, **layout: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A layout's configuration, and that of the same model, data and global batch on one process."""
+    case, (model, train) = {**BASE, **layout}, MECHANISMS[mechanism]
+    several, one = config_of(case, prefix, "fp64", model={**SIZES, **model}), config_of_one_process(case, prefix)
+    one["model"] |= {**SIZES, **model}
+    several["parallel"]["ep"] = layout.get("ep", 1)
+    for config in (several, one):
+        config["train"] |= train
+    return several, one
+
+
+@pytest.mark.parametrize("mechanism, layout", LAYOUTS, ids=str)
+def test_trains_like_one_process(mechanism, layout, ranks, references, prefix):
+    several, one = configs(prefix, mechanism, **layout)
+    world = math.prod(layout.get(axis, 1) for axis in ("tp", "pp", "dp", "cp"))
+    assert_same_run(ranks.run(world, jobs.train, several, 3), references.run(jobs.train, one, 3), 1e-9, 1e-9)
+
+
+def test_adapters_of_an_fp8_base_train_like_those_of_one_process(ranks, references, prefix):
+    several, one = configs(prefix, "block", tp=2, sequence_parallel=True)
+    for config in (several, one):
+        config["lora"] = {"rank": 2, "alpha": 8.0}
+    assert_same_run(ranks.run(2, jobs.train, several, 2), references.run(jobs.train, one, 2), 1e-9, 1e-9)
+
+
+def test_operands_are_rounded(references, prefix):
+    """Otherwise the tests above would prove nothing."""
+    _, one = configs(prefix, "block")
+    plain = {**one, "train": {**one["train"], "fp8": "none"}}
+    with_fp8, without = (references.run(jobs.train, config, 3) for config in (one, plain))
+    assert with_fp8["losses"] != without["losses"]
