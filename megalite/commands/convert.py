@@ -102,8 +102,9 @@ def parser() -> Parser:
     )
     add(
         "--dtype",
-        choices=["float32", "bfloat16", "float16"],
-        help="dtype of the tensors, except those that transformers keeps in fp32 (default: as stored)",
+        choices=["float32", "bfloat16", "float16", "fp8"],
+        help="dtype of the tensors, except those that transformers keeps in fp32 (default: as stored); fp8: "
+        "matrices of layers with a scale per block of 128 x 128, all others in bfloat16",
     )
     add(
         "--ema",
@@ -192,7 +193,8 @@ def bring_out(options: argparse.Namespace) -> Answer:
     from megalite.huggingface.convert import export_model
 
     start_copying()
-    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    name = {None: None, "fp8": "float8_e4m3fn"}.get(options.dtype, options.dtype)
+    dtype = None if name is None else getattr(torch, name)
     requested = {"like": like, "family": options.family, "dtype": dtype, "shard": options.shard_size}
     requested |= {"tokenizer": options.tokenizer, "allow_tokenizer_change": options.allow_tokenizer_change}
     with progress_of(options.json) as progress:
