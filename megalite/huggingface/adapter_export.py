@@ -233,8 +233,6 @@ def _as_weights(modules: Sequence[AdaptedModule], family: str, dora: bool) -> se
     """Return the modules that PEFT must target by their weight.
 
     Raises ConversionError with DoRA, which PEFT does not support for parameters.
-
-    Raises ConversionError with DoRA, which PEFT does not have on parameters.
     """
     as_weights = {module.name for module in modules if module.as_weight(family)}
     if dora and as_weights:
@@ -247,12 +245,15 @@ def _as_weights(modules: Sequence[AdaptedModule], family: str, dora: bool) -> se
 
 
 def _check_accepted(modules: Sequence[AdaptedModule], family: str) -> None:
-    """Raise ConversionError for a module that PEFT refuses to adapt in a family."""
-    refused = [each.name for each in modules if each.name.endswith(REFUSED.get(family, ()))]
+    """Raise ConversionError for a module whose adapter PEFT refuses or does not load in a family."""
+    if family not in REFUSED:
+        return
+    does, part, targets = REFUSED[family]
+    refused = [each.name for each in modules if part in each.name]
     if refused:
         raise ConversionError(
-            f"PEFT refuses adapters of {refused[0]} in a {family} model. Export the merged model with "
-            "`megalite convert export`, or remove mamba_o from lora.targets."
+            f"PEFT {does} adapters of {refused[0]} in a {family} model. Export the merged model with "
+            f"`megalite convert export`, or remove {targets} from lora.targets."
         )
 
 

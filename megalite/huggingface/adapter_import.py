@@ -87,8 +87,6 @@ class PeftAdapter:
 
     Raises ConversionError if they do not match the run.
 
-    Raises ConversionError if it does not fit them.
-
     The product that it adds to the weights is preserved: if its factor on B A differs from the run's, B is
     scaled.
 

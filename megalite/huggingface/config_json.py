@@ -368,14 +368,6 @@ def _write_window(values: dict[str, Any], row: Family) -> dict[str, Any]:
 def without_training_options(model: ModelConfig) -> ModelConfig:
     """Return the model without dropout, losses besides cross-entropy, limits on the tokens of experts, and
     biases of routers that steps move: its training then follows from its logits."""
-    return replace(
-        model,
-        mtp_layers=0,
-        embedding_dropout=0.0,
-        attention_dropout=0.0,
-        residual_dropout=0.0,
-        router_balance="global",
-        router_aux_loss_coef=0.0,
-        router_z_loss_coef=0.0,
-        expert_capacity_factor=None,
-    )
+    neutral = ModelConfig()
+    values = {name: getattr(neutral, name) for name in _TRAINING_ONLY}
+    return replace(model, router_balance="global", **values)

@@ -41,12 +41,19 @@ from megalite.huggingface.tensor_places import TensorPlace
 PREFIX = "base_model.model."
 EMBEDDING = "embedding.weight"
 FUSED_FAMILIES = (
-    *("afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe", "qwen3_moe"),
-    "qwen3_next",
+    *("afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe"),
+    *("exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hunyuan_v1_moe", "qwen3_moe", "qwen3_next"),
+    "solar_open",
 )
 """Families whose dense layers or shared experts PEFT cannot find by these names."""
-REFUSED = dict.fromkeys(("falcon_h1", "nemotron_h"), ("out_proj",))
-"""Family → ends of the modules that PEFT refuses to adapt."""
+_MIXERS = ("refuses", ".out_proj", "mamba_o")
+REFUSED = {
+    "falcon_h1": _MIXERS,
+    "nemotron_h": _MIXERS,
+    "laguna": ("does not load", ".shared_experts.", "gate, up and down"),
+}
+"""Family → what PEFT does with adapters of modules that have this in their names, and the targets that are
+these modules. It renames Laguna's to names that no module has."""
 _TAKEN = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -95,8 +102,6 @@ class FusedExperts(AdaptedModule):
     """A fused parameter of a layer's experts.
 
     `inner`: the other parameter also has an adapter, which PEFT wraps around this one.
-
-    `inner`: the other one also has an adapter, which PEFT wraps around this one's.
     """
 
     inner: bool

@@ -22,9 +22,11 @@ from megalite.config.sections.lora import LoraConfig
 from megalite.data.indexed import IndexedTokens
 from megalite.evaluation.logits import load_stage, our_logits
 from megalite.families.model_config import hf_shape
+from megalite.families.module_names import FAMILY_NAMES
 from megalite.generation.sources import open_source
 from megalite.huggingface.adapter_export import export_adapter
 from megalite.huggingface.adapter_import import OFF
+from megalite.huggingface.peft_modules import FUSED_FAMILIES
 from megalite.parallel.spec import parameter_count
 from megalite.training.memory_report import report
 from megalite.training.trainer import Trainer
@@ -44,7 +46,7 @@ NAMES = (
     "deepseek_v3",
 )
 NAMES += ("qwen2_moe, a dense layer", "glm4_moe", "gpt_oss", "mistral4", "granitemoehybrid", "nemotron_h")
-NAMES += ("granitemoeshared, tied, biases", "hy_v3", "afmoe", "cohere2_moe")
+NAMES += ("granitemoeshared, tied, biases", "hy_v3", "afmoe", "cohere2_moe", "hunyuan_v1_moe", "laguna")
 NAMES += ("qwen3_next", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "lfm2")
 FUSED = ("deepseek_v3", "glm4_moe", "gpt_oss")
 RANKS: dict[str, Any] = {"ranks": {"v": 2, "down": 3}, "alphas": {"v": 5.0, "o": 7.0}}
@@ -114,6 +116,8 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "hy_v3, dense and shared": ("hy_v3", {"targets": ["v", "gate", "up", "down"], "alpha": 24.0}),
     "afmoe": ("afmoe", {"targets": ["q", "attention_gate", "gate", "down", "experts.in"], "alpha": 24.0}),
     "cohere2_moe, everything": ("cohere2_moe", {"targets": ["o", "gate", "up", "down", "experts.down"], "alpha": 24.0}),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", {"targets": ["q", "gate", "down"], "alpha": 24.0}),
+    "laguna": ("laguna", {"targets": ["k", "v", "o", "attention_gate", "experts.in"], "alpha": 24.0}),
     "mistral4": ("mistral4", {"targets": ["q_b", "kv_a", "o", "gate", "down", "experts.in", "experts.down"]}),
     "nemotron_h, experts": ("nemotron_h", {"targets": ["o", "experts.in", "experts.down"]}),
 }
@@ -259,13 +263,36 @@ def test_what_peft_has_not_on_parameters_is_said(models, prefix, tmp_path: Path)
     assert not any("dropout" in note for note in exported(dora=True, targets=["q"], dropout=0.1)["notes"])
 
 
-def test_a_module_that_peft_refuses_is_named(models, prefix, tmp_path: Path):
-    trainer = trainer_of(models["nemotron_h"], prefix, tmp_path, targets=["mamba_x", "mamba_o"])
+@pytest.mark.parametrize(
+    ("name", "targets", "refused"),
+    [
+        (
+            "nemotron_h",
+            ["mamba_x", "mamba_o"],
+            "refuses adapters of model.layers.0.mixer.out_proj in a nemotron_h model",
+        ),
+        (
+            "laguna",
+            ["q", "up"],
+            "does not load adapters of model.layers.1.mlp.shared_experts.up_proj in a laguna model",
+        ),
+    ],
+)
+def test_a_module_that_peft_does_not_adapt_is_named(name, targets, refused, models, prefix, tmp_path: Path):
+    trainer = trainer_of(models[name], prefix, tmp_path, targets=targets)
     saved = trainer.save()
     trainer.close()
-    refused = "PEFT refuses adapters of model.layers.0.mixer.out_proj in a nemotron_h model"
-    with pytest.raises(CheckpointError, match=refused):
+    with pytest.raises(CheckpointError, match=f"PEFT {refused}"):
         export_adapter(saved, tmp_path / "adapter")
+
+
+def test_all_families_whose_dense_projections_peft_takes_for_experts_are_known():
+    from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN as like
+
+    ends = tuple(f".{part}_proj" for part in ("gate", "up", "down"))
+    dense = {family for family, names in FAMILY_NAMES.items() if any(name.endswith(ends) for name in names.layer)}
+    dense -= {"olmoe", "flex_olmo"}  # all their layers have experts, and none are shared
+    assert {family for family in dense if like.get(family) == "qwen2_moe"} == {*FUSED_FAMILIES}
 
 
 def test_adapters_on_weights_that_nothing_gave_are_reported(models, prefix, tmp_path: Path):

@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megalite.commands import convert as convert_hf
+from megalite.config.sections.model import ModelConfig
 from megalite.huggingface import convert as converting
+from megalite.huggingface.config_json import without_training_options
 from tests.huggingface.hf_models import CASES, Case, write
 
 CHECK = ["--tokens", "12", "--train_steps"]
@@ -128,3 +130,9 @@ def test_another_model_is_rejected(tmp_path: Path, capsys) -> None:
     with pytest.raises(SystemExit) as stopped:
         convert_hf.main(["check", str(theirs), str(wide), *CHECK, "1"])
     assert stopped.value.code == 2 and "does not match" in capsys.readouterr().err
+
+
+def test_steps_have_no_losses_besides_cross_entropy() -> None:
+    losses = {"index_loss_coef": 1.0, "router_aux_loss_coef": 0.1, "router_z_loss_coef": 0.1, "mtp_layers": 1}
+    model = ModelConfig(attention_dropout=0.1, router_balance="bias", **losses)
+    assert without_training_options(model) == ModelConfig(router_balance="global")

@@ -13,6 +13,7 @@ from megalite.assembly.parts import make_mesh
 from megalite.config.load import from_dict
 from megalite.families.model_config import hf_shape
 from megalite.model.mixer_block import MixerBlock
+from megalite.parallel.node import Chain
 from megalite.parallel.tensor.gated_norm import GatedNorm
 from megalite.parallel.tensor.norm import Norm
 from megalite.training.trainer import Trainer
@@ -21,7 +22,7 @@ from tests.support.configs import write_tokens
 
 GATED = ("qwen3_next", "olmo_hybrid", "kimi_linear", "nemotron_h", "granitemoehybrid", "bamba")
 GATED += ("falcon_h1, tied, norm first, factors",)
-NAMES = (*GATED, "lfm2", "llama, biases, head_dim", "olmo2", "gemma", "gpt_oss")
+NAMES = (*GATED, "lfm2", "llama, biases, head_dim", "olmo2", "gemma", "gpt_oss", "flex_olmo", "afmoe")
 ROWS = 256
 
 
@@ -35,7 +36,9 @@ def norms_of(trainer: Trainer) -> list[Norm | GatedNorm]:
     gated = [
         module.mixer.norm for module in modules if isinstance(module, MixerBlock) and hasattr(module.mixer, "norm")
     ]
-    return [*(module for module in modules if isinstance(module, Norm)), *gated]
+    parts = [part for module in modules for part in vars(module).values()]
+    parts += [operation for part in parts if isinstance(part, Chain) for operation in part.operations]
+    return [*(part for part in parts if isinstance(part, Norm)), *gated]
 
 
 @pytest.mark.parametrize("name", NAMES)
