@@ -16,6 +16,7 @@ from megalite.model.queries import WithQueries, count_queries
 from megalite.parallel.microbatch import IGNORE_INDEX, Microbatch, Queries
 from tests.support import jobs, jobs_indexed
 from tests.support.configs import write_tokens
+from tests.support.jobs_experts import BALANCE, MIXTURE
 from tests.support.jobs_indexed import INDEXED, configs
 from tests.support.jobs_training import train_with_initial_weights
 from tests.support.pool import RankContext
@@ -48,6 +49,16 @@ def test_rows_that_all_fit_are_dense_latent_attention_bitwise(prefix):
     assert warm["losses"][0] == expected["losses"][0]
     for name, value in warm["before"].items():
         assert torch.equal(warm["tensors"][name], value) == ("indexer" not in name), name
+
+
+def test_a_warm_up_leaves_the_biases_of_routers(prefix):
+    _, config = configs(prefix, model=MIXTURE | BALANCE["bias"], train={"indexer": "warmup"})
+    trainer = jobs.make_trainer(ALONE, config)
+    try:
+        metrics = trainer.step().of_model
+        assert metrics["expert_load_peak"] > 1 and metrics["router_bias_range"] == 0
+    finally:
+        trainer.close()
 
 
 def definition(
