@@ -71,6 +71,12 @@ def check_resume(config: Config, fingerprint: str, state: dict[str, Any], direct
             f"optimizer.name={saved.optimizer.name}, or start another run from the weights with "
             f"model.init_from={directory}."
         )
+    if (phase := saved.train.indexer) != config.train.indexer:
+        raise ConfigError(
+            f"train.indexer={config.train.indexer} does not match checkpoint.load={directory} "
+            f"(train.indexer={phase}), because the two train different parameters. Start another run from "
+            f"the weights with model.init_from={directory}."
+        )
     check_resumed_tokenizer(config, fingerprint, state, directory)
     if state["fingerprint"] != fingerprint and "data" not in allow:
         what = other_samples(config, saved)

@@ -137,6 +137,16 @@ def test_the_order_of_the_targets_of_adapters_is_no_change(prefix):
     assert not resume_checks.is_same_run(other, state["config"])
 
 
+def test_a_warm_up_of_indexers_is_a_run_of_its_own(prefix):
+    def config(phase: str) -> Config:
+        return from_dict(config_of(CASE, prefix) | {"train": {"indexer": phase}})
+
+    state = {"config": to_dict(config("warmup")), "fingerprint": "the same"}
+    resume_checks.check_resume(config("warmup"), "the same", state, Path("step_1"))
+    with pytest.raises(ConfigError, match=r"train.indexer=sparse does not match .*model.init_from=step_1"):
+        resume_checks.check_resume(config("sparse"), "the same", state, Path("step_1"))
+
+
 def test_a_signal_is_answered_with_a_save_before_a_validation_that_is_due(prefix, run, monkeypatch):
     changes = {
         "validation": {"interval": 2, "batches": 1},
