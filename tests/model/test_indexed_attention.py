@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.config.load import from_dict
 from megalite.mesh.mesh import MeshAxis
 from megalite.model.blocks.indexed_attention import loss
 from megalite.model.blocks.indexed_attention.loss import STATISTIC
+from megalite.model.kinds import stage_starts
 from megalite.model.queries import WithQueries, count_queries
 from megalite.parallel.microbatch import IGNORE_INDEX, Microbatch, Queries
 from tests.support import jobs, jobs_indexed
@@ -147,6 +149,13 @@ def test_a_shared_layer_takes_the_selection_of_the_last_full_one(prefix):
     result = jobs_indexed.train(ALONE, config, 1)
     assert {layer for _, layer, _, _ in result["selections"]} == {0, 2, 3}
     assert not any(name.startswith("layers.1.attention.indexer") for name in result["tensors"])
+
+
+def test_no_stage_begins_between_a_selection_and_a_layer_that_shares_it():
+    """In a model with other blocks, too, which may begin one elsewhere."""
+    model = {"num_hidden_layers": 6, "layer_blocks": ["indexed_attention+feed_forward", "mamba"] * 3, "index_topk": 4}
+    types = ["full", "full", "shared", "full", "full", "full"]
+    assert stage_starts(from_dict({"model": model | {"indexer_types": types}}).model) == [0, 3, 4, 5]
 
 
 def test_validation_computes_no_loss_of_indexers(prefix):
