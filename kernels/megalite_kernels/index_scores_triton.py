@@ -94,8 +94,8 @@ def _selected_scores(
     q, k, w, selection, scores, q_s, q_b, q_h, k_t, k_b, w_s, w_b, top,
     COUNT: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    first, row = tl.program_id(0) * KEYS, tl.program_id(2).to(tl.int64)
-    query, batch = tl.program_id(1).to(tl.int64), tl.num_programs(2)
+    first, row = tl.program_id(1) * KEYS, tl.program_id(2).to(tl.int64)
+    query, batch = tl.program_id(0).to(tl.int64), tl.num_programs(2)
     line, head = query * batch + row, tl.arange(0, HEADS)
     key, exists = _selected(selection + line * top, first, top, KEYS)
     keys = _load(k + row * k_b, key, exists, k_t, 0, DIM, WIDTH)
@@ -249,7 +249,7 @@ def index_scores_selected(q: Tensor, k: Tensor, w: Tensor, selection: Tensor) ->
         )
         variant = _chosen("_selected_scores", q)
         steps = *q.stride()[:3], *k.stride()[:2], *w.stride()[:2]
-        grid = triton.cdiv(top, variant.constants["KEYS"]), *w.shape[:2]
+        grid = len(w), triton.cdiv(top, variant.constants["KEYS"]), w.shape[1]
         variant.launch(grid, q, k, w, selection, scores, *steps, top)
     return scores
 

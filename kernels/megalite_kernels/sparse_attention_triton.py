@@ -162,8 +162,8 @@ def _probabilities(
     SCALE: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     REST: tl.constexpr, HEADS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    at, row = tl.program_id(0) * SLOTS, tl.program_id(2).to(tl.int64)
-    query, batch = tl.program_id(1).to(tl.int64), tl.num_programs(2)
+    at, row = tl.program_id(1) * SLOTS, tl.program_id(2).to(tl.int64)
+    query, batch = tl.program_id(0).to(tl.int64), tl.num_programs(2)
     line = query * batch + row
     key, exists = _selected(selection + line * top, at, top, SLOTS)
     keys, q = keys + row * k_b, q + query * q_s + row * q_b
@@ -334,5 +334,5 @@ def sparse_attention_probabilities(
         tiles = triton.cdiv(call.top, variant.constants["SLOTS"])
         tensors = call.q, call.keys, call.selection, lse.contiguous(), summed
         steps = call.strides(call.q, call.keys)
-        variant.launch((tiles, len(q), q.shape[1]), *tensors, *steps, call.top)
+        variant.launch((len(q), tiles, q.shape[1]), *tensors, *steps, call.top)
     return summed

@@ -121,8 +121,8 @@ def for_inference(
 ) -> Config:
     """Return the configuration of the same model for forward passes only, on its own layout.
 
-    It is independent of the training layout, and has no modules of multi-token prediction, which only
-    training uses.
+    It is independent of the training layout, computes in one precision, attends to selected rows also after
+    a warm-up of indexers, and has no modules of multi-token prediction, which only training uses.
 
     cp ranks gather keys and values: the key-value cache needs them whole in any case.
     """
@@ -133,6 +133,8 @@ def for_inference(
         recompute="none",
         compile=False,
         grad_dtype="fp32",
+        fp8="none",
+        indexer="sparse",
     )
     train.precision = precision  # type: ignore[assignment]
     saving = replace(config.checkpoint, async_save=False)

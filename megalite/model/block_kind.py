@@ -162,7 +162,8 @@ class BlockKind:
         return cost
 
     def follows(self, model: ModelConfig, layer: int) -> bool:
-        """Return whether it uses what a block of an earlier layer has computed besides the stream.
+        """Return whether a block of it in this layer or a later one uses what a layer before this one has
+        computed besides the stream.
 
         No stage may then begin with the layer.
         """

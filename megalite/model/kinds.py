@@ -106,12 +106,8 @@ def outdated_after(model: ModelConfig) -> int | None:
 
 def stage_starts(model: ModelConfig) -> list[int]:
     """Return the layers (0-based) with which a stage may begin."""
-    layers = range(model.num_hidden_layers)
-    return [
-        layer
-        for layer in layers
-        if not any(KINDS[name].follows(model, layer) for name in model.block_names(layer))
-    ]
+    kinds, layers = block_kinds(model), range(model.num_hidden_layers)
+    return [layer for layer in layers if not any(kind.follows(model, layer) for kind in kinds)]
 
 
 def learns_from_steps(model: ModelConfig) -> bool:

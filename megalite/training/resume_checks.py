@@ -18,7 +18,7 @@ from megalite.config.rule import show
 from megalite.config.run_length import resume_steps, with_batches
 from megalite.config.schema import Config
 from megalite.model.kinds import dispatch_of
-from megalite.model.parameters import embedding_uses
+from megalite.model.parameters import embedding_uses, model_specs
 
 FREE = ("preset", "from_hf", "init_from", "resize_embeddings", "dropout")
 """Options of model and lora that do not affect the content of a checkpoint."""
@@ -70,6 +70,12 @@ def check_resume(config: Config, fingerprint: str, state: dict[str, Any], direct
             f"which contains the state of {saved.optimizer.name}. Set "
             f"optimizer.name={saved.optimizer.name}, or start another run from the weights with "
             f"model.init_from={directory}."
+        )
+    if (phase := saved.train.indexer) != config.train.indexer:
+        raise ConfigError(
+            f"train.indexer={config.train.indexer} does not match checkpoint.load={directory} "
+            f"(train.indexer={phase}), because the two train different parameters. Start another run from "
+            f"the weights with model.init_from={directory}."
         )
     check_resumed_tokenizer(config, fingerprint, state, directory)
     if state["fingerprint"] != fingerprint and "data" not in allow:
@@ -210,13 +216,19 @@ def changed_compression(config: Config, state: dict[str, Any]) -> list[str]:
         options.powersgd_rank is not None and sizes.data > 1
         for options, sizes in zip((before, now), dims, strict=True)
     )
+    if not (on_before or on_now):
+        return []
     tied, experts = embedding_uses(config.model) > 0, dispatch_of(config.model) is not None
-    # whether something is summed over tp only with a split sequence
-    partial = experts or config.model.position == "learned"
+    # whether the gradient of a matrix is summed over tp only with a split sequence
+    partial = any(
+        segment.grad_partial_axis is not None and len(segment.shape) == 2
+        for spec in model_specs(config.model, tp=now.tp, sequence_parallel=True)
+        for segment in spec.segments
+    )
     others = {"ep": experts, "pp": tied, "schedule": tied, "sequence_parallel": partial}
     names = ("powersgd_rank", "dp", "cp", "tp", *(name for name, matters in others.items() if matters))
     changed = [name for name in names if getattr(before, name) != getattr(now, name)]
-    if not changed or not (on_before or on_now):
+    if not changed:
         return []
     if not (on_before and on_now):
         fate = "is initialized to zero" if on_now else "is discarded"

@@ -274,7 +274,7 @@ ROWS = [
         "enough layers where an indexer selects",
         INDEXED | SHARED | {"parallel.pp": 4},
         {"parallel.pp": 2},
-        ("makes 4 stages, but only 3 layers are full", "Nearest: 3."),
+        ("makes 4 stages, but only 3 layers may begin one", "Nearest: 3."),
     ),
     Row(
         "adapters leave indexers as they are",

@@ -216,21 +216,11 @@ def test_memory_is_the_window_and_the_precision_that_is_asked_for(sources: dict[
 
 
 def test_training_options_do_not_matter() -> None:
-    trained = {"train": {"precision": "bf16", "recompute": "full"}, "parallel": {"tp": 4, "pp": 2, "dp": 2, "zero": 3}}
-    inference_config = for_inference(from_dict(trained), pp=3)
-    assert (
-        inference_config.train.precision,
-        inference_config.train.recompute,
-        inference_config.parallel.tp,
-        inference_config.parallel.pp,
-        inference_config.parallel.zero,
-    ) == (
-        "fp32",
-        "none",
-        1,
-        3,
-        0,
-    )
+    train = {"precision": "bf16", "recompute": "full", "fp8": "block", "indexer": "warmup"}
+    config = for_inference(from_dict({"train": train, "parallel": {"tp": 4, "pp": 2, "dp": 2, "zero": 3}}), pp=3)
+    got, parallel = config.train, config.parallel
+    assert (got.precision, got.recompute, got.fp8, got.indexer) == ("fp32", "none", "none", "sparse")
+    assert (parallel.tp, parallel.pp, parallel.zero) == (1, 3, 0)
 
 
 def test_experts_are_split_over_tensor_parallel_ranks() -> None:

@@ -5,6 +5,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from megalite_kernels import backend, index_scores
+from megalite_kernels.launch import Variant
 from torch.library import opcheck
 
 from tests.kernels.accuracy import assert_as_accurate
@@ -90,6 +91,15 @@ def by_definition(q, k, w, dscores, selection):
     scores = torch.einsum("sbh,sbht->sbt", leaves[2], products).gather(2, selection.clamp_min(0).long())
     scores = scores.masked_fill(selection < 0, 0)
     return scores.detach(), *torch.autograd.grad(scores, leaves, dscores.to(q.dtype))
+
+
+def test_more_queries_than_a_grid_has_on_its_second_axis(device):
+    """CUDA allows 65,535 there and on the third."""
+    grids = []
+    q, k, w, selection = (torch.zeros(65_536, *shape, device=device) for shape in ((1, 1, 16), (1, 16), (1, 1), (1, 3)))
+    with patch.object(Variant, "launch", lambda variant, grid, *arguments: grids.append(grid)):
+        index_scores.selected_scores(q.bfloat16(), k.bfloat16(), w, selection.int())
+    assert grids[0][0] >= 65_536 > max(grids[0][1:])
 
 
 def test_no_queries_and_no_rows(device):

@@ -5,6 +5,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from megalite_kernels import backend, sparse_attention
+from megalite_kernels.launch import Variant
 from torch.library import opcheck
 
 from tests.kernels.accuracy import assert_as_accurate
@@ -17,6 +18,17 @@ def by_torch(function, *arguments):
         return function(*arguments)
     finally:
         backend.select("triton")
+
+
+def test_more_queries_than_a_grid_has_on_its_second_axis(device):
+    """CUDA allows 65,535 there and on the third."""
+    grids = []
+    q, selection = (torch.zeros(65_536, 1, size, device=device) for size in (32, 3))
+    arguments = q.view(-1, 1, 2, 16).bfloat16(), q[:4].view(4, 1, 2, 16).bfloat16(), selection.int()
+    with patch.object(Variant, "launch", lambda variant, grid, *others: grids.append(grid)):
+        _, lse = sparse_attention.forward(*arguments[:2], *arguments[1:], 0.25)
+        sparse_attention.probabilities(*arguments, lse, 0.25)
+    assert all(grid[0] >= 65_536 > max(grid[1:]) for grid in grids) and len(grids) == 2
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.config.load import from_dict
 from megalite.mesh.mesh import MeshAxis
 from megalite.model.blocks.indexed_attention import loss
 from megalite.model.blocks.indexed_attention.loss import STATISTIC
+from megalite.model.kinds import stage_starts
 from megalite.model.queries import WithQueries, count_queries
 from megalite.parallel.microbatch import IGNORE_INDEX, Microbatch, Queries
 from tests.support import jobs, jobs_indexed
 from tests.support.configs import write_tokens
+from tests.support.jobs_experts import BALANCE, MIXTURE
 from tests.support.jobs_indexed import INDEXED, configs
 from tests.support.jobs_training import train_with_initial_weights
 from tests.support.pool import RankContext
@@ -48,6 +51,16 @@ def test_rows_that_all_fit_are_dense_latent_attention_bitwise(prefix):
     assert warm["losses"][0] == expected["losses"][0]
     for name, value in warm["before"].items():
         assert torch.equal(warm["tensors"][name], value) == ("indexer" not in name), name
+
+
+def test_a_warm_up_leaves_the_biases_of_routers(prefix):
+    _, config = configs(prefix, model=MIXTURE | BALANCE["bias"], train={"indexer": "warmup"})
+    trainer = jobs.make_trainer(ALONE, config)
+    try:
+        metrics = trainer.step().of_model
+        assert metrics["expert_load_peak"] > 1 and metrics["router_bias_range"] == 0
+    finally:
+        trainer.close()
 
 
 def definition(
@@ -136,6 +149,13 @@ def test_a_shared_layer_takes_the_selection_of_the_last_full_one(prefix):
     result = jobs_indexed.train(ALONE, config, 1)
     assert {layer for _, layer, _, _ in result["selections"]} == {0, 2, 3}
     assert not any(name.startswith("layers.1.attention.indexer") for name in result["tensors"])
+
+
+def test_no_stage_begins_between_a_selection_and_a_layer_that_shares_it():
+    """In a model with other blocks, too, which may begin one elsewhere."""
+    model = {"num_hidden_layers": 6, "layer_blocks": ["indexed_attention+feed_forward", "mamba"] * 3, "index_topk": 4}
+    types = ["full", "full", "shared", "full", "full", "full"]
+    assert stage_starts(from_dict({"model": model | {"indexer_types": types}}).model) == [0, 3, 4, 5]
 
 
 def test_validation_computes_no_loss_of_indexers(prefix):

@@ -137,6 +137,30 @@ def test_the_order_of_the_targets_of_adapters_is_no_change(prefix):
     assert not resume_checks.is_same_run(other, state["config"])
 
 
+def test_a_warm_up_of_indexers_is_a_run_of_its_own(prefix):
+    def config(phase: str) -> Config:
+        return from_dict(config_of(CASE, prefix) | {"train": {"indexer": phase}})
+
+    state = {"config": to_dict(config("warmup")), "fingerprint": "the same"}
+    resume_checks.check_resume(config("warmup"), "the same", state, Path("step_1"))
+    with pytest.raises(ConfigError, match=r"train.indexer=sparse does not match .*model.init_from=step_1"):
+        resume_checks.check_resume(config("sparse"), "the same", state, Path("step_1"))
+
+
+def test_compression_depends_on_a_split_sequence_where_ranks_share_matrices(prefix):
+    """The matrices of latents are whole on each tp rank; those of plain attention are split."""
+    latents = {"num_key_value_heads": None, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4}
+
+    def config(model: dict[str, Any], split: bool) -> Config:
+        tree = config_of({**CASE, "tp": 2, "dp": 2, "sequence_parallel": split}, prefix)
+        tree["parallel"]["powersgd_rank"] = 2
+        return from_dict(tree | {"model": tree["model"] | model})
+
+    for model, notes in ((latents, 1), ({}, 0)):
+        state = {"config": to_dict(config(model, False))}
+        assert len(resume_checks.changed_compression(config(model, True), state)) == notes
+
+
 def test_a_signal_is_answered_with_a_save_before_a_validation_that_is_due(prefix, run, monkeypatch):
     changes = {
         "validation": {"interval": 2, "batches": 1},

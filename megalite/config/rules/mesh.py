@@ -109,8 +109,7 @@ def _example_partition(c: RuleContext) -> str:
 
 def _starts(c: RuleContext) -> list[int]:
     """The layers (0-based) at which a stage may begin: no selection of rows is sent to them."""
-    layers = range(c.model.num_hidden_layers)
-    return [layer for layer in layers if c.model.selecting_layer(layer) in (layer, -1)]
+    return [layer for layer in range(c.model.num_hidden_layers) if not c.model.selects_before(layer)]
 
 
 def _wrong_start(c: RuleContext) -> int | None:
@@ -355,8 +354,8 @@ RULES: tuple[Rule, ...] = (
         "parallel.partition",
         lambda c: c.parallel.partition and _wrong_start(c) is not None,
         message=lambda c: (
-            f"begins a stage at layer {_wrong_start(c)}, which attends to the rows that the layer before has "
-            "selected (model.indexer_types): selections are not sent to other stages"
+            f"begins a stage at layer {_wrong_start(c)}, from which on attention first takes rows that an "
+            "earlier layer has selected (model.indexer_types): selections are not sent to other stages"
         ),
         legal=lambda c: f"Begin stages at layers {', '.join(map(str, _starts(c)))}, or remove it.",
     ),
@@ -365,8 +364,8 @@ RULES: tuple[Rule, ...] = (
         "parallel.pp",
         lambda c: c.parallel.partition is None and c.dims.stages > len(_starts(c)),
         message=lambda c: (
-            f"makes {c.dims.stages} stages, but only {len(_starts(c))} layers are full in "
-            "model.indexer_types, with one of which each stage must begin"
+            f"makes {c.dims.stages} stages, but only {len(_starts(c))} layers may begin one: from the others "
+            "on attention first takes rows that an earlier layer has selected (model.indexer_types)"
         ),
         legal=lambda c: range(1, len(_starts(c)) // c.dims.virtual_stages + 1),
     ),

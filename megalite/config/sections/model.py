@@ -497,6 +497,13 @@ class ModelConfig:
                 return index
         return -1
 
+    def selects_before(self, layer: int) -> bool:
+        """Whether the first layer with an indexer's rows, from this one on, takes those of a layer before
+        this one."""
+        following = range(layer, self.num_hidden_layers)
+        first = next((each for each in following if "indexed_attention" in self.block_names(each)), None)
+        return first is not None and 0 <= self.selecting_layer(first) < layer
+
     def window(self, layer: int) -> int | None:
         """Number of positions that a token of this layer attends to, its own included; None: all."""
         local = self.sliding_window_layers is None or layer in self.sliding_window_layers

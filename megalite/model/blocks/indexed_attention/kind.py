@@ -34,13 +34,13 @@ class IndexedAttentionKind(LatentAttentionKind):
         return super().specs(build, block) + parameters.specs(build, block)
 
     def follows(self, model: ModelConfig, layer: int) -> bool:
-        return model.selecting_layer(layer) != layer
+        return model.selects_before(layer)
 
     def counts_queries(self, model: ModelConfig) -> bool:
         return model.index_loss_coef > 0
 
     def alike(self, model: ModelConfig, layer: int) -> Hashable:
-        return super().alike(model, layer), self.follows(model, layer)
+        return super().alike(model, layer), model.selecting_layer(layer) == layer
 
     def recomputed(self, units: Units, cost: BlockCost) -> list[Group]:
         groups: list[Group] = self.file("cost").recomputed(units, cost)

@@ -126,5 +126,6 @@ class Routers:
 def routers(config: Config, blocks: Iterable[BlockModule], device: torch.device) -> Routers:
     """Return the states of a model's routers, see `BlockKind.statistics`."""
     # Biases are frozen with the weights: PEFT's files of adapters have no place for them.
-    rate = 0.0 if config.lora.rank else config.model.router_bias_rate
+    frozen = config.lora.rank or config.train.indexer == "warmup"
+    rate = 0.0 if frozen else config.model.router_bias_rate
     return Routers(replace(config.model, router_bias_rate=rate), blocks, device)
