@@ -85,12 +85,12 @@ class PlacedBlock(nn.Module):
         self.has_no_norm = spec.input_norm is None
         name = f"layers.{spec.layer}.{spec.input_norm}"
         self.input_norm: Any = nn.Identity() if self.has_no_norm else norm(name)
-        own, residual = KINDS[spec.kind].output_factors(model, spec)
-        output: list[Any] = [] if own == 1.0 else [Scale(own)]
+        before, after = KINDS[spec.kind].output_factors(model, spec)
+        output: list[Any] = [] if before == 1.0 else [Scale(before)]
         if spec.output_norm:
             output.append(norm(f"{spec.name}.output_norm"))
-        if residual != 1.0:
-            output.append(Scale(residual))
+        if after != 1.0:
+            output.append(Scale(after))
         self.output = Chain(output)
         self.dropout = Dropout(
             model.residual_dropout, OUTPUT_DROPOUT[spec.slot], spec.layer, mesh.tp, options.sequence_parallel
