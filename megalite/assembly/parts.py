@@ -38,7 +38,8 @@ from megalite.parallel.microbatch import Microbatch
 from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.runtime import Runtime
 from megalite.parallel.pipeline.send_recv_actions import edges
-from megalite.parallel.sharding.offload import StateMemory, check_directory, state_memory
+from megalite.parallel.sharding.offload import check_directory
+from megalite.parallel.sharding.state_memory import StateMemory, state_memory
 from megalite.parallel.sharding.store import ParameterStore, StoreOptions
 from megalite.parallel.spec import Rectangle, parameter_count
 

@@ -2,9 +2,10 @@
 
     megalite convert import HF_DIR CHECKPOINT_DIR [--drop_mtp]
     megalite convert export CHECKPOINT_DIR HF_DIR [--dtype bfloat16] [--like HF_DIR] [--shard_size 5GB]
-    [--ema] megalite convert adapter-export CHECKPOINT_DIR PEFT_DIR
-    megalite convert check DIR HF_DIR [--text TEXT …]   exit status 1 if the logits differ
-    megalite convert check DIR HF_DIR --train_steps 1 [--dtype float64]   also loss, gradients and weights
+        [--ema]
+    megalite convert adapter-export CHECKPOINT_DIR PEFT_DIR
+    megalite convert check DIR [HF_DIR] [--text TEXT …]   exit status 1 if the logits differ
+    megalite convert check DIR [HF_DIR] --train_steps 1 [--dtype float64]   also loss, gradients and weights
 
 A run's directory or configuration means its newest checkpoint; an HF_DIR that is read may be org/name on the
 Hugging Face Hub. Adapters are exported merged into the weights, or alone. Features that our model cannot
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from megalite.checkpoint import CheckpointError, find, manifest_of
 from megalite.checkpoint.directories import check_free
-from megalite.commands.models import hf_directory, weights_of
+from megalite.commands.models import HF, hf_directory, weights_of
 from megalite.commands.parser import (
     Answer,
     Parser,
@@ -62,7 +63,10 @@ def parser() -> Parser:
     def command(name: str, description: str, first: str, second: str) -> Callable[..., Any]:
         added = commands.add_parser(name, parents=[common], help=description)
         added.add_argument(first.lower(), type=as_name, metavar=first)
-        added.add_argument(second.lower(), type=as_name if name == "check" else as_output, metavar=second)
+        if name == "check":
+            added.add_argument(second.lower(), type=as_name, nargs="?", metavar=second)
+        else:
+            added.add_argument(second.lower(), type=as_output, metavar=second)
         return added.add_argument
 
     add = command(
@@ -102,8 +106,9 @@ def parser() -> Parser:
     )
     add(
         "--dtype",
-        choices=["float32", "bfloat16", "float16"],
-        help="dtype of the tensors, except those that transformers keeps in fp32 (default: as stored)",
+        choices=["float32", "bfloat16", "float16", "fp8"],
+        help="dtype of the tensors, except those that transformers keeps in fp32 (default: as stored); fp8: "
+        "matrices of layers with a scale per block of 128 x 128, all others in bfloat16",
     )
     add(
         "--ema",
@@ -192,7 +197,8 @@ def bring_out(options: argparse.Namespace) -> Answer:
     from megalite.huggingface.convert import export_model
 
     start_copying()
-    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    name = {None: None, "fp8": "float8_e4m3fn"}.get(options.dtype, options.dtype)
+    dtype = None if name is None else getattr(torch, name)
     requested = {"like": like, "family": options.family, "dtype": dtype, "shard": options.shard_size}
     requested |= {"tokenizer": options.tokenizer, "allow_tokenizer_change": options.allow_tokenizer_change}
     with progress_of(options.json) as progress:
@@ -235,7 +241,12 @@ def check(options: argparse.Namespace) -> Answer:
         raise ConfigError(
             "--dtype is the dtype of the training steps. Set --train_steps too, for example to 1."
         )
-    name, theirs = weights_of(options.dir, "DIR"), hf_directory(options.hf_dir, "weights", "HF_DIR")
+    name = weights_of(options.dir, "DIR")
+    if options.hf_dir is None and not name.startswith(HF):
+        raise ConfigError(
+            f"{options.dir} is not a Hugging Face directory. Pass the one to compare it with as HF_DIR."
+        )
+    theirs = hf_directory(options.hf_dir or options.dir, "weights", "HF_DIR")
     from megalite.evaluation.logits import compare, rounding
     from megalite.generation.sources import open_source
 

@@ -499,7 +499,8 @@ def export_model(
         like: Hugging Face directory whose family, token ids, tokenizer and generation settings are exported;
             by default the one that the checkpoint was imported from.
         dtype: dtype of the tensors; by default the stored one. Router biases are in fp32 in any case, and
-            modules that transformers keeps in fp32 are not rounded.
+            modules that transformers keeps in fp32 are not rounded. torch.float8_e4m3fn: matrices in fp8
+            (`huggingface.fp8_export`), others in bf16.
         shard: maximum number of bytes of a file.
         tokenizer: byte, FILE.model or a directory; by default the tokenizer of the training data, otherwise
             of `like`.
@@ -525,6 +526,7 @@ def export_model(
     stored = _stored(manifest, by_name)
     for theirs, ours in copies(model, config["model_type"]).items():
         by_name[theirs], stored[theirs] = replace(by_name[ours], theirs=theirs), stored[ours]
+    in_fp8, dtype = dtype is torch.float8_e4m3fn, torch.bfloat16 if dtype is torch.float8_e4m3fn else dtype
     dtypes, common = _dtypes(stored, dtype, names_of(model, config["model_type"]).fp32)
     ids = token_ids(found_tokenizer, from_dict(manifest.state["config"]), like)
     config |= {key: base[key] for key in base.keys() & families().kept} | ids
@@ -546,6 +548,9 @@ def export_model(
         biases = to_export(manifest, model, config["model_type"])
         biases |= xielu_constants(model, config["model_type"], common)
         _write_weights(temporary, manifest, stored, by_name, dtypes, biases, kept, shard, progress)
+        if in_fp8:
+            config["quantization_config"] = _in_fp8(temporary, model, by_name, progress)
+            summary["dtypes"] = [dtype_name(torch.float8_e4m3fn), *summary["dtypes"]]
         progress("writing the tokenizer")
         whole = config
         if nested and like is not None:
@@ -576,6 +581,18 @@ def export_model(
         *_rounded(from_dict(manifest.state["config"]), common, like, base),
     ]
     return summary | {"like": like and str(like), "tokenizer": found_tokenizer.name, "notes": notes}
+
+
+def _in_fp8(
+    directory: Path, model: ModelConfig, by_name: dict[str, TensorPlace], progress: Report
+) -> dict[str, Any]:
+    """Quantize the matrices of an export to fp8; return the quantization_config."""
+    from megalite.huggingface.fp8_export import fp8_matrices, quantize_files
+
+    progress("quantizing to fp8")
+    shapes = {theirs: shape for place in by_name.values() for theirs, shape in place.tensors.items()}
+    linears = [theirs for theirs, shape in shapes.items() if len(shape) == 2 and theirs.endswith(".weight")]
+    return quantize_files(directory, fp8_matrices(model, by_name), linears)
 
 
 def _kept(like: Path | None, base: dict[str, Any], config: dict[str, Any], names: Names) -> dict[str, Tensor]:

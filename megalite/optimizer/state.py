@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megalite.optimizer.registry import Kinds, state_spans
 from megalite.parallel.sharding.bucket_buffers import BucketBuffers
-from megalite.parallel.sharding.offload import StateRange
+from megalite.parallel.sharding.state_memory import StateRange
 from megalite.parallel.sharding.store import ParameterStore
 from megalite.parallel.spec import WEIGHT, FlatRectangle, Rectangle
 

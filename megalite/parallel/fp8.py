@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megalite.config.sections.train import TrainConfig
 from megalite.mesh.layout import Coordinates
+from megalite.parallel.expert.grouped_matmul import ExpertMatmuls
 from megalite.parallel.fp8_choice import FORWARD_ONLY, fp8_choice
 from megalite.parallel.matmuls import Matmuls
 from megalite.parallel.weight import Weights
@@ -53,12 +54,11 @@ class QuantizedWeight(NamedTuple):
 
 
 class Fp8Matmuls(Matmuls):
-    """Matmuls of a matrix, or of the stacked matrices of experts, in fp8.
+    """Matmuls of a matrix in fp8.
 
     Args:
         tensor: the weight in compute dtype, as for `Matmuls`.
         rows: the number of its leading rows that multiply in fp8; the others do in the compute dtype.
-        experts: number of matrices that are stacked in it; then all rows do.
         forward_only: compute input gradients in the compute dtype.
         updates: returns the number of updates of the weights so far; None: do not keep the codes.
     """
@@ -72,12 +72,11 @@ class Fp8Matmuls(Matmuls):
         updates: Callable[[], int] | None,
         *,
         rows: int,
-        experts: int = 1,
         forward_only: bool = False,
     ):
         super().__init__(tensor)
         self.fp8, self.updates = fp8, updates
-        self.rows, self.experts, self.forward_only = rows, experts, forward_only
+        self.rows, self.forward_only = rows, forward_only
         self._quantized: QuantizedWeight | None = None
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -98,14 +97,6 @@ class Fp8Matmuls(Matmuls):
             dx.addmm_(rows[:, self.rows :], self.tensor[self.rows :])
         return dx.view(*grad.shape[:-1], -1)
 
-    def experts_forward(self, rows: Tensor, groups: Groups) -> Tensor:
-        operand = self.fp8.activations(rows)
-        return multiply_experts(operand, self.quantized().along_inputs, groups, rows.dtype)
-
-    def experts_input_gradient(self, grad: Tensor, groups: Groups) -> Tensor:
-        operand = self.fp8.activations(grad)
-        return multiply_experts(operand, self.quantized().along_outputs, groups, grad.dtype)
-
     def quantized(self) -> QuantizedWeight:
         """Return the codes of the weight, computed again after an update."""
         if self.updates is None:
@@ -117,14 +108,40 @@ class Fp8Matmuls(Matmuls):
 
     @torch.no_grad()
     def _quantize(self, updates: int) -> QuantizedWeight:
-        matrix = self.tensor[: self.rows].detach()
-        if self.experts > 1:
-            matrix = matrix.view(self.experts, -1, matrix.shape[1])
+        matrix = self._matrix().detach()
         if self.fp8.recipe == "mxfp8":
             transposed = matrix.transpose(-1, -2)
             return QuantizedWeight(updates, quantize_mx(matrix), quantize_mx(transposed))
         along_inputs = quantize(matrix, (BLOCK, BLOCK), self.fp8.power_of_two)
         return QuantizedWeight(updates, along_inputs, along_inputs.t)
+
+    def _matrix(self) -> Tensor:
+        """Return what is quantized, [rows, in]."""
+        return self.tensor[: self.rows]
+
+
+class Fp8ExpertMatmuls(Fp8Matmuls, ExpertMatmuls):
+    """Matmuls of the stacked matrices of experts in fp8.
+
+    Args:
+        experts: number of the matrices.
+    """
+
+    def __init__(self, tensor: Tensor, fp8: Fp8Format, updates: Callable[[], int] | None, *, experts: int):
+        super().__init__(tensor, fp8, updates, rows=len(tensor))
+        self.experts = experts
+
+    def experts_forward(self, rows: Tensor, groups: Groups) -> Tensor:
+        operand = self.fp8.activations(rows)
+        return multiply_experts(operand, self.quantized().along_inputs, groups, rows.dtype)
+
+    def experts_input_gradient(self, grad: Tensor, groups: Groups) -> Tensor:
+        operand = self.fp8.activations(grad)
+        return multiply_experts(operand, self.quantized().along_outputs, groups, grad.dtype)
+
+    def _matrix(self) -> Tensor:
+        """Return what is quantized, [experts, out, in]."""
+        return self.tensor.view(self.experts, -1, self.tensor.shape[1])
 
 
 def attach_fp8(
@@ -135,14 +152,12 @@ def attach_fp8(
     fp8 = Fp8Format(train.fp8, train.fp8_power_of_two)
     for weight in weights.values():
         rows = fp8_choice(weight.spec, at, train, layers).rows
-        if rows:
-            segment = weight.spec.segments[0]
-            experts = segment.experts * rows // segment.shape[0] if segment.experts > 1 else 1
-            weight.matmuls = Fp8Matmuls(
-                weight.tensor,
-                fp8,
-                updates,
-                rows=rows,
-                experts=experts,
-                forward_only=segment.role in FORWARD_ONLY,
-            )
+        if not rows:
+            continue
+        segment = weight.spec.segments[0]
+        if segment.experts > 1:
+            experts = segment.experts * rows // segment.shape[0]  # on this rank
+            weight.matmuls = Fp8ExpertMatmuls(weight.tensor, fp8, updates, experts=experts)
+        else:
+            forward_only = segment.role in FORWARD_ONLY
+            weight.matmuls = Fp8Matmuls(weight.tensor, fp8, updates, rows=rows, forward_only=forward_only)

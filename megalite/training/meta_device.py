@@ -17,7 +17,7 @@ from megalite.config.schema import Config
 from megalite.mesh.mesh import Mesh
 from megalite.optimizer.registry import kinds_of
 from megalite.optimizer.state import OptimizerState
-from megalite.parallel.sharding.offload import StateMemory
+from megalite.parallel.sharding.state_memory import StateMemory
 from megalite.planner.api import DeviceType, Sharing
 from megalite.training.memory_report import ModelStates, planned, states_of
 

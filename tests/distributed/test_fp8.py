@@ -50,6 +50,7 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("powers of two, inner layers", {"tp": 2, "pp": 2, "schedule": "interleaved", "recompute": "mlp_in"}),
     ("mxfp8", {"tp": 2, "sequence_parallel": True, "dp": 2, "zero": 2}),
     ("experts", {"dp": 2, "ep": 2, "tp": 2, "sequence_parallel": True}),
+    ("experts", {"dp": 4, "ep": 4}),  # one expert on each rank
     ("latents", {"tp": 2, "cp": 2, "context": "gather"}),
 ]
 

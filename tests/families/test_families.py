@@ -1165,6 +1165,7 @@ def test_presets_have_the_published_parameter_counts(name, parameters):
         ("KimiLinearConfig", {}),
         ("Ernie4_5Config", {}),
         ("Jais2Config", {}),
+        ("SmolLM3Config", {}),
         *((name, {}) for name in ("SolarOpenConfig", "Ministral3Config", "Glm4MoeLiteConfig", "YoutuConfig")),
         ("Mistral4Config", {}),
         ("DeepseekV32Config", {}),

@@ -108,10 +108,20 @@ def test_an_epsilon_is_found_where_inputs_are_small(tmp_path: Path, capsys) -> N
 )
 def test_bad_input_is_one_message(words: list[str], said: str, tmp_path: Path, capsys) -> None:
     theirs = write(single("gemma"), tmp_path / "theirs")
+    capsys.readouterr()  # transformers' progress
     with pytest.raises(SystemExit) as stopped:
         convert_hf.main(["check", str(theirs), str(theirs), *words])
     message = capsys.readouterr().err.strip()
     assert stopped.value.code == 2 and said in message and len(message.splitlines()) == 1
+
+
+def test_a_checkpoint_needs_a_directory_to_compare_with(tmp_path: Path, capsys) -> None:
+    theirs = write(single("gemma"), tmp_path / "theirs")
+    converting.import_model(theirs, tmp_path / "ours")
+    with pytest.raises(SystemExit) as stopped:
+        convert_hf.main(["check", str(tmp_path / "ours")])
+    assert stopped.value.code == 2 and "ours is not a Hugging Face directory" in capsys.readouterr().err
+    assert convert_hf.main(["check", str(theirs), *CHECK, "1"]) == 0
 
 
 def test_another_model_is_rejected(tmp_path: Path, capsys) -> None:

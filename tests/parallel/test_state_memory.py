@@ -10,8 +10,8 @@ from megalite.mesh.mesh import Layout, Mesh
 from megalite.optimizer import adamw
 from megalite.optimizer.registry import OPTIMIZERS
 from megalite.optimizer.state import OptimizerState
-from megalite.parallel.sharding import offload
-from megalite.parallel.sharding.offload import StateMemory, StateRange
+from megalite.parallel.sharding import state_memory
+from megalite.parallel.sharding.state_memory import StateMemory, StateRange
 from megalite.parallel.sharding.store import ParameterStore, StoreOptions
 from megalite.parallel.spec import ParamSpec, Segment
 
@@ -24,7 +24,7 @@ def test_one_call_updates_tensors_of_one_device(monkeypatch):
     """ZeRO-3 with offload_parameters and offload none: shards of weights in CPU memory, all else on the device."""
     calls: list[set[str]] = []
     monkeypatch.setattr(adamw, "adamw_", lambda *arrays, **options: calls.append(devices(list(arrays))))
-    monkeypatch.setattr(offload, "UPLOAD", 64)
+    monkeypatch.setattr(state_memory, "UPLOAD", 64)
     # meta tensors have no values to copy
     monkeypatch.setattr(Tensor, "copy_", lambda target, source, non_blocking=False: target)
     specs = [
@@ -40,7 +40,7 @@ def test_one_call_updates_tensors_of_one_device(monkeypatch):
 
 def test_weights_elsewhere_receive_every_part(monkeypatch):
     """Windows of a range cover it once, and each one's weights are copied after its update."""
-    monkeypatch.setattr(offload, "UPLOAD", 64)
+    monkeypatch.setattr(state_memory, "UPLOAD", 64)
     copied: list[Tensor] = []
     monkeypatch.setattr(Tensor, "copy_", lambda target, source, non_blocking=False: copied.append(source) or target)
     masters = torch.arange(160.0)

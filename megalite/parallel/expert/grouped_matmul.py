@@ -15,6 +15,7 @@ from megalite_kernels.grouped_weight_grad import add_grouped_gradient
 from megalite_kernels.groups import Groups
 from torch import Tensor, nn
 
+from megalite.parallel.matmuls import Matmuls
 from megalite.parallel.tensor.linear import Activation
 from megalite.parallel.weight import Weight
 
@@ -39,6 +40,32 @@ def grouped_matmul(rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
     if rows.is_cpu or rows.dtype != torch.bfloat16 or not aligned or not len(rows):
         return matmul_loop(rows, matrices, groups)
     return torch.nn.functional.grouped_mm(rows, matrices, offs=groups.ends)
+
+
+class ExpertMatmuls(Matmuls):
+    """Matmuls of the stacked matrices of several experts, [experts · out, in], in their own dtype."""
+
+    def experts_forward(self, rows: Tensor, groups: Groups) -> Tensor:
+        """Return the product of each expert's rows with its matrix: [n, in] -> [n, out].
+
+        Args:
+            groups: the number of rows of each expert, in whose order they are sorted.
+        """
+        return grouped_matmul(rows, self._each(groups).transpose(1, 2), groups)
+
+    def experts_input_gradient(self, grad: Tensor, groups: Groups) -> Tensor:
+        """Return the gradient of the rows of `experts_forward`: [n, out] -> [n, in]."""
+        return grouped_matmul(grad, self._each(groups), groups)
+
+    def _each(self, groups: Groups) -> Tensor:
+        """Return the matrices as [experts, out, in]."""
+        return self.tensor.view(len(groups), -1, self.tensor.shape[1])
+
+
+def expert_matmuls(weight: Weight) -> ExpertMatmuls:
+    """Return the matmuls of a weight's experts, in another format if the weight has one."""
+    own = weight.matmuls
+    return own if isinstance(own, ExpertMatmuls) else ExpertMatmuls(weight.tensor)
 
 
 def _sums(rows: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
@@ -109,11 +136,11 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, into: Tensor, down: Tensor, layer: Experts, groups: Groups) -> Tensor:
         ctx.layer, ctx.groups, (first, second) = layer, groups, layer.adapters
-        inner = layer.into.matmuls.experts_forward(rows, groups)  # [n, (2 ·) width]
+        inner = layer.into_matmuls.experts_forward(rows, groups)  # [n, (2 ·) width]
         layer.add_bias(inner, 0, groups)
         low_in = None if first is None else first.add(rows, inner, groups)
         active = layer.activation.forward(inner)  # [n, width]
-        out = layer.down.matmuls.experts_forward(active, groups)  # [n, hidden]
+        out = layer.down_matmuls.experts_forward(active, groups)  # [n, hidden]
         layer.add_bias(out, 1, groups)
         low_down = None if second is None else second.add(active, out, groups)
         ctx.save_for_backward(
@@ -130,10 +157,10 @@ class _Experts(torch.autograd.Function):
             grads[0],
         )
         first, second = layer.adapters
-        dactive = layer.down.matmuls.experts_input_gradient(grad, groups)  # [n, width]
+        dactive = layer.down_matmuls.experts_input_gradient(grad, groups)  # [n, width]
         dlow_down = None if second is None else second.add_gradient(grad, dactive, groups)
         dinner, active = layer.activation.backward(dactive, inner)
-        dx = layer.into.matmuls.experts_input_gradient(dinner, groups)  # [n, hidden]
+        dx = layer.into_matmuls.experts_input_gradient(dinner, groups)  # [n, hidden]
         dlow_in = None if first is None else first.add_gradient(dinner, dx, groups)
         layer.down.accumulate_matmul(grad, active, groups)
         layer.accumulate_biases((dinner, grad), groups)
@@ -171,6 +198,7 @@ class Experts(nn.Module):
             number,
             activation,
         )
+        self.into_matmuls, self.down_matmuls = expert_matmuls(into), expert_matmuls(down)
 
     @property
     def adapters(self) -> tuple[ExpertAdapter | None, ExpertAdapter | None]:

@@ -1,8 +1,6 @@
-"""Memory of the optimizer state: on the device of the weights, in CPU memory, or in a memory-mapped file.
+"""Optimizer state in CPU memory, or in a memory-mapped file.
 
-Optimizer state is what the optimizer keeps for this rank's owned ranges: the moments, and the master weights
-if they are not the weights themselves. It always consists of ordinary tensors, so that initialization and
-checkpoints do not depend on its location. An optimizer step processes offloaded state in windows:
+An optimizer step processes offloaded state in windows:
 
     copy      the next window's gradients to pinned memory; the disk reads the window's pages ahead
     update    this window's master weights and moments, on the CPU
@@ -20,7 +18,7 @@ import mmap
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO
@@ -31,8 +29,8 @@ from torch import Tensor
 from megalite.config.errors import ConfigError
 from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import Pending, all_gather
+from megalite.parallel.sharding.state_memory import StateMemory, StateRange
 
-UPLOAD = 1 << 26  # elements of updated weights that are on the device before they are copied to pinned memory
 # elements, 12 MiB of fp32 masters and moments; a multiple of 64, so that vectorized updates round the same
 WINDOW = 1 << 20
 MADV_POPULATE_WRITE = 23  # Linux 5.14; missing in Python's mmap
@@ -43,79 +41,6 @@ class OffloadError(RuntimeError):
 
     The message contains the directory and the reason.
     """
-
-
-@dataclass(frozen=True)
-class StateRange:
-    """A range of a bucket that one optimizer call updates, as flat tensors of equal length."""
-
-    decays: bool
-    weights: Tensor  # as the model reads them
-    grads: Tensor
-    master: Tensor  # at least fp32; the weights themselves if dtype and device agree
-    state: Sequence[Tensor]  # the optimizer's state, in the order of its kinds
-
-    @property
-    def separate(self) -> bool:
-        """Whether the master weights are a copy of the weights."""
-        return self.weights.data_ptr() != self.master.data_ptr()
-
-    def cut(self, size: int) -> Iterator[StateRange]:
-        """Split the range into pieces of at most `size` elements."""
-        tensors = (self.weights, self.grads, self.master, *self.state)
-        for weights, grads, master, *state in zip(*(tensor.split(size) for tensor in tensors), strict=True):
-            yield StateRange(self.decays, weights, grads, master, state)
-
-
-class StateMemory:
-    """Optimizer state on the device of the weights."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-
-    def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Allocate `count` elements of state."""
-        return torch.zeros(count, dtype=dtype, device=self.device)
-
-    def windows(self, ranges: Sequence[StateRange]) -> Iterator[list[StateRange]]:
-        """Yield parts of the ranges, each part once.
-
-        The caller updates the masters and weights of a part before it requests the next one. By default there
-        are two parts, with and without weight decay; those whose masters are the weights are parts of their
-        own. If the weights are on another device than their masters
-        (ZeRO-3 with `offload_parameters`), parts are windows of UPLOAD elements: one call updates tensors of
-        one device, so that the new weights are written to a temporary and copied.
-        """
-        for decays in (True, False):
-            group = [each for each in ranges if each.decays is decays]
-            for separate in (True, False):
-                if together := [
-                    each
-                    for each in group
-                    if each.weights.device == each.master.device and each.separate is separate
-                ]:
-                    yield together
-            for window in (
-                window
-                for each in group
-                if each.weights.device != each.master.device
-                for window in each.cut(UPLOAD)
-            ):
-                # the current values, because an update may skip itself on the device
-                weights = window.master.to(window.weights.dtype, copy=True)
-                yield [replace(window, weights=weights)]
-                # into pinned memory, in order with the kernels that read it next
-                window.weights.copy_(weights, non_blocking=True)
-
-    def place_of(self, tensor: Tensor) -> str:
-        """Return where a tensor is stored: cuda, cpu or disk."""
-        return tensor.device.type
-
-    def release(self, tensor: Tensor | None = None) -> None:
-        """Evict the pages of a state tensor, or of all of them, after an access not made through windows."""
-
-    def sync(self) -> None:
-        """Wait until written state can be read back. Raises OffloadError if it cannot."""
 
 
 class CPUState(StateMemory):
@@ -317,13 +242,6 @@ class DiskState(CPUState):
             f"corrupted: {reason}. No checkpoint was written from it. Restart from the newest "
             "checkpoint with another directory, or with parallel.offload=cpu."
         )
-
-
-def state_memory(offload: str, device: torch.device, directory: Path) -> StateMemory:
-    """Return the memory for a value of `parallel.offload`. `directory` is used for disk."""
-    if offload == "none":
-        return StateMemory(device)
-    return CPUState() if offload == "cpu" else DiskState(directory)
 
 
 def check_directory(directory: Path, wanted: int) -> None:

@@ -29,9 +29,10 @@ from megalite.parallel.collectives import all_gather, meet
 from megalite.parallel.sharding.bucket_buffers import BucketBuffers
 from megalite.parallel.sharding.buckets import BucketLayout, bucket_layout, buckets_of_units
 from megalite.parallel.sharding.gradient_bucket import GradientBucket
-from megalite.parallel.sharding.offload import StateMemory, Uploads, pinned_zeros
+from megalite.parallel.sharding.offload import Uploads, pinned_zeros
 from megalite.parallel.sharding.reducer import GradientReducer
 from megalite.parallel.sharding.shard_gatherer import ShardGatherer
+from megalite.parallel.sharding.state_memory import StateMemory
 from megalite.parallel.sharding.transfers import TransferLog
 from megalite.parallel.sharding.weight_gatherer import WeightGatherer
 from megalite.parallel.spec import WEIGHT, FlatRectangle, ParamSpec, Rectangle
