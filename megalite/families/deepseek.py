@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megalite.families import layer_lists
+from megalite.families import layer_lists, mixtures
 from megalite.families.refusal import refuse
 
 METHODS = {"softmax": ("greedy", "group_limited_greedy"), "sigmoid": ("noaux_tc",)}
@@ -121,13 +121,7 @@ def groups(given: dict[str, Any]) -> int | None:
 
 
 def topk_group(given: dict[str, Any]) -> int:
-    if groups(given) is None:
-        return 1
-    if given["topk_group"] is None:
-        raise refuse(
-            "topk_group", None, f"is incompatible with n_group = {given['n_group']}. It needs a number."
-        )
-    return int(given["topk_group"])
+    return mixtures.chosen_groups(given, groups(given))
 
 
 def scores(kind: str, given: dict[str, Any]) -> str:

@@ -24,7 +24,12 @@ def groups(given: dict[str, Any]) -> int | None:
 
 
 def topk_group(given: dict[str, Any]) -> int:
-    if groups(given) is None:
+    return chosen_groups(given, groups(given))
+
+
+def chosen_groups(given: dict[str, Any], number: int | None) -> int:
+    """The number of groups that a token's experts are of. number: of all groups; None: there are none."""
+    if number is None:
         return 1
     if given["topk_group"] is None:
         raise refuse(

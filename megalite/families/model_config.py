@@ -391,8 +391,6 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], Any]] = {
     "sink_layers=local": layer_shapes.local_layers,
     "attention_out_multiplier=values": functools.partial(layer_shapes.or_one, "attention_value_scale"),
     "routed_scaling_factor=or_one": functools.partial(layer_shapes.or_one, "routed_scaling_factor"),
-    "n_group=plain": lambda given: None if given["n_group"] == 1 else given["n_group"],
-    "topk_group=plain": lambda given: 1 if given["n_group"] == 1 else given["topk_group"],
     "layer_heads": layer_shapes.layer_heads,
     "attention_gate_width": layer_shapes.gate_width,
     "layer_blocks=bamba": mamba.bamba_layers,

@@ -271,8 +271,6 @@ _COMPUTED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
         "attention_value_scale": values["attention_out_multiplier"]
     },
     "routed_scaling_factor=or_one": lambda values: {"routed_scaling_factor": values["routed_scaling_factor"]},
-    "n_group=plain": lambda values: {"n_group": values["n_group"] or 1},
-    "topk_group=plain": lambda values: {"topk_group": values["topk_group"] or 1},
     "layer_heads": layer_shapes.layer_heads_fields,
     "attention_gate_width": layer_shapes.gate_fields,
     "layer_blocks=bamba": mamba.bamba_fields,

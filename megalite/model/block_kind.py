@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """A block in its place in a layer: x + dropout(scale · output_norm(block(input_norm(x)))).
+    """A block in its place in a layer: x + dropout(scale · output_norm(factor · block(input_norm(x)))).
 
     Attributes:
         kind: its name in `kinds.KINDS`.
@@ -147,8 +147,13 @@ class BlockKind:
         return False
 
     def output_factor(self, model: ModelConfig) -> float:
-        """Return the factor on its output, before the sum."""
+        """Return the factor on its output."""
         return 1.0
+
+    def output_factors(self, model: ModelConfig, block: BlockSpec) -> tuple[float, float]:
+        """Return the factors on the output of a block before its norm, if it has one, and before the sum."""
+        own, residual = self.output_factor(model), model.residual_multiplier
+        return (own, residual) if block.output_norm else (1.0, own * residual)
 
     # ---- cost.py
 

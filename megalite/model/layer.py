@@ -69,7 +69,7 @@ class PlacedBlock(nn.Module):
 
     Attributes:
         input_norm: the identity if the block has no norm of its own.
-        output: what is applied to the block's output before dropout: its norm, and its factors.
+        output: what is applied to the block's output before dropout: a factor, its norm, a factor.
     """
 
     def __init__(
@@ -85,10 +85,12 @@ class PlacedBlock(nn.Module):
         self.has_no_norm = spec.input_norm is None
         name = f"layers.{spec.layer}.{spec.input_norm}"
         self.input_norm: Any = nn.Identity() if self.has_no_norm else norm(name)
-        output: list[Any] = [norm(f"{spec.name}.output_norm")] if spec.output_norm else []
-        factor = model.residual_multiplier * KINDS[spec.kind].output_factor(model)
-        if factor != 1.0:
-            output.append(Scale(factor))
+        before, after = KINDS[spec.kind].output_factors(model, spec)
+        output: list[Any] = [] if before == 1.0 else [Scale(before)]
+        if spec.output_norm:
+            output.append(norm(f"{spec.name}.output_norm"))
+        if after != 1.0:
+            output.append(Scale(after))
         self.output = Chain(output)
         self.dropout = Dropout(
             model.residual_dropout, OUTPUT_DROPOUT[spec.slot], spec.layer, mesh.tp, options.sequence_parallel

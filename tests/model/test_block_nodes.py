@@ -139,3 +139,17 @@ def test_no_second_backward(prefix):
     with pytest.raises(RuntimeError, match="a second time"):
         out.backward()
     trainer.close()
+
+
+def test_a_norm_of_the_output_follows_the_block_s_own_factor(ranks, prefix):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [1], "initializer_range": 0.2}
+    model = {"norm_placement": "post", "rms_norm_eps": 1e-30, "position": "none"} | experts
+    factors = {"attention_in_multiplier": 0.7, "attention_out_multiplier": 0.6, "mixture_out_multiplier": 0.5}
+    plain, scaled = (
+        config_of(CASE, prefix, "fp64", model=model | each)
+        for each in ({}, factors | {"attention_scale": 1 / 0.49 / 8**0.5})
+    )
+    ((_, results, tensors),) = ranks.run(1, trained, scaled, True)
+    ((_, expected_results, expected),) = ranks.run(1, trained, plain, True)
+    torch.testing.assert_close(results, expected_results, rtol=1e-9, atol=0)
+    torch.testing.assert_close(tensors, expected, rtol=0, atol=1e-9)

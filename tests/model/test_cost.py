@@ -1,5 +1,7 @@
 """FLOPs against torch's own counter over a plain forward and backward; peaks against data sheets."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,8 @@ from megalite.config.sections.lora import LoraConfig
 from megalite.config.sections.model import ModelConfig
 from megalite.families.presets import preset
 from megalite.model.cost.flops import model_flops_per_token, per_token, selection_flops
+from megalite.model.cost.records import Kernels
+from megalite.model.kinds import KINDS
 from megalite.monitoring.metrics import throughput
 from megalite.planner.api import peak_flops
 
@@ -130,6 +134,13 @@ def test_conventions_and_recomputation() -> None:
     ), "adapters' forward"
     windowed = per_token(ModelConfig(vocab_size=101, num_hidden_layers=4, sliding_window=8), 64, "causal")
     assert windowed.attention * 64 == palm.attention * (8 * 9 / 2 + 56 * 8) / 64
+
+
+def test_wide_values_have_no_kernel() -> None:
+    kernels, attention = Kernels("triton", documents=False, deterministic=False), KINDS["attention"]
+    model = ModelConfig(hidden_size=256, num_attention_heads=4, head_dim=64)
+    widths = {width: attention.keeps_scores(replace(model, value_head_dim=width), kernels) for width in (32, 256, 512)}
+    assert widths == {32: False, 256: False, 512: True}
 
 
 def test_a_window_bounds_what_attention_costs() -> None:

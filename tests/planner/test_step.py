@@ -479,6 +479,15 @@ def test_dropout_reads_and_writes_each_value_once(model, lora, each_layer):
     assert dropped - without == pytest.approx(stream(device, moved), rel=1e-6)
 
 
+def test_factors_read_and_write_the_queries_and_not_the_output():
+    device, narrow = replace(A100, kernel=0.0, host_time=0.0), replace(LLAMA, value_head_dim=LLAMA.head_size // 2)
+    models = narrow, replace(narrow, query_scale_beta=0.1, query_scale_positions=256)
+    jobs = (PlannedJob(model, device, 512, 8) for model in models)
+    without, scaled = (Stepper(job).step(LayoutChoice(micro_batch_size=8)).total for job in jobs)
+    values = LLAMA.num_attention_heads * LLAMA.head_size * LLAMA.num_hidden_layers
+    assert scaled - without == pytest.approx(stream(device, 2 * 4 * 8 * 512 * values), rel=1e-6)
+
+
 # --- published speeds
 # ------------------------------------------------------------------------------------------------------------
 

@@ -190,8 +190,8 @@ class Units:
         """
         model, own = self.model, self.own
         width = model.hidden_size * (2 if model.norm == "layer" and model.norm_bias else 1)
-        factor = model.residual_multiplier * KINDS[block.kind].output_factor(model)
-        scale = (2 * own,) if factor != 1.0 else ()
+        factors = KINDS[block.kind].output_factors(model, block)
+        scale = (2 * own,) * sum(factor != 1.0 for factor in factors)
         if block.beside:  # the layer's input is kept already
             addition = Elementwise((3 * own,), (3 * own,))
             norm = Elementwise((3 * own, 2 * own), (3 * own, 3 * own), self._norm_buffers(keeps_input), width)

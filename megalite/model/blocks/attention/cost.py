@@ -34,7 +34,7 @@ def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> Block
     """Return the description of the block, see `BlockKind.cost`."""
     model, tokens, heads = units.model, units.share.tokens, heads_of(units, block.layer)
     qkv, out = matmuls[f"{block.slot}.qkv"], matmuls[f"{block.slot}.out"]
-    query = heads.query * heads.value_size
+    output = heads.query * heads.value_size
     packed = (heads.query + heads.kv) * heads.size + heads.kv * heads.value_size
     gate = qkv.outputs - packed  # of a token's output
     normed: tuple[Buffer, ...] = ()
@@ -45,17 +45,18 @@ def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> Block
             Buffer("normed queries and keys", tokens * both * heads.size),
             Buffer("their statistics", tokens * statistics, "accumulate"),
         )
-    moved = (2 * tokens * packed,) * (2 if normed else 1) + scaled_queries(units, query)
+    scaled = scaled_queries(units, heads.query * heads.size)
+    moved = (2 * tokens * packed,) * (2 if normed else 1) + scaled
     gates = (Buffer("gate of the output", tokens * gate),) if gate else ()
     summed = 2 * tokens if model.qk_norm == "full" else 0
     rotary = Elementwise(moved, moved, (*normed, *gates), summed=summed)
     attention = scores(units, block.layer, heads)
     # the output's backward computes the gated output again
     gating: tuple[Step, ...] = (
-        (Elementwise((tokens * (2 * query + gate),), (tokens * (5 * query + 3 * gate),)),) if gate else ()
+        (Elementwise((tokens * (2 * output + gate),), (tokens * (5 * output + 3 * gate),)),) if gate else ()
     )
     steps: tuple[Step, ...] = (qkv, rotary, attention, *gating, out)
-    temporaries = workspace(units, heads, query + 2 * packed + 2 * gate, query + packed)
+    temporaries = workspace(units, heads, output + 2 * packed + 2 * gate, output + packed)
     exchanges = context.exchanges(units.share, heads)
     return BlockCost(
         steps, temporaries, exchanges, qkv.keeps_input, output=gating, keeps_last_input=not gating
@@ -139,7 +140,7 @@ def keeps_scores(model: ModelConfig, kernels: Kernels) -> bool:
         model.attention_dropout or None,
         kernels.documents or None,
     )
-    sizes = [shape.head_size for shape in model.attention_shapes]
+    sizes = [max(shape.head_size, shape.value_size) for shape in model.attention_shapes]
     multiples = all(size % 8 == 0 for size in sizes)
     plain = all(option is None for option in options) and not kernels.deterministic and multiples
     return max(sizes) > WIDEST_HEAD or not (plain or kernels.kernels != "torch")
