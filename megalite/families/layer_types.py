@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megalite.config.errors import ConfigError
+from megalite.families import layer_lists
 from megalite.families.refusal import refuse
 
 DELTA = {"linear_attention": "delta", "full_attention": "attention"}
@@ -183,14 +184,10 @@ def _kimi_types(given: Mapping[str, Any]) -> list[Any]:
 def kimi(given: dict[str, Any]) -> list[str]:
     if given["kv_lora_rank"] is None:
         raise refuse("kv_lora_rank", None, f"is not supported by the {given['model_type']} family.")
-    number, kinds = given["num_hidden_layers"], given["mlp_layer_types"]
-    if kinds is None:
-        dense = given["first_k_dense_replace"]
-        kinds = ["dense" if layer < dense else "sparse" for layer in range(number)]
-    if len(kinds) != number or not {"dense", "sparse"} >= set(kinds):
-        raise refuse("mlp_layer_types", kinds, f"must have {number} entries, dense or sparse.")
-    seconds = {"dense": "feed_forward", "sparse": "mixture"}
-    layers = entries(given, _kimi_types(given), LATENT_DELTA, lambda layer: seconds[kinds[layer]])
+    kinds = given["mlp_layer_types"] or layer_lists.first_dense_kinds(given)
+    dense = layer_lists.dense_layers({**given, "mlp_layer_types": kinds})
+    second = {True: "feed_forward", False: "mixture"}
+    layers = entries(given, _kimi_types(given), LATENT_DELTA, lambda layer: second[layer in dense])
     return with_silu(given, layers)
 
 
