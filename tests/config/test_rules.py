@@ -1438,6 +1438,11 @@ ROWS = [
     Row("fp8 with a wide range", {"train.fp8": "block", "train.precision": "fp16"}, {"train.precision": "bf16"}),
     Row("powers of two for blocks", {"train.fp8": "mxfp8", "train.fp8_power_of_two": True}, {"train.fp8": "block"}),
     Row("outer layers with fp8", {"train.fp8_first_last": 1}, {"train.fp8": "block"}, ("has no effect",)),
+    Row(
+        "train.fp8_first_last in range",
+        {"train.fp8": "block", "train.fp8_first_last": -1},
+        {"train.fp8_first_last": 0},
+    ),
     Row("inner layers with fp8", {"train.fp8": "block", "train.fp8_first_last": 2}, {"train.fp8_first_last": 1}),
     Row("graphs on a GPU", GRAPHS, {"train.graphs": False}, ("requires a GPU",), devices=0),
     *(

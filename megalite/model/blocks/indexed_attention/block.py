@@ -35,7 +35,9 @@ from megalite.model.forward_state import ForwardState, Site
 from megalite.model.layer_options import LayerOptions
 from megalite.parallel.context.gathered import whole
 from megalite.parallel.context.latents import Spread
+from megalite.parallel.context.parts import PositionSegment
 from megalite.parallel.context.selected import Selections, attention_to_selections, whole_latents
+from megalite.parallel.microbatch import positions_of
 from megalite.parallel.weight import Weights
 
 
@@ -163,7 +165,7 @@ class IndexedAttention(LatentAttention):
         wide = torch.promote_types(q.dtype, torch.float32)
         queries, keys = q.detach().to(wide), keys.to(wide)
         positions, starts = state.positions, state.document_start
-        row = torch.arange(len(keys), device=q.device)
+        row = positions_of((PositionSegment(0, len(keys)),), q.device).flatten()
 
         def visible(positions: Tensor, starts: Tensor | None) -> Tensor:
             seen = row <= positions.unsqueeze(-1)  # [queries, batch or 1, rows]
