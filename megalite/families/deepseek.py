@@ -93,6 +93,8 @@ def indexer_types(given: dict[str, Any]) -> list[str] | None:
     """
     types, pattern, number = given["indexer_types"], given["index_topk_pattern"], given["num_hidden_layers"]
     if types is None and isinstance(pattern, str):
+        if set(pattern) - set("FS"):
+            raise refuse("index_topk_pattern", pattern, "is not supported. Legal letters: F and S.")
         types = [{"F": "full", "S": "shared"}[letter] for letter in pattern]
     elif types is None:
         frequency, offset = max(given["index_topk_freq"], 1), given["index_skip_topk_offset"]
