@@ -28,6 +28,7 @@ from megalite.config.schema import Config
 from megalite.launch.environment import software
 from megalite.launch.machine import local_world_size, usable_cores
 from megalite.model.adapter_parameters import ADAPTER
+from megalite.model.spec_builder import INDEXER
 from megalite.parallel.sharding.offload import OffloadError
 from megalite.parallel.spec import EMA, Rectangle
 from megalite.system.activity import LOADING, SAVING
@@ -136,8 +137,9 @@ def _checked(trainer: Trainer, directory: Path) -> checkpoint.Manifest:
 def load_weights(trainer: Trainer, source: str) -> None:
     """Load only the weights, of any dtype, from a checkpoint, hf:DIR or an adapter.
 
-    Adapters that are not in the source are initialized. Biases that the model has learned besides its weights
-    are loaded like these, if the source has them.
+    Adapters that are not in the source are initialized, and so are the indexers in their warm-up, if the
+    source has none. Biases that the model has learned besides its weights are loaded like these, if the
+    source has them.
     """
     # not needed without initial weights
     from megalite.checkpoint.finite import nonfinite, reject
@@ -161,6 +163,8 @@ def load_weights(trainer: Trainer, source: str) -> None:
         state for state in states if state.name.endswith("bias") and (known is None or state.name in known)
     ]
     drawn = [ADAPTER] if trainer.config.lora.rank and trainer.config.lora.init_from is None else []
+    if trainer.config.train.indexer == "warmup" and not any(f".{INDEXER}." in name for name in known or ()):
+        drawn.append(INDEXER)  # a dense model, which is given indexers
     if drawn:
         trainer.store.draw(trainer.config.run.seed, _threads(), drawn)
     started = perf_counter()

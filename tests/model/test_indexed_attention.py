@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.checkpoint import CheckpointError
 from megalite.config.load import from_dict
 from megalite.mesh.mesh import MeshAxis
 from megalite.model.blocks.indexed_attention import loss
@@ -20,11 +21,12 @@ from tests.support import jobs, jobs_indexed
 from tests.support.configs import write_tokens
 from tests.support.jobs_experts import BALANCE, MIXTURE
 from tests.support.jobs_indexed import INDEXED, configs
-from tests.support.jobs_training import train_with_initial_weights
+from tests.support.jobs_training import train_and_save, train_with_initial_weights
 from tests.support.pool import RankContext
 
 ALONE = RankContext(0, 1)
 SEQUENCE, BATCH = 16, 2
+NO_LOSS = {"index_loss_coef": 0.0}
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +53,22 @@ def test_rows_that_all_fit_are_dense_latent_attention_bitwise(prefix):
     assert warm["losses"][0] == expected["losses"][0]
     for name, value in warm["before"].items():
         assert torch.equal(warm["tensors"][name], value) == ("indexer" not in name), name
+
+
+def test_a_warm_up_gives_indexers_to_a_dense_model(prefix, tmp_path):
+    place = {"run": {"dir": str(tmp_path)}, "checkpoint": {"load": "none"}}
+    _, dense = configs(prefix, model={"index_topk": None, "index_n_heads": 64, "index_head_dim": 128} | NO_LOSS)
+    dense |= {name: dense.get(name, {}) | options for name, options in place.items()}
+    saved = train_and_save(ALONE, dense, 2, 0)
+    _, config = configs(prefix, model={"init_from": saved["directory"]}, train={"indexer": "warmup"})
+    warm = train_with_initial_weights(ALONE, config, 1)
+    for name, value in warm["tensors"].items():
+        start = warm["before"][name]
+        assert torch.equal(start, value) == ("indexer" not in name), name
+        assert "indexer" in name or torch.equal(start, saved["tensors"][name]), name
+    _, config = configs(prefix, model={"init_from": saved["directory"]})
+    with pytest.raises(CheckpointError, match="indexer"):
+        jobs.make_trainer(ALONE, config)
 
 
 def test_a_warm_up_leaves_the_biases_of_routers(prefix):
