@@ -150,6 +150,15 @@ SETTINGS[("selected_rows_triton", "_sum")] = [
     for channels in (64, 128, 256)
     for w in (2, 4)
 ]
+SETTINGS[("fp8_matmul_triton", "_matmul")] = [
+    Setting({"TILE_ROWS": rows}, w, s)
+    for rows, w in ((64, 4), (128, 4), (128, 8), (256, 8))
+    for s in (2, 3, 4)
+]
+SETTINGS[("fp8_triton", "_quantize")] = [Setting({}, w) for w in (2, 4, 8)]
+SETTINGS[("fp8_triton", "_quantize_mx")] = [
+    Setting({"TILE": tile}, w) for tile in (32, 64, 128) for w in (2, 4)
+]
 """(module, kernel) → settings to try."""
 
 

@@ -173,6 +173,7 @@ def test_other_names_are_those_of_transformers(name: str):
     theirs |= {frozenset(("n_embed", "hidden_size"))} if name == "falcon" else set()
     theirs |= {frozenset(("tie_embedding", "tie_word_embeddings"))} if name in ("lfm2", "lfm2_moe") else set()
     theirs |= {frozenset(("block_ff_dim", "intermediate_size"))} if name == "lfm2" else set()
+    theirs |= {frozenset(("num_experts", "n_routed_experts"))} if name in ("deepseek_v32", "glm_moe_dsa") else set()
     assert {frozenset(pair) for pair in families().rows[name].aliases.items()} == theirs
 
 

@@ -51,8 +51,8 @@ def test_tables_and_rotation_are_those_of_transformers(name):
 
 
 def test_unknown_scaling_is_refused():
-    with pytest.raises(ValueError, match="rope_scaling.*dynamic"):
-        rotary_tables(torch.arange(4), 8, 1e4, {"rope_type": "dynamic", "factor": 2.0}, torch.float32, "cpu")
+    with pytest.raises(ValueError, match="rope_scaling.*proportional"):
+        rotary_tables(torch.arange(4), 8, 1e4, {"rope_type": "proportional", "factor": 2.0}, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("hq, hk", [(4, 2), (3, 1), (2, 2)])

@@ -27,5 +27,5 @@ def test_the_count_stays_in_cpu_memory(monkeypatch):
     rank = SimpleNamespace(
         config=Config(), train_data=data, device=torch.device("meta"), mesh=SimpleNamespace(counting="counting")
     )
-    assert training.Trainer._valid_tokens(rank, [microbatch, microbatch]) == 3 + 3 + 5
+    assert training.Trainer._count_targets(rank, [microbatch, microbatch]) == 3 + 3 + 5
     assert summed == [("cpu", "counting")]

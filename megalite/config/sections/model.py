@@ -307,7 +307,7 @@ class ModelConfig:
     """Epsilon of the gated norm of delta blocks. null: rms_norm_eps."""
     gated_norm_rounding: Literal["normalized", "product"] = option("normalized", kinds=(*DELTA, *MAMBA))
     """What the gated norms of delta and mamba blocks round to 16 bits: the normalized value, before it is
-    multiplied by the weight (normalized), or only the result (product: Kimi-Linear, Falcon-H1)."""
+    multiplied by the weight (normalized), or only the result (product: Falcon H1 and Kimi Linear)."""
     mamba_num_heads: int = option(128, SIZE, kinds=MAMBA)
     """Number of heads of mamba blocks (Mamba-2), each with a state."""
     mamba_head_dim: int = option(64, SIZE, kinds=MAMBA)
