@@ -137,12 +137,15 @@ def _wide(scene: Scene) -> tuple[int, int]:
 def _rms_norm(x: Tensor, branch: Tensor, weight: Tensor, dy: Tensor) -> Sequence[Tensor]:
     total, y, rstd = norm.add_rms_norm(x, branch, weight, EPS)
     dx, dweight = norm.rms_norm_backward(dy, total, weight, rstd, 0.0, x)
+    assert dweight is not None
     return y, dx, dweight
 
 
 def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor) -> Sequence[Tensor]:
     y, mean, rstd = norm.layer_norm(x, weight, bias, EPS)
-    return y, *norm.layer_norm_backward(dy, x, weight, mean, rstd, 0.0)[:2]
+    dx, dweight, _ = norm.layer_norm_backward(dy, x, weight, mean, rstd, 0.0)
+    assert dweight is not None
+    return y, dx, dweight
 
 
 def _activation(gate_up: Tensor, dh: Tensor) -> Sequence[Tensor]:
