@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalite_kernels.fp8 import BLOCK
 from megalite_kernels.launch import Variant, architecture, operation
 
-BLOCK = 128
 TILES = {"sm_90": (128, 8, 3), "sm_100": (128, 8, 3)}
 """Architecture → rows of an output tile, warps, stages. The others have no e4m3 matmuls."""
 TOGETHER = 8  # tiles of rows that follow each other, so that the weight is read from the second-level cache

@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalite_kernels.fp8 import BLOCK, MX_BLOCK
 from megalite_kernels.launch import Variant, operation
 
 ROWS = 16  # of a program's tile with blocks of one row
-BLOCK, MX_BLOCK = 128, 32
 
 
 @triton.jit

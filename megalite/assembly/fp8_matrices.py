@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from megalite.assembly.plan import first_place
 from megalite.config.schema import Config
-from megalite.mesh.layout import AxisPlace, Coordinates
 from megalite.model.parameters import model_specs
 from megalite.parallel.fp8_choice import BLOCKS, fp8_choice
 
@@ -15,10 +15,10 @@ def describe_fp8(config: Config) -> list[str]:
 
     The result is empty without fp8.
     """
-    train, parallel = config.train, config.parallel
+    train = config.train
     if train.fp8 == "none":
         return []
-    at = Coordinates({"tp": AxisPlace(0, parallel.tp), "expert": AxisPlace(0, parallel.ep)})
+    at = first_place(config)
     chosen, kept = set[int](), defaultdict[str, set[int]](set)
     matrices = 0
     for spec in model_specs(config.model):

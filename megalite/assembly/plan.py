@@ -71,11 +71,16 @@ def activation_shape(config: Config) -> tuple[int, int, int]:
     return length, config.train.micro_batch_size, config.model.hidden_size
 
 
+def first_place(config: Config) -> Coordinates:
+    """Return the coordinates of the first rank on the axes that tensors are split over."""
+    parallel = config.parallel
+    return Coordinates({"tp": AxisPlace(0, parallel.tp), "expert": AxisPlace(0, parallel.ep)})
+
+
 def buckets_of(config: Config, rank: int) -> list[BucketLayout]:
     """Return the buckets of a pipeline rank, the same on all of its tp, dp and ep ranks."""
     parallel, owners = config.parallel, ParallelDims.of(config).owners
-    first = Coordinates({"tp": AxisPlace(0, parallel.tp), "expert": AxisPlace(0, parallel.ep)})
-    return bucket_layout(specs_of(config, rank), first, owners, parallel.bucket_mb * 1e6)
+    return bucket_layout(specs_of(config, rank), first_place(config), owners, parallel.bucket_mb * 1e6)
 
 
 def gathered_units(config: Config) -> tuple[tuple[Unit, ...], ...]:

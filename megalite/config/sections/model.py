@@ -3,7 +3,6 @@
 import math
 import os
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -569,19 +568,43 @@ def _layers_exist(name: str) -> Rule:
     )
 
 
-_WITHOUT_EXPERTS = tuple(
-    Rule(
-        f"{name} needs experts",
+def _changed(c: "RuleContext", name: str) -> bool:
+    """Whether an option of the model is not at its default."""
+    return getattr(c.model, name) != getattr(ModelConfig(), name)
+
+
+def _needs(name: str, what: str, option: str, way_out: str) -> Rule:
+    """Return the rule that an option has no effect without another one, which stands for `what`.
+
+    Args:
+        way_out: how to set the other one.
+    """
+    return Rule(
+        f"{name} needs {what}",
         f"model.{name}",
-        partial(
-            lambda name, c: (
-                not c.model.num_experts and getattr(c.model, name) != getattr(ModelConfig(), name)
-            ),
-            name,
-        ),
-        message="has no effect: {model.num_experts}",
-        legal="Remove it, or set model.num_experts.",
+        lambda c: not getattr(c.model, option) and _changed(c, name),
+        message=f"has no effect: {{model.{option}}}",
+        legal=f"Remove it, or set model.{option}{way_out}.",
     )
+
+
+def _not_with(name: str, what: str, option: str, means: str, legal: str) -> Rule:
+    """Return the rule that an option must be at its default beside another one.
+
+    Args:
+        what, means: what the other one stands for, in the rule's name and in the message.
+    """
+    return Rule(
+        f"{name} is incompatible with {what}",
+        f"model.{name}",
+        lambda c: getattr(c.model, option) is not None and _changed(c, name),
+        message=f"is incompatible with {means}, {{model.{option}}}",
+        legal=legal,
+    )
+
+
+_WITHOUT_EXPERTS = tuple(
+    _needs(name, "experts", "num_experts", "")
     for name in (
         *(
             "moe_intermediate_size",
@@ -693,13 +716,7 @@ _GROUPS = (
             if 2 * groups <= (c.model.num_experts or 0)
         ],
     ),
-    Rule(
-        "group_score needs groups",
-        "model.group_score",
-        lambda c: c.model.group_score != "auto" and not c.model.n_group,
-        message="has no effect: {model.n_group}",
-        legal="Remove it, or set model.n_group.",
-    ),
+    _needs("group_score", "groups", "n_group", ""),
     Rule(
         "topk_group needs groups",
         "model.topk_group",
@@ -743,28 +760,15 @@ _MTP = (
 )
 
 
-def _without_latents(name: str) -> Rule:
-    return Rule(
-        f"{name} needs latents",
-        f"model.{name}",
-        lambda c: c.model.kv_lora_rank is None and getattr(c.model, name) != getattr(ModelConfig(), name),
-        message="has no effect: {model.kv_lora_rank}",
-        legal="Remove it, or set model.kv_lora_rank.",
-    )
-
-
 def _not_with_latents(name: str, legal: str) -> Rule:
-    return Rule(
-        f"{name} is incompatible with latents",
-        f"model.{name}",
-        lambda c: c.model.kv_lora_rank is not None and getattr(c.model, name) != getattr(ModelConfig(), name),
-        message="is incompatible with latent attention, {model.kv_lora_rank}",
-        legal=legal,
-    )
+    return _not_with(name, "latents", "kv_lora_rank", "latent attention", legal)
 
 
 _LATENTS = (
-    *map(_without_latents, ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")),
+    *(
+        _needs(name, "latents", "kv_lora_rank", "")
+        for name in ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    ),
     _not_with_latents("head_dim", "Remove it, and set model.qk_nope_head_dim and model.qk_rope_head_dim."),
     _not_with_latents("qk_norm", "Set it to none: the latents have norms."),
     _not_with_latents("attention_bias", "Set it to false."),
@@ -785,26 +789,6 @@ _LATENTS = (
 )
 
 
-def _without_gate(name: str) -> Rule:
-    return Rule(
-        f"{name} needs a gate",
-        f"model.{name}",
-        lambda c: not c.model.attention_gate and getattr(c.model, name) != getattr(ModelConfig(), name),
-        message="has no effect: {model.attention_gate}",
-        legal="Remove it, or set model.attention_gate to true.",
-    )
-
-
-def _without_indexer(name: str) -> Rule:
-    return Rule(
-        f"{name} needs an indexer",
-        f"model.{name}",
-        lambda c: c.model.index_topk is None and getattr(c.model, name) != getattr(ModelConfig(), name),
-        message="has no effect: {model.index_topk}",
-        legal="Remove it, or set model.index_topk.",
-    )
-
-
 def _indexer_needs(name: str) -> Rule:
     return Rule(
         f"an indexer needs {name}",
@@ -816,17 +800,14 @@ def _indexer_needs(name: str) -> Rule:
 
 
 def _not_with_indexer(name: str, legal: str) -> Rule:
-    return Rule(
-        f"{name} is incompatible with an indexer",
-        f"model.{name}",
-        lambda c: c.model.index_topk is not None and getattr(c.model, name) != getattr(ModelConfig(), name),
-        message="is incompatible with attention to selected rows, {model.index_topk}",
-        legal=legal,
-    )
+    return _not_with(name, "an indexer", "index_topk", "attention to selected rows", legal)
 
 
 _INDEXED = (
-    *map(_without_indexer, ("index_n_heads", "index_head_dim", "indexer_types", "index_loss_coef")),
+    *(
+        _needs(name, "an indexer", "index_topk", "")
+        for name in ("index_n_heads", "index_head_dim", "indexer_types", "index_loss_coef")
+    ),
     *map(_indexer_needs, ("kv_lora_rank", "q_lora_rank")),
     _not_with_indexer("sliding_window", "Remove it."),
     _not_with_indexer("attention_softcap", "Remove it."),
@@ -952,15 +933,12 @@ RULES: tuple[Rule, ...] = (
     *_GROUPS,
     *_MTP,
     *_LATENTS,
-    *map(_without_gate, ("attention_gate_act", "attention_gate_width")),
-    _layers_exist("sink_layers"),
-    Rule(
-        "sink_layers needs sinks",
-        "model.sink_layers",
-        lambda c: c.model.sink_layers is not None and not c.model.attention_sinks,
-        message="has no effect: {model.attention_sinks}",
-        legal="Remove it, or set model.attention_sinks to true.",
+    *(
+        _needs(name, "a gate", "attention_gate", " to true")
+        for name in ("attention_gate_act", "attention_gate_width")
     ),
+    _layers_exist("sink_layers"),
+    _needs("sink_layers", "sinks", "attention_sinks", " to true"),
     Rule(
         "query_scale_beta and its positions",
         "model.query_scale_beta",

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from megalite.assembly.plan import optimistic_step
+from megalite.assembly.plan import first_place, optimistic_step
 from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
-from megalite.mesh.layout import AxisPlace, Coordinates
 from megalite.model.adapter_parameters import trained_specs
 from megalite.model.kinds import dispatch_of
 from megalite.model.parameters import model_specs
@@ -252,23 +251,17 @@ def matrices(config: Config, bucket: BucketLayout) -> list[tuple[int, int]]:
     alone = Sharing.of(config).data == 1 or Sharing.of(config, bucket.domain).data == 1
     if not parallel.powersgd_rank or alone or not bucket.trainable:
         return []
-    at = _first(config)
+    at = first_place(config)
     segments = [segment for slot in bucket.slots for segment in slot.spec.segments]
     compressed = [compressible(segment, segment.local(at), parallel.powersgd_rank) for segment in segments]
     return [(each.n, each.m) for each in compressed if each is not None for _ in range(each.number)]
-
-
-def _first(config: Config) -> Coordinates:
-    """Return the coordinates of the first rank on the axes that tensors are split over."""
-    parallel = config.parallel
-    return Coordinates({"tp": AxisPlace(0, parallel.tp), "expert": AxisPlace(0, parallel.ep)})
 
 
 def _codes(config: Config, bucket: BucketLayout) -> int:
     """Return the bytes of the codes and scales of a bucket's weights, kept from one update to the next."""
     if config.train.fp8 == "none":
         return 0
-    layers, at = config.model.num_hidden_layers, _first(config)
+    layers, at = config.model.num_hidden_layers, first_place(config)
     chosen = ((fp8_choice(slot.spec, at, config.train, layers).rows, slot.shape[-1]) for slot in bucket.slots)
     return sum(code_bytes(rows, columns, config.train.fp8) for rows, columns in chosen if rows)
 
