@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from tests.support import jobs
-from tests.support.configs import STEPS, write_tokens
+from tests.support.configs import STEPS, config_of, config_of_one_process, write_tokens
+from tests.support.pool import RankPool
+from tests.support.references import References
 from tests.support.spaces.layouts import OPTIONS, SPACE
 from tests.support.spaces.space import world
 
@@ -36,6 +38,16 @@ def assert_same_run(got: list[dict[str, Any]], expected: dict[str, Any], relativ
     assert tensors.keys() == expected["tensors"].keys()
     worst = {name: (value - expected["tensors"][name]).abs().max().item() for name, value in tensors.items()}
     assert max(worst.values()) <= absolute, sorted(worst.items(), key=lambda item: -item[1])[:5]
+
+
+def assert_trains_like_one_process(
+    ranks: RankPool, references: References, case: dict[str, Any], prefix: str, model: dict[str, Any], steps: int
+) -> None:
+    """In fp64 within 1e-9. model: fields besides those of the case."""
+    one, several = config_of_one_process(case, prefix), config_of(case, prefix, "fp64", model=model)
+    one["model"] |= model
+    got = ranks.run(world(case), jobs.train, several, steps)
+    assert_same_run(got, references.run(jobs.train, one, steps), 1e-9, 1e-9)
 
 
 def test_the_table_has_the_full_layout():

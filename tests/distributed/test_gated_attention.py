@@ -24,14 +24,13 @@ from megalite.model.parameters import layer_specs
 from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.weight import Weight
 from megalite.parallel.weight_grad_queue import WeightGradQueue
-from tests.distributed.test_equivalence import assert_same_run
-from tests.support import jobs, jobs_training
-from tests.support.configs import SEQUENCE, config_of, config_of_one_process, write_tokens
+from tests.distributed.test_equivalence import assert_trains_like_one_process
+from tests.support import jobs_training
+from tests.support.configs import SEQUENCE, config_of, write_tokens
 from tests.support.jobs import mesh_of
 from tests.support.jobs_experts import BASE
 from tests.support.jobs_training import train_with_initial_weights
 from tests.support.pool import RankContext
-from tests.support.spaces.space import world
 
 STEPS = 3
 GATED = {"attention_gate": True, "qk_norm": "head", "partial_rotary_factor": 0.5, "initializer_range": 0.2}
@@ -66,12 +65,7 @@ def prefix(tmp_path_factory) -> str:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_trains_like_one_process(name, ranks, references, prefix):
     layout, model = LAYOUTS[name]
-    case = {**BASE, **layout}
-    one = config_of_one_process(case, prefix)
-    several = config_of(case, prefix, "fp64", model=GATED | model)
-    one["model"] |= GATED | model
-    got = ranks.run(world(case), jobs.train, several, STEPS)
-    assert_same_run(got, references.run(jobs.train, one, STEPS), 1e-9, 1e-9)
+    assert_trains_like_one_process(ranks, references, {**BASE, **layout}, prefix, GATED | model, STEPS)
 
 
 def test_its_matrix_has_an_adapter(ranks, references, prefix):

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 
 from megalite.generation.language_model import LanguageModel
-from tests.distributed.test_equivalence import assert_same_run
-from tests.support import jobs, jobs_training
-from tests.support.configs import SEQUENCE, config_of, config_of_one_process, write_tokens
+from tests.distributed.test_equivalence import assert_trains_like_one_process
+from tests.support import jobs_training
+from tests.support.configs import SEQUENCE, config_of, write_tokens
 from tests.support.jobs_experts import BASE
 from tests.support.pool import RankContext
-from tests.support.spaces.space import world
 
 STEPS = 3
 WINDOW = {"sliding_window": 5, "sliding_window_layers": [1, 2], "initializer_range": 0.2}
@@ -71,12 +70,7 @@ def prefix(tmp_path_factory) -> str:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_trains_like_one_process(name, ranks, references, prefix):
     layout, model = LAYOUTS[name]
-    case = {**BASE, **layout}
-    one = config_of_one_process(case, prefix)
-    several = config_of(case, prefix, "fp64", model=model)
-    one["model"] |= model
-    got = ranks.run(world(case), jobs.train, several, STEPS)
-    assert_same_run(got, references.run(jobs.train, one, STEPS), 1e-9, 1e-9)
+    assert_trains_like_one_process(ranks, references, {**BASE, **layout}, prefix, model, STEPS)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.test_equivalence import assert_same_run
-from tests.support import jobs
-from tests.support.configs import config_of, config_of_one_process, write_tokens
+from tests.distributed.test_equivalence import assert_trains_like_one_process
+from tests.support.configs import write_tokens
 from tests.support.jobs_experts import BASE
-from tests.support.spaces.space import world
 
 STEPS = 3
 XIELU = {"hidden_act": "xielu", "gated_mlp": False}
@@ -45,9 +43,4 @@ def prefix(tmp_path_factory) -> str:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_trains_like_one_process(name, ranks, references, prefix):
     layout, model = LAYOUTS[name]
-    case = {**BASE, **layout}
-    one = config_of_one_process(case, prefix)
-    several = config_of(case, prefix, "fp64", model=model)
-    one["model"] |= model
-    got = ranks.run(world(case), jobs.train, several, STEPS)
-    assert_same_run(got, references.run(jobs.train, one, STEPS), 1e-9, 1e-9)
+    assert_trains_like_one_process(ranks, references, {**BASE, **layout}, prefix, model, STEPS)
