@@ -37,10 +37,20 @@ class Fp8Choice(NamedTuple):
         rows: the number of its leading rows on this rank that do; 0: none.
         size: a size that is not a multiple of the block, for which reason other rows do not; None: there is
             none.
+        forward: all its rows multiply in fp8 in the forward, so that the forward reads codes of the input only.
+        input_gradient: the same of the gradient of its input, and the codes of the output's gradient.
     """
 
     rows: int
     size: int | None = None
+    forward: bool = False
+    input_gradient: bool = False
+
+
+def fp8_layer(unit: int, train: TrainConfig, layers: int) -> bool:
+    """Return whether matrices of a unit (1: the first layer) may multiply in fp8; `layers` as in `fp8_choice`."""
+    last = train.fp8_first_last
+    return train.fp8 != "none" and last < unit <= layers - last
 
 
 def fp8_choice(spec: ParamSpec, at: Coordinates, train: TrainConfig, layers: int) -> Fp8Choice:
@@ -49,8 +59,7 @@ def fp8_choice(spec: ParamSpec, at: Coordinates, train: TrainConfig, layers: int
     Args:
         layers: number of layers of the model, without modules for further tokens.
     """
-    last = train.fp8_first_last
-    if train.fp8 == "none" or not last < spec.unit <= layers - last:
+    if not fp8_layer(spec.unit, train, layers):
         return Fp8Choice(0)
     block, rows = BLOCKS[train.fp8], 0
     for segment in spec.segments:
@@ -63,7 +72,8 @@ def fp8_choice(spec: ParamSpec, at: Coordinates, train: TrainConfig, layers: int
             if size % block:
                 return Fp8Choice(rows, size)
         rows += part.shape[0]
-    return Fp8Choice(rows)
+    whole = rows > 0 and rows == spec.local_shape(at)[0]
+    return Fp8Choice(rows, None, whole, whole and spec.segments[0].role not in FORWARD_ONLY)
 
 
 def code_bytes(rows: int, columns: int, recipe: str) -> int:

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from megalite.config.dims import attention_method, equal_part
 from megalite.config.recompute import operations_of
+from megalite.parallel.fp8_choice import Fp8Choice
 
 Dtype = Literal["compute", "accumulate", "index", "row", "mask"]
 """compute: train.precision; accumulate: at least fp32; index: of a token or a position; row: of a selected
@@ -219,6 +220,7 @@ class Matmul:
         adapter_rank: outputs of the adapters' first factors A, which are stored together; 0 without adapters.
         adapter_weights: elements of both factors of the adapters, over all tp ranks. adapter_outputs: outputs
         that adapters keep, on this rank: with trained row lengths (DoRA) all of them.
+        fp8: what of the weight on this rank multiplies in fp8.
     """
 
     name: str
@@ -231,6 +233,7 @@ class Matmul:
     adapter_rank: int = 0
     adapter_weights: int = 0
     adapter_outputs: int = 0
+    fp8: Fp8Choice = Fp8Choice(0)
 
     @property
     def local_weights(self) -> int:

@@ -7,13 +7,14 @@ functions save is a Buffer, each storage counted once. Shapes of weights are tho
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
 from megalite.config.sections.lora import PROJECTIONS, LoraConfig
 from megalite.config.sections.model import ModelConfig
-from megalite.mesh.layout import Coordinates
+from megalite.config.sections.train import TrainConfig
+from megalite.mesh.layout import AxisPlace, Coordinates
 from megalite.model.block_kind import BlockSpec
 from megalite.model.cost.records import (
     BlockCost,
@@ -24,6 +25,7 @@ from megalite.model.cost.records import (
     LocalMatmul,
     Matmul,
     Share,
+    Step,
     UnitCost,
 )
 from megalite.model.kinds import KINDS, blocks_of
@@ -31,6 +33,7 @@ from megalite.model.mtp.cost import further_losses
 from megalite.model.parameters import layer_specs
 from megalite.model.spec_builder import padded_vocabulary
 from megalite.model.unit_numbers import head_unit
+from megalite.parallel.fp8_choice import fp8_choice, fp8_layer
 
 LOSS_CHUNK_ON_GPU = 4096
 """Tokens whose logits exist at a time on a GPU, unless train.loss_chunk says otherwise: adding a chunk to the
@@ -44,10 +47,19 @@ class Units:
         share: the part of the model and of a batch.
         lora: adapters; with a rank all other weights are frozen.
         flash: attention runs a kernel that keeps one number per query and head instead of probabilities.
+        fp8: options of a run with `train.fp8`.
     """
 
-    def __init__(self, model: ModelConfig, share: Share, lora: LoraConfig | None = None, flash: bool = True):
+    def __init__(
+        self,
+        model: ModelConfig,
+        share: Share,
+        lora: LoraConfig | None = None,
+        flash: bool = True,
+        fp8: TrainConfig | None = None,
+    ):
         self.model, self.share, self.lora, self.flash = model, share, lora or LoraConfig(), flash
+        self.fp8 = fp8 or TrainConfig()
         self.own = share.own_tokens * model.hidden_size  # elements of [sequence (/tp), batch, hidden]
         self.whole = share.tokens * model.hidden_size  # elements of [sequence, batch, hidden]
         self._layers: dict[Hashable, UnitCost] = {}
@@ -66,7 +78,8 @@ class Units:
         """Return a key that layers with the same description share."""
         if index not in self._keys:
             blocks = blocks_of(self.model, index)
-            self._keys[index] = tuple(
+            fp8 = fp8_layer(1 + index, self.fp8, self.model.num_hidden_layers)
+            self._keys[index] = fp8, *(
                 (block.kind, block.beside, KINDS[block.kind].alike(self.model, index)) for block in blocks
             )
         return self._keys[index]
@@ -77,6 +90,8 @@ class Units:
         if key not in self._layers:
             matmuls, blocks = self._layer_matmuls(index), blocks_of(self.model, index)
             own = [KINDS[block.kind].cost(self, block, matmuls) for block in blocks]
+            if fp8_layer(1 + index, self.fp8, self.model.num_hidden_layers):
+                own = self._in_fp8(index, own)
             costs = list[BlockCost]()
             for number, (block, cost) in enumerate(zip(blocks, own, strict=True)):
                 # the blocks after it that have no norm of their own read the output of its norm, too
@@ -175,6 +190,25 @@ class Units:
             )
             matmuls[name] = matmul if segments[0].split is not None else self._of_own_tokens(matmul)
         return matmuls
+
+    def _in_fp8(self, index: int, blocks: Sequence[BlockCost]) -> list[BlockCost]:
+        """Return the blocks of a layer with what of each matmul is in fp8."""
+        share, layers, prefix = self.share, self.model.num_hidden_layers, f"layers.{index}."
+        at = Coordinates({"tp": AxisPlace(0, share.tp), "expert": AxisPlace(0, share.ep)})
+        choices = {
+            spec.name.removeprefix(prefix).removesuffix(".weight"): fp8_choice(spec, at, self.fp8, layers)
+            for spec in layer_specs(self.model, index, share.tp)
+        }
+
+        def chosen(steps: Sequence[Step]) -> tuple[Step, ...]:
+            return tuple(
+                replace(step, fp8=choices[step.name])
+                if isinstance(step, Matmul) and step.name in choices
+                else step
+                for step in steps
+            )
+
+        return [replace(block, steps=chosen(block.steps), output=chosen(block.output)) for block in blocks]
 
     def _of_own_tokens(self, matmul: Matmul) -> LocalMatmul:
         """Return the matmul of each rank's own tokens with a whole matrix."""

@@ -342,7 +342,8 @@ class BudgetProblem:
         self.splits = Pass.WEIGHT in self.schedule.passes
         self._activations_by_mode: dict[str, Activations] = {}
         self.kept = self._activations("none")
-        self.operations = Operations(costs, config.model, config.train.precision, lora=config.lora)
+        train = config.train
+        self.operations = Operations(costs, config.model, train.precision, lora=config.lora, fp8=train)
         self._known: dict[tuple[Hashable, bool], list[_Choice]] = {}
         self._scores: dict[Hashable, bool] = {}
         self._programmes: dict[tuple[int, bool], _Programme] = {}

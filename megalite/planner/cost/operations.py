@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from megalite.config.sections.lora import LoraConfig
 from megalite.config.sections.model import ModelConfig
+from megalite.config.sections.train import TrainConfig
 from megalite.model.cost.records import (
     AttentionCost,
     BlockCost,
@@ -32,7 +33,9 @@ from megalite.model.cost.records import (
 )
 from megalite.model.cost.units import LOSS_CHUNK_ON_GPU, Units
 from megalite.model.kinds import dispatches_of
+from megalite.parallel.fp8_choice import Fp8Choice
 from megalite.planner.cost import context_exchange, expert_exchange
+from megalite.planner.cost.fp8_times import Fp8Times
 from megalite.planner.hardware.devices import Device
 from megalite.planner.hardware.kernels import DROPOUT, ELEMENTWISE_BYTES, attention, matmul, stream
 from megalite.planner.hardware.links import Fabric, group
@@ -48,8 +51,8 @@ class Software:
     Attributes:
         flash: attention never writes its scores; otherwise every score goes to memory, several times.
         attention: speed of its attention relative to ours.
-        products: speed of the layers' matmuls relative to those of the run's precision; the head's
-        are not meant. masks: dropout writes its masks to memory, and its forward adds to the residual stream
+        fp8: recipe in which all matrices of layers multiply (`fp8_times.RECIPES`); none: as the job says.
+        masks: dropout writes its masks to memory, and its forward adds to the residual stream
         in the same kernel. Ours does neither. loss_bytes: memory traffic of the loss per logit, forward and
         backward. Ours reads and overwrites 16-bit logits; PyTorch's casts to
             fp32 and takes a log-softmax; Megatron-LM's subtracts, exponentiates, sums and divides in passes
@@ -68,7 +71,7 @@ class Software:
 
     flash: bool = True
     attention: float = 1.0
-    products: float = 1.0
+    fp8: str = "none"
     masks: bool = False
     loss_bytes: tuple[float, float] = (2.0, 4.0)
     fp32_accumulation: bool = True
@@ -119,7 +122,11 @@ class Operations:
         software: Software = OURS,
         lora: LoraConfig | None = None,
         rows: context_exchange.Rows = context_exchange.WHOLE,
+        fp8: TrainConfig | None = None,
     ):
+        self.fp8 = fp8
+        recipe = software.fp8 if fp8 is None or fp8.fp8 == "none" else fp8.fp8
+        self.fp8_times = None if recipe == "none" else Fp8Times(device, recipe, precision)
         self.device, self.model, self.precision, self.software, self.lora, self.rows = (
             device,
             model,
@@ -159,7 +166,7 @@ class Operations:
     def units(self, share: Share) -> Units:
         """Return the descriptions of the model's units under a share."""
         if share not in self._units:
-            self._units[share] = Units(self.model, share, self.lora)
+            self._units[share] = Units(self.model, share, self.lora, fp8=self.fp8)
         return self._units[share]
 
     def layer(self, share: Share, index: int) -> PassTimes:
@@ -183,10 +190,7 @@ class Operations:
     # --------------------------------------------------------------------------------------------------------
 
     def _block(self, share: Share, block: BlockCost) -> PassTimes:
-        steps = [
-            self._step(step).times(1 / self.software.products if isinstance(step, Matmul) else 1)
-            for step in block.steps
-        ]
+        steps = [self._step(self._with_recipe(step)) for step in block.steps]
         last = steps[::-1]  # backward runs from the last step to the first
         passes = PassTimes(
             sum(step.forward for step in steps),
@@ -194,6 +198,20 @@ class Operations:
             sum(step.weight for step in last),
         )
         return passes.plus(self._around(share, block))
+
+    def _with_recipe(self, step: Step) -> Step:
+        """Return a step of a layer in the software's recipe for fp8, if it has one."""
+        if self.software.fp8 == "none" or not isinstance(step, Matmul):
+            return step
+        if isinstance(step, LocalMatmul) and step.at_least_fp32:
+            return step
+        whole = step.local_weights // step.inputs
+        return replace(step, fp8=Fp8Choice(whole, forward=True, input_gradient=True))
+
+    def fp8_weights(self, share: Share, index: int) -> int:
+        """Return the elements of a layer's weights on one rank that multiply in fp8."""
+        steps = map(self._with_recipe, self.units(share).layer(index).matmuls)
+        return sum(step.fp8.rows * step.inputs for step in steps if isinstance(step, Matmul))
 
     def _step(self, step: Step) -> PassTimes:
         """Return the time of one step, without its tensor-parallel communication."""
@@ -220,24 +238,37 @@ class Operations:
                 return PassTimes(self._move(2 * values), 0.0, weight)
 
     def _product(self, step: Matmul) -> PassTimes:
-        forward, backward = (
-            self._gemm(step.rows, step.outputs, step.inputs),
-            self._gemm(step.rows, step.inputs, step.outputs),
-        )
-        weight = 0.0 if step.frozen else self._weight_gradient(step.outputs, step.inputs, step.rows)
-        return (
-            PassTimes(forward, backward, weight).plus(self._adapters(step)).plus(self._adapter_dropout(step))
-        )
+        once = self._passes(step, step.rows, 1, self.precision)
+        return once.plus(self._adapters(step)).plus(self._adapter_dropout(step))
 
     def _local_matmul(self, step: LocalMatmul) -> PassTimes:
         """Return the time of equally loaded experts' matmuls, or of a router's in fp32."""
         precision = "fp32" if step.at_least_fp32 and "fp32" in self.device.peaks else self.precision
-        rows, outputs, inputs, batch = step.rows / step.matrices, step.outputs, step.inputs, step.matrices
+        once = self._passes(step, step.rows / step.matrices, step.matrices, precision)
+        return once.plus(self._adapters(step))
+
+    def _passes(self, step: Matmul, rows: float, batch: int, precision: str) -> PassTimes:
+        """Return the time of `batch` matmuls of `rows` tokens each, without adapters."""
+        outputs, inputs, fp8, chosen = step.outputs, step.inputs, self.fp8_times, step.fp8
         forward = matmul(self.device, rows, outputs, inputs, precision, batch)
         backward = matmul(self.device, rows, inputs, outputs, precision, batch)
         written = ACCUMULATED if self.software.fp32_accumulation else None
-        weight = 0.0 if step.frozen else matmul(self.device, outputs, inputs, rows, precision, batch, written)
-        return PassTimes(forward, backward, weight).plus(self._adapters(step))
+        if fp8 is not None and chosen.rows:
+            part = chosen.rows / batch  # of the outputs
+            rest = 0.0
+            if part < outputs:  # the others in the run's precision, and a copy beside them
+                rest = matmul(self.device, rows, outputs - part, inputs, precision, batch)
+                rest += self._move(2 * batch * rows * outputs)
+            forward = fp8.quantize(batch * rows * inputs) + fp8.time(rows, part, inputs, batch) + rest
+            if chosen.input_gradient or not chosen.forward:
+                backward = fp8.quantize(batch * rows * part) + fp8.time(rows, inputs, part, batch) + rest
+        if step.frozen:
+            return PassTimes(forward, backward, 0.0)
+        if fp8 is not None and chosen.rows and fp8.weight_gradient:
+            weight = fp8.time(outputs, inputs, rows, batch, written)
+        else:
+            weight = matmul(self.device, outputs, inputs, rows, precision, batch, written)
+        return PassTimes(forward, backward, weight)
 
     def _adapters(self, step: Matmul) -> PassTimes:
         """Return the time of the two matmuls of adapters.

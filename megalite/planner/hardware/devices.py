@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ class Device:
         between nodes; per_node: devices per node. host: the link to the host; host_memory: bytes/s of the
         host's memory, host_size: its bytes, disk: bytes/s, each per device. price: US dollars per hour, None
         if unknown.
+        fp8: format that its tensor cores multiply (e4m3, or mxfp8 with scales) → dense peak, FLOP/s.
         rates: measured matmuls, (cube root of m·n·k, FLOP/s) in ascending order; if present, they replace
         the model of tiles. attention: if measured, FLOP/s of its forward and of its backward. loss: if
         measured, bytes/s of the loss and its gradient, which read the logits once and overwrite them with
@@ -75,6 +76,7 @@ class Device:
     host_size: float = HOST_MEMORY_GIB * 2**30
     disk: float = DISK_GBS * 1e9
     price: float | None = None
+    fp8: Mapping[str, float] = field(default_factory=dict)
     rates: tuple[tuple[float, float], ...] = ()
     attention: tuple[float, float] | None = None
     loss: float | None = None
@@ -188,6 +190,8 @@ def _read(name: str, row: dict[str, Any]) -> Device:
     for key in ("cpu", "measured", "compared"):
         if key in row:
             optional[key] = bool(row.pop(key))
+    if "fp8_tflops" in row:
+        optional["fp8"] = {name: 1e12 * float(tera) for name, tera in row.pop("fp8_tflops").items()}
     if "products" in row:
         optional["rates"] = tuple(
             sorted((float(size), 1e9 * float(gflops)) for size, gflops in row.pop("products").items())

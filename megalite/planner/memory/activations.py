@@ -87,7 +87,7 @@ class Activations:
         # positions depend on documents
         self.documents = config.data.reset_positions or any(map(is_chat, prefixes(config.data.train)))
         self.share = Share.of(parallel, config.data.sequence_length, train.micro_batch_size)
-        self.units = Units(model, self.share, lora, self.flash)
+        self.units = Units(model, self.share, lora, self.flash, config.train)
         self._layers: dict[tuple[Hashable, str], HeldBytes] = {}
         self.own, self.whole = prod(activation_shape(config)) * self.width, self.units.whole * self.width
 

@@ -18,9 +18,9 @@ from megalite.config.schema import Config
 from megalite.config.sections.lora import LoraConfig
 from megalite.config.sections.model import ModelConfig
 from megalite.config.sections.muon import MuonConfig
+from megalite.config.sections.train import TrainConfig
 from megalite.model.cost.flops import layer_costs, per_token
 from megalite.model.cost.records import Share
-from megalite.model.cost.units import Units
 from megalite.model.kinds import stage_starts
 from megalite.model.mtp.losses import further_losses, layer_count
 from megalite.model.parameters import embedding_pair
@@ -161,6 +161,7 @@ class PlannedJob:
     gradient_bytes: int = 4  # per parameter in the data-parallel reduction
     muon: MuonConfig | None = None  # of a run with that optimizer
     lora: LoraConfig | None = None  # adapters; all other weights are frozen
+    fp8: TrainConfig | None = None  # of a run with train.fp8
     rows: Rows = WHOLE
     optimistic_step: bool = True  # where a step may be (`assembly.plan.may_be_optimistic`)
 
@@ -176,6 +177,7 @@ class PlannedJob:
             gradient_bytes=2 if "bf16" in (config.train.grad_dtype, config.parallel.reduce_dtype) else 4,
             muon=config.muon if config.optimizer.name == "muon" else None,
             lora=config.lora,
+            fp8=None if config.train.fp8 == "none" else config.train,
             rows=Rows.of(config),
             optimistic_step=config.parallel.optimistic_step,
         )
@@ -221,8 +223,10 @@ class Stepper:
 
     def __init__(self, job: PlannedJob):
         self.job, self.device = job, job.device
-        self.operations = Operations(job.device, job.model, job.precision, job.software, job.lora, job.rows)
-        units = Units(job.model, Share(job.sequence_length))
+        self.operations = Operations(
+            job.device, job.model, job.precision, job.software, job.lora, job.rows, job.fp8
+        )
+        units = self.operations.units(Share(job.sequence_length))
         self.kinds = [units.alike(index) for index in range(layer_count(job.model))]
         self.layers_of_stages = functools.lru_cache(maxsize=None)(self._layers_of_stages)
         self._stage = functools.lru_cache(maxsize=None)(self._stage_of)
@@ -674,10 +678,24 @@ class Stepper:
         )
         norm = self.operations.fabric.all_reduce(64, group(device, choice.gpus, 1))
         if choice.offload == "none":
-            return stream(device, own * self.job.software.adam_bytes) + norm + self._matrices(choice)
+            adam = stream(device, own * self.job.software.adam_bytes)
+            return adam + norm + self._matrices(choice) + self._quantization(choice)
         wire = own * max(OFFLOAD_WIRE) / device.host.bandwidth if not device.cpu else 0.0
         disk = own * 2 * STATE_BYTES / device.disk if choice.offload == "disk" else 0.0  # read and written
-        return max(own * HOST_BYTES / device.host_memory, wire, disk) + norm
+        return max(own * HOST_BYTES / device.host_memory, wire, disk) + norm + self._quantization(choice)
+
+    def _quantization(self, choice: LayoutChoice) -> float:
+        """Return the time of the fullest rank to quantize its weights after an update: with ZeRO-3 its part."""
+        times = self.operations.fp8_times
+        if times is None:
+            return 0.0
+        split, share = self.layers_of_stages(choice.dims.stages), self._share(choice)
+        elements = [
+            sum(count * self.operations.fp8_weights(share, index) for index, count in self._alike(start, stop))
+            for start, stop in zip([0, *accumulate(split)], accumulate(split), strict=False)
+        ]
+        parts = choice.dims.shard if choice.zero == 3 else 1
+        return times.quantize(max(self._by_rank(choice, elements)) / parts)
 
     def _matrices(self, choice: LayoutChoice) -> float:
         """Return the time of Muon's iterations, and of the overlapping exchange of matrices."""
