@@ -55,8 +55,8 @@ def round_operands(trainer: Trainer, operands: Operands) -> int:
     config = trainer.config
     recipe = "block" if operands == "bf16" else operands
     train, layers = replace(config.train, fp8=recipe), config.model.num_hidden_layers
-    at = trainer.mesh.coordinates
-    chosen = [each for each in trainer.store.weights.values() if fp8_choice(each.spec, at, train, layers).rows]
+    at, weights = trainer.mesh.coordinates, trainer.store.weights.values()
+    chosen = [each for each in weights if fp8_choice(each.spec, at, train, layers).rows]
     for weight in chosen:
         if operands == "bf16":
             weight.matmuls = Bf16OperandMatmuls(weight.tensor)

@@ -128,7 +128,7 @@ def job_of(row: Mapping[str, Any], tree: Mapping[str, Any], values: Mapping[str,
     """Return the model, device, batch and training code of a row."""
     model = ModelConfig(**preset(row["preset"]) if "preset" in row else _shape(row, tree))
     software: dict[str, Any] = {
-        name: values.get(value, value) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+        name: tuple(value) if isinstance(value, list) else values.get(value, value)
         for name, value in tree["software"][row["software"]].items()
     }
     batch = row["sequence_length"], row["batch"], row["precision"]

@@ -37,7 +37,8 @@ class Fp8Choice(NamedTuple):
         rows: the number of its leading rows on this rank that do; 0: none.
         size: a size that is not a multiple of the block, for which reason other rows do not; None: there is
             none.
-        forward: all its rows multiply in fp8 in the forward, so that the forward reads codes of the input only.
+        forward: all its rows multiply in fp8 in the forward, so that the forward reads codes of the input
+            only.
         input_gradient: the same of the gradient of its input, and the codes of the output's gradient.
     """
 
@@ -48,7 +49,11 @@ class Fp8Choice(NamedTuple):
 
 
 def fp8_layer(unit: int, train: TrainConfig, layers: int) -> bool:
-    """Return whether matrices of a unit (1: the first layer) may multiply in fp8; `layers` as in `fp8_choice`."""
+    """Return whether matrices of a unit (1 is the first layer) may multiply in fp8.
+
+    Args:
+        layers: as for `fp8_choice`.
+    """
     last = train.fp8_first_last
     return train.fp8 != "none" and last < unit <= layers - last
 

@@ -79,8 +79,9 @@ class Units:
         if index not in self._keys:
             blocks = blocks_of(self.model, index)
             fp8 = fp8_layer(1 + index, self.fp8, self.model.num_hidden_layers)
-            self._keys[index] = fp8, *(
-                (block.kind, block.beside, KINDS[block.kind].alike(self.model, index)) for block in blocks
+            self._keys[index] = (
+                fp8,
+                *((block.kind, block.beside, KINDS[block.kind].alike(self.model, index)) for block in blocks),
             )
         return self._keys[index]
 

@@ -36,8 +36,8 @@ RECIPES = {
     "current": Fp8Recipe("e4m3", 0.95, 6, weight_gradient=True),
     "mxfp8-all": Fp8Recipe("mxfp8", 0.95, 4 + 2 / 32, weight_gradient=True),
 }
-"""Name → recipe: those of `train.fp8`; and of other codes one scale per tensor from earlier steps (delayed) or
-from the tensor itself (current), and mxfp8 of all three matmuls.
+"""Name → recipe: those of `train.fp8`; and of other codes one scale per tensor from earlier steps (delayed)
+or from the tensor itself (current), and mxfp8 of all three matmuls.
 
 `quantized`: the element is read in 16 bits and written in 8, with its part of a scale; codes for weight
 gradients are written a second time, transposed; a scale of the whole tensor needs one more read.
@@ -66,9 +66,14 @@ class Fp8Times:
     precision: str
 
     @property
+    def emulated(self) -> bool:
+        """Whether rounded operands are multiplied in fp32, because the device has no such matmuls."""
+        return self._rate is None
+
+    @property
     def quantized(self) -> float:
         """Bytes moved per element of an activation or a gradient."""
-        return EMULATED[self.device.cpu] if self._rate is None else RECIPES[self.recipe].quantized
+        return EMULATED[self.device.cpu] if self.emulated else RECIPES[self.recipe].quantized
 
     @property
     def weight_gradient(self) -> bool:
@@ -81,7 +86,10 @@ class Fp8Times:
         return None if peak is None else peak * RECIPES[self.recipe].speed
 
     def time(self, m: float, n: float, k: float, batch: float = 1, written: float | None = None) -> float:
-        """Return the time of `batch` matmuls of codes, [m, k] and [k, n]; `written` as in `kernels.matmul`."""
+        """Return the time of `batch` matmuls of codes, [m, k] and [k, n].
+
+        written: as for `kernels.matmul`.
+        """
         written = ELEMENTWISE_BYTES[self.precision] if written is None else written
         if (rate := self._rate) is not None:
             sizes = {"size": 1.0, "batch": batch, "written": written}

@@ -176,7 +176,7 @@ def read_device(name: str, row: Mapping[str, Any]) -> Device:
 
 def _read(name: str, row: dict[str, Any]) -> Device:
     optional: dict[str, Any] = {}
-    for key, field, scale in (
+    for key, attribute, scale in (
         ("host_memory_gbs", "host_memory", 1e9),
         ("host_memory_gib", "host_size", 2.0**30),
         ("disk_gbs", "disk", 1e9),
@@ -186,12 +186,10 @@ def _read(name: str, row: dict[str, Any]) -> Device:
         ("host_us", "host_time", 1e-6),
     ):
         if key in row:
-            optional[field] = float(row.pop(key)) * scale
+            optional[attribute] = float(row.pop(key)) * scale
     for key in ("cpu", "measured", "compared"):
         if key in row:
             optional[key] = bool(row.pop(key))
-    if "fp8_tflops" in row:
-        optional["fp8"] = {name: 1e12 * float(tera) for name, tera in row.pop("fp8_tflops").items()}
     if "products" in row:
         optional["rates"] = tuple(
             sorted((float(size), 1e9 * float(gflops)) for size, gflops in row.pop("products").items())
@@ -207,6 +205,7 @@ def _read(name: str, row: dict[str, Any]) -> Device:
     device = Device(
         name=name,
         peaks=_peaks(row),
+        fp8={form: 1e12 * float(tera) for form, tera in row.pop("fp8_tflops", {}).items()},
         sustained=float(row.pop("sustained")),
         multiprocessors=int(row.pop("multiprocessors")),
         memory=float(row.pop("memory_gib")) * 2**30,

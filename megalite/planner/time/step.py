@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from megalite.assembly.plan import may_be_optimistic
@@ -685,17 +685,11 @@ class Stepper:
         return max(own * HOST_BYTES / device.host_memory, wire, disk) + norm + self._quantization(choice)
 
     def _quantization(self, choice: LayoutChoice) -> float:
-        """Return the time of the fullest rank to quantize its weights after an update: with ZeRO-3 its part."""
-        times = self.operations.fp8_times
-        if times is None:
-            return 0.0
-        split, share = self.layers_of_stages(choice.dims.stages), self._share(choice)
-        elements = [
-            sum(count * self.operations.fp8_weights(share, index) for index, count in self._alike(start, stop))
-            for start, stop in zip([0, *accumulate(split)], accumulate(split), strict=False)
-        ]
+        """Return the time to quantize the weights of a rank to fp8 after an update; with ZeRO-3 its part."""
+        share, bounds = self._share(choice), (0, *accumulate(self.layers_of_stages(choice.dims.stages)))
+        elements = [self.operations.fp8_weights(share, self._alike(*span)) for span in pairwise(bounds)]
         parts = choice.dims.shard if choice.zero == 3 else 1
-        return times.quantize(max(self._by_rank(choice, elements)) / parts)
+        return self.operations.quantized(max(self._by_rank(choice, elements)) / parts)
 
     def _matrices(self, choice: LayoutChoice) -> float:
         """Return the time of Muon's iterations, and of the overlapping exchange of matrices."""
