@@ -168,16 +168,17 @@ class PlannedJob:
     @staticmethod
     def of(config: Config, device: Device) -> PlannedJob:
         """Return the job of a configuration."""
+        fp8 = None if config.train.fp8 == "none" else config.train
         return PlannedJob(
             config.model,
-            device,
+            device if fp8 is None else replace(device, compared=False),  # no such run has been
             config.data.sequence_length,
             config.train.global_batch_size,
             config.train.precision,
             gradient_bytes=2 if "bf16" in (config.train.grad_dtype, config.parallel.reduce_dtype) else 4,
             muon=config.muon if config.optimizer.name == "muon" else None,
             lora=config.lora,
-            fp8=None if config.train.fp8 == "none" else config.train,
+            fp8=fp8,
             rows=Rows.of(config),
             optimistic_step=config.parallel.optimistic_step,
         )
