@@ -69,7 +69,7 @@ class TrainConfig:
     fp8: Literal["none", "block", "mxfp8"] = "none"
     """Multiply the matrices of layers in fp8 (e4m3), in the forward and for input gradients. block: fp32
     scales of 1 x 128 elements of activations and 128 x 128 of weights; mxfp8: power-of-two scales of 1 x 32.
-    Embedding, head, routers, norms, recurrences, weight gradients, communication and the optimizer keep their
+    Embedding, head, routers, norms, recurrences, weight gradients, sums over ranks and the optimizer keep their
     precision, as do matrices whose part on a rank is not made of whole blocks. A device without fp8 matmuls
     rounds the operands to fp8 and multiplies in fp32."""
     fp8_power_of_two: bool = False

@@ -31,6 +31,7 @@ from megalite.model.mtp.cost import further_losses
 from megalite.model.parameters import layer_specs
 from megalite.model.spec_builder import padded_vocabulary
 from megalite.model.unit_numbers import head_unit
+from megalite.parallel.fp8_choice import NO_FP8, Fp8Options, fp8_choice
 
 LOSS_CHUNK_ON_GPU = 4096
 """Tokens whose logits exist at a time on a GPU, unless train.loss_chunk says otherwise: adding a chunk to the
@@ -44,10 +45,19 @@ class Units:
         share: the part of the model and of a batch.
         lora: adapters; with a rank all other weights are frozen.
         flash: attention runs a kernel that keeps one number per query and head instead of probabilities.
+        fp8: the options of matmuls in fp8.
     """
 
-    def __init__(self, model: ModelConfig, share: Share, lora: LoraConfig | None = None, flash: bool = True):
+    def __init__(
+        self,
+        model: ModelConfig,
+        share: Share,
+        lora: LoraConfig | None = None,
+        flash: bool = True,
+        fp8: Fp8Options = NO_FP8,
+    ):
         self.model, self.share, self.lora, self.flash = model, share, lora or LoraConfig(), flash
+        self.fp8 = fp8
         self.own = share.own_tokens * model.hidden_size  # elements of [sequence (/tp), batch, hidden]
         self.whole = share.tokens * model.hidden_size  # elements of [sequence, batch, hidden]
         self._layers: dict[Hashable, UnitCost] = {}
@@ -66,9 +76,8 @@ class Units:
         """Return a key that layers with the same description share."""
         if index not in self._keys:
             blocks = blocks_of(self.model, index)
-            self._keys[index] = tuple(
-                (block.kind, block.beside, KINDS[block.kind].alike(self.model, index)) for block in blocks
-            )
+            kinds = ((each.kind, each.beside, KINDS[each.kind].alike(self.model, index)) for each in blocks)
+            self._keys[index] = (*kinds, self.fp8.in_unit(index + 1, self.model.num_hidden_layers))
         return self._keys[index]
 
     def layer(self, index: int) -> UnitCost:
@@ -159,7 +168,8 @@ class Units:
             if not segments:
                 continue
             name = spec.name.removeprefix(prefix).removesuffix(".weight")
-            outputs, inputs = spec.local_shape(Coordinates.on("tp", 0, tp))
+            at = Coordinates.on("tp", 0, tp)
+            outputs, inputs = spec.local_shape(at)
             adapted = [segment for segment in segments if lora.adapts(segment.role)]
             matmul = Matmul(
                 name,
@@ -172,6 +182,7 @@ class Units:
                 adapter_rank=sum(lora.rank_of(segment.role) for segment in adapted),
                 adapter_weights=sum(lora.rank_of(segment.role) * sum(segment.shape) for segment in adapted),
                 adapter_outputs=outputs if lora.dora and adapted else 0,
+                fp8=fp8_choice(spec, at, self.fp8, self.model.num_hidden_layers),
             )
             matmuls[name] = matmul if segments[0].split is not None else self._of_own_tokens(matmul)
         return matmuls

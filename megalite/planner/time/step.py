@@ -25,6 +25,7 @@ from megalite.model.kinds import stage_starts
 from megalite.model.mtp.losses import further_losses, layer_count
 from megalite.model.parameters import embedding_pair
 from megalite.optimizer.registry import ADAMW
+from megalite.parallel.fp8_choice import NO_FP8, Fp8Options
 from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.partition import balanced
@@ -161,6 +162,7 @@ class PlannedJob:
     gradient_bytes: int = 4  # per parameter in the data-parallel reduction
     muon: MuonConfig | None = None  # of a run with that optimizer
     lora: LoraConfig | None = None  # adapters; all other weights are frozen
+    fp8: Fp8Options = NO_FP8
     rows: Rows = WHOLE
     optimistic_step: bool = True  # where a step may be (`assembly.plan.may_be_optimistic`)
 
@@ -176,6 +178,7 @@ class PlannedJob:
             gradient_bytes=2 if "bf16" in (config.train.grad_dtype, config.parallel.reduce_dtype) else 4,
             muon=config.muon if config.optimizer.name == "muon" else None,
             lora=config.lora,
+            fp8=Fp8Options.of(config.train),
             rows=Rows.of(config),
             optimistic_step=config.parallel.optimistic_step,
         )
@@ -221,8 +224,10 @@ class Stepper:
 
     def __init__(self, job: PlannedJob):
         self.job, self.device = job, job.device
-        self.operations = Operations(job.device, job.model, job.precision, job.software, job.lora, job.rows)
-        units = Units(job.model, Share(job.sequence_length))
+        self.operations = Operations(
+            job.device, job.model, job.precision, job.software, job.lora, job.rows, job.fp8
+        )
+        units = Units(job.model, Share(job.sequence_length), fp8=job.fp8)
         self.kinds = [units.alike(index) for index in range(layer_count(job.model))]
         self.layers_of_stages = functools.lru_cache(maxsize=None)(self._layers_of_stages)
         self._stage = functools.lru_cache(maxsize=None)(self._stage_of)
