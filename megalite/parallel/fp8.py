@@ -2,7 +2,8 @@
 
     forward           y = q(x) q(W)ᵀ     x has scales along its channels
     input gradient    dx = q(dy) q(W)    dy has scales along the outputs
-    weight gradient   dyᵀ x, in the compute dtype
+    weight gradient   dyᵀ x, in the compute dtype; with `train.fp8_weight_gradients` q(dyᵀ) q(x), with scales
+                      along the tokens of both
 
 The gradient passes through the quantization unchanged. Scales follow from the elements of their block, so
 that there is no state between steps. Weights are quantized once after each update, with `mxfp8` along both
@@ -18,7 +19,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from megalite_kernels.fp8 import BLOCK, Quantized, Recipe, quantize, quantize_mx
-from megalite_kernels.fp8_matmul import multiply, multiply_experts
+from megalite_kernels.fp8_matmul import (
+    add_transposed_product,
+    add_transposed_products,
+    multiply,
+    multiply_experts,
+)
 from megalite_kernels.groups import Groups
 from torch import Tensor
 
@@ -50,6 +56,10 @@ class Fp8Format(NamedTuple):
         if self.recipe == "mxfp8":
             return quantize_mx(rows)
         return quantize(rows, (1, BLOCK), self.power_of_two)
+
+    def along_tokens(self, rows: Operand) -> Quantized:
+        """Quantize [tokens, channels] with scales along the tokens; codes are returned as they are."""
+        return rows if isinstance(rows, Quantized) else quantize(rows, (BLOCK, 1), self.power_of_two)
 
     def operand(self, x: Tensor) -> Quantized:
         """Quantize [.., channels] as `activations`, in its shape."""
@@ -117,6 +127,17 @@ class Fp8Matmuls(Matmuls):
     def input_gradient_operand(self, grad: Tensor) -> Operand:
         return self.fp8.operand(grad) if self.choice.input_gradient else grad
 
+    def add_weight_gradient(
+        self, grad: Tensor, grad_output: Tensor, inputs: Operand, groups: Groups | None, overwrite: bool
+    ) -> None:
+        if not self.choice.weight_gradient:
+            return super().add_weight_gradient(grad, grad_output, inputs, groups, overwrite)
+        left, right = self.fp8.along_tokens(grad_output), self.fp8.along_tokens(inputs)
+        add_transposed_product(grad, left, right, overwrite)
+
+    def weight_gradient_operand(self, inputs: Tensor) -> Operand:
+        return self.fp8.along_tokens(inputs.flatten(0, -2)) if self.choice.weight_gradient else inputs
+
     def quantized(self) -> QuantizedWeight:
         """Return the codes of the weight, computed again after an update."""
         if self.updates is None:
@@ -165,6 +186,17 @@ class Fp8ExpertMatmuls(Fp8Matmuls, ExpertMatmuls):
     def experts_input_gradient(self, grad: Tensor, groups: Groups) -> Tensor:
         operand = self.fp8.activations(grad)
         return multiply_experts(operand, self.quantized().along_outputs, groups, grad.dtype)
+
+    def add_weight_gradient(
+        self, grad: Tensor, grad_output: Tensor, inputs: Operand, groups: Groups | None, overwrite: bool
+    ) -> None:
+        if not self.choice.weight_gradient:
+            return super().add_weight_gradient(grad, grad_output, inputs, groups, overwrite)
+        assert groups is not None and isinstance(inputs, Tensor)
+        padded = groups.padded(len(inputs), BLOCK)  # no block has rows of two experts, or of two microbatches
+        left, right = (self.fp8.along_tokens(padded.pad(rows)) for rows in (grad_output, inputs))
+        each = grad.view(self.experts, -1, grad.shape[1])
+        add_transposed_products(each, left, right, padded.groups, overwrite)
 
     def _matrix(self) -> Tensor:
         """Return what is quantized, [experts, out, in]."""

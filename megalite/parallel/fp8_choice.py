@@ -26,8 +26,8 @@ ROLES = frozenset(
 """The roles of matrices that may multiply in fp8. Embedding, head, routers, norms, indexers, the small
 projections of decays and gates, and adapters are not among them."""
 FORWARD_ONLY = frozenset({"kv_b"})
-"""Roles whose input gradient keeps the compute dtype. Where latents are exchanged over cp, each rank has only
-its own queries' share of the output gradient, whose codes would not be those of the sum."""
+"""Roles whose gradients keep the compute dtype. Where latents are exchanged over cp, each rank has only its
+own queries' share of the output gradient, whose codes would not be those of the sum."""
 
 
 class Fp8Options(NamedTuple):
@@ -36,14 +36,16 @@ class Fp8Options(NamedTuple):
     Attributes:
         recipe: `train.fp8`.
         first_last: `train.fp8_first_last`.
+        weight_gradients: `train.fp8_weight_gradients`.
     """
 
     recipe: str = "none"
     first_last: int = 0
+    weight_gradients: bool = False
 
     @classmethod
     def of(cls, train: TrainConfig) -> Fp8Options:
-        return cls(train.fp8, train.fp8_first_last)
+        return cls(train.fp8, train.fp8_first_last, train.fp8_weight_gradients)
 
     def in_unit(self, unit: int, layers: int) -> bool:
         """Return whether any matrix of a unit (the first layer is 1) may multiply in fp8.
@@ -66,12 +68,14 @@ class Fp8Choice(NamedTuple):
             none.
         forward: whether all rows do in the forward, which then reads nothing of the input but codes.
         input_gradient: whether all rows do for the input gradient, which then reads codes only.
+        weight_gradient: whether the weight gradient is a matmul of codes.
     """
 
     rows: int
     size: int | None = None
     forward: bool = False
     input_gradient: bool = False
+    weight_gradient: bool = False
 
 
 def fp8_choice(spec: ParamSpec, at: Coordinates, options: Fp8Options, layers: int) -> Fp8Choice:
@@ -94,7 +98,8 @@ def fp8_choice(spec: ParamSpec, at: Coordinates, options: Fp8Options, layers: in
                 return Fp8Choice(rows, size)
         rows += part.shape[0]
     whole = rows > 0 and rows == spec.local_shape(at)[0]
-    return Fp8Choice(rows, None, whole, whole and spec.segments[0].role not in FORWARD_ONLY)
+    backward = whole and spec.segments[0].role not in FORWARD_ONLY
+    return Fp8Choice(rows, None, whole, backward, backward and options.weight_gradients)
 
 
 ACTIVATION_BYTES = 1 + 1 / 32

@@ -18,9 +18,9 @@ from megalite.config.dims import attention_method, equal_part
 from megalite.config.recompute import operations_of
 from megalite.parallel.fp8_choice import ACTIVATION_BYTES, Fp8Choice
 
-Dtype = Literal["compute", "accumulate", "index", "row", "mask"]
+Dtype = Literal["compute", "accumulate", "index", "row", "mask", "code"]
 """compute: train.precision; accumulate: at least fp32; index: of a token or a position; row: of a selected
-row, four bytes; mask: one byte."""
+row, four bytes; mask: one byte; code: bytes of fp8 codes and their scales."""
 Mode = Literal["none", "selective", "full"]
 """train.recompute of a layer: a stronger mode keeps less and recomputes more."""
 MODES: tuple[str, ...] = ("none", "selective", "full")
@@ -221,6 +221,7 @@ class Matmul:
         adapter_weights: elements of both factors of the adapters, over all tp ranks. adapter_outputs: outputs
         that adapters keep, on this rank: with trained row lengths (DoRA) all of them.
         fp8: what of it multiplies in fp8.
+        splits_sequence: sequence parallelism.
     """
 
     name: str
@@ -234,6 +235,7 @@ class Matmul:
     adapter_weights: int = 0
     adapter_outputs: int = 0
     fp8: Fp8Choice = Fp8Choice(0)
+    splits_sequence: bool = False
 
     @property
     def local_weights(self) -> int:
@@ -288,10 +290,12 @@ class Matmul:
         """Return what a split backward keeps until the W pass: input and output gradient, gathered."""
         if not self.keeps_input:
             return ()
+        values, codes = self.rows * (self.inputs + self.outputs), 0
+        if self.splits_sequence and self.split == "outputs" and self.gathered_codes.backward:
+            values, codes = self.rows * self.outputs, round(self.rows * self.inputs * ACTIVATION_BYTES)
         return (
-            Buffer(
-                f"{self.name}: input and gradient of the output", self.rows * (self.inputs + self.outputs)
-            ),
+            Buffer(f"{self.name}: input and gradient of the output", values),
+            Buffer(f"{self.name}: codes of the input", codes, "code"),
             Buffer(f"{self.name}: the same of the adapters", 2 * self.rows * self.adapter_rank),
         )
 
@@ -316,7 +320,7 @@ class Matmul:
         if self.adapter_rank:
             return Collectives(0, 0)
         if self.split == "outputs":
-            return Collectives(self.fp8.forward, 0)
+            return Collectives(self.fp8.forward, self.fp8.weight_gradient and not self.frozen)
         return Collectives(0, self.frozen and self.fp8.input_gradient)
 
     def sent_over_tp(self, sequence_parallel: bool, width: int) -> tuple[float, float]:

@@ -183,6 +183,7 @@ class Units:
                 adapter_weights=sum(lora.rank_of(segment.role) * sum(segment.shape) for segment in adapted),
                 adapter_outputs=outputs if lora.dora and adapted else 0,
                 fp8=fp8_choice(spec, at, self.fp8, self.model.num_hidden_layers),
+                splits_sequence=self.share.sequence_parallel and tp > 1,
             )
             matmuls[name] = matmul if segments[0].split is not None else self._of_own_tokens(matmul)
         return matmuls

@@ -319,7 +319,7 @@ class Operations:
         back = gather(row.gathered_codes.backward if row else 0)
         matmul = self._gemm(column.rows, column.inputs, column.outputs) if hides else 0.0
         # the input is gathered again for the weight gradient
-        again = max(0.0, half - matmul) if column.keeps_input else 0.0
+        again = max(0.0, gather(column.gathered_codes.backward) - matmul) if column.keeps_input else 0.0
         if not self.software.async_tensor:
             return into + half, back + again + max(0.0, half - beside)
         # a rank's own part needs no transfer

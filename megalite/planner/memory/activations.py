@@ -84,6 +84,7 @@ class Activations:
             "index": INDEX,
             "row": ROW,
             "mask": 1,
+            "code": 1,
         }
         # positions depend on documents
         self.documents = config.data.reset_positions or any(map(is_chat, prefixes(config.data.train)))
