@@ -13,9 +13,7 @@ and head included, are those of an fp32 run. An interrupted run resumes from its
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
@@ -25,25 +23,50 @@ from benchmarks.measure import finish, read_spec
 from megalite.assembly import parts as build
 from megalite.config.load import from_dict
 from megalite.launch.process import configure_process, start_process_group
-from megalite.parallel.fp8_choice import fp8_choice
+from megalite.parallel.fp8_choice import Fp8Options, fp8_choice
 from megalite.parallel.matmuls import Matmuls
-from megalite.parallel.weight import Weight
 from megalite.training.fit import fit
 from megalite.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from megalite_kernels.groups import Groups
+
+    from megalite.parallel.matmuls import Operand
 
 Operands = Literal["bf16", "block", "mxfp8"]
 
 
-class Bf16OperandMatmuls(Matmuls):
+class Bf16Operands(Matmuls):
     """Matmuls in fp32 of operands that are rounded to bf16."""
 
     adds_residual = False
 
-    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def forward(self, x: Operand, bias: Tensor | None = None) -> Tensor:
         return F.linear(_rounded(x), _rounded(self.tensor), bias)
 
-    def input_gradient(self, grad: Tensor) -> Tensor:
+    def input_gradient(self, grad: Operand) -> Tensor:
         return torch.matmul(_rounded(grad), _rounded(self.tensor))
+
+
+class Bf16WeightGradients(Matmuls):
+    """Forward and input gradient of other matmuls, and weight gradients of operands rounded to bf16."""
+
+    adds_residual = False
+
+    def __init__(self, others: Matmuls):
+        super().__init__(others.tensor)
+        self.others = others
+
+    def forward(self, x: Operand, bias: Tensor | None = None) -> Tensor:
+        return self.others.forward(x, bias)
+
+    def input_gradient(self, grad: Operand) -> Tensor:
+        return self.others.input_gradient(grad)
+
+    def add_weight_gradient(
+        self, grad: Tensor, grad_output: Tensor, inputs: Operand, groups: Groups | None, overwrite: bool
+    ) -> None:
+        super().add_weight_gradient(grad, _rounded(grad_output), _rounded(inputs), groups, overwrite)
 
 
 def round_operands(trainer: Trainer, operands: Operands) -> int:
@@ -52,24 +75,18 @@ def round_operands(trainer: Trainer, operands: Operands) -> int:
     Args:
         operands: what forward and input gradient multiply; fp8 is that of the trainer's configuration.
     """
-    config = trainer.config
-    recipe = "block" if operands == "bf16" else operands
-    train, layers = replace(config.train, fp8=recipe), config.model.num_hidden_layers
-    at, weights = trainer.mesh.coordinates, trainer.store.weights.values()
-    chosen = [each for each in weights if fp8_choice(each.spec, at, train, layers).rows]
+    options = Fp8Options("block" if operands == "bf16" else operands)
+    layers, at = trainer.config.model.num_hidden_layers, trainer.mesh.coordinates
+    weights = trainer.store.weights.values()
+    chosen = [each for each in weights if fp8_choice(each.spec, at, options, layers).rows]
     for weight in chosen:
-        if operands == "bf16":
-            weight.matmuls = Bf16OperandMatmuls(weight.tensor)
-        # the only door to the weight gradient, which has no other format in the library
-        weight.add_matmul = partial(_add_rounded, weight)  # type: ignore[method-assign]
+        own = Bf16Operands(weight.tensor) if operands == "bf16" else weight.matmuls
+        weight.matmuls = Bf16WeightGradients(own)
     return len(chosen)
 
 
-def _add_rounded(weight: Weight, grad_output: Tensor, inputs: Tensor, groups: Any) -> None:
-    Weight.add_matmul(weight, _rounded(grad_output), _rounded(inputs), groups)
-
-
-def _rounded(x: Tensor) -> Tensor:
+def _rounded(x: Operand) -> Tensor:
+    assert isinstance(x, Tensor)
     return x.bfloat16().to(x.dtype)
 
 

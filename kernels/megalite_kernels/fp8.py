@@ -42,6 +42,10 @@ class Quantized(NamedTuple):
     scales: Tensor
 
     @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    @property
     def t(self) -> Quantized:
         """The transposed matrix, a view; of square blocks also its quantization."""
         return Quantized(self.codes.transpose(-1, -2), self.scales.transpose(-1, -2))

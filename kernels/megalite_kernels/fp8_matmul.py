@@ -46,6 +46,32 @@ def multiply_experts(a: Quantized, b: Quantized, groups: Groups, dtype: torch.dt
     return out.to(dtype)
 
 
+def add_transposed_product(grad: Tensor, a: Quantized, b: Quantized, overwrite: bool) -> None:
+    """Compute grad (+)= aᵀ b: [k, n], [k, m] -> [n, m], with scales of 128 × 1 elements of both."""
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    product = dequantize(a, wide).t() @ dequantize(b, wide)
+    if overwrite:
+        grad.copy_(product)
+    else:
+        grad.add_(product)
+
+
+def add_transposed_products(
+    grad: Tensor, a: Quantized, b: Quantized, groups: Groups, overwrite: bool
+) -> None:
+    """Compute `add_transposed_product` of the rows of each group, into [groups, n, m].
+
+    Args:
+        groups: of whole blocks of 128 rows.
+    """
+    if overwrite:  # also groups without rows
+        grad.zero_()
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    left, right = groups.split(dequantize(a, wide)), groups.split(dequantize(b, wide))
+    for own, rows, inputs in zip(grad, left, right, strict=True):
+        own.add_(rows.t() @ inputs)
+
+
 def _takes(a: Quantized, b: Quantized, dtype: torch.dtype) -> bool:
     """Return whether a kernel multiplies them: it needs scales of 1 × 128 and of 128 × 128."""
     if not backend.takes_triton(a.scales) or dtype == torch.float64 or a.codes.shape[0] == 0:

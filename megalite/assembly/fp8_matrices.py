@@ -7,7 +7,7 @@ from collections import defaultdict
 from megalite.assembly.plan import first_place
 from megalite.config.schema import Config
 from megalite.model.parameters import model_specs
-from megalite.parallel.fp8_choice import BLOCKS, fp8_choice
+from megalite.parallel.fp8_choice import BLOCKS, Fp8Options, fp8_choice
 
 
 def describe_fp8(config: Config) -> list[str]:
@@ -22,7 +22,7 @@ def describe_fp8(config: Config) -> list[str]:
     chosen, kept = set[int](), defaultdict[str, set[int]](set)
     matrices = 0
     for spec in model_specs(config.model):
-        choice = fp8_choice(spec, at, train, config.model.num_hidden_layers)
+        choice = fp8_choice(spec, at, Fp8Options.of(train), config.model.num_hidden_layers)
         if choice.rows:
             matrices += 1
             chosen.add(spec.unit)

@@ -151,6 +151,17 @@ def part_length(config: Config) -> int:
     )
 
 
+def aligned_positions(config: Config) -> int:
+    """A number of positions of which every segment of a row on a rank starts and ends at a multiple."""
+    parallel, part = config.parallel, part_length(config)
+    segment = part
+    if parallel.cp > 1 and parallel.context != "ulysses":  # zigzag: an even group shares its two segments
+        segment = part if parallel.context_inner % 2 == 0 else part // 2
+        if parallel.context_parts == "balanced":
+            segment = math.gcd(segment, block_length(part))
+    return math.gcd(segment, part // parallel.tp) if parallel.sequence_parallel else segment
+
+
 def attention_method(context: str) -> str:
     """How attention communicates over cp under a value of parallel.context."""
     return "gather" if context == "auto" else context

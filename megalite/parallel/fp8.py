@@ -2,31 +2,41 @@
 
     forward           y = q(x) q(W)ᵀ     x has scales along its channels
     input gradient    dx = q(dy) q(W)    dy has scales along the outputs
-    weight gradient   dyᵀ x, in the compute dtype
+    weight gradient   dyᵀ x, in the compute dtype; with `train.fp8_weight_gradients` q(dyᵀ) q(x), with scales
+                      along the tokens of both
 
 The gradient passes through the quantization unchanged. Scales follow from the elements of their block, so
 that there is no state between steps. Weights are quantized once after each update, with `mxfp8` along both
-dimensions; those that only exist while they are used (ZeRO-3), at each use. Whatever a layer communicates is
-in the compute dtype. No communication.
+dimensions; those that only exist while they are used (ZeRO-3), at each use. Sums over ranks are in the
+compute dtype. Under sequence parallelism linears gather codes in place of a tensor of which nothing else is
+read (`Matmuls.forward_operand`). No communication.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from megalite_kernels.fp8 import BLOCK, Quantized, Recipe, quantize, quantize_mx
-from megalite_kernels.fp8_matmul import multiply, multiply_experts
+from megalite_kernels.fp8_matmul import (
+    add_transposed_product,
+    add_transposed_products,
+    multiply,
+    multiply_experts,
+)
 from megalite_kernels.groups import Groups
 from torch import Tensor
 
 from megalite.config.sections.train import TrainConfig
 from megalite.mesh.layout import Coordinates
 from megalite.parallel.expert.grouped_matmul import ExpertMatmuls
-from megalite.parallel.fp8_choice import FORWARD_ONLY, fp8_choice
+from megalite.parallel.fp8_choice import Fp8Choice, Fp8Options, fp8_choice
 from megalite.parallel.matmuls import Matmuls
 from megalite.parallel.weight import Weights
+
+if TYPE_CHECKING:
+    from megalite.parallel.matmuls import Operand
 
 
 class Fp8Format(NamedTuple):
@@ -35,11 +45,26 @@ class Fp8Format(NamedTuple):
     recipe: Recipe
     power_of_two: bool
 
-    def activations(self, rows: Tensor) -> Quantized:
-        """Quantize [tokens, channels] with scales along the channels."""
+    def activations(self, rows: Operand) -> Quantized:
+        """Quantize rows with scales along their channels: [.., channels] -> [tokens, channels].
+
+        Codes are returned as they are.
+        """
+        if isinstance(rows, Quantized):
+            return Quantized(rows.codes.flatten(0, -2), rows.scales.flatten(0, -2))
+        rows = rows.flatten(0, -2)
         if self.recipe == "mxfp8":
             return quantize_mx(rows)
         return quantize(rows, (1, BLOCK), self.power_of_two)
+
+    def along_tokens(self, rows: Operand) -> Quantized:
+        """Quantize [tokens, channels] with scales along the tokens; codes are returned as they are."""
+        return rows if isinstance(rows, Quantized) else quantize(rows, (BLOCK, 1), self.power_of_two)
+
+    def operand(self, x: Tensor) -> Quantized:
+        """Quantize [.., channels] as `activations`, in its shape."""
+        codes, scales = self.activations(x)
+        return Quantized(codes.view(x.shape), scales.view(*x.shape[:-1], -1))
 
 
 class QuantizedWeight(NamedTuple):
@@ -58,8 +83,7 @@ class Fp8Matmuls(Matmuls):
 
     Args:
         tensor: the weight in compute dtype, as for `Matmuls`.
-        rows: the number of its leading rows that multiply in fp8; the others do in the compute dtype.
-        forward_only: compute input gradients in the compute dtype.
+        choice: the rows that multiply in fp8; the others do in the compute dtype.
         updates: returns the number of updates of the weights so far; None: do not keep the codes.
     """
 
@@ -70,32 +94,49 @@ class Fp8Matmuls(Matmuls):
         tensor: Tensor,
         fp8: Fp8Format,
         updates: Callable[[], int] | None,
-        *,
-        rows: int,
-        forward_only: bool = False,
+        choice: Fp8Choice,
     ):
         super().__init__(tensor)
-        self.fp8, self.updates = fp8, updates
-        self.rows, self.forward_only = rows, forward_only
+        self.fp8, self.updates, self.choice, self.dtype = fp8, updates, choice, tensor.dtype
+        self.rows = choice.rows
         self._quantized: QuantizedWeight | None = None
 
-    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        rows = x.flatten(0, -2)
-        out = multiply(self.fp8.activations(rows), self.quantized().along_inputs, x.dtype)
-        if self.rows < len(self.tensor):
-            out = torch.cat((out, rows @ self.tensor[self.rows :].t()), 1)
+    def forward(self, x: Operand, bias: Tensor | None = None) -> Tensor:
+        out = multiply(self.fp8.activations(x), self.quantized().along_inputs, self.dtype)
+        if not self.choice.forward:
+            assert isinstance(x, Tensor)
+            out = torch.cat((out, x.flatten(0, -2) @ self.tensor[self.rows :].t()), 1)
         if bias is not None:
             out += bias
         return out.view(*x.shape[:-1], -1)
 
-    def input_gradient(self, grad: Tensor) -> Tensor:
-        if self.forward_only:
+    def input_gradient(self, grad: Operand) -> Tensor:
+        if self.choice.input_gradient:
+            dx = multiply(self.fp8.activations(grad), self.quantized().along_outputs, self.dtype)
+            return dx.view(*grad.shape[:-1], -1)
+        if self.choice.forward:
             return super().input_gradient(grad)
+        assert isinstance(grad, Tensor)
         rows = grad.flatten(0, -2)
         dx = multiply(self.fp8.activations(rows[:, : self.rows]), self.quantized().along_outputs, grad.dtype)
-        if self.rows < len(self.tensor):
-            dx.addmm_(rows[:, self.rows :], self.tensor[self.rows :])
-        return dx.view(*grad.shape[:-1], -1)
+        return dx.addmm_(rows[:, self.rows :], self.tensor[self.rows :]).view(*grad.shape[:-1], -1)
+
+    def forward_operand(self, x: Tensor) -> Operand:
+        return self.fp8.operand(x) if self.choice.forward else x
+
+    def input_gradient_operand(self, grad: Tensor) -> Operand:
+        return self.fp8.operand(grad) if self.choice.input_gradient else grad
+
+    def add_weight_gradient(
+        self, grad: Tensor, grad_output: Tensor, inputs: Operand, groups: Groups | None, overwrite: bool
+    ) -> None:
+        if not self.choice.weight_gradient:
+            return super().add_weight_gradient(grad, grad_output, inputs, groups, overwrite)
+        left, right = self.fp8.along_tokens(grad_output), self.fp8.along_tokens(inputs)
+        add_transposed_product(grad, left, right, overwrite)
+
+    def weight_gradient_operand(self, inputs: Tensor) -> Operand:
+        return self.fp8.along_tokens(inputs.flatten(0, -2)) if self.choice.weight_gradient else inputs
 
     def quantized(self) -> QuantizedWeight:
         """Return the codes of the weight, computed again after an update."""
@@ -127,8 +168,15 @@ class Fp8ExpertMatmuls(Fp8Matmuls, ExpertMatmuls):
         experts: number of the matrices.
     """
 
-    def __init__(self, tensor: Tensor, fp8: Fp8Format, updates: Callable[[], int] | None, *, experts: int):
-        super().__init__(tensor, fp8, updates, rows=len(tensor))
+    def __init__(
+        self,
+        tensor: Tensor,
+        fp8: Fp8Format,
+        updates: Callable[[], int] | None,
+        choice: Fp8Choice,
+        experts: int,
+    ):
+        super().__init__(tensor, fp8, updates, choice)
         self.experts = experts
 
     def experts_forward(self, rows: Tensor, groups: Groups) -> Tensor:
@@ -138,6 +186,17 @@ class Fp8ExpertMatmuls(Fp8Matmuls, ExpertMatmuls):
     def experts_input_gradient(self, grad: Tensor, groups: Groups) -> Tensor:
         operand = self.fp8.activations(grad)
         return multiply_experts(operand, self.quantized().along_outputs, groups, grad.dtype)
+
+    def add_weight_gradient(
+        self, grad: Tensor, grad_output: Tensor, inputs: Operand, groups: Groups | None, overwrite: bool
+    ) -> None:
+        if not self.choice.weight_gradient:
+            return super().add_weight_gradient(grad, grad_output, inputs, groups, overwrite)
+        assert groups is not None and isinstance(inputs, Tensor)
+        padded = groups.padded(len(inputs), BLOCK)  # no block has rows of two experts, or of two microbatches
+        left, right = (self.fp8.along_tokens(padded.pad(rows)) for rows in (grad_output, inputs))
+        each = grad.view(self.experts, -1, grad.shape[1])
+        add_transposed_products(each, left, right, padded.groups, overwrite)
 
     def _matrix(self) -> Tensor:
         """Return what is quantized, [experts, out, in]."""
@@ -151,13 +210,12 @@ def attach_fp8(
     assert train.fp8 != "none"
     fp8 = Fp8Format(train.fp8, train.fp8_power_of_two)
     for weight in weights.values():
-        rows = fp8_choice(weight.spec, at, train, layers).rows
-        if not rows:
+        choice = fp8_choice(weight.spec, at, Fp8Options.of(train), layers)
+        if not choice.rows:
             continue
         segment = weight.spec.segments[0]
         if segment.experts > 1:
-            experts = segment.experts * rows // segment.shape[0]  # on this rank
-            weight.matmuls = Fp8ExpertMatmuls(weight.tensor, fp8, updates, experts=experts)
+            experts = segment.experts * choice.rows // segment.shape[0]  # on this rank
+            weight.matmuls = Fp8ExpertMatmuls(weight.tensor, fp8, updates, choice, experts)
         else:
-            forward_only = segment.role in FORWARD_ONLY
-            weight.matmuls = Fp8Matmuls(weight.tensor, fp8, updates, rows=rows, forward_only=forward_only)
+            weight.matmuls = Fp8Matmuls(weight.tensor, fp8, updates, choice)

@@ -26,8 +26,37 @@ ROLES = frozenset(
 """The roles of matrices that may multiply in fp8. Embedding, head, routers, norms, indexers, the small
 projections of decays and gates, and adapters are not among them."""
 FORWARD_ONLY = frozenset({"kv_b"})
-"""Roles whose input gradient keeps the compute dtype. Where latents are exchanged over cp, each rank has only
-its own queries' share of the output gradient, whose codes would not be those of the sum."""
+"""Roles whose gradients keep the compute dtype. Where latents are exchanged over cp, each rank has only its
+own queries' share of the output gradient, whose codes would not be those of the sum."""
+
+
+class Fp8Options(NamedTuple):
+    """The options of a run by which matrices are chosen.
+
+    Attributes:
+        recipe: `train.fp8`.
+        first_last: `train.fp8_first_last`.
+        weight_gradients: `train.fp8_weight_gradients`.
+    """
+
+    recipe: str = "none"
+    first_last: int = 0
+    weight_gradients: bool = False
+
+    @classmethod
+    def of(cls, train: TrainConfig) -> Fp8Options:
+        return cls(train.fp8, train.fp8_first_last, train.fp8_weight_gradients)
+
+    def in_unit(self, unit: int, layers: int) -> bool:
+        """Return whether any matrix of a unit (the first layer is 1) may multiply in fp8.
+
+        Args:
+            layers: number of layers of the model, without modules for further tokens.
+        """
+        return self.recipe != "none" and self.first_last < unit <= layers - self.first_last
+
+
+NO_FP8 = Fp8Options()
 
 
 class Fp8Choice(NamedTuple):
@@ -37,36 +66,27 @@ class Fp8Choice(NamedTuple):
         rows: the number of its leading rows on this rank that do; 0: none.
         size: a size that is not a multiple of the block, for which reason other rows do not; None: there is
             none.
-        forward: all its rows multiply in fp8 in the forward, so that the forward reads codes of the input
-            only.
-        input_gradient: the same of the gradient of its input, and the codes of the output's gradient.
+        forward: whether all rows do in the forward, which then reads nothing of the input but codes.
+        input_gradient: whether all rows do for the input gradient, which then reads codes only.
+        weight_gradient: whether the weight gradient is a matmul of codes.
     """
 
     rows: int
     size: int | None = None
     forward: bool = False
     input_gradient: bool = False
+    weight_gradient: bool = False
 
 
-def fp8_layer(unit: int, train: TrainConfig, layers: int) -> bool:
-    """Return whether matrices of a unit (1 is the first layer) may multiply in fp8.
-
-    Args:
-        layers: as for `fp8_choice`.
-    """
-    last = train.fp8_first_last
-    return train.fp8 != "none" and last < unit <= layers - last
-
-
-def fp8_choice(spec: ParamSpec, at: Coordinates, train: TrainConfig, layers: int) -> Fp8Choice:
+def fp8_choice(spec: ParamSpec, at: Coordinates, options: Fp8Options, layers: int) -> Fp8Choice:
     """Return which rows of a stored matrix multiply in fp8 on the rank at these coordinates.
 
     Args:
         layers: number of layers of the model, without modules for further tokens.
     """
-    if not fp8_layer(spec.unit, train, layers):
+    if not options.in_unit(spec.unit, layers):
         return Fp8Choice(0)
-    block, rows = BLOCKS[train.fp8], 0
+    block, rows = BLOCKS[options.recipe], 0
     for segment in spec.segments:
         if segment.role not in ROLES or len(segment.shape) != 2:
             break
@@ -78,7 +98,13 @@ def fp8_choice(spec: ParamSpec, at: Coordinates, train: TrainConfig, layers: int
                 return Fp8Choice(rows, size)
         rows += part.shape[0]
     whole = rows > 0 and rows == spec.local_shape(at)[0]
-    return Fp8Choice(rows, None, whole, whole and spec.segments[0].role not in FORWARD_ONLY)
+    backward = whole and spec.segments[0].role not in FORWARD_ONLY
+    return Fp8Choice(rows, None, whole, backward, backward and options.weight_gradients)
+
+
+ACTIVATION_BYTES = 1 + 1 / 32
+"""Bytes of the code of an activation with its part of a scale: 4 bytes for 128 elements with `block`, one for
+32 with `mxfp8`."""
 
 
 def code_bytes(rows: int, columns: int, recipe: str) -> int:

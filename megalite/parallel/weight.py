@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from megalite.parallel.matmuls import Matmuls
+from megalite.parallel.matmuls import Matmuls, add
 from megalite.parallel.spec import ParamSpec
 from megalite.parallel.weight_grad_queue import WeightGradQueue, WeightMatmul
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from megalite_kernels.groups import Groups
 
     from megalite.parallel.expert.grouped_matmul import ExpertAdapter
+    from megalite.parallel.matmuls import Operand
     from megalite.parallel.tensor.lora import Adapter
 
 
@@ -122,7 +123,7 @@ class Weight:
         self._add(value)
         self._count()
 
-    def accumulate_matmul(self, grad_output: Tensor, inputs: Tensor, groups: Groups | None = None) -> None:
+    def accumulate_matmul(self, grad_output: Tensor, inputs: Operand, groups: Groups | None = None) -> None:
         """Add grad_outputᵀ · inputs ([tokens, out], [tokens, in]), now or in the W pass of the schedule.
 
         Args:
@@ -161,30 +162,11 @@ class Weight:
         if self.trainable:
             self._count()
 
-    def add_matmul(self, grad_output: Tensor, inputs: Tensor, groups: Groups | None) -> None:
+    def add_matmul(self, grad_output: Tensor, inputs: Operand, groups: Groups | None) -> None:
         """Compute and add grad_outputᵀ · inputs now. Called by the queue."""
         grad = self._open_grad() if self.grad is None else self.grad  # [out, in]
-        left = grad_output.t()  # [out, tokens]
-        if groups is not None:  # one matmul for each of the experts that are stacked in this weight
-            from megalite_kernels.grouped_weight_grad import add_grouped_gradient
-
-            add_grouped_gradient(
-                grad.view(len(groups), -1, grad.shape[1]), grad_output, inputs, groups, self._uninitialized
-            )
-            self._uninitialized = False
-        elif left.dtype != grad.dtype and left.is_cuda:
-            # the matmul's fp32 accumulators are added to grad without being rounded first
-            from megalite_kernels.weight_grad import add_matmul
-
-            add_matmul(grad, left, inputs, overwrite=self._uninitialized)
-            self._uninitialized = False
-        elif left.dtype != grad.dtype:  # CPU: addmm has no out_dtype
-            self._add(left @ inputs)
-        elif self._uninitialized:
-            torch.mm(left, inputs, out=grad)
-            self._uninitialized = False
-        else:
-            grad.addmm_(left, inputs)
+        self.matmuls.add_weight_gradient(grad, grad_output, inputs, groups, self._uninitialized)
+        self._uninitialized = False
         self._count()
 
     def finish_step(self) -> None:
@@ -212,12 +194,8 @@ class Weight:
         return self.grad
 
     def _add(self, value: Tensor) -> None:
-        grad = self._open_grad() if self.grad is None else self.grad
-        if self._uninitialized:
-            grad.copy_(value)
-            self._uninitialized = False
-        else:
-            grad.add_(value)
+        add(self._open_grad() if self.grad is None else self.grad, value, self._uninitialized)
+        self._uninitialized = False
 
     def _count(self) -> None:
         """Count a contribution; the last one of a reduction completes the weight in its bucket."""

@@ -13,6 +13,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from megalite_kernels.groups import Groups
 
+    from megalite.parallel.matmuls import Operand
     from megalite.parallel.weight import Weight
 
 
@@ -21,7 +22,7 @@ class WeightMatmul(NamedTuple):
 
     weight: Weight
     grad_output: Tensor  # [tokens, out]
-    inputs: Tensor  # [tokens, in]
+    inputs: Operand  # [tokens, in]
     groups: Groups | None = None  # number of tokens of each expert, if the weight stacks several matrices
 
 

@@ -179,6 +179,9 @@ INDEXED_ROWS = {  # rule: what breaks it, next to an indexer, and what the same 
     "model.index_n_heads in range": ("model.index_n_heads", 0, 1),
     "model.index_loss_coef in range": ("model.index_loss_coef", -0.1, 0.0),
 }
+FP8_GRADIENTS = {"train.fp8": "block", "train.fp8_weight_gradients": True, "data.sequence_length": 128}
+FP8_GRADIENTS |= {"train.micro_batch_size": 2, "train.global_batch_size": 8, "model.max_position_embeddings": 128}
+CP2 = {"parallel.cp": 2}
 GRAPHS = {"train.graphs": True}
 GRAPHED: list[tuple[str, Any, Any, dict[str, Any]]] = [  # option, what graphs do not support, what they do, others
     ("parallel.tp", 2, 1, {}),
@@ -1437,6 +1440,20 @@ ROWS = [
     ),
     Row("fp8 with a wide range", {"train.fp8": "block", "train.precision": "fp16"}, {"train.precision": "bf16"}),
     Row("powers of two for blocks", {"train.fp8": "mxfp8", "train.fp8_power_of_two": True}, {"train.fp8": "block"}),
+    Row("weight gradients in blocks", FP8_GRADIENTS | {"train.fp8": "mxfp8"}, {"train.fp8": "block"}),
+    Row("weight gradients in fp8 are trained", FP8_GRADIENTS | {"lora.rank": 2}, {"lora.rank": 0}),
+    Row(
+        "weight gradients in fp8 read whole blocks",
+        FP8_GRADIENTS | CP2 | {"parallel.context": "ring"},
+        {"parallel.context": "ulysses"},
+        ("multiples of 64.", "micro_batch_size to 4"),
+    ),
+    Row(
+        "weight gradients of experts in fp8 read whole microbatches",
+        FP8_GRADIENTS | EXPERTS | CP2 | {"parallel.dp": 2, "parallel.context": "ulysses"},
+        {"parallel.ep": 2},
+        ("cp * tp = 2", "as parallel.ep"),
+    ),
     Row("outer layers with fp8", {"train.fp8_first_last": 1}, {"train.fp8": "block"}, ("has no effect",)),
     Row(
         "train.fp8_first_last in range",

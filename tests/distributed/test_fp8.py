@@ -13,25 +13,21 @@ import pytest
 
 from tests.distributed.test_equivalence import assert_same_run
 from tests.support import jobs
-from tests.support.configs import case_of, config_of, config_of_one_process, write_tokens
+from tests.support.configs import SINGLE, case_of, config_of, config_of_one_process, write_tokens
 
 BASE = case_of(tied=False, kv_heads=4, vocab_size=96, layers=4, masked=True, dropout=0.0, precision="fp64") | {
     "microbatches": 4
 }
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "initializer_range": 0.1}
+EXPERTS = {
+    **{"num_experts": 4, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 128, "shared_expert_intermediate_size": 256},
+}
 MECHANISMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "block": ({}, {"fp8": "block"}),
     "powers of two, inner layers": ({}, {"fp8": "block", "fp8_power_of_two": True, "fp8_first_last": 1}),
     "mxfp8": ({}, {"fp8": "mxfp8"}),
-    "experts": (
-        {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 128,
-            "shared_expert_intermediate_size": 256,
-        },
-        {"fp8": "block"},
-    ),
+    "experts": (EXPERTS, {"fp8": "block"}),
     "latents": (
         {
             "q_lora_rank": 128,
@@ -78,6 +74,29 @@ def test_trains_like_one_process(mechanism, layout, ranks, references, prefix):
     assert_same_run(ranks.run(world, jobs.train, several, 3), references.run(jobs.train, one, 3), 1e-9, 1e-9)
 
 
+# Codes of a weight gradient depend on the rows of a microbatch: the same number of them on one process.
+WEIGHT_GRADIENTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"tp": 2, "sequence_parallel": True, "pp": 2, "schedule": "zb-h1"}),
+    ({}, {"cp": 2, "context": "ring", "recompute": "full"}),
+    (EXPERTS, {"dp": 2, "ep": 4, "tp": 2, "sequence_parallel": True}),  # two ranks share a microbatch
+    (EXPERTS, {"dp": 2, "ep": 2, "expert_dispatch": "all_gather"}),
+]
+
+
+@pytest.mark.parametrize("model, layout", WEIGHT_GRADIENTS, ids=str)
+def test_weight_gradients_of_codes_are_those_of_one_process(model, layout, ranks, references, prefix):
+    case = {**BASE, "layers": 2, "microbatches": 2 // layout.get("dp", 1), **layout}
+    changes: dict[str, dict[str, Any]] = {
+        "model": {**SIZES, **model, "max_position_embeddings": 128},
+        "data": {"sequence_length": 128},
+        "train": {"fp8": "block", "fp8_weight_gradients": True, "global_batch_size": 8, "micro_batch_size": 4},
+    }
+    several, one = (config_of(each, prefix, "fp64", **changes) for each in (case, {**case, **SINGLE}))
+    several["parallel"] |= {key: layout[key] for key in ("ep", "expert_dispatch") if key in layout}
+    world = math.prod(layout.get(axis, 1) for axis in ("tp", "pp", "dp", "cp"))
+    assert_same_run(ranks.run(world, jobs.train, several, 2), references.run(jobs.train, one, 2), 1e-9, 1e-9)
+
+
 def test_adapters_of_an_fp8_base_train_like_those_of_one_process(ranks, references, prefix):
     several, one = configs(prefix, "block", tp=2, sequence_parallel=True)
     for config in (several, one):
@@ -89,5 +108,6 @@ def test_operands_are_rounded(references, prefix):
     """Otherwise the tests above would prove nothing."""
     _, one = configs(prefix, "block")
     plain = {**one, "train": {**one["train"], "fp8": "none"}}
-    with_fp8, without = (references.run(jobs.train, config, 3) for config in (one, plain))
-    assert with_fp8["losses"] != without["losses"]
+    more = {**one, "train": {**one["train"], "fp8_weight_gradients": True}}
+    losses = [references.run(jobs.train, config, 3)["losses"] for config in (plain, one, more)]
+    assert losses[0] != losses[1] and losses[1] != losses[2]

@@ -8,6 +8,7 @@ import pytest
 
 from megalite.config.load import from_dict
 from megalite.config.schema import Config
+from megalite.parallel.fp8_choice import NO_FP8
 from megalite.planner.cost.fp8_times import RECIPES, Fp8Times
 from megalite.planner.hardware.constants import CONSTANTS
 from megalite.planner.hardware.devices import find_device
@@ -45,20 +46,23 @@ def test_large_matmuls_reach_the_rate_of_the_recipe_and_thin_ones_their_bytes() 
     assert thin == pytest.approx((8192**2 + 8 * 8192 + 2 * 8 * 8192) / (H100.bandwidth * CONSTANTS.stream))
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("first_last", [0, 1])
-def test_a_step_is_shorter_by_its_matmuls_and_longer_by_quantization(recompute: str, first_last: int) -> None:
-    """Forward and input gradient of each matrix in `6 - 2 * first_last` layers, of two microbatches of 512 tokens; the
-    weights once."""
-    options = {"recompute": recompute}
-    plain = seconds(config("none", **options), recompute=recompute)
-    fp8 = seconds(config("block", fp8_first_last=first_last, **options), recompute=recompute)
+@pytest.mark.parametrize(
+    "recompute, first_last, gradients", [("none", 0, False), ("none", 1, True), ("full", 2, False)]
+)
+def test_a_step_is_shorter_by_its_matmuls_and_longer_by_quantization(
+    recompute: str, first_last: int, gradients: bool
+) -> None:
+    """Forward and input gradient of each matrix in `6 - 2 * first_last` layers, of two microbatches of 512 tokens, and
+    weight gradients, whose operands are quantized a second time; the weights once."""
+    options = {"fp8_first_last": first_last, "fp8_weight_gradients": gradients}
+    plain = seconds(config("none", recompute=recompute), recompute=recompute)
+    fp8 = seconds(config("block", recompute=recompute, **options), recompute=recompute)
     faster = 1979 / 989 * RECIPES["block"].speed
     forwards, layers, rows = 1 + (recompute == "full"), 6 - 2 * first_last, 512
     saved = moved = 0.0
     for inputs, outputs in WEIGHTS.values():
-        saved += 2 * (forwards + 1) * 2 * rows * inputs * outputs / RATE * (1 - 1 / faster)
-        moved += 2 * rows * (forwards * inputs + outputs) * (3 + 4 / 128)
+        saved += 2 * (forwards + 1 + gradients) * 2 * rows * inputs * outputs / RATE * (1 - 1 / faster)
+        moved += 2 * rows * ((forwards + gradients) * inputs + (1 + gradients) * outputs) * (3 + 4 / 128)
         moved += inputs * outputs * (3 + 4 / 128)
     assert plain - fp8 == pytest.approx(layers * (saved - moved / (H100.bandwidth * CONSTANTS.stream)))
 
@@ -97,4 +101,4 @@ def test_the_effect_is_said(gpu: str, fp8: str, says: str) -> None:
     job = PlannedJob.of(config(fp8, large, global_batch_size=64, micro_batch_size=32), find_device(gpu))
     (line,) = fp8_effect(job, LayoutChoice(zero=0, micro_batch_size=32))
     assert line.startswith(f"fp8 ({fp8}): ") and says in line
-    assert fp8_effect(replace(job, fp8=None), LayoutChoice()) == []
+    assert fp8_effect(replace(job, fp8=NO_FP8), LayoutChoice()) == []

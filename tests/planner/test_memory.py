@@ -27,8 +27,10 @@ MODEL = {
     **{"num_key_value_heads": 2, "max_position_embeddings": 128},
 }
 Options = dict[str, Any] | None
-LORA, SOME = {"rank": 4}, {"rank": 4, "targets": ["q", "down"]}
+LORA, SOME, FEW = {"rank": 4}, {"rank": 4, "targets": ["q", "down"]}, {"rank": 4, "targets": ["q"]}
 DORA = {"rank": 4, "ranks": {"o": 2}, "dora": True, "modules_to_save": ["embedding", "norms"]}
+BLOCKS = {"hidden_size": 256, "intermediate_size": 256, "num_key_value_heads": 4}  # whole blocks of fp8 at tp 2
+FP8_GRADIENTS = {"fp8": "block", "fp8_weight_gradients": True, "micro_batch_size": 16, "global_batch_size": 16}
 GPT2 = {
     "norm": "layer",
     "gated_mlp": False,
@@ -358,6 +360,12 @@ class Sent(TorchDispatchMode):
 TRAFFIC = {
     "tp": {"tp": 4},
     "tp and sp, recomputed": {"tp": 2, "sequence_parallel": True, "train": {"recompute": "full"}},
+    "tp and sp, fp8": {"tp": 2, "sequence_parallel": True, "model": BLOCKS, "train": {"fp8": "block"}},
+    "tp and sp, weight gradients in fp8": {"tp": 2, "sequence_parallel": True, "model": BLOCKS, "train": FP8_GRADIENTS},
+    "tp and sp, fp8, recomputed, some adapters": {
+        **{"tp": 2, "sequence_parallel": True, "model": BLOCKS, "lora": FEW},
+        "train": {"fp8": "mxfp8", "fp8_first_last": 1, "recompute": "full"},
+    },
     "ZeRO-0": {"dp": 2, "zero": 0},
     "ZeRO-2": {"dp": 2, "zero": 2},
     "ZeRO-1 in groups": {"dp": 4, "zero": 1, "dp_shard": 2},

@@ -429,9 +429,9 @@ WAITING = [
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("rank", [0, 16])
+@pytest.mark.parametrize("rank, fp8", [(0, "none"), (16, "none"), (0, "block")])
 @pytest.mark.parametrize("choice", WAITING, ids=str)
-def test_what_is_waited_for_are_the_bytes_that_are_sent(monkeypatch, choice, recompute, rank):
+def test_what_is_waited_for_are_the_bytes_that_are_sent(monkeypatch, choice, recompute, rank, fp8):
     """Where nothing is hidden and no hop takes time, communication is what `traffic` counts along specs, buckets and
     schedule."""
     monkeypatch.setattr(links, "START", 0.0)
@@ -440,8 +440,9 @@ def test_what_is_waited_for_are_the_bytes_that_are_sent(monkeypatch, choice, rec
     choice = replace(choice, recompute=recompute)
     software = Software(hides_tensor=False, hides_gradients=False)
     sizes = {"data": {"sequence_length": 4096}, "train": {"global_batch_size": 32, "precision": "bf16"}}
+    sizes["train"]["fp8"] = fp8
     base = from_dict({"model": preset("llama-3-8b"), "lora": {"rank": rank}, **sizes})
-    step = Stepper(PlannedJob(LLAMA, device, 4096, 32, software=software, lora=base.lora)).step(choice)
+    step = Stepper(replace(PlannedJob.of(base, device), software=software)).step(choice)
     (sent,) = traffic(apply_layout(base, choice), 8)
     assert step.tensor * 100e9 == pytest.approx(sent.tp, rel=0.01)
     assert step.context * 100e9 == pytest.approx(sent.cp, rel=0.01)

@@ -7,11 +7,14 @@ import re
 from collections.abc import Callable
 from difflib import get_close_matches
 
+from megalite.config.dims import aligned_positions
 from megalite.config.rampup import problem
 from megalite.config.rule import Rule, multiples
 from megalite.config.rules.context import RuleContext
 from megalite.config.token_files import named_sets
 
+TOKEN_BLOCK = 128
+"""Tokens with a common scale in a weight gradient in fp8."""
 MODES = ("none", "selective", "full", "every-2", "budget")
 
 
@@ -29,6 +32,24 @@ def _warmup_lacks(c: RuleContext) -> str:
     if c.model.index_topk is None:
         return "model.index_topk"
     return "" if c.model.index_loss_coef else "model.index_loss_coef"
+
+
+def _aligned_tokens(c: RuleContext) -> int:
+    """The tokens of which every rank's segments of a microbatch are multiples."""
+    return aligned_positions(c) * c.train.micro_batch_size
+
+
+def _whole_micro_batch(c: RuleContext) -> int:
+    """The next micro-batch size with whole blocks of tokens."""
+    rows = TOKEN_BLOCK // math.gcd(TOKEN_BLOCK, aligned_positions(c))
+    return -(-c.train.micro_batch_size // rows) * rows
+
+
+def _splits_rows_of_experts(c: RuleContext) -> bool:
+    """Whether an expert's rows of one microbatch do not meet on one rank, in the order of their tokens."""
+    ranks = c.parallel.cp * c.parallel.tp
+    zigzag = c.parallel.cp > 1 and c.parallel.context != "ulysses"
+    return c.model.has_mixtures and (zigzag or c.parallel.ep % ranks != 0)
 
 
 def _samples_at_once(c: RuleContext) -> int:
@@ -250,6 +271,40 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.logging.loss_by_source and not (isinstance(c.data.train, dict) and len(c.data.train) > 1),
         message="has no effect, because data.train is not a blend",
         legal="Set data.train to {PREFIX: weight}, or set it to false.",
+    ),
+    Rule(
+        "weight gradients in fp8 are trained",
+        "train.fp8_weight_gradients",
+        lambda c: c.train.fp8_weight_gradients and c.lora.rank,
+        message="has no effect with {lora.rank}: matrices that may multiply in fp8 are frozen",
+        legal="Remove it.",
+    ),
+    Rule(
+        "weight gradients in fp8 read whole blocks",
+        "train.fp8_weight_gradients",
+        lambda c: c.train.fp8_weight_gradients and _aligned_tokens(c) % TOKEN_BLOCK,
+        message=lambda c: (
+            f"requires that segments of a microbatch on each rank have multiples of {TOKEN_BLOCK} tokens, "
+            f"but with train.micro_batch_size = {c.train.micro_batch_size} they have multiples of "
+            f"{_aligned_tokens(c)}"
+        ),
+        legal=lambda c: (
+            f"Set train.micro_batch_size to {_whole_micro_batch(c)}, increase data.sequence_length, "
+            "or remove it."
+        ),
+    ),
+    Rule(
+        "weight gradients of experts in fp8 read whole microbatches",
+        "train.fp8_weight_gradients",
+        lambda c: c.train.fp8_weight_gradients and _splits_rows_of_experts(c),
+        message=lambda c: (
+            f"requires that the ranks of a microbatch, cp * tp = {c.parallel.cp * c.parallel.tp}, send an "
+            "expert's rows to one rank, in the order of their tokens"
+        ),
+        legal=lambda c: (
+            f"Use a multiple of {c.parallel.cp * c.parallel.tp} as parallel.ep and ulysses as "
+            "parallel.context, or remove it."
+        ),
     ),
     Rule(
         "profiled steps within the run",

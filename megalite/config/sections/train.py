@@ -69,11 +69,14 @@ class TrainConfig:
     fp8: Literal["none", "block", "mxfp8"] = "none"
     """Multiply the matrices of layers in fp8 (e4m3), in the forward and for input gradients. block: fp32
     scales of 1 x 128 elements of activations and 128 x 128 of weights; mxfp8: power-of-two scales of 1 x 32.
-    Embedding, head, routers, norms, recurrences, weight gradients, communication and the optimizer keep their
-    precision, as do matrices whose part on a rank is not made of whole blocks. A device without fp8 matmuls
-    rounds the operands to fp8 and multiplies in fp32."""
+    Embedding, head, routers, norms, recurrences, weight gradients, sums over ranks and the optimizer keep
+    their precision, as do matrices whose part on a rank is not made of whole blocks. A device without fp8
+    matmuls rounds the operands to fp8 and multiplies in fp32."""
     fp8_power_of_two: bool = False
     """With fp8: block, round scales so that they are powers of two."""
+    fp8_weight_gradients: bool = False
+    """With fp8: block, multiply in fp8 for the gradients of these matrices too, with scales of 1 x 128
+    elements along the tokens. Results then depend on the micro-batch size."""
     fp8_first_last: int = option(0, NOT_NEGATIVE)
     """With fp8, the number of layers at each end of the model that keep train.precision."""
     recompute: str = "none"
@@ -155,6 +158,13 @@ RULES: tuple[Rule, ...] = (
         "train.fp8_power_of_two",
         lambda c: c.train.fp8_power_of_two and c.train.fp8 != "block",
         message="has no effect with {train.fp8}",
+        legal="Remove it, or set train.fp8 to block.",
+    ),
+    Rule(
+        "weight gradients in blocks",
+        "train.fp8_weight_gradients",
+        lambda c: c.train.fp8_weight_gradients and c.train.fp8 != "block",
+        message="is not supported with {train.fp8}",
         legal="Remove it, or set train.fp8 to block.",
     ),
     Rule(

@@ -16,11 +16,11 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from megalite.config.dims import attention_method, equal_part
 from megalite.config.recompute import operations_of
-from megalite.parallel.fp8_choice import Fp8Choice
+from megalite.parallel.fp8_choice import ACTIVATION_BYTES, Fp8Choice
 
-Dtype = Literal["compute", "accumulate", "index", "row", "mask"]
+Dtype = Literal["compute", "accumulate", "index", "row", "mask", "code"]
 """compute: train.precision; accumulate: at least fp32; index: of a token or a position; row: of a selected
-row, four bytes; mask: one byte."""
+row, four bytes; mask: one byte; code: bytes of fp8 codes and their scales."""
 Mode = Literal["none", "selective", "full"]
 """train.recompute of a layer: a stronger mode keeps less and recomputes more."""
 MODES: tuple[str, ...] = ("none", "selective", "full")
@@ -200,7 +200,7 @@ class ContextExchange(NamedTuple):
 
 class Collectives(NamedTuple):
     """Number of times that a ring passes a tensor around the tp ranks, once for an all-gather or
-    reduce-scatter, twice for an all-reduce; of a unit the sum over its tensors, times their values."""
+    reduce-scatter, twice for an all-reduce."""
 
     forward: int
     backward: int
@@ -220,7 +220,8 @@ class Matmul:
         adapter_rank: outputs of the adapters' first factors A, which are stored together; 0 without adapters.
         adapter_weights: elements of both factors of the adapters, over all tp ranks. adapter_outputs: outputs
         that adapters keep, on this rank: with trained row lengths (DoRA) all of them.
-        fp8: what of the weight on this rank multiplies in fp8.
+        fp8: what of it multiplies in fp8.
+        splits_sequence: sequence parallelism.
     """
 
     name: str
@@ -234,6 +235,7 @@ class Matmul:
     adapter_weights: int = 0
     adapter_outputs: int = 0
     fp8: Fp8Choice = Fp8Choice(0)
+    splits_sequence: bool = False
 
     @property
     def local_weights(self) -> int:
@@ -288,10 +290,12 @@ class Matmul:
         """Return what a split backward keeps until the W pass: input and output gradient, gathered."""
         if not self.keeps_input:
             return ()
+        values, codes = self.rows * (self.inputs + self.outputs), 0
+        if self.splits_sequence and self.split == "outputs" and self.gathered_codes.backward:
+            values, codes = self.rows * self.outputs, round(self.rows * self.inputs * ACTIVATION_BYTES)
         return (
-            Buffer(
-                f"{self.name}: input and gradient of the output", self.rows * (self.inputs + self.outputs)
-            ),
+            Buffer(f"{self.name}: input and gradient of the output", values),
+            Buffer(f"{self.name}: codes of the input", codes, "code"),
             Buffer(f"{self.name}: the same of the adapters", 2 * self.rows * self.adapter_rank),
         )
 
@@ -308,6 +312,30 @@ class Matmul:
         if self.split == "outputs":
             return Collectives(1, 2 if self.keeps_input else 1) if sequence_parallel else Collectives(0, 2)
         return Collectives(1, 1) if sequence_parallel else Collectives(2, 0)
+
+    @property
+    def gathered_codes(self) -> Collectives:
+        """Return the gathers among `collectives` that are of fp8 codes under sequence parallelism: only of
+        what neither adapters nor matmuls in the compute dtype read."""
+        if self.adapter_rank:
+            return Collectives(0, 0)
+        if self.split == "outputs":
+            return Collectives(self.fp8.forward, self.fp8.weight_gradient and not self.frozen)
+        return Collectives(0, self.frozen and self.fp8.input_gradient)
+
+    def sent_over_tp(self, sequence_parallel: bool, width: int) -> tuple[float, float]:
+        """Return the bytes that rings pass around tp in forward and in backward.
+
+        Args:
+            width: bytes of the compute dtype.
+        """
+        passes = self.collectives(sequence_parallel)
+        codes = self.gathered_codes if sequence_parallel else Collectives(0, 0)
+        forward, backward = (
+            self.communicated * ((each - coded) * width + coded * ACTIVATION_BYTES)
+            for each, coded in zip(passes, codes, strict=True)
+        )
+        return forward, backward
 
 
 @dataclass(frozen=True)
@@ -347,6 +375,10 @@ class LocalMatmul(Matmul):
 
     def collectives(self, sequence_parallel: bool) -> Collectives:
         """None over tp."""
+        return Collectives(0, 0)
+
+    @property
+    def gathered_codes(self) -> Collectives:
         return Collectives(0, 0)
 
 
@@ -410,6 +442,11 @@ class WholeRowsMatmul(Matmul):
         else that of own tokens."""
         return Collectives(1, 2) if sequence_parallel else Collectives(0, 2)
 
+    @property
+    def gathered_codes(self) -> Collectives:
+        """None: latents travel in the compute dtype."""
+        return Collectives(0, 0)
+
 
 @dataclass(frozen=True)
 class DetachedMatmul(LocalMatmul):
@@ -468,6 +505,11 @@ class EmbeddingLookup:
         """Each rank has a part of the rows, so the output is summed; under sequence parallelism its gradient
         is gathered."""
         return Collectives(1, 0 if self.frozen else 1) if sequence_parallel else Collectives(2, 0)
+
+    def sent_over_tp(self, sequence_parallel: bool, width: int) -> tuple[float, float]:
+        """Return the bytes that rings pass around tp in forward and in backward, as `Matmul.sent_over_tp`."""
+        forward, backward = self.collectives(sequence_parallel)
+        return forward * self.communicated * width, backward * self.communicated * width
 
 
 def attended_pairs(sequence: int, window: int | None) -> int:
@@ -719,12 +761,6 @@ class UnitCost:
     def lengths(self) -> int:
         """Return the values of matmuls that are all-reduced over tp in forward."""
         return sum(matmul.lengths for matmul in self.matmuls)
-
-    def collectives(self, sequence_parallel: bool) -> Collectives:
-        """The values that rings pass around for all matmuls and lookups."""
-        steps = [step for step in self.steps if isinstance(step, Matmul | EmbeddingLookup)]
-        counts = [(step.communicated, *step.collectives(sequence_parallel)) for step in steps]
-        return Collectives(*(sum(count[0] * count[way] for count in counts) for way in (1, 2)))
 
 
 class FurtherLoss(NamedTuple):

@@ -13,8 +13,7 @@ from itertools import takewhile
 
 from megalite.config.sections.lora import PROJECTIONS, LoraConfig
 from megalite.config.sections.model import ModelConfig
-from megalite.config.sections.train import TrainConfig
-from megalite.mesh.layout import AxisPlace, Coordinates
+from megalite.mesh.layout import Coordinates
 from megalite.model.block_kind import BlockSpec
 from megalite.model.cost.records import (
     BlockCost,
@@ -33,7 +32,7 @@ from megalite.model.mtp.cost import further_losses
 from megalite.model.parameters import layer_specs
 from megalite.model.spec_builder import padded_vocabulary
 from megalite.model.unit_numbers import head_unit
-from megalite.parallel.fp8_choice import fp8_choice, fp8_layer
+from megalite.parallel.fp8_choice import NO_FP8, Fp8Options, fp8_choice
 
 LOSS_CHUNK_ON_GPU = 4096
 """Tokens whose logits exist at a time on a GPU, unless train.loss_chunk says otherwise: adding a chunk to the
@@ -47,7 +46,7 @@ class Units:
         share: the part of the model and of a batch.
         lora: adapters; with a rank all other weights are frozen.
         flash: attention runs a kernel that keeps one number per query and head instead of probabilities.
-        fp8: options of a run with `train.fp8`.
+        fp8: the options of matmuls in fp8.
     """
 
     def __init__(
@@ -56,10 +55,10 @@ class Units:
         share: Share,
         lora: LoraConfig | None = None,
         flash: bool = True,
-        fp8: TrainConfig | None = None,
+        fp8: Fp8Options = NO_FP8,
     ):
         self.model, self.share, self.lora, self.flash = model, share, lora or LoraConfig(), flash
-        self.fp8 = fp8 or TrainConfig()
+        self.fp8 = fp8
         self.own = share.own_tokens * model.hidden_size  # elements of [sequence (/tp), batch, hidden]
         self.whole = share.tokens * model.hidden_size  # elements of [sequence, batch, hidden]
         self._layers: dict[Hashable, UnitCost] = {}
@@ -78,11 +77,8 @@ class Units:
         """Return a key that layers with the same description share."""
         if index not in self._keys:
             blocks = blocks_of(self.model, index)
-            fp8 = fp8_layer(1 + index, self.fp8, self.model.num_hidden_layers)
-            self._keys[index] = (
-                fp8,
-                *((block.kind, block.beside, KINDS[block.kind].alike(self.model, index)) for block in blocks),
-            )
+            kinds = ((each.kind, each.beside, KINDS[each.kind].alike(self.model, index)) for each in blocks)
+            self._keys[index] = (*kinds, self.fp8.in_unit(index + 1, self.model.num_hidden_layers))
         return self._keys[index]
 
     def layer(self, index: int) -> UnitCost:
@@ -91,8 +87,8 @@ class Units:
         if key not in self._layers:
             matmuls, blocks = self._layer_matmuls(index), blocks_of(self.model, index)
             own = [KINDS[block.kind].cost(self, block, matmuls) for block in blocks]
-            if fp8_layer(1 + index, self.fp8, self.model.num_hidden_layers):
-                own = self._in_fp8(index, own)
+            if self.fp8.in_unit(index + 1, self.model.num_hidden_layers):
+                own = self._with_experts_in_fp8(index, own)
             costs = list[BlockCost]()
             for number, (block, cost) in enumerate(zip(blocks, own, strict=True)):
                 # the blocks after it that have no norm of their own read the output of its norm, too
@@ -175,7 +171,8 @@ class Units:
             if not segments:
                 continue
             name = spec.name.removeprefix(prefix).removesuffix(".weight")
-            outputs, inputs = spec.local_shape(Coordinates.on("tp", 0, tp))
+            at = Coordinates.on("tp", 0, tp)
+            outputs, inputs = spec.local_shape(at)
             adapted = [segment for segment in segments if lora.adapts(segment.role)]
             matmul = Matmul(
                 name,
@@ -188,23 +185,27 @@ class Units:
                 adapter_rank=sum(lora.rank_of(segment.role) for segment in adapted),
                 adapter_weights=sum(lora.rank_of(segment.role) * sum(segment.shape) for segment in adapted),
                 adapter_outputs=outputs if lora.dora and adapted else 0,
+                fp8=fp8_choice(spec, at, self.fp8, self.model.num_hidden_layers),
+                splits_sequence=self.share.sequence_parallel and tp > 1,
             )
             matmuls[name] = matmul if segments[0].split is not None else self._of_own_tokens(matmul)
         return matmuls
 
-    def _in_fp8(self, index: int, blocks: Sequence[BlockCost]) -> list[BlockCost]:
-        """Return the blocks of a layer with what of each matmul is in fp8."""
-        share, layers, prefix = self.share, self.model.num_hidden_layers, f"layers.{index}."
-        at = Coordinates({"tp": AxisPlace(0, share.tp), "expert": AxisPlace(0, share.ep)})
+    def _with_experts_in_fp8(self, index: int, blocks: Sequence[BlockCost]) -> list[BlockCost]:
+        """Return the blocks of a layer with what of the experts' matmuls is in fp8."""
+        layers, at = self.model.num_hidden_layers, Coordinates.on("expert", 0, self.share.ep)
         choices = {
-            spec.name.removeprefix(prefix).removesuffix(".weight"): fp8_choice(spec, at, self.fp8, layers)
-            for spec in layer_specs(self.model, index, share.tp)
+            spec.name.removeprefix(f"layers.{index}.").removesuffix(".weight"): fp8_choice(
+                spec, at, self.fp8, layers
+            )
+            for spec in layer_specs(self.model, index, self.share.tp)
+            if spec.domain == "expert"
         }
 
         def chosen(steps: Sequence[Step]) -> tuple[Step, ...]:
             return tuple(
                 replace(step, fp8=choices[step.name])
-                if isinstance(step, Matmul) and step.name in choices
+                if isinstance(step, LocalMatmul) and step.name in choices
                 else step
                 for step in steps
             )

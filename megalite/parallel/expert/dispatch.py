@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+import torch
 from megalite_kernels.groups import Groups
 from megalite_kernels.permutation import count, inverse_order, order_by_column
 from torch import Tensor
@@ -104,8 +105,8 @@ class _Route(NamedTuple):
 class AllToAllDispatch:
     """Dispatch in which each rank sends its rows to the ranks of their experts."""
 
-    def __init__(self, axis: MeshAxis):
-        self.axis = axis
+    def __init__(self, axis: MeshAxis, sharing: int):
+        self.axis, self.sharing = axis, sharing
 
     def begin(self, choice: ExpertChoice) -> None:
         if "route" not in choice.kept and "counts" not in choice.kept:
@@ -136,7 +137,7 @@ class AllToAllDispatch:
         receive = [sum(row[mine]) for row in host]
         sizes = [sum(column) for column in zip(*(row[mine] for row in host), strict=True)]
         order = order_by_column(counts[:, mine], sum(receive))
-        groups = Groups(counts[:, mine].sum(0), sizes)
+        groups = Groups(counts[:, mine].sum(0), sizes, lambda: _runs(counts[:, mine], self.sharing))
         return _Route(send, receive, groups, order, inverse_order(order, len(order)))
 
 
@@ -147,8 +148,8 @@ class AllGatherDispatch:
     groups.
     """
 
-    def __init__(self, axis: MeshAxis):
-        self.axis = axis
+    def __init__(self, axis: MeshAxis, sharing: int):
+        self.axis, self.sharing = axis, sharing
 
     def begin(self, choice: ExpertChoice) -> None:
         if "whole" not in choice.kept and "chosen" not in choice.kept:
@@ -163,7 +164,7 @@ class AllGatherDispatch:
     def run(self, rows: Tensor, weights: Tensor, choice: ExpertChoice, experts: Experts) -> Tensor:
         if "whole" not in choice.kept:
             chosen, sizes = choice.kept.pop("chosen").wait()
-            choice.kept["whole"] = _own_rows(chosen, len(choice.counts), sizes, self.axis)
+            choice.kept["whole"] = _own_rows(chosen, len(choice.counts), sizes, self.axis, self.sharing)
         whole: ExpertChoice = choice.kept["whole"]
         done = experts(spread(gather(rows, self.axis), whole), whole.kept["groups"])
         return scatter_sum(combine(done, gather(weights, self.axis), whole), self.axis)
@@ -182,36 +183,54 @@ class SameRowsDispatch:
         """Do nothing, because nothing is sent."""
 
     def run(self, rows: Tensor, weights: Tensor, choice: ExpertChoice, experts: Experts) -> Tensor:
-        own = _own_rows(choice.experts, len(choice.counts), choice.counts.tolist(), self.axis)
+        sizes = choice.counts.tolist()
+        own = _own_rows(choice.experts, len(choice.counts), sizes, self.axis, 1)
         return all_reduce(
             combine(experts(spread(rows, own), own.kept["groups"]), weights, own), self.axis
         ).wait()
 
 
-def _own_rows(chosen: Tensor, number: int, sizes: list[int], axis: MeshAxis) -> ExpertChoice:
+def _runs(counts: Tensor, sharing: int) -> Tensor:
+    """Return the rows of each expert from each microbatch, [experts, microbatches].
+
+    Args:
+        counts: [ranks, experts], from each rank.
+        sharing: number of consecutive ranks that share a microbatch.
+    """
+    return counts.unflatten(0, (-1, sharing)).sum(1).t()
+
+
+def _own_rows(chosen: Tensor, number: int, sizes: list[int], axis: MeshAxis, sharing: int) -> ExpertChoice:
     """Return the choice for the tokens of several ranks, [tokens, k], restricted to this rank's experts.
 
     Args:
         number: number of experts.
         sizes: number of rows of each expert, optionally followed by those that are not sent.
+        sharing: number of consecutive ranks that share a microbatch.
     """
     flat, own = chosen.flatten(), number // axis.size
     first = axis.rank * own
     start, sizes = sum(sizes[:first]), sizes[first : first + own]
     order = flat.argsort(stable=True)[start : start + sum(sizes)]
     whole = ExpertChoice(chosen, order, inverse_order(order, len(flat)), count(flat, number + 1))
-    whole.kept["groups"] = Groups(whole.counts[first : first + own], sizes)
+
+    def runs() -> Tensor:
+        counts = [count(part.flatten(), number + 1) for part in chosen.chunk(axis.size)]
+        return _runs(torch.stack(counts)[:, first : first + own], sharing)
+
+    whole.kept["groups"] = Groups(whole.counts[first : first + own], sizes, runs)
     return whole
 
 
-def make_dispatch(name: str, axis: MeshAxis) -> RowDispatch:
+def make_dispatch(name: str, axis: MeshAxis, sharing: int) -> RowDispatch:
     """Return the dispatch over an expert axis.
 
     Args:
         name: `parallel.expert_dispatch`, or same_rows if all its ranks have the same rows.
+        sharing: number of consecutive ranks that share a microbatch.
     """
     if axis.size == 1:
         return LocalDispatch()
-    kinds: dict[str, Callable[[MeshAxis], RowDispatch]]
-    kinds = {"all_to_all": AllToAllDispatch, "all_gather": AllGatherDispatch, "same_rows": SameRowsDispatch}
-    return kinds[name](axis)
+    if name == "same_rows":
+        return SameRowsDispatch(axis)
+    return (AllToAllDispatch if name == "all_to_all" else AllGatherDispatch)(axis, sharing)

@@ -7,6 +7,8 @@
     row     forward  all-reduce of the output           forward  reduce-scatter along the sequence
             backward none                               backward all-gather of the output gradient
 
+Of a tensor that only matmuls in fp8 read, codes and scales are gathered (`gather_sequence`).
+
 The backward of the column layer starts the communication of its input gradient, computes its weight gradient,
 and only then waits, so that the two overlap. If neither its weight nor an adapter is trained, its input is
 neither saved nor gathered again. Weight gradients do not pass through autograd, which receives None for them:
@@ -23,17 +25,19 @@ import torch
 from torch import Tensor
 
 from megalite.mesh.mesh import MeshAxis
-from megalite.parallel.collectives import all_gather, all_reduce, reduce_scatter
+from megalite.parallel.collectives import all_reduce, reduce_scatter
 from megalite.parallel.compiled_ops import CompiledOps
 from megalite.parallel.node import Node, Saved
+from megalite.parallel.tensor.sequence import gather_sequence
 from megalite.parallel.weight import Weight
 
 if TYPE_CHECKING:
+    from megalite.parallel.matmuls import Operand
     from megalite.parallel.tensor.lora import AccumulateAdapter, Mask
 
 
 def _input_gradient(
-    grad: Tensor, weight: Weight, saved: Sequence[Tensor], mask: Mask | None
+    grad: Operand, weight: Weight, saved: Sequence[Tensor], mask: Mask | None
 ) -> tuple[Tensor, AccumulateAdapter | None]:
     """Compute the input gradient grad · weight: [seq, batch, out] -> [seq, batch, in].
 
@@ -42,6 +46,7 @@ def _input_gradient(
         of the adapter.
     """
     if weight.adapter is not None:
+        assert isinstance(grad, Tensor)
         return weight.adapter.backward(grad, saved, mask)
     return weight.matmuls.input_gradient(grad), None
 
@@ -50,21 +55,22 @@ def _accumulate_linear(
     weight: Weight,
     bias: Weight | None,
     grad: Tensor,
-    inputs: Tensor,
+    inputs: Operand,
     accumulate_adapter: AccumulateAdapter | None,
 ) -> None:
     """Accumulate bias and weight gradients.
 
     Args:
         grad: [seq, batch, out].
-        inputs: [seq, batch, in].
+        inputs: [seq, batch, in], or `Matmuls.weight_gradient_operand` of them.
         accumulate_adapter: accumulates the gradients of the adapter.
     """
     rows = grad.reshape(-1, grad.shape[-1])  # [tokens, out]
     if bias is not None and bias.trainable:
         bias.accumulate(rows.sum(0, dtype=bias.grad_dtype))
-    weight.accumulate_matmul(rows, inputs.reshape(-1, inputs.shape[-1]))
+    weight.accumulate_matmul(rows, inputs.flatten(0, 1) if isinstance(inputs, Tensor) else inputs)
     if accumulate_adapter is not None:
+        assert isinstance(inputs, Tensor)
         accumulate_adapter(inputs)
 
 
@@ -84,10 +90,17 @@ class ColumnParallelLinear:
 
     def compute(self, x: Tensor, saved: Saved, mask: Mask | None = None) -> Tensor:
         weight, adapter = self.weight, self.weight.adapter
-        full = all_gather(x, self.tp).wait() if self.sequence_parallel else x  # [seq, batch, in]
+        full: Operand = x  # [seq, batch, in]
+        if self.sequence_parallel:
+            # an adapter reads x itself
+            read = x if adapter is not None else weight.matmuls.forward_operand(x)
+            full = gather_sequence(read, self.tp).wait()
         bias = None if self.bias is None else self.bias.tensor
         out = weight.matmuls.forward(full, bias)  # [seq, batch, out/tp]
-        kept = () if adapter is None else adapter.forward(full, out, mask)
+        kept: tuple[Tensor, ...] = ()
+        if adapter is not None:
+            assert isinstance(full, Tensor)
+            kept = adapter.forward(full, out, mask)
         # Save x, not `full`: [seq/tp, batch, in] under sequence parallelism; gathering it again in backward
         # costs less than the memory.
         saved.append((x if weight.trainable or adapter is not None else None, *kept))
@@ -96,7 +109,11 @@ class ColumnParallelLinear:
     def gradient(self, grad: Tensor, saved: Saved, mask: Mask | None = None) -> Tensor:
         x, *kept = saved.pop()
         # Started first, so that it overlaps with the matmul of the input gradient.
-        gathering = all_gather(x, self.tp) if self.sequence_parallel and x is not None else None
+        gathering = None
+        if self.sequence_parallel and x is not None:
+            adapted = self.weight.adapter is not None
+            read = x if adapted else self.weight.matmuls.weight_gradient_operand(x)
+            gathering = gather_sequence(read, self.tp)
         # [seq, batch, in], a partial sum: of this rank's outputs
         dx, accumulate_adapter = _input_gradient(grad, self.weight, kept, mask)
         reduction = None
@@ -105,7 +122,7 @@ class ColumnParallelLinear:
         elif self.tp.size > 1:
             reduction = all_reduce(dx, self.tp, disposable=True)
         if x is not None:  # between start and wait of the reduction, to overlap with it
-            inputs = x if gathering is None else gathering.wait()
+            inputs: Operand = x if gathering is None else gathering.wait()
             _accumulate_linear(self.weight, self.bias, grad, inputs, accumulate_adapter)
         return dx if reduction is None else reduction.wait()
 
@@ -182,13 +199,19 @@ class RowParallelLinear:
         # over tp at the end of the step, otherwise whole.
         if self.bias is not None and self.bias.trainable:
             self.bias.accumulate(grad.flatten(0, -2).sum(0, dtype=self.bias.grad_dtype))
-        if self.sequence_parallel:
-            grad = all_gather(grad, self.tp).wait()  # [seq, batch, out]; overlaps with nothing
+        weight, trained = self.weight, self.weight.trainable or self.weight.adapter is not None
+        whole: Operand = grad
+        if self.sequence_parallel:  # [seq, batch, out]; overlaps with nothing
+            # gradients of weights read the gradient itself
+            read = grad if trained else weight.matmuls.input_gradient_operand(grad)
+            whole = gather_sequence(read, self.tp).wait()
         # [seq, batch, in/tp]: each rank needs only its own
-        dx, accumulate_adapter = _input_gradient(grad, self.weight, kept, mask)
+        dx, accumulate_adapter = _input_gradient(whole, weight, kept, mask)
         inputs = x
         if self.activation is not None:
             # dx of the activation's input; `inputs`: its output, recomputed
             dx, inputs = self.activation.backward(dx, x)
-        _accumulate_linear(self.weight, None, grad, inputs, accumulate_adapter)
+        if trained:
+            assert isinstance(whole, Tensor)
+            _accumulate_linear(weight, None, whole, inputs, accumulate_adapter)
         return dx

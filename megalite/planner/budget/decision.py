@@ -36,6 +36,7 @@ from megalite.config.schema import Config
 from megalite.model.cost.recomputed import Group, Operation, groups
 from megalite.model.mtp.losses import layer_count
 from megalite.model.unit_numbers import head_unit, layers_in
+from megalite.parallel.fp8_choice import Fp8Options
 from megalite.parallel.pipeline.schedule import ActionKind as Pass
 from megalite.parallel.pipeline.schedule import Schedule
 from megalite.parallel.sharding.buckets import BucketLayout
@@ -342,8 +343,8 @@ class BudgetProblem:
         self.splits = Pass.WEIGHT in self.schedule.passes
         self._activations_by_mode: dict[str, Activations] = {}
         self.kept = self._activations("none")
-        train = config.train
-        self.operations = Operations(costs, config.model, train.precision, lora=config.lora, fp8=train)
+        precision, fp8 = config.train.precision, Fp8Options.of(config.train)
+        self.operations = Operations(costs, config.model, precision, lora=config.lora, fp8=fp8)
         self._known: dict[tuple[Hashable, bool], list[_Choice]] = {}
         self._scores: dict[Hashable, bool] = {}
         self._programmes: dict[tuple[int, bool], _Programme] = {}

@@ -20,7 +20,7 @@ class Fp8Recipe(NamedTuple):
         speed: fraction of the sustained fp8 rate (the dense peak of fp8 times the device's `sustained`) that
             large matmuls reach.
         quantized: bytes that quantization moves per element of an activation or a gradient.
-        weight_gradient: whether weight gradients multiply in fp8, too.
+        weight_gradient: whether weight gradients always multiply in fp8; `quantized` includes their operands.
     """
 
     format: str
@@ -76,10 +76,6 @@ class Fp8Times:
         return EMULATED[self.device.cpu] if self.emulated else RECIPES[self.recipe].quantized
 
     @property
-    def weight_gradient(self) -> bool:
-        return RECIPES[self.recipe].weight_gradient
-
-    @property
     def _rate(self) -> float | None:
         """FLOP/s that large matmuls would reach with the sustained fraction 1; None: emulated."""
         peak = self.device.fp8.get(RECIPES[self.recipe].format)
@@ -103,3 +99,8 @@ class Fp8Times:
     def quantize(self, *elements: float) -> float:
         """Return the time to quantize activations or gradients with these numbers of elements."""
         return sum(stream(self.device, each * self.quantized) for each in elements)
+
+    def weight_operands(self, *elements: float) -> float:
+        """Return the time to quantize both operands of a weight gradient along the tokens, if that is not
+        part of `quantized`."""
+        return 0.0 if RECIPES[self.recipe].weight_gradient else self.quantize(*elements)

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from megalite.config.sections.lora import LoraConfig
 from megalite.config.sections.model import ModelConfig
-from megalite.config.sections.train import TrainConfig
 from megalite.model.cost.records import (
     AttentionCost,
     BlockCost,
@@ -33,9 +32,9 @@ from megalite.model.cost.records import (
 )
 from megalite.model.cost.units import LOSS_CHUNK_ON_GPU, Units
 from megalite.model.kinds import dispatches_of
-from megalite.parallel.fp8_choice import Fp8Choice
+from megalite.parallel.fp8_choice import ACTIVATION_BYTES, NO_FP8, Fp8Choice, Fp8Options
 from megalite.planner.cost import context_exchange, expert_exchange
-from megalite.planner.cost.fp8_times import Fp8Times
+from megalite.planner.cost.fp8_times import RECIPES, Fp8Times
 from megalite.planner.hardware.devices import Device
 from megalite.planner.hardware.kernels import DROPOUT, ELEMENTWISE_BYTES, attention, matmul, stream
 from megalite.planner.hardware.links import Fabric, group
@@ -122,19 +121,12 @@ class Operations:
         software: Software = OURS,
         lora: LoraConfig | None = None,
         rows: context_exchange.Rows = context_exchange.WHOLE,
-        fp8: TrainConfig | None = None,
+        fp8: Fp8Options = NO_FP8,
     ):
-        self.fp8 = fp8
-        recipe = software.fp8 if fp8 is None or fp8.fp8 == "none" else fp8.fp8
+        self.device, self.model, self.precision, self.software = device, model, precision, software
+        self.lora, self.rows, self.fp8 = lora, rows, fp8
+        recipe = software.fp8 if fp8.recipe == "none" else fp8.recipe
         self.fp8_times = None if recipe == "none" else Fp8Times(device, recipe, precision)
-        self.device, self.model, self.precision, self.software, self.lora, self.rows = (
-            device,
-            model,
-            precision,
-            software,
-            lora,
-            rows,
-        )
         self.size = ELEMENTWISE_BYTES[precision]
         self.fabric = Fabric(device)
         self.tensor = Fabric(device if device.tensor is None else replace(device, within=device.tensor))
@@ -205,8 +197,8 @@ class Operations:
             return step
         if isinstance(step, LocalMatmul) and step.at_least_fp32:
             return step
-        whole = step.local_weights // step.inputs
-        return replace(step, fp8=Fp8Choice(whole, forward=True, input_gradient=True))
+        gradients = RECIPES[self.software.fp8].weight_gradient
+        return replace(step, fp8=Fp8Choice(step.local_weights // step.inputs, None, True, True, gradients))
 
     def fp8_weights(self, share: Share, layers: Sequence[tuple[int, int]]) -> int:
         """Return the elements of some layers' weights on one rank that multiply in fp8.
@@ -274,8 +266,9 @@ class Operations:
                 backward = fp8.quantize(batch * rows * part) + fp8.time(rows, inputs, part, batch) + rest
         if step.frozen:
             return PassTimes(forward, backward, 0.0)
-        if fp8 is not None and chosen.rows and fp8.weight_gradient:
-            weight = fp8.time(outputs, inputs, rows, batch, written)
+        if fp8 is not None and chosen.weight_gradient:
+            weight = fp8.weight_operands(batch * rows * inputs, batch * rows * outputs)
+            weight += fp8.time(outputs, inputs, rows, batch, written)
         else:
             weight = matmul(self.device, outputs, inputs, rows, precision, batch, written)
         return PassTimes(forward, backward, weight)
@@ -326,11 +319,12 @@ class Operations:
         columns = [
             each for each in block.matmuls if each.split == "outputs" and not isinstance(each, LocalMatmul)
         ]
-        waits = [self._tensor_parallel(share, matmul) for matmul in columns]
+        row = next((each for each in block.matmuls[::-1] if each.split == "inputs"), None)
+        waits = [self._tensor_parallel(share, column, row) for column in columns]
         forward_wait, backward_wait = (sum(times) for times in zip((0.0, 0.0), *waits, strict=True))
         return PassTimes(forward + forward_wait, backward + backward_wait, 0.0, forward_wait, backward_wait)
 
-    def _tensor_parallel(self, share: Share, column: Matmul) -> tuple[float, float]:
+    def _tensor_parallel(self, share: Share, column: Matmul, row: Matmul | None) -> tuple[float, float]:
         """Return the exposed communication of a column-parallel and the following row-parallel matmul.
 
         Forward and backward; see Shoeybi et al. 2019 and Korthikanti et al. 2022.
@@ -354,16 +348,22 @@ class Operations:
         if not share.sequence_parallel:
             reduce = self.tensor.all_reduce(size, ranks)
             return reduce, max(0.0, reduce - beside)
-        half = self.tensor.half(size, ranks)
+        half = self.tensor.half(size, ranks)  # of a reduce-scatter
+
+        def gather(codes: int) -> float:
+            return self.tensor.half(size * ACTIVATION_BYTES / self.size, ranks) if codes else half
+
+        into = gather(column.gathered_codes.forward)
+        back = gather(row.gathered_codes.backward if row else 0)
         matmul = self._gemm(column.rows, column.inputs, column.outputs) if hides else 0.0
         # the input is gathered again for the weight gradient
-        again = max(0.0, half - matmul) if column.keeps_input else 0.0
+        again = max(0.0, gather(column.gathered_codes.backward) - matmul) if column.keeps_input else 0.0
         if not self.software.async_tensor:
-            return 2 * half, half + again + max(0.0, half - beside)
+            return into + half, back + again + max(0.0, half - beside)
         # a rank's own part needs no transfer
         hidden = (share.tp - 1) / share.tp * self._gemm(column.rows, column.outputs, column.inputs)
-        exposed = max(0.0, half - hidden)
-        return 2 * exposed, exposed + again + max(0.0, half - beside)
+        into, out, back = (max(0.0, each - hidden) for each in (into, half, back))
+        return into + out, back + again + max(0.0, half - beside)
 
     def exchange(self, share: Share, index: int) -> tuple[float, float]:
         """Return the exposed communication of a layer's blocks over cp, forward and backward."""

@@ -43,10 +43,7 @@ def _wait(operations: Operations, share: Share, index: int, step: Step) -> float
         return operations.exchange(share, index)[0] if share.cp > 1 else 0.0
     if share.tp == 1 or not isinstance(step, Matmul):
         return 0.0
-    ranks, passes, size = (
-        group(operations.device, share.tp, 1),
-        step.collectives(share.sequence_parallel).forward,
-        step.communicated,
-    )
+    ranks, passes = group(operations.device, share.tp, 1), step.collectives(share.sequence_parallel).forward
+    size, _ = step.sent_over_tp(share.sequence_parallel, operations.size)
     collective = operations.tensor.half if passes == 1 else operations.tensor.all_reduce
-    return collective(size * operations.size, ranks) if passes else 0.0
+    return collective(size / passes, ranks) if passes else 0.0

@@ -30,6 +30,7 @@ from megalite.model.cost.units import LOSS_CHUNK_ON_GPU, Units
 from megalite.model.kinds import block_kinds, blocks_of
 from megalite.model.mtp.losses import module_layers
 from megalite.model.unit_numbers import head_unit
+from megalite.parallel.fp8_choice import Fp8Options
 from megalite.planner.memory.states import DeviceType, Widths
 
 INDEX = 8  # bytes of a token or a target
@@ -83,11 +84,12 @@ class Activations:
             "index": INDEX,
             "row": ROW,
             "mask": 1,
+            "code": 1,
         }
         # positions depend on documents
         self.documents = config.data.reset_positions or any(map(is_chat, prefixes(config.data.train)))
         self.share = Share.of(parallel, config.data.sequence_length, train.micro_batch_size)
-        self.units = Units(model, self.share, lora, self.flash, config.train)
+        self.units = Units(model, self.share, lora, self.flash, fp8=Fp8Options.of(train))
         self._layers: dict[tuple[Hashable, str], HeldBytes] = {}
         self.own, self.whole = prod(activation_shape(config)) * self.width, self.units.whole * self.width
 

@@ -19,7 +19,7 @@ from megalite.model.adapter_parameters import trained_specs
 from megalite.model.kinds import dispatch_of
 from megalite.model.parameters import model_specs
 from megalite.optimizer.registry import OPTIMIZERS, kinds_of, state_elements
-from megalite.parallel.fp8_choice import code_bytes, fp8_choice
+from megalite.parallel.fp8_choice import Fp8Options, code_bytes, fp8_choice
 from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.sharding.compressible import compressible
 from megalite.parallel.spec import ParamSpec
@@ -261,8 +261,8 @@ def _codes(config: Config, bucket: BucketLayout) -> int:
     """Return the bytes of the codes and scales of a bucket's weights, kept from one update to the next."""
     if config.train.fp8 == "none":
         return 0
-    layers, at = config.model.num_hidden_layers, first_place(config)
-    chosen = ((fp8_choice(slot.spec, at, config.train, layers).rows, slot.shape[-1]) for slot in bucket.slots)
+    layers, at, options = config.model.num_hidden_layers, first_place(config), Fp8Options.of(config.train)
+    chosen = ((fp8_choice(slot.spec, at, options, layers).rows, slot.shape[-1]) for slot in bucket.slots)
     return sum(code_bytes(rows, columns, config.train.fp8) for rows, columns in chosen if rows)
 
 

@@ -263,7 +263,7 @@ def ties(job: PlannedJob, plans: Sequence[Plan]) -> list[str]:
             "s here."
         ]
     else:
-        recipe = "" if job.fp8 is None else f" with train.fp8: {job.fp8.fp8}"
+        recipe = "" if job.fp8.recipe == "none" else f" with train.fp8: {job.fp8.recipe}"
         sure = [f"No published run on {job.device.name}{recipe} has been compared with a prediction."]
     alike = sum(plan.step.total < plans[0].step.total * (1 + ALIKE) for plan in plans)
     if alike == 1:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from megalite.config.recompute import BUDGET
 from megalite.config.schema import Config
+from megalite.parallel.fp8_choice import NO_FP8
 from megalite.planner.budget.decision import resolve_budget
 from megalite.planner.time.prediction import choice_of, device_of_run
 from megalite.planner.time.step import LayoutChoice, PlannedJob, Stepper
@@ -14,12 +15,12 @@ from megalite.planner.time.step import LayoutChoice, PlannedJob, Stepper
 def fp8_effect(job: PlannedJob, choice: LayoutChoice) -> list[str]:
     """Return a line with the step times with and without fp8; nothing without fp8."""
     times = Stepper(job).operations.fp8_times
-    if job.fp8 is None or times is None:
+    if job.fp8.recipe == "none" or times is None:
         return []
-    plain = Stepper(replace(job, fp8=None)).step(choice).total
+    plain = Stepper(replace(job, fp8=NO_FP8)).step(choice).total
     seconds = Stepper(job).step(choice).total
     faster = f"{plain / seconds:.2f} times as fast" if seconds <= plain else "slower"
-    line = f"fp8 ({job.fp8.fp8}): {seconds:.4g} s per step, {plain:.4g} s in {job.precision}: {faster}."
+    line = f"fp8 ({job.fp8.recipe}): {seconds:.4g} s per step, {plain:.4g} s in {job.precision}: {faster}."
     if times.emulated:
         return [
             f"{line} {job.device.name} has no kernel for such matmuls: operands are rounded to fp8 and "

@@ -18,13 +18,13 @@ from megalite.config.schema import Config
 from megalite.config.sections.lora import LoraConfig
 from megalite.config.sections.model import ModelConfig
 from megalite.config.sections.muon import MuonConfig
-from megalite.config.sections.train import TrainConfig
 from megalite.model.cost.flops import layer_costs, per_token
 from megalite.model.cost.records import Share
 from megalite.model.kinds import stage_starts
 from megalite.model.mtp.losses import further_losses, layer_count
 from megalite.model.parameters import embedding_pair
 from megalite.optimizer.registry import ADAMW
+from megalite.parallel.fp8_choice import NO_FP8, Fp8Options
 from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.partition import balanced
@@ -161,17 +161,17 @@ class PlannedJob:
     gradient_bytes: int = 4  # per parameter in the data-parallel reduction
     muon: MuonConfig | None = None  # of a run with that optimizer
     lora: LoraConfig | None = None  # adapters; all other weights are frozen
-    fp8: TrainConfig | None = None  # of a run with train.fp8
+    fp8: Fp8Options = NO_FP8
     rows: Rows = WHOLE
     optimistic_step: bool = True  # where a step may be (`assembly.plan.may_be_optimistic`)
 
     @staticmethod
     def of(config: Config, device: Device) -> PlannedJob:
         """Return the job of a configuration."""
-        fp8 = None if config.train.fp8 == "none" else config.train
+        fp8 = Fp8Options.of(config.train)
         return PlannedJob(
             config.model,
-            device if fp8 is None else replace(device, compared=False),  # no such run has been
+            device if fp8.recipe == "none" else replace(device, compared=False),  # no such run has been
             config.data.sequence_length,
             config.train.global_batch_size,
             config.train.precision,

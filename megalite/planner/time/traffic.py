@@ -128,12 +128,14 @@ class _Tensor:
             for step in repeated(units, layer, train.recompute_of(layer))
         ]
         steps = [*unit.steps, *again]
-        rings = sum(
-            step.communicated * step.collectives(self.shared).forward
-            for step in steps
-            if isinstance(step, Matmul | EmbeddingLookup)
+        forward, backward = (
+            sum(
+                step.sent_over_tp(self.shared, self.sizes.width)[way]
+                for step in each
+                if isinstance(step, Matmul | EmbeddingLookup)
+            )
+            for way, each in enumerate((steps, unit.steps))
         )
-        rings += unit.collectives(self.shared).backward
         lengths = sum(step.lengths for step in steps if isinstance(step, Matmul))
         # backward, and each forward
         summed = unit.summed + sum(step.summed for step in steps if isinstance(step, Elementwise))
@@ -141,7 +143,7 @@ class _Tensor:
         more += ring(
             sum(step.sent_over_tp(self.shared, self.sizes.accumulate) for step in unit.selections), self.ranks
         )
-        return ring(rings * self.sizes.width, self.ranks) + more
+        return ring(forward + backward, self.ranks) + more
 
     def step(self, buckets: Sequence[BucketLayout]) -> float:
         """Return the bytes of the all-reduces at the end of a step.

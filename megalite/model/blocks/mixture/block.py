@@ -64,7 +64,8 @@ class MixtureOfExperts(BlockModule):
                 for end in ("in", "out")
             )
         same_rows = mesh.tp.size > 1 and not options.sequence_parallel  # in inference
-        self.dispatch = make_dispatch("same_rows" if same_rows else options.expert_dispatch, mesh.expert)
+        dispatch = "same_rows" if same_rows else options.expert_dispatch
+        self.dispatch = make_dispatch(dispatch, mesh.expert, mesh.sequence.size)
         self.balance = Balance(model, RouterState.start(model, weight_in.tensor.device), mesh.sequence)
         self.capacity = None
         if model.expert_capacity_factor is not None:
