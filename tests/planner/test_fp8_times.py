@@ -11,7 +11,7 @@ from megalite.config.schema import Config
 from megalite.parallel.fp8_choice import NO_FP8
 from megalite.planner.cost.fp8_times import RECIPES, Fp8Times
 from megalite.planner.hardware.constants import CONSTANTS
-from megalite.planner.hardware.devices import find_device
+from megalite.planner.hardware.devices import Link, find_device
 from megalite.planner.report.fp8_effect import fp8_effect
 from megalite.planner.time.step import LayoutChoice, PlannedJob, Stepper
 
@@ -67,6 +67,27 @@ def test_a_step_is_shorter_by_its_matmuls_and_longer_by_quantization(
     assert plain - fp8 == pytest.approx(layers * (saved - moved / (H100.bandwidth * CONSTANTS.stream)))
 
 
+def test_zero_3_gathers_codes_of_block_and_quantizes_for_mxfp8_at_each_use() -> None:
+    """On a network so slow that only gathers count: one byte for two of the matrices' weights, in forward and backward
+    of each microbatch. With `mxfp8`, the weights are quantized each time, along both dimensions."""
+    slow = replace(H100, within=Link("slow", 1e6, 0.0), per_node=2)
+    layout = LayoutChoice(dp=2, zero=3, micro_batch_size=2)
+
+    def waits(fp8: str) -> float:
+        return Stepper(PlannedJob.of(config(fp8, global_batch_size=8), slow)).step(layout).total
+
+    elements = 6 * sum(inputs * outputs for inputs, outputs in WEIGHTS.values())
+    assert waits("none") - waits("block") == pytest.approx(2 * 2 * elements / 2 / 1e6 / CONSTANTS.slowest, rel=1e-3)
+    stepper = Stepper(PlannedJob.of(config("mxfp8"), replace(find_device("b200"), kernel=0.0)))
+    alone, times = LayoutChoice(zero=0, micro_batch_size=2), stepper.fp8_times
+    (size,) = stepper.stages(alone)[1]
+    assert times is not None and (size.quantized, size.coded) == (elements, 0)
+    moved = 2 * elements * (3 + 1 / 32)
+    assert times.at_each_use(layout, size) == times.after_update(alone, [size])
+    assert times.at_each_use(layout, size) == pytest.approx(moved / (8e12 * CONSTANTS.stream))
+    assert times.at_each_use(alone, size) == times.after_update(layout, [size]) == 0
+
+
 def test_what_keeps_the_precision_costs_as_before() -> None:
     """Parts of 96 rows are not made of whole blocks; with `mxfp8` they are."""
     model = {"hidden_size": 96, "intermediate_size": 96, "num_attention_heads": 3, "num_key_value_heads": 3}
@@ -81,7 +102,9 @@ def test_codes_for_weight_gradients_are_only_in_other_codes_recipes() -> None:
         recipe: Stepper(replace(job, software=replace(job.software, fp8=recipe))).step(layout).total
         for recipe in ("none", "block", "delayed", "current")
     }
-    assert times["block"] == pytest.approx(seconds(config("block")))
+    weights = 6 * (3 + 4 / 128) * sum(inputs * outputs for inputs, outputs in WEIGHTS.values())
+    after = weights / (H100.bandwidth * CONSTANTS.stream)
+    assert times["block"] == pytest.approx(seconds(config("block")) - after), "their weights' codes are not counted"
     weight_gradients = 6 * 2 * sum(2 * 512 * inputs * outputs for inputs, outputs in WEIGHTS.values()) / RATE
     assert times["none"] - times["delayed"] > times["none"] - times["block"] + 0.4 * weight_gradients
     assert times["delayed"] < times["current"], "which reads each operand once more"

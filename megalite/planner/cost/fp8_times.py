@@ -5,11 +5,16 @@ Recipes of other training codes are included, so that their published speeds can
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megalite.planner.hardware.devices import Device
 from megalite.planner.hardware.kernels import ELEMENTWISE_BYTES, matmul, matmul_at, stream
+
+if TYPE_CHECKING:
+    from megalite.planner.memory.domains import Parameters
+    from megalite.planner.time.step import LayoutChoice
 
 
 class Fp8Recipe(NamedTuple):
@@ -100,7 +105,30 @@ class Fp8Times:
         """Return the time to quantize activations or gradients with these numbers of elements."""
         return sum(stream(self.device, each * self.quantized) for each in elements)
 
+    def after_update(self, choice: LayoutChoice, held: Sequence[Parameters]) -> float:
+        """Return the time of the fullest rank to quantize its weights after an update.
+
+        With ZeRO-3 these are its shards of those that are gathered as codes.
+        """
+        if not _shards_weights(choice):
+            return self._weights(max(size.quantized for size in held))
+        return self._weights(max(size.coded for size in held) / choice.dims.shard)
+
+    def at_each_use(self, choice: LayoutChoice, size: Parameters) -> float:
+        """Return the time to quantize weights that ZeRO-3 gathers in the run's precision."""
+        if not _shards_weights(choice):
+            return 0.0
+        return self._weights(size.quantized - (0.0 if choice.offload_parameters else size.coded))
+
+    def _weights(self, elements: float) -> float:
+        """Return the time to quantize weights; `mxfp8` does so along both dimensions."""
+        return self.quantize(elements * (2 if self.recipe == "mxfp8" else 1)) if elements else 0.0
+
     def weight_operands(self, *elements: float) -> float:
         """Return the time to quantize both operands of a weight gradient along the tokens, if that is not
         part of `quantized`."""
         return 0.0 if RECIPES[self.recipe].weight_gradient else self.quantize(*elements)
+
+
+def _shards_weights(choice: LayoutChoice) -> bool:
+    return choice.zero == 3 and choice.dims.shard > 1

@@ -9,7 +9,7 @@ can be predicted too.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
@@ -199,21 +199,6 @@ class Operations:
             return step
         gradients = RECIPES[self.software.fp8].weight_gradient
         return replace(step, fp8=Fp8Choice(step.local_weights // step.inputs, None, True, True, gradients))
-
-    def fp8_weights(self, share: Share, layers: Sequence[tuple[int, int]]) -> int:
-        """Return the elements of some layers' weights on one rank that multiply in fp8.
-
-        layers: (index, number of layers like it).
-        """
-        units, total = self.units(share), 0
-        for index, count in layers if self.fp8_times is not None else ():
-            steps = map(self._with_recipe, units.layer(index).matmuls)
-            total += count * sum(step.fp8.rows * step.inputs for step in steps if isinstance(step, Matmul))
-        return total
-
-    def quantized(self, elements: float) -> float:
-        """Return the time to quantize a rank's weights to fp8."""
-        return self.fp8_times.quantize(elements) if self.fp8_times is not None and elements else 0.0
 
     def _step(self, step: Step) -> PassTimes:
         """Return the time of one step, without its tensor-parallel communication."""
