@@ -54,7 +54,8 @@ blocks (pytorch/ao#2784). mxfp8 has scales in the tensor cores. Ours are not mea
 
 EMULATED = {True: 46, False: 16}
 """Whether on a CPU → bytes that quantization moves per element, where operands are rounded to fp8 and
-multiplied in fp32. PyTorch's operations read and write fp32 several times; on a GPU a kernel quantizes."""
+multiplied in a wider precision (`train.kernels: torch`). PyTorch's operations read and write fp32 several
+times; on a GPU a kernel quantizes."""
 DEQUANTIZED = 13  # of these, per element of a weight: read in 8 bits, written, read and written in fp32
 
 
@@ -72,8 +73,15 @@ class Fp8Times:
 
     @property
     def emulated(self) -> bool:
-        """Whether rounded operands are multiplied in fp32, because the device has no such matmuls."""
+        """Whether rounded operands are multiplied in `wider`, because the device has no such matmuls."""
         return self._rate is None
+
+    @property
+    def wider(self) -> str:
+        """The precision of emulated matmuls. bf16 holds a code times a power of two exactly."""
+        if self.recipe == "mxfp8" and not self.device.cpu:
+            return self.precision
+        return "fp32" if "fp32" in self.device.peaks else self.precision
 
     @property
     def quantized(self) -> float:
@@ -97,13 +105,20 @@ class Fp8Times:
             return matmul_at(
                 self.device, m, n, k, peak=rate, faster=rate / self.device.peak(self.precision), **sizes
             )
-        precision = "fp32" if "fp32" in self.device.peaks else self.precision
         weight = stream(self.device, DEQUANTIZED * batch * n * k)
-        return weight + matmul(self.device, m, n, k, precision, batch, written)
+        return weight + matmul(self.device, m, n, k, self.wider, batch, written)
 
     def quantize(self, *elements: float) -> float:
         """Return the time to quantize activations or gradients with these numbers of elements."""
         return sum(stream(self.device, each * self.quantized) for each in elements)
+
+    def transpose(self, elements: float) -> float:
+        """Return the time to copy the codes of a transposed weight for an input gradient.
+
+        Before Blackwell the kernel of `block` does so.
+        """
+        copied = self.recipe == "block" and not self.emulated and "mxfp8" not in self.device.fp8
+        return stream(self.device, 2 * elements) if copied else 0.0
 
     def after_update(self, choice: LayoutChoice, held: Sequence[Parameters]) -> float:
         """Return the time of the fullest rank to quantize its weights after an update.

@@ -249,6 +249,7 @@ class Operations:
             forward = fp8.quantize(batch * rows * inputs) + fp8.time(rows, part, inputs, batch) + rest
             if chosen.input_gradient or not chosen.forward:
                 backward = fp8.quantize(batch * rows * part) + fp8.time(rows, inputs, part, batch) + rest
+                backward += fp8.transpose(batch * part * inputs)
         if step.frozen:
             return PassTimes(forward, backward, 0.0)
         if fp8 is not None and chosen.weight_gradient:

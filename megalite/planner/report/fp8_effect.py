@@ -22,9 +22,12 @@ def fp8_effect(job: PlannedJob, choice: LayoutChoice) -> list[str]:
     faster = f"{plain / seconds:.2f} times as fast" if seconds <= plain else "slower"
     line = f"fp8 ({job.fp8.recipe}): {seconds:.4g} s per step, {plain:.4g} s in {job.precision}: {faster}."
     if times.emulated:
+        rounded = f"operands are rounded to fp8 and multiplied in {times.wider}"
+        if job.device.cpu:
+            return [f"{line} On a CPU, {rounded}."]
         return [
-            f"{line} {job.device.name} has no kernel for such matmuls: operands are rounded to fp8 and "
-            "multiplied in fp32."
+            f"{line} {job.device.name} has no such matmuls, so that a run is rejected unless train.kernels "
+            f"is torch: then {rounded}."
         ]
     return [f"{line} The rate of fp8 matmuls is an estimate from published times of large matmuls."]
 
