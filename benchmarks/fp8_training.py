@@ -4,8 +4,9 @@
 
 A Llama of 3.1M parameters reads the text by bytes: 2,000 steps of 4 × 128, AdamW, 2 % of the text for
 validation. The operands of its layers' matmuls are rounded to bf16, or to fp8 with a scale per block, and
-multiplied in fp32 (`fp8_training_run`); with `--recipes block mxfp8` also with other scales. Runs with one
-seed start with the same weights and read the same samples. Completed runs are not repeated, and interrupted
+multiplied in fp32 (`fp8_training_run`); with `--operands block mxfp8 fp32` also to others, with one seed:
+those that are not rounded (fp32) show how far runs differ that differ in rounding alone. Runs with one seed
+start with the same weights and read the same samples. Completed runs are not repeated, and interrupted
 ones resume: remove the directory of the runs to start over. Writes MACHINE-fp8-training.json with versions
 and all losses, and a picture for the manual.
 """
@@ -24,13 +25,14 @@ from benchmarks import report
 from megalite.commands import demo
 from megalite.commands.parser import Parser, positive
 
-RECIPES = ("block", "mxfp8")
+OPERANDS = ("block", "mxfp8", "fp32")
+"""What is compared with bf16."""
 FIRST_SEED = 1234
 STEPS = 2000
 SMALL = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}
 """The model of --smoke, which trains for four steps."""
 PICTURE = report.ROOT / "docs" / "pictures" / "fp8-training.svg"
-COLORS = {"bf16": "tab:blue", "block": "tab:orange", "mxfp8": "tab:green"}
+COLORS = {"bf16": "tab:blue", "block": "tab:orange", "mxfp8": "tab:green", "fp32": "tab:gray"}
 TABLE = {
     "operands": "operands",
     "seed": "seed:d",
@@ -56,7 +58,7 @@ def configuration(
             "global_batch_size": 4,
             "micro_batch_size": 4,
             "precision": "fp32",
-            "fp8": "none" if operands == "bf16" else operands,
+            "fp8": "none" if operands in ("bf16", "fp32") else operands,
         },
         "optimizer": {
             "lr": 1e-3,
@@ -94,8 +96,8 @@ def compare(curves: dict[str, dict[int, dict[int, float]]]) -> dict[str, Any]:
 
     Returns:
         a row for each run, whose `relative` is its distance from bf16 with the same seed; the standard
-        deviation of bf16's losses over the seeds; and for each recipe the difference of the mean losses of
-        the seeds that it has, relative to bf16 and in standard deviations.
+        deviation of bf16's losses over the seeds; and for each of the others the difference of the mean
+        losses of the seeds that it has, relative to bf16 and in standard deviations.
     """
     final = {name: {seed: loss[max(loss)] for seed, loss in each.items()} for name, each in curves.items()}
     baseline = final["bf16"]
@@ -148,11 +150,11 @@ def main(argv: list[str] | None = None) -> None:
     tool.add_argument("--text", type=Path, required=True, metavar="FILE", help="a text file to train on")
     tool.add_argument("--seeds", type=positive, default=3, help="runs in bf16, and with block (default 3)")
     tool.add_argument(
-        "--recipes",
+        "--operands",
         nargs="+",
-        choices=RECIPES,
+        choices=OPERANDS,
         default=["block"],
-        help="fp8 recipes; all but the first have one run",
+        help="what is compared with bf16 (default block); all but the first have one run",
     )
     tool.add_argument("--threads", type=positive, default=1, help="threads of a run (default 1)")
     tool.add_argument("--smoke", action="store_true", help="four steps of a tiny model, as a test")
@@ -168,9 +170,9 @@ def main(argv: list[str] | None = None) -> None:
     seeds = range(FIRST_SEED, FIRST_SEED + options.seeds)
     wanted = [("bf16", seed) for seed in seeds]
     wanted += [
-        (recipe, seed)
-        for recipe in options.recipes
-        for seed in (seeds if recipe == options.recipes[0] else seeds[:1])
+        (operands, seed)
+        for operands in options.operands
+        for seed in (seeds if operands == options.operands[0] else seeds[:1])
     ]
     curves: dict[str, dict[int, dict[int, float]]] = {}
     try:

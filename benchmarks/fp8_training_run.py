@@ -6,6 +6,7 @@ The run computes in fp32. Matmuls of the matrices of layers have rounded operand
     bf16     bf16                       bf16
     block    fp8 (`train.fp8`)          bf16
     mxfp8    fp8 (`train.fp8`)          bf16
+    fp32     fp32                       fp32
 
 The matrices are those that multiply in fp8 with `train.fp8`, in every run. All other operations, embedding
 and head included, are those of an fp32 run. An interrupted run resumes from its last checkpoint.
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
     from megalite.parallel.matmuls import Operand
 
-Operands = Literal["bf16", "block", "mxfp8"]
+Operands = Literal["bf16", "block", "mxfp8", "fp32"]
 
 
 class Bf16Operands(Matmuls):
@@ -75,6 +76,8 @@ def round_operands(trainer: Trainer, operands: Operands) -> int:
     Args:
         operands: what forward and input gradient multiply; fp8 is that of the trainer's configuration.
     """
+    if operands == "fp32":
+        return 0
     options = Fp8Options("block" if operands == "bf16" else operands)
     layers, at = trainer.config.model.num_hidden_layers, trainer.mesh.coordinates
     weights = trainer.store.weights.values()
