@@ -48,6 +48,10 @@ def multiply_experts(a: Quantized, b: Quantized, groups: Groups, dtype: torch.dt
 
 def add_transposed_product(grad: Tensor, a: Quantized, b: Quantized, overwrite: bool) -> None:
     """Compute grad (+)= aᵀ b: [k, n], [k, m] -> [n, m], with scales of 128 × 1 elements of both."""
+    if _adds(grad):
+        from megalite_kernels.fp8_weight_grad_triton import add_fp8_gradient
+
+        return add_fp8_gradient(grad.unsqueeze(0), *a, *b, None, overwrite)
     wide = torch.promote_types(grad.dtype, torch.float32)
     product = dequantize(a, wide).t() @ dequantize(b, wide)
     if overwrite:
@@ -64,12 +68,25 @@ def add_transposed_products(
     Args:
         groups: of whole blocks of 128 rows.
     """
+    if _adds(grad):
+        from megalite_kernels.fp8_weight_grad_triton import add_fp8_gradient
+
+        return add_fp8_gradient(grad, *a, *b, groups.ends, overwrite)
     if overwrite:  # also groups without rows
         grad.zero_()
     wide = torch.promote_types(grad.dtype, torch.float32)
     left, right = groups.split(dequantize(a, wide)), groups.split(dequantize(b, wide))
     for own, rows, inputs in zip(grad, left, right, strict=True):
         own.add_(rows.t() @ inputs)
+
+
+def _adds(grad: Tensor) -> bool:
+    """Return whether a kernel adds to a gradient."""
+    if not backend.takes_triton(grad) or grad.dtype != torch.float32 or not grad.is_contiguous():
+        return False
+    from megalite_kernels import fp8_weight_grad_triton
+
+    return fp8_weight_grad_triton.takes(grad.device)
 
 
 def _takes(a: Quantized, b: Quantized, dtype: torch.dtype) -> bool:

@@ -56,11 +56,7 @@ def _quantize(
     amax = _largest(value, 1)
     if ROWS_OF_BLOCK > 1:
         amax = tl.zeros((TILE_ROWS,), tl.float32) + _largest(amax, 0)
-    wide = tl.where(amax < 1e-12, 1e-12, amax.to(tl.float64))
-    factor = (448.0 / wide).to(tl.float32)
-    if POWER_OF_TWO:
-        floor = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-        factor = tl.where(factor != factor, factor, floor)
+    factor = _factor(amax, POWER_OF_TWO)
     tl.store(codes + at, _codes(_clamp(value * factor[:, None])), mask=exists)
     inverse = tl.div_rn(tl.full((TILE_ROWS,), 1.0, tl.float32), factor)
     if ROWS_OF_BLOCK > 1:
@@ -68,6 +64,33 @@ def _quantize(
         tl.store(scales + tile + tl.arange(0, TILE_ROWS), inverse, mask=tl.arange(0, TILE_ROWS) == 0)
     else:
         tl.store(scales + number * tl.num_programs(1) + tl.program_id(1), inverse, mask=number < rows)
+
+
+@triton.jit
+def _quantize_tokens(
+    x, codes, scales, columns,
+    POWER_OF_TWO: tl.constexpr, ROWS_OF_BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Quantize a tile of ROWS_OF_BLOCK × COLUMNS; a block is one column of it."""
+    number = tl.program_id(0).to(tl.int64) * ROWS_OF_BLOCK + tl.arange(0, ROWS_OF_BLOCK)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    at = number[:, None] * columns + column[None, :]
+    value = tl.load(x + at).to(tl.float32)
+    factor = _factor(_largest(value, 0), POWER_OF_TWO)
+    tl.store(codes + at, _codes(_clamp(value * factor[None, :])))
+    inverse = tl.div_rn(tl.full((COLUMNS,), 1.0, tl.float32), factor)
+    tl.store(scales + tl.program_id(0).to(tl.int64) * columns + column, inverse)
+
+
+@triton.jit
+def _factor(amax, POWER_OF_TWO: tl.constexpr):
+    """Return what a block is multiplied by, from its largest magnitude."""
+    wide = tl.where(amax < 1e-12, 1e-12, amax.to(tl.float64))
+    factor = (448.0 / wide).to(tl.float32)
+    if POWER_OF_TWO:
+        floor = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        factor = tl.where(factor != factor, factor, floor)
+    return factor
 
 
 @triton.jit
@@ -129,6 +152,28 @@ def quantize(x: Tensor, rows_of_block: int, power_of_two: bool) -> tuple[Tensor,
     variant, (rows, columns) = _variant(rows_of_block, power_of_two), x.shape
     grid = triton.cdiv(rows, variant.constants["TILE_ROWS"]), columns // BLOCK
     variant.launch(grid, x.contiguous(), codes.view(torch.uint8), scales, rows, columns)
+    return codes, scales
+
+
+@functools.cache
+def _token_variant(power_of_two: bool) -> Variant:
+    constants = {"POWER_OF_TWO": power_of_two, "ROWS_OF_BLOCK": BLOCK, "COLUMNS": 64}
+    return Variant(_quantize_tokens, constants, 4)
+
+
+def _like_tokens(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    return codes, x.new_empty(x.shape[0] // BLOCK, x.shape[1], dtype=torch.float32)
+
+
+@operation(fake=_like_tokens)
+def quantize_tokens(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """Return codes and scales of `fp8.quantize` of [rows, columns] in blocks of 128 × 1; columns are a
+    multiple of 64."""
+    codes, scales = _like_tokens(x, power_of_two)
+    variant, (rows, columns) = _token_variant(power_of_two), x.shape
+    grid = rows // BLOCK, columns // variant.constants["COLUMNS"]
+    variant.launch(grid, x.contiguous(), codes.view(torch.uint8), scales, columns)
     return codes, scales
 
 
