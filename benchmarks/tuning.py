@@ -156,6 +156,14 @@ SETTINGS[("fp8_matmul_triton", "_matmul")] = [
     for s in (2, 3, 4)
 ]
 SETTINGS[("fp8_triton", "_quantize")] = [Setting({}, w) for w in (2, 4, 8)]
+SETTINGS[("fp8_triton", "_quantize_tokens")] = [
+    Setting({"COLUMNS": columns}, w) for columns in (32, 64, 128) for w in (2, 4, 8)
+]
+SETTINGS[("fp8_weight_grad_triton", "_matmul")] = [
+    Setting({"OUT": out, "IN": column}, w, s)
+    for out, column, w in ((64, 128, 4), (128, 64, 4), (128, 128, 8))
+    for s in (2, 3, 4)
+]
 SETTINGS[("fp8_triton", "_quantize_mx")] = [
     Setting({"TILE": tile}, w) for tile in (32, 64, 128) for w in (2, 4)
 ]

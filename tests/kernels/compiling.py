@@ -34,7 +34,8 @@ than 64 rows takes."""
 AMPERES = TENSOR_CORE["sm_80"]
 MULTIPLY = (
     *("attention_triton", "attention_part_triton", "grouped_weight_grad_triton", "recurrence_triton"),
-    *("fp8_matmul_triton", "index_scores_triton", "selected_rows_triton", "sparse_attention_triton"),
+    *("fp8_matmul_triton", "fp8_weight_grad_triton"),
+    *("index_scores_triton", "selected_rows_triton", "sparse_attention_triton"),
 )
 """Modules whose kernels multiply matrices, and so must use tensor cores."""
 BY_NUMBERS = re.compile(r"scores of all rows in fp64 .*|sum of parts, .*")

@@ -173,6 +173,7 @@ def of_fp8(module: Any) -> Calls:
         yield (f"quantize 1 x 128, {kind}",), partial(module.quantize, x, 1, power_of_two)
         weight = torch.empty(128, 4096, dtype=BF16)
         yield (f"quantize 128 x 128, {kind}",), partial(module.quantize, weight, 128, power_of_two)
+        yield (f"quantize 128 x 1, {kind}",), partial(module.quantize_tokens, x[: ROWS // 128 * 128], power_of_two)
     yield ("quantize 1 x 32",), partial(module.quantize_mx, x)
 
 
@@ -184,6 +185,19 @@ def of_fp8_matmul(module: Any) -> Calls:
         yield ("matmul 1 x 128 by 128 x 128",), partial(module.fp8_matmul, a, scales, b, b_scales, BF16)
         both = torch.empty(2, 4096, 256, dtype=FP8).transpose(1, 2), torch.empty(2, 32, 2).transpose(1, 2)
         yield ("matmul of groups, transposed",), partial(module.fp8_matmul, a, scales, *both, BF16, ends)
+
+
+def of_fp8_weight_grad(module: Any) -> Calls:
+    """On the architectures that multiply e4m3: of 256 rows."""
+    if module.takes(torch.device("cpu")):
+        left, right = torch.empty(256, 1024, dtype=FP8), torch.empty(256, 4096, dtype=FP8)
+        scales, ends = (torch.empty(2, 1024), torch.empty(2, 4096)), torch.empty(2, dtype=torch.int32)
+        operands = left, scales[0], right, scales[1]
+        for name, grad, each in (("a matrix", (1, 1024, 4096), None), ("experts", (2, 1024, 4096), ends)):
+            yield (
+                (f"weight gradient of {name}",),
+                partial(module.add_fp8_gradient, torch.empty(grad, device="meta"), *operands, each, False),
+            )
 
 
 def of_gated_norm(module: Any) -> Calls:
@@ -392,6 +406,7 @@ LISTS = {
     "dropout_triton": of_dropout,
     "fp8_matmul_triton": of_fp8_matmul,
     "fp8_triton": of_fp8,
+    "fp8_weight_grad_triton": of_fp8_weight_grad,
     "gated_norm_triton": of_gated_norm,
     "grad_norm_triton": of_grad_norm,
     "grouped_weight_grad_triton": of_grouped_weight_grad,
