@@ -123,7 +123,7 @@ def check_run(
     import torch
 
     from megalite.assembly import parts as build
-    from megalite.assembly.fp8_matrices import describe_fp8
+    from megalite.assembly.fp8_matrices import check_fp8, describe_fp8
     from megalite.config import token_files
     from megalite.config.precision import of_device
     from megalite.config.rules import check
@@ -144,6 +144,7 @@ def check_run(
         check(config, world_size(), int(device.type == "cuda"))
         check_packages(config.logging)
         build.check_offload(config, device, local_world_size() / world_size())
+        check_fp8(config, device)
         recompute_budget.check(config, device)
         hardware = device_of_run(config, torch.cuda.get_device_name(device) if device.type == "cuda" else "")
         # a damaged token file must not be found when every rank is waiting
