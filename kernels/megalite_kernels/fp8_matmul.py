@@ -25,8 +25,6 @@ from megalite_kernels.launch import FP8_ARCHITECTURES, fp8_architecture
 ARCHITECTURES: dict[Recipe, tuple[str, ...]] = {"block": FP8_ARCHITECTURES, "mxfp8": ("sm_100", "sm_120")}
 """Recipe → the architectures whose tensor cores multiply it."""
 GPUS: dict[Recipe, str] = {"block": "Ada, Hopper and Blackwell", "mxfp8": "Blackwell"}
-ROUTES = ("triton", "scaled_mm")
-"""By name, in default order."""
 
 
 def multiply(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
@@ -38,7 +36,7 @@ def multiply(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     if _named(a) == "scaled_mm" and fp8_library.refuses(a, b, dtype) is None:
         return fp8_library.multiply(a, b, dtype)
     if _takes(a, dtype):
-        return _in_triton(a, b, dtype, None)
+        return in_triton(a, b, dtype)
     wide = _converted(a, dtype)
     return F.linear(dequantize(a, wide), dequantize(b, wide)).to(dtype)
 
@@ -49,7 +47,7 @@ def multiply_experts(a: Quantized, b: Quantized, groups: Groups, dtype: torch.dt
     Rows that belong to no group are undefined.
     """
     if _takes(a, dtype):
-        return _in_triton(a, b, dtype, groups.ends)
+        return in_triton(a, b, dtype, groups.ends)
     wide = _converted(a, dtype)
     rows, matrices = dequantize(a, wide), dequantize(b, wide)
     out = rows.new_empty(rows.shape[0], matrices.shape[1])
@@ -75,6 +73,21 @@ def missing(device: torch.device, recipe: Recipe) -> str | None:
     return f"requires the tensor cores of {GPUS[recipe]}, which {name} does not have"
 
 
+def in_triton(a: Quantized, b: Quantized, dtype: torch.dtype, ends: Tensor | None = None) -> Tensor:
+    """Launch the kernel of `multiply`, or with the ends of groups that of `multiply_experts`."""
+    if a.recipe == "mxfp8":
+        from megalite_kernels.fp8_mx_matmul_triton import fp8_mx_matmul
+
+        return fp8_mx_matmul(*a, *b, dtype, ends)
+    from megalite_kernels.fp8_matmul_triton import fp8_matmul
+
+    return fp8_matmul(*a, *b, dtype, ends)
+
+
+ROUTES = {"triton": in_triton, "scaled_mm": fp8_library.multiply}
+"""By name, in default order. Each takes the operands and the dtype of `multiply`."""
+
+
 def _named(a: Quantized) -> str | None:
     """Return the route that the device's file names."""
     routes = measured(a.codes.device)
@@ -86,16 +99,6 @@ def _takes(a: Quantized, dtype: torch.dtype) -> bool:
     if not backend.runs_triton(a.codes) or dtype == torch.float64 or a.codes.shape[0] == 0:
         return False
     return fp8_architecture(a.codes.device) in ARCHITECTURES[a.recipe]
-
-
-def _in_triton(a: Quantized, b: Quantized, dtype: torch.dtype, ends: Tensor | None) -> Tensor:
-    if a.recipe == "mxfp8":
-        from megalite_kernels.fp8_mx_matmul_triton import fp8_mx_matmul
-
-        return fp8_mx_matmul(*a, *b, dtype, ends)
-    from megalite_kernels.fp8_matmul_triton import fp8_matmul
-
-    return fp8_matmul(*a, *b, dtype, ends)
 
 
 def _converted(a: Quantized, dtype: torch.dtype) -> torch.dtype:
