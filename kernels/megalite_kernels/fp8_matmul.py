@@ -73,6 +73,18 @@ def missing(device: torch.device, recipe: Recipe) -> str | None:
     return f"requires the tensor cores of {GPUS[recipe]}, which {name} does not have"
 
 
+def describe(device: torch.device, recipe: Recipe) -> str:
+    """Return the route of matmuls of a recipe on a GPU and the reason for it, as text."""
+    routes = measured(device)
+    fastest = routes.fp8_mxfp8 if recipe == "mxfp8" else routes.fp8_block
+    if fastest is not None:
+        others = "; experts and what it does not support: triton" if fastest == "scaled_mm" else ""
+        return f"fp8 matmuls: {fastest}, measured to be the fastest on {routes.device}{others}"
+    if backend.selected == "torch" or missing(device, recipe) is not None:
+        return "fp8 matmuls: reference, which multiplies the rounded operands in a wider precision"
+    return f"fp8 matmuls: triton; {routes.problem or 'no routes were measured on this device'}"
+
+
 def in_triton(a: Quantized, b: Quantized, dtype: torch.dtype, ends: Tensor | None = None) -> Tensor:
     """Launch the kernel of `multiply`, or with the ends of groups that of `multiply_experts`."""
     if a.recipe == "mxfp8":

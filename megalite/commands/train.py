@@ -212,11 +212,11 @@ def announce(trainer: Trainer, notes: list[str]) -> None:
     from megalite.monitoring.epochs import repeated
     from megalite.training import recompute_budget
     from megalite.training.checkpointing import describe_saves
-    from megalite.training.kernel_choice import attention
+    from megalite.training.kernel_choice import on_gpu
     from megalite.training.memory_report import report
 
     notes[:0] = [*random_weights(trainer), *ignored_fields(trainer.config)]
-    notes += [*attention(trainer), *placement(trainer), *repeated(trainer), *report(trainer)]
+    notes += [*on_gpu(trainer), *placement(trainer), *repeated(trainer), *report(trainer)]
     notes += [
         *recompute_budget.describe(trainer.config, trainer.mesh, trainer.device),
         describe_saves(trainer.config),

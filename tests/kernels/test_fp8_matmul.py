@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 import torch
 import torch.nn.functional as F
-from megalite_kernels import device_routes, fp8, fp8_library, fp8_matmul
+from megalite_kernels import backend, device_routes, fp8, fp8_library, fp8_matmul
 from megalite_kernels.fp8 import Quantized
 from megalite_kernels.groups import Groups
 from torch import Tensor
@@ -150,6 +150,20 @@ def test_what_a_gpu_lacks_is_named(architecture, hip, block, mxfp8, gpu, monkeyp
     monkeypatch.setattr(fp8_matmul.importlib.util, "find_spec", lambda name: None)
     assert "package triton" in (fp8_matmul.missing(torch.device("cuda"), "block") or "")
     assert fp8_matmul.missing(torch.device("cpu"), "mxfp8") is None
+
+
+def test_the_report_names_the_implementation_and_the_reason(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "X")
+    device = torch.device("cuda")
+    gpu("sm_90", fp8_block="scaled_mm")
+    assert fp8_matmul.describe(device, "block") == (
+        "fp8 matmuls: scaled_mm, measured to be the fastest on a; experts and what it does not support: triton"
+    )
+    assert "reference" in fp8_matmul.describe(device, "mxfp8")
+    gpu("sm_100")
+    assert fp8_matmul.describe(device, "mxfp8") == "fp8 matmuls: triton; no routes were measured on this device"
+    monkeypatch.setattr(backend, "selected", "torch")
+    assert "reference" in fp8_matmul.describe(device, "mxfp8")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
