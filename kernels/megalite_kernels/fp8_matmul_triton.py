@@ -5,8 +5,8 @@ applies the two scales and adds to fp32 registers: the tensor cores of Hopper ad
 than fp32, so that only the 128 products of a block are summed there (DeepSeek-V3, 2024, 3.3.2). Of experts,
 each program finds its expert from the ends of their rows, which are read on the device.
 
-Warps of Ada and of RTX 50 multiply 8-bit operands that lie along the contracted dimension only; transposed
-weights are copied first.
+`mma.sync` and `wgmma` read 8-bit operands along the contracted dimension only, `tcgen05.mma` along either.
+Transposed weights are therefore copied first, except on Blackwell.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -23,8 +23,8 @@ from megalite_kernels.launch import Variant, fp8_architecture, operation
 
 TILES = {"sm_89": (64, 8, 3), "sm_90": (128, 8, 3), "sm_100": (128, 8, 3), "sm_120": (64, 8, 3)}
 """Architecture → rows of an output tile, warps, stages."""
-COPIED = ("sm_89", "sm_120")
-"""Architectures whose transposed weights are copied."""
+READS_TRANSPOSED = {"sm_89": False, "sm_90": False, "sm_100": True, "sm_120": False}
+"""Architecture → whether tiles are read from transposed weights; otherwise those are copied."""
 TOGETHER = 8  # tiles of rows that follow each other, so that the weight is read from the second-level cache
 
 
@@ -114,7 +114,7 @@ def fp8_matmul(
     if out.numel() == 0:
         return out
     chip = fp8_architecture(a.device)
-    transposed = not b.is_contiguous() and chip not in COPIED
+    transposed = not b.is_contiguous() and READS_TRANSPOSED[chip]
     stored = [x.transpose(-1, -2).contiguous() if transposed else x.contiguous() for x in (b, b_scales)]
     variant = _variant(chip, ends is not None, transposed)
     tiles, groups = triton.cdiv(a.shape[0], variant.constants["TILE_ROWS"]), 0
