@@ -16,10 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 from megalite_kernels.fp8 import BLOCK
-from megalite_kernels.launch import Variant, architecture, operation
+from megalite_kernels.launch import Variant, fp8_architecture, operation
 
-TILES = {"sm_90": (128, 128, 8, 3), "sm_100": (128, 128, 8, 3)}
-"""Architecture → rows and columns of a gradient's tile, warps, stages. The others have no e4m3 matmuls."""
+TILES = {
+    "sm_89": (64, 128, 8, 3),
+    "sm_90": (128, 128, 8, 3),
+    "sm_100": (128, 128, 8, 3),
+    "sm_120": (64, 128, 8, 3),
+}
+"""Architecture → rows and columns of a gradient's tile, warps, stages."""
 
 
 @triton.jit(do_not_specialize=["overwrite", "blocks"])
@@ -51,11 +56,6 @@ def _matmul(
     tl.store(place, before + total)
 
 
-def takes(device: torch.device) -> bool:
-    """Return whether the kernel runs on a device: its architecture has e4m3 matmuls."""
-    return architecture(device) in TILES
-
-
 @functools.cache
 def _variant(chip: str, grouped: bool) -> Variant:
     out, column, warps, stages = TILES[chip]
@@ -82,7 +82,7 @@ def add_fp8_gradient(
     groups, height, width = grad.shape
     if not grad.numel():
         return
-    variant = _variant(architecture(grad.device), ends is not None)
+    variant = _variant(fp8_architecture(grad.device), ends is not None)
     tiles = height // variant.constants["OUT"] * (width // variant.constants["IN"])
     codes = left.contiguous(), left_scales.contiguous(), right.contiguous(), right_scales.contiguous()
     bounds = left if ends is None else ends  # left: not read

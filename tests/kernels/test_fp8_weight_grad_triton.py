@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from megalite_kernels import backend, fp8, fp8_matmul, fp8_triton, fp8_weight_grad_triton
+from megalite_kernels import backend, fp8, fp8_matmul, fp8_triton
 from megalite_kernels.groups import Groups
 from torch.library import opcheck
 
@@ -46,9 +46,3 @@ def test_as_operations(device):
     operand = fp8_triton.quantize_tokens(x, False)
     arguments = (torch.zeros(1, 128, 128, device=device), *operand, *operand, None, True)
     opcheck(torch.ops.megalite.add_fp8_gradient, arguments, test_utils="test_faketensor")
-
-
-@pytest.mark.parametrize("architecture, takes", [("sm_80", False), ("sm_90", True), ("gfx942", False)])
-def test_architectures_without_e4m3_add_what_is_rounded(architecture, takes, monkeypatch):
-    monkeypatch.setattr(fp8_weight_grad_triton, "architecture", lambda device: architecture)
-    assert fp8_weight_grad_triton.takes(torch.device("cpu")) == takes
