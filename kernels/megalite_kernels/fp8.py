@@ -69,7 +69,8 @@ def quantize(x: Tensor, block: tuple[int, int], power_of_two: bool = False) -> Q
         # blocks do not reach from one matrix into the next
         rows = x.reshape(-1, x.shape[-1])
         if block[1] == 1:
-            codes, scales = fp8_triton.quantize_tokens(rows, power_of_two)
+            transposed, scales = fp8_triton.quantize_tokens(rows, power_of_two)
+            codes = transposed.t()
         else:
             codes, scales = fp8_triton.quantize(rows, block[0], power_of_two)
         return Quantized(codes.view(x.shape), scales.view(*x.shape[:-2], -1, scales.shape[1]))

@@ -68,16 +68,17 @@ def _quantize(
 
 @triton.jit
 def _quantize_tokens(
-    x, codes, scales, columns,
+    x, codes, scales, rows, columns,
     POWER_OF_TWO: tl.constexpr, ROWS_OF_BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile of ROWS_OF_BLOCK × COLUMNS; a block is one column of it."""
+    """Quantize a tile of ROWS_OF_BLOCK × COLUMNS; a block is one column of it. Codes are transposed."""
     number = tl.program_id(0).to(tl.int64) * ROWS_OF_BLOCK + tl.arange(0, ROWS_OF_BLOCK)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     at = number[:, None] * columns + column[None, :]
     value = tl.load(x + at).to(tl.float32)
     factor = _factor(_largest(value, 0), POWER_OF_TWO)
-    tl.store(codes + at, _codes(_clamp(value * factor[None, :])))
+    place = column.to(tl.int64)[None, :] * rows + number[:, None]
+    tl.store(codes + place, _codes(_clamp(value * factor[None, :])))
     inverse = tl.div_rn(tl.full((COLUMNS,), 1.0, tl.float32), factor)
     tl.store(scales + tl.program_id(0).to(tl.int64) * columns + column, inverse)
 
@@ -159,18 +160,21 @@ def _token_variant(power_of_two: bool) -> Variant:
 
 
 def _like_tokens(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    codes = torch.empty(x.shape[1], x.shape[0], dtype=torch.float8_e4m3fn, device=x.device)
     return codes, x.new_empty(x.shape[0] // BLOCK, x.shape[1], dtype=torch.float32)
 
 
 @operation(fake=_like_tokens)
 def quantize_tokens(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    """Return codes and scales of `fp8.quantize` of [rows, columns] in blocks of 128 × 1; columns are a
-    multiple of 64."""
+    """Return transposed codes, and scales, of `fp8.quantize` of [rows, columns] in blocks of 128 × 1.
+
+    Tensor cores read 8-bit operands along the contracted dimension only, which are the rows. The columns are
+    a multiple of 64.
+    """
     codes, scales = _like_tokens(x, power_of_two)
     variant, (rows, columns) = _token_variant(power_of_two), x.shape
     grid = rows // BLOCK, columns // variant.constants["COLUMNS"]
-    variant.launch(grid, x.contiguous(), codes.view(torch.uint8), scales, columns)
+    variant.launch(grid, x.contiguous(), codes.view(torch.uint8), scales, rows, columns)
     return codes, scales
 
 

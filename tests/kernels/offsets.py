@@ -247,7 +247,7 @@ def fp8_weight_grad_triton() -> None:
     assert torch.equal(scales[-1, -64:], expected.scales[0, -64:])
     experts, count, height, width = 5, 2**16 + 128, 2**15 + 128, 2**14
     left, right = (
-        fp8.Quantized(torch.empty(count, size, dtype=torch.float8_e4m3fn), torch.ones(count // 128, size))
+        fp8.Quantized(torch.empty(size, count, dtype=torch.float8_e4m3fn).t(), torch.ones(count // 128, size))
         for size in (height, width)
     )
     for each in (left, right):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from megalite_kernels import backend, fp8, fp8_matmul, fp8_triton
+from megalite_kernels import backend, fp8, fp8_matmul
 from megalite_kernels.groups import Groups
 from torch.library import opcheck
 
@@ -12,7 +12,7 @@ from tests.kernels.test_fp8_triton import numbers, same
 @pytest.mark.parametrize("name", ["rounding", "small", "not finite", "bf16"])
 def test_the_bits_of_the_reference(name: str, monkeypatch, device):
     x = torch.cat((numbers()[name], numbers()[name].roll(1, 0))).to(device)
-    codes = [fp8_triton.quantize_tokens(x, exact) for exact in (False, True)]
+    codes = [fp8.quantize(x, (128, 1), exact) for exact in (False, True)]
     monkeypatch.setattr(backend, "_on_cpu", False)
     monkeypatch.setattr(backend, "_on_cuda", False)
     for own, exact in zip(codes, (False, True), strict=True):
@@ -43,6 +43,6 @@ def test_sums_are_as_exact_as_in_fp32(sizes, overwrite, monkeypatch, device):
 def test_as_operations(device):
     x = torch.randn(128, 128).to(device)
     opcheck(torch.ops.megalite.quantize_tokens, (x, False), test_utils="test_faketensor")
-    operand = fp8_triton.quantize_tokens(x, False)
+    operand = fp8.quantize(x, (128, 1))
     arguments = (torch.zeros(1, 128, 128, device=device), *operand, *operand, None, True)
     opcheck(torch.ops.megalite.add_fp8_gradient, arguments, test_utils="test_faketensor")

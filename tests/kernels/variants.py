@@ -194,7 +194,7 @@ def of_fp8_mx_matmul(module: Any) -> Calls:
 
 def of_fp8_weight_grad(module: Any) -> Calls:
     """Of 256 rows."""
-    left, right = torch.empty(256, 1024, dtype=FP8), torch.empty(256, 4096, dtype=FP8)
+    left, right = torch.empty(1024, 256, dtype=FP8).t(), torch.empty(4096, 256, dtype=FP8).t()
     operands = left, torch.empty(2, 1024), right, torch.empty(2, 4096)
     for name, experts, ends in (("a matrix", 1, None), ("experts", 2, torch.empty(2, dtype=torch.int32))):
         grad = torch.empty(experts, 1024, 4096, device="meta")
