@@ -72,6 +72,9 @@ MAMBA = {
 CONVOLUTION = {"layer_blocks": ["convolution+feed_forward", "attention+feed_forward"] * 2}
 FACTORS = {"query_scale_beta": 0.7, "query_scale_positions": 16}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+# in blocks of 128 × 128, except for the keys and values
+BLOCKS = {"hidden_size": 128, "intermediate_size": 256}
+CODED_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 NORMED = {"norm_weight": False, "embedding_norm": True, "qk_norm": "head", "qk_norm_after_rope": True}
 # numbers of heads by layer; narrow values, with more key-value heads and sinks in layers with a window
 SHAPES = {"layer_heads": [4, 8, 8, 4], "head_dim": 10, "sliding_window": 16, "sliding_window_layers": [1, 3]}
@@ -307,6 +310,12 @@ BUILT = {
         **{"dp": 4, "zero": 3, "dp_shard": 2, "offload": "cpu", "offload_parameters": True, "model": DECAYS},
     },
     "weights in fp32, frozen": {"dp": 2, "zero": 3, "model": DECAYS, "lora": SOME},
+    "fp8, ZeRO-3, groups": {"dp": 4, "zero": 3, "dp_shard": 2, "model": BLOCKS, "train": {"fp8": "block"}},
+    "fp8, ZeRO-3, frozen, offloaded state": {
+        **{"dp": 3, "zero": 3, "offload": "cpu", "model": BLOCKS, "train": {"fp8": "block", "global_batch_size": 24}},
+        "lora": SOME,
+    },
+    "fp8, ZeRO-3, experts": {"dp": 4, "ep": 2, "zero": 3, "model": BLOCKS | CODED_EXPERTS, "train": {"fp8": "block"}},
     "fp16, interleaved": {"pp": 2, "dp": 2, "schedule": "interleaved", "train": {"precision": "fp16"}},
 }
 
@@ -371,6 +380,13 @@ TRAFFIC = {
     "tp, adapters": {"tp": 2, "lora": LORA},
     "tp and sp, adapters": {"tp": 2, "sequence_parallel": True, "lora": SOME, "train": {"recompute": "full"}},
     "ZeRO-3, adapters": {"dp": 2, "zero": 3, "lora": LORA},
+    "ZeRO-3, fp8": {
+        **{"dp": 4, "zero": 3, "dp_shard": 2, "model": BLOCKS, "train": {"fp8": "block", "precision": "bf16"}}
+    },
+    "ZeRO-3, fp8, kept, adapters": {
+        **{"dp": 2, "zero": 3, "zero3_reshard": "step", "model": BLOCKS, "train": {"fp8": "block"}},
+        "lora": {"rank": 4, "modules_to_save": ["norms"]},
+    },
     "tp and sp, DoRA, recomputed": {"tp": 2, "sequence_parallel": True, "lora": DORA, "train": {"recompute": "full"}},
     "pp, tied and trained, DoRA": {"pp": 2, "model": {"tie_word_embeddings": True}, "lora": DORA},
     "cp, ulysses": {"cp": 4, "tp": 2, "train": {"recompute": "full"}, "model": {"num_attention_heads": 8}},
