@@ -3,7 +3,7 @@ gives, what is sent."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import pytest
@@ -11,12 +11,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.assembly import parts as build
+from megalite.assembly import plan
+from megalite.config.dims import ParallelDims
 from megalite.config.load import from_dict
 from megalite.families.presets import preset
 from megalite.mesh.mesh import Mesh
 from megalite.model.parameters import model_specs
+from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.spec import parameter_count
-from megalite.planner.memory.estimate import estimate
+from megalite.planner.memory.activations import Activations
+from megalite.planner.memory.estimate import Standing, estimate, resolve_layout
 from megalite.planner.time.traffic import ring, traffic
 from megalite.training import meta_device as meta
 from tests.support import decaying_convolution, jobs_memory, short_convolution
@@ -341,6 +345,32 @@ def test_a_tied_tensor_has_two_accumulators_where_order_counts():
     apart, shared = (estimate(each, 2)[0].gradients for each in (config, loose))
     # two whole buffers of the table instead of half of one, in fp32
     assert apart - shared == 4 * (2 * 104 * 32 - 104 * 32 / 2)
+
+
+def test_codes_are_those_of_the_layers_of_a_rank_and_of_its_zero_stage():
+    """Ranks with alike layers, and layouts that a search compares, share what is computed from their buckets."""
+    shared: dict[Hashable, list[BucketLayout]] = {}
+    for zero in (1, 3):
+        config = from_dict(
+            tree(
+                model=BLOCKS | {"num_hidden_layers": 6},
+                train={"precision": "bf16", "fp8": "block", "fp8_first_last": 2},
+                **{"pp": 6, "dp": 2, "zero": zero},
+            )
+        )
+        planned = estimate(config, 12)
+        # out, in and down; and of the rows of qkv, which are gathered in bf16, those of q
+        codes, scales, q = 128 * 128 + 512 * 128 + 128 * 256, 4 * (1 + 4 + 2), 128 * 128 + 4
+        kept = codes + scales + q if zero == 1 else 0
+        assert [each.states.codes for each in planned][1:5] == [0, kept, kept, 0]  # a rank has a layer
+        more = planned[2].states.weights - planned[1].states.weights
+        assert more == pytest.approx(codes / 2 + scales if zero == 3 else 0, abs=2 * 128)  # padding
+        config = resolve_layout(config, 12)
+        schedule = plan.schedule(config, ParallelDims.of(config).microbatches)
+        activations = Activations(config)
+        for rank in range(6):
+            of_rank = [Standing(config, schedule, activations, each).of(rank) for each in (shared, {})]
+            assert of_rank[0] == of_rank[1]
 
 
 # ---- traffic: a step over torch's fake process group, which sends nothing and can be watched
