@@ -96,7 +96,7 @@ def gathered_codes(context: Any, config: dict[str, Any]) -> dict[str, int]:
     whole matrix, after a step and after a load."""
     trainer = make_trainer(context, config)
     store, power_of_two = trainer.store, trainer.config.train.fp8_power_of_two
-    found = Counter[str]()
+    counts = Counter[str]()
 
     def check(when: str) -> None:
         for number, bucket in enumerate(store.buckets):
@@ -111,7 +111,7 @@ def gathered_codes(context: Any, config: dict[str, Any]) -> dict[str, int]:
                 whole = quantize(weights[slot.start : slot.stop].view(slot.shape), (128, 128), power_of_two)
                 same = torch.equal(own.codes.view(torch.uint8), whole.codes.view(torch.uint8))
                 same = same and torch.equal(own.scales, whole.scales)
-                found.update(matrices=1, **{when: not same, "zero": not own.codes.view(torch.uint8).any()})
+                counts.update(matrices=1, **{when: not same, "zero": not own.codes.view(torch.uint8).any()})
 
     trainer.step()
     check("after a step")
@@ -120,7 +120,7 @@ def gathered_codes(context: Any, config: dict[str, Any]) -> dict[str, int]:
     store.publish()
     check("after a load")
     trainer.close()
-    return dict(found)
+    return dict(counts)
 
 
 @pytest.mark.parametrize("lora", [{}, {"rank": 2}], ids=["trained", "frozen"])
@@ -130,8 +130,8 @@ def test_codes_of_shards_are_those_of_whole_matrices(lora, ranks, prefix):
     several["train"] |= {"precision": "bf16", "fp8_power_of_two": bool(lora)}
     several["lora"] = lora
     matrices = 2 * 4 * BASE["layers"]  # qkv, out, in and down, twice
-    for found in ranks.run(3, gathered_codes, several):
-        assert found == {"matrices": matrices, "after a step": 0, "after a load": 0, "zero": 0}
+    for counts in ranks.run(3, gathered_codes, several):
+        assert counts == {"matrices": matrices, "after a step": 0, "after a load": 0, "zero": 0}
 
 
 def test_operands_are_rounded(references, prefix):
