@@ -78,7 +78,8 @@ class Fp8Matmuls(Matmuls):
         gathered: Quantized | None = None,
     ):
         super().__init__(tensor)
-        self.fp8, self.updates, self.gathered = fp8, updates, gathered
+        self.fp8, self.updates = fp8, updates
+        self.gathered = None if gathered is None else QuantizedWeight(0, gathered, gathered.t)
         self.rows, self.forward_only = rows, forward_only
         self._quantized: QuantizedWeight | None = None
 
@@ -103,7 +104,7 @@ class Fp8Matmuls(Matmuls):
     def quantized(self) -> QuantizedWeight:
         """Return the codes of the weight, computed again after an update."""
         if self.gathered is not None:
-            return QuantizedWeight(0, self.gathered, self.gathered.t)
+            return self.gathered
         if self.updates is None:
             return self._quantize(0)
         updates = self.updates()
