@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.assembly import parts as build
 from megalite.assembly import plan
+from megalite.assembly.fp8_matrices import describe_fp8
 from megalite.config.dims import ParallelDims
 from megalite.config.load import from_dict
 from megalite.families.presets import preset
@@ -365,6 +366,9 @@ def test_codes_are_those_of_the_layers_of_a_rank_and_of_its_zero_stage():
         assert [each.states.codes for each in planned][1:5] == [0, kept, kept, 0]  # a rank has a layer
         more = planned[2].states.weights - planned[1].states.weights
         assert more == pytest.approx(codes / 2 + scales if zero == 3 else 0, abs=2 * 128)  # padding
+        of_codes = ["fp8 (block): 8 matrices of 2 layers, of which ZeRO-3 gathers the codes of 6"]
+        lines = [line.partition("; these")[0] for line in describe_fp8(config)]
+        assert (lines == of_codes) is (zero == 3)
         config = resolve_layout(config, 12)
         schedule = plan.schedule(config, ParallelDims.of(config).microbatches)
         activations = Activations(config)
