@@ -158,6 +158,9 @@ def test_longrope_has_the_factors_of_each_rows_length(tmp_path: Path) -> None:
         for row, (_, their_logits) in enumerate(expected):
             assert (read[row] - their_logits[step]).abs().max() <= 1e-4
             assert (logits[len(rows[row]) - 1, row] - their_logits[step]).abs().max() <= 1e-4
+    model.prefill_chunk_size = CHUNK  # a chunk is shorter than the original context, and its row is not
+    read = model.read(model.new_cache(1, 40), rows[-1:])
+    assert read is not None and (read[0] - expected[-1][1][COUNT - 1]).abs().max() <= 1e-4
 
 
 def test_a_row_is_the_same_in_a_batch_as_alone(sources: dict[str, str], prompts: list[list[int]]) -> None:
