@@ -40,7 +40,7 @@ TOKENS = 128
 
 
 @dataclass(frozen=True)
-class FirstDifference:
+class Suspect:
     """The first part that differs.
 
     Attributes:
@@ -58,7 +58,7 @@ class FirstDifference:
         return f"first suspect: {self.place}: {self.reason}, by {self.error:.1e}"
 
 
-class _Run(NamedTuple):
+class _ModuleRun(NamedTuple):
     """The first input and output of a module of transformers."""
 
     x: Tensor
@@ -74,7 +74,7 @@ def first_difference(
     rows: int,
     dtype: str = "float32",
     progress: Report = silent,
-) -> FirstDifference | None:
+) -> Suspect | None:
     """Compare on a row of the last input of `logits.compare`, in float32 or float64. Returns None if no part
     differs.
 
@@ -96,10 +96,10 @@ def first_difference(
 
 def _their_runs(
     hf: Path, places: dict[str, TensorPlace], ids: Tensor, dtype: torch.dtype, progress: Report
-) -> tuple[dict[str, _Run], Tensor]:
+) -> tuple[dict[str, _ModuleRun], Tensor]:
     """Return the inputs and outputs of the modules that `places` names, and of those around them, by their
     names in the file, and the logits."""
-    model, runs = load_transformers(hf, dtype, progress).to(dtype), dict[str, _Run]()
+    model, runs = load_transformers(hf, dtype, progress).to(dtype), dict[str, _ModuleRun]()
     tensors = [name.split(".") for place in places.values() for name in place.tensors]
     wanted = {".".join(parts[:end]) for parts in tensors for end in range(1, len(parts))}
 
@@ -108,7 +108,7 @@ def _their_runs(
             inputs = [x for x in (*given, *named.values()) if isinstance(x, Tensor)]
             y = out[0] if isinstance(out, tuple) else out
             if inputs and isinstance(y, Tensor):
-                runs.setdefault(path, _Run(inputs[0].detach().clone(), y.detach().clone()))
+                runs.setdefault(path, _ModuleRun(inputs[0].detach().clone(), y.detach().clone()))
 
         module.register_forward_hook(hook, with_kwargs=True)
 
@@ -148,7 +148,7 @@ class _Comparison:
         self,
         stage: Stage,
         places: dict[str, TensorPlace],
-        runs: dict[str, _Run],
+        runs: dict[str, _ModuleRun],
         logits: Tensor,
         ids: Tensor,
         bound: float,
@@ -159,23 +159,23 @@ class _Comparison:
         microbatch = Microbatch.of(self.tokens, self.tokens, torch.zeros(1, dtype=torch.int64))
         self.state = stage.forward_state(microbatch, step=0, training=False)
 
-    def first(self) -> FirstDifference | None:
+    def first(self) -> Suspect | None:
         layers = [layer for layer in self.stage.layers.values() if isinstance(layer, Layer)]
         names = [self._module(f"layers.{number}.") for number in range(len(layers))]
-        found, differing = self._of_embedding(self.runs.get(names[0])), 0
+        suspect, differing = self._of_embedding(self.runs.get(names[0])), 0
         for layer, name in zip(layers, names, strict=True):
             if (run := self.runs.get(name)) is None:
                 continue
             difference = self._differs(layer(_columns(run.x), self.state), _columns(run.y))
             if difference is not None:
                 differing += 1
-                found = found or self._in_layer(layer, name, difference)
+                suspect = suspect or self._in_layer(layer, name, difference)
         if differing:
-            assert found is not None
-            return replace(found, reason=f"{found.reason} ({differing} of {len(layers)} layers differ)")
-        return found or self._of_head(self.runs.get(names[-1]))
+            assert suspect is not None
+            return replace(suspect, reason=f"{suspect.reason} ({differing} of {len(layers)} layers differ)")
+        return suspect or self._of_head(self.runs.get(names[-1]))
 
-    def _of_embedding(self, run: _Run | None) -> FirstDifference | None:
+    def _of_embedding(self, run: _ModuleRun | None) -> Suspect | None:
         embedding = self.stage.embedding
         if run is None or embedding is None:
             return None
@@ -184,39 +184,39 @@ class _Comparison:
         place = self._files("embedding.weight")[0]
         return difference and difference.at(place, "the input of the first layer differs")
 
-    def _of_head(self, last: _Run | None) -> FirstDifference | None:
+    def _of_head(self, last: _ModuleRun | None) -> Suspect | None:
         norm = self.head.norm
-        found = next(self._of_norms(norm.operations if isinstance(norm, Chain) else [norm]), None)
-        if found is not None or last is None:
-            return found
+        suspect = next(self._of_norms(norm.operations if isinstance(norm, Chain) else [norm]), None)
+        if suspect is not None or last is None:
+            return suspect
         ours = self.head.logits(_columns(last.y))[..., : self.logits.shape[-1]]
         difference = self._differs(ours, _columns(self.logits))
         place = self._files(self.head.project.weight.spec.segments[0].name)[0]
         return difference and difference.at(place, "on the same output of the last layer, logits differ")
 
-    def _in_layer(self, layer: Layer, name: str, difference: _Difference) -> FirstDifference:
+    def _in_layer(self, layer: Layer, name: str, difference: _Difference) -> Suspect:
         for placed in layer.placed:
             before, after = [placed.input_norm], placed.output.operations
             inside = vars(placed.block).values()
-            for found in (
+            for suspect in (
                 next(self._of_norms((*before, *inside)), None),
                 self._of_block(placed, name),
                 next(self._of_norms(after), None),
             ):
-                if found is not None:
-                    return found
+                if suspect is not None:
+                    return suspect
         if any(self._run_of(placed, name) is None for placed in layer.placed):
             return difference.at(name, "on the same input, its output differs")
         return difference.at(name, "its norms and blocks agree on the same inputs, but their sum differs")
 
-    def _run_of(self, placed: PlacedBlock, layer: str) -> _Run | None:
+    def _run_of(self, placed: PlacedBlock, layer: str) -> _ModuleRun | None:
         """Return the run of the module that has all tensors of a block; None if there is none, or factors
         that ours has on the output have other places in it."""
         path, kind = self._module(f"{placed.spec.name}."), KINDS[placed.spec.kind]
         alike = path != layer and kind.output_factor(self.stage.model_config) == 1.0
         return self.runs.get(path) if alike else None
 
-    def _of_norms(self, candidates: Iterable[Any]) -> Iterator[FirstDifference]:
+    def _of_norms(self, candidates: Iterable[Any]) -> Iterator[Suspect]:
         """Yield the differences of norms among the candidates."""
         for norm in candidates:
             if not isinstance(norm, RMSNorm | LayerNorm) or not isinstance(norm.weight, Weight):
@@ -229,7 +229,7 @@ class _Comparison:
             if difference is not None:
                 yield difference.at(self._files(name)[0], "on the same input, this norm's output differs")
 
-    def _of_block(self, placed: PlacedBlock, layer: str) -> FirstDifference | None:
+    def _of_block(self, placed: PlacedBlock, layer: str) -> Suspect | None:
         """Return the difference of a block from the module that has all its tensors."""
         prefix, block, run = f"{placed.spec.name}.", placed.block, self._run_of(placed, layer)
         if run is None:
@@ -296,9 +296,9 @@ class _Difference(NamedTuple):
     error: float
     position: int
 
-    def at(self, place: str, reason: str) -> FirstDifference:
+    def at(self, place: str, reason: str) -> Suspect:
         since = f" from position {self.position} on" if self.position else ""
-        return FirstDifference(place, self.error, f"{reason}{since}")
+        return Suspect(place, self.error, f"{reason}{since}")
 
 
 def _columns(x: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import Config
 from megalite.config.sections.model import ModelConfig
 from megalite.data.preparation.writer import IndexedWriter
-from megalite.evaluation.first_difference import FirstDifference
+from megalite.evaluation.first_difference import Suspect
 from megalite.evaluation.logits import arithmetic_in, encode, load_transformers
 from megalite.generation.sources import ModelSource
 from megalite.huggingface.config_json import without_training_options
@@ -146,13 +146,13 @@ class StepComparison:
         return [*lines, f"NOT equal: {beyond} differences of tensors exceed these bounds"]
 
     @property
-    def converted_wrongly(self) -> FirstDifference | None:
+    def converted_wrongly(self) -> Suspect | None:
         """The tensor whose weights at the start differ most, or None if they are equal."""
         start = self.tensors[0]
         if not start.exceeding:
             return None
         worst = start.exceeding[0]
-        return FirstDifference(worst.tensor, worst.error, "its weights at the start differ")
+        return Suspect(worst.tensor, worst.error, "its weights at the start differ")
 
     def as_json(self) -> dict[str, Any]:
         tensors = {each.kind: [asdict(error) for error in each.errors] for each in self.tensors}
@@ -385,6 +385,8 @@ def _compared(
     ours = global_tensors(trainer, (state,))
     norms: list[tuple[str, float, float]] = []
     for name, parts in names.items():
+        if f"{state}/{name}" not in ours:  # not trained; a step of transformers would show in the weights
+            continue
         own = ours.pop(f"{state}/{name}").double().div_(scale)
         other = theirs.read(name, [0] * own.dim(), own.shape).double()
         norms += [
