@@ -192,8 +192,8 @@ class LanguageModel:
             state = self._state(microbatch, lengths)
             x = self._activations(microbatch.tokens, CachedState(**vars(state), cache=cache))
             if x is not None:
-                found = x[(ends - 1 - start).clamp(0, len(chunk) - 1), each]
-                last = found if last is None else torch.where((ends <= start).unsqueeze(1), last, found)
+                current = x[(ends - 1 - start).clamp(0, len(chunk) - 1), each]
+                last = current if last is None else torch.where((ends <= start).unsqueeze(1), last, current)
         return None if last is None else self._logits(last.unsqueeze(0))[0]
 
     @torch.no_grad()
