@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite_kernels.fp8 import Quantized
+from megalite_kernels.fp8 import BLOCK, Quantized
 from megalite_kernels.launch import fp8_architecture
 
 ARCHITECTURES = {"block": ("sm_90",), "mxfp8": ("sm_100", "sm_120")}
@@ -39,6 +39,10 @@ def refuses(a: Quantized, b: Quantized, dtype: torch.dtype) -> str | None:
         (version >= CUDA[recipe], f"CUDA {torch.version.cuda}"),
         (dtype == torch.bfloat16, f"results in {dtype}"),
         (rows > 0, "no rows"),
+        (
+            recipe != "block" or b.codes.shape[0] == BLOCK * b.scales.shape[0],
+            "a weight with scales of 1 x 128",
+        ),
         # a column of scales starts on 16 bytes
         (recipe != "block" or rows % 4 == 0, f"{rows} rows are no multiple of 4"),
     )
