@@ -173,6 +173,15 @@ ALONE = {
     "adapters on latents": {"model": QUERIES, "lora": {"rank": 4, "targets": ["q_b", "kv_a", "o"]}},
     "adapters on a query's latent": {"model": QUERIES, "lora": {"rank": 4, "targets": ["q_a", "o"]}},
 }
+ALONE |= {
+    f"{name}, {mode} recomputed": {"model": model, "train": {"recompute": mode}}
+    for name, model, modes in (
+        ("attention", {}, ("attention", "mlp_norm+mlp_in")),
+        ("latents", QUERIES, ("qkv", "attn_norm+qkv+scores+attention+mlp_norm+mlp_in")),
+        ("an indexer", SHARING, ("qkv", "attention", "attn_norm+qkv+attention+mlp_norm+mlp_in")),
+    )
+    for mode in modes
+}
 ON_TWO = {
     **{f"tp, {mode}": {"tp": 2, "train": {"recompute": mode}} for mode in ("none", "selective", "full")},
     **{
@@ -187,6 +196,10 @@ ON_TWO = {
     "tp and sp, latents": {"tp": 2, "sequence_parallel": True, "model": QUERIES},
     "tp, an indexer": {"tp": 2, "model": SHARING},
     "tp and sp, an indexer": {"tp": 2, "sequence_parallel": True, "model": SHARING},
+    "tp and sp, an indexer, attention recomputed": {
+        **{"tp": 2, "sequence_parallel": True, "model": SHARING},
+        "train": {"recompute": "attention"},
+    },
     "cp, gather, an indexer": {"cp": 2, "context": "gather", "model": SHARING},
     "cp, ulysses, an indexer": {"cp": 2, "model": SHARING},
     "tp and sp, a module ahead": {"tp": 2, "sequence_parallel": True, "model": {"mtp_layers": 1}},
