@@ -34,7 +34,7 @@ class Quantized(NamedTuple):
     """A matrix of codes with their scales.
 
     Attributes:
-        codes: [.., rows, columns], float8_e4m3fn.
+        codes: [.., rows, columns], float8_e4m3fn; contiguous as quantized, transposed as `t`.
         scales: [.., rows / block rows, columns / block columns]; fp32, or float8_e8m0fnu.
     """
 
@@ -44,6 +44,10 @@ class Quantized(NamedTuple):
     @property
     def shape(self) -> torch.Size:
         return self.codes.shape
+
+    @property
+    def recipe(self) -> Recipe:
+        return "mxfp8" if self.scales.dtype == torch.float8_e8m0fnu else "block"
 
     @property
     def t(self) -> Quantized:
@@ -58,18 +62,39 @@ def quantize(x: Tensor, block: tuple[int, int], power_of_two: bool = False) -> Q
         x: [.., rows, columns], in blocks of `block` (rows, columns) elements without remainder.
         power_of_two: round the factor 448 / amax down to a power of two, so that scaling is exact.
     """
-    if takes_triton(x) and x.dim() == 2 and x.numel():
+    _check_sizes(x, block)
+    if takes_triton(x) and x.numel():
         from megalite_kernels import fp8_triton
 
-        return Quantized(*fp8_triton.quantize(x, block[0], power_of_two))
+        # blocks do not reach from one matrix into the next
+        rows = x.reshape(-1, x.shape[-1])
+        if block[1] == 1:
+            transposed, scales = fp8_triton.quantize_tokens(rows, power_of_two)
+            codes = transposed.t()
+        else:
+            codes, scales = fp8_triton.quantize(rows, block[0], power_of_two)
+        return Quantized(codes.view(x.shape), scales.view(*x.shape[:-2], -1, scales.shape[1]))
     blocks = _blocks(x, block)
     amax = blocks.abs().amax((-3, -1))
-    # [.., block rows, block columns]: what elements are multiplied by
+    factors = scale_factors(amax, power_of_two)  # [.., block rows, block columns]
+    codes = round_to_codes(blocks * _spread(factors))
+    return Quantized(codes.reshape(x.shape).contiguous(), factors.reciprocal())
+
+
+def scale_factors(amax: Tensor, power_of_two: bool) -> Tensor:
+    """Return what `quantize` multiplies the elements of blocks by, the reciprocals of their scales, in fp32.
+
+    Args:
+        amax: the largest magnitude of each block.
+    """
     factors = (LARGEST / amax.double().clamp(min=_SMALLEST_AMAX)).float()
-    if power_of_two:
-        factors = _floor_to_power_of_two(factors)
-    codes = _codes(blocks * _spread(factors))
-    return Quantized(codes.view(x.shape), factors.reciprocal())
+    return _floor_to_power_of_two(factors) if power_of_two else factors
+
+
+def round_to_codes(scaled: Tensor) -> Tensor:
+    """Round to e4m3. Numbers beyond ±448 become ±448; NaN stays NaN."""
+    # Not every version of torch saturates; clamp keeps NaN.
+    return scaled.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
 
 
 def quantize_mx(x: Tensor) -> Quantized:
@@ -81,7 +106,8 @@ def quantize_mx(x: Tensor) -> Quantized:
     Args:
         x: [.., rows, columns], columns a multiple of 32.
     """
-    if takes_triton(x) and x.is_contiguous() and x.numel():
+    _check_sizes(x, (1, MX_BLOCK))
+    if takes_triton(x) and x.numel():
         from megalite_kernels import fp8_triton
 
         return Quantized(*fp8_triton.quantize_mx(x))
@@ -93,33 +119,35 @@ def quantize_mx(x: Tensor) -> Quantized:
     one = torch.ones_like(largest)
     scaled = blocks * _spread(one.ldexp(half)) * _spread(one.ldexp(127 - exponents - half))
     scaled = torch.where(_spread(exponents == 255), torch.nan, scaled)
-    return Quantized(_codes(scaled).view(x.shape), exponents.to(torch.uint8).view(torch.float8_e8m0fnu))
+    codes = round_to_codes(scaled).reshape(x.shape).contiguous()
+    return Quantized(codes, exponents.to(torch.uint8).view(torch.float8_e8m0fnu))
 
 
 def dequantize(matrix: Quantized, dtype: torch.dtype) -> Tensor:
     """Return codes times scales, multiplied in fp32 or, for fp64, in fp64."""
     wide = torch.promote_types(dtype, torch.float32)
     codes, scales = matrix
+    if not codes.numel():
+        return codes.to(dtype)
     block = codes.shape[-2] // scales.shape[-2], codes.shape[-1] // scales.shape[-1]
     return (_blocks(codes, block, wide) * _spread(scales.to(wide))).reshape(codes.shape).to(dtype)
+
+
+def _check_sizes(x: Tensor, block: tuple[int, int]) -> None:
+    rows, columns = x.shape[-2:]
+    if rows % block[0] or columns % block[1]:
+        raise ValueError(f"a matrix of {rows} x {columns} cannot be divided into {block[0]} x {block[1]}")
 
 
 def _blocks(x: Tensor, block: tuple[int, int], dtype: torch.dtype = torch.float32) -> Tensor:
     """Return [.., block rows, rows of a block, block columns, columns of a block], converted."""
     *leading, rows, columns = x.shape
-    if rows % block[0] or columns % block[1]:
-        raise ValueError(f"a matrix of {rows} x {columns} cannot be divided into {block[0]} x {block[1]}")
     return x.to(dtype).reshape(*leading, rows // block[0], block[0], columns // block[1], block[1])
 
 
 def _spread(each: Tensor) -> Tensor:
     """Return one number for each block in a shape that applies to all elements of `_blocks`."""
     return each.unsqueeze(-1).unsqueeze(-3)
-
-
-def _codes(scaled: Tensor) -> Tensor:
-    # Not every version of torch saturates; clamp keeps NaN.
-    return scaled.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
 
 
 def _floor_to_power_of_two(x: Tensor) -> Tensor:

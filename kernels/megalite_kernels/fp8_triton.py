@@ -56,11 +56,7 @@ def _quantize(
     amax = _largest(value, 1)
     if ROWS_OF_BLOCK > 1:
         amax = tl.zeros((TILE_ROWS,), tl.float32) + _largest(amax, 0)
-    wide = tl.where(amax < 1e-12, 1e-12, amax.to(tl.float64))
-    factor = (448.0 / wide).to(tl.float32)
-    if POWER_OF_TWO:
-        floor = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-        factor = tl.where(factor != factor, factor, floor)
+    factor = _factor(amax, POWER_OF_TWO)
     tl.store(codes + at, _codes(_clamp(value * factor[:, None])), mask=exists)
     inverse = tl.div_rn(tl.full((TILE_ROWS,), 1.0, tl.float32), factor)
     if ROWS_OF_BLOCK > 1:
@@ -68,6 +64,34 @@ def _quantize(
         tl.store(scales + tile + tl.arange(0, TILE_ROWS), inverse, mask=tl.arange(0, TILE_ROWS) == 0)
     else:
         tl.store(scales + number * tl.num_programs(1) + tl.program_id(1), inverse, mask=number < rows)
+
+
+@triton.jit
+def _quantize_tokens(
+    x, codes, scales, rows, columns,
+    POWER_OF_TWO: tl.constexpr, ROWS_OF_BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Quantize a tile of ROWS_OF_BLOCK × COLUMNS; a block is one column of it. Codes are transposed."""
+    number = tl.program_id(0).to(tl.int64) * ROWS_OF_BLOCK + tl.arange(0, ROWS_OF_BLOCK)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    at = number[:, None] * columns + column[None, :]
+    value = tl.load(x + at).to(tl.float32)
+    factor = _factor(_largest(value, 0), POWER_OF_TWO)
+    place = column.to(tl.int64)[None, :] * rows + number[:, None]
+    tl.store(codes + place, _codes(_clamp(value * factor[None, :])))
+    inverse = tl.div_rn(tl.full((COLUMNS,), 1.0, tl.float32), factor)
+    tl.store(scales + tl.program_id(0).to(tl.int64) * columns + column, inverse)
+
+
+@triton.jit
+def _factor(amax, POWER_OF_TWO: tl.constexpr):
+    """Return what a block is multiplied by, from its largest magnitude."""
+    wide = tl.where(amax < 1e-12, 1e-12, amax.to(tl.float64))
+    factor = (448.0 / wide).to(tl.float32)
+    if POWER_OF_TWO:
+        floor = (factor.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        factor = tl.where(factor != factor, factor, floor)
+    return factor
 
 
 @triton.jit
@@ -101,7 +125,9 @@ def _quantize_mx(x, codes, scales, blocks, TILE: tl.constexpr, BLOCK: tl.constex
 
 
 @functools.cache
-def _variant(rows_of_block: int, power_of_two: bool) -> Variant:
+def _variant(rows_of_block: int, power_of_two: bool, columns_of_block: int = BLOCK) -> Variant:
+    if columns_of_block == MX_BLOCK:
+        return Variant(_quantize_mx, {"TILE": 64, "BLOCK": MX_BLOCK}, 4)
     tile, warps = (ROWS, 4) if rows_of_block == 1 else (BLOCK, 8)
     constants = {
         "POWER_OF_TWO": power_of_two,
@@ -110,11 +136,6 @@ def _variant(rows_of_block: int, power_of_two: bool) -> Variant:
         "COLUMNS": BLOCK,
     }
     return Variant(_quantize, constants, warps)
-
-
-@functools.cache
-def _mx_variant() -> Variant:
-    return Variant(_quantize_mx, {"TILE": 64, "BLOCK": MX_BLOCK}, 4)
 
 
 def _like(x: Tensor, rows_of_block: int, power_of_two: bool) -> tuple[Tensor, Tensor]:
@@ -132,6 +153,31 @@ def quantize(x: Tensor, rows_of_block: int, power_of_two: bool) -> tuple[Tensor,
     return codes, scales
 
 
+@functools.cache
+def _token_variant(power_of_two: bool) -> Variant:
+    constants = {"POWER_OF_TWO": power_of_two, "ROWS_OF_BLOCK": BLOCK, "COLUMNS": 64}
+    return Variant(_quantize_tokens, constants, 4)
+
+
+def _like_tokens(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    codes = torch.empty(x.shape[1], x.shape[0], dtype=torch.float8_e4m3fn, device=x.device)
+    return codes, x.new_empty(x.shape[0] // BLOCK, x.shape[1], dtype=torch.float32)
+
+
+@operation(fake=_like_tokens)
+def quantize_tokens(x: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    """Return transposed codes, and scales, of `fp8.quantize` of [rows, columns] in blocks of 128 × 1.
+
+    Tensor cores read 8-bit operands along the contracted dimension only, which are the rows. The columns are
+    a multiple of 64.
+    """
+    codes, scales = _like_tokens(x, power_of_two)
+    variant, (rows, columns) = _token_variant(power_of_two), x.shape
+    grid = rows // BLOCK, columns // variant.constants["COLUMNS"]
+    variant.launch(grid, x.contiguous(), codes.view(torch.uint8), scales, rows, columns)
+    return codes, scales
+
+
 def _like_mx(x: Tensor) -> tuple[Tensor, Tensor]:
     codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scales = x.new_empty(*x.shape[:-1], x.shape[-1] // MX_BLOCK, dtype=torch.uint8)
@@ -142,7 +188,7 @@ def _like_mx(x: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_mx(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return codes and scales of `fp8.quantize_mx`."""
     codes, scales = _like_mx(x)
-    variant, blocks = _mx_variant(), x.numel() // MX_BLOCK
+    variant, blocks = _variant(1, False, MX_BLOCK), x.numel() // MX_BLOCK
     grid = (triton.cdiv(blocks, variant.constants["TILE"]),)
-    variant.launch(grid, x, codes.view(torch.uint8), scales.view(torch.uint8), blocks)
+    variant.launch(grid, x.contiguous(), codes.view(torch.uint8), scales.view(torch.uint8), blocks)
     return codes, scales

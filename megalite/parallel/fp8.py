@@ -7,9 +7,10 @@
 
 The gradient passes through the quantization unchanged. Scales follow from the elements of their block, so
 that there is no state between steps. Weights are quantized once after each update, with `mxfp8` along both
-dimensions; those that only exist while they are used (ZeRO-3), at each use. Sums over ranks are in the
-compute dtype. Under sequence parallelism linears gather codes in place of a tensor of which nothing else is
-read (`Matmuls.forward_operand`). No communication.
+dimensions. ZeRO-3 gathers codes that were quantized as shards (`sharding.weight_codes`); other weights that
+only exist while they are used are quantized at each use. Sums over ranks are in the compute dtype. Under
+sequence parallelism linears gather codes in place of a tensor of which nothing else is read
+(`Matmuls.forward_operand`). No communication.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from megalite_kernels.groups import Groups
 from torch import Tensor
 
 from megalite.config.sections.train import TrainConfig
-from megalite.mesh.layout import Coordinates
 from megalite.parallel.expert.grouped_matmul import ExpertMatmuls
 from megalite.parallel.fp8_choice import Fp8Choice, Fp8Options, fp8_choice
 from megalite.parallel.matmuls import Matmuls
-from megalite.parallel.weight import Weights
+from megalite.parallel.sharding.store import ParameterStore
+from megalite.parallel.sharding.weight_codes import WeightCodes
 
 if TYPE_CHECKING:
     from megalite.parallel.matmuls import Operand
@@ -85,6 +86,7 @@ class Fp8Matmuls(Matmuls):
         tensor: the weight in compute dtype, as for `Matmuls`.
         choice: the rows that multiply in fp8; the others do in the compute dtype.
         updates: returns the number of updates of the weights so far; None: do not keep the codes.
+        gathered: codes and scales of the matrix, which ZeRO-3 gathers; None: compute them from the weight.
     """
 
     adds_residual = False
@@ -95,9 +97,11 @@ class Fp8Matmuls(Matmuls):
         fp8: Fp8Format,
         updates: Callable[[], int] | None,
         choice: Fp8Choice,
+        gathered: Quantized | None = None,
     ):
         super().__init__(tensor)
         self.fp8, self.updates, self.choice, self.dtype = fp8, updates, choice, tensor.dtype
+        self.gathered = None if gathered is None else QuantizedWeight(0, gathered, gathered.t)
         self.rows = choice.rows
         self._quantized: QuantizedWeight | None = None
 
@@ -140,6 +144,8 @@ class Fp8Matmuls(Matmuls):
 
     def quantized(self) -> QuantizedWeight:
         """Return the codes of the weight, computed again after an update."""
+        if self.gathered is not None:
+            return self.gathered
         if self.updates is None:
             return self._quantize(0)
         updates = self.updates()
@@ -175,8 +181,11 @@ class Fp8ExpertMatmuls(Fp8Matmuls, ExpertMatmuls):
         updates: Callable[[], int] | None,
         choice: Fp8Choice,
         experts: int,
+        gathered: Quantized | None = None,
     ):
-        super().__init__(tensor, fp8, updates, choice)
+        if gathered is not None:  # [experts, out, in]
+            gathered = Quantized(*(each.view(experts, -1, each.shape[1]) for each in gathered))
+        super().__init__(tensor, fp8, updates, choice, gathered)
         self.experts = experts
 
     def experts_forward(self, rows: Tensor, groups: Groups) -> Tensor:
@@ -203,19 +212,33 @@ class Fp8ExpertMatmuls(Fp8Matmuls, ExpertMatmuls):
         return self.tensor.view(self.experts, -1, self.tensor.shape[1])
 
 
-def attach_fp8(
-    weights: Weights, train: TrainConfig, layers: int, at: Coordinates, updates: Callable[[], int] | None
-) -> None:
-    """Let the matrices that `fp8_choice` names multiply in fp8."""
+def attach_fp8(store: ParameterStore, train: TrainConfig, layers: int) -> None:
+    """Let the matrices that `fp8_choice` names multiply in fp8.
+
+    Buckets of matrices that are `coded` get the codes that are gathered.
+
+    Args:
+        layers: number of layers of the model, without modules for further tokens.
+    """
     assert train.fp8 != "none"
     fp8 = Fp8Format(train.fp8, train.fp8_power_of_two)
-    for weight in weights.values():
-        choice = fp8_choice(weight.spec, at, Fp8Options.of(train), layers)
-        if not choice.rows:
-            continue
-        segment = weight.spec.segments[0]
-        if segment.experts > 1:
-            experts = segment.experts * choice.rows // segment.shape[0]  # on this rank
-            weight.matmuls = Fp8ExpertMatmuls(weight.tensor, fp8, updates, choice, experts)
-        else:
-            weight.matmuls = Fp8Matmuls(weight.tensor, fp8, updates, choice)
+    for bucket in store.buckets:
+        if bucket.layout.coded:
+            bucket.codes = WeightCodes(
+                bucket.layout, bucket.start, bucket.stop, train.fp8_power_of_two, store.device
+            )
+        # weights that only exist while they are used have no codes to keep
+        updates = None if bucket.shard is not None else lambda: store.gatherer.updates
+        for index, slot in enumerate(bucket.layout.slots):
+            choice = fp8_choice(slot.spec, store.at, Fp8Options.of(train), layers)
+            if not choice.rows:
+                continue
+            weight, segment = store.weights[slot.spec.name], slot.spec.segments[0]
+            gathered = None if bucket.codes is None else bucket.codes.matrix(index)
+            if segment.experts > 1:
+                experts = segment.experts * choice.rows // segment.shape[0]  # on this rank
+                weight.matmuls = Fp8ExpertMatmuls(weight.tensor, fp8, updates, choice, experts, gathered)
+            else:
+                weight.matmuls = Fp8Matmuls(weight.tensor, fp8, updates, choice, gathered)
+        if bucket.codes is not None:
+            bucket.free()  # only now: a view of tensors without memory cannot be made

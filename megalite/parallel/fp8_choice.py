@@ -107,6 +107,15 @@ ACTIVATION_BYTES = 1 + 1 / 32
 32 with `mxfp8`."""
 
 
+def gathered_as_codes(spec: ParamSpec, at: Coordinates, options: Fp8Options, layers: int) -> bool:
+    """Return whether ZeRO-3 gathers the codes of a stored matrix instead of its weights.
+
+    It does if all of it multiplies in fp8 only. The two sets of codes of `mxfp8` together have more bytes
+    than weights in bf16. Arguments as for `fp8_choice`.
+    """
+    return options.recipe == "block" and fp8_choice(spec, at, options, layers).input_gradient
+
+
 def code_bytes(rows: int, columns: int, recipe: str) -> int:
     """Return the bytes of the codes and scales of a weight.
 

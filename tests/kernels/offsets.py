@@ -223,6 +223,41 @@ def fp8_matmul_triton() -> None:
     torch.testing.assert_close(computed[-LAST:].double(), exact, rtol=2**-8, atol=1e-5)
 
 
+def fp8_mx_matmul_triton() -> None:
+    """On a CPU, with the tile of Blackwell."""
+    from megalite_kernels import fp8_mx_matmul_triton
+
+    fp8_matmul.fp8_architecture = fp8_mx_matmul_triton.fp8_architecture = lambda device: "sm_100"
+    rows = 2**31 // 128 + LAST
+    codes = torch.empty(rows, 128, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(rows, 4, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    last, weight = fp8.quantize_mx(torch.randn(LAST, 128)), fp8.quantize_mx(torch.randn(16, 128))
+    codes[-LAST:], scales[-LAST:] = last
+    computed = fp8_matmul.multiply(fp8.Quantized(codes, scales), weight, torch.bfloat16)
+    exact = fp8.dequantize(last, torch.float64) @ fp8.dequantize(weight, torch.float64).t()
+    torch.testing.assert_close(computed[-LAST:].double(), exact, rtol=2**-8, atol=1e-5)
+
+
+def fp8_weight_grad_triton() -> None:
+    """The gradient of the last expert, of which the last tile is computed, from the last block of rows."""
+    x = torch.empty(2**31 // 4096 + 128, 4096, dtype=torch.bfloat16)
+    x[-128:] = torch.randn(128, 4096).bfloat16()
+    (codes, scales), expected = fp8.quantize(x, (128, 1)), fp8.quantize(x[-128:], (128, 1))
+    assert torch.equal(codes[-128:, -64:].float(), expected.codes[:, -64:].float())
+    assert torch.equal(scales[-1, -64:], expected.scales[0, -64:])
+    experts, count, height, width = 5, 2**16 + 128, 2**15 + 128, 2**14
+    left, right = (
+        fp8.Quantized(torch.empty(size, count, dtype=torch.float8_e4m3fn).t(), torch.ones(count // 128, size))
+        for size in (height, width)
+    )
+    for each in (left, right):
+        each.codes[-128:, -128:] = torch.randn(128, 128).to(each.codes.dtype)
+    grad, groups = torch.empty(experts, height, width), Groups(torch.tensor([count - 128, *[0] * (experts - 2), 128]))
+    fp8_matmul.add_transposed_products(grad, left, right, groups, overwrite=True)
+    exact = left.codes[-128:, -128:].double().t() @ right.codes[-128:, -128:].double()
+    torch.testing.assert_close(grad[-1, -128:, -128:].double(), exact, rtol=1e-5, atol=1e-4)
+
+
 def gated_norm_triton() -> None:
     """As in `norm_triton`, with a weight for each of two groups."""
     from megalite_kernels import gated_norm_triton
@@ -355,7 +390,9 @@ if __name__ == "__main__":
         cross_entropy_triton,
         dropout_triton,
         fp8_matmul_triton,
+        fp8_mx_matmul_triton,
         fp8_triton,
+        fp8_weight_grad_triton,
         gated_norm_triton,
         grad_norm_triton,
     )
