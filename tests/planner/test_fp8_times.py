@@ -12,7 +12,8 @@ from megalite.parallel.fp8_choice import NO_FP8
 from megalite.planner.cost.fp8_times import RECIPES, Fp8Times
 from megalite.planner.hardware.constants import CONSTANTS
 from megalite.planner.hardware.devices import Link, find_device
-from megalite.planner.report.fp8_effect import fp8_effect
+from megalite.planner.report.fp8_effect import fp8_effect, fp8_effect_of_run
+from megalite.planner.time.prediction import choice_of
 from megalite.planner.time.step import LayoutChoice, PlannedJob, Stepper
 
 H100 = find_device("h100")
@@ -125,3 +126,11 @@ def test_the_effect_is_said(gpu: str, fp8: str, says: str) -> None:
     (line,) = fp8_effect(job, LayoutChoice(zero=0, micro_batch_size=32))
     assert line.startswith(f"fp8 ({fp8}): ") and says in line
     assert fp8_effect(replace(job, fp8=NO_FP8), LayoutChoice()) == []
+
+
+def test_the_effect_on_a_run_is_that_on_its_hardware() -> None:
+    run = config("block", global_batch_size=64)
+    assert fp8_effect_of_run(run) == [], "the dry run does not know the device"
+    run = replace(run, profiling=replace(run.profiling, hardware="h100"))
+    assert fp8_effect_of_run(run) == fp8_effect(PlannedJob.of(run, H100), choice_of(run))
+    assert fp8_effect_of_run(replace(run, train=replace(run.train, fp8="none"))) == []
