@@ -1,4 +1,4 @@
-"""What of a model multiplies in fp8 (`train.fp8`), as lines for users."""
+"""What of a model multiplies in fp8 (`train.fp8`), as names and as lines for users."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ from megalite.assembly.plan import first_place
 from megalite.config.schema import Config
 from megalite.model.parameters import model_specs
 from megalite.parallel.fp8_choice import BLOCKS, fp8_choice
+from megalite.parallel.spec import ParamSpec
+
+
+def fp8_matrices(config: Config) -> list[ParamSpec]:
+    """Return the stored matrices of the whole model that multiply in fp8, in the order of its layers."""
+    at, layers = first_place(config), config.model.num_hidden_layers
+    specs = model_specs(config.model, tp=config.parallel.tp)
+    return [spec for spec in specs if fp8_choice(spec, at, config.train, layers).rows]
 
 
 def describe_fp8(config: Config) -> list[str]:
@@ -21,7 +29,7 @@ def describe_fp8(config: Config) -> list[str]:
     at = first_place(config)
     chosen, kept = set[int](), defaultdict[str, set[int]](set)
     matrices = 0
-    for spec in model_specs(config.model):
+    for spec in model_specs(config.model, tp=config.parallel.tp):
         choice = fp8_choice(spec, at, train, config.model.num_hidden_layers)
         if choice.rows:
             matrices += 1

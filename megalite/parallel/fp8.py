@@ -13,7 +13,7 @@ in the compute dtype. No communication.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from megalite_kernels.fp8 import BLOCK, Quantized, Recipe, quantize, quantize_mx
@@ -27,6 +27,9 @@ from megalite.parallel.expert.grouped_matmul import ExpertMatmuls
 from megalite.parallel.fp8_choice import FORWARD_ONLY, fp8_choice
 from megalite.parallel.matmuls import Matmuls
 from megalite.parallel.weight import Weights
+
+Operand = Literal["x", "w", "dy"]
+"""Input of a layer, weight, gradient of the output."""
 
 
 class Fp8Format(NamedTuple):
@@ -53,6 +56,34 @@ class QuantizedWeight(NamedTuple):
     along_outputs: Quantized
 
 
+class Fp8Observer(Protocol):
+    """What instruments see of fp8 matmuls (`Fp8Matmuls.observer`)."""
+
+    def rounded(
+        self, matmuls: Fp8Matmuls, operand: Operand, values: Tensor, codes: Quantized, groups: Groups | None
+    ) -> None:
+        """Called when x or dy is quantized: [tokens, channels].
+
+        Args:
+            groups: the number of rows of each expert, if the matmul is one of experts.
+        """
+
+    def multiplied(
+        self,
+        matmuls: Fp8Matmuls,
+        operand: Operand,
+        values: Tensor,
+        codes: Quantized,
+        groups: Groups | None,
+        out: Tensor,
+    ) -> None:
+        """Called after x or dy is multiplied with the weight: [tokens, channels] -> [tokens, outputs].
+
+        Args:
+            values: what the codes were quantized from.
+        """
+
+
 class Fp8Matmuls(Matmuls):
     """Matmuls of a matrix in fp8.
 
@@ -61,9 +92,15 @@ class Fp8Matmuls(Matmuls):
         rows: the number of its leading rows that multiply in fp8; the others do in the compute dtype.
         forward_only: compute input gradients in the compute dtype.
         updates: returns the number of updates of the weights so far; None: do not keep the codes.
+
+    Attributes:
+        observer: an instrument; None in steps that are not measured.
+        largest_scales: the largest scale of each operand since they were last cleared, [] each: infinite or
+            NaN if an element was.
     """
 
     adds_residual = False
+    observer: Fp8Observer | None = None
 
     def __init__(
         self,
@@ -78,10 +115,11 @@ class Fp8Matmuls(Matmuls):
         self.fp8, self.updates = fp8, updates
         self.rows, self.forward_only = rows, forward_only
         self._quantized: QuantizedWeight | None = None
+        self.largest_scales: dict[Operand, Tensor] = {}
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         rows = x.flatten(0, -2)
-        out = multiply(self.fp8.activations(rows), self.quantized().along_inputs, x.dtype)
+        out = self._multiply("x", rows)
         if self.rows < len(self.tensor):
             out = torch.cat((out, rows @ self.tensor[self.rows :].t()), 1)
         if bias is not None:
@@ -92,10 +130,27 @@ class Fp8Matmuls(Matmuls):
         if self.forward_only:
             return super().input_gradient(grad)
         rows = grad.flatten(0, -2)
-        dx = multiply(self.fp8.activations(rows[:, : self.rows]), self.quantized().along_outputs, grad.dtype)
+        dx = self._multiply("dy", rows[:, : self.rows])
         if self.rows < len(self.tensor):
             dx.addmm_(rows[:, self.rows :], self.tensor[self.rows :])
         return dx.view(*grad.shape[:-1], -1)
+
+    def _multiply(self, operand: Operand, rows: Tensor, groups: Groups | None = None) -> Tensor:
+        """Quantize rows of x or dy and multiply them with the weight."""
+        weight = self.quantized()
+        matrix = weight.along_inputs if operand == "x" else weight.along_outputs
+        codes = self.fp8.activations(rows)
+        largest, before = largest_scale(codes, groups), self.largest_scales.get(operand)
+        self.largest_scales[operand] = largest if before is None else torch.maximum(before, largest)
+        if self.observer is not None:
+            self.observer.rounded(self, operand, rows, codes, groups)
+        if groups is None:
+            out = multiply(codes, matrix, rows.dtype)
+        else:
+            out = multiply_experts(codes, matrix, groups, rows.dtype)
+        if self.observer is not None:
+            self.observer.multiplied(self, operand, rows, codes, groups, out)
+        return out
 
     def quantized(self) -> QuantizedWeight:
         """Return the codes of the weight, computed again after an update."""
@@ -108,14 +163,16 @@ class Fp8Matmuls(Matmuls):
 
     @torch.no_grad()
     def _quantize(self, updates: int) -> QuantizedWeight:
-        matrix = self._matrix().detach()
+        matrix = self.matrix().detach()
         if self.fp8.recipe == "mxfp8":
-            transposed = matrix.transpose(-1, -2)
-            return QuantizedWeight(updates, quantize_mx(matrix), quantize_mx(transposed))
-        along_inputs = quantize(matrix, (BLOCK, BLOCK), self.fp8.power_of_two)
-        return QuantizedWeight(updates, along_inputs, along_inputs.t)
+            along_inputs, along_outputs = quantize_mx(matrix), quantize_mx(matrix.transpose(-1, -2))
+        else:
+            along_inputs = quantize(matrix, (BLOCK, BLOCK), self.fp8.power_of_two)
+            along_outputs = along_inputs.t
+        self.largest_scales["w"] = largest_scale(along_inputs)
+        return QuantizedWeight(updates, along_inputs, along_outputs)
 
-    def _matrix(self) -> Tensor:
+    def matrix(self) -> Tensor:
         """Return what is quantized, [rows, in]."""
         return self.tensor[: self.rows]
 
@@ -132,16 +189,28 @@ class Fp8ExpertMatmuls(Fp8Matmuls, ExpertMatmuls):
         self.experts = experts
 
     def experts_forward(self, rows: Tensor, groups: Groups) -> Tensor:
-        operand = self.fp8.activations(rows)
-        return multiply_experts(operand, self.quantized().along_inputs, groups, rows.dtype)
+        return self._multiply("x", rows, groups)
 
     def experts_input_gradient(self, grad: Tensor, groups: Groups) -> Tensor:
-        operand = self.fp8.activations(grad)
-        return multiply_experts(operand, self.quantized().along_outputs, groups, grad.dtype)
+        return self._multiply("dy", grad, groups)
 
-    def _matrix(self) -> Tensor:
+    def matrix(self) -> Tensor:
         """Return what is quantized, [experts, out, in]."""
         return self.tensor.view(self.experts, -1, self.tensor.shape[1])
+
+
+def largest_scale(codes: Quantized, groups: Groups | None = None) -> Tensor:
+    """Return the largest scale, []; infinite or NaN if an element of the operand is.
+
+    Those of `mxfp8` are returned as bytes, of which 255 is NaN. Rows of no group have no values.
+    """
+    scales = codes.scales
+    if scales.dtype == torch.float8_e8m0fnu:
+        scales = scales.view(torch.uint8)
+    if groups is not None:
+        rows = torch.arange(len(scales), device=scales.device).unsqueeze(1)
+        scales = scales.where(rows < groups.ends[-1], 0)
+    return scales.amax() if scales.numel() else scales.new_zeros(())
 
 
 def attach_fp8(

@@ -1373,6 +1373,12 @@ ROWS = [
         ("not a blend",),
     ),
     Row(
+        "statistics of fp8 operands",
+        {"logging.fp8_interval": 10},
+        {"logging.fp8_interval": None},
+        ("logging.fp8_interval = 10", "train.fp8 = none"),
+    ),
+    Row(
         "ramp-up of the batch size",
         {"train.rampup_batch_size": [4, 4]},
         {"train.rampup_batch_size": None},

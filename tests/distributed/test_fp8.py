@@ -10,10 +10,12 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 from tests.distributed.test_equivalence import assert_same_run
 from tests.support import jobs
 from tests.support.configs import case_of, config_of, config_of_one_process, write_tokens
+from tests.support.jobs import make_trainer
 
 BASE = case_of(tied=False, kv_heads=4, vocab_size=96, layers=4, masked=True, dropout=0.0, precision="fp64") | {
     "microbatches": 4
@@ -91,3 +93,50 @@ def test_operands_are_rounded(references, prefix):
     plain = {**one, "train": {**one["train"], "fp8": "none"}}
     with_fp8, without = (references.run(jobs.train, config, 3) for config in (one, plain))
     assert with_fp8["losses"] != without["losses"]
+
+
+def judged(context: Any, config: dict[str, Any], matrix: str, operand: str) -> list[str | None]:
+    """Train three steps, in the second of which an element of an operand is infinite. Return why steps were skipped."""
+    trainer = make_trainer(context, config)
+    try:
+        faults = [trainer.step().fault]
+        trainer.drain()
+        weight = trainer.store.weights.get(matrix)
+        if weight is not None:
+            name = {"x": "forward", "dy": "input_gradient"}.get(operand)
+            if name is None:
+                weight.tensor.detach()[3, 5] = math.inf
+            else:
+                setattr(weight.matmuls, name, with_infinite_element(getattr(weight.matmuls, name)))
+        faults.append(trainer.step().fault)
+        if weight is not None:
+            for name in ("forward", "input_gradient"):
+                vars(weight.matmuls).pop(name, None)
+        return [*faults, trainer.step().fault if operand != "w" else None]
+    finally:
+        trainer.close()
+
+
+def with_infinite_element(multiply: Any) -> Any:
+    def changed(rows: torch.Tensor, *others: Any) -> torch.Tensor:
+        rows = rows.clone()
+        rows.view(-1)[7] = math.inf
+        return multiply(rows, *others)
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    "mechanism, matrix, operand",
+    [
+        ("block", "layers.2.mlp.down.weight", "x"),
+        ("block", "layers.1.attention.qkv.weight", "w"),
+        ("mxfp8", "layers.1.mlp.in.weight", "dy"),
+    ],
+)
+def test_the_operand_that_is_not_finite_is_named(mechanism, matrix, operand, ranks, prefix):
+    several, _ = configs(prefix, mechanism, pp=2)
+    for first, second, third in ranks.run(2, judged, several, matrix, operand):
+        assert first is third is None
+        cause = "the gradients are" if operand == "dy" else "the loss is"
+        assert second == f"{cause} not finite, beginning with {operand} of {matrix} (samples 32 to 63)"
