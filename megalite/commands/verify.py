@@ -124,11 +124,11 @@ def compare_fp8(config: Config, steps: int, layout: Mapping[str, int], on_cpu: b
     if found is not None:
         print(f"different: {found}")
         return 1
-    error, matrix, product = comparison.largest_error
+    largest, matrix, product = comparison.largest_error
     print(
         f"equal up to rounding: {steps} steps on {sizes_of(layout)}: all codes are the nearest ones, and all "
         f"products are those of their codes. A product differs from that in {precision} by at most "
-        f"{error:.2%} ({matrix}, {product.replace('_', ' ')})"
+        f"{largest:.2%} ({matrix}, {product.replace('_', ' ')})"
     )
     return 0
 

@@ -3,7 +3,7 @@
     saturated   share of the elements with the largest code, ±448
     flushed     share of the elements that are not 0 and have the code 0
     error       of an operand: ‖codes · scales - x‖ / ‖x‖; of a product: the same of columns of its result,
-                beside those of the operands that are not rounded, in the compute dtype (at least fp32)
+                beside those of operands that are not rounded, in the compute dtype
 
 Sums are counted where an operand is quantized, and added over all ranks after the step, so that a layout does
 not change them. An element that several ranks hold is counted as often on each layout as the others of its
@@ -14,7 +14,7 @@ the columns of products that are partial sums, and one over all ranks.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,7 +39,7 @@ COLUMNS = 8  # of a product, spread over the whole matrix
 OPERANDS: tuple[Operand, ...] = ("x", "w", "dy")
 PRODUCTS: dict[Operand, str] = {"x": "forward", "dy": "input_gradient"}
 """Operand → the product that it is multiplied in with the weight."""
-_LARGEST_CODE, _SIGN = 0x7E, 0x80  # bits of e4m3
+_MAGNITUDE, _LARGEST_CODE = 0x7F, 0x7E  # bits of e4m3
 
 
 def operand_sums(values: Tensor, codes: Quantized, factors: Tensor | None = None) -> Tensor:
@@ -49,9 +49,9 @@ def operand_sums(values: Tensor, codes: Quantized, factors: Tensor | None = None
         values: [.., rows, columns].
         factors: what each element counts; None: 1.
     """
-    bits = codes.codes.view(torch.uint8) & ~_SIGN & 0xFF
+    bits = codes.codes.view(torch.uint8) & _MAGNITUDE
     wide = values.to(torch.promote_types(values.dtype, torch.float32))
-    parts = (
+    parts: Sequence[Tensor] = (
         torch.ones_like(bits, dtype=torch.bool),
         bits == _LARGEST_CODE,
         (bits == 0) & (values != 0),
@@ -60,7 +60,7 @@ def operand_sums(values: Tensor, codes: Quantized, factors: Tensor | None = None
     )
     if factors is not None:
         # where, not a product: rows of no group may be NaN
-        parts = tuple(part.where(factors > 0, 0) * factors for part in parts)
+        parts = [part.where(factors > 0, 0) * factors for part in parts]
     return torch.stack([part.sum(dtype=torch.float64) for part in parts])
 
 
@@ -68,13 +68,13 @@ class _Matrix(NamedTuple):
     """A matrix of this rank.
 
     Attributes:
-        index: its index in the whole model.
+        place: its index in the whole model.
         factors: 1 / the number of tp ranks that hold each of its rows, [rows, 1]; None if they are equal.
         columns: the sampled columns of the product with each operand, of those that this rank has.
         partial: the operand whose product is a partial sum over tp.
     """
 
-    index: int
+    place: int
     factors: Tensor | None
     columns: dict[Operand, list[int]]
     partial: Operand | None
@@ -186,7 +186,7 @@ class Fp8Statistics(Observer):
         if groups is not None:
             rows = torch.arange(len(values), device=values.device).unsqueeze(1)
             factors = (rows < groups.ends[-1]).float()
-        sums.add((matrix.index, operand), operand_sums(values, codes, factors))
+        sums.add((matrix.place, operand), operand_sums(values, codes, factors))
 
     def multiplied(
         self,
@@ -201,9 +201,9 @@ class Fp8Statistics(Observer):
         if sums is None:
             return
         whole, columns = matmuls.matrix().detach(), matrix.columns[operand]
-        if operand == "x" and not any((matrix.index, "w") in each.totals for each in self._forwards.values()):
+        if operand == "x" and not any((matrix.place, "w") in each.totals for each in self._forwards.values()):
             weight = matmuls.quantized().along_inputs
-            sums.add((matrix.index, "w"), operand_sums(whole, weight, matrix.factors))
+            sums.add((matrix.place, "w"), operand_sums(whole, weight, matrix.factors))
         sampled = whole[..., columns, :].transpose(-1, -2) if operand == "x" else whole[..., columns]
         if groups is None:
             exact = values @ sampled
@@ -212,11 +212,14 @@ class Fp8Statistics(Observer):
             exact = torch.cat([own @ matrix for own, matrix in parts])
         wide = torch.promote_types(values.dtype, torch.float32)
         both = torch.stack((out[: len(exact), columns].to(wide) - exact.to(wide), exact.to(wide)))
-        key = (matrix.index, PRODUCTS[operand])
+        key = (matrix.place, PRODUCTS[operand])
         if operand == matrix.partial:
             sums.columns[key].append(both)
-        else:
-            sums.add(key, both.square().sum((1, 2), dtype=torch.float64))
+            return
+        squares = both.square()
+        if operand == "x" and matrix.factors is not None:
+            squares *= matrix.factors.t()[:, columns]
+        sums.add(key, squares.sum((1, 2), dtype=torch.float64))
 
     def _sums(self, operand: Operand) -> _Sums | None:
         return self._now if operand == "x" else self._backwards
@@ -257,9 +260,10 @@ class Fp8Statistics(Observer):
 
     def _over_ranks(self, sums: _Sums) -> tuple[Tensor, Tensor]:
         """Return the sums of all ranks: [matrices, operands, 5], [matrices, products, 2]."""
-        options = {"dtype": torch.float64, "device": self._device}
-        operands = torch.zeros(len(self.names), len(OPERANDS), 5, **options)
-        products = torch.zeros(len(self.names), len(PRODUCTS), 2, **options)
+        shapes = (len(self.names), len(OPERANDS), 5), (len(self.names), len(PRODUCTS), 2)
+        operands, products = (
+            torch.zeros(shape, dtype=torch.float64, device=self._device) for shape in shapes
+        )
         for (index, name), total in sums.totals.items():
             if name in OPERANDS:
                 operands[index, OPERANDS.index(name)] += total
@@ -273,21 +277,9 @@ class Fp8Statistics(Observer):
         if metrics.step not in self._totals:
             return {}
         operands, products = (totals.tolist() for totals in self._totals[metrics.step])
-        columns: list[
-            tuple[str, str, list[list[float]]]
-        ] = []  # key, operand or product, [matrices] of (part, whole)
-        for place, name in enumerate(OPERANDS):
-            rows = [matrix[place] for matrix in operands]
-            columns += [
-                (SATURATED, name, [[row[1], row[0]] for row in rows]),
-                (FLUSHED, name, [[row[2], row[0]] for row in rows]),
-                (ROUNDING, name, [row[3:] for row in rows]),
-            ]
-        for place, name in enumerate(PRODUCTS.values()):
-            columns.append((ROUNDING, name, [matrix[place] for matrix in products]))
         scalars, lists = dict[str, Any](), dict[str, Any]()
-        for key, name, fractions in columns:
-            values = [_ratio(key, fraction) for fraction in fractions]
+        for key, name, fractions in _fractions(operands, products):
+            values = [_ratio(key, *fraction) for fraction in fractions]
             # of matrices, not of elements, because some are counted on more ranks than others
             known = [value for value in values if value is not None]
             scalars[f"{key}/{name}"] = sum(known) / len(known) if known else None
@@ -296,8 +288,22 @@ class Fp8Statistics(Observer):
         return scalars | lists
 
 
-def _ratio(key: str, fraction: Sequence[float]) -> float | None:
-    part, whole = fraction
+Sums = list[list[list[float]]]
+"""[matrices, operands or products, sums]."""
+
+
+def _fractions(operands: Sums, products: Sums) -> Iterator[tuple[str, str, list[tuple[float, float]]]]:
+    """Yield the key, the operand or product, and (part, whole) of each matrix."""
+    for place, name in enumerate(OPERANDS):
+        rows = [matrix[place] for matrix in operands]
+        yield SATURATED, name, [(saturated, elements) for elements, saturated, *_ in rows]
+        yield FLUSHED, name, [(flushed, elements) for elements, _, flushed, *_ in rows]
+        yield ROUNDING, name, [(error, square) for *_, error, square in rows]
+    for place, product in enumerate(PRODUCTS.values()):
+        yield ROUNDING, product, [(error, square) for error, square in (each[place] for each in products)]
+
+
+def _ratio(key: str, part: float, whole: float) -> float | None:
     if not whole > 0:
         return None
     return sqrt(part / whole) if key == ROUNDING else part / whole

@@ -96,7 +96,7 @@ class Fp8Comparison:
     def as_json(self) -> dict[str, Any]:
         """Return the comparison as plain data. Numbers that are not finite are None."""
         losses = [[loss if isfinite(loss) else None for loss in pair] for pair in self.losses]
-        difference = self.difference and asdict(self.difference)
+        difference = None if self.difference is None else asdict(self.difference)
         if difference is not None and not isfinite(difference["excess"]):
             difference["excess"] = None
         return {"losses": losses, "errors": self.errors, "difference": difference}
