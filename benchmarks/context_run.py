@@ -55,7 +55,12 @@ def most_bytes(tree: dict[str, Any]) -> int:
     trainer = trainer_of(tree)
     try:
         trainer.step()
-        most = torch.tensor(peak_above(trainer.step))
+
+        def settled_step() -> None:
+            trainer.step()
+            trainer.drain()  # torch corrupts its heap if a message outlives the profiler that saw it start
+
+        most = torch.tensor(peak_above(settled_step))
         if world_size() > 1:
             torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
         return int(most)

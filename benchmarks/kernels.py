@@ -26,6 +26,7 @@ GROUPS = (
     "loss",
     "attention",
     "experts",
+    "fp8",
     "hybrid",
     "sparse",
 )

@@ -155,6 +155,15 @@ SETTINGS[("fp8_matmul_triton", "_matmul")] = [
     for rows, w in ((64, 4), (128, 4), (128, 8), (256, 8))
     for s in (2, 3, 4)
 ]
+SETTINGS[("fp8_matmul_triton", "_matmul")] += [
+    Setting(tables={"READS_TRANSPOSED": reads}) for reads in (False, True)
+]
+SETTINGS[("fp8_mx_matmul_triton", "_mx_matmul")] = [
+    Setting({"TILE_ROWS": rows, "COLUMNS": columns, "INNER": inner}, 8, s)
+    for rows, columns in ((128, 128), (128, 256), (256, 128))
+    for inner in (128, 256)
+    for s in (2, 3, 4)
+]
 SETTINGS[("fp8_triton", "_quantize")] = [Setting({}, w) for w in (2, 4, 8)]
 SETTINGS[("fp8_triton", "_quantize_mx")] = [
     Setting({"TILE": tile}, w) for tile in (32, 64, 128) for w in (2, 4)

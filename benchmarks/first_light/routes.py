@@ -1,4 +1,4 @@
-"""Routes of attention, of the weight gradient's matmul and of the router's matmul; and of `state_routes`.
+"""Routes of attention, of the weight gradient's and the router's matmul; `fp8_routes` and `state_routes`.
 
 They are checked against float64, then timed, and the fastest ones are written to a file. `kernels: auto`
 reads the table (`megalite_kernels.device_routes`). Inaccurate routes are never written. Routes whose order of
@@ -20,7 +20,7 @@ from megalite_kernels.attention_routes import AttentionCall, Route
 from torch import Tensor
 
 from benchmarks import report
-from benchmarks.first_light import library, state_routes, values
+from benchmarks.first_light import fp8_routes, library, state_routes, values
 from benchmarks.first_light.rows import Row, Scene, absent, guarded, row
 from benchmarks.measure import timed, wait
 from megalite.commands.parser import write_whole
@@ -53,6 +53,7 @@ def rows(scene: Scene) -> Iterator[Row]:
     times: dict[str, dict[str, float]] = {}
     jobs = [partial(_weight_gradient, name, scene, times) for name in weight_grad.ROUTES]
     jobs += [partial(_router, name, scene, times) for name in router_logits.ROUTES]
+    jobs += fp8_routes.jobs(scene, times, milliseconds)  # type: ignore[arg-type]
     jobs += state_routes.jobs(scene, times, milliseconds)  # type: ignore[arg-type]
     for route in sorted(attention_routes.ROUTES, key=lambda route: (route.guarded, route.name in LAST)):
         kinds = [kind for kind in KINDS if route.for_documents in (None, kind == "documents")]

@@ -28,6 +28,8 @@ from megalite_kernels import (
     causal_conv,
     cross_entropy,
     dropout,
+    fp8,
+    fp8_matmul,
     gated_norm,
     grad_norm,
     index_scores,
@@ -218,6 +220,18 @@ def _logits(rows: Tensor, weight: Tensor) -> Sequence[Tensor]:
 
 def _cast_logits(rows: Tensor, weight: Tensor) -> Sequence[Tensor]:
     return (router_logits.ROUTES["cast"](rows, weight),)
+
+
+def _fp8(recipe: fp8.Recipe, x: Tensor, weight: Tensor, dy: Tensor) -> Sequence[Tensor]:
+    """Quantize, and multiply in the forward and for the input gradient; on a GPU into bf16."""
+    if recipe == "mxfp8":
+        rows, grads, along_inputs, along_outputs = map(fp8.quantize_mx, (x, dy, weight, weight.t()))
+    else:
+        rows, grads = (fp8.quantize(each, (1, 128)) for each in (x, dy))
+        along_inputs = fp8.quantize(weight, (128, 128))
+        along_outputs = along_inputs.t
+    dtype = torch.bfloat16 if x.is_cuda and x.dtype != torch.float64 else x.dtype
+    return [fp8_matmul.multiply(*each, dtype) for each in ((rows, along_inputs), (grads, along_outputs))]
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *starts: Tensor) -> Sequence[Tensor]:
@@ -412,6 +426,14 @@ CHECKS = (
         _logits,
         _cast_logits,
         depth=4096,
+    ),
+    *(
+        Check(
+            f"fp8 matmul, {recipe}",
+            lambda s: [_randn(s.sized(1000, 5), 384), _randn(256, 384), _randn(s.sized(1000, 5), 256)],
+            partial(_fp8, recipe),
+        )
+        for recipe in get_args(fp8.Recipe)
     ),
     Check(
         "residual and RMSNorm",

@@ -38,6 +38,11 @@ def select(kernels: str) -> None:
     _on_cpu = installed and kernels == "triton" and interpreted
 
 
+def runs_triton(x: Tensor) -> bool:
+    """Return whether Triton kernels run on the device of a tensor."""
+    return _on_cuda and x.is_cuda or _on_cpu and x.is_cpu
+
+
 def takes_triton(x: Tensor) -> bool:
     """Return whether an operation on this tensor runs its Triton kernel."""
-    return (_on_cuda and x.is_cuda or _on_cpu and x.is_cpu) and x.dtype in _DTYPES
+    return runs_triton(x) and x.dtype in _DTYPES

@@ -20,7 +20,7 @@ import torch
 from megalite_kernels import backend
 
 DIRECTORY = Path(__file__).with_name("routes")
-KINDS = ("weight_grad", "router", "delta", "channel", "scan", "convolution")
+KINDS = ("weight_grad", "router", "fp8_block", "fp8_mxfp8", "delta", "channel", "scan", "convolution")
 """Kinds of operations besides attention."""
 
 
@@ -33,6 +33,7 @@ class DeviceRoutes:
         plain, documents: routes of attention.
         weight_grad: route of `weight_grad`.
         router: route of `router_logits`.
+        fp8_block, fp8_mxfp8: routes of `fp8_matmul`, by recipe.
         delta, channel, scan, convolution: routes of `recurrence` and `causal_conv` (`state_library`).
         problem: the reason why the file is ignored.
     """
@@ -42,6 +43,8 @@ class DeviceRoutes:
     documents: str | None = None
     weight_grad: str | None = None
     router: str | None = None
+    fp8_block: str | None = None
+    fp8_mxfp8: str | None = None
     delta: str | None = None
     channel: str | None = None
     scan: str | None = None
@@ -75,12 +78,14 @@ def read(device: str) -> DeviceRoutes:
 
 def known(kind: str) -> list[str]:
     """Return the route names that a file may use for plain, documents, or one of KINDS."""
-    from megalite_kernels import attention_routes, router_logits, state_library, weight_grad
+    from megalite_kernels import attention_routes, fp8_matmul, router_logits, state_library, weight_grad
 
     if kind == "weight_grad":
         return list(weight_grad.ROUTES)
     if kind == "router":
         return list(router_logits.ROUTES)
+    if kind.startswith("fp8_"):
+        return list(fp8_matmul.ROUTES)
     if kind in state_library.ROUTES:
         return list(state_library.ROUTES[kind])
     documents = kind == "documents"

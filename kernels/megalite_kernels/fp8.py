@@ -34,12 +34,16 @@ class Quantized(NamedTuple):
     """A matrix of codes with their scales.
 
     Attributes:
-        codes: [.., rows, columns], float8_e4m3fn.
+        codes: [.., rows, columns], float8_e4m3fn; contiguous as quantized, transposed as `t`.
         scales: [.., rows / block rows, columns / block columns]; fp32, or float8_e8m0fnu.
     """
 
     codes: Tensor
     scales: Tensor
+
+    @property
+    def recipe(self) -> Recipe:
+        return "mxfp8" if self.scales.dtype == torch.float8_e8m0fnu else "block"
 
     @property
     def t(self) -> Quantized:
@@ -54,10 +58,13 @@ def quantize(x: Tensor, block: tuple[int, int], power_of_two: bool = False) -> Q
         x: [.., rows, columns], in blocks of `block` (rows, columns) elements without remainder.
         power_of_two: round the factor 448 / amax down to a power of two, so that scaling is exact.
     """
-    if takes_triton(x) and x.dim() == 2 and x.numel():
+    _check_sizes(x, block)
+    if takes_triton(x) and x.numel():
         from megalite_kernels import fp8_triton
 
-        return Quantized(*fp8_triton.quantize(x, block[0], power_of_two))
+        # blocks do not reach from one matrix into the next
+        codes, scales = fp8_triton.quantize(x.reshape(-1, x.shape[-1]), block[0], power_of_two)
+        return Quantized(codes.view(x.shape), scales.view(*x.shape[:-2], -1, scales.shape[1]))
     blocks = _blocks(x, block)
     amax = blocks.abs().amax((-3, -1))
     # [.., block rows, block columns]: what elements are multiplied by
@@ -65,7 +72,7 @@ def quantize(x: Tensor, block: tuple[int, int], power_of_two: bool = False) -> Q
     if power_of_two:
         factors = _floor_to_power_of_two(factors)
     codes = _codes(blocks * _spread(factors))
-    return Quantized(codes.view(x.shape), factors.reciprocal())
+    return Quantized(codes.reshape(x.shape).contiguous(), factors.reciprocal())
 
 
 def quantize_mx(x: Tensor) -> Quantized:
@@ -77,7 +84,8 @@ def quantize_mx(x: Tensor) -> Quantized:
     Args:
         x: [.., rows, columns], columns a multiple of 32.
     """
-    if takes_triton(x) and x.is_contiguous() and x.numel():
+    _check_sizes(x, (1, MX_BLOCK))
+    if takes_triton(x) and x.numel():
         from megalite_kernels import fp8_triton
 
         return Quantized(*fp8_triton.quantize_mx(x))
@@ -89,22 +97,29 @@ def quantize_mx(x: Tensor) -> Quantized:
     one = torch.ones_like(largest)
     scaled = blocks * _spread(one.ldexp(half)) * _spread(one.ldexp(127 - exponents - half))
     scaled = torch.where(_spread(exponents == 255), torch.nan, scaled)
-    return Quantized(_codes(scaled).view(x.shape), exponents.to(torch.uint8).view(torch.float8_e8m0fnu))
+    codes = _codes(scaled).reshape(x.shape).contiguous()
+    return Quantized(codes, exponents.to(torch.uint8).view(torch.float8_e8m0fnu))
 
 
 def dequantize(matrix: Quantized, dtype: torch.dtype) -> Tensor:
     """Return codes times scales, multiplied in fp32 or, for fp64, in fp64."""
     wide = torch.promote_types(dtype, torch.float32)
     codes, scales = matrix
+    if not codes.numel():
+        return codes.to(dtype)
     block = codes.shape[-2] // scales.shape[-2], codes.shape[-1] // scales.shape[-1]
     return (_blocks(codes, block, wide) * _spread(scales.to(wide))).reshape(codes.shape).to(dtype)
+
+
+def _check_sizes(x: Tensor, block: tuple[int, int]) -> None:
+    rows, columns = x.shape[-2:]
+    if rows % block[0] or columns % block[1]:
+        raise ValueError(f"a matrix of {rows} x {columns} cannot be divided into {block[0]} x {block[1]}")
 
 
 def _blocks(x: Tensor, block: tuple[int, int], dtype: torch.dtype = torch.float32) -> Tensor:
     """Return [.., block rows, rows of a block, block columns, columns of a block], converted."""
     *leading, rows, columns = x.shape
-    if rows % block[0] or columns % block[1]:
-        raise ValueError(f"a matrix of {rows} x {columns} cannot be divided into {block[0]} x {block[1]}")
     return x.to(dtype).reshape(*leading, rows // block[0], block[0], columns // block[1], block[1])
 
 

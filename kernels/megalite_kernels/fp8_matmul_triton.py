@@ -4,6 +4,9 @@ A program computes a tile of the output. It multiplies the codes of one block of
 applies the two scales and adds to fp32 registers: the tensor cores of Hopper add fp8 products with fewer bits
 than fp32, so that only the 128 products of a block are summed there (DeepSeek-V3, 2024, 3.3.2). Of experts,
 each program finds its expert from the ends of their rows, which are read on the device.
+
+`mma.sync` and `wgmma` read 8-bit operands along the contracted dimension only, `tcgen05.mma` along either.
+Transposed weights are therefore copied first, except on Blackwell.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -16,10 +19,12 @@ import triton.language as tl
 from torch import Tensor
 
 from megalite_kernels.fp8 import BLOCK
-from megalite_kernels.launch import Variant, architecture, operation
+from megalite_kernels.launch import Variant, fp8_architecture, operation
 
-TILES = {"sm_90": (128, 8, 3), "sm_100": (128, 8, 3)}
-"""Architecture → rows of an output tile, warps, stages. The others have no e4m3 matmuls."""
+TILES = {"sm_89": (64, 8, 3), "sm_90": (128, 8, 3), "sm_100": (128, 8, 3), "sm_120": (64, 8, 3)}
+"""Architecture → rows of an output tile, warps, stages."""
+READS_TRANSPOSED = {"sm_89": False, "sm_90": False, "sm_100": True, "sm_120": False}
+"""Architecture → whether tiles are read from transposed weights; otherwise those are copied."""
 TOGETHER = 8  # tiles of rows that follow each other, so that the weight is read from the second-level cache
 
 
@@ -82,11 +87,6 @@ def _matmul(
     tl.store(out + at, total.to(out.dtype.element_ty), mask=exists[:, None])
 
 
-def takes(device: torch.device) -> bool:
-    """Return whether the kernels run on a device: its architecture has e4m3 matmuls."""
-    return architecture(device) in TILES
-
-
 @functools.cache
 def _variant(chip: str, grouped: bool, transposed: bool) -> Variant:
     rows, warps, stages = TILES[chip]
@@ -113,9 +113,10 @@ def fp8_matmul(
     out = _like(a, a_scales, b, b_scales, dtype, ends)
     if out.numel() == 0:
         return out
-    transposed = not b.is_contiguous()
+    chip = fp8_architecture(a.device)
+    transposed = not b.is_contiguous() and READS_TRANSPOSED[chip]
     stored = [x.transpose(-1, -2).contiguous() if transposed else x.contiguous() for x in (b, b_scales)]
-    variant = _variant(architecture(a.device), ends is not None, transposed)
+    variant = _variant(chip, ends is not None, transposed)
     tiles, groups = triton.cdiv(a.shape[0], variant.constants["TILE_ROWS"]), 0
     if ends is not None:  # each group may end inside a tile
         tiles, groups = tiles + len(ends), len(ends)

@@ -101,7 +101,9 @@ def _quantize_mx(x, codes, scales, blocks, TILE: tl.constexpr, BLOCK: tl.constex
 
 
 @functools.cache
-def _variant(rows_of_block: int, power_of_two: bool) -> Variant:
+def _variant(rows_of_block: int, power_of_two: bool, columns_of_block: int = BLOCK) -> Variant:
+    if columns_of_block == MX_BLOCK:
+        return Variant(_quantize_mx, {"TILE": 64, "BLOCK": MX_BLOCK}, 4)
     tile, warps = (ROWS, 4) if rows_of_block == 1 else (BLOCK, 8)
     constants = {
         "POWER_OF_TWO": power_of_two,
@@ -110,11 +112,6 @@ def _variant(rows_of_block: int, power_of_two: bool) -> Variant:
         "COLUMNS": BLOCK,
     }
     return Variant(_quantize, constants, warps)
-
-
-@functools.cache
-def _mx_variant() -> Variant:
-    return Variant(_quantize_mx, {"TILE": 64, "BLOCK": MX_BLOCK}, 4)
 
 
 def _like(x: Tensor, rows_of_block: int, power_of_two: bool) -> tuple[Tensor, Tensor]:
@@ -142,7 +139,7 @@ def _like_mx(x: Tensor) -> tuple[Tensor, Tensor]:
 def quantize_mx(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return codes and scales of `fp8.quantize_mx`."""
     codes, scales = _like_mx(x)
-    variant, blocks = _mx_variant(), x.numel() // MX_BLOCK
+    variant, blocks = _variant(1, False, MX_BLOCK), x.numel() // MX_BLOCK
     grid = (triton.cdiv(blocks, variant.constants["TILE"]),)
-    variant.launch(grid, x, codes.view(torch.uint8), scales.view(torch.uint8), blocks)
+    variant.launch(grid, x.contiguous(), codes.view(torch.uint8), scales.view(torch.uint8), blocks)
     return codes, scales

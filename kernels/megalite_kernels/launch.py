@@ -18,6 +18,9 @@ R = TypeVar("R")
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 """The architectures of the tables of variants: A100, H100 and H200, B200, MI300."""
+FP8_ARCHITECTURES = ("sm_89", "sm_90", "sm_100", "sm_120")
+"""Those of the matmuls in fp8, whose tensor cores multiply e4m3: L40S and RTX 40, H100 and H200, B200, RTX
+50. MI300 is not among them: its 8-bit format (e4m3fnuz) has other exponents."""
 
 
 @functools.cache
@@ -31,6 +34,22 @@ def architecture(device: torch.device) -> str:
     if torch.version.hip:
         return "gfx942"
     return {9: "sm_90", 10: "sm_100"}.get(torch.cuda.get_device_capability(device)[0], "sm_80")
+
+
+@functools.cache
+def fp8_architecture(device: torch.device) -> str:
+    """Return the entry of `FP8_ARCHITECTURES` that a device has; an empty string: none.
+
+    A CPU, where kernels are interpreted, has sm_90.
+    """
+    if device.type == "cpu":
+        return "sm_90"
+    if torch.version.hip:
+        return ""
+    major, minor = torch.cuda.get_device_capability(device)
+    if major == 8:
+        return "sm_89" if minor == 9 else ""
+    return {9: "sm_90", 10: "sm_100", 12: "sm_120"}.get(major, "")
 
 
 def upload(table: torch.Tensor, device: torch.device) -> torch.Tensor:

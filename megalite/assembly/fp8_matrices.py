@@ -1,14 +1,19 @@
-"""What of a model multiplies in fp8 (`train.fp8`), as names and as lines for users."""
+"""What of a model multiplies in fp8 (`train.fp8`), as specs and as lines for users, and whether a GPU can."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import TYPE_CHECKING
 
 from megalite.assembly.plan import first_place
+from megalite.config.errors import ConfigError
 from megalite.config.schema import Config
 from megalite.model.parameters import model_specs
 from megalite.parallel.fp8_choice import BLOCKS, fp8_choice
 from megalite.parallel.spec import ParamSpec
+
+if TYPE_CHECKING:
+    import torch
 
 
 def fp8_matrices(config: Config) -> list[ParamSpec]:
@@ -16,6 +21,27 @@ def fp8_matrices(config: Config) -> list[ParamSpec]:
     at, layers = first_place(config), config.model.num_hidden_layers
     specs = model_specs(config.model, tp=config.parallel.tp)
     return [spec for spec in specs if fp8_choice(spec, at, config.train, layers).rows]
+
+
+def check_fp8(config: Config, device: torch.device) -> None:
+    """Raise ConfigError if a GPU has no kernel for `train.fp8`.
+
+    The reference multiplies on request (`train.kernels = torch`), and in fp64.
+    """
+    train = config.train
+    if train.fp8 == "none" or train.kernels == "torch" or train.precision == "fp64":
+        return
+    from megalite_kernels.fp8_matmul import missing
+
+    reason = missing(device, train.fp8)
+    if reason is None:
+        return
+    without = missing(device, "block") is None
+    others = "train.fp8 to block or none" if without else "train.fp8 to none"
+    raise ConfigError(
+        f"train.fp8 = {train.fp8} {reason}. Set {others}, or set train.kernels to torch, which rounds the "
+        "operands to fp8 and multiplies them in a wider precision: slowly, to compare numbers."
+    )
 
 
 def describe_fp8(config: Config) -> list[str]:

@@ -123,7 +123,7 @@ def check_run(
     import torch
 
     from megalite.assembly import parts as build
-    from megalite.assembly.fp8_matrices import describe_fp8
+    from megalite.assembly.fp8_matrices import check_fp8, describe_fp8
     from megalite.config import token_files
     from megalite.config.precision import of_device
     from megalite.config.rules import check
@@ -144,6 +144,7 @@ def check_run(
         check(config, world_size(), int(device.type == "cuda"))
         check_packages(config.logging)
         build.check_offload(config, device, local_world_size() / world_size())
+        check_fp8(config, device)
         recompute_budget.check(config, device)
         hardware = device_of_run(config, torch.cuda.get_device_name(device) if device.type == "cuda" else "")
         # a damaged token file must not be found when every rank is waiting
@@ -211,11 +212,11 @@ def announce(trainer: Trainer, notes: list[str]) -> None:
     from megalite.monitoring.epochs import repeated
     from megalite.training import recompute_budget
     from megalite.training.checkpointing import describe_saves
-    from megalite.training.kernel_choice import attention
+    from megalite.training.kernel_choice import on_gpu
     from megalite.training.memory_report import report
 
     notes[:0] = [*random_weights(trainer), *ignored_fields(trainer.config)]
-    notes += [*attention(trainer), *placement(trainer), *repeated(trainer), *report(trainer)]
+    notes += [*on_gpu(trainer), *placement(trainer), *repeated(trainer), *report(trainer)]
     notes += [
         *recompute_budget.describe(trainer.config, trainer.mesh, trainer.device),
         describe_saves(trainer.config),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from megalite_kernels import fp8_matmul
 
 from megalite.assembly.parts import DTYPES
 from megalite.config.schema import Config
@@ -16,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def kernels(trainer: Trainer) -> list[str]:
-    """Describe the implementations of attention on a GPU, and of fp32 matmuls on a CPU, one per line."""
+    """Describe the implementations on a GPU, and of fp32 matmuls on a CPU, one per line."""
     on_cpu = trainer.device.type == "cpu" and trainer.config.train.precision == "fp32"
-    return [*attention(trainer), *([f"fp32 matmuls use {matmul_library.in_use()}"] if on_cpu else [])]
+    return [*on_gpu(trainer), *([f"fp32 matmuls use {matmul_library.in_use()}"] if on_cpu else [])]
 
 
-def attention(trainer: Trainer) -> list[str]:
+def on_gpu(trainer: Trainer) -> list[str]:
     """Describe the kernels that the blocks of the run take, or return no line if there is no choice."""
     config, data = trainer.config, trainer.train_data
     documents = data.chat or (config.data.reset_positions and data.eos is not None)
@@ -34,7 +35,10 @@ def routes(config: Config, device: torch.device, documents: bool) -> list[str]:
     Args:
         documents: whether rows contain several documents.
     """
-    dtype = DTYPES[config.train.precision]
-    return [
+    dtype, recipe = DTYPES[config.train.precision], config.train.fp8
+    lines = [
         line for kind in block_kinds(config.model) for line in kind.routes(config, device, dtype, documents)
     ]
+    if recipe != "none" and device.type != "cpu":
+        lines.append(fp8_matmul.describe(device, recipe))
+    return lines

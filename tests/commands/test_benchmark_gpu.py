@@ -22,7 +22,7 @@ from benchmarks.kernel_cases import CASES, Contest, KernelCase, Sizes, Target
 from megalite.config.load import from_dict
 from megalite.model.cost.flops import model_flops_per_token
 from tests.conftest import HAS_GPU
-from tests.kernels.compiling import MODULES
+from tests.kernels.compiling import MODULES, architectures
 from tests.kernels.variants import launches
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="interprets kernels in this process")
@@ -183,7 +183,7 @@ def test_tuning_launches_what_it_says(interpreted: None, monkeypatch: pytest.Mon
 def test_every_kernel_has_settings_that_it_knows() -> None:
     for name in MODULES:
         module = importlib.import_module(f"megalite_kernels.{name}")
-        for variant in (launch.variant for launch in launches(name, "sm_90")):
+        for variant in (launch.variant for launch in launches(name, architectures(name)[-2])):
             settings = tuning.SETTINGS[name, variant.kernel.fn.__name__]
             assert all(setting.constants.keys() <= variant.constants.keys() for setting in settings)
             assert all(hasattr(module, table) for setting in settings for table in setting.tables)

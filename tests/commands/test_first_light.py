@@ -246,14 +246,16 @@ def test_the_fastest_routes_are_written_where_kernels_auto_reads_them(
         "documents": {"triton": 4.0},
         "weight_grad": {"addmm": 2.0, "mm_add": 1.5},
         "router": {"cast": 1.0},
+        "fp8_block": {"triton": 1.0, "scaled_mm": 0.5},
     }
     routes._write(results, scene(gpus=(H200,), rehearse=False))
     read = device_routes.read(H200)
-    assert (read.plain, read.documents, read.weight_grad, read.router, read.problem) == (
+    assert (read.plain, read.documents, read.weight_grad, read.router, read.fp8_block, read.problem) == (
         "cudnn",
         "triton",
         "mm_add",
         "cast",
+        "scaled_mm",
         None,
     )
     table = routes.table_of(scene(gpus=(H200,)))
@@ -274,6 +276,7 @@ def test_a_rehearsal_times_the_reference_and_names_what_needs_a_gpu(
         results["weight gradient, addmm"] == results["router, out_dtype"] == "absent"
         and results["router, cast"] == "measured"
     )
+    assert results["fp8 mxfp8, scaled_mm"] == "absent"
     assert (
         results["grouped product, no rows"] == results["bf16 products, sums of parts"] == "measured"
         and results["cuDNN, rows first"] == "absent"

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megalite_kernels import fp8_matmul
 
 from megalite.commands import train
 from megalite.commands.train import check_run
@@ -19,6 +20,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict
 from megalite.config.precision import PrecisionChoice, of_device
 from megalite.config.schema import Config
+from megalite.launch import process as launch_process
 from megalite.launch.exit_status import ExitStatus
 from megalite.mesh.mesh import Layout, Mesh
 from megalite.training.watchdog import Watchdog
@@ -110,6 +112,34 @@ def test_what_auto_has_become_is_a_line_and_follows_the_device_that_torch_sees(t
     resumed = PrecisionChoice("fp16", None, "the resumed run has it")
     assert check_run(config, resumed)[2][0] == resumed.describe() and config.train.precision == "fp16"
     assert not any("auto" in line for line in check_run(config)[2])
+
+
+@pytest.mark.parametrize(
+    "architecture, fp8, ways",
+    [("sm_90", "mxfp8", "Set train.fp8 to block or none, or"), ("", "block", "Set train.fp8 to none, or")],
+)
+def test_fp8_without_its_tensor_cores_is_rejected_unless_it_is_asked_to_be_emulated(
+    architecture, fp8, ways, tmp_path, monkeypatch
+):
+    """Before any rank meets another."""
+    monkeypatch.setattr(fp8_matmul, "fp8_architecture", lambda device: architecture)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
+    monkeypatch.setattr(launch_process, "choose_device", lambda: torch.device("cuda"))
+    options = {"data": {"train": write_tokens(tmp_path, 96), "sequence_length": 16}, "run": {"dir": str(tmp_path)}}
+    options |= {"parallel": {"dp": 1}, "train": {"precision": "bf16", "fp8": fp8}}
+    config = from_dict({"model": {**SHAPE, "vocab_size": 96}, **options})
+
+    def exit_with(message):
+        raise SystemExit(message)
+
+    monkeypatch.setattr(train, "exit_with", exit_with)
+    with pytest.raises(SystemExit) as ended:
+        check_run(config)
+    message = str(ended.value)
+    assert message.startswith(f"train.fp8 = {fp8} requires the tensor cores of") and "A GPU" in message
+    assert ways in message and "train.kernels to torch" in message
+    config.train.kernels = "torch"
+    check_run(config)
 
 
 def test_the_watchdog_covers_the_start(monkeypatch):

@@ -21,20 +21,38 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megalite_kernels import fp8_matmul
+from megalite_kernels.launch import ARCHITECTURES
+
 from tests.kernels.variants import Launch, launches
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "kernels" / "megalite_kernels").glob("*_triton.py"))
 # another holds what the kernels of several share
 MODULES = [path.stem for path in SOURCES if "\ndef _variant(" in path.read_text()]
+OF_FP8 = {
+    "fp8_matmul_triton": fp8_matmul.ARCHITECTURES["block"],
+    "fp8_mx_matmul_triton": fp8_matmul.ARCHITECTURES["mxfp8"],
+}
+"""Modules that do not run on `ARCHITECTURES`, but on those whose tensor cores multiply their operands."""
 SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}  # bytes that one program may use
+SHARED_LIMIT |= {"sm_89": 101376, "sm_120": 101376}
 TENSOR_CORE = {"sm_80": r"mma\.sync", "sm_90": r"wgmma\.mma_async", "sm_100": r"tcgen05\.mma", "gfx942": "v_mfma"}
+TENSOR_CORE |= {"sm_89": r"mma\.sync\S+e4m3\.e4m3", "sm_120": r"mma\.sync\S+e4m3\.e4m3"}
 """The instructions that reach an architecture's speed. Hopper and Blackwell have Ampere's too, which a tile of fewer
 than 64 rows takes."""
 AMPERES = TENSOR_CORE["sm_80"]
+SCALED = {"_mx_matmul": r"mma\.\S*kind::mxf8f6f4\.block_scale\.scale_vec::1X"}
+"""Kernel → those that multiply by the scales too."""
 MULTIPLY = (
     *("attention_triton", "attention_part_triton", "grouped_weight_grad_triton", "recurrence_triton"),
-    *("fp8_matmul_triton", "index_scores_triton", "selected_rows_triton", "sparse_attention_triton"),
+    *(
+        "fp8_matmul_triton",
+        "fp8_mx_matmul_triton",
+        "index_scores_triton",
+        "selected_rows_triton",
+        "sparse_attention_triton",
+    ),
 )
 """Modules whose kernels multiply matrices, and so must use tensor cores."""
 BY_NUMBERS = re.compile(r"scores of all rows in fp64 .*|sum of parts, .*")
@@ -88,6 +106,11 @@ def may_spill(architecture: str, name: str) -> int:
     return max(
         (size for (own, names), size in SPILLS.items() if own == architecture and re.fullmatch(names, name)), default=0
     )
+
+
+def architectures(module: str) -> tuple[str, ...]:
+    """The architectures that a module's kernels run on."""
+    return OF_FP8.get(module, ARCHITECTURES)
 
 
 Binaries = dict[str, dict[str, dict[str, Binary]]]
@@ -144,8 +167,8 @@ def compiled(launch: Launch, architecture: str, multiplies: bool) -> Binary:
     resources = _nvidia_resources(compiled.asm["cubin"]) if nvidia else _amd_resources(compiled.asm["amdgcn"])
     code = compiled.asm["ptx" if nvidia else "amdgcn"]
     memory = _nvidia_memory(code) if nvidia else _amd_memory(code)
-    products = len(re.findall(TENSOR_CORE[architecture], code))
-    older = len(re.findall(AMPERES, code)) if TENSOR_CORE[architecture] != AMPERES else 0
+    products = len(re.findall(SCALED.get(variant.kernel.fn.__name__, TENSOR_CORE[architecture]), code))
+    older = len(re.findall(AMPERES, code)) if AMPERES not in TENSOR_CORE[architecture] else 0
     return Binary(
         **resources,
         shared=compiled.metadata.shared,
@@ -241,16 +264,17 @@ def main() -> None:
 
 def _compile_here() -> dict[str, Any]:
     import torch
-    from megalite_kernels.launch import ARCHITECTURES
 
     torch.set_num_threads(1)  # a forked process lacks its parent's threads, and would wait for them
     jobs = [
         (module, architecture, index)
         for module in MODULES
-        for architecture in ARCHITECTURES
+        for architecture in architectures(module)
         for index in range(len(launches(module, architecture)))
     ]
-    binaries: dict[str, Any] = {module: {architecture: {} for architecture in ARCHITECTURES} for module in MODULES}
+    binaries: dict[str, Any] = {
+        module: {architecture: {} for architecture in architectures(module)} for module in MODULES
+    }
     with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("fork")) as workers:
         for module, architecture, name, binary in workers.map(_compile, jobs):
             assert name not in binaries[module][architecture], f"{module} has two variants called {name!r}"

@@ -2,7 +2,8 @@
 
 It keeps bf16 as its 16 bits in an unsigned integer. As it comes, it computes with those integers, multiplies matrices
 of them, and cuts fp32 off instead of rounding it. With the repair a bf16 operand is widened to fp32 first, and results
-are rounded to the nearest, ties to even. Other dtypes are exact as they are.
+are rounded to the nearest, ties to even. Other dtypes are exact as they are. Matmuls with a scale for each 32 numbers,
+which it lacks, multiply the numbers times their scales in fp32.
 """
 
 import numpy as np
@@ -23,6 +24,21 @@ def narrow(values: np.ndarray) -> TensorHandle:
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
     return TensorHandle(np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16), tl.bfloat16)
+
+
+def scaled(handle: TensorHandle, exponents: TensorHandle) -> np.ndarray:
+    """[rows, k] e4m3 times [rows, k / 32] powers of two, as biased exponents, in fp32; exponent 255 is NaN."""
+    sign, exponent, mantissa = handle.data >> 7, (handle.data >> 3 & 15).astype(np.int32), handle.data & 7
+    magnitude = np.ldexp(np.where(exponent > 0, 8.0, 0.0) + mantissa, np.maximum(exponent, 1) - 10)
+    numbers = np.where(handle.data & 0x7F == 0x7F, np.nan, np.where(sign, -magnitude, magnitude))
+    powers = np.where(exponents.data == 255, np.nan, np.exp2(exponents.data.astype(np.float64) - 127))
+    return (numbers * powers.repeat(32, axis=1)).astype(np.float32)
+
+
+def dot_scaled(self, left, left_scale, _, right, right_scale, *rest):
+    total = rest[-1]
+    product = np.matmul(scaled(left, left_scale), scaled(TensorHandle(right.data.T, right.dtype), right_scale).T)
+    return TensorHandle(product + total.data, total.dtype.scalar)
 
 
 def repair() -> None:
@@ -59,3 +75,4 @@ def repair() -> None:
 
     builder.cast_impl, builder.create_fp_to_fp = repaired_cast, repaired_convert
     builder.binary_op, builder.unary_op, builder.create_dot = repaired_binary, repaired_unary, repaired_dot
+    builder.create_dot_scaled = dot_scaled

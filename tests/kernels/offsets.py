@@ -223,6 +223,21 @@ def fp8_matmul_triton() -> None:
     torch.testing.assert_close(computed[-LAST:].double(), exact, rtol=2**-8, atol=1e-5)
 
 
+def fp8_mx_matmul_triton() -> None:
+    """On a CPU, with the tile of Blackwell."""
+    from megalite_kernels import fp8_mx_matmul_triton
+
+    fp8_matmul.fp8_architecture = fp8_mx_matmul_triton.fp8_architecture = lambda device: "sm_100"
+    rows = 2**31 // 128 + LAST
+    codes = torch.empty(rows, 128, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(rows, 4, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    last, weight = fp8.quantize_mx(torch.randn(LAST, 128)), fp8.quantize_mx(torch.randn(16, 128))
+    codes[-LAST:], scales[-LAST:] = last
+    computed = fp8_matmul.multiply(fp8.Quantized(codes, scales), weight, torch.bfloat16)
+    exact = fp8.dequantize(last, torch.float64) @ fp8.dequantize(weight, torch.float64).t()
+    torch.testing.assert_close(computed[-LAST:].double(), exact, rtol=2**-8, atol=1e-5)
+
+
 def gated_norm_triton() -> None:
     """As in `norm_triton`, with a weight for each of two groups."""
     from megalite_kernels import gated_norm_triton
@@ -355,6 +370,7 @@ if __name__ == "__main__":
         cross_entropy_triton,
         dropout_triton,
         fp8_matmul_triton,
+        fp8_mx_matmul_triton,
         fp8_triton,
         gated_norm_triton,
         grad_norm_triton,

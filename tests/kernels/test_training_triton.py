@@ -44,7 +44,7 @@ def test_the_same_losses_with_kernels_and_without(device, tmp_path, monkeypatch)
     elsewhere |= {"permutation_triton", "grouped_weight_grad_triton"}  # of experts
     elsewhere |= {"causal_conv_triton", "gated_norm_triton", "recurrence_triton"}  # of hybrid layers
     elsewhere |= {"index_scores_triton", "selected_rows_triton", "sparse_attention_triton"}  # of an indexer
-    elsewhere |= {"fp8_triton", "fp8_matmul_triton"}  # of train.fp8
+    elsewhere |= {"fp8_triton", "fp8_matmul_triton", "fp8_mx_matmul_triton"}  # of train.fp8
     if device == "cuda":
         elsewhere.add("attention_triton")  # fp32 takes the reference there
     assert used == set(MODULES) - elsewhere, "a kernel that training does not take is proved by nothing here"

@@ -177,13 +177,18 @@ def of_fp8(module: Any) -> Calls:
 
 
 def of_fp8_matmul(module: Any) -> Calls:
-    """On the architectures that multiply e4m3."""
-    if module.takes(torch.device("cpu")):
-        a, b = torch.empty(ROWS, 4096, dtype=FP8), torch.empty(256, 4096, dtype=FP8)
-        scales, b_scales, ends = torch.empty(ROWS, 32), torch.empty(2, 32), torch.empty(2, dtype=torch.int32)
-        yield ("matmul 1 x 128 by 128 x 128",), partial(module.fp8_matmul, a, scales, b, b_scales, BF16)
-        both = torch.empty(2, 4096, 256, dtype=FP8).transpose(1, 2), torch.empty(2, 32, 2).transpose(1, 2)
-        yield ("matmul of groups, transposed",), partial(module.fp8_matmul, a, scales, *both, BF16, ends)
+    a, b = torch.empty(ROWS, 4096, dtype=FP8), torch.empty(256, 4096, dtype=FP8)
+    scales, b_scales, ends = torch.empty(ROWS, 32), torch.empty(2, 32), torch.empty(2, dtype=torch.int32)
+    yield ("matmul 1 x 128 by 128 x 128",), partial(module.fp8_matmul, a, scales, b, b_scales, BF16)
+    both = torch.empty(2, 4096, 256, dtype=FP8).transpose(1, 2), torch.empty(2, 32, 2).transpose(1, 2)
+    yield ("matmul of groups, transposed",), partial(module.fp8_matmul, a, scales, *both, BF16, ends)
+
+
+def of_fp8_mx_matmul(module: Any) -> Calls:
+    a, b, ends = torch.empty(ROWS, 4096, dtype=FP8), torch.empty(2, 256, 4096, dtype=FP8), torch.empty(2).int()
+    scales, b_scales = (torch.empty(*shape, 128, dtype=torch.float8_e8m0fnu) for shape in ((ROWS,), (2, 256)))
+    yield ("matmul 1 x 32",), partial(module.fp8_mx_matmul, a, scales, b[0], b_scales[0], BF16)
+    yield ("matmul 1 x 32 of groups",), partial(module.fp8_mx_matmul, a, scales, b, b_scales, BF16, ends)
 
 
 def of_gated_norm(module: Any) -> Calls:
@@ -391,6 +396,7 @@ LISTS = {
     "cross_entropy_triton": of_cross_entropy,
     "dropout_triton": of_dropout,
     "fp8_matmul_triton": of_fp8_matmul,
+    "fp8_mx_matmul_triton": of_fp8_mx_matmul,
     "fp8_triton": of_fp8,
     "gated_norm_triton": of_gated_norm,
     "grad_norm_triton": of_grad_norm,
@@ -430,7 +436,8 @@ def long_list() -> dict[str, tuple[str, Callable[[Any], Calls]]]:
 def launches(module_name: str, architecture: str, calls: Callable[[Any], Calls] | None = None) -> list[Launch]:
     """What a module launches on GPUs of an architecture: at the calls of its list."""
     module, launched = importlib.import_module(f"megalite_kernels.{module_name}"), list[Launch]()
-    with patch.object(module, "architecture", lambda device: architecture, create=True):
+    asked = {"architecture": lambda device: architecture, "fp8_architecture": lambda device: architecture}
+    with patch.multiple(module, create=True, **asked):
         for names, call in (calls or LISTS[module_name])(module):
             seen: list[tuple[Variant, tuple[Any, ...]]] = []
             with patch.object(Variant, "launch", lambda variant, grid, *args, into=seen: into.append((variant, args))):

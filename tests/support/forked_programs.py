@@ -111,9 +111,13 @@ def _run_all(programs: list[Program], context: BaseContext) -> bool:
         connection.wait(left, deadline - time.monotonic())
         if any(process.exitcode for process in processes):
             break  # the others may wait for it
-    for process in processes:
+    for program, process in zip(programs, processes, strict=True):
+        ended = "killed" if process.exitcode is None else f"exit code {process.exitcode}"
         process.kill()
         process.join()
+        if ended != "exit code 0":
+            with open(program.output, "a") as output:
+                output.write(f"{process.name} (process {process.pid}): {ended}\n")
     return all(process.exitcode == 0 for process in processes)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from megalite.config.errors import ConfigError
 from megalite.config.rule import Mistakes, Rule
-from megalite.config.rules import adapters, bounds, graphs, mesh, mixers, model_and_data, training
+from megalite.config.rules import adapters, bounds, graphs, mesh, mixers, model, model_and_data, training
 from megalite.config.rules.context import RuleContext
 from megalite.config.schema import OPTIONS, Config
 from megalite.config.sections import (
@@ -24,7 +24,6 @@ from megalite.config.sections import (
     faults,
     logging,
     lora,
-    model,
     muon,
     network,
     optimizer,

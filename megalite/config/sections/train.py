@@ -70,8 +70,9 @@ class TrainConfig:
     """Multiply the matrices of layers in fp8 (e4m3), in the forward and for input gradients. block: fp32
     scales of 1 x 128 elements of activations and 128 x 128 of weights; mxfp8: power-of-two scales of 1 x 32.
     Embedding, head, routers, norms, recurrences, weight gradients, communication and the optimizer keep their
-    precision, as do matrices whose part on a rank is not made of whole blocks. A device without fp8 matmuls
-    rounds the operands to fp8 and multiplies in fp32."""
+    precision, as do matrices whose part on a rank is not made of whole blocks. A CPU, and a GPU with
+    train.kernels = torch, round the operands to fp8 and multiply in a wider precision; other GPUs without
+    tensor cores for the recipe are rejected."""
     fp8_power_of_two: bool = False
     """With fp8: block, round scales so that they are powers of two."""
     fp8_first_last: int = option(0, NOT_NEGATIVE)
