@@ -63,7 +63,7 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys(
         ("optimizer.base_batch_size", "train.micro_batch_size", "faults.spike_window", "faults.skip_limit"), (0, 1)
     ),
-    **dict.fromkeys(("validation.interval", "train.tokens"), (0, None)),
+    **dict.fromkeys(("validation.interval", "train.tokens", "logging.fp8_interval"), (0, None)),
     "parallel.virtual_stages": (0, 1),
     **dict.fromkeys(("parallel.ep", "model.num_experts_per_tok", "model.decoder_sparse_step"), (0, 1)),
     **dict.fromkeys(
