@@ -112,17 +112,17 @@ def compare_fp8(config: Config, steps: int, layout: Mapping[str, int], on_cpu: b
         except ConfigError as error:
             exit_with(str(error))
         comparison = compare(*directories, steps)
-    found = comparison.difference
+    difference = comparison.difference
     if as_json:
-        facts = {"equal": found is None, "steps": steps, "layout": layout, "fp8": config.train.fp8}
+        facts = {"equal": difference is None, "steps": steps, "layout": layout, "fp8": config.train.fp8}
         print(json.dumps(facts | comparison.as_json()))
-        return int(found is not None)
+        return int(difference is not None)
     precision = config.train.precision
     print(f"step      loss in fp8      loss in {precision}      difference")
     for step, (loss, plain) in enumerate(comparison.losses, start=1):
         print(f"{step:<4}  {loss:15.6f}  {plain:16.6f}  {loss - plain:14.2e}")
-    if found is not None:
-        print(f"different: {found}")
+    if difference is not None:
+        print(f"different: {difference}")
         return 1
     largest, matrix, product = comparison.largest_error
     print(

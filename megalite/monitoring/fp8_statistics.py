@@ -184,8 +184,7 @@ class Fp8Statistics(Observer):
             return
         factors = None if matrix.factors is None or operand == "x" else matrix.factors.t()
         if groups is not None:
-            rows = torch.arange(len(values), device=values.device).unsqueeze(1)
-            factors = (rows < groups.ends[-1]).float()
+            factors = groups.holds_rows(len(values)).unsqueeze(1).float()
         sums.add((matrix.place, operand), operand_sums(values, codes, factors))
 
     def multiplied(

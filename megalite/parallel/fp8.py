@@ -208,8 +208,7 @@ def largest_scale(codes: Quantized, groups: Groups | None = None) -> Tensor:
     if scales.dtype == torch.float8_e8m0fnu:
         scales = scales.view(torch.uint8)
     if groups is not None:
-        rows = torch.arange(len(scales), device=scales.device).unsqueeze(1)
-        scales = scales.where(rows < groups.ends[-1], 0)
+        scales = scales.where(groups.holds_rows(len(scales)).unsqueeze(1), 0)
     return scales.amax() if scales.numel() else scales.new_zeros(())
 
 

@@ -261,12 +261,12 @@ def record(config: Config, steps: int, directory: Path) -> None:
     trainer.close()
     if check is not None:
         key, first = check.first or (None, None)
-        found = {
+        findings = {
             "key": key,
             "first": first and asdict(first),
             "errors": [[*names, error] for names, error in check.errors.items()],
         }
-        (directory / f"rank_{check.rank}.json").write_text(json.dumps(found), encoding="utf-8")
+        (directory / f"rank_{check.rank}.json").write_text(json.dumps(findings), encoding="utf-8")
 
 
 def compare(directory: Path, plain: Path, steps: int) -> Fp8Comparison:
@@ -275,12 +275,12 @@ def compare(directory: Path, plain: Path, steps: int) -> Fp8Comparison:
         (_read(directory / f"step_{step}.json"), _read(plain / f"step_{step}.json"))
         for step in range(1, steps + 1)
     ]
-    found = [_read(file) for file in sorted(directory.glob("rank_*.json"))]
+    findings = [_read(file) for file in sorted(directory.glob("rank_*.json"))]
     errors: dict[str, dict[str, float]] = {}
-    for matrix, product, error in (entry for each in found for entry in each["errors"]):
+    for matrix, product, error in (entry for each in findings for entry in each["errors"]):
         own = errors.setdefault(matrix, {})
         own[product] = max(own.get(product, 0.0), error)
-    first = min((each for each in found if each["first"]), key=lambda each: each["key"], default=None)
+    first = min((each for each in findings if each["first"]), key=lambda each: each["key"], default=None)
     return Fp8Comparison(losses, errors, Fp8Difference(**first["first"]) if first else None)
 
 

@@ -109,13 +109,15 @@ def test_a_run_in_fp8_is_compared_with_one_in_its_compute_dtype(prefix, capsys, 
     ]
     # an infinite weight
     difference = Fp8Difference(1, "layers.1.mlp.in.weight", "forward", "w", 1, math.inf)
-    found = {"key": [1, 0, 6], "first": asdict(difference), "errors": []}
+    findings = {"key": [1, 0, 6], "first": asdict(difference), "errors": []}
 
     def faulty(config: Config, steps: int, directory: Path, *others: object) -> None:
         directory.mkdir()
         for step in (1, 2):
             (directory / f"step_{step}.json").write_text("NaN" if config.train.fp8 != "none" else "4.5")
-        for rank, entry in enumerate(({**found, "key": [1, 1, -2]}, found, {"key": None, "first": None, "errors": []})):
+        for rank, entry in enumerate(
+            ({**findings, "key": [1, 1, -2]}, findings, {"key": None, "first": None, "errors": []})
+        ):
             (directory / f"rank_{rank}.json").write_text(json.dumps(entry))
 
     monkeypatch.setattr(verify, "run_ranks", faulty)

@@ -121,9 +121,10 @@ def test_a_fault_is_named_by_step_matrix_and_operand(fault, step, product, opera
     fault(matmuls)
     first = checked(trainer).first
     assert first is not None
-    found = first[1]
-    assert (found.step, found.matrix, found.product, found.operand) == (step, name, product, operand)
-    assert found.excess > 1 and f"step {step}: {name}, forward, rank 0: {operand or 'the product'} " in str(found)
+    _, named = first
+    assert (named.step, named.matrix, named.product, named.operand) == (step, name, product, operand)
+    what = operand or "the product"
+    assert named.excess > 1 and f"step {step}: {name}, forward, rank 0: {what} " in str(named)
 
 
 def first_of_rank(context: Any, config: dict[str, Any]) -> Any:
