@@ -67,12 +67,25 @@ def quantize(x: Tensor, block: tuple[int, int], power_of_two: bool = False) -> Q
         return Quantized(codes.view(x.shape), scales.view(*x.shape[:-2], -1, scales.shape[1]))
     blocks = _blocks(x, block)
     amax = blocks.abs().amax((-3, -1))
-    # [.., block rows, block columns]: what elements are multiplied by
-    factors = (LARGEST / amax.double().clamp(min=_SMALLEST_AMAX)).float()
-    if power_of_two:
-        factors = _floor_to_power_of_two(factors)
-    codes = _codes(blocks * _spread(factors))
+    factors = scale_factors(amax, power_of_two)  # [.., block rows, block columns]
+    codes = round_to_codes(blocks * _spread(factors))
     return Quantized(codes.reshape(x.shape).contiguous(), factors.reciprocal())
+
+
+def scale_factors(amax: Tensor, power_of_two: bool) -> Tensor:
+    """Return what `quantize` multiplies the elements of blocks by, the reciprocals of their scales, in fp32.
+
+    Args:
+        amax: the largest magnitude of each block.
+    """
+    factors = (LARGEST / amax.double().clamp(min=_SMALLEST_AMAX)).float()
+    return _floor_to_power_of_two(factors) if power_of_two else factors
+
+
+def round_to_codes(scaled: Tensor) -> Tensor:
+    """Round to e4m3. Numbers beyond ±448 become ±448; NaN stays NaN."""
+    # Not every version of torch saturates; clamp keeps NaN.
+    return scaled.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
 
 
 def quantize_mx(x: Tensor) -> Quantized:
@@ -97,7 +110,7 @@ def quantize_mx(x: Tensor) -> Quantized:
     one = torch.ones_like(largest)
     scaled = blocks * _spread(one.ldexp(half)) * _spread(one.ldexp(127 - exponents - half))
     scaled = torch.where(_spread(exponents == 255), torch.nan, scaled)
-    codes = _codes(scaled).reshape(x.shape).contiguous()
+    codes = round_to_codes(scaled).reshape(x.shape).contiguous()
     return Quantized(codes, exponents.to(torch.uint8).view(torch.float8_e8m0fnu))
 
 
@@ -126,11 +139,6 @@ def _blocks(x: Tensor, block: tuple[int, int], dtype: torch.dtype = torch.float3
 def _spread(each: Tensor) -> Tensor:
     """Return one number for each block in a shape that applies to all elements of `_blocks`."""
     return each.unsqueeze(-1).unsqueeze(-3)
-
-
-def _codes(scaled: Tensor) -> Tensor:
-    # Not every version of torch saturates; clamp keeps NaN.
-    return scaled.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
 
 
 def _floor_to_power_of_two(x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite_kernels.fp8 import Quantized
+from megalite_kernels.fp8 import BLOCK, Quantized
 from megalite_kernels.launch import fp8_architecture
 
 ARCHITECTURES = {"block": ("sm_90",), "mxfp8": ("sm_100", "sm_120")}
@@ -34,11 +34,13 @@ def refuses(a: Quantized, b: Quantized, dtype: torch.dtype) -> str | None:
     recipe, device = a.recipe, a.codes.device
     version = tuple(int(part) for part in (torch.version.cuda or "0").split("."))
     architecture, rows = fp8_architecture(device), a.codes.shape[0]
+    square = b.codes.shape[0] == BLOCK * b.scales.shape[0]
     checks = (
         (architecture in ARCHITECTURES[recipe], f"{recipe} on {architecture or device.type}"),
         (version >= CUDA[recipe], f"CUDA {torch.version.cuda}"),
         (dtype == torch.bfloat16, f"results in {dtype}"),
         (rows > 0, "no rows"),
+        (recipe != "block" or square, "a weight with scales of 1 x 128"),
         # a column of scales starts on 16 bytes
         (recipe != "block" or rows % 4 == 0, f"{rows} rows are no multiple of 4"),
     )

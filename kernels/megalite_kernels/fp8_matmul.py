@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megalite_kernels import backend, fp8_library
 from megalite_kernels.device_routes import measured
-from megalite_kernels.fp8 import Quantized, Recipe, dequantize
+from megalite_kernels.fp8 import BLOCK, Quantized, Recipe, dequantize
 from megalite_kernels.groups import Groups
 from megalite_kernels.launch import FP8_ARCHITECTURES, fp8_architecture
 
@@ -35,7 +35,7 @@ def multiply(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     """
     if _named(a) == "scaled_mm" and fp8_library.refuses(a, b, dtype) is None:
         return fp8_library.multiply(a, b, dtype)
-    if _takes(a, dtype):
+    if _takes(a, b, dtype):
         return in_triton(a, b, dtype)
     wide = _converted(a, dtype)
     return F.linear(dequantize(a, wide), dequantize(b, wide)).to(dtype)
@@ -46,7 +46,7 @@ def multiply_experts(a: Quantized, b: Quantized, groups: Groups, dtype: torch.dt
 
     Rows that belong to no group are undefined.
     """
-    if _takes(a, dtype):
+    if _takes(a, b, dtype):
         return in_triton(a, b, dtype, groups.ends)
     wide = _converted(a, dtype)
     rows, matrices = dequantize(a, wide), dequantize(b, wide)
@@ -106,8 +106,10 @@ def _named(a: Quantized) -> str | None:
     return routes.fp8_mxfp8 if a.recipe == "mxfp8" else routes.fp8_block
 
 
-def _takes(a: Quantized, dtype: torch.dtype) -> bool:
-    """Return whether a Triton kernel multiplies the rows of `a`."""
+def _takes(a: Quantized, b: Quantized, dtype: torch.dtype) -> bool:
+    """Return whether a Triton kernel multiplies them: that of `block` needs square blocks in `b`."""
+    if a.recipe == "block" and b.codes.shape[-2] != BLOCK * b.scales.shape[-2]:
+        return False
     if not backend.runs_triton(a.codes) or dtype == torch.float64 or a.codes.shape[0] == 0:
         return False
     return fp8_architecture(a.codes.device) in ARCHITECTURES[a.recipe]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from megalite.assembly.plan import first_place
+from megalite.assembly.plan import coded, first_place
 from megalite.config.errors import ConfigError
 from megalite.config.schema import Config
 from megalite.model.parameters import model_specs
@@ -47,22 +47,25 @@ def check_fp8(config: Config, device: torch.device) -> None:
 def describe_fp8(config: Config) -> list[str]:
     """Return a line with the matrices that multiply in fp8, and those that do not because of their sizes.
 
-    The result is empty without fp8.
+    With ZeRO-3 it also has the number of those that are gathered as codes. The result is empty without fp8.
     """
     train = config.train
     if train.fp8 == "none":
         return []
     at = first_place(config)
     chosen, kept = set[int](), defaultdict[str, set[int]](set)
-    matrices = 0
+    matrices = gathered = 0
     for spec in model_specs(config.model, tp=config.parallel.tp):
         choice = fp8_choice(spec, at, train, config.model.num_hidden_layers)
+        gathered += coded(spec, config).coded
         if choice.rows:
             matrices += 1
             chosen.add(spec.unit)
         if choice.size is not None:
             kept[".".join(spec.name.split(".")[2:])].add(choice.size)
     line = f"fp8 ({train.fp8}): {matrices} matrices of {len(chosen)} layers"
+    if gathered:
+        line += f", of which ZeRO-3 gathers the codes of {gathered}"
     if kept:
         block = BLOCKS[train.fp8]
         parts = (f"{name} ({', '.join(map(str, sorted(sizes)))})" for name, sizes in sorted(kept.items()))

@@ -174,9 +174,7 @@ def build_parts(
     if train.fp8 != "none":
         from megalite.parallel.fp8 import attach_fp8
 
-        layers = config.model.num_hidden_layers
-        updates = None if store.zero == 3 else lambda: store.gatherer.updates
-        attach_fp8(store.weights, train, layers, mesh.coordinates, updates)
+        attach_fp8(store, train, config.model.num_hidden_layers)
     units = units_of(config)
     stages = {
         stage: Stage(config, units[stage], store.weights, store.gatherer, mesh, dtype)

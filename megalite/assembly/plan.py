@@ -6,6 +6,7 @@ starting one.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from megalite.config.dims import ParallelDims, part_length
@@ -19,6 +20,7 @@ from megalite.model.kinds import block_kinds, learns_from_steps, stage_starts
 from megalite.model.mtp.losses import further_losses
 from megalite.model.parameters import model_specs
 from megalite.model.unit_numbers import stage_units
+from megalite.parallel.fp8_choice import gathered_as_codes
 from megalite.parallel.pipeline.gather_actions import with_gathering
 from megalite.parallel.pipeline.generator import build, placement
 from megalite.parallel.pipeline.orders import RECIPES
@@ -58,7 +60,21 @@ def specs_of(config: Config, rank: int) -> list[ParamSpec]:
     units = [unit for stage, units in units_of(config).items() if ranks[stage] == rank for unit in units]
     sequence_parallel = parallel.sequence_parallel
     specs = model_specs(config.model, tp=parallel.tp, sequence_parallel=sequence_parallel, units=units)
-    return trained_specs(specs, config, parallel.tp)
+    return [coded(spec, config) for spec in trained_specs(specs, config, parallel.tp)]
+
+
+def coded(spec: ParamSpec, config: Config) -> ParamSpec:
+    """Return the spec of a stored tensor, marked as `coded` if ZeRO-3 gathers its fp8 codes.
+
+    Weights in CPU memory are uploaded instead, and DoRA computes with the weights that it adapts.
+    """
+    if config.train.fp8 == "none" or spec.domain not in sharded_domains(config):
+        return spec
+    lora, layers = config.lora, config.model.num_hidden_layers
+    read = lora.dora and any(lora.adapts(segment.role) for segment in spec.segments)
+    if read or config.parallel.offload_parameters:
+        return spec
+    return replace(spec, coded=gathered_as_codes(spec, first_place(config), config.train, layers))
 
 
 def activation_shape(config: Config) -> tuple[int, int, int]:
@@ -83,23 +99,28 @@ def buckets_of(config: Config, rank: int) -> list[BucketLayout]:
     return bucket_layout(specs_of(config, rank), first_place(config), owners, parallel.bucket_mb * 1e6)
 
 
+def sharded_domains(config: Config) -> tuple[str, ...]:
+    """Return the domains whose weights ZeRO-3 shards or offloads, to gather or upload them before use."""
+    parallel, dims = config.parallel, ParallelDims.of(config)
+    if parallel.zero < 3 or (dims.shard == 1 and not parallel.offload_parameters):
+        return ()
+    # experts that no other rank has stay whole
+    return ("dense", "expert") if dims.expert_shard > 1 or parallel.offload_parameters else ("dense",)
+
+
 def gathered_units(config: Config) -> tuple[tuple[Unit, ...], ...]:
     """Return the units of each stage with the buckets that are gathered or uploaded before use.
 
     Empty unless ZeRO-3 shards or offloads weights.
     """
-    parallel, dims = config.parallel, ParallelDims.of(config)
-    if parallel.zero < 3 or (dims.shard == 1 and not parallel.offload_parameters):
+    parallel, domains = config.parallel, sharded_domains(config)
+    if not domains:
         return ()
-    # whole where no other rank has the same experts
-    experts_are_whole = dims.expert_shard == 1 and not parallel.offload_parameters
 
     def gathered(rank: int) -> dict[int, tuple[int, ...]]:
         """Unit → the indices of its buckets that are gathered."""
         buckets = buckets_of(config, rank)
-        whole = {
-            index for index, bucket in enumerate(buckets) if bucket.domain == "expert" and experts_are_whole
-        }
+        whole = {index for index, bucket in enumerate(buckets) if bucket.domain not in domains}
         units = buckets_of_units(buckets)
         return {unit: tuple(index for index in units[unit] if index not in whole) for unit in units}
 

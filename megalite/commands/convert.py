@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-4
 ROW = 8  # positions per line
+NO_SUSPECT = "no part of the forward differs on the same input by more than rounding"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -247,28 +249,32 @@ def check(options: argparse.Namespace) -> Answer:
             f"{options.dir} is not a Hugging Face directory. Pass the one to compare it with as HF_DIR."
         )
     theirs = hf_directory(options.hf_dir or options.dir, "weights", "HF_DIR")
+    from megalite.evaluation.first_difference import first_difference
     from megalite.evaluation.logits import compare, rounding
     from megalite.generation.sources import open_source
 
     start_copying()
-    source = open_source(name)
+    source, dtype = open_source(name), options.dtype or "float32"
     inputs = {"texts": options.text, "tokens": options.tokens, "rows": options.rows}
     with progress_of(options.json) as progress:
         differences = compare(source, theirs, **inputs, progress=progress)
-        steps = None
+        content, lines, equal = _of_logits(differences, options.tolerance)
+        suspect = None
         if options.train_steps is not None:
             from megalite.training.step_comparison import compare_steps
 
-            requested = inputs | {"steps": options.train_steps, "dtype": options.dtype or "float32"}
+            requested = inputs | {"steps": options.train_steps, "dtype": dtype}
             steps = compare_steps(source, theirs, **requested, progress=progress)
-    content, lines, equal = _of_logits(differences, options.tolerance)
-    if steps is not None:
-        content, equal = content | {"training": steps.as_json()}, equal and steps.equal
-        content["equal"] = equal
-        lines += steps.lines()
-    if not equal and (why := rounding(source, theirs)):
-        lines.append(why)
-    return content, lines, 0 if equal else 1
+            content, equal = content | {"training": steps.as_json()}, equal and steps.equal
+            lines, suspect = lines + steps.lines(), steps.converted_wrongly
+        if equal:
+            return content, lines, 0
+        if why := rounding(source, theirs):
+            return content | {"equal": False}, [*lines, why], 1
+        if suspect is None:
+            suspect = first_difference(source, theirs, **inputs, dtype=dtype, progress=progress)
+    lines.append(NO_SUSPECT if suspect is None else suspect.line)
+    return content | {"equal": False, "suspect": suspect and asdict(suspect)}, lines, 1
 
 
 def _of_logits(

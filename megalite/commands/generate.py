@@ -112,6 +112,13 @@ def parser() -> Parser:
     add_tokenizer_options(add)
     add_layout_options(add, int, rows="prompt")
     add(
+        "--prefill_chunk_size",
+        type=int,
+        metavar="N",
+        help="process prompts in chunks of N positions, which bounds the memory of their activations "
+        "(default: whole)",
+    )
+    add(
         "--stream",
         action=argparse.BooleanOptionalAction,
         help="print text as it is generated (default: on a terminal with a single prompt)",
@@ -146,6 +153,11 @@ def check(options: argparse.Namespace) -> None:
         f"--top_p must be in (0, 1], got {options.top_p}. Use 1 to sample from all tokens.",
     )
     need("" not in options.stop, "--stop must not be empty.")
+    chunk = options.prefill_chunk_size
+    need(
+        chunk is None or chunk >= 1,
+        f"--prefill_chunk_size must be at least 1, got {chunk}. Omit it to process whole prompts at once.",
+    )
     for axis in AXES:
         need(getattr(options, axis) >= 1, f"--{axis} must be at least 1, got {getattr(options, axis)}.")
     inputs = (options.prompt is not None) + (options.prompts is not None) + options.chat
@@ -199,6 +211,7 @@ def run(options: argparse.Namespace) -> None:
                 average=options.ema,
                 progress=progress,
             )
+        model.prefill_chunk_size = options.prefill_chunk_size
         tokenizer = tokenizer_of(
             model.source, options.tokenizer, allow_change=options.allow_tokenizer_change, tell=warn
         )

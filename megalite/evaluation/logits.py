@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from megalite import checkpoint
 from megalite.assembly import parts as build
@@ -48,13 +50,7 @@ def compare(
 
     Raises CheckpointError or ConfigError if one of the two cannot be loaded.
     """
-    model = source.config.model
-    longest = min(tokens, model.max_position_embeddings)
-    random = torch.randint(model.vocabulary, (rows, longest), generator=torch.Generator().manual_seed(SEED))
-    inputs = {f"{rows} x {longest} random tokens": random}
-    inputs |= {
-        show_text(text): encode(text, hf, model.vocabulary, model.max_position_embeddings) for text in texts
-    }
+    model, inputs = source.config.model, inputs_of(source, hf, texts, tokens, rows)
     theirs = _their_logits(hf, inputs, progress)
     for name, logits in theirs.items():
         if logits.shape[-1] != model.vocabulary:
@@ -68,6 +64,18 @@ def compare(
         progress("logits of the checkpoint", number, len(inputs), "inputs")
         differences.append(_comparison(name, our_logits(stage, inputs[name]), theirs[name]))
     return differences
+
+
+def inputs_of(
+    source: ModelSource, hf: Path, texts: Sequence[str], tokens: int, rows: int
+) -> dict[str, Tensor]:
+    """Return random tokens and the tokens of each text, [rows, tokens], by a description."""
+    model = source.config.model
+    longest = min(tokens, model.max_position_embeddings)
+    random = torch.randint(model.vocabulary, (rows, longest), generator=torch.Generator().manual_seed(SEED))
+    return {f"{rows} x {longest} random tokens": random} | {
+        show_text(text): encode(text, hf, model.vocabulary, model.max_position_embeddings) for text in texts
+    }
 
 
 def rounding(source: ModelSource, hf: Path) -> str | None:
@@ -153,9 +161,34 @@ def load_transformers(hf: Path, dtype: torch.dtype, progress: Report = silent) -
     return model.eval()
 
 
-def load_stage(source: ModelSource) -> Stage:
-    """Load a whole model in this process, in fp32, for forward passes only."""
-    config = for_inference(source.config)
+class _InDouble(TorchFunctionMode):
+    """Computes in fp64 what transformers computes in fp32 in a model of any dtype, as norms and softmax."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.float:
+            func = Tensor.double
+        args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        kwargs = {
+            name: torch.float64 if arg is torch.float32 else arg for name, arg in (kwargs or {}).items()
+        }
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def arithmetic_in(dtype: torch.dtype) -> Iterator[None]:
+    """Compute what transformers leaves to defaults, or casts to fp32, in fp64 if that is the dtype."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with _InDouble() if dtype == torch.float64 else nullcontext():
+            yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+def load_stage(source: ModelSource, precision: str = "fp32") -> Stage:
+    """Load a whole model in this process, in fp32 or fp64, for forward passes only."""
+    config = for_inference(source.config, precision=precision)
     parts = build.build_parts(config, build.make_mesh(config), "cpu", training=False)
     source.read(parts.to_load())
     parts.store.publish()

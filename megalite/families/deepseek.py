@@ -48,9 +48,17 @@ def mscales(scale: float, head_size: int, scaling: dict[str, Any] | None) -> dic
     if scaling.get("rope_type") != "yarn" or factor <= 1 or scale == head_size**-0.5:
         return {}
     of_scores = math.sqrt(scale * head_size**0.5)
-    values = scaling["attention_factor"] * of_scores, of_scores
-    mscale, all_dim = (round((value - 1) / (0.1 * math.log(factor)), 9) for value in values)
+    mscale, all_dim = (
+        _ungrown(factor, value) for value in (scaling["attention_factor"] * of_scores, of_scores)
+    )
     return {"mscale": mscale, "mscale_all_dim": all_dim}
+
+
+def _ungrown(factor: float, value: float) -> float:
+    """The inverse of `grown`, in few digits where these give the same value."""
+    exact = (value - 1) / (0.1 * math.log(factor))
+    short = round(exact, 9)
+    return short if math.isclose(grown(factor, short), value, rel_tol=1e-14) else exact
 
 
 def kv_heads(given: dict[str, Any]) -> int:

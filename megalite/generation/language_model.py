@@ -14,11 +14,15 @@ are not communicated. Forward passes only; they communicate
 
 A cp rank computes its part of whole rows: of prompts, and of texts that are scored. A token that continues a
 row is a single position: all cp ranks compute it, each from its own copy of the cache.
+
+Prompts may be read in chunks of positions, one after another, which bounds the memory of their activations.
+Stages then compute different chunks at the same time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, groupby
 from pathlib import Path
 
@@ -39,7 +43,7 @@ from megalite.model.row_cache import CachedBlock, CachedState, RowCache, padded
 from megalite.model.stage import Stage
 from megalite.parallel.collectives import Work, all_gather, all_reduce, message
 from megalite.parallel.context.gathered import whole
-from megalite.parallel.context.parts import zigzag
+from megalite.parallel.context.parts import PositionSegment, zigzag
 from megalite.parallel.context.rows import Cut
 from megalite.parallel.microbatch import Microbatch
 from megalite.parallel.spec import Rectangle
@@ -75,6 +79,9 @@ class LanguageModel:
         mesh: an existing mesh of that layout (`build.make_mesh`).
         progress: is told how many of this rank's bytes are read.
 
+    Attributes:
+        prefill_chunk_size: number of positions of prompts that a pass reads; None: all. May be set.
+
     Raises:
         CheckpointError: the source cannot be read; on every rank, if reading weights fails.
         ConfigError: the source has no supported model, or one that does not fit the layout.
@@ -95,6 +102,7 @@ class LanguageModel:
     ):
         self.source = open_source(name, average)
         self.step = self.source.step
+        self.prefill_chunk_size: int | None = None
         self.config = for_inference(self.source.config, tp=tp, pp=pp, cp=cp, precision=precision)
         check_layout(self.config)
         self.mesh, self.device = mesh or build.make_mesh(self.config), torch.device(device)
@@ -170,16 +178,23 @@ class LanguageModel:
 
     @torch.no_grad()
     def read(self, cache: RowCache, rows: Rows) -> Tensor | None:
-        """Read rows from their beginning into the cache. Returns logits of the next tokens, [rows,
-        vocabulary], on the last stage."""
-        lengths = [len(row) for row in rows]
-        tokens, state = self._padded(rows)
-        cache.begin_prompts(lengths, len(tokens) * self.mesh.cp.size)
-        x = self._activations(tokens, CachedState(**vars(state), cache=cache))
-        if x is None:
-            return None
-        last = torch.tensor(lengths, device=self.device) - 1
-        return self._logits(x[last, torch.arange(len(rows), device=self.device)].unsqueeze(0))[0]
+        """Read rows from their beginning into the cache, in chunks of `prefill_chunk_size` positions. Returns
+        logits of the next tokens, [rows, vocabulary], on the last stage."""
+        tokens, lengths = self._columns(rows), [len(row) for row in rows]
+        size = self.prefill_chunk_size or len(tokens)
+        each, ends = (torch.tensor(x, device=self.device) for x in (range(len(rows)), lengths))
+        last: Tensor | None = None  # [rows, hidden], of the last token of each row
+        for start in range(0, max(lengths), size):
+            chunk = tokens[start : start + size]
+            microbatch = self._part(chunk, start)
+            reads = [min(length, start + size) for length in lengths]
+            cache.begin_prompts(reads, len(microbatch.tokens) * self.mesh.cp.size, start)
+            state = self._state(microbatch, lengths)
+            x = self._activations(microbatch.tokens, CachedState(**vars(state), cache=cache))
+            if x is not None:
+                current = x[(ends - 1 - start).clamp(0, len(chunk) - 1), each]
+                last = current if last is None else torch.where((ends <= start).unsqueeze(1), last, current)
+        return None if last is None else self._logits(last.unsqueeze(0))[0]
 
     @torch.no_grad()
     def extend(self, cache: RowCache, tokens: Sequence[int], positions: Sequence[int]) -> Tensor | None:
@@ -251,30 +266,29 @@ class LanguageModel:
 
     def _padded(self, rows: Rows) -> tuple[Tensor, ForwardState]:
         """Return rows as columns [seq/cp, rows], padded at the end, which causal attention never reads."""
+        microbatch = self._part(self._columns(rows))
+        return microbatch.tokens, self._state(microbatch, [len(row) for row in rows])
+
+    def _columns(self, rows: Rows) -> Tensor:
+        """Return rows as columns [seq, rows], padded at the end."""
         longest = max(map(len, rows))
         if longest > self.longest or not all(rows):
             raise ValueError(
                 f"rows must have 1 to {self.longest} tokens, got {min(map(len, rows))} to {longest}"
             )
-        limit = self._outdated_after
-        length = min(
-            padded(longest), self.longest, limit if limit is not None and longest <= limit else self.longest
-        )
-        tokens = (
-            torch.tensor([[*row, *[0] * (length - len(row))] for row in rows], device=self.device)
-            .t()
-            .contiguous()
-        )
-        microbatch = self._part(tokens)
-        return microbatch.tokens, self._state(microbatch, [len(row) for row in rows])
+        length = min(padded(longest), self.longest)
+        padding = [[*row, *[0] * (length - len(row))] for row in rows]
+        return torch.tensor(padding, device=self.device).t().contiguous()
 
-    def _part(self, tokens: Tensor) -> Microbatch:
-        """Return this cp rank's part of rows [seq, rows], or the rows without cp."""
+    def _part(self, tokens: Tensor, start: int = 0) -> Microbatch:
+        """Return this cp rank's part of the positions from `start` on, tokens [seq, rows]; all without cp."""
         cp, samples = self.mesh.cp, self._samples(tokens.shape[1])
-        if cp.size == 1:
-            return Microbatch.of(tokens, tokens, samples)
-        parts = zigzag(equal_part(len(tokens), cp.size, "gather") * cp.size, cp.size)
-        return Cut(parts, cp.rank)(tokens, tokens, samples)
+        microbatch = Microbatch.of(tokens, tokens, samples)
+        if cp.size > 1:
+            parts = zigzag(equal_part(len(tokens), cp.size, "gather") * cp.size, cp.size)
+            microbatch = Cut(parts, cp.rank)(tokens, tokens, samples)
+        segments = tuple(PositionSegment(start + at, length) for at, length in microbatch.segments)
+        return replace(microbatch, positions=microbatch.positions + start, segments=segments)
 
     def _state(self, microbatch: Microbatch, lengths: list[int]) -> ForwardState:
         """What a forward pass needs. Under LongRoPE each row has the factors of its own length, as if it were

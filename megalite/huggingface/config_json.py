@@ -1,5 +1,6 @@
 """ModelConfig → Hugging Face config.json, for the families in `megalite.families.model_config`."""
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -70,9 +71,18 @@ def misfit(model: ModelConfig, row: Family) -> str | None:
         return str(error).removeprefix("config.json: ").rstrip(".")
     actual, expected = meaning(model), meaning(again)
     for name, value in actual.items():
-        if value != expected[name] and (name not in _TRAINING_ONLY or name in mapped):
+        if not _equal(value, expected[name]) and (name not in _TRAINING_ONLY or name in mapped):
             return f"model.{name} = {value!r} where {row.model_type} has {expected[name]!r}"
     return None
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Return whether two values are equal, floats but for the rounding of a field and its inverse."""
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-14)
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        return all(_equal(value, other[name]) for name, value in one.items())
+    return bool(one == other)
 
 
 def meaning(model: ModelConfig) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """What blocks with a state keep in generation: the end of what their convolution reads, and the state.
 
 Both have a constant size. Of a prompt they are those at each row's own end: padding after it neither enters
-the state nor the convolution of the next token. A state is that of all tokens read so far, so a row goes on
-only after its last one (`RowCache.begin_tokens`).
+the state nor the convolution of the next token. A part of a prompt starts from those at the end of the part
+before it. A state is that of all tokens read so far, so a row goes on only after its last one
+(`RowCache.begin_tokens`).
 
 Each tp rank has the states of its heads, each cp rank those of whole rows. Communicates as the mixer does,
 and over cp the ends of rows.
@@ -44,25 +45,28 @@ class MixerStore(NamedTuple):
 
 class CachedRows:
     """The forward of `AcrossRows` for a `CachedState`: reads prompts as training does and keeps their ends,
-    and goes on from there by one token of each row."""
+    and goes on from there by the next part of each row, or by one token of it."""
 
     def __init__(self, block: CachedMixer, across: WholeRows | PassedStates):
         self.block, self.across = block, across
 
     def halos(self, x: Tensor, width: int, rows: CachedState) -> Tensor | None:
         cache, tail = rows.cache, rows.cache.stores[self.block].tail
-        if cache.reads_prompts:
-            tail.copy_(cache.last_of(x, width - 1, rows.part))
-            return self.across.halos(x, width, rows)
-        window = torch.cat((tail, x))  # [K, rows, channels]
-        tail.copy_(window[1:])
-        return window[:-1]
+        before = tail.clone() if cache.continues else torch.zeros_like(tail)
+        tail.copy_(cache.last_of(x, before, rows.part))
+        if rows.part is None:
+            return before if cache.continues else None
+        halos = self.across.halos(x, width, rows)
+        assert halos is not None
+        for halo, segment in zip(halos, rows.part.segments[rows.part.rank], strict=True):
+            earlier = before[segment.start :]  # what the segment reads of it comes first
+            halo[: len(earlier)] = earlier
+        return halos
 
     def convolve(self, inputs: ConvInputs, rows: CachedState) -> Tensor:
-        if rows.cache.reads_prompts:
-            return self.across.convolve(inputs, rows)
         x, halos, weight, bias, silu = inputs
-        assert halos is not None
+        if halos is None or rows.part is not None:
+            return self.across.convolve(inputs, rows)
         return causal_conv.forward(x, weight, bias, halo=Halo(halos), silu=silu)
 
     def recur(self, tokens: Tokens, rows: CachedState) -> tuple[Tensor, Kept]:
@@ -70,7 +74,8 @@ class CachedRows:
         if not cache.reads_prompts:
             return recurrence_step.advance(state, tokens), ()
         without = _without_padding(tokens, cache.padding(rows.part))
-        out, kept, final = self.across.recur_to_end(without, rows)
+        initial = state if cache.continues else None
+        out, kept, final = self.across.recur_to_end(without, rows, initial)
         state.copy_(final)
         return out, kept
 

@@ -197,9 +197,9 @@ class Fp8Statistics(Observer):
         out: Tensor,
     ) -> None:
         sums, matrix = self._sums(operand), self._matrices[matmuls]
-        if sums is None:
+        whole, columns = matmuls.matrix(), matrix.columns[operand]
+        if sums is None or whole is None:
             return
-        whole, columns = matmuls.matrix().detach(), matrix.columns[operand]
         if operand == "x" and not any((matrix.place, "w") in each.totals for each in self._forwards.values()):
             weight = matmuls.quantized().along_inputs
             sums.add((matrix.place, "w"), operand_sums(whole, weight, matrix.factors))

@@ -291,6 +291,20 @@ def all_reduce(x: Tensor, axis: MeshAxis, into: Tensor | None = None, disposable
     return Pending([], gather)
 
 
+def all_reduce_max(x: Tensor, axis: MeshAxis) -> Pending:
+    """Compute the elementwise maximum of integers over the axis, as a new tensor."""
+    if axis.size == 1:
+        return Pending([], lambda: x)
+    axis.traffic["all_reduce", axis.name] += 1
+    if _is_gloo(axis):
+        parts = [x if rank == axis.rank else torch.empty_like(x) for rank in range(axis.size)]
+        works = exchange([x] * axis.size, parts, axis, "all_reduce")
+        return Pending(works, lambda: torch.stack(parts).amax(0))
+    out = x.clone()
+    largest = partial(dist.all_reduce, out, dist.ReduceOp.MAX, group=axis.group, async_op=True)
+    return Pending([group_work(largest, "all_reduce", axis)], lambda: out)
+
+
 def all_reduce_together(tensors: Sequence[Tensor], axis: MeshAxis) -> Callable[[], list[Tensor]]:
     """Start summing tensors of one dtype over the axis, in one collective.
 

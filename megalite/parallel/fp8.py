@@ -6,8 +6,9 @@
 
 The gradient passes through the quantization unchanged. Scales follow from the elements of their block, so
 that there is no state between steps. Weights are quantized once after each update, with `mxfp8` along both
-dimensions; those that only exist while they are used (ZeRO-3), at each use. Whatever a layer communicates is
-in the compute dtype. No communication.
+dimensions. ZeRO-3 gathers codes that were quantized as shards (`sharding.weight_codes`); other weights that
+only exist while they are used are quantized at each use. Whatever else a layer communicates is in the compute
+dtype. No communication.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from megalite_kernels.groups import Groups
 from torch import Tensor
 
 from megalite.config.sections.train import TrainConfig
-from megalite.mesh.layout import Coordinates
 from megalite.parallel.expert.grouped_matmul import ExpertMatmuls
 from megalite.parallel.fp8_choice import FORWARD_ONLY, fp8_choice
 from megalite.parallel.matmuls import Matmuls
-from megalite.parallel.weight import Weights
+from megalite.parallel.sharding.store import ParameterStore
+from megalite.parallel.sharding.weight_codes import WeightCodes
 
 Operand = Literal["x", "w", "dy"]
 """Input of a layer, weight, gradient of the output."""
@@ -92,6 +93,7 @@ class Fp8Matmuls(Matmuls):
         rows: the number of its leading rows that multiply in fp8; the others do in the compute dtype.
         forward_only: compute input gradients in the compute dtype.
         updates: returns the number of updates of the weights so far; None: do not keep the codes.
+        gathered: codes and scales of the matrix, which ZeRO-3 gathers; None: compute them from the weight.
 
     Attributes:
         observer: an instrument; None in steps that are not measured.
@@ -110,9 +112,11 @@ class Fp8Matmuls(Matmuls):
         *,
         rows: int,
         forward_only: bool = False,
+        gathered: Quantized | None = None,
     ):
         super().__init__(tensor)
         self.fp8, self.updates = fp8, updates
+        self.gathered = None if gathered is None else QuantizedWeight(0, gathered, gathered.t)
         self.rows, self.forward_only = rows, forward_only
         self._quantized: QuantizedWeight | None = None
         self.largest_scales: dict[Operand, Tensor] = {}
@@ -154,6 +158,9 @@ class Fp8Matmuls(Matmuls):
 
     def quantized(self) -> QuantizedWeight:
         """Return the codes of the weight, computed again after an update."""
+        if self.gathered is not None:
+            self.largest_scales["w"] = largest_scale(self.gathered.along_inputs)
+            return self.gathered
         if self.updates is None:
             return self._quantize(0)
         updates = self.updates()
@@ -163,7 +170,7 @@ class Fp8Matmuls(Matmuls):
 
     @torch.no_grad()
     def _quantize(self, updates: int) -> QuantizedWeight:
-        matrix = self.matrix().detach()
+        matrix = self._matrix().detach()
         if self.fp8.recipe == "mxfp8":
             along_inputs, along_outputs = quantize_mx(matrix), quantize_mx(matrix.transpose(-1, -2))
         else:
@@ -172,7 +179,11 @@ class Fp8Matmuls(Matmuls):
         self.largest_scales["w"] = largest_scale(along_inputs)
         return QuantizedWeight(updates, along_inputs, along_outputs)
 
-    def matrix(self) -> Tensor:
+    def matrix(self) -> Tensor | None:
+        """Return the matrix that is not rounded, as [.., rows, in]; None if only its codes are gathered."""
+        return self._matrix().detach() if self.gathered is None else None
+
+    def _matrix(self) -> Tensor:
         """Return what is quantized, [rows, in]."""
         return self.tensor[: self.rows]
 
@@ -184,8 +195,18 @@ class Fp8ExpertMatmuls(Fp8Matmuls, ExpertMatmuls):
         experts: number of the matrices.
     """
 
-    def __init__(self, tensor: Tensor, fp8: Fp8Format, updates: Callable[[], int] | None, *, experts: int):
-        super().__init__(tensor, fp8, updates, rows=len(tensor))
+    def __init__(
+        self,
+        tensor: Tensor,
+        fp8: Fp8Format,
+        updates: Callable[[], int] | None,
+        *,
+        experts: int,
+        gathered: Quantized | None = None,
+    ):
+        if gathered is not None:  # [experts, out, in]
+            gathered = Quantized(*(each.view(experts, -1, each.shape[1]) for each in gathered))
+        super().__init__(tensor, fp8, updates, rows=len(tensor), gathered=gathered)
         self.experts = experts
 
     def experts_forward(self, rows: Tensor, groups: Groups) -> Tensor:
@@ -194,7 +215,7 @@ class Fp8ExpertMatmuls(Fp8Matmuls, ExpertMatmuls):
     def experts_input_gradient(self, grad: Tensor, groups: Groups) -> Tensor:
         return self._multiply("dy", grad, groups)
 
-    def matrix(self) -> Tensor:
+    def _matrix(self) -> Tensor:
         """Return what is quantized, [experts, out, in]."""
         return self.tensor.view(self.experts, -1, self.tensor.shape[1])
 
@@ -212,20 +233,41 @@ def largest_scale(codes: Quantized, groups: Groups | None = None) -> Tensor:
     return scales.amax() if scales.numel() else scales.new_zeros(())
 
 
-def attach_fp8(
-    weights: Weights, train: TrainConfig, layers: int, at: Coordinates, updates: Callable[[], int] | None
-) -> None:
-    """Let the matrices that `fp8_choice` names multiply in fp8."""
+def attach_fp8(store: ParameterStore, train: TrainConfig, layers: int) -> None:
+    """Let the matrices that `fp8_choice` names multiply in fp8.
+
+    Buckets of matrices that are `coded` get the codes that are gathered.
+
+    Args:
+        layers: number of layers of the model, without modules for further tokens.
+    """
     assert train.fp8 != "none"
     fp8 = Fp8Format(train.fp8, train.fp8_power_of_two)
-    for weight in weights.values():
-        rows = fp8_choice(weight.spec, at, train, layers).rows
-        if not rows:
-            continue
-        segment = weight.spec.segments[0]
-        if segment.experts > 1:
-            experts = segment.experts * rows // segment.shape[0]  # on this rank
-            weight.matmuls = Fp8ExpertMatmuls(weight.tensor, fp8, updates, experts=experts)
-        else:
-            forward_only = segment.role in FORWARD_ONLY
-            weight.matmuls = Fp8Matmuls(weight.tensor, fp8, updates, rows=rows, forward_only=forward_only)
+    for bucket in store.buckets:
+        if bucket.layout.coded:
+            bucket.codes = WeightCodes(
+                bucket.layout, bucket.start, bucket.stop, train.fp8_power_of_two, store.device
+            )
+        # weights that only exist while they are used have no codes to keep
+        updates = None if bucket.shard is not None else lambda: store.gatherer.updates
+        for index, slot in enumerate(bucket.layout.slots):
+            rows = fp8_choice(slot.spec, store.at, train, layers).rows
+            if not rows:
+                continue
+            weight, segment = store.weights[slot.spec.name], slot.spec.segments[0]
+            gathered = None if bucket.codes is None else bucket.codes.matrix(index)
+            if segment.experts > 1:
+                weight.matmuls = Fp8ExpertMatmuls(
+                    weight.tensor,
+                    fp8,
+                    updates,
+                    experts=segment.experts * rows // segment.shape[0],  # on this rank
+                    gathered=gathered,
+                )
+            else:
+                forward_only = segment.role in FORWARD_ONLY
+                weight.matmuls = Fp8Matmuls(
+                    weight.tensor, fp8, updates, rows=rows, forward_only=forward_only, gathered=gathered
+                )
+        if bucket.codes is not None:
+            bucket.free()  # only now: a view of tensors without memory cannot be made

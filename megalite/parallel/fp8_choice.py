@@ -43,14 +43,18 @@ class Fp8Choice(NamedTuple):
     size: int | None = None
 
 
+def in_fp8(unit: int, train: TrainConfig, layers: int) -> bool:
+    """Return whether a unit is a layer whose matrices may multiply in fp8."""
+    return train.fp8 != "none" and train.fp8_first_last < unit <= layers - train.fp8_first_last
+
+
 def fp8_choice(spec: ParamSpec, at: Coordinates, train: TrainConfig, layers: int) -> Fp8Choice:
     """Return which rows of a stored matrix multiply in fp8 on the rank at these coordinates.
 
     Args:
         layers: number of layers of the model, without modules for further tokens.
     """
-    last = train.fp8_first_last
-    if train.fp8 == "none" or not last < spec.unit <= layers - last:
+    if not in_fp8(spec.unit, train, layers):
         return Fp8Choice(0)
     block, rows = BLOCKS[train.fp8], 0
     for segment in spec.segments:
@@ -64,6 +68,18 @@ def fp8_choice(spec: ParamSpec, at: Coordinates, train: TrainConfig, layers: int
                 return Fp8Choice(rows, size)
         rows += part.shape[0]
     return Fp8Choice(rows)
+
+
+def gathered_as_codes(spec: ParamSpec, at: Coordinates, train: TrainConfig, layers: int) -> bool:
+    """Return whether ZeRO-3 gathers the codes of a stored matrix instead of its weights.
+
+    It does if all of it multiplies in fp8 only. The two sets of codes of `mxfp8` together have more bytes
+    than weights in bf16. Arguments as for `fp8_choice`.
+    """
+    if train.fp8 != "block" or spec.segments[0].role in FORWARD_ONLY:
+        return False
+    rows = fp8_choice(spec, at, train, layers).rows
+    return rows > 0 and rows == spec.local_shape(at)[0]
 
 
 def code_bytes(rows: int, columns: int, recipe: str) -> int:

@@ -140,6 +140,7 @@ class ParamSpec:
         both_ends: whether they share the tensor on this rank.
         contributions: gradient contributions per microbatch, one for each use.
         domain: name of the ranks that shard and reduce it (`Mesh.domain`).
+        coded: whether its fp8 codes are gathered instead of its weight (ZeRO-3, `parallel.fp8_choice`).
         at_least_fp32: whether its weight is fp32 also if the compute precision is narrower. For the decay
             rates and time steps of recurrences: rounded to bf16, log rates would change rates by one percent.
     """
@@ -152,6 +153,7 @@ class ParamSpec:
     both_ends: bool = False
     domain: str = "dense"
     at_least_fp32: bool = False
+    coded: bool = False
 
     def local_shape(self, at: Coordinates) -> tuple[int, ...]:
         """Return the shape in memory on the rank at these coordinates."""

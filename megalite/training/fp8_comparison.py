@@ -88,7 +88,7 @@ class Fp8Comparison:
 
     @property
     def largest_error(self) -> tuple[float, str, str]:
-        """Return the largest error of a product, with its matrix and its name."""
+        """Return the largest error of a product, with its matrix and its name. There must be one."""
         return max(
             (error, matrix, name) for matrix, own in self.errors.items() for name, error in own.items()
         )
@@ -201,13 +201,11 @@ class Fp8Check:
         groups: Groups | None,
         out: Tensor,
     ) -> None:
-        matrix, weight = matmuls.matrix().detach(), matmuls.quantized()
-        matrix, weight_codes = (
-            (matrix, weight.along_inputs)
-            if operand == "x"
-            else (matrix.transpose(-1, -2), weight.along_outputs)
-        )
-        self._note(matmuls, operand, "w", operand_excess(matrix, weight_codes, matmuls.fp8, True))
+        matrix, weight = matmuls.matrix(), matmuls.quantized()
+        weight_codes = weight.along_inputs if operand == "x" else weight.along_outputs
+        if matrix is not None:
+            matrix = matrix if operand == "x" else matrix.transpose(-1, -2)
+            self._note(matmuls, operand, "w", operand_excess(matrix, weight_codes, matmuls.fp8, True))
         sizes = [len(out)] if groups is None else groups.sizes
         worst, difference, norm, start = 0.0, 0.0, 0.0, 0
         for number, size in enumerate(sizes):
@@ -217,13 +215,14 @@ class Fp8Check:
                 Quantized(weight_codes.codes[part], weight_codes.scales[part]),
             )
             worst = max(worst, product_excess(left, right, out[own]))
-            exact = (values[own] @ matrix[part].t()).double()
-            difference += float((out[own].double() - exact).square().sum())
-            norm += float(exact.square().sum())
+            if matrix is not None:
+                exact = (values[own] @ matrix[part].t()).double()
+                difference += float((out[own].double() - exact).square().sum())
+                norm += float(exact.square().sum())
         self._note(matmuls, operand, None, worst)
-        key = (self.names[self._index[matmuls]], PRODUCTS[operand])
-        error = (difference / norm) ** 0.5 if norm > 0 else 0.0
-        self.errors[key] = max(self.errors.get(key, 0.0), error)
+        if norm > 0:
+            key = (self.names[self._index[matmuls]], PRODUCTS[operand])
+            self.errors[key] = max(self.errors.get(key, 0.0), (difference / norm) ** 0.5)
 
     def _note(self, matmuls: Fp8Matmuls, read: Operand, operand: str | None, excess: float) -> None:
         """Note a difference if it exceeds its bound and is the first one.

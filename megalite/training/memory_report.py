@@ -22,6 +22,7 @@ from megalite.model.parameters import model_specs
 from megalite.optimizer.state import OptimizerState
 from megalite.parallel.pipeline.gather_actions import check_gathering
 from megalite.parallel.pipeline.schedule import ActionKind
+from megalite.parallel.sharding.bucket_buffers import BucketBuffers
 from megalite.parallel.sharding.powersgd import CompressedMatrix
 from megalite.parallel.sharding.store import ParameterStore
 from megalite.parallel.spec import parameter_count
@@ -54,7 +55,9 @@ def _storages(state: OptimizerState) -> Iterator[tuple[str, str, int]]:
     store, buckets = state.store, state.store.buckets
     gradients = [bucket.gradients for bucket in buckets if bucket.gradients is not None]
     kinds: dict[str, Iterable[Tensor | None]] = {
-        "weights": (tensor for bucket in buckets for tensor in (bucket.weights, bucket.shard)),
+        "weights": (
+            tensor for bucket in buckets for tensor in (bucket.weights, bucket.shard, *_codes(bucket))
+        ),
         "gradients": (
             tensor for own in gradients for tensor in (own.full, own.owned, own.separate_embedding_grad)
         ),
@@ -110,6 +113,12 @@ def planned(config: Config, pp_rank: int, device: DeviceType, shard: int) -> Mod
     """Return the planned bytes of a pipeline rank between steps, for this index on the shard axis."""
     states = model_states(config, plan.buckets_of(config, pp_rank), pp_rank, device, shard)
     return ModelStates(states.weights, states.gradients, states.master + states.moments, states.powersgd)
+
+
+def _codes(bucket: BucketBuffers) -> Sequence[Tensor]:
+    """Return the tensors of codes that are gathered instead of a bucket's weights, if any are."""
+    codes = bucket.codes
+    return () if codes is None else (codes.full, codes.shard, codes.scales)
 
 
 def _compressed(store: ParameterStore) -> Sequence[CompressedMatrix]:

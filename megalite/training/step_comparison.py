@@ -15,7 +15,6 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,14 +23,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from megalite.assembly import parts as build
 from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import Config
 from megalite.config.sections.model import ModelConfig
 from megalite.data.preparation.writer import IndexedWriter
-from megalite.evaluation.logits import encode, load_transformers
+from megalite.evaluation.first_difference import Suspect
+from megalite.evaluation.logits import arithmetic_in, encode, load_transformers
 from megalite.generation.sources import ModelSource
 from megalite.huggingface.config_json import without_training_options
 from megalite.huggingface.convert import HuggingFaceSource
@@ -144,11 +143,16 @@ class StepComparison:
         beyond = sum(len(each.exceeding) for each in self.tensors)
         if self.equal:
             return [*lines, "equal within these bounds"]
-        first = next((each for each in self.tensors if each.exceeding), None)
-        named = (
-            "" if first is None else f"; of each {first.kind} that of {first.errors[0].tensor} differs most"
-        )
-        return [*lines, f"NOT equal: {beyond} differences of tensors exceed these bounds{named}"]
+        return [*lines, f"NOT equal: {beyond} differences of tensors exceed these bounds"]
+
+    @property
+    def converted_wrongly(self) -> Suspect | None:
+        """The tensor whose weights at the start differ most, or None if they are equal."""
+        start = self.tensors[0]
+        if not start.exceeding:
+            return None
+        worst = start.exceeding[0]
+        return Suspect(worst.tensor, worst.error, "its weights at the start differ")
 
     def as_json(self) -> dict[str, Any]:
         tensors = {each.kind: [asdict(error) for error in each.errors] for each in self.tensors}
@@ -227,19 +231,6 @@ def _tokens(texts: Sequence[str], hf: Path, model: ModelConfig, count: int) -> T
 # ---- transformers
 
 
-class _InDouble(TorchFunctionMode):
-    """Computes in fp64 what transformers computes in fp32 in a model of any dtype, as norms and softmax."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.float:
-            func = Tensor.double
-        args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
-        kwargs = {
-            name: torch.float64 if arg is torch.float32 else arg for name, arg in (kwargs or {}).items()
-        }
-        return func(*args, **kwargs)
-
-
 def _their_steps(
     hf: Path, batches: Sequence[Tensor], dtype: torch.dtype, directory: Path, progress: Report
 ) -> tuple[list[float], float]:
@@ -250,7 +241,7 @@ def _their_steps(
         amplify the rounding of small gradients.
     """
     losses, epsilon, optimizer = list[float](), 0.0, None
-    with _arithmetic(dtype):
+    with arithmetic_in(dtype):
         model = load_transformers(hf, dtype, progress).to(dtype)
         model.get_input_embeddings().padding_idx = None  # transformers would not train its row
         _write(model, model.state_dict(), directory / "start")
@@ -271,18 +262,6 @@ def _their_steps(
             optimizer.zero_grad()
         _write(model, model.state_dict(), directory / "end")
     return losses, epsilon
-
-
-@contextmanager
-def _arithmetic(dtype: torch.dtype) -> Iterator[None]:
-    """Compute what transformers leaves to defaults, or casts to fp32, in fp64 if that is the dtype."""
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with _InDouble() if dtype == torch.float64 else nullcontext():
-            yield
-    finally:
-        torch.set_default_dtype(default)
 
 
 def _their_backward(model: Any, batch: Tensor, hf: Path) -> float:
@@ -406,6 +385,8 @@ def _compared(
     ours = global_tensors(trainer, (state,))
     norms: list[tuple[str, float, float]] = []
     for name, parts in names.items():
+        if f"{state}/{name}" not in ours:  # not trained; a step of transformers would show in the weights
+            continue
         own = ours.pop(f"{state}/{name}").double().div_(scale)
         other = theirs.read(name, [0] * own.dim(), own.shape).double()
         norms += [

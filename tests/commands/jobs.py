@@ -79,19 +79,29 @@ def step_from_hf(context: Any, config: dict[str, Any]) -> str:
 
 
 def continued(
-    context: Any, sources: list[str], layout: dict[str, int], rows: list[list[int]], count: int
+    context: Any,
+    sources: list[str],
+    layout: dict[str, int],
+    rows: list[list[int]],
+    count: int,
+    chunk: int | None = None,
+    precision: str = "fp32",
 ) -> list[dict[str, Any]]:
-    """What each model, spread over the layout, makes of the rows: greedy and drawn tokens, and how likely it finds each
-    row's tokens."""
+    """What each model, spread over the layout, makes of the rows: greedy and drawn tokens, the logits after each row
+    (None but on the last stage), and how likely it finds each row's tokens. After the greedy tokens it reads prompts in
+    chunks."""
     results = []
     for name in sources:
         config = for_inference(open_source(name).config, **layout)
-        model = LanguageModel(name, **layout, mesh=mesh_of(context, config))
+        model = LanguageModel(name, **layout, precision=precision, mesh=mesh_of(context, config))
         places = [(position, row) for row, tokens in enumerate(rows) for position in range(len(tokens) - 1)]
         targets = [token for tokens in rows for token in tokens[1:]]
+        greedy = list(model.continuations(rows, count, Sampling(0.0)))
+        model.prefill_chunk_size = chunk
         results.append(
             {
-                "greedy": list(model.continuations(rows, count, Sampling(0.0))),
+                "greedy": greedy,
+                "read": model.read(model.new_cache(len(rows), max(map(len, rows))), rows),
                 "drawn": list(model.continuations(rows, count, Sampling(1.0, top_k=40, top_p=0.9, seed=5))),
                 "likely": model.log_probabilities(rows, places, targets),
                 "answer": model.log_probabilities(rows[:1], places[:1], targets[:1])[0].item(),

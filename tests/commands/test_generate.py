@@ -112,10 +112,11 @@ def test_the_continuation_alone_is_printed_and_is_as_long_as_asked(
 def test_ranks_that_the_tool_starts_say_what_one_process_says(
     checkpoint: Path, tmp_path: Path, generate: Callable[..., str]
 ) -> None:
-    """Two prompts from a file, side by side, on two stages that are processes of their own."""
+    """Two prompts from a file, side by side and in chunks, on two stages that are processes of their own."""
     (tmp_path / "prompts.jsonl").write_text('"Every caf"\n\n{"prompt": "quick brown f", "other": 1}\n')
     words = [checkpoint, "--prompts", tmp_path / "prompts.jsonl", "--tokens", "30", "--temperature", "1.5", "--json"]
-    content, expected = json.loads(generate(*words, "--pp", "2")), json.loads(generate(*words))
+    chunks = ["--prefill_chunk_size", "4"]
+    content, expected = json.loads(generate(*words, "--pp", "2", *chunks)), json.loads(generate(*words))
     assert [each["prompt"] for each in content] == ["Every caf", "quick brown f"]
     assert [each["tokens"] for each in content] == [each["tokens"] for each in expected]
     assert [each["continuation"] for each in content] == [each["continuation"] for each in expected]
@@ -292,6 +293,7 @@ def test_a_prompt_of_a_hugging_face_model_begins_as_its_tokenizer_begins_texts(
         (["--prompt", "x", "--seed", "x"], "argument --seed: invalid int value: 'x'"),
         (["--prompt", "x", "--stop", ""], "--stop must not be empty"),
         (["--prompt", "x", "--tp", "0"], "--tp must be at least 1, got 0"),
+        (["--prompt", "x", "--prefill_chunk_size", "0"], "--prefill_chunk_size must be at least 1, got 0"),
         (["--prompt", "x", "--system", "s"], "--system requires --chat"),
         (["--prompt", "x", "--chat_template", "s"], "--chat_template requires --chat"),
         (["--chat", "--json"], "--json is not supported with --chat"),

@@ -7,11 +7,14 @@ one layout would show at once, since an operand has an error of 2 %.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from megalite_kernels.fp8 import quantize
 
+from megalite.parallel.collectives import all_gather
 from tests.distributed.test_equivalence import assert_same_run
 from tests.support import jobs
 from tests.support.configs import case_of, config_of, config_of_one_process, write_tokens
@@ -47,13 +50,14 @@ MECHANISMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("block", {"tp": 2, "sequence_parallel": True, "pp": 2, "schedule": "zb-h1"}),
-    ("block", {"dp": 2, "zero": 3, "recompute": "full"}),
+    ("block", {"dp": 3, "zero": 3, "recompute": "full", "microbatches": 2}),  # shards cut blocks in three
+    ("block", {"tp": 2, "sequence_parallel": True, "dp": 2, "zero": 3, "kv_heads": 1}),
     ("block", {"cp": 2, "context": "ring", "dp": 2, "zero": 1}),
-    ("powers of two, inner layers", {"tp": 2, "pp": 2, "schedule": "interleaved", "recompute": "mlp_in"}),
-    ("mxfp8", {"tp": 2, "sequence_parallel": True, "dp": 2, "zero": 2}),
-    ("experts", {"dp": 2, "ep": 2, "tp": 2, "sequence_parallel": True}),
-    ("experts", {"dp": 4, "ep": 4}),  # one expert on each rank
-    ("latents", {"tp": 2, "cp": 2, "context": "gather"}),
+    ("powers of two, inner layers", {"pp": 2, "dp": 2, "zero": 3, "schedule": "zb-h2", "recompute": "mlp_in"}),
+    ("mxfp8", {"tp": 2, "sequence_parallel": True, "dp": 2, "zero": 3}),
+    ("experts", {"dp": 2, "ep": 2, "tp": 2, "sequence_parallel": True, "zero": 3}),
+    ("experts", {"dp": 4, "ep": 4, "zero": 3}),  # one expert on each rank, not sharded
+    ("latents", {"tp": 2, "cp": 2, "context": "gather", "zero": 3}),
 ]
 
 
@@ -81,10 +85,53 @@ def test_trains_like_one_process(mechanism, layout, ranks, references, prefix):
 
 
 def test_adapters_of_an_fp8_base_train_like_those_of_one_process(ranks, references, prefix):
-    several, one = configs(prefix, "block", tp=2, sequence_parallel=True)
+    several, one = configs(prefix, "block", tp=2, sequence_parallel=True, dp=2, zero=3)
     for config in (several, one):
         config["lora"] = {"rank": 2, "alpha": 8.0}
-    assert_same_run(ranks.run(2, jobs.train, several, 2), references.run(jobs.train, one, 2), 1e-9, 1e-9)
+    assert_same_run(ranks.run(4, jobs.train, several, 2), references.run(jobs.train, one, 2), 1e-9, 1e-9)
+
+
+def gathered_codes(context: Any, config: dict[str, Any]) -> dict[str, int]:
+    """The number of matrices that are gathered as codes, and of those whose codes and scales are not those of the
+    whole matrix, after a step and after a load."""
+    trainer = make_trainer(context, config)
+    store, power_of_two = trainer.store, trainer.config.train.fp8_power_of_two
+    counts = Counter[str]()
+
+    def check(when: str) -> None:
+        for number, bucket in enumerate(store.buckets):
+            if bucket.codes is None:
+                continue
+            store.gatherer.begin_run(planned=False)
+            store.gatherer.gather(number, None)
+            bucket.await_weights()
+            weights = all_gather(bucket.owned_weights, bucket.domain.shard).wait()
+            for index, slot in enumerate(bucket.layout.slots):
+                own = bucket.codes.matrix(index)
+                whole = quantize(weights[slot.start : slot.stop].view(slot.shape), (128, 128), power_of_two)
+                same = torch.equal(own.codes.view(torch.uint8), whole.codes.view(torch.uint8))
+                same = same and torch.equal(own.scales, whole.scales)
+                counts.update(matrices=1, **{when: not same, "zero": not own.codes.view(torch.uint8).any()})
+
+    trainer.step()
+    check("after a step")
+    for bucket in store.buckets:
+        bucket.master.mul_(1.5)
+    store.publish()
+    check("after a load")
+    trainer.close()
+    return dict(counts)
+
+
+@pytest.mark.parametrize("lora", [{}, {"rank": 2}], ids=["trained", "frozen"])
+def test_codes_of_shards_are_those_of_whole_matrices(lora, ranks, prefix):
+    """Shards of three ranks cut rows and blocks, in bf16 with powers of two and without."""
+    several, _ = configs(prefix, "block", dp=3, zero=3, microbatches=1)
+    several["train"] |= {"precision": "bf16", "fp8_power_of_two": bool(lora)}
+    several["lora"] = lora
+    matrices = 2 * 4 * BASE["layers"]  # qkv, out, in and down, twice
+    for counts in ranks.run(3, gathered_codes, several):
+        assert counts == {"matrices": matrices, "after a step": 0, "after a load": 0, "zero": 0}
 
 
 def test_operands_are_rounded(references, prefix):

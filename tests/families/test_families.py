@@ -1102,6 +1102,9 @@ def test_export_finds_the_family_and_refuses_what_none_expresses():
     assert to_hf_config(ModelConfig(**shape, qk_norm="head"))["model_type"] == "qwen3"
     assert to_hf_config(ModelConfig(**shape, attention_bias=True))["model_type"] == "qwen2"
     assert to_hf_config(ModelConfig(**preset("gpt2-124m")))["model_type"] == "gpt2"
+    narrow = ModelConfig(**preset("deepseek-v3.2") | {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8})
+    again = ModelConfig(**from_hf_config(to_hf_config(narrow, "deepseek_v32")))
+    assert again.attention_scale == pytest.approx(narrow.attention_scale, rel=1e-14)
     delta = {"linear_num_value_heads": 16, "qk_norm": "head", "norm_offset": 1.0, "attention_gate": True}
     blocks = ["delta + feed_forward", "attention+feed_forward", "delta+feed_forward"]
     assert to_hf_config(ModelConfig(**shape, **delta, layer_blocks=blocks))["model_type"] == "qwen3_5_text"

@@ -6,9 +6,11 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from megalite_kernels.index_scores import select
 from torch import Tensor
 
 from megalite.config.load import from_dict
@@ -24,6 +26,8 @@ from tests.support.pool import RankContext, RankPool
 
 COUNT = 12  # tokens: more than any window
 LENGTHS = (3, 19, 9)  # of prompts side by side: shorter and longer than windows
+CHUNK = 4  # positions of prompts
+TIELESS = random_ids(1, 22)[0].tolist()
 SPREAD = [
     "llama, one key-value head",
     "gemma2, caps that act",
@@ -119,12 +123,15 @@ def steps(model: LanguageModel, rows: list[list[int]], tokens: list[list[int]]) 
 def test_tokens_and_logits_are_those_of_transformers(
     name: str, sources: dict[str, str], prompts: list[list[int]]
 ) -> None:
-    """Rows of unequal lengths side by side, against transformers on each alone; and the same logits without a cache."""
+    """Rows of unequal lengths side by side, against transformers on each alone; and the same logits without a cache,
+    and of prompts that are read in chunks, into which windows, states and ends of rows do not fit."""
     model = LanguageModel(sources[name])
     tokens = list(model.continuations(prompts, COUNT, Sampling(temperature=0.0)))
     cached = steps(model, prompts, tokens)
     whole = model.logits([[*prompt, *(step[row] for step in tokens)] for row, prompt in enumerate(prompts)])
     assert whole is not None
+    model.prefill_chunk_size = CHUNK
+    assert (steps(model, prompts, tokens) - cached).abs().max() <= 1e-5
     theirs = load(sources[name].removeprefix("hf:"))
     for row, prompt in enumerate(prompts):
         their_tokens, their_logits = greedy(theirs, prompt, COUNT)
@@ -146,10 +153,14 @@ def test_longrope_has_the_factors_of_each_rows_length(tmp_path: Path) -> None:
     for step in (0, 1, 7, 8, COUNT - 1):
         rows = [[*prompt, *tokens[:step]] for prompt, (tokens, _) in zip(prompts, expected, strict=True)]
         read, logits = model.read(model.new_cache(len(rows), 40), rows), model.logits(rows)
+        model.prefill_chunk_size = None if model.prefill_chunk_size else CHUNK
         assert read is not None and logits is not None
         for row, (_, their_logits) in enumerate(expected):
             assert (read[row] - their_logits[step]).abs().max() <= 1e-4
             assert (logits[len(rows[row]) - 1, row] - their_logits[step]).abs().max() <= 1e-4
+    model.prefill_chunk_size = CHUNK  # a chunk is shorter than the original context, and its row is not
+    read = model.read(model.new_cache(1, 40), rows[-1:])
+    assert read is not None and (read[0] - expected[-1][1][COUNT - 1]).abs().max() <= 1e-4
 
 
 def test_a_row_is_the_same_in_a_batch_as_alone(sources: dict[str, str], prompts: list[list[int]]) -> None:
@@ -162,12 +173,13 @@ def test_a_row_is_the_same_in_a_batch_as_alone(sources: dict[str, str], prompts:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_layout_says_the_same(layout: dict[str, int], sources, prompts, alone, ranks: RankPool) -> None:
-    """Greedy and drawn tokens on every rank, and log-probabilities."""
+    """Greedy tokens on every rank, drawn ones and logits after prompts in chunks, and log-probabilities."""
     names = [sources[name] for name in SPREAD]
-    for results in ranks.run(math.prod(layout.values()), continued, names, layout, prompts, COUNT):
+    for results in ranks.run(math.prod(layout.values()), continued, names, layout, prompts, COUNT, CHUNK):
         for got, expected in zip(results, alone, strict=True):
             assert got["greedy"] == expected["greedy"]
             assert got["drawn"] == expected["drawn"] != expected["greedy"]
+            assert got["read"] is None or (got["read"] - expected["read"]).abs().max() <= 1e-5
             assert (got["likely"][0] - expected["likely"][0]).abs().max() <= 1e-5
             assert got["likely"][1].equal(expected["likely"][1])
             assert got["answer"] == pytest.approx(expected["answer"], abs=1e-5), (
@@ -176,14 +188,49 @@ def test_every_layout_says_the_same(layout: dict[str, int], sources, prompts, al
 
 
 def test_latents_and_sinks_are_read_in_parts_too(sources, prompts, ranks: RankPool) -> None:
+    """Parts of cp ranks, and chunks of prompts; in fp64."""
     names = ("deepseek_v3", "deepseek_v2, lite, yarn rope", "gpt_oss", "deepseek_v32", "glm_moe_dsa")
     names = [sources[name] for name in names]
-    alone = continued(RankContext(0, 1), names, {}, prompts, COUNT)
-    for layout in ({"cp": 2}, {"cp": 2, "tp": 2}):
-        for results in ranks.run(math.prod(layout.values()), continued, names, layout, prompts, COUNT):
+    alone = continued(RankContext(0, 1), names, {}, prompts, COUNT, None, "fp64")
+    for layout in ({"cp": 2}, {"pp": 2}, {"cp": 2, "tp": 2}):
+        for results in ranks.run(math.prod(layout.values()), continued, names, layout, prompts, COUNT, CHUNK, "fp64"):
             for got, expected in zip(results, alone, strict=True):
                 assert got["greedy"] == expected["greedy"] and got["drawn"] == expected["drawn"]
-                assert (got["likely"][0] - expected["likely"][0]).abs().max() <= 1e-5
+                assert (got["likely"][0] - expected["likely"][0]).abs().max() <= 1e-12
+                assert got["read"] is None or (got["read"] - expected["read"]).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_a_prompt_in_chunks_selects_the_same_rows(name: str, sources, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Selections, and logits in fp64; tokens and logits of transformers, which reads it in the same chunks. Where
+    scores tie it chooses by the length of a row, so that its own chunks differ: this prompt has no ties."""
+    model, count = LanguageModel(sources[name], precision="fp64"), len(TIELESS)
+    selections: list[Tensor] = []
+
+    def recorded(*inputs: Tensor, **options: Any) -> Tensor:
+        selections.append(select(*inputs, **options)[: options["positions"].max() + 1])
+        return selections[-1]
+
+    monkeypatch.setattr("megalite.model.blocks.indexed_attention.cache.select", recorded)
+    whole = model.read(model.new_cache(1, count), [TIELESS])
+    layers, expected = len(selections), torch.stack(selections)[:, :count]
+    selections.clear()
+    model.prefill_chunk_size = CHUNK
+    chunked = model.read(model.new_cache(1, count), [TIELESS])
+    assert whole is not None and chunked is not None
+    assert (chunked - whole).abs().max() <= 1e-12
+    parts = [torch.stack(selections[at : at + layers]) for at in range(0, len(selections), layers)]
+    got = torch.cat(parts, 1)  # from the first chunk on whose end more rows are visible than are selected
+    assert len(parts) == -(-count // CHUNK) - 1
+    assert torch.equal(got[:, : count - CHUNK], expected[:, CHUNK:])
+    theirs, single = load(sources[name].removeprefix("hf:")), LanguageModel(sources[name])
+    single.prefill_chunk_size = CHUNK
+    their_whole = greedy(theirs, TIELESS, COUNT)
+    their_tokens, their_logits = greedy(theirs, TIELESS, COUNT, prefill_chunk_size=CHUNK)
+    assert their_tokens == their_whole[0] and (their_logits - their_whole[1]).abs().max() <= 1e-5, "ties"
+    tokens = list(single.continuations([TIELESS], COUNT, Sampling(temperature=0.0)))
+    assert [token for (token,) in tokens] == their_tokens
+    assert (steps(single, [TIELESS], tokens)[:, 0] - their_logits).abs().max() <= tolerance(name)
 
 
 def test_log_probabilities_are_those_of_the_logits(

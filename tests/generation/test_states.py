@@ -20,6 +20,7 @@ from tests.support.pool import RankContext
 
 LENGTHS = (70, 1, 2, 19)
 COUNT = 8
+CHUNK = 3  # positions of prompts: fewer than a convolution reads, and than a chunk of the recurrence
 LONGEST = 96
 BEYOND = LONGEST - max(LENGTHS) + 4  # tokens, with the last of which the longest row is read again
 DELTA = {"linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 5}
@@ -73,10 +74,11 @@ def prompts() -> list[list[int]]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_without_a_cache(name, sources, prompts):
-    """Also of rows that are read into a cache that has been used."""
+    """Also of rows that are read into a cache that has been used, in chunks."""
     model = LanguageModel(sources[name], precision="fp64")
     cache = model.new_cache(len(LENGTHS), LONGEST)
     for rows in (list(map(list, prompts)), [list(prompt) for prompt in reversed(prompts)]):
+        model.prefill_chunk_size = None if rows[0] == prompts[0] else CHUNK
         logits = model.read(cache, rows)
         for step in range(COUNT):
             for row, tokens in enumerate(rows):
@@ -104,9 +106,12 @@ def alone(sources, prompts) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_layout_says_the_same(layout, sources, prompts, alone, ranks):
-    """Greedy and drawn tokens, beyond the context of the longest row, and log-probabilities."""
-    for results in ranks.run(math.prod(layout.values()), continued, list(sources.values()), layout, prompts, BEYOND):
+    """Greedy tokens, drawn ones after prompts in chunks, beyond the context of the longest row, and
+    log-probabilities."""
+    job = continued, list(sources.values()), layout, prompts, BEYOND, CHUNK
+    for results in ranks.run(math.prod(layout.values()), *job):
         for got, expected in zip(results, alone, strict=True):
+            assert got["read"] is None or got["read"].allclose(expected["read"], rtol=0, atol=1e-5)
             assert got["greedy"] == expected["greedy"]
             assert got["drawn"] == expected["drawn"] != expected["greedy"]
             assert got["likely"][0].allclose(expected["likely"][0], rtol=0, atol=1e-5)

@@ -873,7 +873,7 @@ def logits_of(directory: Path, ids: Tensor) -> Tensor:
         return load(directory)(input_ids=ids, use_cache=False).logits
 
 
-def greedy(model: Any, prompt: list[int], count: int) -> tuple[list[int], Tensor]:
+def greedy(model: Any, prompt: list[int], count: int, **others: Any) -> tuple[list[int], Tensor]:
     """The greedy tokens of transformers' model and their logits [count, vocabulary], with its cache; Bamba's differ
     from those that the whole row gives, since its positions start again at 0 after a prompt."""
     model.generation_config.eos_token_id = None
@@ -885,7 +885,7 @@ def greedy(model: Any, prompt: list[int], count: int) -> tuple[list[int], Tensor
         "return_dict_in_generate": True,
     }
     ids = torch.tensor([prompt])
-    built = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
+    built = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options, **others)
     return built.sequences[0, len(prompt) :].tolist(), torch.cat(built.logits)
 
 

@@ -1,10 +1,11 @@
 """fp8 codes and scales, against definitions in float64 and torchao's reference quantizers."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
-from megalite_kernels import fp8
+from megalite_kernels import fp8, fp8_ranges
 from torch import Tensor
 
 
@@ -83,6 +84,27 @@ def test_a_part_has_the_codes_of_the_whole():
     transposed = fp8.quantize(w.t().contiguous(), (128, 128))
     assert torch.equal(transposed.codes.view(torch.uint8), whole.t.codes.contiguous().view(torch.uint8))
     assert torch.equal(transposed.scales, whole.t.scales)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("parts", [2, 3, 7])
+def test_ranges_have_the_codes_of_the_whole(parts, dtype):
+    """Cut inside rows and blocks, with blocks that are not finite and blocks of zeros."""
+    w = adversarial(384 * 256)[-384 * 256 :].view(384, 256).to(dtype)
+    w[130, 5], w[300, 200], w[:128, 128:] = math.nan, -math.inf, 0
+    whole, flat, columns = fp8.quantize(w, (128, 128)), w.view(-1), w.shape[1]
+    cuts = [len(flat) * part // parts // 32 * 32 for part in range(parts + 1)]
+    rows = [fp8_ranges.block_rows(start, stop, columns) for start, stop in pairwise(cuts)]
+    maxima = torch.zeros(3, 2, dtype=torch.int32)
+    for own, (start, stop) in zip(rows, pairwise(cuts), strict=True):
+        maxima[own] = maxima[own].maximum(fp8_ranges.block_maxima(flat[start:stop], start, columns))
+    factors = fp8.scale_factors(maxima.view(torch.float32), power_of_two=False)
+    codes = [
+        fp8_ranges.quantize_range(flat[start:stop], start, columns, factors[own]).view(torch.uint8)
+        for own, (start, stop) in zip(rows, pairwise(cuts), strict=True)
+    ]
+    assert torch.equal(torch.cat(codes), whole.codes.view(torch.uint8).flatten())
+    assert torch.equal(factors.reciprocal().nan_to_num(-1), whole.scales.nan_to_num(-1))
 
 
 def test_mx_scales_are_the_smallest_powers_that_hold_the_block():

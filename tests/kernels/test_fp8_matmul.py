@@ -152,6 +152,17 @@ def test_what_a_gpu_lacks_is_named(architecture, hip, block, mxfp8, gpu, monkeyp
     assert fp8_matmul.missing(torch.device("cpu"), "mxfp8") is None
 
 
+def test_other_blocks_than_those_of_kernels_take_the_reference(gpu, monkeypatch):
+    """1 × 128 on both sides: kernels would read other scales."""
+    x, w = torch.randn(8, 256), torch.randn(128, 256)
+    a, b = fp8.quantize(x, (1, 128)), fp8.quantize(w, (1, 128))
+    gpu("sm_90", fp8_block="scaled_mm")
+    monkeypatch.setattr(backend, "runs_triton", lambda x: True)
+    got = fp8_matmul.multiply(a, b, torch.float32)
+    torch.testing.assert_close(got.double(), numbers_of(a) @ numbers_of(b).t(), rtol=1e-5, atol=1e-5)
+    assert fp8_library.refuses(a, b, torch.bfloat16) == "a weight with scales of 1 x 128"
+
+
 def test_the_report_names_the_implementation_and_the_reason(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "X")
     device = torch.device("cuda")

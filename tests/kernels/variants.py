@@ -436,8 +436,8 @@ def long_list() -> dict[str, tuple[str, Callable[[Any], Calls]]]:
 def launches(module_name: str, architecture: str, calls: Callable[[Any], Calls] | None = None) -> list[Launch]:
     """What a module launches on GPUs of an architecture: at the calls of its list."""
     module, launched = importlib.import_module(f"megalite_kernels.{module_name}"), list[Launch]()
-    asked = {"architecture": lambda device: architecture, "fp8_architecture": lambda device: architecture}
-    with patch.multiple(module, create=True, **asked):
+    functions = dict.fromkeys(("architecture", "fp8_architecture"), lambda device: architecture)
+    with patch.multiple(module, create=True, **functions):
         for names, call in (calls or LISTS[module_name])(module):
             seen: list[tuple[Variant, tuple[Any, ...]]] = []
             with patch.object(Variant, "launch", lambda variant, grid, *args, into=seen: into.append((variant, args))):

@@ -3,7 +3,7 @@ gives, what is sent."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import pytest
@@ -11,12 +11,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.assembly import parts as build
+from megalite.assembly import plan
+from megalite.assembly.fp8_matrices import describe_fp8
+from megalite.config.dims import ParallelDims
 from megalite.config.load import from_dict
 from megalite.families.presets import preset
 from megalite.mesh.mesh import Mesh
 from megalite.model.parameters import model_specs
+from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.spec import parameter_count
-from megalite.planner.memory.estimate import estimate
+from megalite.planner.memory.activations import Activations
+from megalite.planner.memory.estimate import Standing, estimate, resolve_layout
 from megalite.planner.time.traffic import ring, traffic
 from megalite.training import meta_device as meta
 from tests.support import decaying_convolution, jobs_memory, short_convolution
@@ -72,6 +77,9 @@ MAMBA = {
 CONVOLUTION = {"layer_blocks": ["convolution+feed_forward", "attention+feed_forward"] * 2}
 FACTORS = {"query_scale_beta": 0.7, "query_scale_positions": 16}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+# in blocks of 128 × 128, except for the keys and values
+BLOCKS = {"hidden_size": 128, "intermediate_size": 256}
+CODED_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 NORMED = {"norm_weight": False, "embedding_norm": True, "qk_norm": "head", "qk_norm_after_rope": True}
 # numbers of heads by layer; narrow values, with more key-value heads and sinks in layers with a window
 SHAPES = {"layer_heads": [4, 8, 8, 4], "head_dim": 10, "sliding_window": 16, "sliding_window_layers": [1, 3]}
@@ -163,6 +171,15 @@ ALONE = {
     "adapters on latents": {"model": QUERIES, "lora": {"rank": 4, "targets": ["q_b", "kv_a", "o"]}},
     "adapters on a query's latent": {"model": QUERIES, "lora": {"rank": 4, "targets": ["q_a", "o"]}},
 }
+ALONE |= {
+    f"{name}, {mode} recomputed": {"model": model, "train": {"recompute": mode}}
+    for name, model, modes in (
+        ("attention", {}, ("attention", "mlp_norm+mlp_in")),
+        ("latents", QUERIES, ("qkv", "attn_norm+qkv+scores+attention+mlp_norm+mlp_in")),
+        ("an indexer", SHARING, ("qkv", "attention", "attn_norm+qkv+attention+mlp_norm+mlp_in")),
+    )
+    for mode in modes
+}
 ON_TWO = {
     **{f"tp, {mode}": {"tp": 2, "train": {"recompute": mode}} for mode in ("none", "selective", "full")},
     **{
@@ -177,6 +194,10 @@ ON_TWO = {
     "tp and sp, latents": {"tp": 2, "sequence_parallel": True, "model": QUERIES},
     "tp, an indexer": {"tp": 2, "model": SHARING},
     "tp and sp, an indexer": {"tp": 2, "sequence_parallel": True, "model": SHARING},
+    "tp and sp, an indexer, attention recomputed": {
+        **{"tp": 2, "sequence_parallel": True, "model": SHARING},
+        "train": {"recompute": "attention"},
+    },
     "cp, gather, an indexer": {"cp": 2, "context": "gather", "model": SHARING},
     "cp, ulysses, an indexer": {"cp": 2, "model": SHARING},
     "tp and sp, a module ahead": {"tp": 2, "sequence_parallel": True, "model": {"mtp_layers": 1}},
@@ -307,6 +328,12 @@ BUILT = {
         **{"dp": 4, "zero": 3, "dp_shard": 2, "offload": "cpu", "offload_parameters": True, "model": DECAYS},
     },
     "weights in fp32, frozen": {"dp": 2, "zero": 3, "model": DECAYS, "lora": SOME},
+    "fp8, ZeRO-3, groups": {"dp": 4, "zero": 3, "dp_shard": 2, "model": BLOCKS, "train": {"fp8": "block"}},
+    "fp8, ZeRO-3, frozen, offloaded state": {
+        **{"dp": 3, "zero": 3, "offload": "cpu", "model": BLOCKS, "train": {"fp8": "block", "global_batch_size": 24}},
+        "lora": SOME,
+    },
+    "fp8, ZeRO-3, experts": {"dp": 4, "ep": 2, "zero": 3, "model": BLOCKS | CODED_EXPERTS, "train": {"fp8": "block"}},
     "fp16, interleaved": {"pp": 2, "dp": 2, "schedule": "interleaved", "train": {"precision": "fp16"}},
 }
 
@@ -332,6 +359,35 @@ def test_a_tied_tensor_has_two_accumulators_where_order_counts():
     apart, shared = (estimate(each, 2)[0].gradients for each in (config, loose))
     # two whole buffers of the table instead of half of one, in fp32
     assert apart - shared == 4 * (2 * 104 * 32 - 104 * 32 / 2)
+
+
+def test_codes_are_those_of_the_layers_of_a_rank_and_of_its_zero_stage():
+    """Ranks with alike layers, and layouts that a search compares, share what is computed from their buckets."""
+    shared: dict[Hashable, list[BucketLayout]] = {}
+    for zero in (1, 3):
+        config = from_dict(
+            tree(
+                model=BLOCKS | {"num_hidden_layers": 6},
+                train={"precision": "bf16", "fp8": "block", "fp8_first_last": 2},
+                **{"pp": 6, "dp": 2, "zero": zero},
+            )
+        )
+        planned = estimate(config, 12)
+        # out, in and down; and of the rows of qkv, which are gathered in bf16, those of q
+        codes, scales, q = 128 * 128 + 512 * 128 + 128 * 256, 4 * (1 + 4 + 2), 128 * 128 + 4
+        kept = codes + scales + q if zero == 1 else 0
+        assert [each.states.codes for each in planned][1:5] == [0, kept, kept, 0]  # a rank has a layer
+        more = planned[2].states.weights - planned[1].states.weights
+        assert more == pytest.approx(codes / 2 + scales if zero == 3 else 0, abs=2 * 128)  # padding
+        of_codes = ["fp8 (block): 8 matrices of 2 layers, of which ZeRO-3 gathers the codes of 6"]
+        lines = [line.partition("; these")[0] for line in describe_fp8(config)]
+        assert (lines == of_codes) is (zero == 3)
+        config = resolve_layout(config, 12)
+        schedule = plan.schedule(config, ParallelDims.of(config).microbatches)
+        activations = Activations(config)
+        for rank in range(6):
+            of_rank = [Standing(config, schedule, activations, each).of(rank) for each in (shared, {})]
+            assert of_rank[0] == of_rank[1]
 
 
 # ---- traffic: a step over torch's fake process group, which sends nothing and can be watched
@@ -371,6 +427,13 @@ TRAFFIC = {
     "tp, adapters": {"tp": 2, "lora": LORA},
     "tp and sp, adapters": {"tp": 2, "sequence_parallel": True, "lora": SOME, "train": {"recompute": "full"}},
     "ZeRO-3, adapters": {"dp": 2, "zero": 3, "lora": LORA},
+    "ZeRO-3, fp8": {
+        **{"dp": 4, "zero": 3, "dp_shard": 2, "model": BLOCKS, "train": {"fp8": "block", "precision": "bf16"}}
+    },
+    "ZeRO-3, fp8, kept, adapters": {
+        **{"dp": 2, "zero": 3, "zero3_reshard": "step", "model": BLOCKS, "train": {"fp8": "block"}},
+        "lora": {"rank": 4, "modules_to_save": ["norms"]},
+    },
     "tp and sp, DoRA, recomputed": {"tp": 2, "sequence_parallel": True, "lora": DORA, "train": {"recompute": "full"}},
     "pp, tied and trained, DoRA": {"pp": 2, "model": {"tie_word_embeddings": True}, "lora": DORA},
     "cp, ulysses": {"cp": 4, "tp": 2, "train": {"recompute": "full"}, "model": {"num_attention_heads": 8}},

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -13,6 +16,7 @@ from torch import Tensor
 from megalite.assembly import parts as build
 from megalite.config.load import from_dict
 from megalite.config.schema import Config
+from megalite.model import recomputation
 from megalite.model.spec_builder import padded_vocabulary
 from megalite.optimizer.adamw import AdamW
 from megalite.optimizer.registry import OPTIMIZERS
@@ -56,8 +60,35 @@ class Ledger:
     def keep(self, tensor: Tensor) -> _Kept:
         return _Kept(self, tensor)
 
-    def hooks(self) -> Any:
-        return torch.autograd.graph.saved_tensors_hooks(self.keep, self.given)
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Count what autograd functions save, and what recomputed operations keep in place of it."""
+        pack, unpack, ledger = recomputation.Recorder._pack, recomputation._unpack, self
+
+        class Watched(recomputation.Value):
+            """A value whose tensor counts while it is there."""
+
+            __slots__ = ("kept",)
+
+            @property
+            def tensor(self) -> Tensor | None:  # type: ignore[override]
+                return None if self.kept is None else self.kept.tensor
+
+            @tensor.setter
+            def tensor(self, tensor: Tensor | None) -> None:
+                self.kept = None if tensor is None else ledger.keep(tensor)
+
+        def watched_pack(recorder: Any, tensor: Tensor) -> Any:
+            packed = pack(recorder, tensor)
+            return self.keep(packed) if isinstance(packed, Tensor) else packed
+
+        with (
+            patch.object(recomputation, "Value", Watched),
+            patch.object(recomputation.Recorder, "_pack", watched_pack),
+            patch.object(recomputation, "_unpack", lambda x: self.given(x) if isinstance(x, _Kept) else unpack(x)),
+            torch.autograd.graph.saved_tensors_hooks(self.keep, self.given),
+        ):
+            yield
 
     def given(self, kept: _Kept) -> Tensor:
         """The tensor, which counts as long as a backward has it, also when the graph has let it go."""

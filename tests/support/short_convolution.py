@@ -134,14 +134,10 @@ class CachedConvolution(CachedBlock):
         cache, store = state.cache, state.cache.stores[self]
         packed = self.block.into(x)
         gate, value = packed.chunk(2, -1)
-        if cache.reads_prompts:
-            padded = torch.cat([torch.zeros_like(store.values), value])  # position p is at p + WIDTH − 1
-            last = cache.ends.t() + torch.arange(WIDTH - 1, device=value.device).unsqueeze(1)  # [WIDTH − 1, rows]
-            store.values.copy_(padded.gather(0, last.unsqueeze(-1).expand_as(store.values)))
-            return self.block.out(self.block.mix(packed, None))
-        window = torch.cat([store.values, value])  # [WIDTH, rows, channels]
-        store.values.copy_(window[1:])
-        return self.block.out(gate * (window * self.block.weight.tensor.t().unsqueeze(1)).sum(0, keepdim=True))
+        before = store.values.clone() if cache.continues else torch.zeros_like(store.values)
+        store.values.copy_(cache.last_of(value, before, state.part))
+        windows = torch.cat([before, value]).unfold(0, WIDTH, 1)  # [seq, rows, channels, WIDTH]
+        return self.block.out(gate * (windows * self.block.weight.tensor).sum(-1))
 
 
 class ShortConvolutionKind(BlockKind):

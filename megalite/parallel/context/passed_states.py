@@ -140,15 +140,21 @@ class PassedStates(Convolutions):
     def recur(self, tokens: Tokens, rows: RowsOfTokens) -> tuple[Tensor, Kept]:
         return self.recur_to_end(tokens, rows)[:2]
 
-    def recur_to_end(self, tokens: Tokens, rows: RowsOfTokens) -> tuple[Tensor, Kept, Tensor]:
-        """Return also the states after the last positions of whole rows, [batch, heads, dk, dv]."""
+    def recur_to_end(
+        self, tokens: Tokens, rows: RowsOfTokens, initial: Tensor | None = None
+    ) -> tuple[Tensor, Kept, Tensor]:
+        """Return also the states after the last positions of whole rows, [batch, heads, dk, dv].
+
+        Args:
+            initial: those before the first positions; None: zero.
+        """
         part = part_of(rows)
         own = list(_segments(tokens, rows, part))
         ordered, most = places(part)
         effects = [recurrence.effect(each) for each in own]
         factors, added = (self._gathered(x, most) for x in zip(*effects, strict=True))
         before: dict[int, Tensor] = {}
-        state = torch.zeros_like(added[0])
+        state = torch.zeros_like(added[0]) if initial is None else initial
         for slot in ordered:
             before[slot.place] = state
             state = Effect(factors[slot.place], added[slot.place]).on(state)

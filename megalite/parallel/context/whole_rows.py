@@ -109,9 +109,15 @@ class WholeRows:
     def recur(self, tokens: Tokens, rows: RowsOfTokens) -> tuple[Tensor, Kept]:
         return self.recur_to_end(tokens, rows)[:2]
 
-    def recur_to_end(self, tokens: Tokens, rows: RowsOfTokens) -> tuple[Tensor, Kept, Tensor]:
-        """Return also the states after the last positions, [batch, heads, dk, dv]."""
-        out, final = recurrence.forward(tokens._replace(starts=rows.document_start))
+    def recur_to_end(
+        self, tokens: Tokens, rows: RowsOfTokens, initial: Tensor | None = None
+    ) -> tuple[Tensor, Kept, Tensor]:
+        """Return also the states after the last positions, [batch, heads, dk, dv].
+
+        Args:
+            initial: those before the first ones; None: zero.
+        """
+        out, final = recurrence.forward(tokens._replace(starts=rows.document_start), initial)
         return out, (), final
 
     def recur_backward(self, dout: Tensor, tokens: Tokens, rows: RowsOfTokens, kept: Kept) -> TokenGradients:

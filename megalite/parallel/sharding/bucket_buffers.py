@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from megalite.parallel.collectives import Pending
 from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.sharding.gradient_bucket import GradientBucket
 from megalite.parallel.spec import FlatRectangle, Rectangle, rectangles
+
+if TYPE_CHECKING:
+    from megalite.parallel.sharding.weight_codes import WeightCodes
 
 
 @dataclass(eq=False)
@@ -37,7 +41,8 @@ class BucketBuffers:
     stop: int
     master: Tensor  # [stop - start], at least fp32, on the device of the optimizer state
     shard: Tensor | None  # [stop - start], in the dtype of the weights, under ZeRO-3
-    gathering: Pending | None = None  # the all-gather of `weights` in flight
+    codes: WeightCodes | None = None  # are gathered instead of the weights, which then never have memory
+    gathering: Pending | None = None  # the all-gather in flight
 
     @property
     def owned_grads(self) -> Tensor:
@@ -54,9 +59,14 @@ class BucketBuffers:
         return self.owned_weights.data_ptr() != self.master.data_ptr()
 
     @property
+    def full(self) -> Tensor:
+        """[size]: what is gathered, weights or their codes."""
+        return self.weights if self.codes is None else self.codes.full
+
+    @property
     def resident(self) -> bool:
         """Whether memory for the full weights is allocated."""
-        return self.weights.untyped_storage().nbytes() > 0
+        return self.full.untyped_storage().nbytes() > 0
 
     def await_weights(self) -> None:
         """Wait until the full weights are gathered."""
@@ -69,11 +79,11 @@ class BucketBuffers:
 
         Resizing the storage, here and in `free`, keeps each weight's view of it valid.
         """
-        self.weights.untyped_storage().resize_(self.layout.size * self.weights.itemsize)
+        self.full.untyped_storage().resize_(self.layout.size * self.full.itemsize)
 
     def free(self) -> None:
         """Free the memory of the full weights."""
-        self.weights.untyped_storage().resize_(0)
+        self.full.untyped_storage().resize_(0)
 
     def write(self, start: int, values: Tensor) -> None:
         """Write to the masters and weights of a flat range of the bucket, as far as this rank keeps it."""

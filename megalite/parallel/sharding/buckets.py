@@ -1,12 +1,13 @@
 """Bucket layout: the offset of each stored tensor in a few flat buffers.
 
-It is a pure function of the specs, and the same for every ZeRO stage. Whole units (embedding, a layer, the
-head) share a bucket up to the bucket size, so that the gradients of a bucket complete together and the
-weights of a layer are gathered together. Inside a bucket, tensors with weight decay come first, so that the
+It is a pure function of the specs. Whole units (embedding, a layer, the head) share a bucket up to the bucket
+size, so that the gradients of a bucket complete together and the weights of a layer are gathered together.
+Inside a bucket, tensors with weight decay come first, so that the
 optimizer updates two ranges. Tied tensors have a bucket of their own, so that both copies are sharded alike,
-and so do frozen tensors, which need no gradients, and tensors that are at least fp32 whatever the compute
-precision is. A layer has few numbers of the latter, so one bucket usually has those of all layers of a rank:
-one bucket per layer would be mostly padding.
+and so do frozen tensors, which need no gradients, tensors that are at least fp32 whatever the compute
+precision is, and matrices whose fp8 codes ZeRO-3 gathers. A layer has few numbers of the second kind, and few
+besides the last, so one bucket usually has those of all layers of a rank: one bucket per layer would be
+mostly padding.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from itertools import chain, groupby, product
 
 from megalite.mesh.layout import Coordinates
+from megalite.parallel.fp8_choice import BLOCKS
 from megalite.parallel.spec import ParamSpec
 
 ALIGN = 32  # elements, 128 bytes of fp32: every vector load and cache line starts at a tensor's start
@@ -64,6 +66,16 @@ class BucketLayout:
     def at_least_fp32(self) -> bool:
         """Whether its weights are at least fp32 (`ParamSpec.at_least_fp32`), else in compute precision."""
         return self.slots[0].spec.at_least_fp32
+
+    @property
+    def coded(self) -> bool:
+        """Whether the fp8 codes of its weights are gathered (`ParamSpec.coded`)."""
+        return self.slots[0].spec.coded
+
+    @property
+    def blocks(self) -> int:
+        """Number of scales of these codes."""
+        return sum(math.prod(slot.shape) for slot in self.slots) // BLOCKS["block"] ** 2 if self.coded else 0
 
     @property
     def domain(self) -> str:
@@ -140,11 +152,11 @@ def bucket_layout(
     alone = [[spec] for spec in specs if spec.tied]
     groups: list[list[ParamSpec]] = []
     domains = dict.fromkeys(spec.domain for spec in specs)
-    for alike in product(domains, (True, False), (False, True)):
+    for alike in product(domains, (True, False), (False, True), (False, True)):
         rest = [
             spec
             for spec in specs
-            if not spec.tied and (spec.domain, spec.trainable, spec.at_least_fp32) == alike
+            if not spec.tied and (spec.domain, spec.trainable, spec.at_least_fp32, spec.coded) == alike
         ]
         filled = math.inf
         for _, unit in groupby(rest, key=lambda spec: spec.unit):

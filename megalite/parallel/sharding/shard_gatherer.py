@@ -1,6 +1,7 @@
 """Gathering of weights that are stored as shards (ZeRO-3).
 
-A rank keeps its shard of each bucket, and full weights only exist while they are used. The schedule decides
+A rank keeps its shard of each bucket, and full weights, or their fp8 codes (`sharding.weight_codes`), only
+exist while they are used. The schedule decides
 when (`pipeline.gather_actions`): a gather or reshard precedes, in the list, the computation during which it
 is executed. `gather` and `reshard` record it, and the units of the model execute it when they begin and end:
 
@@ -9,7 +10,8 @@ is executed. `gather` and `reshard` record it, and the units of the model execut
     backward  end:   the same as the start in forward
               start: the same as the end in forward
 
-Communication: all-gather over the shard axis, as often as the schedule gathers.
+Communication: all-gather over the shard axis, as often as the schedule gathers; for codes also an all-reduce
+of maxima when weights have changed.
 """
 
 from __future__ import annotations
@@ -86,10 +88,18 @@ class ShardGatherer(WeightGatherer):
             return x
         return Node.apply(x, None, self.end_of(unit))
 
-    def gather_updated(self) -> None:
-        """Free the full weights, which are outdated because the shards have changed."""
+    def gather_updated(self, loaded: bool = False) -> None:
+        """Free the full weights, which are outdated because the shards have changed.
+
+        Buckets whose codes are gathered get those of the new weights.
+        """
         self.updates += 1
         self._free_all()
+        coded = [each for each in self.buckets if each.codes is not None]
+        if coded:
+            from megalite.parallel.sharding.weight_codes import update_codes  # not needed without fp8
+
+            update_codes(each for each in coded if loaded or each.layout.trainable)
 
     def wait_for(self, unit: int) -> None:
         """Do nothing, because `pre_forward` waits for the weights."""
@@ -122,5 +132,6 @@ class ShardGatherer(WeightGatherer):
     def _start(self, bucket: BucketBuffers) -> None:
         assert bucket.shard is not None and not bucket.resident
         bucket.allocate()
-        pending = self._collective(bucket.shard, bucket.domain.shard, bucket.weights)
+        shard = bucket.shard if bucket.codes is None else bucket.codes.shard
+        pending = self._collective(shard, bucket.domain.shard, bucket.full)
         bucket.gathering = self.log.gathering(f"gather {self.buckets.index(bucket)}", pending)

@@ -220,7 +220,7 @@ class ParameterStore:
         """
         self.draw(seed, threads)
         meet(self.mesh)  # the first and last stages draw more than others
-        self.gatherer.gather_updated()
+        self.gatherer.gather_updated(loaded=True)
         self.gatherer.finish()
 
     def draw(self, seed: int, threads: int = 1, roles: Collection[str] = ()) -> None:
@@ -273,7 +273,7 @@ class ParameterStore:
                 if bucket.has_own_master:
                     bucket.owned_weights.copy_(bucket.master)
         self.state.release()
-        self.gatherer.gather_updated()
+        self.gatherer.gather_updated(loaded=True)
 
     # ---- which rectangles of global tensors this rank holds
 

@@ -77,10 +77,13 @@ class WeightGatherer:
     def end_of(self, unit: int) -> UnitBoundary:
         return UnitBoundary(partial(self.release, unit), partial(self.acquire, unit))
 
-    def gather_updated(self) -> None:
+    def gather_updated(self, loaded: bool = False) -> None:
         """Start gathering the updated weights.
 
         The forwards of the next step wait for them unit by unit, so that the gathers overlap with it.
+
+        Args:
+            loaded: whether frozen weights may have changed, too.
         """
         self.updates += 1
         for number, bucket in enumerate(self.buckets):

@@ -23,6 +23,7 @@ from megalite.config.dims import ParallelDims
 from megalite.config.recompute import BUDGET
 from megalite.config.schema import Config
 from megalite.model.unit_numbers import head_unit, layers_in
+from megalite.parallel.fp8_choice import in_fp8
 from megalite.parallel.pipeline.schedule import ActionKind, Schedule
 from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.planner.cost.muon_exchange import exchange
@@ -233,7 +234,16 @@ class Standing:
         model, units = self.config.model, self.activations.units
         own = [unit for stage in self.schedule.stages_of(pp_rank) for unit in self.units[stage]]
         ends = tuple(unit for unit in own if unit in (0, head_unit(model)))
-        return ends, tuple(units.alike(layer) for unit in own for layer in layers_in(model, unit))
+        layers = tuple(units.alike(layer) for unit in own for layer in layers_in(model, unit))
+        return ends, layers, self._in_fp8(own)
+
+    def _in_fp8(self, own: Sequence[int]) -> Hashable:
+        """Return a key of what fp8 changes in the buckets of these units."""
+        config = self.config
+        if config.train.fp8 == "none":
+            return ()
+        layers = config.model.num_hidden_layers
+        return plan.sharded_domains(config), tuple(in_fp8(unit, config.train, layers) for unit in own)
 
 
 class Profile(NamedTuple):

@@ -26,6 +26,8 @@ from megalite.parallel.spec import ParamSpec
 
 DeviceType = Literal["cuda", "cpu"]
 
+SCALE = 4
+"""Bytes of a scale of fp8 codes."""
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 """Bytes per element, by train.precision."""
 
@@ -51,6 +53,10 @@ class Widths:
     def weights(self, stored: BucketLayout | ParamSpec) -> int:
         """Return the bytes per element of the weights of a bucket or a stored tensor."""
         return self.accumulate if stored.at_least_fp32 else self.compute
+
+    def gathered(self, bucket: BucketLayout) -> int:
+        """Return the bytes per element that ZeRO-3 gathers of a bucket, of its weights or their codes."""
+        return 1 if bucket.coded else self.weights(bucket)
 
 
 @dataclass(frozen=True)
@@ -145,12 +151,13 @@ class States:
     """Bytes kept between steps, and the copies that a step adds until its update is confirmed.
 
     Attributes:
-        weights: in the compute dtype, or at least fp32.
+        weights: in the compute dtype, or at least fp32; with ZeRO-3 also codes and scales of those that it
+        gathers in fp8.
         gradients: in the dtype they accumulate in.
         master: master weights, 0 if the weights themselves are updated.
         moments: the optimizer's state besides them: AdamW's two moments, Muon's one of matrices, and the
         average of the weights. powersgd: errors and factors of compressed gradients.
-        codes: weights in fp8 with their scales, besides those in the compute dtype.
+        codes: weights in fp8 with their scales, besides those in the compute dtype, without ZeRO-3.
         copies: transient: copies of the optimizer state under schedules that update before the norm is known,
         and PowerSGD's new errors
             and factors.
@@ -220,7 +227,7 @@ def _bucket(config: Config, bucket: BucketLayout, device: DeviceType, shard: int
     away = master + moments if parallel.offload == "disk" or state_at != device else 0
     compressed = _compressed(config, bucket) * widths.gradient
     return States(
-        weights=weights,
+        weights=weights + (kept + SCALE * bucket.blocks if bucket.coded else 0),
         gradients=_gradients(config, bucket) * widths.gradient,
         master=master,
         moments=moments,

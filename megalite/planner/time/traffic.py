@@ -33,7 +33,7 @@ from megalite.planner.cost.muon_exchange import exchange
 from megalite.planner.memory.activations import Activations
 from megalite.planner.memory.buffers import NARROW
 from megalite.planner.memory.estimate import resolve_layout
-from megalite.planner.memory.states import Sharing, Widths, matrices
+from megalite.planner.memory.states import SCALE, Sharing, Widths, matrices
 
 
 @dataclass(frozen=True)
@@ -187,13 +187,14 @@ def _data(config: Config, schedule: Schedule, pp_rank: int, buckets: Sequence[Bu
             )
         if sharing.zero and not sharing.weights_sharded:
             total += ring(bucket.size * widths.weights(bucket), sharing.shard)
+        total += 2 * ring(SCALE * bucket.blocks, sharing.shard)  # maxima of the blocks of codes
     gathers = [
         buckets[action.bucket]
         for action in schedule.actions[pp_rank]
         if action.kind is ActionKind.GATHER and action.bucket is not None
     ]
     return total + sum(
-        ring(bucket.size * widths.weights(bucket), Sharing.of(config, bucket.domain).shard)
+        ring(bucket.size * widths.gathered(bucket), Sharing.of(config, bucket.domain).shard)
         for bucket in gathers
     )
 

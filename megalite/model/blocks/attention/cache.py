@@ -1,7 +1,8 @@
 """Keys and values that attention keeps in generation.
 
 A layer with a sliding window has as many slots as the window. The order of slots does not matter: keys are
-rotated before they are stored. Prompts are read with the attention of training.
+rotated before they are stored. Prompts are read with the attention of training; a part of them also attends
+to what is stored of the parts before it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from megalite.model.block_module import BlockModule
 from megalite.model.blocks.attention.block import Attention
 from megalite.model.forward_state import ForwardState
-from megalite.model.row_cache import CachedBlock, CachedState, RowCache
+from megalite.model.row_cache import CachedBlock, CachedState, RowCache, with_past
 from megalite.parallel.context.sinks import with_sinks
 
 
@@ -79,15 +80,22 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, empty: Tensor, options: dic
     return (probabilities @ values).flatten(1, 2).unsqueeze(0)
 
 
-def within_prompts(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-    """Compute the attention of rows, or this cp rank's part, to whole rows from their start."""
+def within_prompts(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], start: int = 0) -> Tensor:
+    """Compute the attention of rows, or this cp rank's part, to whole rows.
+
+    Args:
+        start: the first position of whole rows of q. Those of k and v may begin earlier (`with_past`), and
+            end where they end.
+    """
     part, sinks = options.get("part"), options.get("sinks")
-    if part is None and sinks is None:
+    if part is None and sinks is None and start == 0:
         return attention(q, k, v, **options)[0]
     requested = {name: options[name] for name in ("scale", "window", "softcap")}
-    out, lse = attention_part(
-        q, k, v, [(0, len(q))] if part is None else part.segments[part.rank], [(0, len(k))], **requested
-    )
+    parts = [[(0, len(q))]] if part is None else part.segments
+    end = start + sum(length for segments in parts for _, length in segments)
+    own = parts[0 if part is None else part.rank]
+    queries, keys = [(start + first, length) for first, length in own], [(end - len(k), len(k))]
+    out, lse = attention_part(q, k, v, queries, keys, **requested)
     return with_sinks(out, lse, sinks)[0].to(q.dtype)
 
 
@@ -120,11 +128,12 @@ class CachedAttention(CachedBlock):
         store, options = cache.stores[self], self.attention.attention_options(state)
         q, k, v, *gates = self.attention.project(x, state)
         k, v = (cache.whole(each, state.part) for each in (k, v))
+        if not cache.reads_prompts:
+            store.write(cache, k, v)
+            return store.look_up(cache, q, options), *gates
+        keys, values = with_past(store.keys, k, cache.start), with_past(store.values, v, cache.start)
         store.write(cache, k, v)
-        out: Tensor = (
-            within_prompts(q, k, v, options) if cache.reads_prompts else store.look_up(cache, q, options)
-        )
-        return out, *gates
+        return within_prompts(q, keys, values, options, cache.start), *gates
 
 
 def cached(block: BlockModule) -> CachedBlock:

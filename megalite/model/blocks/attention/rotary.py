@@ -28,7 +28,7 @@ class RotaryInputs:
 
     def __init__(self, model: ModelConfig, dtype: torch.dtype):
         self.model, self.dtype = model, dtype
-        self._tables: dict[tuple[Any, ...], Tables] = {}  # by `segments`, length, frequencies and widths
+        self._tables: dict[tuple[Any, ...], Tables] = {}  # by `segments`, lengths, frequencies and widths
 
     def __call__(self, state: ForwardState) -> None:
         state.rotary, local = self.of_rows(state), self.model.local_rotation
@@ -49,11 +49,14 @@ class RotaryInputs:
         positions = state.document_positions  # [seq, 1] or [seq, batch]
         # empty: positions differ between rows
         shared = state.segments if state.document_start is None else ()
-        key = (shared, len(positions), theta, scaling is None, widths)
+        length, context = 0, self.model.longrope_context
+        if context is not None:  # a pass of generation may read a part of rows, or pad them
+            length = state.length if state.lengths is None else max(state.lengths)
+        longer = length > (context or 0)
+        key = (shared, len(positions), longer, theta, scaling is None, widths)
         tables = self._tables.get(key) if shared else None
         if tables is None:
             # [seq] where rows share positions (or batch is 1), else [seq, batch]
-            length = 0 if self.model.longrope_context is None else state.length
             tables = self.computed(positions.squeeze(1), theta, scaling, length, widths)
             if shared:
                 self._tables[key] = tables

@@ -1,8 +1,9 @@
 """Indexed attention with a cache of latents, and of the indexer's keys.
 
 These are index_head_dim more numbers a token in layers with an indexer. Prompts are read as in training. The
-next token of a row is scored with the cached keys of its row, and attends to the selected latents in the
-absorbed form of `latent_attention.cache`. Shared layers have the selection of the pass in its state.
+next token of a row, or the next part of a prompt, is scored with the cached keys of its row, and attends to
+the selected latents in the absorbed form of `latent_attention.cache`. Shared layers have the selection of the
+pass in its state.
 Communication: that of the cache over cp.
 """
 
@@ -20,11 +21,11 @@ from megalite.model.blocks.attention.cache import KeyValueStore, within_prompts
 from megalite.model.blocks.indexed_attention.block import IndexedAttention
 from megalite.model.blocks.latent_attention.cache import CachedLatentAttention
 from megalite.model.forward_state import ForwardState
-from megalite.model.row_cache import CachedBlock, RowCache
+from megalite.model.row_cache import CachedBlock, RowCache, with_past
 
 
 class IndexedStore(NamedTuple):
-    """One layer's latents and shared keys, and its indexer's keys, [rows, slots + 1, index_head_dim].
+    """One layer's latents and shared keys, and its indexer's keys, [rows, 1, slots + 1, index_head_dim].
 
     In a shared layer the indexer has no keys: None.
     """
@@ -42,6 +43,26 @@ class IndexedStore(NamedTuple):
         return self.latents.nbytes + (0 if self.index_keys is None else self.index_keys.nbytes)
 
 
+def _with_earlier(stored: Tensor, own: Tensor, cache: RowCache) -> Tensor:
+    """Store what the current pass has computed, and return it for all positions up to its end.
+
+    Args:
+        stored: [rows, 1, slots + 1, dim].
+        own: [seq, rows, dim].
+
+    Returns:
+        [positions, rows, dim].
+    """
+    own = own.unsqueeze(2)
+    known = with_past(stored, own, cache.start) if cache.reads_prompts else None
+    KeyValueStore(stored, stored).write(cache, own, own)
+    if known is None:
+        empty = cache.slots(stored.shape[2] - 1).empty
+        assert empty is not None
+        known = stored[:, :, : empty.shape[-1]].permute(2, 0, 1, 3)
+    return known.squeeze(2)
+
+
 class CachedIndexedAttention(CachedLatentAttention):
     """Indexed attention through the cache."""
 
@@ -56,73 +77,46 @@ class CachedIndexedAttention(CachedLatentAttention):
         if self.indexed.indexer is None:
             return IndexedStore(*latents, None)
         width = self.indexed.model_config.index_head_dim
-        index_keys = torch.zeros(rows, latents.slots + 1, width, dtype=dtype, device=device)
+        index_keys = torch.zeros(rows, 1, latents.slots + 1, width, dtype=dtype, device=device)
         return IndexedStore(*latents, index_keys)
 
     def attend(self, x: Tensor, state: ForwardState, cache: RowCache) -> tuple[Tensor]:
         layer, store = self.indexed, cache.stores[self]
         query_latent = layer.query_latent(x, state)
-        queries, (latent, key) = layer.queries(query_latent, state), layer.latent(x, state)
-        whole = cache.whole(torch.cat((latent, key), -1), state.part)
-        store.latents.write(cache, whole.unsqueeze(2), whole.unsqueeze(2))
-        place = cache.slots(store.latents.slots)
-        scored = None
+        queries, latent = layer.queries(query_latent, state), torch.cat(layer.latent(x, state), -1)
+        rows = _with_earlier(store.keys, cache.whole(latent, state.part), cache)  # [positions, rows, width]
+        selects = len(rows) > layer.top
         if layer.indexer is not None:
-            index_queries, index_keys, weights = layer.indexer.of_own_tokens(
-                x, query_latent, layer.rotary_tables(state)
-            )
-            index_keys = cache.whole(index_keys, state.part)
-            store.index_keys[place.rows, place.slot] = index_keys.transpose(0, 1)
-            scored = index_queries, index_keys, weights
-        if cache.reads_prompts:
-            return (self._of_prompts(queries, whole, scored, state),)
-        assert place.empty is not None
-        used = place.empty.shape[-1]
-        if used <= layer.top:
-            out = store.latents.look_up(cache, self._absorbed(queries), layer.attention_options(state))
+            tables = layer.rotary_tables(state)
+            index_queries, index_keys, weights = layer.indexer.of_own_tokens(x, query_latent, tables)
+            index_keys = _with_earlier(store.index_keys, cache.whole(index_keys, state.part), cache)
+            if selects:
+                state.selections[layer.layer] = select(
+                    index_queries, index_keys, weights, top=layer.top, positions=state.positions
+                )
+        selection = state.selections[layer.selecting] if selects else None
+        if cache.reads_prompts and (selection is None or not cache.continues):
+            return (self._of_prompts(queries, rows, selection, state, cache),)
+        queries = self._absorbed(queries)
+        if selection is None:
+            out = store.latents.look_up(cache, queries, layer.attention_options(state))
         else:
-            if scored is not None:
-                stored = store.index_keys[:, :used].transpose(0, 1)
-                self._select(scored[0], stored, scored[2], cache.ends.t() - 1, None, state)
-            rows = store.latents.keys[:, :, :used].permute(2, 0, 1, 3)  # [used, rows, 1, width]
-            selection = state.selections[layer.selecting]
-            out, _ = sparse_attention.forward(
-                self._absorbed(queries), rows, latent.shape[-1], selection, layer.scale
-            )
+            width = rows.shape[-1] - layer.model_config.qk_rope_head_dim
+            out, _ = sparse_attention.forward(queries, rows.unsqueeze(2), width, selection, layer.scale)
         return (torch.einsum("sbhr,hvr->sbhv", out, self.matrix[:, self.plain :]),)
 
     def _of_prompts(
-        self,
-        queries: Tensor,
-        whole: Tensor,
-        scored: tuple[Tensor, Tensor, Tensor] | None,
-        state: ForwardState,
+        self, queries: Tensor, rows: Tensor, selection: Tensor | None, state: ForwardState, cache: RowCache
     ) -> Tensor:
-        """Return the output of this rank's heads for prompts, [seq, batch, heads/tp, value_size]."""
+        """Return the output of this rank's heads by their keys and values, [seq, batch, heads/tp,
+        value_size]."""
         layer = self.indexed
-        widths = (whole.shape[-1] - layer.model_config.qk_rope_head_dim, layer.model_config.qk_rope_head_dim)
-        latents, keys = whole.split(widths, -1)
+        rotating = layer.model_config.qk_rope_head_dim
+        latents, keys = rows.split((rows.shape[-1] - rotating, rotating), -1)
         k, v = layer.keys_and_values(latents, keys, None)
-        if len(k) <= layer.top:
-            return within_prompts(queries, k, v, layer.attention_options(state))
-        if scored is not None:
-            self._select(*scored, state.positions, state.document_start, state)
-        out, _ = sparse_attention.forward(queries, k, v, state.selections[layer.selecting], layer.scale)
-        return out
-
-    def _select(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        weights: Tensor,
-        positions: Tensor,
-        starts: Tensor | None,
-        state: ForwardState,
-    ) -> None:
-        layer = self.indexed
-        state.selections[layer.layer] = select(
-            queries, keys, weights, top=layer.top, positions=positions, document_start=starts
-        )
+        if selection is None:
+            return within_prompts(queries, k, v, layer.attention_options(state), cache.start)
+        return sparse_attention.forward(queries, k, v, selection, layer.scale)[0]
 
 
 def cached(block: BlockModule) -> CachedBlock:

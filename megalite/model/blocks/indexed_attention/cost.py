@@ -16,7 +16,7 @@ from megalite.model.blocks.attention.cost import recomputed as attention_recompu
 from megalite.model.blocks.indexed_attention.context import with_indexer
 from megalite.model.blocks.latent_attention import cost as latent
 from megalite.model.blocks.latent_attention.context import latent_width
-from megalite.model.cost.recomputed import Group
+from megalite.model.cost.recomputed import Group, Operation
 from megalite.model.cost.records import (
     AttentionCost,
     BlockCost,
@@ -30,6 +30,8 @@ from megalite.model.cost.records import (
 
 if TYPE_CHECKING:
     from megalite.model.cost.units import Units
+
+SELECTED = "selected rows"
 
 
 def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> BlockCost:
@@ -46,7 +48,7 @@ def cost(units: Units, block: BlockSpec, matmuls: Mapping[str, Matmul]) -> Block
         by_heads = share.cp > 1 and share.context == "ulysses"
         queries = share.tokens * (share.cp if by_heads else 1)
         if selecting:
-            kept = (*kept, Buffer("selected rows", queries * top, "row", "full"))
+            kept = (*kept, Buffer(SELECTED, queries * top, "row", "full"))
     else:
         kept = scores(units, block.layer, heads).kept
     attention = AttentionCost(
@@ -127,9 +129,15 @@ def _indexer(units: Units, block: BlockSpec, selects: bool, trained: bool) -> tu
 
 
 def recomputed(units: Units, cost: BlockCost) -> list[Group]:
-    """Return what the backward can compute again: as latent attention. What the indexer keeps stays."""
+    """Return what the backward can compute again: as latent attention. What the indexer keeps stays, and so
+    does the selection."""
     own = [step for step in cost.steps if isinstance(step, SelectionCost | DetachedMatmul)]
     if own:
         first, last = cost.steps.index(own[0]), cost.steps.index(own[-1])
         cost = replace(cost, steps=(*cost.steps[:first], *cost.steps[last + 1 :]))
-    return attention_recomputed(units, cost)
+    return [tuple(map(_with_selection, group)) for group in attention_recomputed(units, cost)]
+
+
+def _with_selection(operation: Operation) -> Operation:
+    """Return an operation that frees all but the selection."""
+    return operation._replace(buffers=tuple(each for each in operation.buffers if each.name != SELECTED))

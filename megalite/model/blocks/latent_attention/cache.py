@@ -2,9 +2,9 @@
 and values of all heads.
 
 Prompts are read as in training: their keys and values are computed from the latents, whole rows of them under
-context parallelism too. The next token of a row reads the cache without computing keys and values from it:
-the product with the matrices that would make them moves to the query and to the output (DeepSeek-V2, 2.1.2),
-each head h having [Kₕ; Vₕ] = Wᵇₕ:
+context parallelism too, and in a part of prompts from those of the parts before it. The next token of a row
+reads the cache without computing keys and values from it: the product with the matrices that would make them
+moves to the query and to the output (DeepSeek-V2, 2.1.2), each head h having [Kₕ; Vₕ] = Wᵇₕ:
 
     qₕ · (Kₕ c) = (Kₕᵀ qₕ) · c          Σ p (Vₕ c) = Vₕ (Σ p c)
 
@@ -22,7 +22,7 @@ from megalite.model.blocks.attention.cache import CachedAttention, KeyValueStore
 from megalite.model.blocks.latent_attention.block import LatentAttention
 from megalite.model.blocks.latent_attention.context import latent_width
 from megalite.model.forward_state import ForwardState
-from megalite.model.row_cache import CachedBlock, RowCache
+from megalite.model.row_cache import CachedBlock, RowCache, with_past
 
 
 class CachedLatentAttention(CachedAttention):
@@ -50,11 +50,12 @@ class CachedLatentAttention(CachedAttention):
         latent, key = layer.latent(x, state)
         # [seq, batch, kv_lora_rank + qk_rope_head_dim]
         whole = cache.whole(torch.cat((latent, key), -1), state.part)
+        seen = with_past(store.keys, whole.unsqueeze(2), cache.start) if cache.reads_prompts else None
         store.write(cache, whole.unsqueeze(2), whole.unsqueeze(2))
-        if cache.reads_prompts:
-            whole_latent, whole_key = whole.split((latent.shape[-1], key.shape[-1]), -1)
-            k, v = layer.keys_and_values(whole_latent, whole_key, None)
-            return (within_prompts(queries, k, v, options),)
+        if seen is not None:
+            latents, shared = seen.squeeze(2).split((latent.shape[-1], key.shape[-1]), -1)
+            k, v = layer.keys_and_values(latents, shared, None)
+            return (within_prompts(queries, k, v, options, cache.start),)
         # [1, batch, heads, kv_lora_rank]
         out = store.look_up(cache, self._absorbed(queries), options)
         return (torch.einsum("sbhr,hvr->sbhv", out, self.matrix[:, self.plain :]),)
