@@ -70,6 +70,10 @@ class Groups:
         """Return the rows of each group; waits as `sizes`."""
         return rows[: sum(self.sizes)].split(self.sizes)
 
+    def holds_rows(self, number: int) -> Tensor:
+        """Return [number] bool: whether each of the first rows belongs to a group."""
+        return torch.arange(number, device=self.counts.device) < self.ends[-1]
+
     def of_rows(self, number: int) -> Tensor:
         """Return [number] int64: the group of each of the first rows; the last group for rows of no group."""
         rows = torch.arange(number, device=self.counts.device, dtype=torch.int32)

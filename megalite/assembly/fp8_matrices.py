@@ -1,4 +1,4 @@
-"""What of a model multiplies in fp8 (`train.fp8`), as lines for users, and whether a GPU can."""
+"""What of a model multiplies in fp8 (`train.fp8`), as specs and as lines for users, and whether a GPU can."""
 
 from __future__ import annotations
 
@@ -9,10 +9,18 @@ from megalite.assembly.plan import coded, first_place
 from megalite.config.errors import ConfigError
 from megalite.config.schema import Config
 from megalite.model.parameters import model_specs
-from megalite.parallel.fp8_choice import BLOCKS, Fp8Options, fp8_choice
+from megalite.parallel.fp8_choice import BLOCKS, FORWARD_ONLY, Fp8Options, fp8_choice
+from megalite.parallel.spec import ParamSpec
 
 if TYPE_CHECKING:
     import torch
+
+
+def fp8_matrices(config: Config) -> list[ParamSpec]:
+    """Return the stored matrices of the whole model that multiply in fp8, in the order of its layers."""
+    at, layers = first_place(config), config.model.num_hidden_layers
+    specs = model_specs(config.model, tp=config.parallel.tp)
+    return [spec for spec in specs if fp8_choice(spec, at, Fp8Options.of(config.train), layers).rows]
 
 
 def check_fp8(config: Config, device: torch.device) -> None:
@@ -47,17 +55,26 @@ def describe_fp8(config: Config) -> list[str]:
     at = first_place(config)
     chosen, kept = set[int](), defaultdict[str, set[int]](set)
     matrices = gathered = 0
-    for spec in model_specs(config.model):
+    partial = set[str]()
+    for spec in model_specs(config.model, tp=config.parallel.tp):
         choice = fp8_choice(spec, at, Fp8Options.of(train), config.model.num_hidden_layers)
         gathered += coded(spec, config).coded
         if choice.rows:
             matrices += 1
             chosen.add(spec.unit)
+        name = ".".join(spec.name.split(".")[2:])
+        if choice.partial_gradient and spec.segments[0].role not in FORWARD_ONLY:
+            partial.add(name)
         if choice.size is not None:
-            kept[".".join(spec.name.split(".")[2:])].add(choice.size)
+            kept[name].add(choice.size)
     line = f"fp8 ({train.fp8}): {matrices} matrices of {len(chosen)} layers"
     if gathered:
         line += f", of which ZeRO-3 gathers the codes of {gathered}"
+    if partial:
+        line += (
+            f"; gradients of these keep {train.precision}, because several tp ranks hold the same heads: "
+            f"{', '.join(sorted(partial))}"
+        )
     if kept:
         block = BLOCKS[train.fp8]
         parts = (f"{name} ({', '.join(map(str, sorted(sizes)))})" for name, sizes in sorted(kept.items()))

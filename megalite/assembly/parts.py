@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from megalite_kernels import backend
 
+from megalite.assembly.fp8_matrices import fp8_matrices
 from megalite.assembly.plan import activation_shape, counts_queries, specs_of, units_of
 from megalite.assembly.plan import counts_tokens as counts_tokens
 from megalite.assembly.plan import optimistic_step as optimistic_step
@@ -187,20 +188,25 @@ def build_parts(
 
         make_runtime = partial(GraphedRuntime, weights=store.weights.values())
     runtime = make_runtime(stages, mesh, shape, dtype, device, store.weight_grads, store.gatherer)
-    return Parts(store, stages, runtime, _statistics(config, stages, mesh, store.device))
+    return Parts(store, stages, runtime, _statistics(config, stages, mesh, store))
 
 
 def _statistics(
-    config: Config, stages: dict[int, Stage], mesh: Mesh, device: torch.device
+    config: Config, stages: dict[int, Stage], mesh: Mesh, store: ParameterStore
 ) -> ModelStatistics | None:
-    """Return the statistics of blocks and of further losses (`Parts.statistics`)."""
-    parts: list[ModelStatistics] = []
+    """Return the statistics of blocks, of further losses and of fp8 operands (`Parts.statistics`)."""
+    parts, device = list[ModelStatistics](), store.device
     for kind in block_kinds(config.model):
         blocks = [block for stage in stages.values() for block in stage.blocks(kind.name)]
         if (own := kind.statistics(config, blocks, device)) is not None:
             parts.append(own)
     if further := further_losses(config.model):
         parts.append(MtpStatistics(further, mesh, device))
+    if config.train.fp8 != "none":
+        from megalite.model.fp8_finite import FiniteOperands
+
+        names = [spec.name for spec in fp8_matrices(config)]
+        parts.append(FiniteOperands(names, store.weights, device))
     if len(parts) <= 1:
         return parts[0] if parts else None
     return JoinedStatistics(parts)

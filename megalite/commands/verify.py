@@ -1,7 +1,10 @@
 """Compare a layout with one process: runs both and prints the first step, tensor and rank that differ.
 
     megalite verify --config configs/quickstart.yaml --tp 2 --pp 2 --dp 2 [--steps 5] [--section.key VALUE …]
+    megalite verify --fp8 [5] --config … --train.fp8 block
 
+The second form compares a run in fp8 with the same run in its compute dtype, on the same layout, and prints
+their losses, and the first matmul whose difference is not explained by the rounding of its operands.
 It takes the options of megalite train, too, as --zero and --ep.
 Exit status: 0 if equal within the tolerances, 1 if different, 2 for an invalid configuration. With `--json`,
 stdout is one JSON object.
@@ -12,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,6 +23,7 @@ from megalite.commands.parser import Parser, positive, progress_of
 from megalite.config.arguments import read_arguments
 from megalite.config.errors import ConfigError
 from megalite.config.load import exit_with, load_config
+from megalite.config.schema import Config
 
 AXES = {
     "tp": "tensor-parallel ranks",
@@ -36,26 +41,33 @@ TOLERANCES = {  # relative (loss, norm), absolute (weights)
 
 def main(argv: list[str] | None = None) -> int:
     own, rest = parser().parse_known_args(argv)
-    if own.steps < 1:
-        exit_with(f"--steps must be at least 1, got {own.steps}.")
+    if own.fp8 is not None and own.steps is not None:
+        exit_with(f"--steps = {own.steps} has no effect with --fp8. Give the number of steps as --fp8 N.")
+    steps = own.fp8 or (5 if own.steps is None else own.steps)
+    if steps < 1:
+        exit_with(f"--steps must be at least 1, got {steps}.")
     overrides = read_arguments(rest).overrides  # --parallel.tp means the same as --tp
     layout = {axis: getattr(own, axis) or size_of(overrides.get(f"parallel.{axis}", "1")) for axis in AXES}
     rest += [word for axis, size in layout.items() for word in (f"--{axis}", str(size))]
     # the proof settings
     defaults = ["--checkpoint.load", "none", "--optimizer.lr", "3e-4", "--optimizer.warmup_steps", "0"]
     world = math.prod(layout.values())
-    config = load_config([*defaults, *rest], world_size=world, own=("steps", "json"))
+    config = load_config([*defaults, *rest], world_size=world, own=("steps", "json", "fp8"))
     layout |= {"ep": config.parallel.ep} if config.parallel.ep > 1 else {}
+    if own.fp8 is not None and config.train.fp8 == "none":
+        exit_with("--fp8 requires a run in fp8, but train.fp8 = none. Set --train.fp8 block or mxfp8.")
     import torch
 
     from megalite.training.verify import compare, run_ranks, single_process
 
     on_cpu = torch.cuda.device_count() < world  # both runs use the same kind of device
+    if own.fp8 is not None:
+        return compare_fp8(config, steps, layout, on_cpu, own.json)
 
     with tempfile.TemporaryDirectory(prefix="megalite_verify_") as scratch, progress_of(own.json) as progress:
         try:
-            run_ranks(config, own.steps, Path(scratch, "layout"), on_cpu, progress)
-            run_ranks(single_process(config), own.steps, Path(scratch, "single"), on_cpu, progress)
+            run_ranks(config, steps, Path(scratch, "layout"), on_cpu, progress)
+            run_ranks(single_process(config), steps, Path(scratch, "single"), on_cpu, progress)
         except ConfigError as error:
             exit_with(str(error))
         progress("comparing")
@@ -66,21 +78,61 @@ def main(argv: list[str] | None = None) -> int:
             json.dumps(
                 {
                     "equal": difference is None,
-                    "steps": own.steps,
+                    "steps": steps,
                     "layout": layout,
                     "difference": difference and asdict(difference),
                 }
             )
         )
     elif difference is None:
-        sizes = " × ".join(f"{axis} {size}" for axis, size in layout.items() if size > 1) or "one process"
         print(
-            f"equal: {own.steps} steps on {sizes} match one process: losses and norms within "
+            f"equal: {steps} steps on {sizes_of(layout)} match one process: losses and norms within "
             f"{relative:g}, weights within {absolute:g}"
         )
     else:
         print(f"different: {difference}")
     return int(difference is not None)
+
+
+def sizes_of(layout: Mapping[str, int]) -> str:
+    return " × ".join(f"{axis} {size}" for axis, size in layout.items() if size > 1) or "one process"
+
+
+def compare_fp8(config: Config, steps: int, layout: Mapping[str, int], on_cpu: bool, as_json: bool) -> int:
+    """Run both, print the result, and return the exit status."""
+    from megalite.training.fp8_comparison import compare, without_fp8
+    from megalite.training.verify import run_ranks
+
+    module = "megalite.training.fp8_comparison"
+    with tempfile.TemporaryDirectory(prefix="megalite_verify_") as scratch, progress_of(as_json) as progress:
+        directories = Path(scratch, "fp8"), Path(scratch, "plain")
+        try:
+            for each, directory in zip((config, without_fp8(config)), directories, strict=True):
+                run_ranks(each, steps, directory, on_cpu, progress, module)
+        except ConfigError as error:
+            exit_with(str(error))
+        comparison = compare(*directories, steps)
+    difference = comparison.difference
+    if as_json:
+        facts = {"equal": difference is None, "steps": steps, "layout": layout, "fp8": config.train.fp8}
+        print(json.dumps(facts | comparison.as_json()))
+        return int(difference is not None)
+    precision = config.train.precision
+    print(f"step      loss in fp8      loss in {precision}      difference")
+    for step, (loss, plain) in enumerate(comparison.losses, start=1):
+        print(f"{step:<4}  {loss:15.6f}  {plain:16.6f}  {loss - plain:14.2e}")
+    if difference is not None:
+        print(f"different: {difference}")
+        return 1
+    print(
+        f"equal up to rounding: {steps} steps on {sizes_of(layout)}: all codes are the nearest ones, and all "
+        "products are those of their codes"
+    )
+    if comparison.errors:  # unknown where ZeRO-3 gathers codes
+        largest, matrix, product = comparison.largest_error
+        where = f"{matrix}, {product.replace('_', ' ')}"
+        print(f"A product differs from that in {precision} by at most {largest:.2%} ({where})")
+    return 0
 
 
 def size_of(word: str) -> int:
@@ -92,6 +144,14 @@ def parser() -> Parser:
     tool = Parser(description=__doc__, allow_abbrev=False)
     for axis, what in AXES.items():
         tool.add_argument(f"--{axis}", type=positive, metavar="N", help=f"{what} of the layout (default 1)")
-    tool.add_argument("--steps", type=int, default=5, help="optimizer steps to compare (default 5)")
+    tool.add_argument("--steps", type=int, help="optimizer steps to compare (default 5)")
+    tool.add_argument(
+        "--fp8",
+        type=positive,
+        nargs="?",
+        const=5,
+        metavar="N",
+        help="compare N steps in fp8 with the same steps in the compute dtype (default 5)",
+    )
     tool.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     return tool

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from megalite.parallel.spec import Rectangle
 
+CAUSE = "cause"
+"""Key of the metrics of a step that was not applied: what was not finite first, if that is known."""
+
 
 class ModelStatistics(Protocol):
     """Statistics of one kind of block, or of MTP modules.

@@ -35,6 +35,9 @@ MEMBER = "epoch/"
 """Prefix of the keys for the epochs of the members of a blend."""
 SOURCE, VALIDATED = "loss/", "val_loss/"
 """Prefixes of the keys for training losses by member of a blend, and for validation losses by set."""
+SATURATED, FLUSHED, ROUNDING = "fp8_saturated", "fp8_flushed", "fp8_error"
+"""Keys of fp8 matmuls: KEY/OPERAND is the mean of all matrices, KEY_by_layer/MATRIX.OPERAND lists layers."""
+BY_LAYER = "_by_layer"
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,10 @@ def observers(
         from megalite.monitoring.loss_by_source import LossBySource
 
         chosen.append(LossBySource(trainer))
+    if config.logging.fp8_interval is not None:
+        from megalite.monitoring.fp8_statistics import Fp8Statistics
+
+        chosen.append(Fp8Statistics(trainer))
     chosen += [phases, RankTimes(trainer, phases)]
     if config.parallel.cp > 1:
         chosen.append(ContextImbalance(trainer))

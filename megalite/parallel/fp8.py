@@ -16,7 +16,7 @@ sequence parallelism linears gather codes in place of a tensor of which nothing 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 from megalite_kernels.fp8 import BLOCK, Quantized, Recipe, quantize, quantize_mx
@@ -38,6 +38,9 @@ from megalite.parallel.sharding.weight_codes import WeightCodes
 
 if TYPE_CHECKING:
     from megalite.parallel.matmuls import Operand
+
+OperandName = Literal["x", "w", "dy"]
+"""Input of a layer, weight, gradient of the output."""
 
 
 class Fp8Format(NamedTuple):
@@ -79,6 +82,39 @@ class QuantizedWeight(NamedTuple):
     along_outputs: Quantized
 
 
+class Fp8Observer(Protocol):
+    """What instruments see of fp8 matmuls (`Fp8Matmuls.observer`)."""
+
+    def rounded(
+        self,
+        matmuls: Fp8Matmuls,
+        operand: OperandName,
+        values: Tensor,
+        codes: Quantized,
+        groups: Groups | None,
+    ) -> None:
+        """Called when x or dy is quantized: [tokens, channels].
+
+        Args:
+            groups: the number of rows of each expert, if the matmul is one of experts.
+        """
+
+    def multiplied(
+        self,
+        matmuls: Fp8Matmuls,
+        operand: OperandName,
+        values: Tensor,
+        codes: Quantized,
+        groups: Groups | None,
+        out: Tensor,
+    ) -> None:
+        """Called after x or dy is multiplied with the weight: [tokens, channels] -> [tokens, outputs].
+
+        Args:
+            values: what the codes were quantized from.
+        """
+
+
 class Fp8Matmuls(Matmuls):
     """Matmuls of a matrix in fp8.
 
@@ -87,9 +123,15 @@ class Fp8Matmuls(Matmuls):
         choice: the rows that multiply in fp8; the others do in the compute dtype.
         updates: returns the number of updates of the weights so far; None: do not keep the codes.
         gathered: codes and scales of the matrix, which ZeRO-3 gathers; None: compute them from the weight.
+
+    Attributes:
+        observer: an instrument; None in steps that are not measured.
+        largest_scales: the largest scale of each operand since they were last cleared, [] each: infinite or
+            NaN if an element was.
     """
 
     adds_residual = False
+    observer: Fp8Observer | None = None
 
     def __init__(
         self,
@@ -104,9 +146,10 @@ class Fp8Matmuls(Matmuls):
         self.gathered = None if gathered is None else QuantizedWeight(0, gathered, gathered.t)
         self.rows = choice.rows
         self._quantized: QuantizedWeight | None = None
+        self.largest_scales: dict[OperandName, Tensor] = {}
 
     def forward(self, x: Operand, bias: Tensor | None = None) -> Tensor:
-        out = multiply(self.fp8.activations(x), self.quantized().along_inputs, self.dtype)
+        out = self._multiply("x", x)
         if not self.choice.forward:
             assert isinstance(x, Tensor)
             out = torch.cat((out, x.flatten(0, -2) @ self.tensor[self.rows :].t()), 1)
@@ -116,20 +159,19 @@ class Fp8Matmuls(Matmuls):
 
     def input_gradient(self, grad: Operand) -> Tensor:
         if self.choice.input_gradient:
-            dx = multiply(self.fp8.activations(grad), self.quantized().along_outputs, self.dtype)
-            return dx.view(*grad.shape[:-1], -1)
-        if self.choice.forward:
+            return self._multiply("dy", grad).view(*grad.shape[:-1], -1)
+        if self.choice.partial_gradient:
             return super().input_gradient(grad)
         assert isinstance(grad, Tensor)
         rows = grad.flatten(0, -2)
-        dx = multiply(self.fp8.activations(rows[:, : self.rows]), self.quantized().along_outputs, grad.dtype)
+        dx = self._multiply("dy", rows[:, : self.rows])
         return dx.addmm_(rows[:, self.rows :], self.tensor[self.rows :]).view(*grad.shape[:-1], -1)
 
     def forward_operand(self, x: Tensor) -> Operand:
-        return self.fp8.operand(x) if self.choice.forward else x
+        return self.fp8.operand(x) if self.choice.forward and self.observer is None else x
 
     def input_gradient_operand(self, grad: Tensor) -> Operand:
-        return self.fp8.operand(grad) if self.choice.input_gradient else grad
+        return self.fp8.operand(grad) if self.choice.input_gradient and self.observer is None else grad
 
     def add_weight_gradient(
         self, grad: Tensor, grad_output: Tensor, inputs: Operand, groups: Groups | None, overwrite: bool
@@ -142,9 +184,29 @@ class Fp8Matmuls(Matmuls):
     def weight_gradient_operand(self, inputs: Tensor) -> Operand:
         return self.fp8.along_tokens(inputs.flatten(0, -2)) if self.choice.weight_gradient else inputs
 
+    def _multiply(self, name: OperandName, operand: Operand, groups: Groups | None = None) -> Tensor:
+        """Quantize x or dy, unless it is codes already, and multiply it with the weight."""
+        weight = self.quantized()
+        matrix = weight.along_inputs if name == "x" else weight.along_outputs
+        codes = self.fp8.activations(operand)
+        largest, before = largest_scale(codes, groups), self.largest_scales.get(name)
+        self.largest_scales[name] = largest if before is None else torch.maximum(before, largest)
+        if self.observer is not None:
+            assert isinstance(operand, Tensor)  # `forward_operand` returns no codes in measured steps
+            values = operand.flatten(0, -2)
+            self.observer.rounded(self, name, values, codes, groups)
+        if groups is None:
+            out = multiply(codes, matrix, self.dtype)
+        else:
+            out = multiply_experts(codes, matrix, groups, self.dtype)
+        if self.observer is not None:
+            self.observer.multiplied(self, name, values, codes, groups, out)
+        return out
+
     def quantized(self) -> QuantizedWeight:
         """Return the codes of the weight, computed again after an update."""
         if self.gathered is not None:
+            self.largest_scales["w"] = largest_scale(self.gathered.along_inputs)
             return self.gathered
         if self.updates is None:
             return self._quantize(0)
@@ -157,10 +219,16 @@ class Fp8Matmuls(Matmuls):
     def _quantize(self, updates: int) -> QuantizedWeight:
         matrix = self._matrix().detach()
         if self.fp8.recipe == "mxfp8":
-            transposed = matrix.transpose(-1, -2)
-            return QuantizedWeight(updates, quantize_mx(matrix), quantize_mx(transposed))
-        along_inputs = quantize(matrix, (BLOCK, BLOCK), self.fp8.power_of_two)
-        return QuantizedWeight(updates, along_inputs, along_inputs.t)
+            along_inputs, along_outputs = quantize_mx(matrix), quantize_mx(matrix.transpose(-1, -2))
+        else:
+            along_inputs = quantize(matrix, (BLOCK, BLOCK), self.fp8.power_of_two)
+            along_outputs = along_inputs.t
+        self.largest_scales["w"] = largest_scale(along_inputs)
+        return QuantizedWeight(updates, along_inputs, along_outputs)
+
+    def matrix(self) -> Tensor | None:
+        """Return the matrix that is not rounded, as [.., rows, in]; None if only its codes are gathered."""
+        return self._matrix().detach() if self.gathered is None else None
 
     def _matrix(self) -> Tensor:
         """Return what is quantized, [rows, in]."""
@@ -189,12 +257,10 @@ class Fp8ExpertMatmuls(Fp8Matmuls, ExpertMatmuls):
         self.experts = experts
 
     def experts_forward(self, rows: Tensor, groups: Groups) -> Tensor:
-        operand = self.fp8.activations(rows)
-        return multiply_experts(operand, self.quantized().along_inputs, groups, rows.dtype)
+        return self._multiply("x", rows, groups)
 
     def experts_input_gradient(self, grad: Tensor, groups: Groups) -> Tensor:
-        operand = self.fp8.activations(grad)
-        return multiply_experts(operand, self.quantized().along_outputs, groups, grad.dtype)
+        return self._multiply("dy", grad, groups)
 
     def add_weight_gradient(
         self, grad: Tensor, grad_output: Tensor, inputs: Operand, groups: Groups | None, overwrite: bool
@@ -210,6 +276,19 @@ class Fp8ExpertMatmuls(Fp8Matmuls, ExpertMatmuls):
     def _matrix(self) -> Tensor:
         """Return what is quantized, [experts, out, in]."""
         return self.tensor.view(self.experts, -1, self.tensor.shape[1])
+
+
+def largest_scale(codes: Quantized, groups: Groups | None = None) -> Tensor:
+    """Return the largest scale, []; infinite or NaN if an element of the operand is.
+
+    Those of `mxfp8` are returned as bytes, of which 255 is NaN. Rows of no group have no values.
+    """
+    scales = codes.scales
+    if scales.dtype == torch.float8_e8m0fnu:
+        scales = scales.view(torch.uint8)
+    if groups is not None:
+        scales = scales.where(groups.holds_rows(len(scales)).unsqueeze(1), 0)
+    return scales.amax() if scales.numel() else scales.new_zeros(())
 
 
 def attach_fp8(store: ParameterStore, train: TrainConfig, layers: int) -> None:

@@ -69,6 +69,8 @@ class Fp8Choice(NamedTuple):
         forward: whether all rows do in the forward, which then reads nothing of the input but codes.
         input_gradient: whether all rows do for the input gradient, which then reads codes only.
         weight_gradient: whether the weight gradient is a matmul of codes.
+        partial_gradient: whether a rank has a partial sum of the output's gradient. Gradients then keep the
+            compute dtype, because codes of parts are not those of the sum.
     """
 
     rows: int
@@ -76,6 +78,7 @@ class Fp8Choice(NamedTuple):
     forward: bool = False
     input_gradient: bool = False
     weight_gradient: bool = False
+    partial_gradient: bool = False
 
 
 def fp8_choice(spec: ParamSpec, at: Coordinates, options: Fp8Options, layers: int) -> Fp8Choice:
@@ -87,6 +90,7 @@ def fp8_choice(spec: ParamSpec, at: Coordinates, options: Fp8Options, layers: in
     if not options.in_unit(spec.unit, layers):
         return Fp8Choice(0)
     block, rows = BLOCKS[options.recipe], 0
+    partial = spec.segments[0].role in FORWARD_ONLY
     for segment in spec.segments:
         if segment.role not in ROLES or len(segment.shape) != 2:
             break
@@ -95,11 +99,13 @@ def fp8_choice(spec: ParamSpec, at: Coordinates, options: Fp8Options, layers: in
         each = segment.shape[0] // (segment.experts * segment.fused) if segment.experts > 1 else part.shape[0]
         for size in (each, part.shape[1]):
             if size % block:
-                return Fp8Choice(rows, size)
+                return Fp8Choice(rows, size, partial_gradient=partial)
         rows += part.shape[0]
+        # ranks that hold the same key-value head each have their own queries' share of its gradient
+        partial = partial or segment.replicas > 1
     whole = rows > 0 and rows == spec.local_shape(at)[0]
-    backward = whole and spec.segments[0].role not in FORWARD_ONLY
-    return Fp8Choice(rows, None, whole, backward, backward and options.weight_gradients)
+    backward = whole and not partial
+    return Fp8Choice(rows, None, whole, backward, backward and options.weight_gradients, partial)
 
 
 ACTIVATION_BYTES = 1 + 1 / 32

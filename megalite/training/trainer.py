@@ -25,6 +25,7 @@ from megalite.data import dataset as datasets
 from megalite.data.loader import Loader
 from megalite.mesh.mesh import Mesh
 from megalite.model.adapter_parameters import total_parameters
+from megalite.model.statistics import CAUSE
 from megalite.optimizer import registry as optimizers
 from megalite.optimizer.averaging import WeightAverage
 from megalite.optimizer.loss_scale import LossScale
@@ -275,14 +276,15 @@ class Trainer:
 
     def _result(self, step: OptimizerStep) -> StepResult:
         totals, fault = step.totals, step.fault
-        if fault is not None:
-            last = step.samples + self.loader.size(step.samples) - 1
-            fault = f"{fault} (samples {step.samples} to {last})"
         bubble = 1 - totals.busy / (self.mesh.pp.size * totals.wall) if totals.wall else None
         statistics, metrics = self.parts.statistics, dict[str, Any]()
         if statistics is not None:
             assert totals.model is not None, "the totals of a step are known before anything learns from it"
             metrics = statistics.learn(totals.model, step.tokens, fault is None)
+        if fault is not None:
+            last, cause = step.samples + self.loader.size(step.samples) - 1, metrics.pop(CAUSE, None)
+            origin = "" if cause is None else f", beginning with {cause}"
+            fault = f"{fault}{origin} (samples {step.samples} to {last})"
         return StepResult(
             step=step.number,
             loss=step.loss,

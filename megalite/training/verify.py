@@ -132,16 +132,21 @@ def _placement(trainer: Trainer) -> list[list[tuple[str, tuple[int, ...], tuple[
 
 
 def run_ranks(
-    config: Config, steps: int, directory: Path, on_cpu: bool = False, progress: Report = silent
+    config: Config,
+    steps: int,
+    directory: Path,
+    on_cpu: bool = False,
+    progress: Report = silent,
+    module: str = "megalite.training.verify",
 ) -> None:
-    """Start the ranks of the configuration, each of which calls `record`.
+    """Start the ranks of the configuration, each of which calls `record` of a module.
 
     Raises:
         ConfigError: the ranks failed. The message contains their output.
     """
 
     def look() -> None:
-        done = sum(1 for _ in directory.glob("step_*.safetensors"))
+        done = sum(1 for _ in directory.glob("step_*"))
         progress(f"training on {count} rank{'s' * (count > 1)}", done, steps, "steps")
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -149,7 +154,7 @@ def run_ranks(
     count = build.layout(config).world
     with tempfile.TemporaryFile() as output:
         variables = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
-        command = ["-m", "megalite.launch.rank", "megalite.training.verify", str(directory), str(steps)]
+        command = ["-m", "megalite.launch.rank", module, str(directory), str(steps)]
         if ranks.run_ranks(count, command, variables=variables, output=output, poll=look):
             output.seek(0)
             raise ConfigError(

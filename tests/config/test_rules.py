@@ -63,7 +63,7 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys(
         ("optimizer.base_batch_size", "train.micro_batch_size", "faults.spike_window", "faults.skip_limit"), (0, 1)
     ),
-    **dict.fromkeys(("validation.interval", "train.tokens"), (0, None)),
+    **dict.fromkeys(("validation.interval", "train.tokens", "logging.fp8_interval"), (0, None)),
     "parallel.virtual_stages": (0, 1),
     **dict.fromkeys(("parallel.ep", "model.num_experts_per_tok", "model.decoder_sparse_step"), (0, 1)),
     **dict.fromkeys(
@@ -1374,6 +1374,12 @@ ROWS = [
         {"logging.loss_by_source": True, "data.train": ["tokens"]},
         {"data.train": {"tokens": 1.0, "./tokens": 1.0}},
         ("not a blend",),
+    ),
+    Row(
+        "statistics of fp8 operands",
+        {"logging.fp8_interval": 10},
+        {"logging.fp8_interval": None},
+        ("logging.fp8_interval = 10", "train.fp8 = none"),
     ),
     Row(
         "ramp-up of the batch size",

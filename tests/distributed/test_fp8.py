@@ -160,3 +160,50 @@ def test_operands_are_rounded(references, prefix):
     more = {**one, "train": {**one["train"], "fp8_weight_gradients": True}}
     losses = [references.run(jobs.train, config, 3)["losses"] for config in (plain, one, more)]
     assert losses[0] != losses[1] and losses[1] != losses[2]
+
+
+def judged(context: Any, config: dict[str, Any], matrix: str, operand: str) -> list[str | None]:
+    """Train three steps, in the second of which an element of an operand is infinite. Return why steps were skipped."""
+    trainer = make_trainer(context, config)
+    try:
+        faults = [trainer.step().fault]
+        trainer.drain()
+        weight = trainer.store.weights.get(matrix)
+        if weight is not None:
+            name = {"x": "forward", "dy": "input_gradient"}.get(operand)
+            if name is None:
+                weight.tensor.detach()[3, 5] = math.inf
+            else:
+                setattr(weight.matmuls, name, with_infinite_element(getattr(weight.matmuls, name)))
+        faults.append(trainer.step().fault)
+        if weight is not None:
+            for name in ("forward", "input_gradient"):
+                vars(weight.matmuls).pop(name, None)
+        return [*faults, trainer.step().fault if operand != "w" else None]
+    finally:
+        trainer.close()
+
+
+def with_infinite_element(multiply: Any) -> Any:
+    def changed(rows: torch.Tensor, *others: Any) -> torch.Tensor:
+        rows = rows.clone()
+        rows.view(-1)[7] = math.inf
+        return multiply(rows, *others)
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    "mechanism, matrix, operand",
+    [
+        ("block", "layers.2.mlp.down.weight", "x"),
+        ("block", "layers.1.attention.qkv.weight", "w"),
+        ("mxfp8", "layers.1.mlp.in.weight", "dy"),
+    ],
+)
+def test_the_operand_that_is_not_finite_is_named(mechanism, matrix, operand, ranks, prefix):
+    several, _ = configs(prefix, mechanism, pp=2)
+    for first, second, third in ranks.run(2, judged, several, matrix, operand):
+        assert first is third is None
+        cause = "the gradients are" if operand == "dy" else "the loss is"
+        assert second == f"{cause} not finite, beginning with {operand} of {matrix} (samples 32 to 63)"

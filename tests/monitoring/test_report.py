@@ -76,6 +76,7 @@ def write_run(
             "tokens_per_second": 1000.0 + step,
         }
         | ({"expert_load_peak": 2.0, "expert_load_peaks": [4 - step / 20, 2.0, 1 + step / 40]} if experts else {})
+        | (fp8_values(step) if experts and step % 10 == 0 else {})
         | {
             "bubble_fraction": 0.25 + step / 1e4,
             "skipped": step == 3,
@@ -88,6 +89,16 @@ def write_run(
     lines.insert(20, {"step": 20, "val_loss": 4.125})
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 41, "lo')
     return directory
+
+
+def fp8_values(step: int) -> dict[str, object]:
+    """Values as of `logging.fp8_interval`. The first of four layers has no matmuls in fp8."""
+    own: dict[str, object] = {"fp8_flushed/x": step / 1000, "fp8_error/forward": 0.03, "fp8_saturated/w": 0.0}
+    for key, names in (("error", ("x", "w", "forward")), ("flushed", ("x", "w")), ("saturated", ("x", "w"))):
+        for place, name in enumerate(names):
+            for matrix in ("attention.qkv", "attention.out", "mlp.in", "mlp.down"):
+                own[f"fp8_{key}_by_layer/{matrix}.{name}"] = [None, step / 1000, 0.025, place / 10]
+    return own
 
 
 def resumed(directory: Path, after: int = 30, **changes: object) -> Path:
@@ -158,6 +169,23 @@ def test_the_load_of_experts_is_a_heat_map_with_a_row_for_each_mixture(tmp_path:
     )
     assert chart["lines"][0]["values"] == [pytest.approx(4 - step / 20) for step in range(1, 41)]
     assert "<h3>Bubble</h3>" not in page and cells_of(page)["Bubble"] == ["–"], "one stage has no bubble"
+    flushed = charts_of(page)["Flushed to zero in fp8: alone"]["lines"]
+    assert [(line["name"], line["values"]) for line in flushed] == [("x", [1.0, 2.0, 3.0, 4.0])]
+    tables = re.findall(r'<table class="heat">.*?</table>', page, re.DOTALL)
+    assert [re.findall("<caption>(.*?)[,(]", table)[0].split()[0] for table in tables] == [
+        "Error",
+        "Flushed",
+        "Saturated",
+    ]
+    assert re.findall('<th scope="colgroup" colspan="(.*?)">(.*?)<', tables[0])[:2] == [
+        ("3", "attention.qkv"),
+        ("3", "attention.out"),
+    ]
+    assert re.findall('<th scope="col">(.*?)<', tables[0])[:4] == ["layer", "x", "w", "forward"]
+    rows = [re.findall(r'<th scope="row">(\d)</th>(.*?)</tr>', table, re.DOTALL) for table in tables]
+    assert [layer for layer, _ in rows[0]] == ["1", "2", "3"], "of the last measured step, without the layer in bf16"
+    assert re.findall(r" (\d+)%, transparent\)\">(.*?)<", rows[0][0][1])[:3] == [("12", "4")] * 3, "60 % is the largest"
+    assert re.findall(r" (\d+)%, transparent\)\">(.*?)<", rows[0][2][1])[:3] == [("0", "0"), ("30", "10"), ("60", "20")]
 
 
 def test_it_shows_losses_that_have_names(tmp_path: Path):

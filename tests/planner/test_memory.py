@@ -392,6 +392,15 @@ def test_codes_are_those_of_the_layers_of_a_rank_and_of_its_zero_stage():
             assert of_rank[0] == of_rank[1]
 
 
+@pytest.mark.parametrize("kv_heads, gradients", [(2, True), (1, False)])
+def test_gradients_of_heads_that_ranks_share_are_not_in_fp8(kv_heads, gradients):
+    """Each has its own queries' part of the gradient of a key-value head."""
+    shape = {"hidden_size": 512, "head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": kv_heads}
+    config = from_dict(tree(tp=2, model=shape, train={"precision": "bf16", "fp8": "block"}))
+    (line,) = describe_fp8(config)
+    assert ("gradients of these keep bf16" in line and "attention.qkv.weight" in line) is not gradients
+
+
 # ---- traffic: a step over torch's fake process group, which sends nothing and can be watched
 
 

@@ -307,6 +307,13 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        "statistics of fp8 operands",
+        "logging.fp8_interval",
+        lambda c: c.logging.fp8_interval is not None and c.train.fp8 == "none",
+        message="has no effect with {train.fp8}",
+        legal="Set train.fp8 to block or mxfp8, or remove it.",
+    ),
+    Rule(
         "profiled steps within the run",
         "profiling.steps",
         lambda c: (c.profiling.timeline or c.profiling.ranks) and c.profiling.steps[0] > c.known_steps,

@@ -17,6 +17,9 @@ class LoggingConfig:
     """Print one console line every `interval` steps; metrics.jsonl has every step."""
     loss_by_source: bool = False
     """With a blend, record the training loss of each member in metrics.jsonl, as loss/PREFIX."""
+    fp8_interval: int | None = option(None, SIZE)
+    """With train.fp8, record every `fp8_interval` steps how operands are rounded: shares of saturated and
+    flushed elements, and errors, by layer and matrix in metrics.jsonl. null: never."""
     tensorboard: bool | str | None = option(False, path=True)
     """Write TensorBoard scalars. true: to the run's tensorboard/ directory; a directory: there. false or
     null: off."""

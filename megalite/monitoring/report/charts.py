@@ -9,12 +9,12 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megalite.model.kinds import dispatching_layers
-from megalite.monitoring.metrics import SOURCE, VALIDATED
+from megalite.monitoring.metrics import FLUSHED, ROUNDING, SATURATED, SOURCE, VALIDATED
 from megalite.monitoring.report.run import PHASES, RecordedRun
 
 POINTS = 600  # maximum per curve
@@ -69,8 +69,23 @@ CHARTS = (
     Chart("Loss scale", "", ("loss_scale",), logarithmic=True),
 )
 
-BY_NAME = {VALIDATED: "Validation loss of each dataset", SOURCE: "Training loss of each data source"}
-"""Prefix of keys in metrics.jsonl that contain names → title of their chart."""
+
+class Named(NamedTuple):
+    """The chart of keys of metrics.jsonl that contain names."""
+
+    title: str
+    unit: str = LOSS_UNIT
+    scale: float = 1.0
+
+
+BY_NAME = {
+    VALIDATED: Named("Validation loss of each dataset"),
+    SOURCE: Named("Training loss of each data source"),
+    f"{ROUNDING}/": Named("Errors of fp8", "% of the norm", 100),
+    f"{FLUSHED}/": Named("Flushed to zero in fp8", "% of elements", 100),
+    f"{SATURATED}/": Named("Saturated in fp8", "% of elements", 100),
+}
+"""Prefix of keys in metrics.jsonl that contain names → their chart."""
 LOADS = "expert_load_peaks"  # of each mixture
 ONLY_IF_IT_CHANGES = ("loss_scale", "global_batch_size")
 
@@ -91,7 +106,7 @@ def charts(runs: Sequence[RecordedRun]) -> list[dict[str, Any]]:
     drawn = [_curves(chart, runs) for chart in wanted if any(_shows(run, chart) for run in runs)]
     drawn += [_loads(run) for run in runs if any(line.get(LOADS) for line in run.steps)]
     drawn += [
-        _by_name(run, prefix, title) for run in runs for prefix, title in BY_NAME.items() if run.names(prefix)
+        _by_name(run, prefix, chart) for run in runs for prefix, chart in BY_NAME.items() if run.names(prefix)
     ]
     return [*drawn, *(_phases(run) for run in runs if run.phases)]
 
@@ -241,15 +256,16 @@ def _loads(run: RecordedRun) -> dict[str, Any]:
     )
 
 
-def _by_name(run: RecordedRun, prefix: str, title: str) -> dict[str, Any]:
+def _by_name(run: RecordedRun, prefix: str, chart: Named) -> dict[str, Any]:
     """Return a chart with a curve for each name."""
-    lines = [
-        _line(_short(name), index, *run.curve(prefix + name), _begins(run))
-        for index, name in enumerate(run.names(prefix))
-    ]
+    lines = []
+    for index, name in enumerate(run.names(prefix)):
+        steps, values = run.curve(prefix + name)
+        scaled = [value * chart.scale for value in values]
+        lines.append(_line(_short(name), index, steps, scaled, _begins(run)))
     if prefix == VALIDATED:
         lines = [line | {"dots": True} for line in lines]
-    return _chart(f"{title}: {_short(run.name)}", "nats per token", "lines", lines, [run])
+    return _chart(f"{chart.title}: {_short(run.name)}", chart.unit, "lines", lines, [run])
 
 
 def _phases(run: RecordedRun) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import yaml
 
 from megalite.monitoring.report import figures
 from megalite.monitoring.report.charts import charts
+from megalite.monitoring.report.heat_table import STYLE, heat_tables
 from megalite.monitoring.report.run import RecordedRun
 from megalite.monitoring.report.segments import RunSegment
 from megalite.planner.drawing import timeline as drawing
@@ -46,7 +47,7 @@ PAGE = """<!doctype html>
   .u-legend th, .u-legend td {{ border: 0; padding: 0 3px; }}
   .u-select {{ background: color-mix(in srgb, var(--ink) 12%, transparent); }}
   .wide {{ overflow-x: auto; }} pre {{ background: var(--code); padding: 1rem; overflow-x: auto; font-size: 13px; }}
-  summary, p {{ overflow-wrap: anywhere; }} .state {{ color: var(--quiet); }}
+  summary, p {{ overflow-wrap: anywhere; }} .state {{ color: var(--quiet); }}{heat}
 {library}</style></head>
 <body>
 <h1>{title}</h1>
@@ -67,7 +68,9 @@ def document(title: str, body: str, head: str = "") -> str:
         title: text.
         body, head: HTML.
     """
-    return PAGE.format(title=escape(title), body=body, head=head, library=_text("uplot/uPlot.min.css"))
+    return PAGE.format(
+        title=escape(title), body=body, head=head, heat=STYLE, library=_text("uplot/uPlot.min.css")
+    )
 
 
 def script() -> str:
@@ -87,6 +90,7 @@ def content(runs: Sequence[RecordedRun]) -> str:
         ("", _table(["", *(run.name for run in runs)], figures.summary(runs))),
         ("Segments", "".join(_segments(run) for run in runs if len(run.segments) > 1)),
         ("Curves", f'<div class="charts">{"".join(map(_chart, charts(runs)))}</div>'),
+        ("fp8 by layer", "".join(map(heat_tables, runs))),
         ("Pipeline", "".join(_pipeline(run, segment) for run in runs for segment in run.segments)),
         (
             "Predicted and measured",
