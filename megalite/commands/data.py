@@ -5,18 +5,22 @@
     megalite data inspect data/chats --document 17 --document 4000
 
 Documents are numbered from 0. The tokenizer is the one that PREFIX.json names. What counts in the loss of a
-conversation is green on a terminal, and elsewhere between ⟦ and ⟧.
+conversation is green on a terminal, and elsewhere between ⟦ and ⟧, with its weight if that is not 1. Of
+preferences the completion is marked, and a pair is shown as its prompt, the chosen and the rejected
+completion.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from megalite.commands.parser import Answer, Parser, answer, as_name, as_tokenizer, positive, progress_of
 from megalite.data.indexed import DataError
-from megalite.data.inspection import Inspection, Sample, as_json
+from megalite.data.inspection import Inspection, ShownDocument, TextPart, as_json
 from megalite.system.messages import counted
 
 BAR = 40  # characters of the longest bar
@@ -73,7 +77,7 @@ def inspect(options: argparse.Namespace) -> Answer:
     return content, [] if options.json else lines_of(facts, shown, longest), 0
 
 
-def lines_of(facts: dict[str, Any], samples: list[Sample], longest: list[Sample]) -> list[str]:
+def lines_of(facts: dict[str, Any], samples: list[ShownDocument], longest: list[ShownDocument]) -> list[str]:
     """Format the report, with colors if stdout is a terminal."""
     from rich.console import Console
     from rich.text import Text
@@ -87,12 +91,12 @@ def lines_of(facts: dict[str, Any], samples: list[Sample], longest: list[Sample]
             label = f"{bin_['from']:>9,} to {bin_['to']:>9,} {bin_['documents']:>11,} "
             share = f" {bin_['tokens'] / max(1, facts['tokens']):.1%} of the tokens"
             console.print(Text.assemble(label, (bar, "cyan"), share), soft_wrap=True)
-        for sample in samples:
-            heading = f"document {sample.document:,}: {sample.tokens:,} tokens"
-            heading += f", {sample.loss_tokens:,} in the loss" if facts["kind"] == "chat" else ""
-            heading += f", showing the first {sample.shown:,}" if sample.shown < sample.tokens else ""
-            console.print(Text.assemble("\n", (heading, "bold")), soft_wrap=True)
-            console.print(_marked(sample, facts["kind"] == "chat", console.is_terminal), soft_wrap=True)
+        if facts["kind"] == "pairs":
+            for pair in zip(samples[::2], samples[1::2], strict=True):
+                console.print(_pair(*pair, console.is_terminal), soft_wrap=True)
+        else:
+            for sample in samples:
+                console.print(_document(sample, facts["kind"], console.is_terminal), soft_wrap=True)
         console.print(Text.assemble("\n", ("longest documents", "bold")), soft_wrap=True)
         for sample in longest:
             beginning = " ".join("".join(part.text for part in sample.parts).split())[:60]
@@ -104,14 +108,56 @@ def lines_of(facts: dict[str, Any], samples: list[Sample], longest: list[Sample]
     return captured.get().splitlines()
 
 
-def _marked(sample: Sample, chat: bool, colour: bool) -> Any:
-    """Format the text of a document. Tokens in the loss are green, or in brackets."""
+def _document(sample: ShownDocument, kind: str, color: bool) -> Any:
+    """Format a document with a heading."""
+    from rich.text import Text
+
+    heading = f"document {sample.document:,}: {sample.tokens:,} tokens"
+    if kind == "chat":
+        heading += f", {sample.loss_tokens:,} in the loss"
+    elif sample.chosen is not None:
+        heading += f", {sample.loss_tokens:,} in the {'good' if sample.chosen else 'bad'} completion"
+    if sample.shown < sample.tokens:
+        what = f"the first {sample.shown:,}" if sample.chosen is None else f"{sample.shown:,} of them"
+        heading += f", showing {what}"
+    text = Text.assemble("\n", (heading, "bold"), "\n")
+    return text.append(_marked(sample.parts if kind != "text" else _unmarked(sample), color))
+
+
+def _pair(chosen: ShownDocument, rejected: ShownDocument, color: bool) -> Any:
+    """Format a pair: the prompt, unless the halves were cut to different ones, and both completions."""
+    from rich.text import Text
+
+    heading = (
+        f"pair {chosen.document // 2:,}, documents {chosen.document:,} and {rejected.document:,}: "
+        f"{chosen.tokens:,} and {rejected.tokens:,} tokens, {chosen.loss_tokens:,} and "
+        f"{rejected.loss_tokens:,} in the completions"
+    )
+    text = Text.assemble("\n", (heading, "bold"), "\n")
+    prompts = [[part for part in half.parts if not part.counts] for half in (chosen, rejected)]
+    if shared := prompts[0] == prompts[1]:
+        text.append(_marked(prompts[0], color))
+    for name, half in (("chosen", chosen), ("rejected", rejected)):
+        parts = [part for part in half.parts if part.counts] if shared else half.parts
+        text.append(Text.assemble("\n", (f"{name}: ", "bold"))).append(_marked(parts, color))
+    return text
+
+
+def _unmarked(sample: ShownDocument) -> list[TextPart]:
+    return [replace(part, counts=False) for part in sample.parts]
+
+
+def _marked(parts: Sequence[TextPart], color: bool) -> Any:
+    """Format text. Tokens in the loss are green, or in brackets."""
     from rich.text import Text
 
     text = Text()
-    for part in sample.parts:
-        counts = chat and part.counts
-        text.append(f"⟦{part.text}⟧" if counts and not colour else part.text, "green" if counts else "")
+    for part in parts:
+        weight = f"×{part.weight:g}" if part.counts and part.weight != 1 else ""
+        text.append(
+            f"⟦{part.text}⟧" if part.counts and not color else part.text, "green" if part.counts else ""
+        )
+        text.append(weight, "cyan")
     return text
 
 
@@ -129,16 +175,32 @@ def _counts(facts: dict[str, Any]) -> list[str]:
     ]
     if facts["vocab_size"] is not None and facts["largest_id"] >= facts["vocab_size"]:
         lines.append("warning: some tokens are outside the vocabulary; the .bin and .json files do not match")
-    if facts["kind"] == "chat":
+    if facts["kind"] != "text":
+        where = "the loss" if facts["kind"] == "chat" else "completions"
         lines.append(
-            f"conversations ({', '.join(facts['forms'] or [])}): {facts['loss_tokens']:,} tokens in the "
-            f"loss ({facts['loss_tokens'] / max(1, facts['tokens']):.1%}), {facts['without_loss']:,} "
+            f"conversations ({', '.join(facts['forms'] or [])}): {facts['loss_tokens']:,} tokens in {where} "
+            f"({facts['loss_tokens'] / max(1, facts['tokens']):.1%}), {facts['without_loss']:,} "
             "documents have none"
         )
+        lines += _about_loss(facts)
     elif facts["without_eos"]:
         lines.append(f"{facts['without_eos']:,} documents do not end in EOS")
     if facts["tokenizer_problem"]:
         lines.append(f"tokens are shown as numbers: {facts['tokenizer_problem']}")
+    return lines
+
+
+def _about_loss(facts: dict[str, Any]) -> list[str]:
+    """Return lines about weights and preferences."""
+    lines = []
+    if "weights" in facts:
+        lowest, highest = facts["weights"]
+        lines.append(f"weights of tokens: from {lowest:g} to {highest:g}")
+    if "chosen" in facts:
+        names = ("chosen", "rejected") if facts["kind"] == "pairs" else ("good", "bad")
+        lines.append(
+            f"preferences ({facts['kind']}): {facts['chosen']:,} {names[0]}, {facts['rejected']:,} {names[1]}"
+        )
     return lines
 
 

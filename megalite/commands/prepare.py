@@ -4,11 +4,14 @@
     megalite prepare --input 'src/**/*.py' --train_tokenizer 4096 --output data/code
     megalite prepare --input hf:NAME --split train --tokenizer DIR --output data/name
     megalite prepare --chat --input chats.jsonl --tokenizer HF_DIR --output data/chats
+    megalite prepare --preference --input pairs.jsonl --tokenizer HF_DIR --output data/pairs
 
 Every document ends with EOS. A text file, a line of a .jsonl, an entry of a list of JSON or a row of a .csv
 or .parquet is one document; empty and null texts are left out. Files may be compressed (gzip, bzip2, xz,
 zstd). With --chat a record is a conversation in messages, ShareGPT, Alpaca or prompt-completion form, and
-PREFIX.loss.bin and .idx mark the tokens that count in the loss.
+PREFIX.loss.bin and .idx mark the tokens that count in the loss. With --preference a record is a pair of a
+chosen and a rejected completion, or a completion with a label; each completion becomes a document together
+with its prompt.
 
 With --skip_bad N up to N damaged lines, records that are no text or conversation, empty conversations,
 conversations that the template refuses, and unreadable files are skipped and listed.
@@ -30,11 +33,13 @@ from dataclasses import asdict
 from typing import Any
 
 from megalite.commands.parser import Parser, as_name, as_output, as_path, as_tokenizer, progress_of
+from megalite.data.chat.preference_records import PreferenceReader
 from megalite.data.chat.record_hints import TEXT_KEY
 from megalite.data.chat.records import RecordReader, parsed_keys
 from megalite.data.chat.template import read_template
 from megalite.data.indexed import DataError
 from megalite.data.preparation.chats import Chats
+from megalite.data.preparation.preferences import PreferenceEncoder
 from megalite.data.preparation.prepare import PreparationSummary, prepare
 from megalite.data.preparation.sources import InputSource, open_inputs
 from megalite.data.preparation.tasks import SHOWN
@@ -107,40 +112,52 @@ def parser() -> Parser:
         help="the input contains conversations; their format is detected from their keys",
     )
     add(
+        "--preference",
+        nargs="?",
+        const="auto",
+        choices=["auto", "pairs", "labelled"],
+        help="the input contains preferences: pairs of completions, or completions with a label; auto "
+        "(default) detects which from the first record, and labelled also reads a pair as a good and a bad "
+        "completion",
+    )
+    add(
         "--chat_template",
         type=as_path,
         metavar="FILE",
-        help="Jinja source that replaces the tokenizer's own template; only with --chat",
+        help="Jinja source that replaces the tokenizer's own template; with --chat or --preference",
     )
     add(
         "--loss_on",
         choices=["assistant", "last", "all"],
         default="assistant",
-        help="turns to include in the loss (default assistant)",
+        help="turns to include in the loss (default assistant); with --chat",
     )
     add(
         "--end_of_turn",
         choices=["required", "optional"],
         default="required",
         help="optional: accept a chat template without a token at the end of assistant turns; the model "
-        "does not learn to stop",
+        "does not learn to stop; with --chat",
     )
     add(
         "--max_length",
         type=int,
         metavar="N",
-        help="maximum tokens per conversation; a run can use data.sequence_length + 1",
+        help="maximum tokens per conversation, or per completion with its prompt; a run can use "
+        "data.sequence_length + 1, and for pairs half of data.sequence_length + 1",
     )
     add(
         "--too_long",
-        choices=["drop", "truncate"],
+        choices=["drop", "truncate", "keep_end", "truncate_prompt"],
         default="drop",
-        help="whether longer conversations are dropped or truncated at the end",
+        help="whether longer conversations are dropped, truncated at the end or, with --preference, at the "
+        "beginning (keep_end), or at the beginning of the prompt (truncate_prompt)",
     )
     add(
         "--keys",
         metavar="KEY=NAME,…",
-        help="names of the keys in the records, for example messages=dialog,role=speaker; only with --chat",
+        help="names of the keys in the records, for example messages=dialog,role=speaker; with --chat or "
+        "--preference",
     )
     add(
         "--other_parts",
@@ -170,7 +187,7 @@ def main() -> None:
     options = tool.parse_args()
     started = time.monotonic()
     try:
-        tokenizer, chat = chosen_tokenizer(options), chosen_chat(options)
+        tokenizer, chat = chosen_tokenizer(options), chosen_preference(options) or chosen_chat(options)
         text_key = options.text_key or TEXT_KEY
         reading = {
             "file_format": options.format,
@@ -196,7 +213,7 @@ def main() -> None:
             )
     except (DataError, OSError) as error:
         tool.error(error, options.output)
-    report(summary, time.monotonic() - started, options.max_length, options.json)
+    report(summary, time.monotonic() - started, options.json)
 
 
 def say(line: str) -> None:
@@ -240,55 +257,81 @@ def chosen_tokenizer(options: argparse.Namespace) -> str:
     return options.tokenizer or f"{options.output}.model"
 
 
+def chosen_preference(options: argparse.Namespace) -> PreferenceEncoder | None:
+    """Return how to tokenize preferences; None for other data. Raises DataError if options conflict."""
+    if options.preference is None:
+        return None
+    if options.chat:
+        raise DataError("--chat and --preference exclude each other. Remove one of them.")
+    _check_set(options, {"loss_on": "assistant", "end_of_turn": "required"}, "--chat")
+    _check_records(options, "--preference")
+    return PreferenceEncoder(
+        None if options.chat_template is None else read_template(options.chat_template),
+        options.max_length,
+        options.too_long,
+        PreferenceReader(_reader(options), None if options.preference == "auto" else options.preference),
+        options.skip_bad,
+    )
+
+
 def chosen_chat(options: argparse.Namespace) -> Chats | None:
     """Return how to tokenize conversations; None for texts. Raises DataError if options conflict."""
     if not options.chat:
-        unset = {
-            "chat_template": None,
-            "max_length": None,
-            "loss_on": "assistant",
-            "end_of_turn": "required",
-            "too_long": "drop",
-            "keys": None,
-            "other_parts": "refuse",
-        }
-        options_set = [f"--{name}" for name, value in unset.items() if getattr(options, name) != value]
-        if options_set:
-            raise DataError(
-                f"{' and '.join(options_set)} can only be used with --chat. Add --chat or remove "
-                f"{'it' if len(options_set) == 1 else 'them'}."
-            )
+        _check_set(options, {"loss_on": "assistant", "end_of_turn": "required"}, "--chat")
+        unset = {"chat_template": None, "max_length": None, "too_long": "drop", "keys": None}
+        _check_set(options, unset | {"other_parts": "refuse"}, "--chat or --preference")
         return None
+    _check_records(options, "--chat")
+    if options.too_long in ("keep_end", "truncate_prompt"):
+        raise DataError(
+            f"--too_long {options.too_long} can only be used with --preference. Use drop or truncate."
+        )
+    return Chats(
+        None if options.chat_template is None else read_template(options.chat_template),
+        options.loss_on,
+        options.max_length,
+        truncate=options.too_long == "truncate",
+        reader=_reader(options),
+        skip_bad=options.skip_bad,
+        require_end=options.end_of_turn == "required",
+    )
+
+
+def _check_set(options: argparse.Namespace, unset: dict[str, Any], needed: str) -> None:
+    """Raise DataError if an option is set that needs another one."""
+    options_set = [f"--{name}" for name, value in unset.items() if getattr(options, name) != value]
+    if options_set:
+        raise DataError(
+            f"{' and '.join(options_set)} can only be used with {needed}. Add {needed} or remove "
+            f"{'it' if len(options_set) == 1 else 'them'}."
+        )
+
+
+def _check_records(options: argparse.Namespace, flag: str) -> None:
+    """Raise DataError if options conflict with whole records, which `flag` asks for."""
     if options.text_key is not None:
         raise DataError(
-            f"--text_key {options.text_key} is not supported with --chat. Use --keys to rename the keys "
+            f"--text_key {options.text_key} is not supported with {flag}. Use --keys to rename the keys "
             "of the records."
         )
     if options.train_tokenizer is not None:
         raise DataError(
-            "--train_tokenizer is not supported with --chat. Pass the tokenizer of the model with "
+            f"--train_tokenizer is not supported with {flag}. Pass the tokenizer of the model with "
             "--tokenizer."
         )
     if options.max_length is not None and options.max_length < 2:
         raise DataError(
             f"--max_length must be at least 2, got {options.max_length}. Use data.sequence_length + 1."
         )
-    if options.max_length is None and options.too_long == "truncate":
-        raise DataError("--too_long truncate requires --max_length.")
-    template = None if options.chat_template is None else read_template(options.chat_template)
-    reader = RecordReader(parsed_keys(options.keys), options.other_parts == "drop")
-    return Chats(
-        template,
-        options.loss_on,
-        options.max_length,
-        truncate=options.too_long == "truncate",
-        reader=reader,
-        skip_bad=options.skip_bad,
-        require_end=options.end_of_turn == "required",
-    )
+    if options.max_length is None and options.too_long != "drop":
+        raise DataError(f"--too_long {options.too_long} requires --max_length.")
 
 
-def report(summary: PreparationSummary, seconds: float, longest: int | None, as_json: bool) -> None:
+def _reader(options: argparse.Namespace) -> RecordReader:
+    return RecordReader(parsed_keys(options.keys), options.other_parts == "drop")
+
+
+def report(summary: PreparationSummary, seconds: float, as_json: bool) -> None:
     if as_json:
         print(json.dumps(asdict(summary) | {"seconds": seconds}))
         return
@@ -307,12 +350,7 @@ def report(summary: PreparationSummary, seconds: float, longest: int | None, as_
     if summary.empty_documents:
         print(f"{summary.empty_documents:,} empty documents skipped")
     if summary.forms:
-        share, length = summary.loss_tokens / summary.tokens, (longest or summary.longest) - 1
-        print(
-            f"conversations ({', '.join(summary.forms)}): {summary.loss_tokens:,} tokens in the loss "
-            f"({share:.1%}), longest {summary.longest:,}"
-        )
-        print(f"one epoch with data.packing: {summary.packed_rows:,} rows of data.sequence_length {length:,}")
+        print("\n".join(_about_conversations(summary)))
     for count, what in (
         (summary.too_long, "are longer than --max_length"),
         (summary.without_loss, "have no tokens in the loss"),
@@ -330,3 +368,23 @@ def report(summary: PreparationSummary, seconds: float, longest: int | None, as_
             f"{summary.replaced_documents:,} documents contain invalid UTF-8; each invalid byte was "
             "replaced with U+FFFD"
         )
+
+
+def _about_conversations(summary: PreparationSummary) -> list[str]:
+    """Return lines about conversations or preferences."""
+    judged = summary.chosen + summary.rejected
+    where, share = "completions" if judged else "the loss", summary.loss_tokens / summary.tokens
+    lines = [
+        f"conversations ({', '.join(summary.forms)}): {summary.loss_tokens:,} tokens in {where} "
+        f"({share:.1%}), longest {summary.longest:,}",
+        f"one epoch with data.packing: {summary.packed_rows:,} rows of data.sequence_length "
+        f"{summary.row_length:,}",
+    ]
+    if judged:
+        lines.insert(1, f"{summary.chosen:,} chosen or good, {summary.rejected:,} rejected or bad")
+    if summary.equal:
+        lines.append(
+            f"WARNING: in {counted(summary.equal, 'pair')} chosen and rejected have the same tokens, from "
+            "which nothing is learned"
+        )
+    return lines

@@ -9,7 +9,7 @@ import heapq
 import math
 import struct
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from megalite.config.errors import ConfigError
 from megalite.config.sections.data import DataConfig
-from megalite.config.token_files import is_chat, prefixes
+from megalite.config.token_files import is_chat, preference, prefixes
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, token type code, sequences, document marks
@@ -38,12 +38,14 @@ class TokenIndex:
 
     Attributes: `dtype` of a token, `sizes` (in tokens) and `pointers` (in bytes) of the sequences,
     `documents` (marks). Raises DataError if the file is missing, damaged or empty.
+
+    dtypes: token type code → numpy type, of the types that are expected.
     """
 
-    def __init__(self, prefix: str | Path):
+    def __init__(self, prefix: str | Path, dtypes: Mapping[int, str] = DTYPES):
         self.prefix = str(prefix)
         path = Path(f"{prefix}.idx")  # a dot inside PREFIX is part of its name
-        self.dtype, self.sizes, self.pointers, self.documents = _read_index(path)
+        self.dtype, self.sizes, self.pointers, self.documents = _read_index(path, dtypes)
         if len(self.sizes) == 0 or self.sizes[-1] + self.pointers[-1] == 0:
             raise DataError(f"{path} holds no tokens. Prepare it again from a non-empty input.")
 
@@ -51,19 +53,20 @@ class TokenIndex:
         """Number of tokens."""
         return int(self.pointers[-1]) // self.dtype.itemsize + int(self.sizes[-1])
 
-    def document_at(self, token: int) -> int:
-        """The first token of the first document that starts at `token` or later; the number of tokens if none
-        does."""
+    def document_at(self, token: int, together: int = 1) -> int:
+        """The first token of the first document that starts at `token` or later, of every `together`-th one;
+        the number of tokens if none does."""
         # one sequence per document: the pointers need no copy
         one_each = len(self.documents) == len(self.sizes) + 1
         starts = (
             self.pointers if one_each else self.pointers[self.documents[self.documents < len(self.sizes)]]
         )
+        starts = starts[::together]
         document = int(np.searchsorted(starts, token * self.dtype.itemsize))
         return int(starts[document]) // self.dtype.itemsize if document < len(starts) else len(self)
 
 
-def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
+def _read_index(path: Path, dtypes: Mapping[int, str]) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
     """Token type, sizes [n], pointers [n] and document marks [d] of an .idx file."""
     if not path.is_file():
         raise DataError(
@@ -82,9 +85,9 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
             f"{path} does not start with MMIDIDX: it is not a token file index. Give a PREFIX that megalite "
             "prepare wrote."
         )
-    if version != 1 or code not in DTYPES:
+    if version != 1 or code not in dtypes:
         raise DataError(
-            f"{path} has version {version} and token type {code}; version 1 with types {sorted(DTYPES)} can "
+            f"{path} has version {version} and token type {code}; version 1 with types {sorted(dtypes)} can "
             "be read. Prepare it again."
         )
     if length != (expected := HEADER.size + 12 * sequences + 8 * marks):
@@ -95,7 +98,7 @@ def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarra
     sizes = np.frombuffer(raw, "<i4", sequences, HEADER.size)
     pointers = np.frombuffer(raw, "<i8", sequences, HEADER.size + 4 * sequences)
     documents = np.frombuffer(raw, "<i8", marks, HEADER.size + 12 * sequences)
-    return np.dtype(DTYPES[code]), sizes, pointers, documents
+    return np.dtype(dtypes[code]), sizes, pointers, documents
 
 
 # ---- samples
@@ -119,7 +122,7 @@ def members(data: DataConfig) -> list[Member]:
     sources = prefixes(data.train)
     held_out = held_out_fraction(data)
     indices = {prefix: TokenIndex(prefix) for prefix in sources}
-    stops = {prefix: held_out_start(index, held_out, is_chat(prefix)) for prefix, index in indices.items()}
+    stops = {prefix: held_out_start(index, held_out) for prefix, index in indices.items()}
 
     def member(share: float, *of: str) -> Member:
         names = ", ".join(of)
@@ -127,8 +130,9 @@ def members(data: DataConfig) -> list[Member]:
             return Member(
                 names, whole_samples(sum(stops[prefix] for prefix in of), data.sequence_length, names), share
             )
-        sizes = np.concatenate([whole_documents(indices[prefix].sizes, 0, stops[prefix]) for prefix in of])
-        return Member(names, int(rows_of(sizes, data.sequence_length, data.packing, names).max()) + 1, share)
+        documents = [whole_documents(indices[prefix], 0, stops[prefix]) for prefix in of]
+        rows = rows_of(documents, data.sequence_length, data.packing, names, together(of[0]))
+        return Member(names, int(rows.max()) + 1, share)
 
     if not isinstance(data.train, dict) or len(sources) == 1:
         return [member(1.0, *sources)]
@@ -168,12 +172,17 @@ def held_out_fraction(data: DataConfig) -> float:
     return data.validation if isinstance(data.validation, float | int) else 0.0
 
 
-def held_out_start(file: TokenIndex, held_out: float, chat: bool) -> int:
+def held_out_start(file: TokenIndex, held_out: float) -> int:
     """The token at which a file's held-out part begins: a document's start, unless text would then have less
-    than half of the fraction."""
+    than half of the fraction. A pair is not separated."""
     wanted = round(len(file) * held_out)
-    cut = file.document_at(len(file) - wanted) if wanted else len(file)
-    return cut if chat or 2 * (len(file) - cut) >= wanted else len(file) - wanted
+    cut = file.document_at(len(file) - wanted, together(file.prefix)) if wanted else len(file)
+    return cut if is_chat(file.prefix) or 2 * (len(file) - cut) >= wanted else len(file) - wanted
+
+
+def together(prefix: str) -> int:
+    """Number of consecutive documents of a token file that stay in one row: 2 of preference pairs, else 1."""
+    return 2 if preference(prefix) == "pairs" else 1
 
 
 def whole_samples(tokens: int, sequence_length: int, names: str) -> int:
@@ -188,29 +197,68 @@ def whole_samples(tokens: int, sequence_length: int, names: str) -> int:
     return samples
 
 
-def whole_documents(sizes: NDArray[np.integer], start: int, stop: int) -> NDArray[np.integer]:
-    """The sizes of those of consecutive documents that end inside tokens [start, stop)."""
-    ends = sizes.cumsum()
-    return sizes[(start < ends) & (ends <= stop)]
+class Documents(NamedTuple):
+    """Consecutive whole documents of a token file.
+
+    Attributes: `first`, the number in the file of the first one; `sizes`, their numbers of tokens.
+    """
+
+    prefix: str
+    first: int
+    sizes: NDArray[np.integer]
 
 
-def rows_of(sizes: NDArray[np.integer], sequence_length: int, packing: bool, names: str) -> NDArray[np.int64]:
-    """The row of each conversation. Raises DataError, naming the files, if there is none, or one that is
-    longer than a row."""
+def whole_documents(file: TokenIndex, start: int, stop: int) -> Documents:
+    """Those documents of a file that end inside tokens [start, stop)."""
+    ends = file.sizes.cumsum()
+    inside = (start < ends) & (ends <= stop)
+    return Documents(file.prefix, int(inside.argmax()), file.sizes[inside])
+
+
+def rows_of(
+    parts: Sequence[Documents], sequence_length: int, packing: bool, names: str, together: int = 1
+) -> NDArray[np.int64]:
+    """The row of each conversation, or of each pair of them with `together` = 2. Raises DataError, naming the
+    files, if there is none, or one that is longer than a row."""
+    for part in parts:
+        if len(part.sizes) % together:
+            raise DataError(
+                f"{part.prefix} has {len(part.sizes)} documents, and preference pairs have two each. Prepare "
+                "the data again with megalite prepare --preference."
+            )
+    sizes = np.concatenate([part.sizes for part in parts])
     if not len(sizes):
         raise DataError(
             f"{names} leaves no conversation for training or validation: hold out another fraction, or add "
             "data."
         )
-    if (longest := sizes.max()) > sequence_length + 1:
-        way_out = (
-            f"Raise it to {longest - 1}, or prepare the data again with --max_length {sequence_length + 1}."
-        )
+    # a document's last token is only predicted
+    lengths = (sizes - 1).reshape(-1, together).sum(1)
+    if (longest := lengths.max()) > sequence_length:
         raise DataError(
-            f"data.sequence_length = {sequence_length} cuts a conversation of {longest} tokens in {names}. "
-            f"{way_out}"
+            f"data.sequence_length = {sequence_length} cuts "
+            + (
+                f"a conversation of {longest + 1} tokens in {names}. Raise it to {longest}, or prepare the "
+                f"data again with --max_length {sequence_length + 1}."
+                if together == 1
+                else _long_pair(parts, sequence_length, int(longest))
+            )
         )
-    return best_fit(sizes - 1, sequence_length) if packing else np.arange(len(sizes))
+    return best_fit(lengths, sequence_length) if packing else np.arange(len(lengths))
+
+
+def _long_pair(parts: Sequence[Documents], sequence_length: int, longest: int) -> str:
+    for part in parts:
+        pairs = (part.sizes - 1).reshape(-1, 2)
+        if len(long := np.flatnonzero(pairs.sum(1) > sequence_length)):
+            break
+    number = part.first // 2 + int(long[0])
+    chosen, rejected = pairs[long[0]] + 1
+    return (
+        f"pair {number} of {part.prefix} (documents {2 * number} and {2 * number + 1} with {chosen} and "
+        f"{rejected} tokens), and both must be in one row. Raise it to {longest}, which fits every pair, or "
+        f"prepare the data again with --max_length {sequence_length // 2 + 1}."
+    )
 
 
 def best_fit(sizes: NDArray[np.integer], capacity: int) -> NDArray[np.int64]:

@@ -63,6 +63,12 @@ def is_chat(prefix: str | Path) -> bool:
     return "chat" in metadata(prefix)
 
 
+def preference(prefix: str | Path) -> str | None:
+    """The kind of preferences in a token file: `pairs`, of which documents 2i and 2i + 1 are the chosen and
+    the rejected one, or `labelled`; None if it has none."""
+    return metadata(prefix).get("preference")
+
+
 def seen_in_training(data: "DataConfig") -> list[str]:
     """The files of data.validation that data.train has, too, under whatever path: prefixes, after the name of
     a set if there are sets.

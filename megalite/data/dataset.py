@@ -7,8 +7,8 @@ shifted by one, S targets. The next epoch begins after the last sample. Shufflin
 permutation of it, computed for one index in constant time and memory: no permutation is stored, and the order
 depends on (seed, epoch, dataset) only.
 
-`Conversations` are whole documents: a sample is a row with one of them, or with as many as fit, chosen by
-their lengths only.
+Documents may also stay whole (`megalite.data.conversations`): a sample is then a row with one conversation,
+or with as many as fit, chosen by their lengths only.
 
 A `Blend` interleaves datasets by weight. The weights are scaled to integers q_1 … q_n with sum D, and a table
 of one period of D samples is built such that after k samples dataset j has contributed q_j·k/D of them,
@@ -17,15 +17,17 @@ earlier in the period; (k div D)·q_j of its samples are in earlier periods. Not
 replayed.
 """
 
+from __future__ import annotations
+
 import json
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,8 +39,6 @@ from megalite.config.samples import (
     held_out_fraction,
     held_out_start,
     interleave,
-    rows_of,
-    whole_documents,
     whole_samples,
     whole_weights,
 )
@@ -47,8 +47,27 @@ from megalite.config.token_files import named_sets, prefixes
 from megalite.data.indexed import IndexedTokens
 from megalite.data.tokenizer.comparison import of_data, one_tokenizer
 from megalite.data.tokenizer.identity import TokenizerIdentity
-from megalite.parallel.microbatch import IGNORE_INDEX
 from megalite.system import rng
+
+if TYPE_CHECKING:
+    from megalite.data.conversations import RowSequences
+
+
+class Sample(NamedTuple):
+    """A row of tokens.
+
+    Attributes:
+        tokens, targets: [seq] int64; a target is IGNORE_INDEX where its loss is not counted.
+        starts: [seq] int64, the position in the row at which each token's document starts; None for text.
+        weights: [seq] float32, the weights of the targets; None: all are 1.
+        sequences: the documents of preferences.
+    """
+
+    tokens: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    starts: NDArray[np.int64] | None = None
+    weights: NDArray[np.float32] | None = None
+    sequences: RowSequences | None = None
 
 
 class Dataset(ABC):
@@ -60,6 +79,9 @@ class Dataset(ABC):
         samples_per_epoch: number of samples before one is repeated.
         members: the datasets of a blend, or itself.
         chat: whether it holds conversations, with a loss mask.
+        weighted: whether messages of conversations have weights other than 0 and 1.
+        preference: pairs or labelled for preferences; else None.
+        documents: number of documents of preferences.
         tokenizer: the recorded tokenizer of the training data.
     """
 
@@ -69,20 +91,19 @@ class Dataset(ABC):
     samples_per_epoch: int
     members: list[Member]
     chat: bool = False
+    weighted: bool = False
+    preference: str | None = None
+    documents: int = 0
     tokenizer: TokenizerIdentity = TokenizerIdentity()
 
     @property
-    def sets(self) -> Mapping[str, "Dataset"]:
+    def sets(self) -> Mapping[str, Dataset]:
         """Return the validation sets by name. A single set has an empty name."""
         return {"": self}
 
     @abstractmethod
-    def __getitem__(self, index: int) -> NDArray[np.int64]:
-        """Return sample `index` ≥ 0.
-
-        Shape: int64 [sequence_length + 1]; for conversations [3, sequence_length] with tokens, targets and
-        document starts.
-        """
+    def __getitem__(self, index: int) -> Sample:
+        """Return sample `index` ≥ 0."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +119,10 @@ class TokenFiles(Dataset):
     """Base class of datasets that read parts of token files, in order or shuffled in each epoch.
 
     Raises DataError if their vocabularies differ.
-
-    Raises DataError if their vocabularies differ.
     """
 
     def __init__(
-        self, parts: list[TokenRange], sequence_length: int, *options: bool, shuffle: bool, seed: int
+        self, parts: list[TokenRange], sequence_length: int, *options: object, shuffle: bool, seed: int
     ):
         self._length, self._shuffle, self._seed = sequence_length, shuffle, seed
         self._tokens = [part.file.tokens[part.start : part.stop] for part in parts]
@@ -118,7 +137,7 @@ class TokenFiles(Dataset):
             json.dumps([self._content, sequence_length, seed if shuffle else None, *options]).encode()
         )
 
-    def __getitem__(self, index: int) -> NDArray[np.int64]:
+    def __getitem__(self, index: int) -> Sample:
         epoch, sample = divmod(index, self.samples_per_epoch)
         if self._shuffle:
             sample = permute(
@@ -127,14 +146,14 @@ class TokenFiles(Dataset):
         return self._sample(sample)
 
     @abstractmethod
-    def _sample(self, sample: int) -> NDArray[np.int64]:
+    def _sample(self, sample: int) -> Sample:
         """Return a sample of an unshuffled epoch, 0 ≤ `sample` < `samples_per_epoch`."""
 
-    def _read(self, parts: list[NDArray[np.integer]], first: int, count: int) -> NDArray[np.int64]:
+    def _read(self, parts: list[NDArray[Any]], first: int, count: int, dtype: Any = np.int64) -> NDArray[Any]:
         """Return elements [first, first + count) of the concatenation of the parts."""
         pieces = []  # only the parts that overlap the range are read: they are memory-mapped
         for i in range(bisect_right(self._ends, first), len(parts)):
-            pieces.append(parts[i][first - self._ends[i] :][:count].astype(np.int64))
+            pieces.append(parts[i][first - self._ends[i] :][:count].astype(dtype))
             first, count = first + len(pieces[-1]), count - len(pieces[-1])
             if count == 0:
                 break
@@ -144,8 +163,6 @@ class TokenFiles(Dataset):
 class Concatenation(TokenFiles):
     """Token files joined end to end and cut into samples across document and file boundaries.
 
-    Raises DataError if there is not a single complete sample.
-
     Raises DataError also if there is no whole sample.
     """
 
@@ -154,56 +171,9 @@ class Concatenation(TokenFiles):
         self.samples_per_epoch = whole_samples(self._ends[-1], sequence_length, self._names)
         self.members = [Member(self._names, self.samples_per_epoch)]
 
-    def _sample(self, sample: int) -> NDArray[np.int64]:
-        return self._read(self._tokens, sample * self._length, self._length + 1)
-
-
-class Conversations(TokenFiles):
-    """Dataset of conversations: one document per row or, with `packing`, as many as fit.
-
-    A document's inputs are all its tokens except the last, its targets all except the first, so none predicts
-    the next document's first token. Raises DataError also if there is no document, or one that is longer than
-    a row.
-    """
-
-    chat = True
-
-    def __init__(
-        self, parts: list[TokenRange], sequence_length: int, *, packing: bool, shuffle: bool, seed: int
-    ):
-        super().__init__(parts, sequence_length, packing, shuffle=shuffle, seed=seed)
-        self._loss = [
-            part.file.loss.tokens[part.start : part.stop] for part in parts if part.file.loss is not None
-        ]
-        self._sizes = np.concatenate(
-            [whole_documents(part.file.sizes, part.start, part.stop) for part in parts]
-        )
-        self._starts = self._sizes.cumsum() - self._sizes
-        rows = rows_of(self._sizes, sequence_length, packing, self._names)
-        # sorted by row
-        self._documents, self._last = np.argsort(rows, kind="stable"), np.bincount(rows).cumsum()
-        self.samples_per_epoch = len(self._last)
-        self.members = [Member(self._names, self.samples_per_epoch)]
-
-    def _sample(self, sample: int) -> NDArray[np.int64]:
-        row = np.zeros((3, self._length), np.int64)  # what no document fills: token 0, not counted
-        tokens, targets, starts = row
-        targets[:] = IGNORE_INDEX
-        at = 0
-        for document in self._documents[self._last[sample - 1] if sample else 0 : self._last[sample]]:
-            text, counts = (
-                self._read(each, self._starts[document], self._sizes[document])
-                for each in (self._tokens, self._loss)
-            )
-            own = slice(at, at + len(text) - 1)
-            tokens[own], targets[own], starts[own] = (
-                text[:-1],
-                np.where(counts[1:], text[1:], IGNORE_INDEX),
-                at,
-            )
-            at = own.stop
-        starts[at:] = at  # the padding is a document of its own: no token attends from it to the others
-        return row
+    def _sample(self, sample: int) -> Sample:
+        tokens = self._read(self._tokens, sample * self._length, self._length + 1)
+        return Sample(tokens[:-1], tokens[1:])
 
 
 class Blend(Dataset):
@@ -231,11 +201,15 @@ class Blend(Dataset):
         ]
         self.vocab_size, self.eos = _agreed(datasets, "vocab_size"), _agreed(datasets, "eos")
         self.chat = any(dataset.chat for dataset in datasets)
+        self.weighted = any(dataset.weighted for dataset in datasets)
+        self.preference = datasets[0].preference
+        # the ordinal of each dataset's first document
+        *self._first_documents, self.documents = accumulate((d.documents for d in datasets), initial=0)
         self.fingerprint = _hash(json.dumps([[d.fingerprint for d in datasets], self._counts]).encode())
 
-    def __getitem__(self, index: int) -> NDArray[np.int64]:
+    def __getitem__(self, index: int) -> Sample:
         source, sample = self.locate(index)
-        return self._datasets[source][sample]
+        return _renumbered(self._datasets[source][sample], self._first_documents[source])
 
     def locate(self, index: int) -> tuple[int, int]:
         """Return the dataset of sample `index` and the index of the sample in that dataset."""
@@ -255,17 +229,27 @@ class NamedSets(Dataset):
         self.members = [member for dataset in self._datasets for member in dataset.members]
         first = self._datasets[0]
         self.vocab_size, self.eos, self.chat = first.vocab_size, first.eos, first.chat
+        self.weighted, self.preference = any(d.weighted for d in self._datasets), first.preference
+        *self._first_documents, self.documents = accumulate((d.documents for d in self._datasets), initial=0)
         self.fingerprint = "+".join(dataset.fingerprint for dataset in self._datasets)
 
     @property
     def sets(self) -> Mapping[str, Dataset]:
         return self._sets
 
-    def __getitem__(self, index: int) -> NDArray[np.int64]:
+    def __getitem__(self, index: int) -> Sample:
         sample = index % self.samples_per_epoch
         number = bisect_right(self._ends, sample)
         first_sample = self._ends[number - 1] if number else 0
-        return self._datasets[number][sample - first_sample]
+        return _renumbered(self._datasets[number][sample - first_sample], self._first_documents[number])
+
+
+def _renumbered(sample: Sample, first: int) -> Sample:
+    """Return a sample whose documents of preferences are counted from `first`."""
+    if sample.sequences is None:
+        return sample
+    documents = sample.sequences.documents + first
+    return sample._replace(sequences=replace(sample.sequences, documents=documents))
 
 
 def permute(index: int, size: int, key: int) -> int:
@@ -307,7 +291,7 @@ def build(config: DataConfig, seed: int) -> tuple[Dataset, Dataset | None]:
     one_tokenizer(config)
     held_out = held_out_fraction(config)
     files = {prefix: IndexedTokens(prefix) for prefix in prefixes(config.train)}
-    cuts = {prefix: held_out_start(file, held_out, file.loss is not None) for prefix, file in files.items()}
+    cuts = {prefix: held_out_start(file, held_out) for prefix, file in files.items()}
     train = _dataset(
         config.train, {p: TokenRange(f, 0, cuts[p]) for p, f in files.items()}, config, config.shuffle, seed
     )
@@ -339,15 +323,15 @@ def _dataset(
 
 
 def _samples(parts: list[TokenRange], config: DataConfig, shuffle: bool, seed: int) -> Dataset:
-    if parts[0].file.loss is not None:
-        return Conversations(
-            parts, config.sequence_length, packing=config.packing, shuffle=shuffle, seed=seed
-        )
-    return Concatenation(parts, config.sequence_length, shuffle=shuffle, seed=seed)
+    if parts[0].file.loss is None:
+        return Concatenation(parts, config.sequence_length, shuffle=shuffle, seed=seed)
+    from megalite.data.conversations import rows_of_documents  # not needed by text
+
+    return rows_of_documents(parts, config.sequence_length, config.packing, shuffle, seed)
 
 
 def _agreed(sources: list[Any], attribute: str) -> int | None:
-    """Return the common value of all sources, or None if a source has none. Raises DataError if they differ.
+    """Return the common value of all sources, or None if a source has none.
 
     Raises DataError if they differ.
     """

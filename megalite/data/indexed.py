@@ -13,20 +13,34 @@ A token file consists of PREFIX.bin, PREFIX.idx and PREFIX.json.
     int64[n]  byte at which each sequence starts in PREFIX.bin
     int64[d]  sequence at which each document starts; the last mark is n
 
-`PREFIX.json` holds what the format cannot: vocabulary size, EOS token and tokenizer. For chat data it has a
-key `chat`, and the token file PREFIX.loss holds, as uint8, a 1 for each token of PREFIX whose loss is
-counted, else a 0. The layout is that of Megatron-LM's megatron/core/datasets/indexed_dataset.py.
+`PREFIX.json` holds what the format cannot: vocabulary size, EOS token and tokenizer. The layout is that of
+Megatron-LM's megatron/core/datasets/indexed_dataset.py.
+
+For chat data PREFIX.json has a key `chat`, and the token file PREFIX.loss holds, as uint8, a 1 for each token
+of PREFIX whose loss is counted, else a 0; or, if messages have weights other than 0 and 1, the weight of each
+token as float32 (type code 7).
+
+For preferences it also has a key `preference`, pairs or labelled. PREFIX.loss then holds CHOSEN for tokens of
+a chosen or good completion, REJECTED for tokens of a rejected or bad one, and 0 for tokens of the prompt.
+Documents 2i and 2i + 1 of pairs are the chosen and the rejected one.
+
 `megalite/data/preparation/writer.py` writes it.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megalite.config.samples import DTYPES, TokenIndex
 from megalite.config.samples import DataError as DataError
-from megalite.config.samples import TokenIndex
 from megalite.config.token_files import is_chat, metadata
+
+CHOSEN, REJECTED = 1, 2
+LOSS_DTYPES = {1: DTYPES[1], 7: "<f4"}
+"""Type codes of PREFIX.loss → numpy type."""
 
 
 def companion(prefix: str | Path, ending: str) -> Path:
@@ -38,20 +52,21 @@ class IndexedTokens(TokenIndex):
     """A memory-mapped token file: opening costs the same for a megabyte and a terabyte.
 
     Attributes, besides those of its index: `tokens` (all of them, flat), `metadata` (PREFIX.json) and its
-    `vocab_size` and `eos`, `loss` (PREFIX.loss for chat data, where each document is one sequence; else
-    None). Raises DataError if the files are missing, damaged, empty or do not belong together, ConfigError if
-    PREFIX.json is broken.
+    `vocab_size`, `eos` and `preference`, `loss` (PREFIX.loss for chat data, where each document is one
+    sequence; else None). Raises DataError if the files are missing, damaged, empty or do not belong together,
+    ConfigError if PREFIX.json is broken.
     """
 
-    def __init__(self, prefix: str | Path):
-        super().__init__(prefix)
+    def __init__(self, prefix: str | Path, dtypes: Mapping[int, str] = DTYPES):
+        super().__init__(prefix, dtypes)
         self._bin, self._idx = companion(prefix, "bin"), companion(prefix, "idx")
         self._check_length()
-        self.tokens: NDArray[np.integer] = np.memmap(self._bin, dtype=self.dtype, mode="r")
+        self.tokens: NDArray[Any] = np.memmap(self._bin, dtype=self.dtype, mode="r")
         self.metadata = metadata(prefix)
         self.vocab_size: int | None = self.metadata.get("vocab_size")
         self.eos: int | None = self.metadata.get("eos")
-        self.loss = IndexedTokens(f"{prefix}.loss") if is_chat(prefix) else None
+        self.preference: str | None = self.metadata.get("preference")
+        self.loss = IndexedTokens(f"{prefix}.loss", LOSS_DTYPES) if is_chat(prefix) else None
         if self.loss is not None and not np.array_equal(self.loss.sizes, self.sizes):
             raise DataError(
                 f"{prefix}.loss does not match the documents of {prefix}. Prepare the data again with "

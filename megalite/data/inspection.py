@@ -1,4 +1,4 @@
-"""Inspection of token files: counts, lengths, duplicates, and decoded documents with their loss mask."""
+"""Inspection of token files: counts, lengths, duplicates, and decoded documents with their loss weights."""
 
 from __future__ import annotations
 
@@ -12,27 +12,36 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.data.indexed import DataError, IndexedTokens
+from megalite.data.indexed import CHOSEN, DataError, IndexedTokens
 from megalite.data.tokenizer import tokenizers as tokenizing
 
 
 @dataclass(frozen=True)
 class TextPart:
-    """Text of consecutive tokens of a document that all count in the loss, or none of them."""
+    """Text of consecutive tokens of a document with the same weight in the loss.
+
+    The tokens of a completion of preferences count, with weight 1.
+    """
 
     text: str
     counts: bool
+    weight: float
 
 
 @dataclass(frozen=True)
-class Sample:
-    """A document or its beginning: the first `shown` of its `tokens`."""
+class ShownDocument:
+    """A document or its beginning: the first `shown` of its `tokens`.
+
+    Of preferences, these are the last tokens of the prompt and the first ones of the completion; `chosen` is
+    whether the completion is the chosen or a good one, or None for other data.
+    """
 
     document: int
     tokens: int
     loss_tokens: int
     shown: int
     parts: list[TextPart]
+    chosen: bool | None = None
 
 
 class Inspection:
@@ -40,6 +49,7 @@ class Inspection:
 
     Attributes:
         sizes: number of tokens of each document.
+        preference: pairs or labelled for preferences; else None.
         problem: why the tokens cannot be decoded; None if they can.
 
     Raises:
@@ -48,6 +58,7 @@ class Inspection:
 
     def __init__(self, prefix: str | Path, tokenizer: str | None = None):
         self._file = IndexedTokens(prefix)
+        self.preference = self._file.preference
         ends = np.concatenate([[0], np.cumsum(self._file.sizes, dtype=np.int64)])
         self._starts: NDArray[np.int64] = ends[self._file.documents]
         self.sizes = np.diff(self._starts)
@@ -73,7 +84,7 @@ class Inspection:
             "largest_id": self._largest_id(),
             "eos": file.eos,
             "tokenizer": file.metadata.get("tokenizer"),
-            "kind": "text" if file.loss is None else "chat",
+            "kind": "text" if file.loss is None else self.preference or "chat",
             "lengths": dict(zip(names, np.percentile(sizes, (0, 50, 95, 100)).tolist(), strict=True))
             | {"mean": float(sizes.mean())},
             "histogram": histogram(sizes),
@@ -83,36 +94,74 @@ class Inspection:
         if file.loss is None:
             last = file.tokens[self._starts[1:][sizes > 0] - 1]
             return counts | {"without_eos": None if file.eos is None else int((last != file.eos).sum())}
-        counted = np.add.reduceat(file.loss.tokens, self._starts[:-1], dtype=np.int64) * (sizes > 0)
+        loss, starts = file.loss.tokens, self._starts[:-1]
+        counted = np.add.reduceat(loss != 0, starts, dtype=np.int64) * (sizes > 0)
         chat = file.metadata["chat"]
         counts |= {key: chat.get(key) for key in ("forms", "loss_on", "template_hash")}
-        return counts | {"loss_tokens": int(counted.sum()), "without_loss": int((counted == 0).sum())}
+        counts |= {"loss_tokens": int(counted.sum()), "without_loss": int((counted == 0).sum())}
+        if loss.dtype.kind == "f":
+            counts["weights"] = [float(loss.min()), float(loss.max())]
+        if self.preference is not None:
+            chosen = int((np.maximum.reduceat(loss, starts) == CHOSEN).sum())
+            counts |= {"chosen": chosen, "rejected": len(sizes) - chosen}
+        return counts
 
-    def samples(self, count: int, length: int) -> list[Sample]:
-        """Return evenly spaced documents, each with up to `length` tokens."""
-        return self.decoded(
-            np.unique(np.linspace(0, len(self.sizes) - 1, min(count, len(self.sizes))).astype(int)).tolist(),
-            length,
-        )
+    def samples(self, count: int, length: int) -> list[ShownDocument]:
+        """Return evenly spaced documents, or pairs, each with up to `length` tokens."""
+        units = len(self.sizes) // self._together
+        numbers = np.unique(np.linspace(0, units - 1, min(count, units)).astype(int)) * self._together
+        return self.decoded(numbers.tolist(), length)
 
-    def longest(self, count: int, length: int) -> list[Sample]:
+    def longest(self, count: int, length: int) -> list[ShownDocument]:
         """Return the longest documents, in descending order of length."""
-        return self.decoded(np.argsort(-self.sizes, kind="stable")[:count].tolist(), length)
+        longest = np.argsort(-self.sizes, kind="stable")[:count].tolist()
+        return [self._shown(number, self._beginning(number, length)) for number in longest]
 
-    def decoded(self, documents: Sequence[int], length: int) -> list[Sample]:
-        """Return the given documents. Raises DataError for a number that is out of range."""
+    def decoded(self, documents: Sequence[int], length: int) -> list[ShownDocument]:
+        """Return the given documents, of a pair both. Raises DataError for a number that is out of range."""
         if wrong := [number for number in documents if not 0 <= number < len(self.sizes)]:
             raise DataError(f"--document must be between 0 and {len(self.sizes) - 1}, got {wrong[0]}.")
-        return [self._sample(number, length) for number in documents]
+        firsts = dict.fromkeys(number - number % self._together for number in documents)
+        return [
+            self._shown(
+                number,
+                self._beginning(number, length)
+                if self.preference is None
+                else self._around_completion(number, length),
+            )
+            for first in firsts
+            for number in range(first, first + self._together)
+        ]
 
-    def _sample(self, number: int, length: int) -> Sample:
+    @property
+    def _together(self) -> int:
+        return 2 if self.preference == "pairs" else 1
+
+    def _beginning(self, number: int, length: int) -> slice:
+        start = int(self._starts[number])
+        return slice(start, start + min(int(self.sizes[number]), length))
+
+    def _around_completion(self, number: int, length: int) -> slice:
+        """Return up to `length` tokens of the prompt, and as many of the completion."""
         start, size, loss = int(self._starts[number]), int(self.sizes[number]), self._file.loss
-        ids = self._file.tokens[start : start + min(size, length)].tolist()
-        mask = [1] * size if loss is None else loss.tokens[start : start + size].tolist()
+        assert loss is not None, "preferences have what counts"
+        prompt = int((loss.tokens[start : start + size] != 0).argmax())
+        return slice(start + max(0, prompt - length), start + min(size, prompt + length))
+
+    def _shown(self, number: int, own: slice) -> ShownDocument:
+        """Return a document of which `own` tokens are shown."""
+        start, size, loss = int(self._starts[number]), int(self.sizes[number]), self._file.loss
+        ids = self._file.tokens[own].tolist()
+        weights = np.ones(size) if loss is None else loss.tokens[start : start + size]
+        chosen = None
+        if self.preference is not None:
+            chosen, weights = bool((weights == CHOSEN).any()), weights != 0
+        shown = weights[own.start - start : own.stop - start].tolist()
         parts = []
-        for counts, group in groupby(zip(ids, mask, strict=False), lambda pair: pair[1]):
-            parts.append(TextPart(self._text([token for token, _ in group]), bool(counts)))
-        return Sample(number, size, sum(mask), len(ids), parts)
+        for weight, group in groupby(zip(ids, shown, strict=True), lambda pair: float(pair[1])):
+            text = self._text([token for token, _ in group])
+            parts.append(TextPart(text, weight != 0, weight))
+        return ShownDocument(number, size, int(np.count_nonzero(weights)), len(ids), parts, chosen)
 
     def _text(self, ids: list[int]) -> str:
         return " ".join(map(str, ids)) if self._tokenizer is None else self._tokenizer.spell(ids)
@@ -151,6 +200,6 @@ def histogram(sizes: NDArray[np.integer]) -> list[dict[str, int]]:
     return bins
 
 
-def as_json(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+def as_json(samples: Sequence[ShownDocument]) -> list[dict[str, Any]]:
     """Convert samples to JSON data."""
     return [asdict(sample) for sample in samples]

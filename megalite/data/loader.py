@@ -10,13 +10,15 @@ needs no state.
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megalite.data.dataset import Dataset
+from megalite.data.dataset import Dataset, Sample
 from megalite.data.document_boundaries import boundaries, document_starts
 from megalite.data.indexed import DataError
 from megalite.mesh.layout import AxisPlace
@@ -42,6 +44,7 @@ class Loader:
         current: the microbatches that `step` returned last.
         size: first sample → size of its global batch. By default `global_batch_size`; a batch size ramp-up
             replaces it.
+        mismatches: whether microbatches have `Microbatch.mismatched`; rows then have one document each.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Loader:
             vocab_size,
         )
         self._make = make
+        self.mismatches = False
         # [microbatches, dp, batch]
         offsets = np.arange(global_batch_size).reshape(-1, dp.size, micro_batch_size)
         # [microbatches, batch]: this rank's rows, relative to the batch's first sample
@@ -123,22 +127,37 @@ class Loader:
         while (request := self._requests.get()) is not None:
             first_sample, future = request
             try:
-                microbatches = self.size(first_sample) * len(self._offsets) // self._global_batch
-                future.set_result(
-                    [self._microbatch(first_sample + rows) for rows in self._offsets[:microbatches]]
-                )
+                future.set_result(self._batch(first_sample))
             except BaseException as error:  # raised by the step that waits for this batch
                 future.set_exception(error)
 
-    def _microbatch(self, samples: NDArray[np.int64]) -> Microbatch:
-        """Build one microbatch. samples: [batch], the global sample index of each row."""
+    def _batch(self, first_sample: int) -> list[Microbatch]:
+        """Build this rank's microbatches of a global batch."""
+        size, read = self.size(first_sample), self._dataset.__getitem__
+        samples = first_sample + self._offsets[: size * len(self._offsets) // self._global_batch]
+        batch = [self._microbatch(rows, read) for rows in samples]
+        if self.mismatches:
+            from megalite.data.mismatched import mismatched  # not needed by other objectives
+
+            count = size if self._end is None else min(size, self._end - first_sample)
+            other = partial(mismatched, read, first_sample, count)
+            for microbatch, rows in zip(batch, samples, strict=True):
+                microbatch.mismatched = self._microbatch(rows, other)
+        return batch
+
+    def _microbatch(self, samples: NDArray[np.int64], read: Callable[[int], Sample]) -> Microbatch:
+        """Build one microbatch.
+
+        Args:
+            samples: [batch], the global sample index of each row.
+            read: returns the row of a sample.
+        """
         last = samples.max() if self._end is None else self._end - 1  # read in place of rows past the end
-        # [batch, seq + 1] or [batch, 3, seq]
-        rows = np.stack([self._dataset[int(sample)] for sample in np.minimum(samples, last)])
-        # [batch, seq] each; targets must not share memory with tokens, because it is masked in place
-        tokens, targets, starts = (
-            rows.swapaxes(0, 1) if self._dataset.chat else (rows[:, :-1], rows[:, 1:].copy(), None)
-        )
+        rows = [read(int(sample)) for sample in np.minimum(samples, last)]
+        # [batch, seq] each: copies, because targets are masked in place
+        tokens, targets = np.stack([row.tokens for row in rows]), np.stack([row.targets for row in rows])
+        of_rows = [row.starts for row in rows if row.starts is not None]
+        starts = np.stack(of_rows) if of_rows else None
         if self._vocab_size is not None and (largest := max(tokens.max(), targets.max())) >= self._vocab_size:
             raise DataError(
                 f"the data contains token id {largest}, which is out of range for "
@@ -146,18 +165,25 @@ class Loader:
             )
         if self._reset_positions and self._dataset.eos is not None:
             starts = document_starts(tokens, self._dataset.eos)
-        targets[samples > last] = IGNORE_INDEX  # rows past the end
+        past_end = samples > last
+        targets[past_end] = IGNORE_INDEX
         if self._eod_mask_loss:
             targets[tokens == self._dataset.eos] = IGNORE_INDEX
+        fields: dict[str, Any] = {}
+        if self._dataset.weighted or self._dataset.preference is not None:
+            from megalite.data.target_fields import target_fields  # not needed by other data
+
+            fields = target_fields(self._dataset, rows, targets, past_end)
         return self._make(
-            tokens=_sequence_first(tokens),
-            targets=_sequence_first(targets),
+            tokens=sequence_first(tokens),
+            targets=sequence_first(targets),
             samples=torch.from_numpy(np.ascontiguousarray(samples)),
-            document_start=None if starts is None else _sequence_first(starts),
+            document_start=None if starts is None else sequence_first(starts),
             boundaries=None if starts is None else boundaries(starts),
+            **fields,
         )
 
 
-def _sequence_first(rows: NDArray[np.int64]) -> torch.Tensor:
+def sequence_first(rows: NDArray[Any]) -> torch.Tensor:
     """Transpose [batch, seq] to a contiguous tensor [seq, batch]."""
     return torch.from_numpy(np.ascontiguousarray(rows.T))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from megalite.config.rule import show
@@ -29,6 +30,25 @@ KEYS: dict[str, tuple[str, ...]] = {
     "gpteacher": ("output=response",),
 }
 """Type of conversations that can be prepared → names of the keys in its records."""
+PREFERENCE_KEYS: dict[str, tuple[str, ...]] = {
+    "argilla": ("chosen=chosen_response", "rejected=rejected_response"),
+    "argilla_chat": (),
+    "default": (),
+    "icr": ("instruction=input",),
+    "intel": ("instruction=question",),
+    "prompt_pairs": ("instruction=prompt",),
+    "ultra": (),
+}
+"""What follows the name of a template in the type of pairs → names of the keys in its records."""
+LABELLED_KEYS: dict[str, tuple[str, ...]] = {
+    "argilla": (),
+    "intel": ("instruction=question",),
+    "prompt_pairs": ("instruction=prompt",),
+    "ultra": ("instruction=prompt",),
+}
+"""The same of completions with a label."""
+PREFERENCES = {**dict.fromkeys(("DPO", "IPO", "ORPO", "SIMPO", "CPO"), PREFERENCE_KEYS), "KTO": LABELLED_KEYS}
+"""Values of `rl` whose data can be prepared."""
 EXPRESSED = {
     *(
         "path",
@@ -41,6 +61,7 @@ EXPRESSED = {
         "text_column",
         "field_messages",
         "message_property_mappings",
+        "message_field_training",
     ),
     *(
         "message_field_role",
@@ -78,8 +99,8 @@ def is_text(source: ImportedFile) -> bool:
 
 
 def _prepared(value: Any, source: ImportedFile, option: str, output: str) -> Verdict:
-    if source.word("rl") not in ("NONE", "FALSE", ""):
-        return lost("preference and reward data is not supported")
+    if (objective := source.word("rl")) not in ("NONE", "FALSE", ""):
+        return _preferences(value, source, objective, option, output)
     entries, pretraining = _entries(value), value == source.get("pretraining_dataset")
     unknown = [_type(entry) for entry in entries if not pretraining and not _is_known(entry)]
     if unknown:
@@ -89,6 +110,46 @@ def _prepared(value: Any, source: ImportedFile, option: str, output: str) -> Ver
         )
     datasets = [_dataset(entry, source, pretraining) for entry in entries] or [ImportedDataset()]
     return data.prepared(datasets, source.get("base_model"), _of_conversations(source), option, output)
+
+
+def _preferences(value: Any, source: ImportedFile, objective: str, option: str, output: str) -> Verdict:
+    if objective not in PREFERENCES:
+        return lost("data of rewards and generations is not supported")
+    entries = _entries(value)
+    datasets = [_preference_dataset(entry, source, PREFERENCES[objective]) for entry in entries]
+    known = [dataset for dataset in datasets if dataset is not None]
+    if len(known) < len(entries):
+        types = ", ".join(
+            show(entry.get("type")) for entry, dataset in zip(entries, datasets, strict=True) if not dataset
+        )
+        return lost(f"data of type {types} is not supported: convert it to TRL's records first")
+    verdict = data.prepared(known, source.get("base_model"), _of_conversations(source), option, output)
+    rows = "a row holds both completions of a pair with their prompts"
+    return verdict if objective == "KTO" else verdict._replace(why=f"{verdict.why}; {rows}")
+
+
+def _preference_dataset(
+    entry: dict[str, Any], source: ImportedFile, forms: dict[str, tuple[str, ...]]
+) -> ImportedDataset | None:
+    """Return the dataset of an entry, or None if its type is not among the forms."""
+    kind = entry.get("type")
+    template, _, form = str(kind).partition(".")
+    keys = forms.get(form or "default")
+    if not isinstance(kind, str) or template == "user_defined" or keys is None:
+        return None
+    halves = {f"field_{half}": half for half in ("chosen", "rejected")}
+    names = [f"{half}={entry[field]}" for field, half in halves.items() if entry.get(field, half) != half]
+    dataset = _dataset({key: each for key, each in entry.items() if key not in halves}, source, False)
+    replaced = (
+        f"the tokenizer's template is used instead of {template}" if template != "chat_template" else ""
+    )
+    return dataclasses.replace(
+        dataset,
+        preference=True,
+        loss_on_all=False,
+        keys=(*dataset.keys, *names, *keys),
+        without="; ".join(part for part in (replaced, dataset.without) if part),
+    )
 
 
 def _entries(value: Any) -> list[dict[str, Any]]:
@@ -147,6 +208,8 @@ def _keys(entry: dict[str, Any]) -> tuple[str, ...]:
     usual = (role or "role", content or "content") in (("role", "content"), ("from", "value"))
     messages = entry.get("field_messages")
     keys = [f"messages={messages}"] if messages not in (None, "messages", "conversations") else []
+    if (training := entry.get("message_field_training")) not in (None, "train"):
+        keys.append(f"train={training}")
     if not usual:
         keys += [f"{ours}={theirs}" for ours, theirs in (("role", role), ("content", content)) if theirs]
     return (*keys, *KEYS.get(str(_type(entry)), ()))

@@ -25,7 +25,8 @@ class ImportedDataset:
         inputs: values of --input.
         text: it has plain text, and no conversations.
         text_key: key of the text in a record.
-        keys: `OURS=THEIRS`, names of keys in the records of conversations.
+        preference: it has preferences, instead of conversations.
+        keys: `OURS=THEIRS`, names of keys in the records of conversations or preferences.
         split: split of a dataset of the Hub.
         loss_on_all: prompts count in the loss, too.
         without: what the command does not express.
@@ -33,6 +34,7 @@ class ImportedDataset:
 
     inputs: tuple[str, ...] = (FILE,)
     text: bool = False
+    preference: bool = False
     text_key: str = "text"
     keys: tuple[str, ...] = ()
     split: str = "train"
@@ -42,7 +44,7 @@ class ImportedDataset:
     @property
     def options(self) -> tuple[str, ...]:
         """All options but --input; datasets with the same ones are prepared together."""
-        options = [] if self.text else ["--chat"]
+        options = [] if self.text else ["--preference" if self.preference else "--chat"]
         if self.text and any(name.endswith(".json") for name in self.inputs):
             options += ["--format", "jsonl"]  # a .json is one text by its suffix
         if self.text and self.text_key != "text":

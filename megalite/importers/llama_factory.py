@@ -27,6 +27,8 @@ from megalite.importers.verdict import (
 
 NAME = "LLaMA-Factory"
 BATCH = Batch("", "per_device_train_batch_size", "gradient_accumulation_steps")
+PREFERENCES = ("DPO", "KTO")
+"""Values of `stage` whose data is preferences."""
 MARKS = ("finetuning_type", "cutoff_len", "stage", "template", "lora_target")
 
 
@@ -67,19 +69,22 @@ def _is_text(source: ImportedFile) -> bool:
 
 def _datasets(value: Any, source: ImportedFile) -> Verdict:
     """Map the dataset names, whose files dataset_info.json lists."""
-    if source.word("stage", "sft") not in ("SFT", "PT"):
-        return lost("preference and reward data is not supported")
+    if source.word("stage", "sft") not in ("SFT", "PT", *PREFERENCES):
+        return lost("data of rewards and generations is not supported")
+    preference = source.word("stage", "sft") in PREFERENCES
     names = ", ".join(
         str(name).strip() for name in (value if isinstance(value, list) else str(value).split(","))
     )
     chosen = [
         ["--loss_on", kind]
         for key, kind in (("train_on_prompt", "all"), ("mask_history", "last"))
-        if source.on(key)
+        if source.on(key) and not preference
     ]
     options = [word for part in chosen[:1] for word in part]
     verdict = data.prepared(
-        [ImportedDataset(text=_is_text(source))], source.get("model_name_or_path"), options
+        [ImportedDataset(text=_is_text(source), preference=preference)],
+        source.get("model_name_or_path"),
+        options,
     )
     where = f"{source.get('dataset_dir', 'data')}/dataset_info.json"
     return verdict._replace(

@@ -22,7 +22,7 @@ def write_by_hand(
     code: int = 8,
     marks: list[int] | None = None,
 ) -> str:
-    letter = {8: "H", 4: "i", 1: "B"}[code]
+    letter = {8: "H", 7: "f", 4: "i", 1: "B"}[code]
     size = struct.calcsize(letter)
     lengths = [len(document) for document in documents]
     marks = list(range(len(documents) + 1)) if marks is None else marks
@@ -71,5 +71,21 @@ def chats(write: WriteTokens) -> Callable[..., str]:
         documents = [[next(values) for _ in range(size)] for size in sizes]
         write(f"{name}.loss", [[token % 2 for token in document] for document in documents], code=1, metadata=None)
         return write(name, documents, code=4, metadata={"vocab_size": 100, "eos": EOS, "chat": {}})
+
+    return make
+
+
+@pytest.fixture
+def preferences(write: WriteTokens) -> Callable[..., str]:
+    """preferences(name, sizes, kind) → PREFIX of preferences with documents of these sizes: tokens first, first + 1, …,
+    of which the last two are the completion. Every other document is rejected."""
+
+    def make(name: str, sizes: list[int], kind: str = "pairs", first: int = 0) -> str:
+        values = iter(range(first, first + sum(sizes)))
+        documents = [[next(values) for _ in range(size)] for size in sizes]
+        loss = [[0] * (size - 2) + [1 + i % 2] * 2 for i, size in enumerate(sizes)]
+        write(f"{name}.loss", loss, code=1, metadata=None)
+        metadata = {"vocab_size": 1000, "eos": EOS, "chat": {}, "preference": kind}
+        return write(name, documents, code=4, metadata=metadata)
 
     return make

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megalite.commands.prepare import main
@@ -74,19 +75,24 @@ def counted(
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_turn_of_weight_0_does_not_count(name, tokenizer):
-    """With marks and without, what counts is the other turn alone; the tokens are the same."""
+def test_weights_are_of_their_turns(name, tokenizer):
+    """With marks and without, what counts beside a turn of weight 0 is the other turn alone; the tokens are the
+    same."""
     for source in (TEMPLATES[name], unmarked(TEMPLATES[name])):
         template = ChatTemplate(tokenizer, source)
         tokens, whole = template.render(LONG)
-        assert template.render(LONG, without=()) == (tokens, whole)
-        first, second = (template.render(LONG, without={i})[1] for i in (4, 2))
+        assert template.render(LONG, weights={}) == (tokens, whole)
+        first, second = (template.render(LONG, weights={i: 0})[1] for i in (4, 2))
         assert sum(first) and sum(second) and [a + b for a, b in zip(first, second, strict=True)] == whole
         assert first.index(1) < second.index(1)
         assert template.render(LONG, loss_on="last") == (tokens, second)
-        assert not any(template.render(LONG, loss_on="last", without={4})[1])
-        rest = template.render(LONG, loss_on="all", without={4})[1]
+        assert not any(template.render(LONG, loss_on="last", weights={4: 0})[1])
+        rest = template.render(LONG, loss_on="all", weights={4: 0})[1]
         assert [a + b for a, b in zip(rest, second, strict=True)] == [1] * len(tokens)
+        of_both = template.render(LONG, weights={2: 0.25, 4: -2})[1]
+        assert of_both == [0.25 * a - 2 * b for a, b in zip(first, second, strict=True)]
+        rest = template.render(LONG, loss_on="all", weights={4: -2})[1]
+        assert rest == [1 - 3 * b for b in second]
 
 
 def test_weights_are_read_and_do_not_reach_the_template(run, tmp_path):
@@ -98,21 +104,53 @@ def test_weights_are_read_and_do_not_reach_the_template(run, tmp_path):
     assert learned() == [b"d$", b"b$d$"]
     run("--chat", "--input", "a.jsonl", "--loss_on", "last")
     assert learned() == [b"d$", b"d$"]
+    renamed = [{**turns[0]}, {"role": "assistant", "content": "b", "training": False}, *turns[2:]]
+    write_lines(tmp_path / "b.jsonl", [{"prompt": turns[:2], "completion": turns[2:]}, {"messages": renamed}])
+    run("--chat", "--input", "b.jsonl", "--keys", "train=training")
+    assert learned() == [b"d$", b"d$"]
+    loss = IndexedTokens("x").loss
+    assert loss is not None and loss.tokens.dtype == np.uint8, "a mask, if all weights are 0 or 1"
+
+
+def test_other_weights_are_stored_as_numbers(run, tmp_path):
+    """The first of them, in a later task, makes numbers of what was stored before."""
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": -0.5}]
+    plain = {"messages": [{**turn, "weight": None} for turn in turns]}
+    write_lines(tmp_path / "a.jsonl", [plain, plain])
+    write_lines(
+        tmp_path / "b.jsonl",
+        [{"prompt": turns[:1], "completion": [turns[1] | {"weight": 1e30}]}, {"messages": turns}],
+    )
+    result = run("--chat", "--input", "a.jsonl", "b.jsonl")
+    file = IndexedTokens("x")
+    assert file.loss is not None and file.loss.tokens.dtype == np.float32
+    assert json.loads(Path("x.json").read_text())["chat"]["loss_dtype"] == "float32"
+    weights = file.loss.tokens.reshape(4, -1)
+    expected = np.float32([1, 1, 1e30, -0.5])
+    assert (weights[:, -3:-1] == expected[:, None]).all() and result["loss_tokens"] == np.count_nonzero(weights) == 8
 
 
 @pytest.mark.parametrize(
     ("role", "weight", "reason"),
     [
-        ("assistant", 0.5, "has an invalid weight 0.5"),
         ("assistant", "1", "has an invalid weight '1'"),
         ("assistant", True, "has an invalid weight True"),
     ]
-    + [("user", 1, "has weight 1, but its role is user"), ("assistant", 2, "has an invalid weight 2")],
+    + [("assistant", -1e39, "has an invalid weight -1e.39"), ("user", 0.5, "has weight 0.5, but its role is user")]
+    + [("user", 1, "has weight 1, but its role is user"), ("assistant", float("nan"), "has an invalid weight nan")],
 )
 def test_other_weights_are_refused(role, weight, reason):
     record = {"messages": [{"role": "user", "content": "a"}, {"role": role, "content": "b", "weight": weight}]}
     with pytest.raises(BadRecord, match=f"line 3: message 2 of messages {reason}"):
         READER.read(record, "line 3")
+    for flags, problem in (
+        ({"train": 1}, "invalid train 1"),
+        ({"train": False, "weight": 0.5}, "has weight 0.5 and train false"),
+        ({"train": True, "role": "user"}, "has train true, but its role is user"),
+    ):
+        turn = {"role": "assistant", "content": "b"} | flags
+        with pytest.raises(BadRecord, match=problem):
+            READER.read({"messages": [turn]}, "line 3")
 
 
 # ---- prompts with completions
@@ -174,7 +212,7 @@ def test_the_system_text_of_a_record_is_its_first_message():
     """It moves the numbers of the messages that do not count."""
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "weight": 0}]
     read = READER.read({"conversations": turns, "system": "Be brief."}, "here")
-    assert read.messages[0] == {"role": "system", "content": "Be brief."} and read.unweighted == {2}  # type: ignore[union-attr]
+    assert read.messages[0] == {"role": "system", "content": "Be brief."} and read.weights == {2: 0}  # type: ignore[union-attr]
     own = READER.read({"messages": [{"role": "system", "content": "Own."}, *SHORT], "system": "Be brief."}, "here")
     assert [message["content"] for message in own.messages] == ["Own.", *(turn["content"] for turn in SHORT)]  # type: ignore[union-attr]
 

@@ -532,7 +532,7 @@ BAD = {
 }
 STRICT = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
 OPTIONS = {
-    "text file": (["--input", "b.txt"], "--input b.txt is a text file, but --chat requires records"),
+    "text file": (["--input", "b.txt"], "--input b.txt is a text file, but --chat and --preference require records"),
     "json is no list": (["--input", "b.json"], "--input b.json is not a list of records"),
     "training a tokenizer": (
         ["--input", "ok.jsonl", "--train_tokenizer", "300"],

@@ -6,17 +6,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.config import samples
 from megalite.config.samples import best_fit
 from megalite.config.sections.data import DataConfig
-from megalite.data.dataset import Dataset, build
+from megalite.data.dataset import Dataset, Sample, build
 from megalite.data.indexed import DataError, IndexedTokens
 from megalite.data.loader import Loader
 from megalite.mesh.layout import AxisPlace
-from megalite.parallel.microbatch import IGNORE_INDEX
+from megalite.parallel.microbatch import IGNORE_INDEX, Microbatch
 
 S = 10
 SIZES = [4, 11, 2, 6, 5, 3, 1, 8, 7]
@@ -26,9 +27,10 @@ def data(train, **options) -> Dataset:
     return build(DataConfig(**{"train": train, "sequence_length": S, "shuffle": False} | options), seed=1)[0]
 
 
-def documents_of(row: np.ndarray) -> list[list[int]]:
+def documents_of(row: Sample) -> list[list[int]]:
     """A row taken apart where its document starts change: the inputs of each. What is all zero is padding."""
-    tokens, _, starts = row.tolist()
+    assert row.starts is not None
+    tokens, starts = row.tokens.tolist(), row.starts.tolist()
     pieces = [tokens[start : start + starts.count(start)] for start in sorted(set(starts))]
     return [piece for piece in pieces if any(piece)]
 
@@ -44,8 +46,8 @@ def test_every_conversation_stands_whole_in_one_row(chats, packing):
     }
     results = []
     for i in range(dataset.samples_per_epoch):
-        tokens, targets, starts = row = dataset[i]
-        assert row.shape == (3, S) and row.dtype == np.int64
+        tokens, targets, starts, *_ = row = dataset[i]
+        assert all(each.shape == (S,) and each.dtype == np.int64 for each in (tokens, targets, starts))
         assert (np.diff(starts) >= 0).all() and (starts <= np.arange(S)).all()
         pieces = documents_of(row)
         results += [piece[0] for piece in pieces]
@@ -92,12 +94,12 @@ def test_order_is_a_function_of_the_index(chats, packing):
     prefix = chats("x", [3, 5, 4, 6, 2, 9, 3, 3, 7, 5, 4, 4], first=1)
     dataset, again = (data(prefix, packing=packing, shuffle=True) for _ in range(2))
     count = dataset.samples_per_epoch
-    rows = [dataset[i].tobytes() for i in range(3 * count)]
+    rows = [dataset[i].tokens.tobytes() for i in range(3 * count)]
     assert len(set(rows[:count])) == count and all(
         sorted(rows[e * count : e * count + count]) == sorted(rows[:count]) for e in (1, 2)
     )
     assert len({tuple(rows[e * count : e * count + count]) for e in range(3)}) > 1, "each epoch has its own order"
-    assert [again[i].tobytes() for i in (2 * count + 1, 1)] == [rows[2 * count + 1], rows[1]], (
+    assert [again[i].tokens.tobytes() for i in (2 * count + 1, 1)] == [rows[2 * count + 1], rows[1]], (
         "from anywhere, with nothing read before"
     )
 
@@ -127,7 +129,7 @@ def test_validation_blends_and_lists_keep_conversations_whole(chats):
     uneven = build(DataConfig(train=chats("c", [3, 3, 9, 3], first=1), validation=0.5, sequence_length=S), seed=1)
     assert [d.samples_per_epoch for d in uneven] == [3, 1], "half of 18 tokens would cut the third"
     blend = data({a: 2.0, b: 1.0})
-    assert blend.chat and [int(blend[i][0, 0]) >= 50 for i in range(6)].count(True) == 2
+    assert blend.chat and [int(blend[i].tokens[0]) >= 50 for i in range(6)].count(True) == 2
     loader = Loader(blend, global_batch_size=3, micro_batch_size=3, dp=AxisPlace(0, 1), samples=2)
     (microbatch,) = loader.step(0)
     loader.close()
@@ -135,11 +137,92 @@ def test_validation_blends_and_lists_keep_conversations_whole(chats):
     assert (microbatch.targets[:, 2] == IGNORE_INDEX).all(), "the row past the end stands in for none"
 
 
-def test_bad_files(chats, write, tmp_path):
+def microbatch(dataset: Dataset, samples: int | None = None, size: int | None = None) -> Microbatch:
+    size = size or dataset.samples_per_epoch
+    loader = Loader(dataset, global_batch_size=size, micro_batch_size=size, dp=AxisPlace(0, 1), samples=samples)
+    (read,) = loader.step(0)
+    loader.close()
+    return read
+
+
+@pytest.mark.parametrize("kind", ["pairs", "labelled"])
+@pytest.mark.parametrize("packing", [False, True])
+def test_documents_of_preferences(preferences, packing, kind):
+    """Every target of prompt and completion is there, the numbers say which document it is of, and no pair is
+    separated, although the shortest documents alone would fill rows better."""
+    sizes = [4, 8, 3, 3, 6, 4, 2, 3]
+    dataset = data(preferences("x", sizes, kind, first=1), packing=packing)
+    rows = {("pairs", False): 4, ("pairs", True): 3, ("labelled", False): 8, ("labelled", True): 3}[kind, packing]
+    assert (dataset.samples_per_epoch, dataset.documents, dataset.preference) == (rows, 8, kind)
+    read = microbatch(dataset)
+    of, numbers = read.sequences, []
+    assert of is not None and of.count == 8 and of.labels.tolist() == [1 - i % 2 for i in of.documents.tolist()]
+    ends = np.cumsum(sizes) + 1
+    for number, document in enumerate(of.documents.tolist()):
+        own = of.index == number
+        expected = list(range(ends[document] - sizes[document], ends[document]))
+        (row,) = own.any(0).nonzero().flatten().tolist()
+        assert read.tokens[own].tolist() == expected[:-1] and read.targets[own].tolist() == expected[1:]
+        assert of.completion[own].tolist() == [i >= len(expected) - 3 for i in range(len(expected) - 1)]
+        numbers.append((document, row))
+        at = own[:, row].nonzero().flatten().tolist()
+        assert at == list(range(at[0], at[-1] + 1)) and (read.document_start[own] == at[0]).all()
+    padding = of.index < 0
+    assert (read.targets[padding] == IGNORE_INDEX).all() and not of.completion[padding].any() and padding.any()
+    assert numbers == sorted(numbers, key=lambda each: each[1]), "numbered row after row"
+    if kind == "pairs":
+        assert all(
+            a == b - 1 and a % 2 == 0 and of_a == of_b
+            for (a, of_a), (b, of_b) in zip(numbers[::2], numbers[1::2], strict=True)
+        )
+
+
+def test_preferences_of_blends_and_validation(preferences):
+    a, b = preferences("a", [3] * 20), preferences("b", [4] * 8, first=60)
+    blend = data({a: 1.0, b: 1.0}, packing=True)
+    assert (blend.preference, blend.documents) == ("pairs", 28)
+    # in turn: two pairs of a, one of b
+    of = microbatch(blend, size=4).sequences
+    assert of is not None and of.documents.tolist() == [0, 1, 2, 3, 20, 21, 4, 5, 6, 7, 22, 23]
+    train, validation = build(DataConfig(train=a, validation=0.25, sequence_length=S, packing=True), seed=1)
+    assert validation is not None
+    # 15 tokens would separate a pair
+    assert (train.documents, validation.documents) == (16, 4)
+    held = microbatch(validation, samples=1, size=3)
+    assert held.sequences is not None and held.sequences.documents.tolist() == [0, 1, 2, 3]
+    assert (held.sequences.index[:, 1:] == -1).all() and not held.sequences.completion[:, 1:].any(), "past the end"
+    named = build(DataConfig(train=a, validation={"a": a, "b": b}, sequence_length=S), seed=1)[1]
+    assert named is not None and named.documents == 28
+    assert named.sets["b"][0].sequences.documents.tolist() == [0, 1]  # type: ignore[union-attr]
+    assert named[10].sequences.documents.tolist() == [20, 21]  # type: ignore[union-attr]
+    same = {data(preferences("c", [3] * 4, kind), packing=True).fingerprint for kind in ("pairs", "labelled")}
+    assert len(same) == 2, "other numbers of documents in a row"
+
+
+def test_weights_of_targets(chats, write):
+    """They are those of the targets; where a set of a blend has none, its targets weigh 1."""
+    a, b = chats("a", [4, 4], first=1), chats("b", [4], first=31)
+    write("a.loss", [[0, 0.5, -2, 1], [1, 0, 0, 0]], code=7, metadata=None)
+    read = microbatch(data({a: 2.0, b: 1.0}), size=3, samples=3)
+    assert read.weights is not None and read.weights.dtype == torch.float32
+    assert read.weights[:3].T.tolist() == [[0.5, -2, 1], [0, 0, 0], [0, 1, 0]] and not read.weights[3:].any()
+    assert torch.equal(read.weights == 0, read.targets == IGNORE_INDEX)
+    assert microbatch(data(b)).weights is None
+
+
+def test_bad_files(chats, preferences, write, tmp_path):
     with pytest.raises(
         DataError, match="sequence_length = 9 cuts a conversation of 11 tokens in .*Raise it to 10.*--max_length 10"
     ):
         data(chats("x", SIZES), sequence_length=9)
+    long = preferences("long", [4, 4, 7, 6])
+    with pytest.raises(
+        DataError,
+        match=r"= 10 cuts pair 1 of .*long \(documents 2 and 3 with 7 and 6 tokens\), .*Raise it to 11.*--max_length 6",
+    ):
+        data([preferences("p", [3, 3]), long])
+    with pytest.raises(DataError, match="odd has 3 documents, and preference pairs have two each"):
+        data(preferences("odd", [3, 3, 3]))
     with pytest.raises(DataError, match="leaves no conversation for training or validation"):
         data(chats("x", SIZES), validation=0.01)
     Path(tmp_path / "x.loss.idx").unlink()

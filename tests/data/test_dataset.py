@@ -24,7 +24,14 @@ def config(train, **options) -> DataConfig:
 
 
 def first_tokens(dataset, count: int, start: int = 0) -> list[int]:
-    return [int(dataset[i][0]) for i in range(start, start + count)]
+    return [int(dataset[i].tokens[0]) for i in range(start, start + count)]
+
+
+def read(dataset, i: int) -> list[int]:
+    """The tokens of a sample: its inputs, and the target of the last one."""
+    tokens, targets, *others = dataset[i]
+    assert others == [None] * 3 and tokens.tolist()[1:] == targets.tolist()[:-1]
+    return [*tokens.tolist(), int(targets[-1])]
 
 
 @pytest.mark.parametrize(("tokens", "samples"), [(6, 1), (10, 1), (11, 2), (50, 9), (51, 10)])
@@ -32,8 +39,8 @@ def test_plain_order(counting, tokens, samples):
     dataset, validation = build(config(counting("x", tokens).prefix), seed=1)
     assert (validation, dataset.samples_per_epoch, dataset.vocab_size, dataset.eos) == (None, samples, 100, 99)
     for i in range(3 * samples):
-        assert dataset[i].dtype == np.int64
-        assert dataset[i].tolist() == list(range(i % samples * S, i % samples * S + S + 1))
+        assert dataset[i].tokens.dtype == dataset[i].targets.dtype == np.int64
+        assert read(dataset, i) == list(range(i % samples * S, i % samples * S + S + 1))
 
 
 def test_a_list_is_one_concatenation(counting):
@@ -41,7 +48,7 @@ def test_a_list_is_one_concatenation(counting):
     files = [counting("a", 13), counting("b", 2, first=13), counting("c", 22, first=15)]
     dataset, _ = build(config([file.prefix for file in files]), seed=1)
     assert dataset.samples_per_epoch == 36 // S
-    assert [dataset[i].tolist() for i in range(7)] == [list(range(i * S, i * S + S + 1)) for i in range(7)]
+    assert [read(dataset, i) for i in range(7)] == [list(range(i * S, i * S + S + 1)) for i in range(7)]
 
 
 @settings(max_examples=40, deadline=None)
@@ -75,7 +82,7 @@ def test_shuffled_epochs(counting):
     epochs = [first_tokens(dataset, 40, start) for start in (0, 40, 80)]
     assert all(sorted(epoch) == list(range(0, 200, S)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
-    assert all(dataset[i].tolist() == list(range(dataset[i][0], dataset[i][0] + S + 1)) for i in range(120))
+    assert all(read(dataset, i) == list(range(dataset[i].tokens[0], dataset[i].tokens[0] + S + 1)) for i in range(120))
     again, other = (build(config(file.prefix, shuffle=True), seed=seed)[0] for seed in (1, 2))
     assert first_tokens(again, 120) == [*epochs[0], *epochs[1], *epochs[2]]
     assert first_tokens(other, 40) != epochs[0]
@@ -165,8 +172,8 @@ def test_split_is_disjoint_and_whole(counting, train, shuffle):
     source = {"one": a.prefix, "list": [a.prefix, b.prefix], "blend": {a.prefix: 3, b.prefix: 1}}[train]
     training, validation = build(config(source, validation=0.1, shuffle=shuffle), seed=1)
     assert validation is not None
-    trained = {int(t) for i in range(4 * training.samples_per_epoch) for t in training[i]}
-    held = [int(t) for i in range(validation.samples_per_epoch) for t in validation[i][:-1]]
+    trained = {int(t) for i in range(4 * training.samples_per_epoch) for t in read(training, i)}
+    held = [int(t) for i in range(validation.samples_per_epoch) for t in validation[i].tokens]
     assert not trained & set(held)
     assert held == sorted(set(held)), "each held-out sample once, in order"
     cut_a, cut_b = 273, 1000 + 364  # the first document (of 7 tokens) at or after 90%
@@ -179,7 +186,7 @@ def test_split_inside_a_single_document(counting):
     training, validation = build(config(file.prefix, validation=0.1), seed=1)
     assert validation is not None
     assert (training.samples_per_epoch, validation.samples_per_epoch) == (180, 19)
-    assert int(validation[0][0]) == 901
+    assert int(validation[0].tokens[0]) == 901
 
 
 def test_validation_files(counting):
@@ -243,4 +250,4 @@ def test_access_touches_only_its_sample(counting):
     file = counting("x", 501)
     dataset = Concatenation([TokenRange(file, 0, 501)], S, shuffle=True, seed=1)
     assert isinstance(file.tokens, np.memmap)
-    assert dataset[10**18].shape == (S + 1,)
+    assert dataset[10**18].tokens.shape == (S,)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megalite.commands.prepare import main
+from megalite.config.token_files import metadata
 from megalite.data.chat.records import FORMS
 from megalite.data.preparation.sources import FORMATS
 from tests.structure.sources import ROOT
@@ -55,6 +56,7 @@ def test_every_example_is_prepared_as_a_whole(words, monkeypatch, capsys):
     named = [name for name in EXAMPLES if any(Path(name).match(word) for word in words)]
     rows = {"book.txt": 1, "corpus.csv": 2, "pairs.csv": 1, "alpaca.json": 1}
     expected = sum(rows.get(name, EXAMPLES[name].count("\n")) for name in named)
+    expected *= 2 if metadata(result["prefix"]).get("preference") == "pairs" else 1
     assert (result["documents"], result["skipped"], result["without_loss"]) == (expected, 0, 0) and expected > 0
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.data.dataset import Dataset
+from megalite.data.dataset import Dataset, Sample
 from megalite.data.indexed import DataError
 from megalite.data.loader import IGNORE_INDEX, Loader
 from megalite.mesh.layout import AxisPlace
@@ -24,12 +24,13 @@ class Fixed(Dataset):
         self.samples_per_epoch = len(rows or [0])
         self.read: list[int] = []
 
-    def __getitem__(self, index: int) -> np.ndarray:
+    def __getitem__(self, index: int) -> Sample:
         self.read.append(index)
         if index == self.fails_at:
             raise OSError("the disk is gone")
         row = self.rows[index % len(self.rows)] if self.rows else range(index * 100, index * 100 + 5)
-        return np.array(row, dtype=np.int64)
+        tokens = np.array(row, dtype=np.int64)
+        return Sample(tokens[:-1], tokens[1:])
 
 
 @pytest.fixture
@@ -186,11 +187,14 @@ def test_a_token_beyond_the_vocabulary_is_named(load):
 
 
 def test_where_conversations_begin_is_no_token(load):
-    row = [[1] * 13, [2] * 13, [0] * 12 + [12]]  # the last position begins a conversation
-    conversations = Fixed([row], eos=None)
-    conversations.chat = True
-    (batch,) = load(conversations, vocab_size=10).step(0)
-    assert batch.document_start[:, 0].tolist() == row[2]
+    starts = np.array([0] * 12 + [12])  # the last position begins a conversation
+
+    class Conversation(Fixed):
+        def __getitem__(self, index: int) -> Sample:
+            return super().__getitem__(index)._replace(starts=starts)
+
+    (batch,) = load(Conversation([[1] * 14], eos=None), vocab_size=10).step(0)
+    assert batch.document_start[:, 0].tolist() == starts.tolist()
 
 
 def test_close_joins_the_thread(load):

@@ -303,7 +303,7 @@ BAD = {
     "vocabulary is text": (["--input", "ok.txt", "--train_tokenizer", "many"], "invalid int value: 'many'"),
     "chat options for text": (
         ["--input", "ok.txt", "--tokenizer", "byte", "--loss_on", "last", "--too_long", "truncate"],
-        "--loss_on and --too_long can only be used with --chat. Add --chat",
+        "--loss_on can only be used with --chat. Add --chat",
     ),
     "unknown option": (["--input", "ok.txt", "--tokenizer", "byte", "--fast"], "--fast"),
     "bad line after training": (

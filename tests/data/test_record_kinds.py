@@ -35,13 +35,13 @@ FOR_TEXTS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"prompt": "1+1?", "chosen": "2", "rejected": "3"},
-        "are preference pairs, .* add --chat --keys completion=chosen.",
+        "are preference pairs: add --preference, .* add --chat --keys completion=chosen.",
     ),
     (
         {"prompt": "1+1?", "chosen": SHORT, "rejected": SHORT},
-        "are preference pairs, .* add --chat --keys messages=chosen.",
+        "are preference pairs: add --preference, .* add --chat --keys messages=chosen.",
     ),
-    ({"chosen": "1+1? 2", "rejected": "1+1? 3"}, "are preference pairs, .* add --text_key chosen."),
+    ({"chosen": "1+1? 2", "rejected": "1+1? 3"}, "are preference pairs: add --preference, .* add --text_key chosen."),
     ({"id": "7", "content": TEXT, "url": "a.b"}, "seem to have their text in content: add --text_key content."),
 ]
 FOR_CHATS: list[tuple[dict[str, Any], str]] = [
@@ -57,10 +57,16 @@ FOR_CHATS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"prompt": SHORT[:1], "chosen": SHORT[1:], "rejected": SHORT[1:]},
-        "are preference pairs, .* add --keys completion=chosen.",
+        "are preference pairs: add --preference instead of.* add --keys completion=chosen.",
     ),
-    ({"chosen": SHORT, "rejected": SHORT}, "are preference pairs, .* add --keys messages=chosen."),
-    ({"chosen": "1+1? 2", "rejected": "1+1? 3"}, "are preference pairs, .* add --text_key chosen instead of --chat."),
+    (
+        {"chosen": SHORT, "rejected": SHORT},
+        "are preference pairs: add --preference instead of.* add --keys messages=chosen.",
+    ),
+    (
+        {"chosen": "1+1? 2", "rejected": "1+1? 3"},
+        "are preference pairs: add --preference instead of.* add --text_key chosen instead of --chat.",
+    ),
 ]
 
 
@@ -111,10 +117,13 @@ def test_what_was_meant_is_proposed(options, record, message, run, tmp_path):
 def test_what_is_proposed_works(options, record, message, run, tmp_path):
     write_lines(tmp_path / "a.jsonl", [record])
     proposed = message.rstrip(".").rpartition("add ")[2].split() if "add " in message else []
-    if "remove" in message or "instead of" in message:
+    if "remove" in message or "instead" in proposed:
         options, proposed = [], [word for word in proposed if word not in ("instead", "of", "--chat")]
     result = json.loads(run(*options, *proposed, "--input", "a.jsonl"))
     assert result["documents"] == 1
+    if "--preference" in message:
+        result = json.loads(run("--preference", "--overwrite", "--input", "a.jsonl"))
+        assert (result["documents"], result["chosen"]) == (2, 1)
 
 
 @pytest.mark.usefixtures("without_tokenizer")

@@ -35,7 +35,7 @@ TRAINED = {"tokenizer": "t.model", "train_tokenizer": 300}
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path) -> None:
     """Inputs of many tasks, each of which is saved: texts, lines of which some are bad, a long text in pieces,
-    conversations."""
+    conversations of which later ones have weights."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("megalite.data.preparation.journal.SAVE_S", 0)
     for name, size in (("TASK_BYTES", 300), ("PIECE_BYTES", 400), ("LONG_TEXT", 2000)):
@@ -53,7 +53,10 @@ def small(monkeypatch, tmp_path) -> None:
         gzip.compress("\n".join(json.dumps({"text": f"packed {line}"}) for line in lines).encode())
     )
     Path("chats.jsonl").write_text(
-        "\n".join(json.dumps({"messages": [{**SHORT[0], "content": line}, SHORT[1]]}) for line in lines)
+        "\n".join(
+            json.dumps({"messages": [{**SHORT[0], "content": line}, {**SHORT[1], "weight": 1 - (i // 50) / 2}]})
+            for i, line in enumerate(lines)
+        )
     )
 
 

@@ -112,7 +112,7 @@ def test_bad_conversations_are_skipped(run, tmp_path):
     ]
     bad += [
         {"messages": [{"role": "bing", "content": "a"}]},
-        {"messages": [{**SHORT[1], "weight": 3}]},
+        {"messages": [{**SHORT[1], "weight": "3"}]},
         {"instruction": "", "output": ""},
     ]
     write_lines(tmp_path / "a.jsonl", [bad[0], {"messages": SHORT}, *bad[1:]])

@@ -432,3 +432,20 @@ def test_added_tokens_resize_the_model_and_are_asked_for():
     assert imported.options["model.resize_embeddings"] == "mean"
     assert "set model.resize_embeddings" in {remark.key: remark.why for remark in imported.remarks}["add_tokens"]
     assert "model.resize_embeddings" not in convert({**words, "resize_vocab": False}, project="llama-factory").options
+
+
+@pytest.mark.parametrize(
+    ("rl", "kind", "says"),
+    [
+        ("dpo", "chatml.intel", "--preference --keys instruction=question --input hf:org/pairs"),
+        ("orpo", "llama3.argilla", "--keys chosen=chosen_response,rejected=rejected_response"),
+        ("ipo", "chatml.argilla_chat", "megalite prepare --preference --input"),
+        ("kto", "llama3.prompt_pairs", "--preference --keys instruction=prompt"),
+        ("dpo", "user_defined.default", "type user_defined.default is not supported: convert it to TRL"),
+        ("kto", "chatml.argilla_chat", "type chatml.argilla_chat is not supported"),
+        ("grpo", "chat_template.default", "data of rewards and generations is not supported"),
+    ],
+)
+def test_axolotls_preferences(rl, kind, says):
+    _, said = judged("axolotl", {"base_model": "m", "rl": rl, "datasets": [{"path": "org/pairs", "type": kind}]})
+    assert says in said["datasets"][1]

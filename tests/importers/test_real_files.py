@@ -195,7 +195,13 @@ REAL = {
         dp=2,
     ),
     "axolotl/preferences.yaml": Real(
-        {"optimizer.lr": 1e-4}, lost={"rl": OBJECTIVE, "datasets": "preference and reward data"}, dp=2
+        {"optimizer.lr": 1e-4},
+        lost={"rl": OBJECTIVE},
+        said={
+            "datasets": "`megalite prepare --preference --keys messages=conversation --input hf:example/preferences "
+            "--tokenizer example/qwen-half-b --output PREFIX`"
+        },
+        dp=2,
     ),
     "llama-factory/lora-pretrain.yaml": Real(
         {
@@ -266,8 +272,8 @@ REAL = {
             "stage": OBJECTIVE,
             "pref_beta": OBJECTIVE,
             "pref_loss": OBJECTIVE,
-            "dataset": "preference and reward data",
         },
+        said={"dataset": "`megalite prepare --preference --input FILE --tokenizer "},
         dp=1,
     ),
     "torchtune/full-8b.yaml": Real(

@@ -15,6 +15,12 @@ KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 QUESTIONS = ("instruction", "question", "query", "prompt", "input", "inputs", "problem", "user")
 ANSWERS = ("output", "answer", "response", "completion", "target", "targets", "solution", "assistant")
 """Names that data sets give to questions and answers."""
+PREFERRED = {
+    "chosen": ("chosen_response", "accepted", "preferred"),
+    "rejected": ("rejected_response", "dispreferred"),
+    "label": ("is_good", "desirable", "is_chosen"),
+}
+"""Our names of the keys of preferences → names in data sets."""
 NOT_TEXT = re.compile(
     r"[\W\d_]*|[+-]?[\d.,]*(?:e[+-]?\d+|nan|inf)|\d{4}-\d\d-\d\dT\S*|\w+://\S+|[\da-f-]{16,}", re.IGNORECASE
 )
@@ -94,6 +100,17 @@ def _names_in_message(turn: Record) -> list[str] | None:
     return [f"{our}={their}" for our, their in zip(ours, (role, content), strict=True) if our != their]
 
 
+def for_preferences(record: Record) -> str:
+    """Return a hint for a record that is not a preference, or an empty string."""
+    names = []
+    for ours, known in PREFERRED.items():
+        if ours not in record and (key := next((name for name in known if name in record), None)):
+            names.append(f"{ours}={key}")
+    if not names:
+        return ""
+    return f"The records look like preferences with different key names: add --keys {','.join(names)}."
+
+
 def _preference(record: Record, chat: str) -> str:
     """Return a hint for a pair of a chosen and a rejected answer, or an empty string."""
     if not {"chosen", "rejected"} <= record.keys():
@@ -104,8 +121,9 @@ def _preference(record: Record, chat: str) -> str:
         options = f"{chat}--keys completion=chosen"
     else:
         options = f"{chat}--keys messages=chosen"
+    instead = "" if chat else " instead of --chat"
     return (
-        "The records are preference pairs, which megalite does not support. To train on the chosen answers "
+        f"The records are preference pairs: add --preference{instead}, or, to train on the chosen answers "
         f"only, add {options}."
     )
 

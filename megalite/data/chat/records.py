@@ -36,8 +36,18 @@ KEYS_OF_RECORDS = (
     "instruction",
     "input",
     "output",
+    "chosen",
+    "rejected",
+    "label",
 )
-KEYS_OF_MESSAGES = ("role", "content", "from", "value", "weight", "tool_calls", "function_call", "name")
+KEYS_OF_MESSAGES = (
+    *("role", "content", "from", "value"),
+    *("weight", "train", "tool_calls", "function_call", "name"),
+)
+
+
+LARGEST_WEIGHT = 1e30
+"""Largest weight of a message: weights are stored as float32."""
 
 
 class BadRecord(DataError):
@@ -79,14 +89,14 @@ class Conversation:
         form: the format of the record.
         tools: the record's tools as objects.
         prompt: number of messages at the beginning that belong to the prompt, whose turns have no loss.
-        unweighted: numbers of the assistant's messages with weight 0.
+        weights: number of each message of the assistant whose weight is not 1 → its weight.
     """
 
     form: str
     messages: list[dict[str, Any]]
     tools: Any = None
     prompt: int = 0
-    unweighted: frozenset[int] = frozenset()
+    weights: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -114,21 +124,19 @@ class RecordReader:
         """Read a conversation from a record.
 
         Raises BadRecord with `where` and the reason if the record is not a conversation.
-
-        Raises BadRecord with `where` and the reason if the record is not a conversation.
         """
         if not isinstance(record, dict):
             raise BadRecord(
                 where, f" is a {type(record).__name__}, not an object.", f"Expected one of {FORMS}."
             )
-        record = self._renamed(record, KEYS_OF_RECORDS)
+        record = self.renamed(record, KEYS_OF_RECORDS)
         for key in ("messages", "conversations"):
             if record.get(key):
-                read = self._messages(record[key], key, where)
-                first = _system(record, read, where)
-                unweighted = frozenset(len(first) + number for number in read.unweighted)
+                read = self.messages(record[key], key, where)
+                first = system_of(record, read.messages, where)
+                weights = _shifted(read.weights, len(first))
                 return Conversation(
-                    read.form, first + read.messages, _tools(record, where), unweighted=unweighted
+                    read.form, first + read.messages, tools_in(record, where), weights=weights
                 )
         if record.get("prompt") is not None and record.get("completion") is not None:
             return self._from_pair(record, where)
@@ -136,11 +144,12 @@ class RecordReader:
             return Conversation("alpaca", _from_alpaca(record, where))
         for key in ("messages", "conversations"):
             if record.get(key) is not None:
-                self._messages(record[key], key, where)  # says what is wrong with it
+                self.messages(record[key], key, where)  # says what is wrong with it
         keys = ", ".join(map(str, record)) or "none"
         raise BadRecord(where, f" is not a conversation; its keys are {keys}.", for_chats(record) or WAY_OUT)
 
-    def _renamed(self, item: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    def renamed(self, item: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+        """Return a record or a message with our names of its keys, of those in `names`."""
         mapped = {theirs: ours for ours, theirs in self.keys if ours in names and theirs in item}
         kept = {key: value for key, value in item.items() if key not in mapped and key not in mapped.values()}
         return {ours: item[theirs] for theirs, ours in mapped.items()} | kept if mapped else item
@@ -154,7 +163,7 @@ class RecordReader:
             raise BadRecord(
                 where,
                 " has label=false, so its completion is a rejected one.",
-                "Remove such records, because megalite trains on every completion.",
+                "Prepare such records with --preference instead of --chat, or remove them.",
             )
         prompt, completion = record["prompt"], record["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
@@ -168,14 +177,13 @@ class RecordReader:
                 f": prompt and completion must be both strings or both lists of messages, got {kinds}.",
                 WAY_OUT,
             )
-        read = [self._messages(record[key], key, where) for key in ("prompt", "completion")]
+        read = [self.messages(record[key], key, where) for key in ("prompt", "completion")]
         first, messages = len(read[0].messages), read[0].messages + read[1].messages
-        unweighted = read[0].unweighted | {first + number for number in read[1].unweighted}
-        return Conversation(
-            "prompt-completion", messages, _tools(record, where), first, frozenset(unweighted)
-        )
+        weights = read[0].weights | _shifted(read[1].weights, first)
+        return Conversation("prompt-completion", messages, tools_in(record, where), first, weights)
 
-    def _messages(self, turns: Any, key: str, where: object) -> _Messages:
+    def messages(self, turns: Any, key: str, where: object) -> Messages:
+        """Read a list of messages, which a record has in `key`. Raises BadRecord."""
         if isinstance(turns, str):  # as in a .csv
             with suppress(ValueError, RecursionError):
                 turns = json.loads(turns)
@@ -183,8 +191,8 @@ class RecordReader:
             raise BadRecord(where, f": {key} is empty.", "Remove the record.")
         if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
             raise BadRecord(where, f": {key} is not a list of messages.", WAY_OUT)
-        turns = [self._renamed(turn, KEYS_OF_MESSAGES) for turn in turns]
-        parsed = _Messages("sharegpt" if turns[0].get("from") is not None else "messages")
+        turns = [self.renamed(turn, KEYS_OF_MESSAGES) for turn in turns]
+        parsed = Messages("sharegpt" if turns[0].get("from") is not None else "messages")
         who, what = ("from", "value") if parsed.form == "sharegpt" else ("role", "content")
         for number, turn in enumerate(turns):
             place = MessageAt(where, number + 1, key)
@@ -200,8 +208,8 @@ class RecordReader:
                     f" has an unknown role {turn[who]!r}.",
                     f"Supported roles: {', '.join((*KNOWN_ROLES, *ROLES))}.",
                 )
-            if not _weight(turn, role, place):
-                parsed.unweighted.add(number)
+            if (weight := _weight(turn, role, place)) != 1:
+                parsed.weights[number] = weight
             parsed.messages.append({"role": role, "content": content, **others})
         return parsed
 
@@ -225,23 +233,32 @@ class RecordReader:
 
 
 @dataclass
-class _Messages:
+class Messages:
+    """Messages, as in `Conversation`, with the name of their form."""
+
     form: str
     messages: list[dict[str, Any]] = field(default_factory=list)
-    unweighted: set[int] = field(default_factory=set)
+    weights: dict[int, float] = field(default_factory=dict)
 
 
-def _system(record: dict[str, Any], read: _Messages, where: object) -> list[dict[str, Any]]:
-    """Return the system message of a record with a key `system`, as in some ShareGPT data."""
+def _shifted(weights: Mapping[int, float], by: int) -> dict[int, float]:
+    return {number + by: weight for number, weight in weights.items()}
+
+
+def system_of(record: dict[str, Any], messages: list[dict[str, Any]], where: object) -> list[dict[str, Any]]:
+    """Return the system message of a record with a key `system`, as in some ShareGPT data.
+
+    It is empty if the messages begin with one.
+    """
     text = record.get("system")
-    if text in (None, "") or read.messages[0]["role"] == "system":
+    if text in (None, "") or messages[0]["role"] == "system":
         return []
     if not isinstance(text, str):
         raise BadRecord(where, f": system must be a string, got {type(text).__name__}.", WAY_OUT)
     return [{"role": "system", "content": text}]
 
 
-def _tools(record: dict[str, Any], where: object) -> list[dict[str, Any]] | None:
+def tools_in(record: dict[str, Any], where: object) -> list[dict[str, Any]] | None:
     """Return the tools of a record."""
     try:
         return tools_of(record)
@@ -250,54 +267,73 @@ def _tools(record: dict[str, Any], where: object) -> list[dict[str, Any]] | None
 
 
 def _other_keys(turn: dict[str, Any], place: object) -> dict[str, Any]:
-    """Return the keys of a message other than role, content and weight."""
+    """Return the keys of a message other than role, content and what says how it counts."""
     try:
         calls = calls_of(turn)
     except BadTools as error:
         raise BadRecord(place, f": {error.problem}", error.way_out) from None
-    read = ("role", "content", "from", "value", "weight", "tool_calls", "function_call")
+    read = ("role", "content", "from", "value", "weight", "train", "tool_calls", "function_call")
     others = without_nulls({name: value for name, value in turn.items() if name not in read})
     return others if calls is None else {**others, "tool_calls": calls}
 
 
-def _weight(turn: dict[str, Any], role: str, place: object) -> bool:
-    """Return whether the loss of a message is counted.
+def _weight(turn: dict[str, Any], role: str, place: object) -> float:
+    """Return the weight of the loss of a message; 1 if the assistant does not write it.
 
-    OpenAI's `weight` of an assistant's message is 0 or 1. Without it, the message counts.
+    It is the message's `weight`, by default 1, or 0 with `train` false, which axolotl and others write.
     """
-    weight = turn.get("weight")
-    if weight is None:
-        return True
-    if isinstance(weight, bool) or weight not in (0, 1):
+    weight, train = turn.get("weight"), turn.get("train")
+    if train is not None and not isinstance(train, bool):
+        raise BadRecord(place, f" has an invalid train {train!r}.", "It must be true or false.")
+    if weight is not None and (
+        isinstance(weight, bool)
+        or not isinstance(weight, (int, float))
+        or not abs(weight) <= LARGEST_WEIGHT  # not for NaN
+    ):
         raise BadRecord(
             place,
             f" has an invalid weight {weight!r}.",
-            "The weight must be 0 or 1 (default: 1).",
+            f"The weight must be a finite number up to {LARGEST_WEIGHT:g} (default: 1).",
         )
-    if weight and role != "assistant":
+    if weight and train is False:
         raise BadRecord(
-            place,
-            f" has weight 1, but its role is {role}.",
-            "Only messages of the assistant can have a weight of 1. Use --loss_on all to train on all "
-            "messages.",
+            place, f" has weight {weight} and train false.", "Remove one of the two, or set the weight to 0."
         )
-    return bool(weight) or role != "assistant"
+    if role != "assistant":
+        if weight or train:
+            said = "train true" if train else f"weight {weight}"
+            raise BadRecord(
+                place,
+                f" has {said}, but its role is {role}.",
+                "Only messages of the assistant can have a weight other than 0. Use --loss_on all to train "
+                "on all messages.",
+            )
+        return 1
+    return 0 if train is False else 1 if weight is None else weight
 
 
 def _from_alpaca(record: dict[str, Any], where: object) -> list[dict[str, Any]]:
-    """Return the messages of an Alpaca record.
+    """Return the messages of an Alpaca record."""
+    prompt, output = instruction_of(record, where), record.get("output") or ""
+    if not isinstance(output, str):
+        raise BadRecord(where, f": output must be a string, got {type(output).__name__}.", WAY_OUT)
+    if not output and not any(message["content"] for message in prompt):
+        raise BadRecord(where, ": instruction and output are empty.", "Remove the record.")
+    return [*prompt, {"role": "assistant", "content": output}]
+
+
+def instruction_of(record: dict[str, Any], where: object) -> list[dict[str, Any]]:
+    """Return the messages of an Alpaca record before the output.
 
     The user's message is the instruction followed by the input. A `system` text comes first.
     """
-    texts = {key: record.get(key) or "" for key in ("system", "instruction", "input", "output")}
+    texts = {key: record.get(key) or "" for key in ("system", "instruction", "input")}
     for key, value in texts.items():
         if not isinstance(value, str):
             raise BadRecord(where, f": {key} must be a string, got {type(value).__name__}.", WAY_OUT)
-    if not any(texts.values()):
-        raise BadRecord(where, ": instruction and output are empty.", "Remove the record.")
     prompt = "\n\n".join(text for text in (texts["instruction"], texts["input"]) if text)
     system = [{"role": "system", "content": texts["system"]}] if texts["system"] else []
-    return [*system, {"role": "user", "content": prompt}, {"role": "assistant", "content": texts["output"]}]
+    return [*system, {"role": "user", "content": prompt}]
 
 
 def parsed_keys(text: str | None) -> tuple[tuple[str, str], ...]:

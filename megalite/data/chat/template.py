@@ -1,4 +1,4 @@
-"""Tokenization of conversations with a chat template, and the loss mask.
+"""Tokenization of conversations with a chat template, and the weights of the tokens in the loss.
 
 A template is Jinja source as in Hugging Face tokenizers, rendered as they render it. The assistant's text, up
 to and including the token that ends its turn, is located exactly: by the template's {% generation %} marks if
@@ -9,10 +9,13 @@ content of a message never becomes a control token, even if it is spelled like o
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from os.path import commonprefix
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NoReturn
 
 from megalite.data.chat.assistant_turns import Message, NotLocated, Span, TemplateLayout, Turn, TurnFinder
@@ -85,9 +88,9 @@ class ChatTemplate:
         *,
         tools: Any = None,
         loss_on: LossOn = "assistant",
-        without: Collection[int] = (),
-    ) -> tuple[list[int], list[int]]:
-        """Return the tokens of a conversation and its loss mask, which is 1 for tokens whose loss is counted.
+        weights: Mapping[int, float] = MappingProxyType({}),
+    ) -> tuple[list[int], list[float]]:
+        """Return the tokens of a conversation and the weights of their losses, which are 0 or 1 by default.
 
         If the marker of the next role ends a turn, it counts with the turn, and one is added after a last
         turn.
@@ -96,41 +99,100 @@ class ChatTemplate:
             messages: each with `role` and `content`, and any other keys that the template reads.
             tools: objects.
             loss_on: the assistant's turns (assistant), its last turn only (last), or everything (all).
-            without: numbers of the assistant's messages that do not count.
+            weights: numbers of messages of the assistant → weight of their tokens.
 
         Raises:
             DataError: the template cannot render the conversation, ignores its tools or calls, or the
                 assistant's turns or, if required, their ends cannot be located.
         """
         read = self._read(messages, tools)
-        self._check_tools(read)
+        self._check_tools(read.messages, read.tools, read.written)
         turns = [i for i, message in enumerate(read.messages) if message["role"] == "assistant"]
         turns = turns[-1:] if loss_on == "last" else turns
-        chosen = [i for i in turns if i not in without]
-        counts = bytearray(len(read.text) + 1)  # one per character
+        chosen = [i for i in turns if weights.get(i, 1) != 0]
+        characters = CharacterWeights(len(read.text))
         if loss_on == "all":
-            _set(counts, [(0, len(read.text))], 1)
-            _set(counts, self._spans(read, [i for i in turns if i in without]), 0)
+            characters.set([(0, len(read.text))], 1)
+            characters.set(self._spans(read, [i for i in turns if i not in chosen]), 0)
         else:
             every = loss_on == "assistant" and chosen == turns
-            _set(counts, self._spans(read, chosen, every=every, require_end=self._require_end), 1)
-        return _masked(self._tokenizer.encode_rendered(read.text), counts)
+            characters.set(self._spans(read, chosen, every=every, require_end=self._require_end), 1)
+        for i in chosen:
+            if (weight := weights.get(i, 1)) != 1:
+                characters.set(self._spans(read, [i]), weight)
+        placed = self._tokenizer.encode_rendered(read.text)
+        return [token for token, _, _ in placed], characters.of_tokens(placed)
 
     def pair(
         self, prompt: str, completion: str, *, loss_on: LossOn = "assistant"
-    ) -> tuple[list[int], list[int]]:
+    ) -> tuple[list[int], list[float]]:
         """Tokenize a text and its continuation without a template.
 
         The tokens are BOS, if the tokenizer adds it, both texts, and EOS.
 
-        As `render`, with a mask; the continuation and EOS count, or with `all` everything.
+        As `render`, with weights; the continuation and EOS count, or with `all` everything.
         """
         before, after = self._marked(prompt), self._marked(completion)
-        counts = bytearray(len(before) + len(after) + 1)
-        _set(counts, [(0 if loss_on == "all" else len(before), len(counts))], 1)
-        tokens, mask = _masked(self._tokenizer.encode_rendered(before + after), counts)
-        begin = [self._tokenizer.bos] if self._tokenizer.adds_bos and self._tokenizer.bos is not None else []
-        return [*begin, *tokens, self._tokenizer.eos], [*(int(loss_on == "all") for _ in begin), *mask, 1]
+        characters = CharacterWeights(len(before) + len(after))
+        characters.set([(0 if loss_on == "all" else len(before), len(before) + len(after) + 1)], 1)
+        placed = self._tokenizer.encode_rendered(before + after)
+        tokens, begin = [token for token, _, _ in placed], self._begin
+        ends = [*(int(loss_on == "all") for _ in begin), *characters.of_tokens(placed), 1]
+        return [*begin, *tokens, self._tokenizer.eos], ends
+
+    def with_completions(
+        self,
+        prompt: str | Sequence[Message],
+        completions: Sequence[str | Sequence[Message]],
+        *,
+        tools: Any = None,
+    ) -> tuple[list[list[int]], int]:
+        """Tokenize a prompt with each of its completions as TRL does.
+
+        Texts are tokenized without the template, and EOS ends them. A completion begins where the tokens of
+        the prompt alone, up to the header of the assistant's next turn, and the tokens of the prompt with a
+        completion differ for the first time.
+
+        Returns:
+            The tokens of the prompt with each completion, and the number of leading ones that are the
+            prompt's.
+
+        Raises:
+            DataError: as `render`.
+        """
+        if isinstance(prompt, str):
+            alone = self._plain(prompt)
+            # a completion may end with the name of EOS
+            end = self._tokenizer.special_tokens["eos_token"]
+            whole = [
+                [*self._plain(prompt + str(each).removesuffix(end)), self._tokenizer.eos]
+                for each in completions
+            ]
+        else:
+            alone = self.prompt(prompt, tools=tools)
+            whole = [self._conversation([*prompt, *each], tools) for each in completions]
+        same = [len(commonprefix([alone, tokens])) for tokens in whole]
+        return whole, min(same)
+
+    def _plain(self, text: str) -> list[int]:
+        """Return the tokens of a text without a template."""
+        return [
+            *self._begin,
+            *(token for token, _, _ in self._tokenizer.encode_rendered(self._marked(text))),
+        ]
+
+    def _conversation(self, messages: Sequence[Message], tools: Any) -> list[int]:
+        """Return the tokens of a conversation as the template writes it."""
+        said, tools = self._marked(list(messages)), self._marked(tools)
+        text, _ = self._renderer.write(said, tools)
+        self._check_tools(said, tools, text)
+        return [token for token, _, _ in self._tokenizer.encode_rendered(text)]
+
+    @property
+    def _begin(self) -> list[int]:
+        """Return the tokens before a text without a template."""
+        bos = self._tokenizer.bos
+        return [bos] if self._tokenizer.adds_bos and bos is not None else []
 
     def prompt(self, messages: Sequence[Message], *, tools: Any = None) -> list[int]:
         """Tokenize a conversation up to the header of the assistant's next turn.
@@ -176,21 +238,19 @@ class ChatTemplate:
         end = finder.missing_end(said, text) if said and said[-1]["role"] == "assistant" else ""
         return _Rendered(said, tools, text, end, None, finder)
 
-    def _check_tools(self, read: _Rendered) -> None:
+    def _check_tools(self, messages: list[Message], tools: Any, written: str) -> None:
         """Raise DataError if the template ignores the tools, or the tool calls of a message.
 
         It does if it writes the same text without them: a call would be trained on as an empty turn.
         """
-        for i, message in enumerate(read.messages):
+        for i, message in enumerate(messages):
             if message.get("tool_calls"):
                 without = {key: value for key, value in message.items() if key != "tool_calls"}
-                if self._writes(
-                    read.written, [*read.messages[:i], without, *read.messages[i + 1 :]], read.tools
-                ):
+                if self._writes(written, [*messages[:i], without, *messages[i + 1 :]], tools):
                     self._refuse(
                         f"the tool_calls of message {i + 1}, so the model would be trained on an empty turn"
                     )
-        if read.tools and self._writes(read.written, read.messages, None):
+        if tools and self._writes(written, messages, None):
             self._refuse("the record's tools")
 
     def _writes(self, text: str, messages: list[Message], tools: Any) -> bool:
@@ -280,13 +340,25 @@ class _Rendered:
         return self.written + self.end
 
 
-def _set(counts: bytearray, spans: Iterable[Span], value: int) -> None:
-    for start, stop in spans:
-        counts[start:stop] = bytes([value]) * (stop - start)
+class CharacterWeights:
+    """The weights of the characters of a text and of the position after it, 0 until they are set.
 
+    Of a token with several characters, the first one that counts decides.
+    """
 
-def _masked(tokens: Placed, counts: bytearray) -> tuple[list[int], list[int]]:
-    """Return the tokens and their loss mask, which is 1 if a character of the token counts."""
-    return [token for token, _, _ in tokens], [
-        int(1 in counts[start : max(stop, start + 1)]) for _, start, stop in tokens
-    ]
+    def __init__(self, length: int):
+        self._values: list[float] = [0, 1]
+        self._numbers = array("i", bytes(array("i").itemsize * (length + 1)))  # in `_values`, by character
+
+    def set(self, spans: Iterable[Span], weight: float) -> None:
+        if weight not in self._values:
+            self._values.append(weight)
+        number = self._values.index(weight)
+        for start, stop in spans:
+            self._numbers[start:stop] = array("i", [number]) * (stop - start)
+
+    def of_tokens(self, tokens: Placed) -> list[float]:
+        return [
+            self._values[next(filter(None, self._numbers[start : max(stop, start + 1)]), 0)]
+            for _, start, stop in tokens
+        ]

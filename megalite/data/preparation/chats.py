@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megalite.data.chat.records import BadRecord, Conversation, PromptCompletion, RecordReader
 from megalite.data.chat.template import ChatTemplate, LossOn
@@ -46,7 +47,7 @@ class Chats:
         template cannot render, if none may be skipped.
         """
         template = ChatTemplate(tokenizer, self.template, require_end=self.require_end)
-        tokens, mask, sizes = array("i"), bytearray(), array("i")
+        tokens, weights, sizes = array("i"), array("f"), array("i")
         bad, done = BadRecords(self.skip_bad > 0), Encoded(input_bytes=task.size)
         for record, where, replaced in records(task, bad):
             try:
@@ -66,10 +67,10 @@ class Chats:
             done.replaced += replaced
             done.forms.add(conversation.form)
             tokens.extend(ids)
-            mask.extend(counts)
+            weights.extend(counts)
             sizes.append(len(ids))
         done.tokens = np.frombuffer(tokens, "i4").astype(token_dtype(tokenizer.vocab_size))
-        done.sizes, done.mask = np.frombuffer(sizes, "i4"), np.frombuffer(mask, "u1")
+        done.sizes, done.mask = np.frombuffer(sizes, "i4"), _mask(np.frombuffer(weights, "f4"))
         done.bad, done.bad_first = bad.count, bad.first
         return done
 
@@ -79,14 +80,19 @@ class Chats:
 
     def _rendered(
         self, template: ChatTemplate, conversation: Conversation | PromptCompletion, where: object
-    ) -> tuple[list[int], list[int]]:
+    ) -> tuple[list[int], list[float]]:
         try:
             if isinstance(conversation, PromptCompletion):
                 return template.pair(conversation.prompt, conversation.completion, loss_on=self.loss_on)
             prompt = range(0 if self.loss_on == "all" else conversation.prompt)
-            without = conversation.unweighted | set(prompt)
+            weights = {**conversation.weights, **dict.fromkeys(prompt, 0)}
             return template.render(
-                conversation.messages, tools=conversation.tools, loss_on=self.loss_on, without=without
+                conversation.messages, tools=conversation.tools, loss_on=self.loss_on, weights=weights
             )
         except DataError as error:
             raise BadRecord(where, f": {error}") from None
+
+
+def _mask(weights: NDArray[np.float32]) -> NDArray[np.uint8 | np.float32]:
+    """Return the weights, as uint8 if all are 0 or 1."""
+    return weights if ((weights != 0) & (weights != 1)).any() else weights.astype("u1")

@@ -1,4 +1,4 @@
-"""The result of encoding a task, of texts or of conversations."""
+"""The result of encoding a task, of texts, conversations or preferences."""
 
 from __future__ import annotations
 
@@ -29,19 +29,23 @@ class Encoded:
             ends it.
         sizes: number of tokens of each document.
         continues: the first entry continues the last document of the previous task.
-        mask: 1 for each token whose loss is counted, 0 for others; None if all are counted.
+        mask: 1 for each token whose loss is counted, 0 for others; the weights of the tokens as float32 if
+            messages have weights other than 0 and 1; for preferences CHOSEN or REJECTED for each token of a
+            completion (`megalite.data.indexed`); None if all are counted.
         empty, too_long, without_loss: number of documents that were dropped because they have no text, exceed
             the maximum length, or have no token with loss.
         replaced: number of documents with bytes that are not valid UTF-8.
         bad, bad_first: number of bad records that were skipped, and the first of them.
         forms: formats of the conversations.
+        chosen, rejected: number of documents of preferences that are chosen or good, rejected or bad.
+        equal: number of pairs whose documents are equal.
     """
 
     input_bytes: int
     tokens: NDArray[np.integer] = field(default_factory=_none)
     sizes: NDArray[np.int32] = field(default_factory=_none)
     continues: bool = False
-    mask: NDArray[np.uint8] | None = None
+    mask: NDArray[np.uint8 | np.float32] | None = None
     empty: int = 0
     replaced: int = 0
     too_long: int = 0
@@ -49,3 +53,6 @@ class Encoded:
     bad: int = 0
     bad_first: list[BadRecord] = field(default_factory=list)
     forms: set[str] = field(default_factory=set)
+    chosen: int = 0
+    rejected: int = 0
+    equal: int = 0

@@ -43,12 +43,16 @@ def check_first(sources: Sequence[InputSource], reader: Reader) -> None:
                 )
 
 
+def first_records(sources: Sequence[InputSource]) -> Iterator[tuple[Any, object]]:
+    """Yield the first records of the sources with their locations."""
+    for source in sources[:SOURCES]:
+        yield from islice(_first(source), RECORDS)
+
+
 def _first(source: InputSource) -> Iterator[tuple[Any, object]]:
     """Yield the records of the first task of a source.
 
     Texts have none. Damage is reported later, in the order of the input.
-
-    What is damaged is reported later, in the order of the input.
     """
     for task in islice(source.tasks(), 1):
         yield from ((record, where) for record, where, _ in records(task, BadRecords(skip=True)))

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megalite.config.samples import best_fit
 from megalite.data.chat.template import ChatTemplate
@@ -24,6 +23,7 @@ from megalite.data.preparation.encoded import Encoded
 from megalite.data.preparation.first_records import check_first
 from megalite.data.preparation.journal import Journal, Note, digest, key_of, locked
 from megalite.data.preparation.pool import WorkerLost, default_workers, encoded
+from megalite.data.preparation.preferences import PreferenceEncoder
 from megalite.data.preparation.sources import InputSource
 from megalite.data.preparation.tasks import SHOWN, BadRecords, Task, decoded, documents, listed
 from megalite.data.preparation.texts import Texts
@@ -36,6 +36,9 @@ from megalite.system.progress import Report, silent
 TRAINING_BYTES = 8_000_000
 
 
+Encoder = Texts | Chats | PreferenceEncoder
+
+
 @dataclass
 class PreparationSummary:
     """Summary of a preparation.
@@ -43,8 +46,9 @@ class PreparationSummary:
     Attributes:
         loss_tokens: number of tokens whose loss is counted.
         longest: number of tokens of the longest document.
-        packed_rows: number of rows after packing conversations into rows of the maximum length or, without
-            one, the length of the longest conversation.
+        packed_rows: number of rows after packing conversations into rows of `row_length`.
+        row_length: data.sequence_length that holds a conversation, or a pair, of the maximum length or,
+            without one, each of them.
         skipped, skipped_first: number of bad records that were skipped, and the first of them with location
             and reason.
         resumed_bytes: bytes of the input that an interrupted preparation had processed.
@@ -68,8 +72,12 @@ class PreparationSummary:
     without_loss: int = 0
     forms: list[str] = field(default_factory=list)
     packed_rows: int = 0
+    row_length: int = 0
     skipped: int = 0
     skipped_first: list[str] = field(default_factory=list)
+    chosen: int = 0
+    rejected: int = 0
+    equal: int = 0
     resumed_bytes: int = 0
     existing: bool = False
 
@@ -83,9 +91,11 @@ class PreparationSummary:
         self.empty_documents += part.empty
         self.replaced_documents += 0 if part.continues and replaced_before else part.replaced
         self.input_bytes += part.input_bytes
-        self.loss_tokens += len(part.tokens) if part.mask is None else int(part.mask.sum())
+        self.loss_tokens += len(part.tokens) if part.mask is None else int(np.count_nonzero(part.mask))
         self.too_long += part.too_long
         self.without_loss += part.without_loss
+        self.chosen, self.rejected = self.chosen + part.chosen, self.rejected + part.rejected
+        self.equal += part.equal
         self.forms = sorted({*self.forms, *part.forms})
         self.skipped += part.bad
         self.skipped_first += [error.reason for error in part.bad_first[: SHOWN - len(self.skipped_first)]]
@@ -102,7 +112,7 @@ class _Job:
     prefix: Path
     loaded: str
     named: str
-    encoder: Texts | Chats
+    encoder: Encoder
     workers: int
     progress: Report
     note: Note
@@ -121,7 +131,7 @@ def prepare(
     sources: list[InputSource],
     prefix: Path,
     tokenizer: str,
-    encoder: Texts | Chats = Texts(),  # noqa: B008 — frozen
+    encoder: Encoder = Texts(),  # noqa: B008 — frozen
     *,
     train_tokenizer: int | None = None,
     overwrite: bool = False,
@@ -150,6 +160,8 @@ def prepare(
             After an error or an interrupt no files are left.
     """
     check_first(sources, encoder)
+    if isinstance(encoder, PreferenceEncoder):
+        encoder = encoder.of_kind_in(sources)
     if train_tokenizer is None:
         vocabulary = tokenizing.load(tokenizer)
         if vocabulary.unused_ids:
@@ -163,7 +175,7 @@ def prepare(
             vocabulary.chat_template,
             *map(digest, vocabulary.files),
         ]
-        if isinstance(encoder, Chats):
+        if not isinstance(encoder, Texts):
             identity.append(vocabulary.ends)
     else:
         identity = [train_tokenizer, TRAINING_BYTES]
@@ -201,12 +213,16 @@ def _encode(job: _Job, vocabulary: tokenizing.Tokenizer) -> PreparationSummary:
     with _writer(job, vocabulary, summary) as writer:
         summary.dtype = writer.dtype.name
         _write_parts(job, vocabulary, writer, summary)
-        if isinstance(encoder, Chats):
+        if not isinstance(encoder, Texts):
             _check_left(summary, encoder)
         sizes = np.array(writer.sizes)
         summary.longest = int(sizes.max(initial=0))
-        if isinstance(encoder, Chats):
-            summary.packed_rows = _packed_rows(sizes, encoder.max_length or summary.longest)
+        if not isinstance(encoder, Texts):
+            together = 2 if isinstance(encoder, PreferenceEncoder) and encoder.kind == "pairs" else 1
+            lengths = (sizes - 1).reshape(-1, together).sum(1)
+            longest = together * (encoder.max_length - 1) if encoder.max_length else lengths.max(initial=0)
+            summary.row_length = int(longest)
+            summary.packed_rows = int(best_fit(lengths, summary.row_length).max(initial=-1)) + 1
         if not summary.documents and summary.skipped:
             raise DataError(
                 f"{prefix}: all records of the input are bad. Nothing was "
@@ -220,7 +236,7 @@ def _encode(job: _Job, vocabulary: tokenizing.Tokenizer) -> PreparationSummary:
             {key: facts[key] for key in earlier.TOP}
             | {"tokenizer_files": [_beside(str(file), prefix) for file in files]}
             | {"tokenizer_fingerprint": fingerprint(vocabulary), "tokenizer_digest": digest_of(named, files)}
-            | (_chat_facts(encoder, vocabulary, summary) if isinstance(encoder, Chats) else {})
+            | ({} if isinstance(encoder, Texts) else _chat_facts(encoder, vocabulary, summary, writer))
             | {"preparation": earlier.entry(job.key, facts)}
         )
     return summary
@@ -231,7 +247,7 @@ def _writer(job: _Job, vocabulary: tokenizing.Tokenizer, summary: PreparationSum
 
     The counts of that preparation are added to the summary.
     """
-    masked, state = isinstance(job.encoder, Chats), job.journal.state
+    masked, state = not isinstance(job.encoder, Texts), job.journal.state
     if state is not None and state.get("position"):
         try:
             writer = IndexedWriter(job.prefix, vocabulary.vocab_size, masked, state["position"])
@@ -294,37 +310,41 @@ def _write_parts(
         raise
 
 
-def _check_left(summary: PreparationSummary, chat: Chats) -> None:
+def _check_left(summary: PreparationSummary, encoder: Chats | PreferenceEncoder) -> None:
     """Raise DataError if conversations were read but none has a token with loss."""
     if not summary.documents and summary.too_long + summary.without_loss:
-        long = (
-            f"{summary.too_long:,} conversations were longer than --max_length {chat.max_length}, "
-            if summary.too_long
-            else ""
-        )
+        reasons = []
+        if summary.too_long:
+            reasons.append(
+                f"{summary.too_long:,} conversations were longer than --max_length {encoder.max_length}"
+            )
+        if isinstance(encoder, Chats):
+            reasons.append(f"{summary.without_loss:,} had no trained token with --loss_on {encoder.loss_on}")
         raise DataError(
-            f"{summary.prefix}: no conversation can be trained on: {long}{summary.without_loss:,} had no "
-            f"trained token with --loss_on {chat.loss_on}. Nothing was written."
+            f"{summary.prefix}: no conversation can be trained on: {', '.join(reasons)}. Nothing was written."
         )
 
 
-def _packed_rows(sizes: NDArray[np.int32], longest: int) -> int:
-    """Return the number of rows after packing conversations into rows of the longest length."""
-    return int(best_fit(sizes - 1, longest - 1).max(initial=-1)) + 1
-
-
-def _chat_facts(chat: Chats, tokenizer: tokenizing.Tokenizer, summary: PreparationSummary) -> dict[str, Any]:
+def _chat_facts(
+    encoder: Chats | PreferenceEncoder,
+    tokenizer: tokenizing.Tokenizer,
+    summary: PreparationSummary,
+    writer: IndexedWriter,
+) -> dict[str, Any]:
     """Return the entry `chat` of PREFIX.json, with which further conversations can be rendered in the same
-    way.
+    way, and for preferences their kind.
     """
-    template = ChatTemplate(tokenizer, chat.template)
-    facts = {
+    template = ChatTemplate(tokenizer, encoder.template)
+    facts: dict[str, Any] = {
         "template_hash": template.hash,
         "forms": summary.forms,
-        "loss_on": chat.loss_on,
+        "loss_on": encoder.loss_on if isinstance(encoder, Chats) else "completion",
         "loss_tokens": summary.loss_tokens,
     }
-    return {"chat": facts | {"longest": summary.longest, "template": template.source}}
+    if writer.loss_dtype.kind == "f":
+        facts["loss_dtype"] = writer.loss_dtype.name
+    facts |= {"longest": summary.longest, "template": template.source}
+    return {"chat": facts} | ({"preference": encoder.kind} if isinstance(encoder, PreferenceEncoder) else {})
 
 
 @contextmanager
@@ -361,7 +381,7 @@ def _trained(job: _Job, vocab_size: int) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
-def _training_texts(task: Task, encoder: Texts | Chats) -> Iterator[str]:
+def _training_texts(task: Task, encoder: Encoder) -> Iterator[str]:
     """Yield the texts of a task. Of a long text, the exact byte range is used."""
     if task.piece is None:
         assert isinstance(encoder, Texts)

@@ -570,8 +570,8 @@ def _format(name: str, file_format: str, text_key: str | None) -> str:
         )
     if kind == "text" and text_key is None:
         raise DataError(
-            f"--input {name} is a text file, but --chat requires records. Use .jsonl, .json, .csv, .parquet "
-            "or hf:NAME, or add --format jsonl."
+            f"--input {name} is a text file, but --chat and --preference require records. Use .jsonl, .json, "
+            ".csv, .parquet or hf:NAME, or add --format jsonl."
         )
     return kind
 

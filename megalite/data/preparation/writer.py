@@ -1,4 +1,4 @@
-"""Writer of indexed token files, with one sequence per document and a loss mask for chat data.
+"""Writer of indexed token files, with one sequence per document and, for chat data, what counts in the loss.
 
 The format is described in `megalite.data.indexed`.
 """
@@ -15,9 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.samples import DTYPES, HEADER, MAGIC, DataError
-from megalite.data.indexed import companion
+from megalite.data.indexed import LOSS_DTYPES, companion
 from megalite.data.preparation.encoded import token_dtype
 
+MASK, WEIGHTS = "loss.bin", "weights.bin"
+"""Endings of the temporary files of PREFIX.loss, as uint8 and as float32."""
 LONGEST = (1 << 31) - 1  # tokens of a document: the index has 32 bits for it
 
 
@@ -25,14 +27,14 @@ def temporary(prefix: Path, ending: str) -> Path:
     """Return the temporary name of a file.
 
     It does not depend on the process, so that a later process can resume.
-
-    It is the same in a later process, which can continue.
     """
     return prefix.parent / f".{prefix.name}.preparing.{ending}"
 
 
 class IndexedWriter:
     """Writes a token file sequentially, with `masked` also its PREFIX.loss.
+
+    PREFIX.loss is uint8 until weights are added; what was written before is then copied as float32.
 
     Files have temporary names until `finish`. As a context manager, the writer removes them on exit without
     `finish` or by an exception, unless `kept` is set. With `position`, the result of another writer's
@@ -49,26 +51,28 @@ class IndexedWriter:
         self.prefix, self.dtype, self.kept = Path(prefix), token_dtype(vocab_size), False
         self.sizes = array("i")
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
-        endings = (*(("loss.bin", "loss.idx") if masked else ()), "bin", "json", "idx", "sizes")
+        self._loss = None if not masked else WEIGHTS if position and WEIGHTS in position else MASK
+        endings = ("bin", "json", "idx", "sizes") + ((MASK, WEIGHTS, "loss.idx") if masked else ())
         self._temporary = {end: temporary(self.prefix, end) for end in endings}
         self._streams = {
-            end: path.open("r+b" if position else "wb")
-            for end, path in self._temporary.items()
-            if end[-3:] in ("bin", "zes")
+            end: self._temporary[end].open("r+b" if position else "wb")
+            for end in ("bin", "sizes", self._loss)
+            if end is not None
         }
-        self._file, self._loss, self._sizes_file = (
-            self._streams["bin"],
-            self._streams.get("loss.bin"),
-            self._streams["sizes"],
-        )
+        self._file, self._sizes_file = self._streams["bin"], self._streams["sizes"]
         if position is not None:
             self._continue(position)
+
+    @property
+    def loss_dtype(self) -> np.dtype:
+        """Type of the elements of PREFIX.loss."""
+        return np.dtype("<f4" if self._loss == WEIGHTS else "u1")
 
     def add(
         self,
         tokens: NDArray[np.integer],
         sizes: Iterable[int],
-        mask: NDArray[np.uint8] | None = None,
+        mask: NDArray[np.uint8 | np.float32] | None = None,
         continues: bool = False,
     ) -> None:
         """Append documents.
@@ -76,13 +80,15 @@ class IndexedWriter:
         Args:
             tokens: tokens of all documents, concatenated.
             sizes: number of tokens of each document.
-            mask: 1 for each token whose loss is counted.
+            mask: uint8, 1 for each token whose loss is counted, or float32, the weights of the tokens.
             continues: the first entry continues the last document that was added.
         """
         self._file.write(tokens.astype(self.dtype, copy=False).tobytes())
         if self._loss is not None:
             assert mask is not None and len(mask) == len(tokens)
-            self._loss.write(mask.tobytes())
+            if mask.dtype.kind == "f" and self._loss == MASK:
+                self._widen()
+            self._streams[self._loss].write(mask.astype(self.loss_dtype, copy=False).tobytes())
         values = sizes if isinstance(sizes, np.ndarray) else list(sizes)
         lengths = np.array(values, np.int64)  # a copy, changed below
         if continues:
@@ -93,6 +99,15 @@ class IndexedWriter:
                 "format. Split the document."
             )
         self.sizes.frombytes(lengths.astype(np.intc).tobytes())
+
+    def _widen(self) -> None:
+        """Continue PREFIX.loss as float32. The mask stays, because an earlier position may be resumed."""
+        self._streams.pop(MASK).close()
+        self._loss = WEIGHTS
+        self._streams[WEIGHTS] = self._temporary[WEIGHTS].open("wb")
+        with self._temporary[MASK].open("rb") as file:
+            while piece := file.read(1 << 20):
+                self._streams[WEIGHTS].write(np.frombuffer(piece, "u1").astype(self.loss_dtype).tobytes())
 
     def position(self) -> dict[str, int]:
         """Sync the temporary files and return their sizes and the size of the last document, which may
@@ -130,22 +145,24 @@ class IndexedWriter:
         _close_to_disk(self._file)
         self._write_index("idx", self.dtype)
         if self._loss is not None:
-            _close_to_disk(self._loss)
-            self._write_index("loss.idx", np.dtype("u1"))
+            _close_to_disk(self._streams[self._loss])
+            self._write_index("loss.idx", self.loss_dtype)
         with self._temporary["json"].open("w", encoding="utf-8") as text:
             text.write(json.dumps(metadata, indent=2) + "\n")
             _close_to_disk(text)
         # an older index or mask must never be read with the newer tokens
         for end in ("idx", "loss.idx", "loss.bin"):
             companion(self.prefix, end).unlink(missing_ok=True)
-        for end, path in self._temporary.items():
-            if end != "sizes":
-                path.replace(companion(self.prefix, end))
+        if self._loss is not None:
+            self._temporary[self._loss].replace(companion(self.prefix, "loss.bin"))
+        for end in ("loss.idx", "bin", "json", "idx"):
+            if end in self._temporary:
+                self._temporary[end].replace(companion(self.prefix, end))
 
     def _write_index(self, ending: str, dtype: np.dtype) -> None:
         sizes = np.frombuffer(self.sizes, dtype=np.int32).astype("<i4", copy=False)
         ends = np.cumsum(sizes, dtype=np.int64) * dtype.itemsize
-        code = next(code for code, name in DTYPES.items() if np.dtype(name) == dtype)
+        code = next(code for code, name in (DTYPES | LOSS_DTYPES).items() if np.dtype(name) == dtype)
         with self._temporary[ending].open("wb") as file:
             file.write(HEADER.pack(MAGIC, 1, code, len(sizes), len(sizes) + 1))
             file.write(sizes.tobytes())

@@ -1,0 +1,208 @@
+"""Formats of preference data: pairs of a chosen and a rejected completion, and completions with a label.
+
+Supported are TRL's records, with a prompt of their own or one that both completions begin with, and the
+records of axolotl and LLaMA-Factory, whose prompt is an instruction or a list of messages. A record's keys
+determine its format.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, Literal
+
+from megalite.data.chat.record_hints import for_preferences
+from megalite.data.chat.records import (
+    KEYS_OF_RECORDS,
+    BadRecord,
+    RecordReader,
+    instruction_of,
+    system_of,
+    tools_in,
+)
+
+Kind = Literal["pairs", "labelled"]
+Said = str | list[dict[str, Any]]
+"""A text, or messages."""
+WAY_OUT = (
+    'Expected pairs ({"chosen": …, "rejected": …}), or completions with a label ({"completion": …, "label": '
+    "true}), with their prompt in prompt, instruction, messages or conversations; or a conversation with a "
+    "label. Use --keys to map other key names to these."
+)
+LABELS = {"true": True, "1": True, "false": False, "0": False}
+
+
+@dataclass(frozen=True)
+class Preference:
+    """A prompt with completions: texts, or messages as chat templates expect them.
+
+    Attributes:
+        form: the format of the record.
+        completions: the chosen and the rejected one of a pair, or a single one.
+        labels: whether each completion is chosen or good.
+        tools: the record's tools as objects.
+    """
+
+    form: str
+    prompt: Said
+    completions: tuple[Said, ...]
+    labels: tuple[bool, ...]
+    tools: Any = None
+
+    @property
+    def kind(self) -> Kind:
+        return "pairs" if len(self.completions) == 2 else "labelled"
+
+
+@dataclass(frozen=True)
+class PreferenceReader:
+    """Reads preferences from records.
+
+    Attributes:
+        records: reads messages, and has the names of keys in the records.
+        kind: what the data is. The two completions of a pair can also be labelled ones, but not the other way
+            round. None: either.
+    """
+
+    records: RecordReader = RecordReader()
+    kind: Kind | None = None
+
+    def read(self, record: Any, where: object) -> Preference:
+        """Read a preference from a record.
+
+        Raises BadRecord with `where` and the reason if the record is not a preference of this kind.
+        """
+        if not isinstance(record, dict):
+            raise BadRecord(where, f" is a {type(record).__name__}, not an object.", WAY_OUT)
+        record = self.records.renamed(record, KEYS_OF_RECORDS)
+        if record.get("chat_template_kwargs"):
+            raise BadRecord(
+                where,
+                " has chat_template_kwargs, which are not supported.",
+                "Remove them, and pass a --chat_template FILE that needs none.",
+            )
+        pair = [key for key in ("chosen", "rejected") if record.get(key) is not None]
+        if len(pair) == 1:
+            other = "rejected" if pair == ["chosen"] else "chosen"
+            raise BadRecord(where, f" has {pair[0]} but no {other}.", "Add it, or remove the record.")
+        if pair:
+            return self._pair(record, where)
+        if self.kind == "pairs":
+            raise BadRecord(
+                where,
+                " has no chosen and rejected, and earlier records are pairs.",
+                for_preferences(record) or "Prepare pairs and completions with a label separately.",
+            )
+        return self._labelled(record, where)
+
+    def _pair(self, record: dict[str, Any], where: object) -> Preference:
+        prompt, form = self._prompt(record, where)
+        chosen, rejected = (self._completion(record, key, prompt, where) for key in ("chosen", "rejected"))
+        if isinstance(chosen, str) is not isinstance(rejected, str):
+            kinds = f"{type(record['chosen']).__name__} and {type(record['rejected']).__name__}"
+            raise BadRecord(
+                where, f": chosen and rejected must both be texts or both messages, got {kinds}.", WAY_OUT
+            )
+        # some data sets have the text of a prompt beside messages that begin with it
+        if prompt is None or (isinstance(prompt, str) and not isinstance(chosen, str)):
+            prompt, chosen, rejected = _split(chosen, rejected, where)
+            form = "implicit"
+        tools = tools_in(record, where)
+        return Preference(f"{form}-chosen-rejected", prompt, (chosen, rejected), (True, False), tools)
+
+    def _labelled(self, record: dict[str, Any], where: object) -> Preference:
+        label = record.get("label") if record.get("label") is not None else record.get("kto_tag")
+        if label is None:
+            keys = ", ".join(map(str, record)) or "none"
+            way_out = for_preferences(record) or WAY_OUT
+            raise BadRecord(
+                where, f" has neither chosen and rejected nor label; its keys are {keys}.", way_out
+            )
+        good = LABELS.get(str(label).lower())
+        if good is None:
+            raise BadRecord(where, f" has an invalid label {label!r}.", "It must be true or false.")
+        prompt, form = self._prompt(record, where)
+        answer = next((key for key in ("completion", "output") if record.get(key) is not None), None)
+        if answer is not None:
+            if prompt is None:
+                raise BadRecord(where, f" has {answer} but no prompt.", WAY_OUT)
+            completion = self._completion(record, answer, prompt, where)
+            if isinstance(prompt, str) is not isinstance(completion, str):
+                kinds = f"{type(record['prompt']).__name__} and {type(record[answer]).__name__}"
+                raise BadRecord(
+                    where, f": prompt and {answer} must both be texts or both messages, got {kinds}.", WAY_OUT
+                )
+        elif isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
+            prompt, completion = prompt[:-1], prompt[-1:]
+            _check_completion(completion, "the last message", where)
+        else:
+            raise BadRecord(where, " has a label but no completion.", WAY_OUT)
+        if isinstance(prompt, list) and not prompt:
+            raise BadRecord(where, " has a completion but no message before it.", "Add a prompt.")
+        return Preference(f"{form}-label", prompt, (completion,), (good,), tools_in(record, where))
+
+    def _prompt(self, record: dict[str, Any], where: object) -> tuple[Said | None, str]:
+        """Return the prompt of a record, or None if it has none apart from its completions, and its form."""
+        for key in ("messages", "conversations"):
+            if record.get(key):
+                read = self.records.messages(record[key], key, where)
+                return system_of(record, read.messages, where) + read.messages, key
+        prompt = record.get("prompt")
+        if isinstance(prompt, list) and prompt:
+            messages = self.records.messages(prompt, "prompt", where).messages
+            return system_of(record, messages, where) + messages, "prompt"
+        if "instruction" in record:
+            return instruction_of(record, where), "instruction"
+        if prompt is not None and not isinstance(prompt, str):
+            raise BadRecord(where, ": prompt is neither a text nor a list of messages.", WAY_OUT)
+        if prompt is not None and record.get("system"):
+            raise BadRecord(
+                where,
+                " has a system text, but its prompt is a text, to which no chat template is applied.",
+                "Pass --keys instruction=prompt to apply the chat template.",
+            )
+        return prompt, "prompt"
+
+    def _completion(self, record: dict[str, Any], key: str, prompt: Said | None, where: object) -> Said:
+        """Return a completion: messages, or a text if the prompt is no list of messages."""
+        value = record[key]
+        if isinstance(value, str) and not isinstance(prompt, list):
+            completion: Said = value
+        else:
+            turns = [{"role": "assistant", "content": value}] if isinstance(value, str) else value
+            read = self.records.messages([turns] if isinstance(turns, dict) else turns, key, where)
+            if read.weights:
+                raise BadRecord(
+                    where,
+                    f": a message of {key} has a weight, which preferences do not support.",
+                    "Remove weight and train from the messages.",
+                )
+            completion = read.messages
+        _check_completion(completion, key, where)
+        return completion
+
+
+def _check_completion(completion: Said, key: str, where: object) -> None:
+    """Raise BadRecord if a completion is empty."""
+    said = [completion] if isinstance(completion, str) else completion
+    if not any(each if isinstance(each, str) else each["content"] or each.get("tool_calls") for each in said):
+        raise BadRecord(where, f": {key} is empty.", "Remove the record.")
+
+
+def _split(chosen: Said, rejected: Said, where: object) -> tuple[Said, Said, Said]:
+    """Return the prompt that both completions begin with, and what follows it in each.
+
+    As in TRL, it leaves at least one message or character of each, and the space before a word belongs to the
+    word.
+    """
+    common = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)))
+    shared = min(common, len(chosen) - 1, len(rejected) - 1)
+    if shared == common and shared and chosen[shared - 1] == " ":
+        shared -= 1
+    if isinstance(chosen, list) and not shared:
+        raise BadRecord(
+            where,
+            ": chosen and rejected begin with different messages, so there is no prompt.",
+            "Add the messages before both, or a prompt.",
+        )
+    return chosen[:shared], chosen[shared:], rejected[shared:]
