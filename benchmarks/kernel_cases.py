@@ -537,7 +537,7 @@ def _chunked_loss(x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Func
     project, loss = ColumnParallelLinear(head, None, tp, False), CrossEntropy(tp, weight.shape[0])
     leaf, by_position = x.detach().unsqueeze(1).requires_grad_(), targets.unsqueeze(1)
 
-    def part(inputs: Tensor, its: Tensor) -> Tensor:
+    def part(inputs: Tensor, its: Tensor, _: Tensor | None) -> Tensor:
         return loss(project(inputs).flatten(0, 1), its, 1 / len(targets))
 
     def step() -> None:

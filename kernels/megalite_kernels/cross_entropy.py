@@ -112,13 +112,14 @@ def gradient_(
     z_loss: float,
     vocab_size: int,
 ) -> Tensor:
-    """Overwrite logits [T, V_local] with grad_scale · d(Σ loss)/d(logits), and return them.
+    """Overwrite logits [T, V_local] with d(Σ grad_scale · loss)/d(logits), and return them.
 
     Padded columns and ignored rows become 0.
 
     Args:
         lse: from `combine`, [2, T].
-        grad_scale: a number, or a tensor [] on the logits' device, which is read without synchronization.
+        grad_scale: a number, or a tensor [] or [T] (a factor for each token) on the logits' device, which is
+            read without synchronization.
     """
     if takes_triton(logits):
         from megalite_kernels import cross_entropy_triton

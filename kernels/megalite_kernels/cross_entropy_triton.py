@@ -83,7 +83,7 @@ def _statistics(
 def _gradient(
     logits, targets, lse, grad_scale, tokens, stride, width, valid, vocab_start, ignore_index,
     twice_z, at_target, everywhere,
-    ALIGN: tl.constexpr, COLUMNS: tl.constexpr,
+    PER_TOKEN: tl.constexpr, ALIGN: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(width * ALIGN, COLUMNS)
     row = (tl.program_id(0) // across).to(tl.int64)
@@ -91,7 +91,8 @@ def _gradient(
     at = logits + row * (stride * ALIGN) + column
     target = tl.load(targets + row)
     counts = target != ignore_index
-    row_lse, rest, scale = tl.load(lse + row), tl.load(lse + tokens + row), tl.load(grad_scale)
+    row_lse, rest = tl.load(lse + row), tl.load(lse + tokens + row)
+    scale = tl.load(grad_scale + row) if PER_TOKEN else tl.load(grad_scale)
     factor = scale * (1.0 + tl.cast(twice_z, tl.float32) * row_lse)
     x = tl.load(at, mask=(column < width * ALIGN) & counts, other=0.0).to(tl.float32)
     own = tl.where(column == (target - vocab_start).to(tl.int32), tl.cast(at_target, tl.float32), 0.0)
@@ -101,12 +102,14 @@ def _gradient(
 
 
 @functools.cache
-def _variant(chip: str, backward: bool, dtype: torch.dtype, with_sum: bool, align: int) -> Variant:
+def _variant(chip: str, backward: bool, dtype: torch.dtype, option: bool, align: int) -> Variant:
+    """Return a kernel; `option` is WITH_SUM of the forward and PER_TOKEN of the backward."""
     warps = 2 if chip == "gfx942" else 4  # a warp is 64 threads there
     columns = LANE_BYTES // dtype.itemsize
     if backward:
-        return Variant(_gradient, {"ALIGN": align, "COLUMNS": DEPTH * columns}, warps)
-    constants = {"WITH_SUM": with_sum, "ALIGN": align, "DEPTH": DEPTH, "COLUMNS": columns}
+        constants = {"PER_TOKEN": option, "ALIGN": align, "COLUMNS": DEPTH * columns}
+        return Variant(_gradient, constants, warps)
+    constants = {"WITH_SUM": option, "ALIGN": align, "DEPTH": DEPTH, "COLUMNS": columns}
     return Variant(_statistics, constants, warps)
 
 
@@ -151,15 +154,15 @@ def cross_entropy_gradient_(
 ) -> None:
     """Overwrite the logits with their gradient: see `cross_entropy.gradient_`.
 
-    grad_scale is [] fp32, on the logits' device.
+    grad_scale is [] or [T] fp32, on the logits' device.
     """
     (tokens, width), (dense, align) = logits.shape, _rows(logits)
     if not logits.numel():
         return
-    variant = _variant(architecture(logits.device), True, logits.dtype, False, align)
+    variant = _variant(architecture(logits.device), True, logits.dtype, grad_scale.dim() > 0, align)
     sizes = (tokens, dense.stride(0) // align, width // align, valid, vocab_start, ignore_index)
     terms = (2.0 * z_loss, 1.0 - label_smoothing, label_smoothing / vocab_size)
-    tensors = (dense, targets.contiguous(), lse.contiguous(), grad_scale)
+    tensors = (dense, targets.contiguous(), lse.contiguous(), grad_scale.contiguous())
     programs = tokens * triton.cdiv(width, variant.constants["COLUMNS"])
     variant.launch((programs,), *tensors, *sizes, *terms)
     if dense is logits:

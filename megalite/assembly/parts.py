@@ -31,9 +31,12 @@ from megalite.model.adapter_parameters import trained_specs
 from megalite.model.kinds import block_kinds, replicas, windows
 from megalite.model.mtp.losses import further_losses
 from megalite.model.mtp.statistics import MtpStatistics
+from megalite.model.objective.statistics import ObjectiveStatistics
 from megalite.model.parameters import embedding_pair, model_specs
 from megalite.model.stage import Stage
 from megalite.model.statistics import JoinedStatistics, ModelStatistics
+from megalite.objectives.find import objective_of
+from megalite.objectives.objective import Objective
 from megalite.optimizer.registry import OPTIMIZERS, kinds_of
 from megalite.parallel.microbatch import Microbatch
 from megalite.parallel.pipeline.generator import placement
@@ -105,6 +108,10 @@ def microbatch_maker(config: Config, cp: MeshAxis) -> Callable[..., Microbatch]:
         from megalite.parallel.context.rows import Cut
 
         make = Cut.of(config, cp, windows(config.model))
+    if objective_of(config) is not None:
+        from megalite.model.objective.counting import WithTokenCounts
+
+        make = WithTokenCounts(make)
     if counts_queries(config):
         from megalite.model.queries import WithQueries
 
@@ -175,9 +182,9 @@ def build_parts(
         from megalite.parallel.fp8 import attach_fp8
 
         attach_fp8(store, train, config.model.num_hidden_layers)
-    units = units_of(config)
+    units, objective = units_of(config), objective_of(config) if training else None
     stages = {
-        stage: Stage(config, units[stage], store.weights, store.gatherer, mesh, dtype)
+        stage: Stage(config, units[stage], store.weights, store.gatherer, mesh, dtype, objective)
         for stage, rank in enumerate(placement(parallel.schedule, parallel.pp, parallel.virtual_stages))
         if rank == mesh.pp.rank
     }
@@ -188,13 +195,13 @@ def build_parts(
 
         make_runtime = partial(GraphedRuntime, weights=store.weights.values())
     runtime = make_runtime(stages, mesh, shape, dtype, device, store.weight_grads, store.gatherer)
-    return Parts(store, stages, runtime, _statistics(config, stages, mesh, store))
+    return Parts(store, stages, runtime, _statistics(config, stages, mesh, store, objective))
 
 
 def _statistics(
-    config: Config, stages: dict[int, Stage], mesh: Mesh, store: ParameterStore
+    config: Config, stages: dict[int, Stage], mesh: Mesh, store: ParameterStore, objective: Objective | None
 ) -> ModelStatistics | None:
-    """Return the statistics of blocks, of further losses and of fp8 operands (`Parts.statistics`)."""
+    """Return the statistics of blocks, further losses, an objective and fp8 operands (`Parts.statistics`)."""
     parts, device = list[ModelStatistics](), store.device
     for kind in block_kinds(config.model):
         blocks = [block for stage in stages.values() for block in stage.blocks(kind.name)]
@@ -202,6 +209,8 @@ def _statistics(
             parts.append(own)
     if further := further_losses(config.model):
         parts.append(MtpStatistics(further, mesh, device))
+    if objective is not None:
+        parts.append(ObjectiveStatistics(objective, mesh, device))
     if config.train.fp8 != "none":
         from megalite.model.fp8_finite import FiniteOperands
 

@@ -20,6 +20,7 @@ from megalite.model.kinds import block_kinds, learns_from_steps, stage_starts
 from megalite.model.mtp.losses import further_losses
 from megalite.model.parameters import model_specs
 from megalite.model.unit_numbers import stage_units
+from megalite.objectives.find import NEXT_TOKEN
 from megalite.parallel.fp8_choice import Fp8Options, gathered_as_codes
 from megalite.parallel.pipeline.gather_actions import with_gathering
 from megalite.parallel.pipeline.generator import build, placement
@@ -168,8 +169,11 @@ def _validated(
 def counts_tokens(config: Config) -> bool:
     """Return whether the ranks sum the number of valid tokens before each backward.
 
-    They do if the number differs between steps, or if further losses have numbers of their own.
+    They do if the number differs between steps, or if further losses or an objective have numbers of their
+    own.
     """
+    if config.train.objective != NEXT_TOKEN:
+        return True
     chat = any(map(is_chat, prefixes(config.data.train)))
     return config.data.eod_mask_loss or further_losses(config.model) > 0 or chat
 

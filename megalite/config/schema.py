@@ -15,6 +15,7 @@ from megalite.config.sections.muon import MuonConfig
 from megalite.config.sections.network import NetworkConfig
 from megalite.config.sections.optimizer import OptimizerConfig
 from megalite.config.sections.parallel import ParallelConfig
+from megalite.config.sections.preference import PreferenceConfig
 from megalite.config.sections.profiling import ProfilingConfig
 from megalite.config.sections.run import RunConfig
 from megalite.config.sections.train import TrainConfig
@@ -31,6 +32,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     fp16: FP16Config = field(default_factory=FP16Config)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     muon: MuonConfig = field(default_factory=MuonConfig)

@@ -37,6 +37,8 @@ from megalite.parallel.weight import Weights
 
 if TYPE_CHECKING:
     from megalite.model.mtp.modules import MultiTokenPrediction
+    from megalite.model.objective.losses import SequenceLosses
+    from megalite.objectives.objective import Objective
 
 
 class Head(nn.Module):
@@ -70,9 +72,10 @@ class Head(nn.Module):
 
         Padded columns are included.
         """
-        return self._logits(self.norm(x))
+        return self.logits_of(self.norm(x))
 
-    def _logits(self, normed: Tensor) -> Tensor:
+    def logits_of(self, normed: Tensor) -> Tensor:
+        """Return the logits of the output of `norm`, as `logits`."""
         logits = self.project(normed)
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
@@ -82,29 +85,43 @@ class Head(nn.Module):
         Args:
             x: the output of the last layer, [seq (/tp), batch, hidden].
         """
-        loss = self.loss_of(self.norm(x), microbatch.targets, state.loss_scale, self.loss)
+        normed, weights = self.norm(x), microbatch.weights
+        loss = self.loss_of(normed, microbatch.targets, state.loss_scale, self.loss, weights)
         return loss, loss
 
-    def loss_of(self, x: Tensor, targets: Tensor, scale: float | Tensor, of_logits: CrossEntropy) -> Tensor:
+    def loss_of(
+        self,
+        x: Tensor,
+        targets: Tensor,
+        scale: float | Tensor,
+        of_logits: CrossEntropy,
+        weights: Tensor | None = None,
+    ) -> Tensor:
         """Return the sum of the token losses times `scale`, a scalar.
 
         Args:
             x: the normed output of the last layer, [seq (/tp), batch, hidden].
             targets: [seq, batch].
+            weights: of the targets, [seq, batch]; None: all are 1.
         """
 
-        def loss(part: Tensor, part_targets: Tensor) -> Tensor:
-            logits = self._logits(part).flatten(0, 1)  # [tokens, vocabulary/tp]
-            return of_logits(logits, part_targets, scale)
+        def loss(part: Tensor, part_targets: Tensor, part_weights: Tensor | None) -> Tensor:
+            logits = self.logits_of(part).flatten(0, 1)  # [tokens, vocabulary/tp]
+            return of_logits(logits, part_targets, scale, part_weights)
 
-        weight = self.project.weight
         # Chunks compute weight gradients in the forward. A split backward computes them in the W pass, which
         # needs the gradient of all logits: no chunks.
-        if not self.chunk or weight.deferred:
-            return loss(x, targets.reshape(-1))
-        # in positions of this rank, so that the tp ranks that split the sequence have `chunk` tokens together
-        length = max(self.chunk * len(x) // targets.numel(), 1)
-        return loss_in_chunks(loss, x, targets, weight, length)
+        if not self.chunk or self.project.weight.deferred:
+            return loss(x, targets.reshape(-1), None if weights is None else weights.reshape(-1))
+        return loss_in_chunks(loss, x, targets, self.project.weight, self.chunk_length(x, targets), weights)
+
+    def chunk_length(self, x: Tensor, targets: Tensor) -> int:
+        """Return the number of positions of x in a chunk.
+
+        They are those of this rank, so that the tp ranks that split the sequence have `chunk` tokens
+        together.
+        """
+        return max(self.chunk * len(x) // targets.numel(), 1)
 
 
 class Stage(nn.Module):
@@ -118,6 +135,7 @@ class Stage(nn.Module):
         gatherer: called before and after each unit. Under ZeRO-3 it gathers and frees the unit's weights,
             otherwise it waits until the weights of the last update have arrived.
         dtype: compute precision.
+        objective: what is minimized in place of the cross-entropy of tokens.
     """
 
     def __init__(
@@ -128,6 +146,7 @@ class Stage(nn.Module):
         gatherer: WeightGatherer,
         mesh: Mesh,
         dtype: torch.dtype,
+        objective: Objective | None = None,
     ):
         super().__init__()
         model, train, ops = config.model, config.train, CompiledOps(config.train.compile)
@@ -163,6 +182,11 @@ class Stage(nn.Module):
             from megalite.model.mtp.modules import MultiTokenPrediction
 
             self.further_losses = MultiTokenPrediction(config, self.head, weights, mesh, ops, loss)
+        self.sequence_losses: SequenceLosses | None = None
+        if self.head is not None and objective is not None:
+            from megalite.model.objective.losses import SequenceLosses
+
+            self.sequence_losses = SequenceLosses(self.head, objective, mesh)
         # what kinds of blocks add to the state of each microbatch
         inputs = (kind.inputs(model, dtype) for kind in block_kinds(model))
         self._inputs = [add for add in inputs if add is not None]
@@ -251,7 +275,8 @@ class Stage(nn.Module):
         if self.head is None:
             return StageOutput(x, state.statistics)
         x = self.gatherer.pre_forward(self.head_unit, x)
-        head = self.head if self.further_losses is None or not state.training else self.further_losses
+        further = self.further_losses if state.training else None
+        head = self.sequence_losses or further or self.head
         own, loss = head.losses(x, microbatch, state)  # [] each
         # detached: the sum over microbatches must not keep their graphs
         statistics = {"loss": own.detach(), **state.statistics}

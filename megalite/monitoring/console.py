@@ -16,7 +16,7 @@ from statistics import median
 from time import monotonic
 from typing import Any, TextIO
 
-from megalite.monitoring.metrics import MEMBER, StepMetrics
+from megalite.monitoring.metrics import MEMBER, REWARDS, StepMetrics
 from megalite.system.messages import say
 from megalite.system.progress import duration
 
@@ -145,6 +145,8 @@ class Console(ExitStack):
             parts.append(f"mfu {metrics.mfu:.1%}")
         if metrics.bubble_fraction is not None and metrics.bubble_fraction >= 0.005:
             parts.append(f"bubble {metrics.bubble_fraction:.0%}")
+        if (accuracy := numbers.get(f"{REWARDS}accuracies")) is not None:
+            parts.append(f"accuracy {accuracy:.0%}")
         for phase in ("data", "communication"):  # only shown if they take a visible fraction of the step
             share = numbers.get(f"time_{phase}_s", 0.0) / metrics.step_time_s
             parts += [f"{phase} {share:.0%}"] if share >= 0.005 else []

@@ -13,6 +13,7 @@ from megalite.parallel.context.parts import PositionSegment
 
 if TYPE_CHECKING:
     from megalite.parallel.context.parts import SequencePart
+    from megalite.parallel.sequences import Sequences
 
 IGNORE_INDEX = -100  # target without loss (convention of torch and Hugging Face)
 
@@ -47,12 +48,14 @@ class MtpTargets(NamedTuple):
         tokens: [modules, seq, batch] int64, the token k positions after each token.
         targets: [modules, seq, batch] int64, the target k positions after each target; IGNORE_INDEX where the
             loss is not counted.
+        weights: [modules, seq, batch] float32, the weights of these targets; None: all are 1.
         factors: for each module, the number of tokens of the global batch whose loss counts, divided by the
             number of those that count for the module; empty until known.
     """
 
     tokens: Tensor
     targets: Tensor
+    weights: Tensor | None = None
     factors: tuple[float, ...] = ()
 
 
@@ -85,6 +88,10 @@ class Microbatch:
         part: the rank's part of the rows under context parallelism; None: these are whole rows.
         mtp_targets: inputs and targets of the MTP modules, if the model has any.
         queries: the tokens that are no padding, if a loss needs them.
+        weights: [seq, batch] float32, the weight of the loss of each target, 0 where it is IGNORE_INDEX;
+            None: the weight of every target is 1.
+        sequences: the documents of preferences. Their targets have prompts and completions both.
+        mismatched: the same prompts with the completions of other examples, if an objective needs them.
     """
 
     tokens: Tensor
@@ -97,6 +104,9 @@ class Microbatch:
     part: SequencePart | None = None
     mtp_targets: MtpTargets | None = None
     queries: Queries | None = None
+    weights: Tensor | None = None
+    sequences: Sequences | None = None
+    mismatched: Microbatch | None = None
 
     @staticmethod
     def of(
@@ -129,6 +139,8 @@ class Microbatch:
             return self
 
         def moved(x: Any) -> Any:
+            if isinstance(x, Microbatch):
+                return x.to(device)
             if isinstance(x, Tensor):
                 return x.pin_memory().to(device, non_blocking=True)
             # boundaries and part, which have tensors in them

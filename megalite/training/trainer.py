@@ -26,6 +26,7 @@ from megalite.data.loader import Loader
 from megalite.mesh.mesh import Mesh
 from megalite.model.adapter_parameters import total_parameters
 from megalite.model.statistics import CAUSE
+from megalite.objectives.find import objective_of
 from megalite.optimizer import registry as optimizers
 from megalite.optimizer.averaging import WeightAverage
 from megalite.optimizer.loss_scale import LossScale
@@ -36,7 +37,7 @@ from megalite.parallel.collectives import all_reduce, meet
 from megalite.parallel.microbatch import IGNORE_INDEX, Microbatch
 from megalite.parallel.pipeline.schedule import Schedule
 from megalite.system.activity import READING, REDUCING, STARTING, UPDATING
-from megalite.training import checkpointing
+from megalite.training import checkpointing, reference
 from megalite.training.bad_steps import BadStepPolicy
 from megalite.training.fault_injection import FaultInjection
 from megalite.training.weight_update import (
@@ -96,15 +97,16 @@ class Trainer:
         with raise_on_all_ranks(mesh):  # nodes may have different files
             self.train_data, self.validation_data = datasets.build(config.data, config.run.seed)
         self.microbatches = build.layout(config).microbatches
-        self.schedule = build.schedule(config, self.microbatches)
-        self._plans = {self.microbatches: self.schedule}
-        self.forward_schedule = build.schedule(config, self.microbatches, forward_only=True)
+        self._plans = dict[tuple[int, bool], Schedule]()
+        self.schedule = self.plan(self.microbatches)
+        self.forward_schedule = self.plan(self.microbatches, forward_only=True)
         with raise_on_all_ranks(mesh):
             self.parts = build.build_parts(config, mesh, self.device)
             self.store = self.parts.store
             state = OptimizerState(self.store, optimizers.kinds_of(config))
             self.optimizer = optimizers.create(config, state)
         decay = config.train.ema_decay
+        self.objective = objective_of(config)  # None: the cross-entropy of the next token
         self.average = None if decay is None else WeightAverage(state, decay)
         self.saver = Saver(mesh, config.checkpoint)
         self.loss_scale = LossScale(config.fp16, active=config.train.precision == "fp16")
@@ -136,7 +138,7 @@ class Trainer:
 
     def loader_of(self, data: datasets.Dataset, samples: int | None = None) -> Loader:
         train, options = self.config.train, self.config.data
-        return Loader(
+        loader = Loader(
             data,
             global_batch_size=train.global_batch_size,
             micro_batch_size=train.micro_batch_size,
@@ -147,6 +149,8 @@ class Trainer:
             make=build.microbatch_maker(self.config, self.mesh.cp),
             samples=samples,
         )
+        loader.mismatches = self.objective is not None and self.objective.needs_baseline
+        return loader
 
     @property
     def parameters(self) -> int:
@@ -210,11 +214,12 @@ class Trainer:
             )
         self.mesh.activity.enter(STARTING)
 
-    def _plan(self, microbatches: int) -> Schedule:
+    def plan(self, microbatches: int, forward_only: bool = False) -> Schedule:
         """Return the schedule of a step. During a ramp-up, steps have fewer microbatches."""
-        if microbatches not in self._plans:
-            self._plans[microbatches] = build.schedule(self.config, microbatches)
-        return self._plans[microbatches]
+        key = microbatches, forward_only
+        if key not in self._plans:
+            self._plans[key] = build.schedule(self.config, *key)
+        return self._plans[key]
 
     # ---- one step
 
@@ -241,6 +246,8 @@ class Trainer:
         # of the global batch: known before the first backward, which divides by it
         step.tokens = self._valid_tokens(microbatches)
         microbatches = [microbatch.to(self.device) for microbatch in microbatches]
+        if self.objective is not None:
+            reference.score_sequences(self, microbatches)
 
         # Forward and backward, in the schedule's order. Losses are scaled by 1 / tokens, so that gradients
         # are plain sums over microbatches and ranks. The weights may still be those of an unconfirmed step:
@@ -249,7 +256,7 @@ class Trainer:
         scale = step.loss_scale / max(step.tokens, 1) * self.faults.loss_factor(number)
         confirm = None if self.weight_updater.pending is None else self.weight_updater.confirm
         statistics, pace = self.parts.runtime.run(
-            self._plan(len(microbatches)), microbatches, step=number, loss_scale=scale, confirm=confirm
+            self.plan(len(microbatches)), microbatches, step=number, loss_scale=scale, confirm=confirm
         )
 
         # Reductions start during the backward, bucket by bucket. Wait for the rest, then sum over replicas,
@@ -303,9 +310,14 @@ class Trainer:
     def _valid_tokens(self, microbatches: list[Microbatch]) -> int:
         """Return the number of tokens in the global batch that have a target.
 
-        Where it is counted, and a loss needs them, the tokens that are no padding are counted as well.
+        What the loss of an objective over sequences is divided by is counted as well; and where tokens are
+        counted and a loss needs them, those that are no padding.
         """
         tokens = self._count_targets(microbatches)
+        if self.objective is not None:
+            from megalite.model.objective.counting import count_sequences
+
+            count_sequences(microbatches, self.objective, tokens, self.mesh)
         if microbatches[0].queries is not None and build.counts_tokens(self.config):
             from megalite.model.queries import count_queries
 

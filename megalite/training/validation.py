@@ -1,10 +1,11 @@
-"""Validation: the mean loss over the tokens of each validation set.
+"""Validation: the mean loss over the tokens of each validation set, or that of the run's objective.
 
 Losses are summed over all ranks and divided once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor
 
 from megalite.parallel.collectives import all_reduce
-from megalite.parallel.microbatch import IGNORE_INDEX
+from megalite.parallel.microbatch import IGNORE_INDEX, Microbatch
 from megalite.system.activity import READING, REDUCING, REPORTING
+from megalite.training import reference
 
 if TYPE_CHECKING:
     from megalite.data.dataset import Dataset
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Losses:
-    """Mean losses in nats per token, the same on every rank.
+    """Mean losses in nats per token, or losses of the run's objective, the same on every rank.
 
     Attributes:
         mean: over the tokens of all sets.
@@ -47,36 +49,61 @@ def losses(trainer: Trainer) -> Losses:
     average = trainer.average if trainer.config.validation.ema else None
     sets = trainer.validation_data.sets
     with nullcontext() if average is None else average.in_use():
-        sums = torch.stack([_sums(trainer, data) for data in sets.values()])  # [sets, 2]
+        sums = torch.stack([_sums(trainer, data) for data in sets.values()])  # [sets, 2, terms]
     activity.enter(REDUCING)
     sums = all_reduce(sums, trainer.mesh.world).wait()
-    means = (sums[:, 0] / sums[:, 1].clamp(min=1)).tolist()
-    total = sums.sum(0)
-    mean = (total[0] / total[1].clamp(min=1)).item()
+    means = _mean(sums).tolist()
+    mean = _mean(sums.sum(0)).item()
     activity.enter(REPORTING)
     return Losses(mean, {name: mean for name, mean in zip(sets, means, strict=True) if name})
 
 
-def _sums(trainer: Trainer, data: Dataset) -> Tensor:
-    """Return the summed loss and the token count of a set on this rank, [2] fp64.
+def _mean(sums: Tensor) -> Tensor:
+    """Return the loss, given the sums of its terms and what they are divided by, [..., 2, terms] -> [...]."""
+    return (sums[..., 0, :] / sums[..., 1, :].clamp(min=1)).sum(-1)
 
-    Each token is counted on one rank.
+
+def _sums(trainer: Trainer, data: Dataset) -> Tensor:
+    """Return the summed loss and the token count of a set on this rank, [2, 1] fp64.
+
+    Each token is counted on one rank. With an objective over sequences: its terms and what they are divided
+    by, [2, terms].
     """
     plan = trainer.forward_schedule
     loader = trainer.loader_of(data, data.samples_per_epoch)
-    has_loss = trainer.mesh.pp.rank == plan.placement[-1] and trainer.mesh.tp.rank == 0
-    total = torch.zeros(2, dtype=torch.float64, device=trainer.device)
+    sums = []
     try:
         trainer.mesh.activity.enter(READING)
         for microbatches in loader.epoch(trainer.config.validation.batches):
             on_device = [microbatch.to(trainer.device) for microbatch in microbatches]
+            if trainer.objective is not None:
+                reference.score_sequences(trainer, on_device)
             statistics, _ = trainer.parts.runtime.run(plan, on_device, step=0, loss_scale=1.0, training=False)
-            if has_loss:
-                total[0] += statistics["loss"]
-                total[1] += sum(
-                    int((microbatch.targets != IGNORE_INDEX).sum()) for microbatch in microbatches
-                )
+            sums.append(_sums_of_batch(trainer, microbatches, statistics))
             trainer.mesh.activity.enter(READING)
     finally:
         loader.close()
-    return total
+    has_loss = trainer.mesh.pp.rank == plan.placement[-1] and trainer.mesh.tp.rank == 0
+    return torch.stack(sums).sum(0) * has_loss
+
+
+def _sums_of_batch(
+    trainer: Trainer, microbatches: Sequence[Microbatch], statistics: Mapping[str, Tensor]
+) -> Tensor:
+    """Return `_sums` of a global batch.
+
+    Args:
+        statistics: those of this rank's stages.
+    """
+    if trainer.objective is None:
+        terms = statistics["loss"].view(1)
+        counts = torch.tensor([sum(int((each.targets != IGNORE_INDEX).sum()) for each in microbatches)])
+    else:
+        from megalite.model.objective.counting import counts_of
+        from megalite.model.objective.statistics import TERMS
+
+        counts = counts_of(trainer.objective, microbatches)
+        # cp ranks have the same sequences
+        terms = statistics.get(TERMS, torch.zeros_like(counts)) * (trainer.mesh.cp.rank == 0)
+        counts = counts * (trainer.mesh.cp.rank == 0)
+    return torch.stack([terms, counts.to(terms)])

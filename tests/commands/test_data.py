@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 from megalite.commands.data import main
+from megalite.data.chat.preference_records import PreferenceReader
 from megalite.data.inspection import histogram
 from megalite.data.preparation.chats import Chats
-from megalite.data.preparation.prepare import prepare
+from megalite.data.preparation.preferences import PreferenceEncoder
+from megalite.data.preparation.prepare import Encoder, prepare
 from megalite.data.preparation.sources import open_inputs
 from megalite.data.preparation.texts import Texts
 from megalite.data.preparation.writer import IndexedWriter
@@ -39,8 +41,8 @@ def chats(tmp_path: Path) -> Path:
     return prepared(tmp_path, "c.jsonl", Chats())
 
 
-def prepared(folder: Path, name: str, encoder: Texts | Chats, tokenizer: str = "byte") -> Path:
-    text_key = None if isinstance(encoder, Chats) else "text"
+def prepared(folder: Path, name: str, encoder: Encoder, tokenizer: str = "byte") -> Path:
+    text_key = "text" if isinstance(encoder, Texts) else None
     prepare(
         open_inputs([str(folder / name)], exclude=[], file_format="auto", text_key=text_key, split="train"),
         folder / "x",
@@ -99,6 +101,40 @@ def test_what_counts_is_marked(chats, capsys):
     assert "conversations (messages, prompt-completion): 11 tokens in the loss" in out
 
 
+def test_weights_and_preferences_are_shown(tmp_path, capsys):
+    heavy = [SHORT[0], {**SHORT[1], "weight": -0.5}]
+    write_lines(tmp_path / "c.jsonl", [{"messages": heavy}, {"messages": SHORT}])
+    prefix = prepared(tmp_path, "c.jsonl", Chats())
+    assert main(["inspect", str(prefix)]) == 0
+    out = capsys.readouterr().out
+    assert "⟦It is 2.<EOS>⟧×-0.5" in out and "⟦It is 2.<EOS>⟧\n" in out and "weights of tokens: from -0.5 to 1" in out
+    content = content_of(capsys, prefix)
+    assert (content["loss_tokens"], content["weights"]) == (2 * 9, [-0.5, 1.0])
+
+    pairs = [{"prompt": "q" * 300, "chosen": "yes", "rejected": "n" * n} for n in (1, 2, 3)]
+    write_lines(tmp_path / "p.jsonl", pairs)
+    (tmp_path / "x.idx").unlink()
+    prefix = prepared(tmp_path, "p.jsonl", PreferenceEncoder())
+    assert main(["inspect", str(prefix), "--document", "3", "--length", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "pair 1, documents 2 and 3: 304 and 303 tokens, 4 and 3 in the completions\nqqqq\n" in out
+    assert "chosen: ⟦yes<EOS>⟧\nrejected: ⟦nn<EOS>⟧\n" in out and "preferences (pairs): 3 chosen, 3 rejected" in out
+    content = content_of(capsys, prefix, "--samples", "2")
+    assert [(each["document"], each["chosen"]) for each in content["samples"]] == [
+        (0, True),
+        (1, False),
+        (4, True),
+        (5, False),
+    ]
+    assert (content["kind"], content["chosen"], content["rejected"], content["loss_tokens"]) == ("pairs", 3, 3, 21)
+    (tmp_path / "x.idx").unlink()
+    prefix = prepared(tmp_path, "p.jsonl", PreferenceEncoder(reader=PreferenceReader(kind="labelled")))
+    assert main(["inspect", str(prefix), "--document", "1", "--length", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "document 1: 302 tokens, 2 in the bad completion, showing 6 of them\nqqqq⟦n<EOS>⟧" in out
+    assert "3 good, 3 bad" in out
+
+
 def test_on_a_terminal_what_counts_is_green(chats, capsys, monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
@@ -142,7 +178,7 @@ def test_files_of_other_tools_are_shown_as_numbers(tmp_path, capsys):
     (tmp_path / "x.json").unlink()
     content = content_of(capsys, tmp_path / "x")
     assert (
-        content["samples"][0]["parts"] == [{"text": "5 6 69999", "counts": True}]
+        content["samples"][0]["parts"] == [{"text": "5 6 69999", "counts": True, "weight": 1.0}]
         and "does not specify a tokenizer" in content["tokenizer_problem"]
     )
     assert content["vocab_size"] is None and content["without_eos"] is None

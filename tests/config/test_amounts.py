@@ -199,7 +199,7 @@ def test_an_epoch_is_one_pass_of_the_dataset(here: Path) -> None:
         assert samples_per_epoch(data) == dataset.samples_per_epoch == expected, name
         assert members(data) == dataset.members, name
         if data.train != "c":
-            assert len({dataset[i].tobytes() for i in range(expected)}) == expected, (
+            assert len({dataset[i].tokens.tobytes() for i in range(expected)}) == expected, (
                 f"{name}: no sample is repeated within an epoch"
             )
 

@@ -123,6 +123,11 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys(("run.seed", "optimizer.warmup_steps"), (-1, 0)),
     **dict.fromkeys(("model.embedding_dropout", "model.attention_dropout", "model.residual_dropout"), (1.0, 0.999)),
     "train.label_smoothing": (float("nan"), 0.0),
+    "preference.label_smoothing": (0.5, 0.0),
+    "preference.beta": (0.0, 0.1),
+    "preference.gamma": (-1e-9, 0.5),
+    **dict.fromkeys(("preference.desirable_weight", "preference.undesirable_weight"), (0.0, 1.0)),
+    "preference.nll_weight": (-1e-9, None),
     "train.ema_decay": (1.0, 0.0),
     "train.early_stopping_patience": (0, None),
     "train.early_stopping_threshold": (-1e-9, 0.0),
@@ -179,6 +184,9 @@ INDEXED_ROWS = {  # rule: what breaks it, next to an indexer, and what the same 
     "model.index_n_heads in range": ("model.index_n_heads", 0, 1),
     "model.index_loss_coef in range": ("model.index_loss_coef", -0.1, 0.0),
 }
+DPO = {"train.objective": "dpo", "lora.rank": 4, "data.train": "pairs"}
+SIMPO = {"train.objective": "simpo", "data.train": "pairs"}
+KTO = {"train.objective": "kto", "lora.rank": 4, "data.train": "labelled"}
 FP8_GRADIENTS = {"train.fp8": "block", "train.fp8_weight_gradients": True, "data.sequence_length": 128}
 FP8_GRADIENTS |= {"train.micro_batch_size": 2, "train.global_batch_size": 8, "model.max_position_embeddings": 128}
 CP2 = {"parallel.cp": 2}
@@ -1054,6 +1062,65 @@ ROWS = [
         {"parallel.reduce_dtype": "fp32"},
         ("Remove",),
     ),
+    Row(
+        "an objective and its data",
+        {"train.objective": "simpo"},
+        {"data.train": "pairs"},
+        ("tokens, which has no preferences", "megalite prepare --preference"),
+    ),
+    Row(
+        "an objective and its data",
+        {"data.train": "pairs"},
+        {"train.objective": "orpo"},
+        ("train.objective = cross_entropy", "pairs, which has pairs of completions", "simpo or another"),
+    ),
+    Row(
+        "other completions are in other rows",
+        KTO | {"data.packing": True},
+        {"data.packing": False},
+        ("train.objective = kto",),
+    ),
+    Row("other completions are in the batch", KTO | {"train.global_batch_size": 1}, {"train.global_batch_size": 4}),
+    Row("a reference without adapters", DPO | {"lora.rank": 0}, {"lora.rank": 4}, ("lora.rank = 0", "simpo")),
+    Row(
+        "a reference is where training starts",
+        DPO | {"model.init_from": ".", "lora.init_from": "."},
+        {"lora.init_from": None},
+        ("train.objective = dpo", "Merge the adapter", "this run starts elsewhere"),
+    ),
+    Row(
+        "a reference is frozen",
+        DPO | {"lora.modules_to_save": ["norms"]},
+        {"lora.modules_to_save": None},
+        ("train.objective = dpo", "would change"),
+    ),
+    *(
+        Row(f"{option} and objectives over sequences", SIMPO | others | {option: value}, {option: none}, ("simpo",))
+        for option, value, none, others in (
+            ("model.mtp_layers", 1, 0, {}),
+            ("train.label_smoothing", 0.1, 0.0, {}),
+            ("train.z_loss", 0.1, 0.0, {}),
+            ("logging.loss_by_source", True, False, {"data.train": {"pairs": 1.0, "other pairs": 1.0}}),
+        )
+    ),
+    *(
+        Row(f"preference.{name} is read", {f"preference.{name}": value}, fixed, ("train.objective = cross_entropy",))
+        for name, value, fixed in (
+            ("beta", 0.2, DPO),
+            ("loss", "hinge", DPO),
+            ("label_smoothing", 0.1, SIMPO),
+            ("gamma", 0.1, SIMPO),
+            ("nll_weight", 0.1, SIMPO),
+            ("desirable_weight", 0.5, KTO),
+            ("undesirable_weight", 0.5, KTO),
+        )
+    ),
+    Row(
+        "smoothing of a logistic loss",
+        DPO | {"preference.label_smoothing": 0.1, "preference.loss": "hinge"},
+        {"preference.loss": "robust"},
+        ("preference.loss = hinge",),
+    ),
     Row("training data is given", {"data.train": None}, {"data.train": "tokens"}, ("megalite prepare",)),
     Row(
         "data.train is one text",
@@ -1498,17 +1565,20 @@ ROWS = [
 
 @pytest.fixture(autouse=True)
 def token_files(tmp_path, monkeypatch):
-    """tokens: 257 tokens and an EOS; chat: conversations; other: another vocabulary; bare: by a tool that says nothing.
-    Triton compiles."""
+    """tokens: 257 tokens and an EOS; chat: conversations; other: another vocabulary; bare: by a tool that says nothing;
+    pairs, labelled: preferences. Triton compiles."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    for prefix in ("tokens", "chat", "other", "bare"):
+    for prefix in ("tokens", "chat", "other", "bare", "pairs", "other pairs", "labelled"):
         (tmp_path / f"{prefix}.bin").touch()
         (tmp_path / f"{prefix}.idx").touch()
     (tmp_path / "manifest.json").touch()  # makes . a checkpoint
     (tmp_path / "adapter_config.json").touch()  # and an adapter
     (tmp_path / "tokens.json").write_text(json.dumps({"vocab_size": 257, "eos": 256}))
     (tmp_path / "chat.json").write_text(json.dumps({"vocab_size": 257, "eos": 256, "chat": {}}))
+    for prefix in ("pairs", "other pairs", "labelled"):
+        about = {"vocab_size": 257, "eos": 256, "chat": {}, "preference": prefix.removeprefix("other ")}
+        (tmp_path / f"{prefix}.json").write_text(json.dumps(about))
     (tmp_path / "other.json").write_text(json.dumps({"vocab_size": 300, "eos": 0}))
 
 

@@ -35,13 +35,13 @@ MODEL = {
 }
 
 
-def write(prefix: Path, lengths: list[int], share: float = 0.4, seed: int = 0) -> str:
-    """Random conversations of which about this share counts."""
+def write(prefix: Path, lengths: list[int], share: float = 0.4, seed: int = 0, weighted: bool = False) -> str:
+    """Random conversations of which about this share counts, each token as 1, or as ½, −½ or 2."""
     random = np.random.default_rng(seed)
     with IndexedWriter(prefix, 61, masked=True) as writer:
-        writer.add(
-            random.integers(1, 61, sum(lengths)), lengths, (random.random(sum(lengths)) < share).astype(np.uint8)
-        )
+        tokens, counts = random.integers(1, 61, sum(lengths)), (random.random(sum(lengths)) < share).astype(np.uint8)
+        weights = random.choice(np.array([0.5, -0.5, 2.0], np.float32), sum(lengths))
+        writer.add(tokens, lengths, counts * weights if weighted else counts)
         writer.finish({"vocab_size": 61, "eos": 0, "chat": {}})
     return str(prefix)
 
@@ -91,9 +91,31 @@ def test_a_mixture_of_experts_is_the_same_packed(ranks, tmp_path):
     assert numbers(got) == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_loss_is_that_of_plain_logits(tmp_path):
+@pytest.mark.parametrize(
+    "layout", [{"tp": 2, "sequence_parallel": True}, {"cp": 2, "context": "ring"}, {"pp": 2}], ids=str
+)
+def test_weighted_messages_are_the_same_on_every_layout(layout, ranks, references, tmp_path):
+    """Packed, with a module of multi-token prediction, whose targets have the weights of their tokens; and with chunks
+    of the loss."""
+    prefix, model = write(tmp_path / "x", LENGTHS, weighted=True), {"mtp_layers": 1, **MODEL, "vocab_size": 61}
+    train = {"precision": "fp64", "label_smoothing": 0.1, "z_loss": 1e-2, "global_batch_size": 6, "micro_batch_size": 2}
+    options = {"model": model | {"max_position_embeddings": S}, "data": {"packing": True}}
+    whole = config(prefix, 6, **options, train={"steps": 8, **train})
+    expected = references.run(jobs.train, whole, 3)
+    cut = config(prefix, 6, **options, train={"steps": 8, **train, "loss_chunk": 20}, parallel=layout)
+    got = ranks.run(2, jobs.train, cut, 3)[0]
+    for key in ("losses", "grad_norms", "mtp_losses"):
+        assert got[key] == pytest.approx(expected[key], rel=1e-9), key
+    unweighted = references.run(
+        jobs.train, config(write(tmp_path / "y", LENGTHS), 6, **options, train=whole["train"]), 1
+    )
+    assert expected["mtp_losses"][0] != pytest.approx(unweighted["mtp_losses"][0], rel=0.1)
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["a mask", "weights"])
+def test_the_loss_is_that_of_plain_logits(weighted, tmp_path):
     """Each conversation alone through the model, its counted tokens alone summed."""
-    prefix = write(tmp_path / "x", LENGTHS)
+    prefix = write(tmp_path / "x", LENGTHS, weighted=weighted)
     trainer = trainer_of(config(prefix, 6, data={"packing": True}))
     alone = trainer_of(config(prefix, 12))
     total, count = 0.0, 0
@@ -102,7 +124,9 @@ def test_the_loss_is_that_of_plain_logits(tmp_path):
         losses = torch.nn.functional.cross_entropy(
             logits(alone, microbatch)[:, 0], microbatch.targets[:, 0], reduction="none"
         )
-        total, count = total + losses[counted].sum().item(), count + int(counted.sum())
+        weights = torch.ones_like(losses) if microbatch.weights is None else microbatch.weights[:, 0]
+        assert weighted is (microbatch.weights is not None)
+        total, count = total + (weights * losses)[counted].sum().item(), count + int(counted.sum())
     step = trainer.step()
     assert step.tokens == count and step.loss == pytest.approx(total / count, rel=1e-5)
     alone.close()

@@ -83,6 +83,7 @@ class Head:
         generator = torch.Generator().manual_seed(3)
         self.x = torch.randn(10, 3, 8, dtype=torch.float64, generator=generator).requires_grad_()
         self.targets = torch.randint(13, (10, 3), generator=generator)
+        self.weights = torch.randn(10, 3, dtype=torch.float64, generator=generator)
         queue, tp = WeightGradQueue(), Mesh(Layout()).tp
         value = torch.randn(13, 8, dtype=torch.float64, generator=generator).requires_grad_(trainable)
         spec = ParamSpec("head.weight", 0, (Segment("head.weight", (13, 8)),))
@@ -95,18 +96,19 @@ class Head:
     def complete(self, weight: Weight, reduction: int) -> None:
         self.completed.append(reduction)
 
-    def loss(self, part: Tensor, targets: Tensor) -> Tensor:
-        return self.cross_entropy(self.project(part).flatten(0, 1), targets, 0.25)
+    def loss(self, part: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+        return self.cross_entropy(self.project(part).flatten(0, 1), targets, 0.25, weights)
 
     def chunked(self) -> Tensor:
-        return loss_in_chunks(self.loss, self.x, self.targets, self.weight, 4)
+        return loss_in_chunks(self.loss, self.x, self.targets, self.weight, 4, self.weights)
 
     def expected(self) -> tuple[Tensor, Tensor, Tensor]:
         """Loss, and gradients of x and the weight, by torch."""
         value = self.weight.tensor.detach().clone().requires_grad_()
-        loss = 0.25 * torch.nn.functional.cross_entropy(
-            (self.x @ value.t()).flatten(0, 1), self.targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+        losses = torch.nn.functional.cross_entropy(
+            (self.x @ value.t()).flatten(0, 1), self.targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
         )
+        loss = 0.25 * (losses @ self.weights.flatten())
         return loss, *torch.autograd.grad(loss, (self.x, value))
 
 

@@ -37,7 +37,7 @@ def torch_loss(logits, targets, smoothing, z, grad_scale):
     loss = loss + z * logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(1).square() * (
         targets != IGNORE
     )
-    return loss.detach(), torch.autograd.grad(loss.sum() * grad_scale, logits)[0]
+    return loss.detach(), torch.autograd.grad((loss * grad_scale).sum(), logits)[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -61,6 +61,14 @@ def test_as_torch_on_any_number_of_ranks(tokens, vocab, ranks, padded, smoothing
     if dtype == torch.float64:
         torch.testing.assert_close(loss, exact[0], rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(gradient, exact[1], rtol=1e-12, atol=1e-12)
+
+
+def test_a_factor_for_each_token():
+    logits, factors = torch.randn(37, 65, dtype=torch.float64), torch.randn(37, dtype=torch.float64)
+    targets = torch.randint(0, 65, (37,)).masked_fill(torch.arange(37) % 5 == 3, IGNORE)
+    torch.testing.assert_close(
+        split_loss(logits, targets, 2, 40, 0.1, 0.1, factors), torch_loss(logits, targets, 0.1, 0.1, factors)
+    )
 
 
 def test_one_token():

@@ -35,11 +35,13 @@ def inputs(tokens, vocab, dtype, device):
 def test_as_accurate_as_torch(size, smoothing, z, dtype, device):
     tokens, vocab, ranks, padded = size
     logits, targets = inputs(tokens, vocab, dtype, device)
-    loss, gradient = split_loss(logits, targets, ranks, padded, smoothing, z, torch.tensor(0.37, device=device))
-    exact = torch_loss(logits.double(), targets, smoothing, z, 0.37)
+    # a factor for each token, or one for all
+    scale = torch.tensor(0.37, device=device) if smoothing else torch.randn(tokens, device=device)
+    loss, gradient = split_loss(logits, targets, ranks, padded, smoothing, z, scale)
+    exact = torch_loss(logits.double(), targets, smoothing, z, scale)
     torchs = (
-        torch_loss(logits.float(), targets, smoothing, z, 0.37)[0],
-        torch_loss(logits, targets, smoothing, z, 0.37)[1],
+        torch_loss(logits.float(), targets, smoothing, z, scale)[0],
+        torch_loss(logits, targets, smoothing, z, scale)[1],
     )
     assert_as_accurate(loss, exact[0], torchs[0])
     assert_as_accurate(gradient, exact[1], torchs[1])

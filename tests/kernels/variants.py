@@ -160,10 +160,11 @@ def of_cross_entropy(module: Any) -> Calls:
         part = (0, 1000, IGNORE_INDEX)
         yield (f"statistics {label}",), partial(module.cross_entropy_statistics, logits, targets, *part, False)
         yield (f"statistics with sum {label}",), partial(module.cross_entropy_statistics, logits, targets, *part, True)
-        yield (
-            (f"gradient {label}",),
-            partial(module.cross_entropy_gradient_, logits, targets, lse, scale, *part, 0.1, 0.1, 1000),
-        )
+        for kind, factor in (("gradient", scale), ("gradient, a factor for each token,", scale.expand(ROWS))):
+            yield (
+                (f"{kind} {label}",),
+                partial(module.cross_entropy_gradient_, logits, targets, lse, factor, *part, 0.1, 0.1, 1000),
+            )
 
 
 def of_fp8(module: Any) -> Calls:

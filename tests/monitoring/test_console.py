@@ -78,8 +78,10 @@ def test_other_ranks_are_silent(stream: type[io.StringIO]) -> None:
 
 def test_unknown_mfu_is_not_shown_and_bubbles_are() -> None:
     stream = Pipe()
-    Console(2, stream=stream).step(example(1, mfu=None, bubble_fraction=0.25))
+    accuracy = {"rewards/accuracies": 0.75}
+    Console(2, stream=stream).step(example(1, mfu=None, bubble_fraction=0.25), numbers=accuracy)
     assert "mfu" not in stream.getvalue() and "bubble 25%" in stream.getvalue()
+    assert "accuracy 75%" in stream.getvalue()
 
 
 def test_rich_is_imported_only_on_a_terminal() -> None:

@@ -192,7 +192,12 @@ def test_it_shows_losses_that_have_names(tmp_path: Path):
     directory = write_run(tmp_path / "named")
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()[:-1]]
     lines = [
-        line | ({"val_loss/<prose>": 4.5, "val_loss/code": 3.75} if "val_loss" in line else {"loss/data/a": 2.5})
+        line
+        | (
+            {"val_loss/<prose>": 4.5, "val_loss/code": 3.75}
+            if "val_loss" in line
+            else {"loss/data/a": 2.5, "rewards/chosen": 0.5}
+        )
         for line in lines
     ]
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -205,6 +210,8 @@ def test_it_shows_losses_that_have_names(tmp_path: Path):
     curves = charts_of(page)
     assert [line["name"] for line in curves["Validation loss of each dataset: named"]["lines"]] == ["<prose>", "code"]
     assert [line["name"] for line in curves["Training loss of each data source: named"]["lines"]] == ["data/a"]
+    rewards = curves["Rewards of completions, and their accuracy: named"]["lines"]
+    assert [line["name"] for line in rewards] == ["chosen"]
     assert "<prose>" not in page
     parser = Balanced()
     parser.feed(page)

@@ -509,6 +509,15 @@ TRAFFIC = {
     },
     "cp, heads of a recurrence exchanged, recomputed": {"cp": 4, "model": DELTA, "train": {"recompute": "full"}},
     "cp, convolution": {"cp": 2, "context": "gather", "model": CONVOLUTION, "train": {"recompute": "mixer"}},
+    **{
+        f"a reference model, {name}": {"lora": {"rank": 4}, "train": {"objective": "dpo", **train}, **layout}
+        for name, layout, train in (
+            ("tp and sp, recomputed", {"tp": 2, "sequence_parallel": True}, {"recompute": "full"}),
+            ("pp, ZeRO-3", {"pp": 2, "dp": 2, "zero": 3}, {}),
+            ("DoRA, tp, mismatches", {"tp": 2, "lora": {"rank": 4, "dora": True}}, {"objective": "kto"}),
+        )
+    },
+    "an objective over sequences": {"tp": 2, "train": {"objective": "simpo"}},
     "ZeRO-1, weights in fp32": {"dp": 2, "model": DECAYS, "train": {"precision": "bf16"}},
     "ZeRO-3, weights in fp32": {"dp": 2, "zero": 3, "model": DECAYS, "train": {"precision": "bf16"}},
 }

@@ -607,3 +607,30 @@ def test_attention_to_selected_rows_is_said_beside_dense_attention():
     ]
     dense = from_dict({"model": preset("deepseek-v3"), "data": {"sequence_length": 32768}})
     assert selected_rows(PlannedJob.of(dense, find_device("h100"))) == []
+
+
+def test_an_objective_scores_with_the_head_and_its_reference_with_all_forwards():
+    """By hand: the head's forward once more, and the forwards of all units; in a pipeline, of the microbatches one
+    after the other."""
+    shape = ModelConfig(**preset("llama-3-8b"))
+    job = PlannedJob(shape, A100, 2048, 8, lora=LoraConfig(rank=16))
+    scored = replace(job, scores_sequences=True)
+    referred = replace(scored, reference_passes=1)
+    for pp in (1, 2):
+        choice = LayoutChoice(pp=pp)
+        plain, with_scores, with_reference = (Stepper(each).step(choice) for each in (job, scored, referred))
+        stepper = Stepper(scored)
+        share = stepper._share(choice)
+        scores = stepper.operations.scores(share)
+        assert with_scores.total > plain.total and "reference" not in with_scores.parts()
+        passes, _, _ = stepper.stages(choice)
+        head = stepper.operations.head(share, choice.splits)
+        forwards = [each.forward for each in passes]
+        forwards[-1] += scores - head.forward
+        expected = sum(forwards) + 7 * max(forwards)
+        slow = stepper.slow(choice)
+        assert with_reference.parts()["reference"] == pytest.approx(slow * expected, rel=1e-2)
+        assert with_reference.total - with_scores.total == pytest.approx(with_reference.reference)
+    (alone,) = Stepper(scored).stages(LayoutChoice())[0]
+    (without,) = Stepper(job).stages(LayoutChoice())[0]
+    assert alone.forward - without.forward == pytest.approx(scores) and alone.backward == without.backward

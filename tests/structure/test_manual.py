@@ -37,6 +37,7 @@ SMALLER = {
     ("train", "--faults"): "--train.steps 14 --train.watchdog 3s --run.timeout 8s",
     ("train", "--profiling.steps"): "--train.steps 12",
     ("train", "finetune-"): "--data.sequence_length 64",
+    ("train", "--train.objective"): "--validation.interval 2",
     ("prepare", "--max_length"): "--max_length 65",
     ("plan", "llama-3-70b"): "--plans 1",
 }
@@ -161,6 +162,11 @@ def test_the_commands_of_a_page_run(page, place, monkeypatch):
     if page == BY_NAME["data"]:
         monkeypatch.chdir(place)
         write_examples()
+    if page == BY_NAME["preference"]:
+        (own,) = re.findall(
+            r'^```python title="my_loss.py"\n(.*?)^```', (ROOT / page).read_text(), re.MULTILINE | re.DOTALL
+        )
+        (place / "my_loss.py").write_text(own)
     for command in commands(page):
         if command.text in ELSEWHERE or command.words[0] in (".", "make", "pip"):
             continue

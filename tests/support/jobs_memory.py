@@ -6,6 +6,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 from unittest.mock import patch
@@ -18,11 +19,14 @@ from megalite.config.load import from_dict
 from megalite.config.schema import Config
 from megalite.model import recomputation
 from megalite.model.spec_builder import padded_vocabulary
+from megalite.objectives.find import objective_of
 from megalite.optimizer.adamw import AdamW
 from megalite.optimizer.registry import OPTIMIZERS
 from megalite.optimizer.state import OptimizerState
 from megalite.parallel.microbatch import Microbatch
+from megalite.parallel.sequences import Sequences
 from megalite.parallel.weight_grad_queue import WeightGradQueue, WeightMatmul
+from megalite.training.reference import score, set_baseline
 from tests.support.jobs import mesh_of
 
 
@@ -122,13 +126,27 @@ def parts_and_batches(context: Any, config: dict[str, Any]) -> tuple[Config, bui
     length, batch = parsed.data.sequence_length, parsed.train.micro_batch_size
     tokens = torch.randint(parsed.model.vocabulary, (length, batch))
     make = build.microbatch_maker(parsed, mesh.cp)
+    preferences = {} if objective_of(parsed) is None else {"sequences": two_sequences(tokens)}
     batches = [
-        make(tokens.clone(), tokens.clone(), torch.arange(batch)) for _ in range(build.layout(parsed).microbatches)
+        make(tokens.clone(), tokens.clone(), torch.arange(batch), **preferences)
+        for _ in range(build.layout(parsed).microbatches)
     ]
+    for each in batches:
+        each.mismatched = replace(each) if preferences else None
     for each in batches:
         if each.mtp_targets is not None:
             each.mtp_targets = each.mtp_targets._replace(factors=(1.0,) * parsed.model.mtp_layers)
     return parsed, parts, batches
+
+
+def two_sequences(tokens: Tensor) -> Sequences:
+    """A pair in each row, [seq, batch]: its halves, all of them completions."""
+    length, batch = tokens.shape
+    halves = torch.arange(length) * 2 // length  # [seq]
+    index = 2 * torch.arange(batch) + halves.unsqueeze(1)
+    count = 2 * batch
+    labels = 1 - torch.arange(count) % 2
+    return Sequences(index, torch.ones_like(tokens, dtype=torch.bool), torch.arange(count), labels, count)
 
 
 def most_kept(context: Any, config: dict[str, Any]) -> tuple[int, int]:
@@ -151,12 +169,18 @@ class Stepping:
     """A rank that takes whole steps: forward, backward, reduction, update, gathering."""
 
     def __init__(self, context: Any, config: dict[str, Any]):
-        parsed, self.parts, self.batches = parts_and_batches(context, config)
+        self.config, self.parts, self.batches = parts_and_batches(context, config)
+        parsed = self.config
         self.schedule = build.schedule(parsed, len(self.batches))
         self.optimizer = AdamW(OptimizerState(self.parts.store, OPTIMIZERS["adamw"].kinds), parsed.optimizer)
 
     def step(self, number: int) -> None:
         store = self.parts.store
+        if (objective := objective_of(self.config)) is not None and objective.needs_reference:
+            plan = build.schedule(self.config, len(self.batches), forward_only=True)
+            score(self.parts, plan, self.batches)
+            if objective.needs_baseline:
+                set_baseline(self.parts, plan, self.batches, self.parts.runtime.mesh)
         store.reducer.begin_step(len(self.batches))
         self.parts.runtime.run(self.schedule, self.batches, step=number, loss_scale=1.0)
         store.reducer.finish()

@@ -15,7 +15,17 @@ from typing import Any
 
 from megalite.config.errors import ConfigError
 from megalite.config.rule import Mistakes, Rule
-from megalite.config.rules import adapters, bounds, graphs, mesh, mixers, model, model_and_data, training
+from megalite.config.rules import (
+    adapters,
+    bounds,
+    graphs,
+    mesh,
+    mixers,
+    model,
+    model_and_data,
+    objectives,
+    training,
+)
 from megalite.config.rules.context import RuleContext
 from megalite.config.schema import OPTIONS, Config
 from megalite.config.sections import (
@@ -28,6 +38,7 @@ from megalite.config.sections import (
     network,
     optimizer,
     parallel,
+    preference,
     profiling,
     run,
     train,
@@ -44,6 +55,8 @@ RULES: tuple[Rule, ...] = (
     *data.RULES,
     *model_and_data.RULES,
     *train.RULES,
+    *objectives.RULES,
+    *preference.RULES,
     *optimizer.RULES,
     *muon.RULES,
     *checkpoint.RULES,

@@ -104,6 +104,10 @@ class TrainConfig:
     """Number of tokens whose logits exist at a time; their gradients are computed in the forward. 0: all
     tokens of a microbatch. null: 4096 on a GPU, 0 on a CPU. Below 2048 the accumulation of the weight
     gradient costs time. Training under a schedule with weight passes always uses 0."""
+    objective: str = "cross_entropy"
+    """What is minimized: cross_entropy of the next token; an objective over pairs of a chosen and a rejected
+    completion, dpo or ipo (relative to a reference model), simpo, cpo or orpo (without one); kto, over
+    completions that are good or bad; or your own, FILE.py:CLASS."""
     grad_clip: float = option(1.0, NOT_NEGATIVE)
     """Maximum global gradient norm. 0: no clipping."""
     ema_decay: float | None = option(None, FRACTION)

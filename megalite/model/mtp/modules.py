@@ -99,17 +99,20 @@ class MultiTokenPrediction(nn.Module):
             x: the output of the last layer, [seq (/tp), batch, hidden].
         """
         assert microbatch.mtp_targets is not None, "a microbatch has the tokens that the modules read"
-        head = self.head
-        hidden = head.norm(x)
-        own = total = head.loss_of(hidden, microbatch.targets, state.loss_scale, head.loss)  # []
+        head, ahead = self.head, microbatch.mtp_targets
+        hidden, targets = head.norm(x), microbatch.targets
+        own = total = head.loss_of(hidden, targets, state.loss_scale, head.loss, microbatch.weights)  # []
         statistics = []
-        for module, tokens, targets, factor in zip(self.predictors, *microbatch.mtp_targets, strict=True):
-            scale = state.loss_scale * factor  # 1 / (the module's targets in the global batch)
+        for k, (module, tokens, targets) in enumerate(
+            zip(self.predictors, ahead.tokens, ahead.targets, strict=True)
+        ):
+            scale = state.loss_scale * ahead.factors[k]  # 1 / (the module's targets in the global batch)
+            weights = None if ahead.weights is None else ahead.weights[k]
             module_state = replace(state, targets=targets, loss_scale=scale)
             hidden = module(hidden, self.embedding(tokens, None), module_state)
             # The weight is part of the scale: a loss in chunks computes its gradient before the loss could be
             # multiplied.
-            loss = head.loss_of(hidden, targets, scale * self.weight, self.loss)
+            loss = head.loss_of(hidden, targets, scale * self.weight, self.loss, weights)
             total = total + loss
             token_losses = loss.detach().double() / (scale * self.weight)
             statistics.append(torch.stack([token_losses, (targets != IGNORE_INDEX).sum().double()]))

@@ -31,27 +31,39 @@ class WithMtpTargets:
     modules: int
 
     def __call__(self, tokens: Tensor, targets: Tensor, *others: object, **named: object) -> Microbatch:
-        mtp_targets = shifted(tokens, targets, named.get("document_start"), self.modules)  # type: ignore[arg-type]
+        starts, weights = named.get("document_start"), named.get("weights")
+        mtp_targets = shifted(tokens, targets, starts, self.modules, weights)  # type: ignore[arg-type]
         return self.make(tokens, targets, *others, **named, mtp_targets=mtp_targets)
 
 
-def shifted(tokens: Tensor, targets: Tensor, document_start: Tensor | None, modules: int) -> MtpTargets:
+def shifted(
+    tokens: Tensor,
+    targets: Tensor,
+    document_start: Tensor | None,
+    modules: int,
+    weights: Tensor | None = None,
+) -> MtpTargets:
     """Return the tokens and targets of all MTP modules from whole rows: [seq, batch] → [modules, seq, batch].
+
+    The weight of a target is the same for every module.
 
     Tokens after the end of a row are 0: no position whose target counts reads them.
     """
     length = len(tokens)
     mtp_tokens = tokens.new_zeros(modules, *tokens.shape)
     mtp_targets = targets.new_full((modules, *targets.shape), IGNORE_INDEX)
+    mtp_weights = None if weights is None else weights.new_zeros(modules, *weights.shape)
     for index in range(modules):
         shift = index + 1
         inside = length - shift
         mtp_tokens[index, :inside] = tokens[shift:]
         mtp_targets[index, :inside] = targets[shift:]
+        if weights is not None and mtp_weights is not None:
+            mtp_weights[index, :inside] = weights[shift:]
         if document_start is not None:
             other_document = document_start[shift:] != document_start[:inside]
             mtp_targets[index, :inside].masked_fill_(other_document, IGNORE_INDEX)
-    return MtpTargets(mtp_tokens, mtp_targets)
+    return MtpTargets(mtp_tokens, mtp_targets, mtp_weights)
 
 
 def count_valid(microbatches: Sequence[Microbatch], axis: MeshAxis) -> int:

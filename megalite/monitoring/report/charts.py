@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megalite.model.kinds import dispatching_layers
-from megalite.monitoring.metrics import FLUSHED, ROUNDING, SATURATED, SOURCE, VALIDATED
+from megalite.monitoring.metrics import FLUSHED, LOGPS, REWARDS, ROUNDING, SATURATED, SOURCE, VALIDATED
 from megalite.monitoring.report.run import PHASES, RecordedRun
 
 POINTS = 600  # maximum per curve
@@ -81,6 +81,8 @@ class Named(NamedTuple):
 BY_NAME = {
     VALIDATED: Named("Validation loss of each dataset"),
     SOURCE: Named("Training loss of each data source"),
+    REWARDS: Named("Rewards of completions, and their accuracy", ""),
+    LOGPS: Named("Log-probabilities of completions", "nats"),
     f"{ROUNDING}/": Named("Errors of fp8", "% of the norm", 100),
     f"{FLUSHED}/": Named("Flushed to zero in fp8", "% of elements", 100),
     f"{SATURATED}/": Named("Saturated in fp8", "% of elements", 100),

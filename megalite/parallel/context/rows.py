@@ -21,6 +21,7 @@ from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.context.balanced import EVERY_KEY, Windows, balanced, between_ranks
 from megalite.parallel.context.parts import PARTS, PositionSegments, SequencePart, split
 from megalite.parallel.microbatch import IGNORE_INDEX, Boundaries, Microbatch, MtpTargets, Queries
+from megalite.parallel.sequences import Sequences
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,15 @@ class Cut:
         boundaries: Boundaries | None = None,
         mtp_targets: MtpTargets | None = None,
         queries: Queries | None = None,
+        weights: Tensor | None = None,
+        sequences: Sequences | None = None,
     ) -> Microbatch:
         """Return this rank's part of the rows.
 
         If rows are padded, `boundaries` is not used, because it would change.
 
         Args:
-            tokens, targets, document_start: [seq, batch] of whole rows.
+            tokens, targets, document_start, weights, sequences: [seq, batch] of whole rows.
         """
         length, padded = len(tokens), sum(segment.length for segments in self.parts for segment in segments)
         missing = (0, 0, 0, padded - length)
@@ -96,8 +99,15 @@ class Cut:
             and mtp_targets._replace(
                 tokens=_each(mtp_targets.tokens, missing, 0, own),
                 targets=_each(mtp_targets.targets, missing, IGNORE_INDEX, own),
+                weights=None if mtp_targets.weights is None else _each(mtp_targets.weights, missing, 0, own),
             ),
             queries=queries and queries._replace(counted=own(pad(queries.counted, missing))),
+            weights=None if weights is None else own(pad(weights, missing)),
+            sequences=sequences
+            and sequences._replace(
+                index=own(pad(sequences.index, missing, value=-1)),
+                completion=own(pad(sequences.completion, missing)),
+            ),
         )
         microbatch.positions.clamp_(max=length - 1)  # a table of learned positions may end at this length
         return microbatch

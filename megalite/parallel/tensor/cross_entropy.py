@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -26,28 +27,47 @@ from megalite.parallel.weight import Weight
 
 NO_SECOND_DERIVATIVE = "the loss has no second derivative: call backward without create_graph"
 
-ChunkLoss = Callable[[Tensor, Tensor], Tensor]
-"""(chunk of the head's input [chunk, batch, hidden], its targets [tokens]) -> the loss, a scalar."""
+ChunkLoss = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""(chunk of the head's input [chunk, batch, hidden], its targets and their weights [tokens]) -> the loss, a
+scalar."""
 
 
 @dataclass(frozen=True)
 class CrossEntropy:
     """Sum of token losses times `scale`, for logits [tokens, vocabulary/tp] and targets [tokens].
 
-    Padded columns (beyond the vocabulary) are excluded from the softmax. Targets of IGNORE_INDEX have a loss
-    of 0. `label_smoothing` is spread over the global vocabulary (torch's convention); `z_loss` z adds z ·
-    lse².
+    Each loss, its smoothing and z-loss included, may have a weight. Padded columns (beyond the vocabulary)
+    are excluded from the softmax. Targets of IGNORE_INDEX have a loss of 0. `label_smoothing` is spread over
+    the global vocabulary (torch's convention); `z_loss` z adds z · lse².
     """
 
     tp: MeshAxis
     vocab_size: int
     label_smoothing: float = 0.0
     z_loss: float = 0.0
-    observe: Callable[[Tensor], None] | None = None  # called with the loss of every token, [tokens]
+    # called with the loss of every token times its weight, [tokens]
+    observe: Callable[[Tensor], None] | None = None
 
-    def __call__(self, logits: Tensor, targets: Tensor, scale: float | Tensor) -> Tensor:
-        """Compute the loss, a scalar in at least fp32. The logits are overwritten in backward."""
-        return _VocabParallelCrossEntropy.apply(logits, targets, scale, self)
+    def __call__(
+        self, logits: Tensor, targets: Tensor, scale: float | Tensor, weights: Tensor | None = None
+    ) -> Tensor:
+        """Compute the loss, a scalar in at least fp32. The logits are overwritten in backward.
+
+        Args:
+            weights: [tokens] in at least fp32; None: all weights are 1.
+        """
+        return _VocabParallelCrossEntropy.apply(logits, targets, scale, weights, self)
+
+    def of_tokens(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss of each token and its log-sum-exp for `gradient_`, [tokens] and [2, tokens].
+
+        Communication: one all-gather of [k, tokens] statistics over tp.
+        """
+        first, valid = self.part(logits)
+        # [k, tokens], k = 3 or 4
+        own = statistics(logits, targets, first, valid, IGNORE_INDEX, self.label_smoothing > 0)
+        stats = all_gather(own, self.tp).wait().view(self.tp.size, *own.shape)  # [tp, k, tokens]
+        return combine(stats, targets, IGNORE_INDEX, self.label_smoothing, self.z_loss, self.vocab_size)
 
     def part(self, logits: Tensor) -> tuple[int, int]:
         """Return the first vocabulary index on this rank, and the number of columns without padding."""
@@ -59,45 +79,37 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     """Forward: all-gather of [k, tokens] statistics over tp. Backward: no communication."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, scale: Any, loss: CrossEntropy) -> Tensor:
-        first, valid = loss.part(logits)
-        # [k, tokens], k = 3 or 4
-        own = statistics(logits, targets, first, valid, IGNORE_INDEX, loss.label_smoothing > 0)
-        stats = all_gather(own, loss.tp).wait().view(loss.tp.size, *own.shape)  # [tp, k, tokens]
-        losses, lse = combine(
-            stats, targets, IGNORE_INDEX, loss.label_smoothing, loss.z_loss, loss.vocab_size
-        )
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, scale: Any, weights: Tensor | None, loss: CrossEntropy
+    ) -> Tensor:
+        losses, lse = loss.of_tokens(logits, targets)
+        if weights is not None:
+            losses = losses * weights
         ctx.save_for_backward(logits, targets, lse)
-        ctx.scale, ctx.loss = scale, loss
+        ctx.scale, ctx.weights, ctx.loss = scale, weights, loss
         if loss.observe is not None:
             loss.observe(losses)
         return losses.sum() * scale
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         if torch.is_grad_enabled():
             raise RuntimeError(NO_SECOND_DERIVATIVE)
         logits, targets, lse = ctx.saved_tensors
         loss = ctx.loss
         first, valid = loss.part(logits)
         scale = grads[0] * ctx.scale
+        if ctx.weights is not None:
+            scale = scale * ctx.weights
+        terms = (first, valid, IGNORE_INDEX, loss.label_smoothing, loss.z_loss, loss.vocab_size)
         # In place: the logits, [tokens, vocabulary/tp], are usually the largest tensor of a step.
-        gradient_(
-            logits,
-            targets,
-            lse,
-            scale,
-            first,
-            valid,
-            IGNORE_INDEX,
-            loss.label_smoothing,
-            loss.z_loss,
-            loss.vocab_size,
-        )
-        return logits, None, None, None
+        gradient_(logits, targets, lse, scale, *terms)
+        return logits, None, None, None, None
 
 
-def loss_in_chunks(loss: ChunkLoss, x: Tensor, targets: Tensor, weight: Weight, length: int) -> Tensor:
+def loss_in_chunks(
+    loss: ChunkLoss, x: Tensor, targets: Tensor, weight: Weight, length: int, weights: Tensor | None = None
+) -> Tensor:
     """Compute the sum of `loss` over chunks of the head's input.
 
     If gradients are required, those of each chunk are computed together with its loss: the gradient of x is
@@ -111,17 +123,25 @@ def loss_in_chunks(loss: ChunkLoss, x: Tensor, targets: Tensor, weight: Weight, 
             x.
         weight: the weight of the head.
         length: positions of x in a chunk.
+        weights: of the targets, [seq, batch].
     """
     if torch.is_grad_enabled() and (x.requires_grad or weight.trainable):
-        return _GradientWithLoss.apply(x, weight.tensor, loss, targets, weight, length)
-    return torch.stack([loss(part, its) for part, its in _parts(x, targets, length)]).sum()
+        return _GradientWithLoss.apply(x, weight.tensor, loss, targets, weights, weight, length)
+    return torch.stack([loss(*chunk) for chunk in chunks(x, length, targets, weights)]).sum()
 
 
-def _parts(x: Tensor, targets: Tensor, length: int) -> Iterator[tuple[Tensor, Tensor]]:
-    by_rank = targets.unflatten(0, (-1, x.shape[0]))  # [ranks that split x, seq / ranks, batch]
-    return (
-        (part, its.reshape(-1))
-        for part, its in zip(x.split(length), by_rank.split(length, dim=1), strict=True)
+def chunks(
+    x: Tensor, length: int, targets: Tensor, weights: Tensor | None = None
+) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    """Yield chunks of `length` positions of x, and the targets and weights of their tokens, [tokens] each."""
+
+    def of_chunks(values: Tensor) -> Iterator[Tensor]:
+        by_rank = values.unflatten(0, (-1, x.shape[0]))  # [ranks that split x, seq / ranks, batch]
+        return (part.reshape(-1) for part in by_rank.split(length, dim=1))
+
+    without = repeat(None, -(-len(x) // length))
+    return zip(
+        x.split(length), of_chunks(targets), without if weights is None else of_chunks(weights), strict=True
     )
 
 
@@ -130,13 +150,21 @@ class _GradientWithLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, _: Tensor, loss: ChunkLoss, targets: Tensor, weight: Weight, length: int
+        ctx: Any,
+        x: Tensor,
+        _: Tensor,
+        loss: ChunkLoss,
+        targets: Tensor,
+        weights: Tensor | None,
+        weight: Weight,
+        length: int,
     ) -> Tensor:
         losses, dx = [], torch.empty_like(x)  # dx: [seq (/tp), batch, hidden]
+        parts = chunks(x, length, targets, weights)
         with weight.accumulate_as_one(), torch.enable_grad():
-            for (part, its), gradient in zip(_parts(x, targets, length), dx.split(length), strict=True):
+            for (part, its, its_weights), gradient in zip(parts, dx.split(length), strict=True):
                 leaf = part.detach().requires_grad_(ctx.needs_input_grad[0])
-                value = loss(leaf, its)
+                value = loss(leaf, its, its_weights)
                 value.backward()  # frees the chunk's logits
                 losses.append(value.detach())
                 if leaf.grad is not None:
@@ -145,7 +173,7 @@ class _GradientWithLoss(torch.autograd.Function):
         return torch.stack(losses).sum()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
         if torch.is_grad_enabled():
             raise RuntimeError(NO_SECOND_DERIVATIVE)
         torch._assert_async(
@@ -156,4 +184,4 @@ class _GradientWithLoss(torch.autograd.Function):
         (dx,) = ctx.saved_tensors
         # a second backward must raise, because it would not add the gradient of the weight again
         torch.autograd.graph.increment_version(dx)
-        return dx, None, None, None, None, None
+        return dx, None, None, None, None, None, None

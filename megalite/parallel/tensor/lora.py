@@ -12,7 +12,8 @@ Partial gradients are summed over tp at the end of the step:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -149,6 +150,19 @@ def attach_adapters(weights: Weights, lora: LoraConfig, tp: MeshAxis) -> None:
             # The bias of a row-parallel layer is added later, after its reduction.
             biased = weight.spec.segments[0].split != 1 and f"{stem}bias" in weights
             weight.adapter = kind(weight, a, _parts(weight, weights, lora, tp), biased, tp)
+
+
+@contextmanager
+def without_adapters(weights: Weights) -> Iterator[None]:
+    """Compute with the stored matrices alone in the block."""
+    adapters = {weight: (weight.adapter, weight.expert_adapter) for weight in weights.values()}
+    try:
+        for weight in adapters:
+            weight.adapter = weight.expert_adapter = None
+        yield
+    finally:
+        for weight, (adapter, expert_adapter) in adapters.items():
+            weight.adapter, weight.expert_adapter = adapter, expert_adapter
 
 
 def _parts(weight: Weight, weights: Weights, lora: LoraConfig, tp: MeshAxis) -> list[SegmentAdapter]:

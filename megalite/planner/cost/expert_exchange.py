@@ -20,10 +20,13 @@ INDEX, COUNT = 8, 8  # bytes of a choice, and of a number of rows
 WIDE = 4  # bytes of a weight with which an expert's output is summed
 
 
-def sent(config: Config, units: Iterable[int], microbatches: int) -> float:
+def sent(config: Config, units: Iterable[int], microbatches: int, forward_only: bool = False) -> float:
     """Return the bytes that a rank sends to the rest of its expert group in a step under equal load.
 
     See `parallel.expert.dispatch`.
+
+    Args:
+        forward_only: of a forward pass alone.
     """
     model, ep, width = config.model, config.parallel.ep, Widths.of(config)
     dispatches = [
@@ -36,15 +39,16 @@ def sent(config: Config, units: Iterable[int], microbatches: int) -> float:
     others = (ep - 1) / ep
     total = 0.0
     for layer, dispatch in dispatches:
+        # exchanges of rows, each there and back, and of their weights: in forward, backward and recomputation
         again, k = dispatch.repeated(config.train.recompute_of(layer)), dispatch.choices
+        times = 1 if forward_only else 2 + again
         if config.parallel.expert_dispatch == "all_to_all":
             rows = tokens * k * dispatch.width * width.compute * others
-            # there and back, in forward and backward; counts once
-            total += (4 + 2 * again) * rows + dispatch.experts * COUNT * (ep - 1)
+            total += 2 * times * rows + dispatch.experts * COUNT * (ep - 1)
         else:
             rows = tokens * ep * dispatch.width * width.compute * others
             weights = tokens * ep * k * width.accumulate * others
-            total += (4 + 2 * again) * rows + (2 + again) * weights + tokens * ep * k * INDEX * others
+            total += 2 * times * rows + times * weights + tokens * ep * k * INDEX * others
     return microbatches * total
 
 

@@ -111,7 +111,11 @@ class PassTimes(NamedTuple):
 
 
 class Operations:
-    """Computes the time of each unit of a model on a device. With adapters, other weights are frozen."""
+    """Computes the time of each unit of a model on a device. With adapters, other weights are frozen.
+
+    Attributes:
+        scores_sequences: whether the loss is an objective over sequences, which computes the logits twice.
+    """
 
     def __init__(
         self,
@@ -127,6 +131,7 @@ class Operations:
         self.lora, self.rows, self.fp8 = lora, rows, fp8
         recipe = software.fp8 if fp8.recipe == "none" else fp8.recipe
         self.fp8_times = None if recipe == "none" else Fp8Times(device, recipe, precision)
+        self.scores_sequences = False
         self.size = ELEMENTWISE_BYTES[precision]
         self.fabric = Fabric(device)
         self.tensor = Fabric(device if device.tensor is None else replace(device, within=device.tensor))
@@ -472,14 +477,24 @@ class Operations:
     def head(self, share: Share, splits: bool) -> PassTimes:
         """Return the time of the final norm, logits and loss.
 
-        Further losses are included without their layers.
+        Further losses are included without their layers. An objective over sequences computes the logits
+        twice.
         """
         logits, further = self._logits(share, splits), self.units(share).further_losses()
+        if self.scores_sequences:
+            scores = self.scores(share)
+            logits = logits._replace(forward=logits.forward + scores)
         if not further:
             return logits
         (block,) = further[0].joining.blocks
         module = self.embedding(share).plus(self._block(share, block))
         return logits.plus(module.plus(logits).times(len(further)))
+
+    def scores(self, share: Share) -> float:
+        """Return the time of the logits and their log-probabilities, without gradients."""
+        once = self._logits(share, splits=True)
+        (block,) = self.units(share).head().blocks
+        return once.forward - self._step(block.before).forward
 
     def _logits(self, share: Share, splits: bool) -> PassTimes:
         """Return the time of the final norm, the logits and the loss.

@@ -31,6 +31,7 @@ PARTS = {
     "weights": "gathering weights and reducing each microbatch's gradients",
     "optimizer": "the optimizer",
     "nodes": "waiting for the latest node",
+    "reference": "the forward of the reference model",
 }
 """Part of StepTime → its name in sentences."""
 COLUMNS = (
@@ -314,6 +315,7 @@ REMEDIES = {
     ),
     "optimizer": ("The optimizer step", "sharding it further, or a larger batch, would help most"),
     "nodes": ("Waiting for the latest node", "steps are short, and a larger batch would help most"),
+    "reference": ("The reference model", "an objective without one (simpo, cpo, orpo) would save it"),
     "recompute": ("Recomputation", "it runs forwards twice to save the memory of their activations"),
 }
 """Part of a step other than computation → its name, and how to reduce it."""

@@ -370,7 +370,7 @@ class _Order:
     """
 
     def __init__(self, pipeline: PipelineShape, rank: int):
-        name, ranks, microbatches, virtual_stages = pipeline
+        name, ranks, microbatches, virtual_stages, _ = pipeline
         recipe = RECIPES[name]
         self.own = [
             stage for stage, each in enumerate(placement(name, ranks, virtual_stages)) if each == rank

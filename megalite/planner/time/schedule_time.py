@@ -52,12 +52,13 @@ class ScheduleTime:
 
 
 class PipelineShape(NamedTuple):
-    """Arguments of a schedule. virtual_stages: as in the configuration."""
+    """Arguments of a schedule. virtual_stages: as in the configuration; forward_only: without backwards."""
 
     name: str
     ranks: int
     microbatches: int
     virtual_stages: int | None
+    forward_only: bool = False
 
 
 class Durations(NamedTuple):
@@ -72,12 +73,13 @@ class Durations(NamedTuple):
 @functools.lru_cache(maxsize=512)
 def schedule_of(pipeline: PipelineShape) -> Schedule:
     """Return the schedule that a run would execute, built for the default costs."""
-    return build(*pipeline)
+    name, ranks, microbatches, virtual_stages, forward_only = pipeline
+    return build(name, ranks, microbatches, virtual_stages, forward_only=forward_only)
 
 
 def pace(pipeline: PipelineShape, durations: Durations) -> ScheduleTime:
     """Return the times of a step."""
-    name, ranks, microbatches, _ = pipeline
+    name, ranks, microbatches, *_ = pipeline
     if ranks == 1 and len(durations.forward) == 1:
         busy = microbatches * (durations.forward[0] + durations.backward[0] + durations.weight[0])
         return ScheduleTime(busy, busy, (0.0,), (0.0,), (busy,))

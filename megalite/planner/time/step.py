@@ -23,6 +23,7 @@ from megalite.model.cost.records import Share
 from megalite.model.kinds import stage_starts
 from megalite.model.mtp.losses import further_losses, layer_count
 from megalite.model.parameters import embedding_pair
+from megalite.objectives.find import objective_of
 from megalite.optimizer.registry import ADAMW
 from megalite.parallel.fp8_choice import NO_FP8, Fp8Options
 from megalite.parallel.pipeline.generator import placement
@@ -116,6 +117,7 @@ class StepTime:
         gradients, weights: exposed data-parallel reduction and gathering.
         optimizer: the optimizer, and its transfers to the host and back.
         nodes: waiting for the latest of several nodes.
+        reference: the forward passes of the reference model of an objective.
     """
 
     total: float
@@ -130,6 +132,7 @@ class StepTime:
     context: float = 0.0
     experts: float = 0.0
     nodes: float = 0.0
+    reference: float = 0.0
 
     def parts(self) -> dict[str, float]:
         """Return the seconds of each part; their sum is the total."""
@@ -144,6 +147,7 @@ class StepTime:
             "weights",
             "optimizer",
             "nodes",
+            *(("reference",) if self.reference else ()),
         )
         return {name: getattr(self, name) for name in names}
 
@@ -164,11 +168,13 @@ class PlannedJob:
     fp8: Fp8Options = NO_FP8
     rows: Rows = WHOLE
     optimistic_step: bool = True  # where a step may be (`assembly.plan.may_be_optimistic`)
+    scores_sequences: bool = False  # an objective over sequences: the head's forward runs twice
+    reference_passes: int = 0  # forwards of whole batches before each step (`Objective.passes`)
 
     @staticmethod
     def of(config: Config, device: Device) -> PlannedJob:
         """Return the job of a configuration."""
-        fp8 = Fp8Options.of(config.train)
+        fp8, objective = Fp8Options.of(config.train), objective_of(config)
         return PlannedJob(
             config.model,
             device if fp8.recipe == "none" else replace(device, compared=False),  # no such run has been
@@ -181,6 +187,8 @@ class PlannedJob:
             fp8=fp8,
             rows=Rows.of(config),
             optimistic_step=config.parallel.optimistic_step,
+            scores_sequences=objective is not None,
+            reference_passes=0 if objective is None else objective.passes,
         )
 
     def microbatches(self, choice: LayoutChoice) -> int:
@@ -227,6 +235,7 @@ class Stepper:
         self.operations = Operations(
             job.device, job.model, job.precision, job.software, job.lora, job.rows, job.fp8
         )
+        self.operations.scores_sequences = job.scores_sequences
         self.fp8_times, units = self.operations.fp8_times, self.operations.units(Share(job.sequence_length))
         self.kinds = [units.alike(index) for index in range(layer_count(job.model))]
         self.layers_of_stages = functools.lru_cache(maxsize=None)(self._layers_of_stages)
@@ -258,6 +267,26 @@ class Stepper:
         )
         timed = self._pace(pipeline, durations)
         return self._closed(choice, timed, passes, waits)
+
+    def _reference(self, choice: LayoutChoice, passes: list[PassTimes]) -> float:
+        """Return the time of the forward passes over a step's microbatches that score a reference model.
+
+        passes: of the step's stages, whose forwards take as long, but for adapters and the gradients of loss
+        chunks.
+        """
+        if not self.job.reference_passes:
+            return 0.0
+        slow, blocking, none = self.slow(choice), self._blocking(choice), (0.0,) * len(passes)
+        head = self.operations.head(self._share(choice), choice.splits)
+        scores = self.operations.scores(self._share(choice))
+        forwards = [each.forward for each in passes]
+        forwards[-1] += scores - head.forward
+        durations = Durations(
+            tuple(slow * each + blocking for each in forwards), none, none, self._message(choice)
+        )
+        count = self.job.microbatches(choice)
+        pipeline = PipelineShape(choice.schedule, choice.pp, count, choice.asked_stages, forward_only=True)
+        return self.job.reference_passes * self._pace(pipeline, durations).makespan
 
     def divided(self, choice: LayoutChoice) -> float:
         """Return a cheap lower bound of the step time: the layers' work, divided evenly over the pipeline."""
@@ -608,6 +637,7 @@ class Stepper:
         held = self.held(choice, sizes)
         gradients, weights = self._behind(choice, timed, passes, held)
         optimizer, nodes = self._optimizer(choice, held), self._late(choice)
+        reference = self._reference(choice, passes)
         pipeline = timed.longest_span if self.in_turn(choice) else timed.makespan
         busiest = max(range(choice.pp), key=lambda rank: timed.busy[rank])
         exchanges = (
@@ -624,7 +654,7 @@ class Stepper:
             )
         )
         return StepTime(
-            total=pipeline + gradients + weights + optimizer + nodes,
+            total=pipeline + gradients + weights + optimizer + nodes + reference,
             compute=timed.busy[busiest] - within - recompute - waiting,
             recompute=recompute,
             tensor=max(within - context - experts, 0.0),
@@ -636,6 +666,7 @@ class Stepper:
             weights=weights + waiting,
             optimizer=optimizer,
             bubble_fraction=1 - sum(timed.busy) / (choice.pp * pipeline),
+            reference=reference,
         )
 
     def _exchanges(

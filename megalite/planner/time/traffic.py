@@ -8,11 +8,12 @@ bytes once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from megalite.assembly import plan
 from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
+from megalite.config.sections.lora import LoraConfig
 from megalite.mesh.layout import Coordinates
 from megalite.model.cost.recomputed import repeated
 from megalite.model.cost.records import (
@@ -25,6 +26,7 @@ from megalite.model.cost.records import (
 )
 from megalite.model.parameters import embedding_pair
 from megalite.model.unit_numbers import head_unit, layers_in
+from megalite.objectives.find import objective_of
 from megalite.parallel.pipeline.schedule import ActionKind, Schedule
 from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.spec import Segment
@@ -52,6 +54,9 @@ class Traffic:
     def to_dict(self) -> dict[str, int]:
         return asdict(self)
 
+    def plus(self, other: Traffic) -> Traffic:
+        return Traffic(**{name: value + getattr(other, name) for name, value in self.to_dict().items()})
+
 
 def ring(size: float, ranks: int) -> float:
     """Return the bytes that each of `ranks` sends in an all-gather or a reduce-scatter of `size` bytes."""
@@ -70,16 +75,44 @@ def _rank(config: Config, schedule: Schedule, pp_rank: int) -> Traffic:
     own = [unit for stage in schedule.stages_of(pp_rank) for unit in units[stage]]
     tensor = _Tensor(config)
     messages = sum(action.is_send for action in schedule.actions[pp_rank])
-    return Traffic(
+    step = Traffic(
         round(schedule.microbatches * sum(map(tensor.microbatch, own)) + tensor.step(buckets)),
         round(_data(config, schedule, pp_rank, buckets)) + exchange(config, buckets).sent,
         round(messages * tensor.sizes.message + _tied(config, schedule, buckets)),
         round(schedule.microbatches * sum(_context(config, tensor.sizes, unit) for unit in own)),
         round(sent(config, own, schedule.microbatches)) if config.parallel.ep > 1 else 0,
     )
+    objective = objective_of(config)
+    for number in range(0 if objective is None else objective.passes):
+        adapters = number > 1  # of the passes over mismatched sequences one is with adapters
+        step = step.plus(_forward(config, schedule.microbatches, pp_rank, own, buckets, adapters))
+    return step
 
 
-def _context(config: Config, sizes: Activations, number: int) -> float:
+def _forward(
+    config: Config,
+    microbatches: int,
+    pp_rank: int,
+    own: Sequence[int],
+    buckets: Sequence[BucketLayout],
+    adapters: bool,
+) -> Traffic:
+    """Return what a rank sends in a forward pass that scores sequences, with adapters or without."""
+    schedule = plan.schedule(config, microbatches, forward_only=True)
+    if not adapters:
+        config = replace(config, lora=LoraConfig())
+    tensor = _Tensor(config)
+    messages = sum(action.is_send for action in schedule.actions[pp_rank])
+    return Traffic(
+        round(microbatches * sum(map(tensor.forward, own))),
+        round(_gathered(config, schedule, pp_rank, buckets)),
+        round(messages * tensor.sizes.message),
+        round(microbatches * sum(_context(config, tensor.sizes, unit, forward_only=True) for unit in own)),
+        round(sent(config, own, microbatches, forward_only=True)) if config.parallel.ep > 1 else 0,
+    )
+
+
+def _context(config: Config, sizes: Activations, number: int, forward_only: bool = False) -> float:
     """Return the bytes per microbatch that a unit's blocks exchange over cp.
 
     See `megalite.parallel.context`.
@@ -89,10 +122,10 @@ def _context(config: Config, sizes: Activations, number: int) -> float:
         again = repeated(sizes.units, layer, config.train.recompute_of(layer))
         for block in sizes.units.layer(layer).blocks:
             across = (step for step in block.steps if isinstance(step, AttentionCost | RecurrenceCost))
-            times = 1 + any(step in again for step in across)
+            times = 1 if forward_only else 1 + any(step in again for step in across)
             for each in block.exchanges:
-                values = each.forward * times + each.backward
-                wide = each.states * times + each.summed
+                values = each.forward * times + (0 if forward_only else each.backward)
+                wide = each.states * times + (0 if forward_only else each.summed)
                 total += ring(values * sizes.width + wide * sizes.accumulate, each.ranks)
     return total
 
@@ -136,6 +169,8 @@ class _Tensor:
             )
             for way, each in enumerate((steps, unit.steps))
         )
+        if number == head_unit(model) and objective_of(self.config) is not None:
+            more += self.forward(number)  # the log-probabilities of sequences
         lengths = sum(step.lengths for step in steps if isinstance(step, Matmul))
         # backward, and each forward
         summed = unit.summed + sum(step.summed for step in steps if isinstance(step, Elementwise))
@@ -144,6 +179,21 @@ class _Tensor:
             sum(step.sent_over_tp(self.shared, self.sizes.accumulate) for step in unit.selections), self.ranks
         )
         return ring(forward + backward, self.ranks) + more
+
+    def forward(self, number: int) -> float:
+        """Return the bytes of a forward alone of one microbatch through a unit, without further losses."""
+        unit, more = self.sizes.units.unit(number), 0.0
+        if number == head_unit(self.config.model):
+            more = ring(self.ranks * 3 * self.sizes.share.tokens * self.sizes.accumulate, self.ranks)
+        lengths = sum(step.lengths for step in unit.steps if isinstance(step, Matmul))
+        summed = sum(step.summed for step in unit.steps if isinstance(step, Elementwise))
+        more += 2 * ring((lengths + summed) * self.sizes.accumulate, self.ranks)
+        sent = (
+            step.sent_over_tp(self.shared, self.sizes.width)[0]
+            for step in unit.steps
+            if isinstance(step, Matmul | EmbeddingLookup)
+        )
+        return ring(sum(sent), self.ranks) + more
 
     def step(self, buckets: Sequence[BucketLayout]) -> float:
         """Return the bytes of the all-reduces at the end of a step.
@@ -190,12 +240,18 @@ def _data(config: Config, schedule: Schedule, pp_rank: int, buckets: Sequence[Bu
         if sharing.zero and not sharing.weights_sharded:
             total += ring(bucket.size * widths.weights(bucket), sharing.shard)
         total += 2 * ring(SCALE * bucket.blocks, sharing.shard)  # maxima of the blocks of codes
+    return total + _gathered(config, schedule, pp_rank, buckets)
+
+
+def _gathered(config: Config, schedule: Schedule, pp_rank: int, buckets: Sequence[BucketLayout]) -> float:
+    """Return the bytes of the weights that a schedule gathers."""
+    widths = Widths.of(config)
     gathers = [
         buckets[action.bucket]
         for action in schedule.actions[pp_rank]
         if action.kind is ActionKind.GATHER and action.bucket is not None
     ]
-    return total + sum(
+    return sum(
         ring(bucket.size * widths.gathered(bucket), Sharing.of(config, bucket.domain).shard)
         for bucket in gathers
     )

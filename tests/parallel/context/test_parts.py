@@ -10,6 +10,7 @@ from megalite.config.load import from_dict
 from megalite.parallel.context.parts import PARTS, PositionSegment, contiguous, grouped, sees, split, zigzag
 from megalite.parallel.context.rows import Cut
 from megalite.parallel.microbatch import IGNORE_INDEX
+from megalite.parallel.sequences import Sequences
 
 
 def positions(segments) -> list[int]:
@@ -70,7 +71,19 @@ def test_the_parts_of_rows_are_the_rows(context, length):
     tokens, targets, starts = rows(length)
     results = {}
     for rank in range(4):
-        part = Cut(parts, rank)(tokens=tokens, targets=targets, samples=torch.arange(2), document_start=starts)
+        part = Cut(parts, rank)(
+            tokens=tokens,
+            targets=targets,
+            samples=torch.arange(2),
+            document_start=starts,
+            weights=targets / 2,
+            sequences=Sequences(targets, tokens % 2 == 0, torch.arange(4), torch.ones(4), 4),
+        )
+        assert part.sequences is not None and part.weights is not None and part.sequences.count == 4
+        of_targets = part.targets.where(part.targets != IGNORE_INDEX, -1)
+        assert torch.equal(part.sequences.index, of_targets)
+        assert torch.equal(part.sequences.completion, (part.tokens % 2 == 0) & (of_targets >= 0))
+        assert torch.equal(part.weights, of_targets.clamp(min=0) / 2)
         assert len(part.tokens) == part_length(config) and part.positions.max() < length
         for place, position in enumerate(positions(parts[rank])):
             if position >= length:

@@ -1,0 +1,123 @@
+"""Rules between an objective over preferences, its data, its reference model and other losses."""
+
+from collections.abc import Callable
+from typing import Any
+
+from megalite.config.rule import Rule
+from megalite.config.rules.context import RuleContext
+from megalite.config.sections.data import all_prefixes
+from megalite.config.token_files import preference
+from megalite.objectives.find import objective_class
+
+WHAT_IT_IS = "the reference is the model without adapters"
+WITHOUT_REFERENCE = "an objective without a reference model (simpo, cpo or orpo)"
+
+
+def _of_sequences(c: RuleContext) -> bool:
+    """Whether the objective is about whole sequences. Raises ConfigError if it is unknown."""
+    return objective_class(c.train.objective).data != "tokens"
+
+
+def _referred(c: RuleContext) -> bool:
+    """Whether the objective needs a reference model."""
+    return objective_class(c.train.objective).needs_reference
+
+
+def _other_data(c: RuleContext) -> str | None:
+    """The first token file that is not what the objective needs."""
+    needed = objective_class(c.train.objective).data
+    return next((each for each in all_prefixes(c) if (preference(each) or "tokens") != needed), None)
+
+
+def _contents(c: RuleContext) -> str:
+    """What the first token file with other data has."""
+    kinds = {"pairs": "pairs of completions", "labelled": "completions with a label"}
+    return kinds.get(preference(_other_data(c) or "") or "", "no preferences")
+
+
+def _way_to_data(c: RuleContext) -> str:
+    if _of_sequences(c):
+        return "Prepare it with `megalite prepare --preference`, or set train.objective to cross_entropy."
+    return "Set train.objective to simpo or another objective over preferences, or train on other data."
+
+
+def _batches(c: RuleContext) -> list[int]:
+    """The smallest and the largest number of rows of a step."""
+    ramp = c.train.rampup_batch_size
+    return [c.train.global_batch_size] if ramp is None else [ramp[0], c.train.global_batch_size]
+
+
+def _excludes(option: str, is_set: Callable[[RuleContext], Any], reason: str, legal: str) -> Rule:
+    """Return the rule that an option is not supported with an objective over sequences."""
+    return Rule(
+        f"{option} and objectives over sequences",
+        option,
+        lambda c: is_set(c) and _of_sequences(c),
+        message=f"is not supported with {{train.objective}}: {reason}",
+        legal=legal,
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "an objective and its data",
+        "train.objective",
+        _other_data,
+        message=lambda c: f"needs other data than {_other_data(c)}, which has {_contents(c)}",
+        legal=_way_to_data,
+    ),
+    Rule(
+        "a reference without adapters",
+        "train.objective",
+        lambda c: _referred(c) and not c.lora.rank,
+        message="needs a reference model, which is the model without its adapters, but {lora.rank}",
+        legal=f"Set lora.rank, for example to 16, or choose {WITHOUT_REFERENCE}.",
+    ),
+    Rule(
+        "a reference is where training starts",
+        "lora.init_from",
+        lambda c: c.lora.init_from is not None and _referred(c),
+        message=f"is not supported with {{train.objective}}: {WHAT_IT_IS}, and this run starts elsewhere",
+        legal=f"Merge the adapter into the model first, or choose {WITHOUT_REFERENCE}.",
+    ),
+    Rule(
+        "a reference is frozen",
+        "lora.modules_to_save",
+        lambda c: c.lora.modules_to_save and _referred(c),
+        message=f"is not supported with {{train.objective}}: {WHAT_IT_IS}, and training would change it",
+        legal=f"Remove it, or choose {WITHOUT_REFERENCE}.",
+    ),
+    Rule(
+        "other completions are in other rows",
+        "data.packing",
+        lambda c: c.data.packing and objective_class(c.train.objective).needs_baseline,
+        message="is not supported with {train.objective}, which reads each prompt with another completion",
+        legal="Set it to false.",
+    ),
+    Rule(
+        "other completions are in the batch",
+        "train.global_batch_size",
+        lambda c: min(_batches(c)) < 2 and objective_class(c.train.objective).needs_baseline,
+        message="has no other completion for {train.objective}, which reads each prompt with another one",
+        legal="Set it to 2 or more, and train.rampup_batch_size to null or a start of 2 or more.",
+    ),
+    _excludes(
+        "model.mtp_layers",
+        lambda c: c.model.mtp_layers,
+        "modules of multi-token prediction have no loss over sequences",
+        "Set it to 0.",
+    ),
+    _excludes(
+        "train.label_smoothing",
+        lambda c: c.train.label_smoothing,
+        "its scores are log-probabilities",
+        "Set it to 0. Wrong labels of preferences are preference.label_smoothing.",
+    ),
+    _excludes("train.z_loss", lambda c: c.train.z_loss, "its scores are log-probabilities", "Set it to 0."),
+    _excludes(
+        "logging.loss_by_source",
+        lambda c: c.logging.loss_by_source,
+        "a preference has no loss of tokens",
+        "Set it to false.",
+    ),
+)

@@ -1,0 +1,85 @@
+"""Numbers of objectives that learn from preferences (`train.objective`)."""
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Literal
+
+from megalite.config.option import NOT_NEGATIVE, POSITIVE, Bounds, option
+from megalite.config.rule import Rule
+
+if TYPE_CHECKING:
+    from megalite.config.rules.context import RuleContext
+
+BELOW_HALF = Bounds(lambda n: 0 <= n < 0.5, "is out of range", "at least 0 and below 0.5")
+
+
+@dataclass
+class PreferenceConfig:
+    """Options of the objectives over preferences: pairs of a chosen and a rejected completion, or single
+    completions that are good or bad (`train.objective`)."""
+
+    beta: float = option(0.1, POSITIVE)
+    """Factor of the scores. With a reference model, the larger it is, the closer the model stays to it; with
+    orpo it is the weight of the preference."""
+    loss: Literal["sigmoid", "hinge", "robust"] = "sigmoid"
+    """Of dpo and cpo, the loss of a pair: logistic (sigmoid), max(0, 1 - x) (hinge), or logistic with a
+    correction for wrong labels (robust)."""
+    label_smoothing: float = option(0.0, BELOW_HALF)
+    """Of dpo, cpo and simpo with loss: sigmoid or robust, the probability that a label is wrong."""
+    gamma: float = option(0.5, NOT_NEGATIVE)
+    """Of simpo, the margin by which the score of the chosen completion should be higher."""
+    nll_weight: float | None = option(None, NOT_NEGATIVE)
+    """With pairs, factor of the negative log-likelihood of chosen completions (with orpo also of their
+    prompts), a mean over tokens that is added to the loss. null: 1 for cpo and orpo, 0 for others."""
+    desirable_weight: float = option(1.0, POSITIVE)
+    """Of kto, weight of the losses of good completions."""
+    undesirable_weight: float = option(1.0, POSITIVE)
+    """Of kto, weight of the losses of bad completions."""
+
+
+USED_BY = {
+    "loss": ("dpo", "cpo"),
+    "label_smoothing": ("dpo", "cpo", "simpo"),
+    "gamma": ("simpo",),
+    "nll_weight": ("dpo", "ipo", "simpo", "cpo", "orpo"),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+}
+"""Options that only some of the objectives read. A user's own may read them all."""
+
+
+def _changed(c: "RuleContext", name: str) -> bool:
+    default = next(field.default for field in fields(PreferenceConfig) if field.name == name)
+    return bool(getattr(c.preference, name) != default)
+
+
+def _is_own(c: "RuleContext") -> bool:
+    return ".py:" in c.train.objective
+
+
+def _unused(name: str) -> Rule:
+    readers = USED_BY.get(name)
+    names = "an objective over preferences, such as dpo" if readers is None else " or ".join(readers)
+
+    def broken(c: "RuleContext") -> bool:
+        read = c.train.objective != "cross_entropy" if readers is None else c.train.objective in readers
+        return _changed(c, name) and not read and not _is_own(c)
+
+    return Rule(
+        f"preference.{name} is read",
+        f"preference.{name}",
+        broken,
+        message="has no effect with {train.objective}",
+        legal=f"Remove it, or set train.objective to {names}.",
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    *(_unused(field.name) for field in fields(PreferenceConfig)),
+    Rule(
+        "smoothing of a logistic loss",
+        "preference.label_smoothing",
+        lambda c: c.preference.label_smoothing and c.preference.loss == "hinge",
+        message="has no effect with {preference.loss}",
+        legal="Set it to 0, or set preference.loss to sigmoid or robust.",
+    ),
+)

@@ -1,0 +1,1 @@
+"""The loss of the last stage under an objective over sequences (`megalite.objectives`)."""

@@ -1,0 +1,1 @@
+"""Objectives: what training minimizes. One file each, free of torch until it computes."""
