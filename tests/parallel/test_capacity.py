@@ -100,8 +100,8 @@ def test_drops_what_a_loop_over_slots_and_positions_drops(seed: int) -> None:
     torch.testing.assert_close(out, reference, rtol=1e-12, atol=1e-12)
     gradient = random(*out.shape, seed=8)
     reference.backward(gradient)
-    found = LocalDispatch().gradient(gradient, saved, choice, experts)
-    torch.testing.assert_close(found, tuple(each.grad for each in theirs), rtol=1e-12, atol=1e-12)
+    gradients = LocalDispatch().gradient(gradient, saved, choice, experts)
+    torch.testing.assert_close(gradients, tuple(each.grad for each in theirs), rtol=1e-12, atol=1e-12)
 
 
 def test_neither_padding_nor_another_sequence_takes_a_place() -> None:

@@ -74,9 +74,9 @@ def test_a_mixture_and_its_gradients_are_those_of_one_token_at_a_time() -> None:
         gradient = random(TOKENS, HIDDEN, seed=40)
         torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
         with torch.no_grad():
-            found = LocalDispatch().gradient(gradient, saved, choice, experts)
+            gradients = LocalDispatch().gradient(gradient, saved, choice, experts)
         expected.backward(gradient)
-        torch.testing.assert_close(found, (x.grad, weights.grad), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(gradients, (x.grad, weights.grad), rtol=1e-12, atol=1e-12)
         assert not saved
     for trained, reference in zip((into, down), matrices, strict=True):
         torch.testing.assert_close(trained.grad, reference.grad, rtol=1e-12, atol=1e-12)
