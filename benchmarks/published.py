@@ -128,7 +128,7 @@ def job_of(row: Mapping[str, Any], tree: Mapping[str, Any], values: Mapping[str,
     """Return the model, device, batch and training code of a row."""
     model = ModelConfig(**preset(row["preset"]) if "preset" in row else _shape(row, tree))
     software: dict[str, Any] = {
-        name: values[value] if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+        name: tuple(value) if isinstance(value, list) else values.get(value, value)
         for name, value in tree["software"][row["software"]].items()
     }
     batch = row["sequence_length"], row["batch"], row["precision"]
@@ -164,11 +164,12 @@ def _device(row: Mapping[str, Any], values: Mapping[str, float]) -> Device:
     Conditions that its source states replace the usual ones.
     """
     device, named = find_device(row["gpu"]), row.get("hardware", {})
+    fitted_rate = named.get("sustained", {"a100": "ampere", "h100": "hopper"}.get(row["gpu"]))
     between = read_link(named["between"]) if "between" in named else device.between
     own = replace(CONSTANTS, **{name: value for name, value in values.items() if name in asdict(CONSTANTS)})
     return replace(
         device,
-        sustained=values[named.get("sustained", {"a100": "ampere", "h100": "hopper"}[row["gpu"]])],
+        sustained=device.sustained if fitted_rate is None else values[fitted_rate],
         bandwidth=named.get("bandwidth", device.bandwidth),
         within=_scaled(device.within, own.links / CONSTANTS.links),
         between=_scaled(between, own.links / (1.0 if "between" in named else CONSTANTS.links)),

@@ -49,6 +49,7 @@ from megalite.planner.plans import (
     apply_layout,
     explanation,
     first_broken_rule,
+    fp8_effect,
     nodes_for,
     to_run_config,
     to_yaml,
@@ -134,6 +135,11 @@ def parser() -> Parser:
         "--precision",
         choices=("bf16", "fp16", "fp32"),
         help="compute precision (default: the configuration's, or bf16 if the device has it)",
+    )
+    add(
+        "--fp8",
+        choices=("none", "block", "mxfp8"),
+        help="multiply the matrices of layers in fp8, as train.fp8 (default: the configuration's)",
     )
     for name in ("tp", "cp", "ep", "pp", "dp", "micro_batch_size", "virtual_stages"):
         add(f"--{name}", type=positive, metavar="N", help="fix this choice")
@@ -248,6 +254,7 @@ def base_config(options: argparse.Namespace) -> Config:
         config.train,
         global_batch_size=options.global_batch_size,
         precision=options.precision or config.train.precision,
+        fp8=options.fp8 or config.train.fp8,
     )
     return replace(config, data=data, train=train)
 
@@ -287,7 +294,8 @@ def answer(options: argparse.Namespace, progress: Report = silent) -> tuple[dict
         write_whole(options.write, to_yaml(chosen, heading(search, plans[0], options.write)))
     costs = [cost(job, plan, device, options) for plan in plans]
     between = zero2_hint(apply_layout(base, plans[0].choice), options.gpus, device.per_node)
-    sentences = explanation.winner(search, plans) + ([] if between is None else [f"{between}."])
+    sentences = [*explanation.winner(search, plans), *fp8_effect(job, plans[0].choice)]
+    sentences += [] if between is None else [f"{between}."]
     if not complete:
         sentences.append(f"Search interrupted: only the fastest {len(plans)} plans are shown.")
     content["plans"] = [

@@ -39,6 +39,9 @@ from megalite.planner.memory.states import (
     checkpoint_bytes,  # tensors of a checkpoint
     model_states,  # weights, gradients and optimizer state of a rank
 )
+from megalite.planner.report.fp8_effect import (
+    fp8_effect_of_run,  # what fp8 changes in the predicted step time, as lines of text
+)
 from megalite.planner.time.prediction import (
     device_of_run,  # the device that a run is predicted for
     step_seconds,  # predicted step time
@@ -63,6 +66,7 @@ __all__ = [
     "estimate",
     "find_device",
     "find_device_by_driver_name",
+    "fp8_effect_of_run",
     "known_devices",
     "model_states",
     "peak_flops",

@@ -10,6 +10,7 @@ from megalite.planner.first_config import (
     first_config,  # the configuration of a new run
 )
 from megalite.planner.report import explanation  # sentences, tables and JSON about plans
+from megalite.planner.report.fp8_effect import fp8_effect  # what fp8 changes in the step time, as a line
 from megalite.planner.report.zero2_hint import zero2_hint  # a line about ZeRO-2 between nodes
 from megalite.planner.search.best_first import (
     Plan,  # a layout with its predicted time and memory
@@ -44,6 +45,7 @@ __all__ = [
     "explanation",
     "first_broken_rule",
     "first_config",
+    "fp8_effect",
     "nodes_for",
     "to_commented_yaml",
     "to_run_config",

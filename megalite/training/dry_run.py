@@ -35,6 +35,7 @@ from megalite.planner.api import (
     describe_state_exchange,
     describe_worst_load,
     estimate,
+    fp8_effect_of_run,
     resolve_budget,
     resolve_layout,
     sum_by_stage,
@@ -227,6 +228,7 @@ def describe(config: Config, content: dict[str, Any]) -> list[str]:
         *experts(config, rows),
         *describe_state_exchange(config),
         *describe_fp8(config),
+        *fp8_effect_of_run(config),
         *remarks(config),
         f"built on the meta device with the planned number of bytes: {len(content['built'])} "
         f"rank{'s' * (len(content['built']) > 1)}",

@@ -9,12 +9,27 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import bubble, checkpoint, comm, context, overhead, peers, plan, prepare, report, scaling, step
+from benchmarks import (
+    bubble,
+    checkpoint,
+    comm,
+    context,
+    fp8_training,
+    fp8_training_run,
+    overhead,
+    peers,
+    plan,
+    prepare,
+    report,
+    scaling,
+    step,
+)
 from benchmarks.command import main
 from benchmarks.counting import counts
 from benchmarks.prepare_run import measured
@@ -29,6 +44,7 @@ from megalite.planner.hardware.devices import Link, find_device
 from megalite.training.matmul_choice import linear_shapes
 from tests.commands.jobs import measure_steps
 from tests.support import forked_programs
+from tests.support.configs import write_tokens
 from tests.support.pool import RankPool
 
 PEERS = (
@@ -60,7 +76,9 @@ def launched_forked(monkeypatch: pytest.MonkeyPatch, peers_imported: forked_prog
     """What `report.launch` starts is forked, from the process that has imported torch, or what a peer needs beside
     it."""
 
-    def launch(module: str, spec: dict[str, Any], *, ranks: int = 1, threads: int) -> dict[str, Any]:
+    def launch(
+        module: str, spec: dict[str, Any], *, ranks: int = 1, threads: int, limit_s: float = 0.0
+    ) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as scratch:
             file, result = Path(scratch, "spec.json"), Path(scratch, "result.json")
             file.write_text(json.dumps({**spec, "threads": threads, "result": str(result)}))
@@ -304,6 +322,73 @@ def test_context_stands_beside_one_process_and_dp(run: Callable[..., dict[str, A
     assert [
         target["met"] for target in context.targets([{**memory[2], "of_one_process": value} for value in (0.3, 0.31)])
     ] == [True, False]
+
+
+@pytest.mark.usefixtures("launched_forked")
+def test_fp8_training_stands_beside_bf16_with_the_same_seed(tmp_path: Path) -> None:
+    write_tokens(tmp_path, 257, 30_000)
+    for suffix in (".bin", ".idx", ".json"):  # as if the text had been prepared
+        (tmp_path / f"tokens_257{suffix}").rename(tmp_path / f"text{suffix}")
+    folders = ["--runs", str(tmp_path), "--output", str(tmp_path / "results")]
+    arguments = ["--text", "none", *folders, "--picture", str(tmp_path / "losses.svg")]
+    fp8_training.main([*arguments, "--smoke", "--seeds", "1", "--operands", "block", "fp32"])
+    (file,) = (tmp_path / "results").iterdir()
+    content = json.loads(file.read_text())
+    check_surroundings(content, tmp_path)
+    assert [(row["operands"], row["seed"]) for row in content["results"]] == [
+        (name, 1234) for name in ("bf16", "block", "fp32")
+    ]
+    losses = [row["loss"] for row in content["results"]]
+    assert len(set(losses)) == 3 and losses == pytest.approx([losses[0]] * 3, rel=0.02)
+    assert [content["curves"][name]["1234"]["steps"] for name in ("bf16", "block")] == [[1, 2, 3, 4]] * 2
+    assert "above bf16" in (tmp_path / "losses.svg").read_text()
+
+
+def test_fp8_losses_are_compared_with_their_seed_and_with_the_spread_of_seeds() -> None:
+    curves = {
+        "bf16": {1: {1: 9.0, 2: 2.0}, 2: {1: 9.0, 2: 2.1}, 3: {1: 9.0, 2: 2.2}},
+        "block": {1: {1: 9.0, 2: 2.02}, 2: {1: 9.0, 2: 2.1}, 3: {1: 9.0, 2: 2.2}},
+        "mxfp8": {1: {1: 9.0, 2: 1.98}},
+    }
+    compared = fp8_training.compare(curves)
+    assert compared["spread_of_bf16"] == pytest.approx(0.1)
+    assert [row["relative"] for row in compared["results"][3:]] == pytest.approx([0.01, 0.0, 0.0, -0.01])
+    assert compared["means"]["block"]["relative"] == pytest.approx(0.02 / 6.3)
+    assert [compared["means"][name]["spreads"] for name in ("block", "mxfp8")] == pytest.approx([0.02 / 0.3, -0.2])
+
+
+@pytest.mark.parametrize("operands", ["bf16", "block"])
+def test_operands_of_the_matrices_that_fp8_names_are_rounded(operands: fp8_training_run.Operands) -> None:
+    config = from_dict(
+        {
+            "model": {**fp8_training.SMALL, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 257},
+            "parallel": {"dp": 1},
+            "train": {"fp8": "none" if operands == "bf16" else operands, "precision": "fp32"},
+        }
+    )
+    mesh = build.make_mesh(config)
+    store = build.build_parts(config, mesh, "cpu").store
+    store.initialize(0)
+    trainer = SimpleNamespace(config=config, mesh=mesh, store=store)
+    assert fp8_training_run.round_operands(trainer, operands) == 4  # type: ignore[arg-type]
+    store.reducer.begin_step(1)
+    x, grad = torch.randn(8, 128), torch.randn(8, 384)
+
+    def rounded(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().bfloat16().double()
+
+    weight, head = store.weights["layers.0.attention.qkv.weight"], store.weights["embedding.weight"]
+    weight.accumulate_matmul(grad, x)
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad.double(), rounded(grad).T @ rounded(x), rtol=1e-5, atol=1e-5)
+    coarse = 0.0 if operands == "bf16" else 0.05  # of fp8 beside bf16
+    for own, exact in (
+        (weight.matmuls.forward(x), rounded(x) @ rounded(weight.tensor).T),
+        (weight.matmuls.input_gradient(grad), rounded(grad) @ rounded(weight.tensor)),
+    ):
+        error = ((own.double() - exact).norm() / exact.norm()).item()
+        assert coarse / 5 <= error <= coarse + 1e-6, error
+    assert torch.equal(head.matmuls.forward(x), torch.nn.functional.linear(x, head.tensor))
 
 
 def test_scaling_says_what_is_left_of_the_ideal_speed(

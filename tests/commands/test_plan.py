@@ -317,6 +317,18 @@ def test_adapters_are_planned(tool, tmp_path):
     assert frozen["memory"]["optimizer"] < 0.05 * full["memory"]["optimizer"]
 
 
+def test_fp8_is_planned_and_its_effect_is_said(tool):
+    fixed = ("--tp", 1, "--pp", 1, "--micro_batch_size", 1, "--recompute", "none", "--zero", 1, "--offload", "none")
+    plain, fp8 = (
+        json.loads(tool("--model", "llama-3.2-1b", *ARGUMENTS, *fixed, "--fp8", name, "--json"))
+        for name in ("none", "block")
+    )
+    ((before,), (after,)) = plain["plans"], fp8["plans"]
+    assert after["step_time_s"] < before["step_time_s"] and after["step_time_interval_s"] is None
+    (line,) = [line for line in fp8["explanation"] if line.startswith("fp8 (block): ")]
+    assert f"{after['step_time_s']:.4g} s per step, {before['step_time_s']:.4g} s in bf16" in line
+
+
 def test_choices_that_are_fixed_stay(tool):
     fixed = ("--tp", 2, "--pp", 2, "--schedule", "zb-v", "--zero", 2, "--micro_batch_size", 1, "--recompute", "full")
     (plan,) = json.loads(tool("--model", "llama-3-8b", *ARGUMENTS, *fixed, "--offload", "none", "--json"))["plans"]

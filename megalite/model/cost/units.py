@@ -7,7 +7,7 @@ functions save is a Buffer, each storage counted once. Shapes of weights are tho
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
@@ -24,6 +24,7 @@ from megalite.model.cost.records import (
     LocalMatmul,
     Matmul,
     Share,
+    Step,
     UnitCost,
 )
 from megalite.model.kinds import KINDS, blocks_of
@@ -86,6 +87,8 @@ class Units:
         if key not in self._layers:
             matmuls, blocks = self._layer_matmuls(index), blocks_of(self.model, index)
             own = [KINDS[block.kind].cost(self, block, matmuls) for block in blocks]
+            if self.fp8.in_unit(index + 1, self.model.num_hidden_layers):
+                own = self._with_experts_in_fp8(index, own)
             costs = list[BlockCost]()
             for number, (block, cost) in enumerate(zip(blocks, own, strict=True)):
                 # the blocks after it that have no norm of their own read the output of its norm, too
@@ -187,6 +190,27 @@ class Units:
             )
             matmuls[name] = matmul if segments[0].split is not None else self._of_own_tokens(matmul)
         return matmuls
+
+    def _with_experts_in_fp8(self, index: int, blocks: Sequence[BlockCost]) -> list[BlockCost]:
+        """Return the blocks of a layer with what of the experts' matmuls is in fp8."""
+        layers, at = self.model.num_hidden_layers, Coordinates.on("expert", 0, self.share.ep)
+        choices = {
+            spec.name.removeprefix(f"layers.{index}.").removesuffix(".weight"): fp8_choice(
+                spec, at, self.fp8, layers
+            )
+            for spec in layer_specs(self.model, index, self.share.tp)
+            if spec.domain == "expert"
+        }
+
+        def chosen(steps: Sequence[Step]) -> tuple[Step, ...]:
+            return tuple(
+                replace(step, fp8=choices[step.name])
+                if isinstance(step, LocalMatmul) and step.name in choices
+                else step
+                for step in steps
+            )
+
+        return [replace(block, steps=chosen(block.steps), output=chosen(block.output)) for block in blocks]
 
     def _of_own_tokens(self, matmul: Matmul) -> LocalMatmul:
         """Return the matmul of each rank's own tokens with a whole matrix."""

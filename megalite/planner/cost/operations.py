@@ -32,8 +32,9 @@ from megalite.model.cost.records import (
 )
 from megalite.model.cost.units import LOSS_CHUNK_ON_GPU, Units
 from megalite.model.kinds import dispatches_of
-from megalite.parallel.fp8_choice import ACTIVATION_BYTES, NO_FP8, Fp8Options
+from megalite.parallel.fp8_choice import ACTIVATION_BYTES, NO_FP8, Fp8Choice, Fp8Options
 from megalite.planner.cost import context_exchange, expert_exchange
+from megalite.planner.cost.fp8_times import RECIPES, Fp8Times
 from megalite.planner.hardware.devices import Device
 from megalite.planner.hardware.kernels import DROPOUT, ELEMENTWISE_BYTES, attention, matmul, stream
 from megalite.planner.hardware.links import Fabric, group
@@ -49,8 +50,8 @@ class Software:
     Attributes:
         flash: attention never writes its scores; otherwise every score goes to memory, several times.
         attention: speed of its attention relative to ours.
-        products: speed of the layers' matmuls relative to those of the run's precision; the head's
-        are not meant. masks: dropout writes its masks to memory, and its forward adds to the residual stream
+        fp8: recipe in which all matrices of layers multiply (`fp8_times.RECIPES`); none: as the job says.
+        masks: dropout writes its masks to memory, and its forward adds to the residual stream
         in the same kernel. Ours does neither. loss_bytes: memory traffic of the loss per logit, forward and
         backward. Ours reads and overwrites 16-bit logits; PyTorch's casts to
             fp32 and takes a log-softmax; Megatron-LM's subtracts, exponentiates, sums and divides in passes
@@ -69,7 +70,7 @@ class Software:
 
     flash: bool = True
     attention: float = 1.0
-    products: float = 1.0
+    fp8: str = "none"
     masks: bool = False
     loss_bytes: tuple[float, float] = (2.0, 4.0)
     fp32_accumulation: bool = True
@@ -124,6 +125,8 @@ class Operations:
     ):
         self.device, self.model, self.precision, self.software = device, model, precision, software
         self.lora, self.rows, self.fp8 = lora, rows, fp8
+        recipe = software.fp8 if fp8.recipe == "none" else fp8.recipe
+        self.fp8_times = None if recipe == "none" else Fp8Times(device, recipe, precision)
         self.size = ELEMENTWISE_BYTES[precision]
         self.fabric = Fabric(device)
         self.tensor = Fabric(device if device.tensor is None else replace(device, within=device.tensor))
@@ -179,10 +182,7 @@ class Operations:
     # --------------------------------------------------------------------------------------------------------
 
     def _block(self, share: Share, block: BlockCost) -> PassTimes:
-        steps = [
-            self._step(step).times(1 / self.software.products if isinstance(step, Matmul) else 1)
-            for step in block.steps
-        ]
+        steps = [self._step(self._with_recipe(step)) for step in block.steps]
         last = steps[::-1]  # backward runs from the last step to the first
         passes = PassTimes(
             sum(step.forward for step in steps),
@@ -190,6 +190,15 @@ class Operations:
             sum(step.weight for step in last),
         )
         return passes.plus(self._around(share, block))
+
+    def _with_recipe(self, step: Step) -> Step:
+        """Return a step of a layer in the software's recipe for fp8, if it has one."""
+        if self.software.fp8 == "none" or not isinstance(step, Matmul):
+            return step
+        if isinstance(step, LocalMatmul) and step.at_least_fp32:
+            return step
+        gradients = RECIPES[self.software.fp8].weight_gradient
+        return replace(step, fp8=Fp8Choice(step.local_weights // step.inputs, None, True, True, gradients))
 
     def _step(self, step: Step) -> PassTimes:
         """Return the time of one step, without its tensor-parallel communication."""
@@ -216,24 +225,39 @@ class Operations:
                 return PassTimes(self._move(2 * values), 0.0, weight)
 
     def _product(self, step: Matmul) -> PassTimes:
-        forward, backward = (
-            self._gemm(step.rows, step.outputs, step.inputs),
-            self._gemm(step.rows, step.inputs, step.outputs),
-        )
-        weight = 0.0 if step.frozen else self._weight_gradient(step.outputs, step.inputs, step.rows)
-        return (
-            PassTimes(forward, backward, weight).plus(self._adapters(step)).plus(self._adapter_dropout(step))
-        )
+        once = self._passes(step, step.rows, 1, self.precision)
+        return once.plus(self._adapters(step)).plus(self._adapter_dropout(step))
 
     def _local_matmul(self, step: LocalMatmul) -> PassTimes:
         """Return the time of equally loaded experts' matmuls, or of a router's in fp32."""
         precision = "fp32" if step.at_least_fp32 and "fp32" in self.device.peaks else self.precision
-        rows, outputs, inputs, batch = step.rows / step.matrices, step.outputs, step.inputs, step.matrices
+        once = self._passes(step, step.rows / step.matrices, step.matrices, precision)
+        return once.plus(self._adapters(step))
+
+    def _passes(self, step: Matmul, rows: float, batch: int, precision: str) -> PassTimes:
+        """Return the time of `batch` matmuls of `rows` tokens each, without adapters."""
+        outputs, inputs, fp8, chosen = step.outputs, step.inputs, self.fp8_times, step.fp8
         forward = matmul(self.device, rows, outputs, inputs, precision, batch)
         backward = matmul(self.device, rows, inputs, outputs, precision, batch)
         written = ACCUMULATED if self.software.fp32_accumulation else None
-        weight = 0.0 if step.frozen else matmul(self.device, outputs, inputs, rows, precision, batch, written)
-        return PassTimes(forward, backward, weight).plus(self._adapters(step))
+        if fp8 is not None and chosen.rows:
+            part = chosen.rows / batch  # of the outputs
+            rest = 0.0
+            if part < outputs:  # the others in the run's precision, and a copy beside them
+                rest = matmul(self.device, rows, outputs - part, inputs, precision, batch)
+                rest += self._move(2 * batch * rows * outputs)
+            forward = fp8.quantize(batch * rows * inputs) + fp8.time(rows, part, inputs, batch) + rest
+            if chosen.input_gradient or not chosen.forward:
+                backward = fp8.quantize(batch * rows * part) + fp8.time(rows, inputs, part, batch) + rest
+                backward += fp8.transpose(batch * part * inputs)
+        if step.frozen:
+            return PassTimes(forward, backward, 0.0)
+        if fp8 is not None and chosen.weight_gradient:
+            weight = fp8.weight_operands(batch * rows * inputs, batch * rows * outputs)
+            weight += fp8.time(outputs, inputs, rows, batch, written)
+        else:
+            weight = matmul(self.device, outputs, inputs, rows, precision, batch, written)
+        return PassTimes(forward, backward, weight)
 
     def _adapters(self, step: Matmul) -> PassTimes:
         """Return the time of the two matmuls of adapters.

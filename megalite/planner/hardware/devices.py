@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ class Device:
         between nodes; per_node: devices per node. host: the link to the host; host_memory: bytes/s of the
         host's memory, host_size: its bytes, disk: bytes/s, each per device. price: US dollars per hour, None
         if unknown.
+        fp8: format that its tensor cores multiply (e4m3, or mxfp8 with scales) → dense peak, FLOP/s.
         rates: measured matmuls, (cube root of m·n·k, FLOP/s) in ascending order; if present, they replace
         the model of tiles. attention: if measured, FLOP/s of its forward and of its backward. loss: if
         measured, bytes/s of the loss and its gradient, which read the logits once and overwrite them with
@@ -75,6 +76,7 @@ class Device:
     host_size: float = HOST_MEMORY_GIB * 2**30
     disk: float = DISK_GBS * 1e9
     price: float | None = None
+    fp8: Mapping[str, float] = field(default_factory=dict)
     rates: tuple[tuple[float, float], ...] = ()
     attention: tuple[float, float] | None = None
     loss: float | None = None
@@ -174,7 +176,7 @@ def read_device(name: str, row: Mapping[str, Any]) -> Device:
 
 def _read(name: str, row: dict[str, Any]) -> Device:
     optional: dict[str, Any] = {}
-    for key, field, scale in (
+    for key, attribute, scale in (
         ("host_memory_gbs", "host_memory", 1e9),
         ("host_memory_gib", "host_size", 2.0**30),
         ("disk_gbs", "disk", 1e9),
@@ -184,7 +186,7 @@ def _read(name: str, row: dict[str, Any]) -> Device:
         ("host_us", "host_time", 1e-6),
     ):
         if key in row:
-            optional[field] = float(row.pop(key)) * scale
+            optional[attribute] = float(row.pop(key)) * scale
     for key in ("cpu", "measured", "compared"):
         if key in row:
             optional[key] = bool(row.pop(key))
@@ -203,6 +205,7 @@ def _read(name: str, row: dict[str, Any]) -> Device:
     device = Device(
         name=name,
         peaks=_peaks(row),
+        fp8={form: 1e12 * float(tera) for form, tera in row.pop("fp8_tflops", {}).items()},
         sustained=float(row.pop("sustained")),
         multiprocessors=int(row.pop("multiprocessors")),
         memory=float(row.pop("memory_gib")) * 2**30,

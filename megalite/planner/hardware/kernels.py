@@ -59,21 +59,41 @@ def matmul(
         accumulator, which is read and written.
     """
     size = ELEMENTWISE_BYTES[precision]
-    moved = batch * (size * (m * k + k * n) + (size if written is None else written) * m * n)
-    memory = moved / reached_bandwidth(device)
+    written = size if written is None else written
+    return matmul_at(device, m, n, k, peak=device.peak(precision), size=size, batch=batch, written=written)
+
+
+def matmul_at(
+    device: Device,
+    m: float,
+    n: float,
+    k: float,
+    *,
+    peak: float,
+    size: float,
+    batch: float,
+    written: float,
+    faster: float = 1.0,
+) -> float:
+    """Return the time of `batch` matmuls with a peak in FLOP/s and `size` bytes per element of both factors.
+
+    faster: speed relative to measured rates, if the device has these.
+    """
+    memory = batch * (size * (m * k + k * n) + written * m * n) / reached_bandwidth(device)
     if device.rates:
-        return device.kernel + max(memory, 2 * batch * m * n * k / _measured_rate(device, m * n * k))
-    return device.kernel + max(memory, _tiled(device, m, n, k, precision, batch))
+        rate = faster * _measured_rate(device, m * n * k)
+        return device.kernel + max(memory, 2 * batch * m * n * k / rate)
+    return device.kernel + max(memory, _tiled(device, m, n, k, peak, batch))
 
 
-def _tiled(device: Device, m: float, n: float, k: float, precision: str, batch: float) -> float:
+def _tiled(device: Device, m: float, n: float, k: float, peak: float, batch: float) -> float:
     """Return the time of the fastest tiling.
 
     Tiles are assigned to the multiprocessors in waves, and the last wave may be nearly empty. If there are
     too few tiles for one wave, several multiprocessors share a tile, each with a part of the inner dimension
     (split-K).
     """
-    unit = device.peak(precision) * device.sustained / device.multiprocessors
+    unit = peak * device.sustained / device.multiprocessors
     best = math.inf
     for rows, columns, speed in TILES:
         tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)

@@ -19,19 +19,25 @@ if TYPE_CHECKING:
 class Parameters(NamedTuple):
     """Numbers of parameters on one rank before ZeRO shards them: all and trained; of these, experts'.
 
-    Adapters are included.
+    Adapters are included. quantized: those that multiply in fp8; coded: those of them whose codes ZeRO-3
+    gathers.
     """
 
     stored: float
     trained: float
     expert_stored: float = 0.0
     expert_trained: float = 0.0
+    quantized: float = 0.0
+    coded: float = 0.0
+    expert_coded: float = 0.0
 
     @property
-    def domains(self) -> tuple[tuple[float, float], ...]:
-        """Return (stored, trained) of dense parameters, and of experts if there are any."""
-        dense = self.stored - self.expert_stored, self.trained - self.expert_trained
-        return (dense, (self.expert_stored, self.expert_trained)) if self.expert_stored else (dense,)
+    def domains(self) -> tuple[tuple[float, float, float], ...]:
+        """Return (stored, trained, coded) of dense parameters, and of experts if there are any."""
+        experts = self.expert_stored, self.expert_trained, self.expert_coded
+        all_of_them = self.stored, self.trained, self.coded
+        dense, trained, coded = (a - b for a, b in zip(all_of_them, experts, strict=True))
+        return ((dense, trained, coded), experts) if self.expert_stored else ((dense, trained, coded),)
 
     @classmethod
     def of(
@@ -61,14 +67,24 @@ class Parameters(NamedTuple):
         own_adapters = sum(matmul.local_adapter_weights(units.share.tp) for matmul in experts)
         own_stored = own_adapters + sum(matmul.local_weights for matmul in experts)
         own_trained = own_adapters + sum(matmul.local_weights for matmul in experts if not matmul.frozen)
+        fp8 = (
+            sum(matmul.fp8.rows * matmul.inputs for matmul in unit.matmuls),
+            *(cls._coded(matmuls, units) for matmuls in (unit.matmuls, experts)),
+        )
         if not units.lora.rank:
-            return cls(stored, stored, own_stored, own_trained)
+            return cls(stored, stored, own_stored, own_trained, *fp8)
         own = sum(
             step.local_weights
             for step in unit.steps
             if isinstance(step, Matmul | EmbeddingLookup) and not step.frozen
         )
-        return cls(stored, own + adapters, own_stored, own_trained)
+        return cls(stored, own + adapters, own_stored, own_trained, *fp8)
+
+    @staticmethod
+    def _coded(matmuls: Sequence[Matmul], units: Units) -> float:
+        """Return the elements of weights that multiply in fp8 only (`block`)."""
+        whole = (each for each in matmuls if each.fp8.input_gradient and units.fp8.recipe == "block")
+        return sum(each.local_weights for each in whole)
 
 
 class ParameterDomain(NamedTuple):
@@ -79,6 +95,7 @@ class ParameterDomain(NamedTuple):
 
     stored: float
     trained: float
+    coded: float
     ranks: Group
     shard: Group
     replicate: Group

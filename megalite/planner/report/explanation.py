@@ -263,7 +263,8 @@ def ties(job: PlannedJob, plans: Sequence[Plan]) -> list[str]:
             "s here."
         ]
     else:
-        sure = [f"No published run on {job.device.name} has been compared with a prediction."]
+        recipe = "" if job.fp8.recipe == "none" else f" with train.fp8: {job.fp8.recipe}"
+        sure = [f"No published run on {job.device.name}{recipe} has been compared with a prediction."]
     alike = sum(plan.step.total < plans[0].step.total * (1 + ALIKE) for plan in plans)
     if alike == 1:
         return sure

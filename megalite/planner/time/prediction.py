@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megalite.assembly.plan import units_of
 from megalite.config.dims import ParallelDims
@@ -58,12 +59,14 @@ def device_of_run(config: Config, driver_name: str) -> Device | None:
 
     Raises ConfigError if the planner does not know the device that the option names.
     """
-    if config.profiling.hardware is None:
-        return find_device_by_driver_name(driver_name)
     try:
-        return find_device(config.profiling.hardware)
+        name = config.profiling.hardware
+        device = find_device_by_driver_name(driver_name) if name is None else find_device(name)
     except HardwareError as error:
         raise ConfigError(str(error).replace("--gpu", "profiling.hardware =")) from None
+    if device is None or config.train.fp8 == "none":
+        return device
+    return replace(device, compared=False)  # no run with such matmuls has been
 
 
 def step_seconds(config: Config, device: Device) -> float | None:

@@ -20,7 +20,6 @@ from megalite.config.sections.model import ModelConfig
 from megalite.config.sections.muon import MuonConfig
 from megalite.model.cost.flops import layer_costs, per_token
 from megalite.model.cost.records import Share
-from megalite.model.cost.units import Units
 from megalite.model.kinds import stage_starts
 from megalite.model.mtp.losses import further_losses, layer_count
 from megalite.model.parameters import embedding_pair
@@ -169,16 +168,17 @@ class PlannedJob:
     @staticmethod
     def of(config: Config, device: Device) -> PlannedJob:
         """Return the job of a configuration."""
+        fp8 = Fp8Options.of(config.train)
         return PlannedJob(
             config.model,
-            device,
+            device if fp8.recipe == "none" else replace(device, compared=False),  # no such run has been
             config.data.sequence_length,
             config.train.global_batch_size,
             config.train.precision,
             gradient_bytes=2 if "bf16" in (config.train.grad_dtype, config.parallel.reduce_dtype) else 4,
             muon=config.muon if config.optimizer.name == "muon" else None,
             lora=config.lora,
-            fp8=Fp8Options.of(config.train),
+            fp8=fp8,
             rows=Rows.of(config),
             optimistic_step=config.parallel.optimistic_step,
         )
@@ -227,7 +227,7 @@ class Stepper:
         self.operations = Operations(
             job.device, job.model, job.precision, job.software, job.lora, job.rows, job.fp8
         )
-        units = Units(job.model, Share(job.sequence_length), fp8=job.fp8)
+        self.fp8_times, units = self.operations.fp8_times, self.operations.units(Share(job.sequence_length))
         self.kinds = [units.alike(index) for index in range(layer_count(job.model))]
         self.layers_of_stages = functools.lru_cache(maxsize=None)(self._layers_of_stages)
         self._stage = functools.lru_cache(maxsize=None)(self._stage_of)
@@ -466,9 +466,10 @@ class Stepper:
             if (size, count) not in uses:
                 uses[size, count] = self._for_each_use(choice, size, count)
             reduce, gather = uses[size, count]
-            forward = self._beside(each.forward, gather)
-            backward = self._beside(each.backward + each.weight, gather + reduce)
-            waits.append(forward + backward - each.total)
+            again = 0.0 if self.fp8_times is None else self.fp8_times.at_each_use(choice, size)
+            forward = self._beside(each.forward + again, gather)
+            backward = self._beside(each.backward + each.weight + again, gather + reduce)
+            waits.append(forward + backward - each.total - 2 * again)
             slowed.append(each._replace(forward=forward, backward=backward - each.weight))
         return slowed, waits
 
@@ -482,7 +483,8 @@ class Stepper:
         for domain in domains(self.device, choice, size):
             reduce += layers * fabric.half(domain.trained / layers * self.job.gradient_bytes, domain.shard)
             if choice.zero == 3 and choice.dims.shard > 1:
-                gather += layers * fabric.half(domain.stored / layers * width, domain.shard)
+                coded = 0.0 if choice.offload_parameters else domain.coded * (width - 1)
+                gather += layers * fabric.half((domain.stored * width - coded) / layers, domain.shard)
             if choice.offload_parameters:  # its shard comes from the host first
                 gather += domain.stored * width / domain.shard.size / self.device.host.bandwidth
         return reduce, gather
@@ -678,11 +680,13 @@ class Stepper:
             for each in split
         )
         norm = self.operations.fabric.all_reduce(64, group(device, choice.gpus, 1))
+        codes = 0.0 if self.fp8_times is None else self.fp8_times.after_update(choice, held)
         if choice.offload == "none":
-            return stream(device, own * self.job.software.adam_bytes) + norm + self._matrices(choice)
+            adam = stream(device, own * self.job.software.adam_bytes)
+            return adam + norm + self._matrices(choice) + codes
         wire = own * max(OFFLOAD_WIRE) / device.host.bandwidth if not device.cpu else 0.0
         disk = own * 2 * STATE_BYTES / device.disk if choice.offload == "disk" else 0.0  # read and written
-        return max(own * HOST_BYTES / device.host_memory, wire, disk) + norm
+        return max(own * HOST_BYTES / device.host_memory, wire, disk) + norm + codes
 
     def _matrices(self, choice: LayoutChoice) -> float:
         """Return the time of Muon's iterations, and of the overlapping exchange of matrices."""
