@@ -17,7 +17,7 @@ from megalite.config.load import from_dict
 from megalite.launch.process import configure_process, start_process_group
 from megalite.model.parameters import active_parameters
 from megalite.parallel.collectives import Pending
-from megalite.parallel.expert import dispatch, row_exchange
+from megalite.parallel.expert import dispatch
 from megalite.training.trainer import Trainer
 
 
@@ -59,12 +59,8 @@ def main() -> None:
     torch.set_num_threads(spec["threads"])
     configure_process(device)
     start_process_group(device, config.run.timeout)
-    for module, names in (
-        (row_exchange, ("all_to_all", "all_gather", "reduce_scatter")),
-        (dispatch, ("all_gather",)),
-    ):
-        for name in names:
-            setattr(module, name, clock.watch(getattr(module, name)))
+    for name in ("all_to_all", "all_gather", "reduce_scatter"):
+        setattr(dispatch, name, clock.watch(getattr(dispatch, name)))
     trainer = Trainer(config, build.make_mesh(config), device)
     timed(trainer.step, 0, spec["warmup_steps"])
     clock.seconds = 0.0

@@ -53,7 +53,7 @@ class ForwardState:
         targets: the targets of the microbatch's loss; None: there is no loss.
         loss_scale: the factor of the loss, and of the auxiliary losses of layers.
         statistics: the statistics of layers, in addition to the loss (`StageOutput`).
-        choices: layer → the choice of experts that recomputation must repeat.
+        choices: layer → the choice of experts, which the backward uses and recomputation must repeat.
         selections: layer → the rows that its indexer has selected, which recomputation and later layers use.
         counted: as `Queries.counted`.
         query_scale: the factor of losses that are means over all tokens, those without a target included.

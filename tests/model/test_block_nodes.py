@@ -17,6 +17,9 @@ from tests.support.configs import SINGLE, config_of, write_tokens
 from tests.support.jobs import make_trainer
 
 CASE = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 96, "layers": 2, "masked": False, "dropout": 0.0}
+LATENTS = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "router_aux_loss_coef": 0.02}
+EXPERTS |= {"shared_expert_intermediate_size": 16, "shared_expert_gate": True, "initializer_range": 0.2}
 FACTORS = {"query_scale_beta": 0.7, "query_scale_positions": 3}
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # ranks, case, sections
     "plain": (1, {}, {}),
@@ -63,12 +66,36 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # ranks, case,
         {},
         {"model": {"layer_heads": [4, 8], "value_head_dim": 6, "attention_gate": True, "attention_gate_width": "head"}},
     ),
+    "norms over all heads, output norms": (
+        2,
+        {"tp": 2, "kv_heads": 1},
+        {"model": {"qk_norm": "full", "norm_placement": "post"}},
+    ),
+    "gates, norms over all heads after the rotation": (
+        1,
+        {},
+        {"model": {"attention_gate": True, "qk_norm": "full", "qk_norm_after_rope": True} | FACTORS}
+        | {"train": {"precision": "bf16"}},
+    ),
     "only output norms": (1, {}, {"model": {"norm_placement": "post"}}),
     "documents, factors on queries": (1, {}, {"data": {"reset_positions": True}, "model": FACTORS}),
     "scores recomputed": (1, {}, {"train": {"recompute": "selective"}}),
     "layers recomputed": (1, {}, {"train": {"recompute": "full"}}),
     "adapters": (1, {}, {"lora": {"rank": 4, "targets": ["q", "k", "v", "o", "gate", "up", "down"]}}),
+    "latents": (1, {"kv_heads": 4}, {"model": LATENTS | FACTORS, "train": {"recompute": "selective"}}),
+    "latents, of queries too": (
+        2,
+        {"tp": 2, "sequence_parallel": True, "kv_heads": 4},
+        {"model": LATENTS | {"q_lora_rank": 12, "attention_bias": False}, "train": {"precision": "bf16"}},
+    ),
+    "latents, tp, without a rotation": (2, {"tp": 2, "kv_heads": 4}, {"model": LATENTS | {"position": "none"}}),
     "experts": (1, {}, {"model": {"num_experts": 4, "num_experts_per_tok": 2}}),
+    "experts beside a dense layer, shared, of latents": (
+        2,
+        {"tp": 2, "sequence_parallel": True},
+        {"model": EXPERTS | {"mlp_only_layers": [0], "moe_latent_size": 12, "norm_placement": "both"}},
+    ),
+    "experts recomputed": (1, {}, {"model": EXPERTS, "train": {"recompute": "full", "precision": "bf16"}}),
     "tp, sequence parallel": (2, {"tp": 2, "sequence_parallel": True}, {}),
     "tp": (2, {"tp": 2}, {}),
     "pp, split backward": (2, {"pp": 2, "microbatches": 4}, {"parallel": {"schedule": "zb-h1"}}),
@@ -82,14 +109,14 @@ def prefix(tmp_path_factory) -> str:
 
 
 def trained(context: Any, config: dict[str, Any], by_block: bool, in_matmul: bool = False) -> tuple[Any, ...]:
-    """Whether all layers have blocks that are nodes, and losses, norms and weights of three steps.
+    """Whether each layer is one node, and losses, norms and weights of three steps.
 
     `in_matmul`: residual sums are a part of matmuls, as on a GPU.
     """
     trainer = make_trainer(context, config)
     layers = [layer for stage in trainer.parts.runtime.stages.values() for layer in stage.layers.values()]
     assert all(isinstance(layer, Layer) for layer in layers)
-    has_nodes = all(layer.nodes for layer in layers)
+    are_nodes = all(len(layer.nodes) == 1 for layer in layers)
     if not by_block:
         for stage in trainer.parts.runtime.stages.values():
             stage.joined = stage.single
@@ -102,7 +129,7 @@ def trained(context: Any, config: dict[str, Any], by_block: bool, in_matmul: boo
     results = [trainer.step() for _ in range(3)]
     tensors = {name: value.clone() for name, value in global_tensors(trainer).items()}
     trainer.close()
-    return has_nodes, [(result.loss, result.grad_norm) for result in results], tensors
+    return are_nodes, [(result.loss, result.grad_norm) for result in results], tensors
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -112,9 +139,9 @@ def test_the_same_bits_as_operation_by_operation(name, ranks, prefix):
     for nodes, operations in zip(
         ranks.run(world, trained, config, True), ranks.run(world, trained, config, False), strict=True
     ):
-        has_nodes, results, tensors = nodes
+        are_nodes, results, tensors = nodes
         _, expected_results, expected = operations
-        assert has_nodes and all(norm > 0 for _, norm in results)
+        assert are_nodes and all(norm > 0 for _, norm in results)
         assert results == expected_results
         assert tensors.keys() == expected.keys()
         assert [key for key in tensors if not torch.equal(tensors[key], expected[key])] == []

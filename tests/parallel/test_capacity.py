@@ -15,7 +15,9 @@ from megalite.model.blocks.mixture import capacity
 from megalite.model.blocks.mixture.capacity import Capacity, pieces_of
 from megalite.model.blocks.mixture.router import choose
 from megalite.parallel.context.parts import PositionSegment, zigzag
-from megalite.parallel.expert.choice import ExpertChoice, combine, spread
+from megalite.parallel.expert.choice import ExpertChoice
+from megalite.parallel.expert.dispatch import LocalDispatch
+from megalite.parallel.node import Saved
 
 LENGTH, BATCH, EXPERTS, K, FACTOR = 13, 3, 5, 2, 0.8
 ALONE = MeshAxis("sequence", 0, 1, (0,))
@@ -52,6 +54,25 @@ def inputs(seed: int) -> tuple[Tensor, Tensor]:
     return scores, valid
 
 
+class Products:
+    """Experts that multiply by a matrix, [experts, out, in]. Rows of no expert are undefined: NaN."""
+
+    def __init__(self, matrices: Tensor):
+        self.matrices = matrices
+
+    def compute(self, x: Tensor, saved: Saved, groups: Groups) -> Tensor:
+        return self.multiplied(x, self.matrices.transpose(1, 2), groups)
+
+    def gradient(self, grad: Tensor, saved: Saved, groups: Groups) -> Tensor:
+        return self.multiplied(grad, self.matrices, groups)
+
+    def multiplied(self, rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
+        out = rows.new_full((len(rows), matrices.shape[2]), torch.nan)
+        for own, matrix, into in zip(groups.split(rows), matrices, groups.split(out), strict=True):
+            into.copy_(own @ matrix)
+        return out
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_drops_what_a_loop_over_slots_and_positions_drops(seed: int) -> None:
     """The output and all gradients are those of the kept rows, each token and expert alone."""
@@ -69,19 +90,18 @@ def test_drops_what_a_loop_over_slots_and_positions_drops(seed: int) -> None:
         random(LENGTH * BATCH, 4, seed=6),
         random(LENGTH * BATCH, K, seed=7),
     )
-    ours, theirs = ([each.clone().requires_grad_() for each in (x, weights)] for _ in range(2))
-    groups, rows = Groups(choice.counts), spread(ours[0], choice)
-    products = [own @ matrix.t() for own, matrix in zip(groups.split(rows), matrices, strict=True)]
-    out = combine(torch.cat([*products, torch.full((len(rows) - sum(groups.sizes), 6), torch.nan)]), ours[1], choice)
+    theirs = [each.clone().requires_grad_() for each in (x, weights)]
+    experts, saved = Products(matrices), []
+    out = LocalDispatch().compute(x, weights, saved, choice, experts)
     reference = torch.zeros_like(out)
     for token, slot in expected.flatten(0, 1).nonzero().tolist():
         row = matrices[choice.experts[token, slot]] @ theirs[0][token]
         reference = reference + torch.zeros_like(out).index_put((torch.tensor(token),), theirs[1][token, slot] * row)
     torch.testing.assert_close(out, reference, rtol=1e-12, atol=1e-12)
-    for each in (out, reference):
-        each.backward(random(*out.shape, seed=8))
-    for own, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(own.grad, other.grad, rtol=1e-12, atol=1e-12)
+    gradient = random(*out.shape, seed=8)
+    reference.backward(gradient)
+    gradients = LocalDispatch().gradient(gradient, saved, choice, experts)
+    torch.testing.assert_close(gradients, tuple(each.grad for each in theirs), rtol=1e-12, atol=1e-12)
 
 
 def test_neither_padding_nor_another_sequence_takes_a_place() -> None:

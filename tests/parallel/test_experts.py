@@ -15,9 +15,10 @@ from megalite.model.blocks.mixture.balance import AUXILIARY, DROPPED, Balance, R
 from megalite.model.blocks.mixture.router import Router, choose, in_best_groups
 from megalite.model.blocks.mixture.router_states import Routers
 from megalite.parallel.compiled_ops import CompiledOps
-from megalite.parallel.expert.choice import combine, spread
+from megalite.parallel.expert.dispatch import LocalDispatch
 from megalite.parallel.expert.grouped_matmul import Experts, grouped_matmul, matmul_loop
 from megalite.parallel.microbatch import IGNORE_INDEX
+from megalite.parallel.node import Saved
 from megalite.parallel.spec import ParamSpec, Segment
 from megalite.parallel.tensor.linear import Activation
 from megalite.parallel.weight import Weight
@@ -59,8 +60,9 @@ def test_a_mixture_and_its_gradients_are_those_of_one_token_at_a_time() -> None:
         scores[:, 3] = -100.0
         choice = choose(scores, K)
         x, weights = random(TOKENS, HIDDEN, seed=20 + microbatch), random(TOKENS, K, seed=30 + microbatch)
-        own, ours = x.clone().requires_grad_(), weights.clone().requires_grad_()
-        out = combine(experts(spread(own, choice), Groups(choice.counts)), ours, choice)
+        saved: Saved = []
+        with torch.no_grad():
+            out = LocalDispatch().compute(x, weights, saved, choice, experts)
         x, weights = x.requires_grad_(), weights.requires_grad_()
         each_in, each_down = matrices[0].view(EXPERTS, 2 * WIDTH, HIDDEN), matrices[1].view(EXPERTS, HIDDEN, WIDTH)
         expected = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
@@ -71,10 +73,11 @@ def test_a_mixture_and_its_gradients_are_those_of_one_token_at_a_time() -> None:
                 expected[token] = expected[token] + weights[token, slot] * value
         gradient = random(TOKENS, HIDDEN, seed=40)
         torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
-        out.backward(gradient)
+        with torch.no_grad():
+            gradients = LocalDispatch().gradient(gradient, saved, choice, experts)
         expected.backward(gradient)
-        torch.testing.assert_close(own.grad, x.grad, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(ours.grad, weights.grad, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(gradients, (x.grad, weights.grad), rtol=1e-12, atol=1e-12)
+        assert not saved
     for trained, reference in zip((into, down), matrices, strict=True):
         torch.testing.assert_close(trained.grad, reference.grad, rtol=1e-12, atol=1e-12)
         assert not trained.grad.view(EXPERTS, -1)[3].any()
@@ -107,7 +110,7 @@ def test_a_router_computes_in_at_least_fp32() -> None:
     router = Router(
         Weight(spec, torch.tensor([[1.0, 0.0], [1.0, 1.0]], dtype=torch.bfloat16), torch.float32, WeightGradQueue())
     )
-    logits = router(rows)
+    logits = router.compute(rows, [])
     assert logits.dtype == torch.float32 and logits.tolist() == [[1.0, 1.0 + 2.0**-9]]
     assert choose(logits.softmax(-1), 1).experts.tolist() == [[1]]
 

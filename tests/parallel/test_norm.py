@@ -81,11 +81,12 @@ def weight() -> Weight:
 def test_a_gradient_of_a_gradient_raises(kind):
     x = torch.randn(3, 8, requires_grad=True)
     rms = RMSNorm(weight(), 1e-5, 0.0, True, CompiledOps())
+    full = FullWidthRMSNorm(weight(), 1e-5, 0.0, True, MeshAxis("tp", 0, 1, (0,)))
     functions = {
         "rms": rms,
         "add and rms": lambda x: add_and_norm(x, 2 * x, rms)[1],
         "layer": LayerNorm(weight(), weight(), 1e-5, 0.0, CompiledOps()),
-        "full width": FullWidthRMSNorm(weight(), 1e-5, 0.0, True, MeshAxis("tp", 0, 1, (0,))),
+        "full width": lambda x: full(x.unflatten(-1, (2, 4))),
     }
     with pytest.raises(RuntimeError, match="once_differentiable|gradients of gradients"):
         (dx,) = torch.autograd.grad(functions[kind](x).square().sum(), x, create_graph=True)

@@ -12,7 +12,7 @@ from megalite.config.load import from_dict
 from megalite.model.blocks.mixture.block import MixtureOfExperts
 from megalite.model.forward_state import ForwardState
 from megalite.parallel.expert.choice import ExpertChoice
-from megalite.parallel.expert.row_exchange import exchange
+from megalite.parallel.expert.dispatch import exchange
 from tests.support import jobs
 from tests.support.configs import case_of, config_of, config_of_one_process
 from tests.support.jobs import make_trainer, mesh_of
@@ -86,10 +86,11 @@ def sent(context: Any, config: dict[str, Any]) -> int:
 
 
 def exchanged(context: Any, config: dict[str, Any], sizes: list[list[int]]) -> dict[str, Any]:
-    """An exchange of sizes[source][target] rows with distinct values, and the gradient of Σ row · target."""
+    """An exchange of sizes[source][target] rows with distinct values, and the gradient of Σ row · target, which goes
+    back."""
     axis = mesh_of(context, from_dict(config)).expert
     send, receive = sizes[axis.rank], [row[axis.rank] for row in sizes]
     x = torch.arange(float(sum(send))).unsqueeze(1).repeat(1, 3) + 100 * axis.rank
-    out = exchange(x.requires_grad_(), send, receive, axis)
-    (out * (axis.rank + 1)).sum().backward()
-    return {"out": out[:, 0].tolist(), "grad": x.grad[:, 0].tolist()}
+    out = exchange(x, send, receive, axis)
+    grad = exchange(torch.full_like(out, axis.rank + 1), receive, send, axis)
+    return {"out": out[:, 0].tolist(), "grad": grad[:, 0].tolist()}

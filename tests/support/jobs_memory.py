@@ -34,7 +34,7 @@ class _Kept:
     """A saved tensor; the ledger hears when nobody holds it any more."""
 
     def __init__(self, ledger: Ledger, tensor: Tensor):
-        self.ledger, self.tensor = ledger, tensor
+        self.ledger, self.tensor = ledger, tensor.detach()  # not its node, which would keep itself
         ledger.add(tensor, 1)
 
     def __del__(self) -> None:

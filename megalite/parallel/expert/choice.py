@@ -7,10 +7,10 @@ so that runs are bitwise reproducible. No communication.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from megalite_kernels.permutation import (
     by_slot,
     combine_rows,
@@ -72,45 +72,14 @@ class ExpertChoice:
         return self.inverse.view_as(self.experts)
 
 
-class _Spread(torch.autograd.Function):
-    """Copy the row of each token for each of its experts, sorted: [tokens, hidden] -> [rows, hidden].
-
-    Backward: sums the gradients of the copies, in order.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, choice: ExpertChoice) -> Tensor:
-        ctx.choice = choice
-        return gather_rows(rows, choice.tokens)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return combine_rows(grads[0], ctx.choice.rows, partial=ctx.choice.partial), None
-
-
-class _Combine(torch.autograd.Function):
-    """Σ_k weight · row of each token: [rows, hidden] sorted by expert, [tokens, k] -> [tokens, hidden].
-
-    Backward: computes both gradients.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, choice: ExpertChoice) -> Tensor:
-        ctx.choice = choice
-        ctx.save_for_backward(rows, weights)
-        return combine_rows(rows, choice.rows, weights, choice.partial)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        (rows, weights), choice = ctx.saved_tensors, ctx.choice
-        # [rows, hidden], [rows]
-        drows, dweights = combine_rows_backward(grads[0], rows, choice.order, weights)
-        return drows, by_slot(dweights, choice.inverse, choice.partial).view_as(weights), None
-
-
 def spread(rows: Tensor, choice: ExpertChoice) -> Tensor:
-    """Return the rows to send, sorted by expert: [tokens, hidden] -> [rows, hidden]."""
-    return _Spread.apply(rows, choice)
+    """Return the rows to send, copied for each expert and sorted: [tokens, hidden] -> [rows, hidden]."""
+    return gather_rows(rows, choice.tokens)
+
+
+def spread_gradient(grad: Tensor, choice: ExpertChoice) -> Tensor:
+    """Return the sum of the gradients of each token's copies: [rows, hidden] -> [tokens, hidden]."""
+    return combine_rows(grad, choice.rows, partial=choice.partial)
 
 
 def combine(rows: Tensor, weights: Tensor, choice: ExpertChoice) -> Tensor:
@@ -118,4 +87,16 @@ def combine(rows: Tensor, weights: Tensor, choice: ExpertChoice) -> Tensor:
 
     Weights are in at least fp32.
     """
-    return _Combine.apply(rows, weights, choice)
+    return combine_rows(rows, choice.rows, weights, choice.partial)
+
+
+def combine_gradient(grad: Tensor, kept: Sequence[Tensor], choice: ExpertChoice) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the rows and of the weights of `combine`.
+
+    Args:
+        grad: that of the sums.
+        kept: rows and weights.
+    """
+    rows, weights = kept
+    drows, dweights = combine_rows_backward(grad, rows, choice.order, weights)  # [rows, hidden], [rows]
+    return drows, by_slot(dweights, choice.inverse, choice.partial).view_as(weights)

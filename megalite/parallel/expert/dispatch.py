@@ -21,27 +21,41 @@ from typing import NamedTuple, Protocol
 
 import torch
 from megalite_kernels.groups import Groups
-from megalite_kernels.permutation import count, inverse_order, order_by_column
+from megalite_kernels.permutation import count, gather_rows, inverse_order, order_by_column
 from torch import Tensor
 
 from megalite.mesh.mesh import MeshAxis
-from megalite.parallel.collectives import Pending, all_gather, all_reduce
-from megalite.parallel.expert.choice import ExpertChoice, combine, spread
-from megalite.parallel.expert.row_exchange import exchange, gather, reorder, scatter_sum
+from megalite.parallel.all_to_all import all_to_all
+from megalite.parallel.collectives import Pending, all_gather, all_reduce, reduce_scatter
+from megalite.parallel.expert.choice import (
+    ExpertChoice,
+    combine,
+    combine_gradient,
+    spread,
+    spread_gradient,
+)
+from megalite.parallel.node import Differentiable, Saved
 from megalite.system.pinned_memory import read_aside
-
-Experts = Callable[[Tensor, Groups], Tensor]
-"""This rank's experts: (rows [n, hidden] sorted by expert, number of rows of each expert) -> [n, hidden]."""
 
 
 class RowDispatch(Protocol):
-    """Interface of a dispatch, which sends rows to their experts."""
+    """Interface of a dispatch, which sends rows to their experts.
+
+    `experts` are those of this rank, a function of rows [n, hidden] sorted by expert and their `Groups`.
+    """
 
     def begin(self, choice: ExpertChoice) -> None:
         """Start the operations that a choice requires before its rows can be sent."""
 
-    def run(self, rows: Tensor, weights: Tensor, choice: ExpertChoice, experts: Experts) -> Tensor:
-        """Compute Σ_k weight · expert(row): [tokens, hidden], [tokens, k] -> [tokens, hidden]."""
+    def compute(
+        self, rows: Tensor, weights: Tensor, saved: Saved, choice: ExpertChoice, experts: Differentiable
+    ) -> Tensor:
+        """Return Σ_k weight · expert(row): [tokens, hidden], [tokens, k] -> [tokens, hidden]."""
+
+    def gradient(
+        self, grad: Tensor, saved: Saved, choice: ExpertChoice, experts: Differentiable
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradients of rows and weights, new tensors, and accumulate those of the experts."""
 
 
 class LocalDispatch:
@@ -50,10 +64,31 @@ class LocalDispatch:
     def begin(self, choice: ExpertChoice) -> None:
         """Do nothing, because nothing is sent."""
 
-    def run(self, rows: Tensor, weights: Tensor, choice: ExpertChoice, experts: Experts) -> Tensor:
+    def compute(
+        self, rows: Tensor, weights: Tensor, saved: Saved, choice: ExpertChoice, experts: Differentiable
+    ) -> Tensor:
         if "groups" not in choice.kept:
             choice.kept["groups"] = Groups(choice.counts)  # not needed on the host, because nothing is sent
-        return combine(experts(spread(rows, choice), choice.kept["groups"]), weights, choice)
+        done = experts.compute(spread(rows, choice), saved, choice.kept["groups"])
+        saved.append((done, weights))
+        return combine(done, weights, choice)
+
+    def gradient(
+        self, grad: Tensor, saved: Saved, choice: ExpertChoice, experts: Differentiable
+    ) -> tuple[Tensor, Tensor]:
+        drows, dweights = combine_gradient(grad, saved.pop(), choice)
+        drows = experts.gradient(drows, saved, choice.kept["groups"])
+        return spread_gradient(drows, choice), dweights
+
+
+def exchange(rows: Tensor, send: list[int], receive: list[int], axis: MeshAxis) -> Tensor:
+    """Return the rows that the ranks send to this one; its backward is the exchange with the sizes swapped.
+
+    `axis.traffic` counts the bytes that this rank sends to others under all_to_all_bytes.
+    """
+    row_bytes = rows[:1].numel() * rows.itemsize
+    axis.traffic["all_to_all_bytes", axis.name] += (len(rows) - send[axis.rank]) * row_bytes
+    return all_to_all(rows, axis, send, receive).wait()
 
 
 class PendingCounts:
@@ -113,14 +148,28 @@ class AllToAllDispatch:
             counts = all_gather(choice.counts.unsqueeze(0), self.axis)  # [1, experts] -> [ep, experts]
             choice.kept["counts"] = PendingCounts(counts, choice.counts, lambda whole: whole)
 
-    def run(self, rows: Tensor, weights: Tensor, choice: ExpertChoice, experts: Experts) -> Tensor:
+    def compute(
+        self, rows: Tensor, weights: Tensor, saved: Saved, choice: ExpertChoice, experts: Differentiable
+    ) -> Tensor:
         if "route" not in choice.kept:
             choice.kept["route"] = self._route(*choice.kept.pop("counts").wait())
         send, receive, groups, order, inverse = choice.kept["route"]
         sent = choice.first(sum(send))
         arrived = exchange(spread(rows, sent), send, receive, self.axis)
-        done = experts(reorder(arrived, order, inverse), groups)
-        return combine(exchange(reorder(done, inverse, order), receive, send, self.axis), weights, sent)
+        done = experts.compute(gather_rows(arrived, order), saved, groups)
+        returned = exchange(gather_rows(done, inverse), receive, send, self.axis)
+        saved.append((returned, weights))
+        return combine(returned, weights, sent)
+
+    def gradient(
+        self, grad: Tensor, saved: Saved, choice: ExpertChoice, experts: Differentiable
+    ) -> tuple[Tensor, Tensor]:
+        send, receive, groups, order, inverse = choice.kept["route"]
+        sent = choice.first(sum(send))
+        drows, dweights = combine_gradient(grad, saved.pop(), sent)
+        drows = gather_rows(exchange(drows, send, receive, self.axis), order)
+        drows = gather_rows(experts.gradient(drows, saved, groups), inverse)
+        return spread_gradient(exchange(drows, receive, send, self.axis), sent), dweights
 
     def _route(self, counts: Tensor, flat: list[int]) -> _Route:
         """Return the sizes and order of the all-to-all.
@@ -161,13 +210,28 @@ class AllGatherDispatch:
                 chosen, own, lambda whole: count(whole.flatten(), number + 1)
             )
 
-    def run(self, rows: Tensor, weights: Tensor, choice: ExpertChoice, experts: Experts) -> Tensor:
+    def compute(
+        self, rows: Tensor, weights: Tensor, saved: Saved, choice: ExpertChoice, experts: Differentiable
+    ) -> Tensor:
         if "whole" not in choice.kept:
             chosen, sizes = choice.kept.pop("chosen").wait()
             choice.kept["whole"] = _own_rows(chosen, len(choice.counts), sizes, self.axis, self.sharing)
         whole: ExpertChoice = choice.kept["whole"]
-        done = experts(spread(gather(rows, self.axis), whole), whole.kept["groups"])
-        return scatter_sum(combine(done, gather(weights, self.axis), whole), self.axis)
+        rows = all_gather(rows, self.axis).wait()  # [ep · tokens, hidden]
+        done = experts.compute(spread(rows, whole), saved, whole.kept["groups"])
+        weights = all_gather(weights, self.axis).wait()
+        saved.append((done, weights))
+        return reduce_scatter(combine(done, weights, whole), self.axis).wait()
+
+    def gradient(
+        self, grad: Tensor, saved: Saved, choice: ExpertChoice, experts: Differentiable
+    ) -> tuple[Tensor, Tensor]:
+        whole: ExpertChoice = choice.kept["whole"]
+        # each rank has used the rows and weights of all ranks
+        drows, dweights = combine_gradient(all_gather(grad, self.axis).wait(), saved.pop(), whole)
+        dweights = reduce_scatter(dweights, self.axis).wait()
+        drows = experts.gradient(drows, saved, whole.kept["groups"])
+        return reduce_scatter(spread_gradient(drows, whole), self.axis).wait(), dweights
 
 
 class SameRowsDispatch:
@@ -182,12 +246,17 @@ class SameRowsDispatch:
     def begin(self, choice: ExpertChoice) -> None:
         """Do nothing, because nothing is sent."""
 
-    def run(self, rows: Tensor, weights: Tensor, choice: ExpertChoice, experts: Experts) -> Tensor:
-        sizes = choice.counts.tolist()
-        own = _own_rows(choice.experts, len(choice.counts), sizes, self.axis, 1)
-        return all_reduce(
-            combine(experts(spread(rows, own), own.kept["groups"]), weights, own), self.axis
-        ).wait()
+    def compute(
+        self, rows: Tensor, weights: Tensor, saved: Saved, choice: ExpertChoice, experts: Differentiable
+    ) -> Tensor:
+        own = _own_rows(choice.experts, len(choice.counts), choice.counts.tolist(), self.axis, 1)
+        done = experts.compute(spread(rows, own), saved, own.kept["groups"])
+        return all_reduce(combine(done, weights, own), self.axis).wait()
+
+    def gradient(
+        self, grad: Tensor, saved: Saved, choice: ExpertChoice, experts: Differentiable
+    ) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("used in inference only")
 
 
 def _runs(counts: Tensor, sharing: int) -> Tensor:

@@ -8,14 +8,14 @@ these numbers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from megalite_kernels.grouped_weight_grad import add_grouped_gradient
 from megalite_kernels.groups import Groups
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalite.parallel.matmuls import Matmuls
+from megalite.parallel.node import Saved
 from megalite.parallel.tensor.linear import Activation
 from megalite.parallel.weight import Weight
 
@@ -127,54 +127,8 @@ class ExpertAdapter:
         return weight.tensor.view(self.number, -1, weight.tensor.shape[1])
 
 
-class _Experts(torch.autograd.Function):
-    """down(act(in(x))) of rows sorted by expert.
-
-    Backward: returns the input gradient; weight gradients are put in the queue.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, into: Tensor, down: Tensor, layer: Experts, groups: Groups) -> Tensor:
-        ctx.layer, ctx.groups, (first, second) = layer, groups, layer.adapters
-        inner = layer.into_matmuls.experts_forward(rows, groups)  # [n, (2 ·) width]
-        layer.add_bias(inner, 0, groups)
-        low_in = None if first is None else first.add(rows, inner, groups)
-        active = layer.activation.forward(inner)  # [n, width]
-        out = layer.down_matmuls.experts_forward(active, groups)  # [n, hidden]
-        layer.add_bias(out, 1, groups)
-        low_down = None if second is None else second.add(active, out, groups)
-        ctx.save_for_backward(
-            rows if layer.into.trainable or first is not None else None, inner, low_in, low_down
-        )
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (rows, inner, low_in, low_down), layer, groups, grad = (
-            ctx.saved_tensors,
-            ctx.layer,
-            ctx.groups,
-            grads[0],
-        )
-        first, second = layer.adapters
-        dactive = layer.down_matmuls.experts_input_gradient(grad, groups)  # [n, width]
-        dlow_down = None if second is None else second.add_gradient(grad, dactive, groups)
-        dinner, active = layer.activation.backward(dactive, inner)
-        dx = layer.into_matmuls.experts_input_gradient(dinner, groups)  # [n, hidden]
-        dlow_in = None if first is None else first.add_gradient(dinner, dx, groups)
-        layer.down.accumulate_matmul(grad, active, groups)
-        layer.accumulate_biases((dinner, grad), groups)
-        if second is not None:
-            second.accumulate(grad, active, low_down, dlow_down, groups)
-        if rows is not None:
-            layer.into.accumulate_matmul(dinner, rows, groups)
-        if first is not None:
-            first.accumulate(dinner, rows, low_in, dlow_in, groups)
-        return dx, None, None, None, None
-
-
-class Experts(nn.Module):
-    """Feed-forward blocks of this rank's experts: rows [n, hidden] sorted by expert -> [n, hidden].
+class Experts:
+    """Feed-forward blocks of this rank's experts: down(act(in(x))) of rows sorted by expert.
 
     Args:
         into, down: stacked matrices, [experts · (2 ·) width, hidden] and [experts · hidden, width].
@@ -190,14 +144,8 @@ class Experts(nn.Module):
         number: int,
         activation: Activation,
     ):
-        super().__init__()
-        self.into, self.down, self.biases, self.number, self.activation = (
-            into,
-            down,
-            biases,
-            number,
-            activation,
-        )
+        self.into, self.down, self.biases = into, down, biases
+        self.number, self.activation = number, activation
         self.into_matmuls, self.down_matmuls = expert_matmuls(into), expert_matmuls(down)
 
     @property
@@ -219,10 +167,39 @@ class Experts(nn.Module):
             if bias is not None and bias.grad_dtype is not None:
                 bias.accumulate(_sums(grad, groups, bias.grad_dtype))
 
-    def forward(self, rows: Tensor, groups: Groups) -> Tensor:
-        """Compute the outputs of the experts.
+    def compute(self, rows: Tensor, saved: Saved, groups: Groups) -> Tensor:
+        """Return the outputs of the experts: [n, hidden] -> [n, hidden].
 
         Args:
             groups: number of rows of each expert.
         """
-        return _Experts.apply(rows, self.into.tensor, self.down.tensor, self, groups)
+        first, second = self.adapters
+        inner = self.into_matmuls.experts_forward(rows, groups)  # [n, (2 ·) width]
+        self.add_bias(inner, 0, groups)
+        low_in = None if first is None else first.add(rows, inner, groups)
+        active = self.activation.forward(inner)  # [n, width]
+        out = self.down_matmuls.experts_forward(active, groups)  # [n, hidden]
+        self.add_bias(out, 1, groups)
+        low_down = None if second is None else second.add(active, out, groups)
+        kept = rows if self.into.trainable or first is not None else None
+        saved.append((kept, inner, low_in, low_down))
+        return out
+
+    def gradient(self, grad: Tensor, saved: Saved, groups: Groups) -> Tensor:
+        """Return the gradient of the rows; those of the weights are put in the queue."""
+        rows, inner, *lows = saved.pop()
+        first, second = self.adapters
+        dactive = self.down_matmuls.experts_input_gradient(grad, groups)  # [n, width]
+        dlow_down = None if second is None else second.add_gradient(grad, dactive, groups)
+        dinner, active = self.activation.backward(dactive, inner)
+        dx = self.into_matmuls.experts_input_gradient(dinner, groups)  # [n, hidden]
+        dlow_in = None if first is None else first.add_gradient(dinner, dx, groups)
+        self.down.accumulate_matmul(grad, active, groups)
+        self.accumulate_biases((dinner, grad), groups)
+        if second is not None and dlow_down is not None:
+            second.accumulate(grad, active, lows[1], dlow_down, groups)
+        if rows is not None:
+            self.into.accumulate_matmul(dinner, rows, groups)
+        if first is not None and dlow_in is not None:
+            first.accumulate(dinner, rows, lows[0], dlow_in, groups)
+        return dx

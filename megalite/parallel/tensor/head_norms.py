@@ -47,7 +47,7 @@ class EachHeadLayerNorm(Norm):
 
 
 class FullWidthRMSNorm(Norm):
-    """RMSNorm over the width of all heads, with [seq, batch, width · replicas / tp] on this rank.
+    """RMSNorm over the width of all heads, with [seq, batch, heads · replicas / tp, head_dim] on this rank.
 
     Forward: all-reduce of one number per token over tp, because the mean spans the heads of all ranks.
     Backward: the same.
@@ -62,20 +62,20 @@ class FullWidthRMSNorm(Norm):
         self.width, self.replicas = segment.shape[0], segment.replicas
 
     def compute(self, x: Tensor, saved: Saved) -> Tensor:
-        upcast = x.to(torch.promote_types(x.dtype, torch.float32))
+        upcast = x.flatten(-2).to(torch.promote_types(x.dtype, torch.float32))
         # [seq, batch, 1]; each head is summed by `replicas` ranks
         squares = upcast.square().sum(-1, keepdim=True) / self.replicas
         rstd = torch.rsqrt(all_reduce(squares, self.tp).wait() / self.width + self.eps)
         saved.append((x, rstd))
         normed = upcast * rstd
         if self.rounded and not self.offset:
-            return normed.to(x.dtype) * self.weight.tensor
-        return (normed * (self.weight.tensor.to(normed.dtype) + self.offset)).to(x.dtype)
+            return (normed.to(x.dtype) * self.weight.tensor).view_as(x)
+        return (normed * (self.weight.tensor.to(normed.dtype) + self.offset)).to(x.dtype).view_as(x)
 
     def gradient(self, dy: Tensor, saved: Saved) -> Tensor:
         x, rstd = saved.pop()
-        normed = x.to(rstd.dtype) * rstd
-        grad = dy.to(rstd.dtype)
+        normed = x.flatten(-2).to(rstd.dtype) * rstd
+        grad = dy.flatten(-2).to(rstd.dtype)
         self.weight.accumulate((grad * normed).flatten(0, -2).sum(0))  # [width · replicas / tp]
         grad = grad * (self.weight.tensor.detach() + self.offset)
         # A replicated head's gradient is spread over its replicas: the sum over tp is the whole, of which
@@ -83,4 +83,4 @@ class FullWidthRMSNorm(Norm):
         projection = all_reduce((grad * normed).sum(-1, keepdim=True), self.tp).wait() / (
             self.width * self.replicas
         )
-        return (rstd * (grad - normed * projection)).to(x.dtype)
+        return (rstd * (grad - normed * projection)).to(x.dtype).view_as(x)

@@ -68,7 +68,7 @@ def _accumulate_linear(
     rows = grad.reshape(-1, grad.shape[-1])  # [tokens, out]
     if bias is not None and bias.trainable:
         bias.accumulate(rows.sum(0, dtype=bias.grad_dtype))
-    weight.accumulate_matmul(rows, inputs.flatten(0, 1) if isinstance(inputs, Tensor) else inputs)
+    weight.accumulate_matmul(rows, inputs.flatten(0, -2) if isinstance(inputs, Tensor) else inputs)
     if accumulate_adapter is not None:
         assert isinstance(inputs, Tensor)
         accumulate_adapter(inputs)

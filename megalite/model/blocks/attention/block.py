@@ -104,8 +104,7 @@ class Attention(AttentionByOperation):
 
     @property
     def differentiates(self) -> bool:
-        # parts of rows and the full norm communicate inside
-        return self.has_gradient and self.own_attention and self.model_config.qk_norm != "full"
+        return self.has_gradient and self.own_attention  # not over parts of rows
 
     def compute(self, x: Tensor, saved: Saved, state: ForwardState, residual: Tensor | None = None) -> Tensor:
         """Compute the block; each operation leaves in `saved` what its gradient takes from there."""

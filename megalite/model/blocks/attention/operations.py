@@ -156,10 +156,7 @@ class AttentionByOperation(BlockModule):
         # unless norms are applied between them
         tables = None if self.norms_first else rotary
         q, k, v, *gates = _Split.apply(packed, self, (*(tables or (None, None)), None))
-        if self.model_config.qk_norm == "full":  # over all heads at once: [seq, batch, heads · head_dim]
-            q, k = self.q_norm(q.flatten(-2)).view_as(q), self.k_norm(k.flatten(-2)).view_as(k)
-        else:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.q_norm(q), self.k_norm(k)
         if self.norms_first and rotary is not None:
             q, k = Rotate.apply(q, *rotary), Rotate.apply(k, *rotary)
         if factors is not None:

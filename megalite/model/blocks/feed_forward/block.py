@@ -54,12 +54,12 @@ class FeedForward(BlockModule):
         return True
 
     def compute(self, x: Tensor, saved: Saved, state: ForwardState, residual: Tensor | None = None) -> Tensor:
-        inner = self.up.compute(x, saved)
-        return self.down.compute(inner, saved, residual=residual)
+        inner = self.up.compute(x, saved, state.adapter_mask(Site.UP_ADAPTER, self.layer))
+        return self.down.compute(inner, saved, state.adapter_mask(Site.DOWN_ADAPTER, self.layer), residual)
 
     def gradient(self, grad: Tensor, saved: Saved, state: ForwardState) -> Tensor:
-        dinner = self.down.gradient(grad, saved)
-        return self.up.gradient(dinner, saved)
+        dinner = self.down.gradient(grad, saved, state.adapter_mask(Site.DOWN_ADAPTER, self.layer))
+        return self.up.gradient(dinner, saved, state.adapter_mask(Site.UP_ADAPTER, self.layer))
 
     def operations(self) -> Mapping[str, Operation]:
         return {"mlp_in": self.up, "mlp_out": self.down}

@@ -49,6 +49,8 @@ class IndexedAttention(LatentAttention):
         counts_queries: whether no other tp rank with a lower rank has the same queries.
     """
 
+    has_gradient = False
+
     def __init__(
         self, model: ModelConfig, block: BlockSpec, weights: Weights, mesh: Mesh, options: LayerOptions
     ):

@@ -25,6 +25,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megalite_kernels.attention import backward_of_kept, forward_keeping
 from megalite_kernels.dropout import dropout
 from megalite_kernels.rotary import rotate
 from torch import Tensor
@@ -40,6 +41,7 @@ from megalite.model.layer_options import LayerOptions
 from megalite.parallel.collectives import all_gather, all_reduce, reduce_scatter
 from megalite.parallel.context.parts import PositionSegments
 from megalite.parallel.microbatch import positions_of
+from megalite.parallel.node import Saved
 from megalite.parallel.tensor.linear import ColumnParallelLinear
 from megalite.parallel.tensor.lora import Mask
 from megalite.parallel.tensor.norm import RMSNorm
@@ -51,73 +53,87 @@ if TYPE_CHECKING:
 EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is, as in the published code
 
 
-class _SharedKey(torch.autograd.Function):
-    """Shares the rotated key among tp ranks: [seq (/tp), batch, dim] -> [seq, batch, dim].
+def _shared_key(key: Tensor, tp: MeshAxis, sequence_parallel: bool) -> Tensor:
+    """Return the rotated key of the whole sequence: [seq (/tp), batch, dim] -> [seq, batch, dim].
 
     All heads use the same key.
-
-    Forward: all-gather along the sequence under sequence parallelism. Backward: the gradient is summed over
-        tp.
     """
+    return all_gather(key.contiguous(), tp).wait() if sequence_parallel else key
+
+
+def _shared_key_gradient(grad: Tensor, tp: MeshAxis, sequence_parallel: bool) -> Tensor:
+    """Return the gradient of this rank's keys, summed over tp, of which each rank has other heads."""
+    grad = grad.contiguous()
+    return (reduce_scatter(grad, tp) if sequence_parallel else all_reduce(grad, tp)).wait()
+
+
+class _SharedKey(torch.autograd.Function):
+    """Computes `_shared_key`."""
 
     @staticmethod
     def forward(ctx: Any, key: Tensor, tp: MeshAxis, sequence_parallel: bool) -> Tensor:
         ctx.tp, ctx.sequence_parallel = tp, sequence_parallel
-        return all_gather(key.contiguous(), tp).wait() if sequence_parallel else key.clone()
+        shared = _shared_key(key, tp, sequence_parallel)
+        return shared if sequence_parallel else shared.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        grad = grads[0].contiguous()
-        pending = reduce_scatter(grad, ctx.tp) if ctx.sequence_parallel else all_reduce(grad, ctx.tp)
-        return pending.wait(), None, None
+        return _shared_key_gradient(grads[0], ctx.tp, ctx.sequence_parallel), None, None
+
+
+def _rotate_after(plain: int, x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
+    """Rotate the channels of each head after the first `plain`: [seq, batch, heads, head_size]."""
+    return torch.cat((x[..., :plain], rotate(x[..., plain:], cos, sin, inverse=inverse)), -1)
 
 
 class _RotateQueries(torch.autograd.Function):
-    """Rotates the channels of each head after the first `plain`: [seq, batch, heads, head_size].
-
-    No communication.
-    """
+    """Computes `_rotate_after` of queries. No communication."""
 
     @staticmethod
     def forward(ctx: Any, queries: Tensor, plain: int, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.plain = plain
         ctx.save_for_backward(cos, sin)
-        return torch.cat((queries[..., :plain], rotate(queries[..., plain:], cos, sin)), -1)
+        return _rotate_after(plain, queries, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (grad,), plain = grads, ctx.plain
         cos, sin = ctx.saved_tensors
-        rotated = rotate(grad[..., plain:], cos, sin, inverse=True)
-        return torch.cat((grad[..., :plain], rotated), -1), None, None, None
+        return _rotate_after(ctx.plain, grads[0], cos, sin, inverse=True), None, None, None
 
 
-class _KeysAndValues(torch.autograd.Function):
-    """Returns keys and values of this rank's heads, from the projection and the shared key. No communication.
+def _keys_and_values(packed: Tensor, key: Tensor, heads: int, plain: int) -> tuple[Tensor, Tensor]:
+    """Return keys and values of this rank's heads, from the projection and the shared key.
 
     Projection [seq, batch, heads · (plain + value)], shared key [seq, batch, rotating] -> keys
     [seq, batch, heads, plain + rotating], values [seq, batch, heads, value].
     """
+    packed = packed.unflatten(-1, (heads, -1))
+    keys = packed.new_empty(*packed.shape[:3], plain + key.shape[-1])
+    keys[..., :plain], keys[..., plain:] = packed[..., :plain], key.unsqueeze(2)
+    return keys, packed[..., plain:].contiguous()
+
+
+def _keys_and_values_gradient(dk: Tensor, dv: Tensor, plain: int) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the projection and of the shared key."""
+    dkey = dk[..., plain:].sum(2, dtype=torch.promote_types(dk.dtype, torch.float32)).to(dk.dtype)
+    return torch.cat((dk[..., :plain], dv), -1).flatten(2), dkey
+
+
+class _KeysAndValues(torch.autograd.Function):
+    """Computes `_keys_and_values`. No communication."""
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor, key: Tensor, heads: int, plain: int) -> Any:
         ctx.plain = plain
-        packed = packed.unflatten(-1, (heads, -1))
-        keys = packed.new_empty(*packed.shape[:3], plain + key.shape[-1])
-        keys[..., :plain], keys[..., plain:] = packed[..., :plain], key.unsqueeze(2)
-        return keys, packed[..., plain:].contiguous()
+        return _keys_and_values(packed, key, heads, plain)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        (dk, dv), plain = grads, ctx.plain
-        dkey = dk[..., plain:].sum(2, dtype=torch.promote_types(dk.dtype, torch.float32)).to(dk.dtype)
-        return torch.cat((dk[..., :plain], dv), -1).flatten(2), dkey, None, None
+        return *_keys_and_values_gradient(grads[0], grads[1], ctx.plain), None, None
 
 
 class LatentAttention(Attention):
     """`Attention` with a latent for keys and values, and often another one for queries."""
-
-    has_gradient = False
 
     def make_projections(self, name: str, weights: Weights, mesh: Mesh) -> None:
         model, options, tp = self.model_config, self.options, mesh.tp
@@ -156,6 +172,59 @@ class LatentAttention(Attention):
         """Return whether latents are exchanged over cp in place of keys and values."""
         split = self.options.sequence_parallel
         return latents_travel(self.model_config, context, mesh.cp.size, mesh.tp.size, split)
+
+    def compute(self, x: Tensor, saved: Saved, state: ForwardState, residual: Tensor | None = None) -> Tensor:
+        """Compute the block; each rank has whole rows, and keys and values are not computed by attention."""
+        tables, plain = self.rotary_tables(state), self.model_config.qk_nope_head_dim
+        latent = x
+        if self.q_down is not None and self.q_norm is not None:
+            latent = self.q_norm.compute(
+                self.q_down.compute(x, saved), saved
+            )  # [seq (/tp), batch, q_lora_rank]
+        q = self.q_up.compute(latent, saved).unflatten(-1, (self.heads, -1))
+        if tables is not None:
+            q = _rotate_after(plain, q, *tables)
+            q = q if state.query_factors is None else q.mul_(state.query_factors)
+        latent, key = self._split_latent(self.kv_down.compute(x, saved))
+        if tables is not None:
+            key = rotate(key.unsqueeze(2), self._own(tables[0]), self._own(tables[1])).squeeze(2)
+        latent = self.kv_norm.compute(latent.contiguous(), saved)  # [seq (/tp), batch, kv_lora_rank]
+        if self.tp.size > 1:
+            key = _shared_key(key, self.tp, self.sequence_parallel)  # [seq, batch, qk_rope_head_dim]
+        k, v = _keys_and_values(self.kv_up.compute(latent, saved), key, self.heads, plain)
+        out, kept = forward_keeping(q, k, v, **self.attention_options(state, self.recomputes_scores))
+        saved.append((*(tables or (None, None)), state.query_factors, *kept))
+        return self.out.compute(out.flatten(-2), saved, residual=residual)
+
+    def gradient(self, grad: Tensor, saved: Saved, state: ForwardState) -> Tensor:
+        dq, dx = self._attention_gradient(self.out.gradient(grad, saved), saved, state)
+        dq = self.q_up.gradient(dq.flatten(2), saved)
+        if self.q_down is not None and self.q_norm is not None:
+            dq = self.q_down.gradient(self.q_norm.gradient(dq, saved), saved)
+        return dx.add_(dq)
+
+    def _attention_gradient(self, dout: Tensor, saved: Saved, state: ForwardState) -> tuple[Tensor, Tensor]:
+        """Return the gradients of the projected queries, and of x through keys and values."""
+        (cos, sin, factors, *kept), plain = saved.pop(), self.model_config.qk_nope_head_dim
+        options = self.attention_options(state, self.recomputes_scores)
+        dq, dk, dv = backward_of_kept(dout.unflatten(-1, (self.heads, -1)), tuple(kept), **options)
+        dpacked, dkey = _keys_and_values_gradient(dk, dv, plain)
+        del kept, dk, dv
+        dlatent = self.kv_up.gradient(dpacked, saved)
+        if self.tp.size > 1:
+            dkey = _shared_key_gradient(dkey, self.tp, self.sequence_parallel)
+        dlatent = self.kv_norm.gradient(dlatent, saved)
+        if cos is not None:
+            dkey = rotate(dkey.unsqueeze(2), self._own(cos), self._own(sin), inverse=True).squeeze(2)
+            dq = dq if factors is None else dq * factors
+            dq = _rotate_after(plain, dq, cos, sin, inverse=True)
+        return dq, self.kv_down.gradient(torch.cat((dlatent, dkey), -1), saved)
+
+    def _split_latent(self, packed: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the latent of keys and values, not normalized, and the shared key, not rotated."""
+        rotating = self.model_config.qk_rope_head_dim
+        latent, key = packed.split((packed.shape[-1] - rotating, rotating), dim=-1)
+        return latent, key
 
     def project(self, x: Tensor, state: ForwardState) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of this rank's heads.
@@ -202,9 +271,7 @@ class LatentAttention(Attention):
 
         Their shapes are [seq (/tp), batch, kv_lora_rank] and [seq (/tp), batch, qk_rope_head_dim].
         """
-        rotating = self.model_config.qk_rope_head_dim
-        packed = self.kv_down(x, self._own_mask(Site.KV_DOWN_ADAPTER, state))
-        latent, key = packed.split((packed.shape[-1] - rotating, rotating), dim=-1)
+        latent, key = self._split_latent(self.kv_down(x, self._own_mask(Site.KV_DOWN_ADAPTER, state)))
         tables = self.rotary_tables(state)
         if tables is not None:
             cos, sin = (self._own(table) for table in tables)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from megalite.config.sections.model import ModelConfig
@@ -32,6 +33,7 @@ from megalite.parallel.expert.choice import ExpertChoice
 from megalite.parallel.expert.dispatch import make_dispatch
 from megalite.parallel.expert.grouped_matmul import Experts
 from megalite.parallel.microbatch import IGNORE_INDEX
+from megalite.parallel.node import Node, Saved
 from megalite.parallel.tensor.linear import Activation, ColumnParallelLinear
 from megalite.parallel.weight import Weights
 
@@ -46,8 +48,6 @@ class MixtureOfExperts(BlockModule):
         name, layer = block.name, block.layer
         weight_in = weights[f"{name}.experts.in.weight"]
         self.model, self.layer = model, layer
-        # the forward that backward runs again must repeat the choice of experts
-        self.keeps_choice = options.recompute == "full" or options.recomputes("experts")
         # the index of this rank's part of the sequence
         self.part = mesh.tp.rank if options.sequence_parallel else 0
         self.router = Router(weights[f"{name}.router.weight"], weights.get(f"{name}.router.bias"))
@@ -77,14 +77,60 @@ class MixtureOfExperts(BlockModule):
             self.shared = FeedForward(model, layer, f"{name}.shared", weights, mesh, options)
             gate = weights.get(f"{name}.shared_gate.weight")
             self.shared_gate = Router(gate) if gate is not None else None
+        own = (weight for key, weight in weights.items() if key.startswith(f"{name}."))
+        self.trained = next((weight for weight in own if weight.trainable), None)
 
     def forward(self, x: Tensor, state: ForwardState) -> Tensor:
+        return Node.apply(x, None if self.trained is None else self.trained.tensor, self, state)
+
+    @property
+    def differentiates(self) -> bool:
+        return True
+
+    def compute(self, x: Tensor, saved: Saved, state: ForwardState, residual: Tensor | None = None) -> Tensor:
         rows = x.flatten(0, 1)  # [tokens, hidden] of this rank
-        logits = self.router(rows)  # [tokens, experts], at least fp32
+        logits = self.router.compute(rows, saved)  # [tokens, experts], at least fp32
+        # The weights of the experts and the losses of the router are small: autograd differentiates them.
+        with torch.set_grad_enabled(state.training):
+            weights, choice = self._weights(logits.requires_grad_(state.training), x.shape[0], state)
+        saved.append((logits, weights))
+        # before the host waits for the sizes of the dispatch
+        shared = None if self.shared is None else self._shared(x, rows, saved, state)
+        if self.latent_in is not None:
+            rows = self.latent_in.compute(rows, saved)
+        out = self.dispatch.compute(rows, weights.detach(), saved, choice, self.experts)
+        if self.latent_out is not None:
+            out = self.latent_out.compute(out, saved)
+        out = out.view_as(x)
+        for added in (shared, residual):
+            out = out if added is None else out.add_(added)
+        return out
+
+    def gradient(self, grad: Tensor, saved: Saved, state: ForwardState) -> Tensor:
+        drows, choice = grad.flatten(0, 1), state.choices.pop(self.layer)
+        if self.latent_out is not None:
+            drows = self.latent_out.gradient(drows, saved)
+        drows, dweights = self.dispatch.gradient(drows, saved, choice, self.experts)
+        if self.latent_in is not None:
+            drows = self.latent_in.gradient(drows, saved)
+        dx = None if self.shared is None else self._shared_gradient(grad, drows, saved, state)
+        logits, weights = saved.pop()
+        (dlogits,) = torch.autograd.grad(weights, logits, dweights)
+        drows = drows.add_(self.router.gradient(dlogits, saved)).view_as(grad)
+        return drows if dx is None else dx.add_(drows)
+
+    def _weights(self, logits: Tensor, length: int, state: ForwardState) -> tuple[Tensor, ExpertChoice]:
+        """Return the weights of the chosen experts, [tokens, k], and the choice, whose dispatch is started.
+
+        The backward of the weights adds the losses of the router.
+
+        Args:
+            length: number of positions of this rank.
+        """
         sigmoid, targets = self.model.router_scores == "sigmoid", state.targets
         scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
         if targets is not None:
-            targets = targets.narrow(0, x.shape[0] * self.part, x.shape[0])
+            targets = targets.narrow(0, length * self.part, length)
         choice = self._choice(scores, targets, state)
         self.dispatch.begin(choice)
         weights = scores.gather(1, choice.experts)  # [tokens, k]
@@ -102,13 +148,7 @@ class MixtureOfExperts(BlockModule):
                 weights, logits, probabilities, choice, targets, state.loss_scale
             )
             self._record(state, statistics)
-        # before the host waits for the sizes of the dispatch
-        shared = None if self.shared is None else self._shared(x, rows, state)
-        if self.latent_in is not None:
-            rows = self.latent_in(rows)
-        out = self.dispatch.run(rows, weights, choice, self.experts)
-        out = (out if self.latent_out is None else self.latent_out(out)).view_as(x)
-        return out if shared is None else out + shared
+        return weights, choice
 
     def operations(self) -> Mapping[str, Operation]:
         return {"experts": self}
@@ -122,9 +162,9 @@ class MixtureOfExperts(BlockModule):
     def _choice(self, scores: Tensor, targets: Tensor | None, state: ForwardState) -> ExpertChoice:
         """Return the choice of this forward, in training without the rows that exceed the capacity.
 
-        Recomputation repeats the choice of the first forward: another one would change shapes.
+        The state has it for the backward, and for recomputation: another choice would change shapes.
         """
-        first = state.choices.pop(self.layer, None)
+        first = state.choices.get(self.layer)
         if first is not None:
             return first
         model = self.model
@@ -135,16 +175,33 @@ class MixtureOfExperts(BlockModule):
         choice = choose(scores, model.num_experts_per_tok)
         if self.capacity is not None and state.training and targets is not None:
             choice = self.capacity.limit(choice, targets != IGNORE_INDEX, state.part)
-        if self.keeps_choice and state.training:
+        if state.training:
             state.choices[self.layer] = choice
         return choice
 
-    def _shared(self, x: Tensor, rows: Tensor, state: ForwardState) -> Tensor:
+    def _shared(self, x: Tensor, rows: Tensor, saved: Saved, state: ForwardState) -> Tensor:
         assert self.shared is not None
-        out: Tensor = self.shared(x, state)
+        out = self.shared.compute(x, saved, state)
         if self.shared_gate is None:
             return out
-        return out * self.shared_gate(rows).sigmoid().to(x.dtype).view(*x.shape[:-1], 1)
+        gate = self.shared_gate.compute(rows, saved).sigmoid()  # [tokens, 1]
+        saved.append((out, gate))
+        return out * _factors(gate, out)
+
+    def _shared_gradient(self, grad: Tensor, drows: Tensor, saved: Saved, state: ForwardState) -> Tensor:
+        """Return the gradient of x through the shared expert; that through its gate is added to `drows`."""
+        assert self.shared is not None
+        if self.shared_gate is not None:
+            out, gate = saved.pop()
+            dfactors = (grad * out).sum(-1, keepdim=True).flatten(0, 1).to(gate.dtype)
+            drows.add_(self.shared_gate.gradient(torch.ops.aten.sigmoid_backward(dfactors, gate), saved))
+            grad = grad * _factors(gate, out)
+        return self.shared.gradient(grad, saved, state)
+
+
+def _factors(gate: Tensor, out: Tensor) -> Tensor:
+    """Return a gate, [tokens, 1], as factors on [seq, batch, hidden]."""
+    return gate.to(out.dtype).view(*out.shape[:-1], 1)
 
 
 def make(

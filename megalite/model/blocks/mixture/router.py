@@ -8,36 +8,16 @@ partial, and summed over tp at the end of the step like that of a norm.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from megalite_kernels import router_logits
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalite.parallel.expert.choice import ExpertChoice
+from megalite.parallel.node import Saved
 from megalite.parallel.weight import Weight
 
 
-class _Logits(torch.autograd.Function):
-    """x Wᵀ in the wider of fp32 and x's dtype. The weight gradient is accumulated in its bucket."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, layer: Router) -> Tensor:
-        ctx.layer = layer
-        ctx.save_for_backward(rows)
-        logits = router_logits.logits(rows, weight)
-        return logits if layer.bias is None else logits.add_(layer.bias.tensor.to(logits.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (rows,), weight, grad = ctx.saved_tensors, ctx.layer.weight, grads[0]
-        weight.accumulate_matmul(grad, rows.to(grad.dtype))
-        if ctx.layer.bias is not None:
-            ctx.layer.bias.accumulate(grad.sum(0))
-        return torch.mm(grad, weight.tensor.to(grad.dtype)).to(rows.dtype), None, None
-
-
-class Router(nn.Module):
+class Router:
     """Router that computes logits: [tokens, hidden] -> [tokens, outputs], in at least fp32.
 
     Args:
@@ -45,11 +25,19 @@ class Router(nn.Module):
     """
 
     def __init__(self, weight: Weight, bias: Weight | None = None):
-        super().__init__()
         self.weight, self.bias = weight, bias
 
-    def forward(self, rows: Tensor) -> Tensor:
-        return _Logits.apply(rows, self.weight.tensor, self)
+    def compute(self, rows: Tensor, saved: Saved) -> Tensor:
+        saved.append((rows,))
+        logits = router_logits.logits(rows, self.weight.tensor)
+        return logits if self.bias is None else logits.add_(self.bias.tensor.to(logits.dtype))
+
+    def gradient(self, grad: Tensor, saved: Saved) -> Tensor:
+        (rows,) = saved.pop()
+        self.weight.accumulate_matmul(grad, rows.to(grad.dtype))
+        if self.bias is not None:
+            self.bias.accumulate(grad.sum(0))
+        return torch.mm(grad, self.weight.tensor.to(grad.dtype)).to(rows.dtype)
 
 
 def best(scores: Tensor, k: int) -> Tensor:
