@@ -20,7 +20,7 @@ from megalite.model.kinds import block_kinds, learns_from_steps, stage_starts
 from megalite.model.mtp.losses import further_losses
 from megalite.model.parameters import model_specs
 from megalite.model.unit_numbers import stage_units
-from megalite.objectives.find import NEXT_TOKEN
+from megalite.objectives.find import objective_of
 from megalite.parallel.fp8_choice import Fp8Options, gathered_as_codes
 from megalite.parallel.pipeline.gather_actions import with_gathering
 from megalite.parallel.pipeline.generator import build, placement
@@ -172,7 +172,7 @@ def counts_tokens(config: Config) -> bool:
     They do if the number differs between steps, or if further losses or an objective have numbers of their
     own.
     """
-    if config.train.objective != NEXT_TOKEN:
+    if objective_of(config) is not None:
         return True
     chat = any(map(is_chat, prefixes(config.data.train)))
     return config.data.eod_mask_loss or further_losses(config.model) > 0 or chat

@@ -132,7 +132,7 @@ def check_run(
     from megalite.launch.process import choose_device, world_size
     from megalite.monitoring.metrics import check_packages
     from megalite.planner.api import device_of_run
-    from megalite.training import recompute_budget
+    from megalite.training import recompute_budget, teacher
     from megalite.training.tokenizer_checks import check_tokenizers
 
     try:
@@ -151,7 +151,7 @@ def check_run(
         data, _ = dataset.build(config.data, config.run.seed)
         remarks = [choice.describe()] if choice is not None else []
         remarks += check_tokenizers(config, data.fingerprint) + token_files.remarks(config)
-        remarks += describe_fp8(config)
+        remarks += teacher.check(config, world_size()) + describe_fp8(config)
     except ConfigError as error:
         exit_with(str(error))
     return device, hardware, remarks

@@ -6,6 +6,7 @@ from typing import Any
 from megalite.config.option import NO_OPTION
 from megalite.config.sections.checkpoint import CheckpointConfig
 from megalite.config.sections.data import DataConfig
+from megalite.config.sections.distillation import DistillationConfig
 from megalite.config.sections.faults import FaultsConfig
 from megalite.config.sections.fp16 import FP16Config
 from megalite.config.sections.logging import LoggingConfig
@@ -33,6 +34,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
     fp16: FP16Config = field(default_factory=FP16Config)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     muon: MuonConfig = field(default_factory=MuonConfig)

@@ -37,7 +37,7 @@ from megalite.parallel.weight import Weights
 
 if TYPE_CHECKING:
     from megalite.model.mtp.modules import MultiTokenPrediction
-    from megalite.model.objective.losses import SequenceLosses
+    from megalite.model.objective.losses import HeadLosses
     from megalite.objectives.objective import Objective
 
 
@@ -94,7 +94,7 @@ class Head(nn.Module):
         x: Tensor,
         targets: Tensor,
         scale: float | Tensor,
-        of_logits: CrossEntropy,
+        of_logits: Callable[[Tensor, Tensor, float | Tensor, Tensor | None], Tensor],
         weights: Tensor | None = None,
     ) -> Tensor:
         """Return the sum of the token losses times `scale`, a scalar.
@@ -102,6 +102,7 @@ class Head(nn.Module):
         Args:
             x: the normed output of the last layer, [seq (/tp), batch, hidden].
             targets: [seq, batch].
+            of_logits: as `CrossEntropy`, called for one chunk after the other, in order.
             weights: of the targets, [seq, batch]; None: all are 1.
         """
 
@@ -182,7 +183,7 @@ class Stage(nn.Module):
             from megalite.model.mtp.modules import MultiTokenPrediction
 
             self.further_losses = MultiTokenPrediction(config, self.head, weights, mesh, ops, loss)
-        self.sequence_losses: SequenceLosses | None = None
+        self.sequence_losses: HeadLosses | None = None  # also set by `training.teacher`
         if self.head is not None and objective is not None:
             from megalite.model.objective.losses import SequenceLosses
 

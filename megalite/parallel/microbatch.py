@@ -92,6 +92,8 @@ class Microbatch:
             None: the weight of every target is 1.
         sequences: the documents of preferences. Their targets have prompts and completions both.
         mismatched: the same prompts with the completions of other examples, if an objective needs them.
+        teacher: the normed output of a teacher's last layer, [seq (/tp), batch, hidden of the teacher], on
+            ranks with the head, once it is computed; None without a teacher.
     """
 
     tokens: Tensor
@@ -107,6 +109,7 @@ class Microbatch:
     weights: Tensor | None = None
     sequences: Sequences | None = None
     mismatched: Microbatch | None = None
+    teacher: Tensor | None = None
 
     @staticmethod
     def of(

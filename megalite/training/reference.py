@@ -14,19 +14,33 @@ from typing import TYPE_CHECKING
 import torch
 
 from megalite.assembly.parts import Parts
+from megalite.config.sections.distillation import distils
 from megalite.mesh.mesh import Mesh
+from megalite.model.objective.losses import SequenceLosses
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.microbatch import Microbatch
 from megalite.parallel.pipeline.schedule import Schedule
 from megalite.parallel.tensor.lora import without_adapters
 
 if TYPE_CHECKING:
+    from megalite.training.teacher import Teacher
     from megalite.training.trainer import Trainer
 
 
-def score_sequences(trainer: Trainer, microbatches: Sequence[Microbatch]) -> None:
+def teacher_of(trainer: Trainer) -> Teacher | None:
+    """Return the teacher of a run, with its weights, or None if the run has none. Collective."""
+    if not distils(trainer.config):
+        return None
+    from megalite.training.teacher import Teacher  # not needed by other objectives
+
+    return Teacher(trainer.config, trainer.parts, trainer.mesh, trainer.device)
+
+
+def run_others(trainer: Trainer, microbatches: Sequence[Microbatch]) -> None:
     """Set what the objective of a run needs of other models, if it needs any. Collective."""
     objective = trainer.objective
+    if trainer.teacher is not None:
+        trainer.teacher.run(microbatches)
     if objective is None or not objective.needs_reference:
         return
     plan = trainer.plan(len(microbatches), forward_only=True)
@@ -51,7 +65,7 @@ def score(
         if not adapters:
             stack.enter_context(without_adapters(parts.store.weights))
         for stage in parts.stages.values():
-            if stage.sequence_losses is not None:
+            if isinstance(stage.sequence_losses, SequenceLosses):
                 stack.enter_context(stage.sequence_losses.scoring())
         parts.runtime.run(schedule, microbatches, step=0, loss_scale=0.0, training=False)
 

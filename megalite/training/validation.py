@@ -76,8 +76,8 @@ def _sums(trainer: Trainer, data: Dataset) -> Tensor:
         trainer.mesh.activity.enter(READING)
         for microbatches in loader.epoch(trainer.config.validation.batches):
             on_device = [microbatch.to(trainer.device) for microbatch in microbatches]
-            if trainer.objective is not None:
-                reference.score_sequences(trainer, on_device)
+            if trainer.objective is not None or trainer.teacher is not None:
+                reference.run_others(trainer, on_device)
             statistics, _ = trainer.parts.runtime.run(plan, on_device, step=0, loss_scale=1.0, training=False)
             sums.append(_sums_of_batch(trainer, microbatches, statistics))
             trainer.mesh.activity.enter(READING)

@@ -124,6 +124,9 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys(("model.embedding_dropout", "model.attention_dropout", "model.residual_dropout"), (1.0, 0.999)),
     "train.label_smoothing": (float("nan"), 0.0),
     "preference.label_smoothing": (0.5, 0.0),
+    "distillation.temperature": (0.0, 1.0),
+    "distillation.cross_entropy_weight": (-1.0, 0.0),
+    "distillation.beta": (1.0, 0.5),
     "preference.beta": (0.0, 0.1),
     "preference.gamma": (-1e-9, 0.5),
     **dict.fromkeys(("preference.desirable_weight", "preference.undesirable_weight"), (0.0, 1.0)),
@@ -187,6 +190,7 @@ INDEXED_ROWS = {  # rule: what breaks it, next to an indexer, and what the same 
 DPO = {"train.objective": "dpo", "lora.rank": 4, "data.train": "pairs"}
 SIMPO = {"train.objective": "simpo", "data.train": "pairs"}
 KTO = {"train.objective": "kto", "lora.rank": 4, "data.train": "labelled"}
+DISTILLATION = {"train.objective": "distillation", "distillation.teacher": "."}
 FP8_GRADIENTS = {"train.fp8": "block", "train.fp8_weight_gradients": True, "data.sequence_length": 128}
 FP8_GRADIENTS |= {"train.micro_batch_size": 2, "train.global_batch_size": 8, "model.max_position_embeddings": 128}
 CP2 = {"parallel.cp": 2}
@@ -1120,6 +1124,36 @@ ROWS = [
         DPO | {"preference.label_smoothing": 0.1, "preference.loss": "hinge"},
         {"preference.loss": "robust"},
         ("preference.loss = hinge",),
+    ),
+    Row("a teacher is given", DISTILLATION | {"distillation.teacher": None}, {"distillation.teacher": "."}),
+    Row(
+        "the mixture of jsd",
+        DISTILLATION | {"distillation.beta": 0.3},
+        {"distillation.divergence": "jsd"},
+        ("distillation.divergence = forward",),
+    ),
+    *(
+        Row(f"distillation.{name} is read", {f"distillation.{name}": value}, fixed, ("cross_entropy",))
+        for name, value, fixed in (
+            ("teacher", ".", {"train.objective": "distillation"}),
+            ("divergence", "reverse", DISTILLATION),
+            ("beta", 0.3, DISTILLATION | {"distillation.divergence": "jsd"}),
+            ("temperature", 2.0, DISTILLATION),
+            ("cross_entropy_weight", 1.0, DISTILLATION),
+        )
+    ),
+    *(
+        Row(f"{option} and distillation", DISTILLATION | {option: value}, {option: none}, ("distillation",))
+        for option, value, none in (("model.mtp_layers", 1, 0), ("train.graphs", True, False))
+    ),
+    *(
+        Row(
+            f"train.{name} and a divergence alone",
+            DISTILLATION | {f"train.{name}": 0.1},
+            {"distillation.cross_entropy_weight": 1.0},
+            ("part of the cross-entropy",),
+        )
+        for name in ("label_smoothing", "z_loss")
     ),
     Row("training data is given", {"data.train": None}, {"data.train": "tokens"}, ("megalite prepare",)),
     Row(

@@ -31,6 +31,7 @@ from megalite.config.schema import OPTIONS, Config
 from megalite.config.sections import (
     checkpoint,
     data,
+    distillation,
     faults,
     logging,
     lora,
@@ -57,6 +58,7 @@ RULES: tuple[Rule, ...] = (
     *train.RULES,
     *objectives.RULES,
     *preference.RULES,
+    *distillation.RULES,
     *optimizer.RULES,
     *muon.RULES,
     *checkpoint.RULES,

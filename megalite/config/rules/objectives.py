@@ -6,6 +6,7 @@ from typing import Any
 from megalite.config.rule import Rule
 from megalite.config.rules.context import RuleContext
 from megalite.config.sections.data import all_prefixes
+from megalite.config.sections.distillation import distils
 from megalite.config.token_files import preference
 from megalite.objectives.find import objective_class
 
@@ -55,6 +56,30 @@ def _excludes(option: str, is_set: Callable[[RuleContext], Any], reason: str, le
         lambda c: is_set(c) and _of_sequences(c),
         message=f"is not supported with {{train.objective}}: {reason}",
         legal=legal,
+    )
+
+
+def _excludes_teacher(option: str, is_set: Callable[[RuleContext], Any], reason: str, legal: str) -> Rule:
+    """Return the rule that an option is not supported with a teacher."""
+    return Rule(
+        f"{option} and distillation",
+        option,
+        lambda c: is_set(c) and distils(c),
+        message=f"is not supported with {{train.objective}}: {reason}",
+        legal=legal,
+    )
+
+
+def _without_cross_entropy(option: str) -> Rule:
+    """Return the rule that a term of the cross-entropy needs the cross-entropy."""
+    return Rule(
+        f"{option} and a divergence alone",
+        option,
+        lambda c: (
+            distils(c) and getattr(c.train, option.split(".")[1]) and not c.distillation.cross_entropy_weight
+        ),
+        message="has no effect with {distillation.cross_entropy_weight}: it is a part of the cross-entropy",
+        legal="Set it to 0, or distillation.cross_entropy_weight to 1.",
     )
 
 
@@ -112,6 +137,20 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.train.label_smoothing,
         "its scores are log-probabilities",
         "Set it to 0. Wrong labels of preferences are preference.label_smoothing.",
+    ),
+    _without_cross_entropy("train.label_smoothing"),
+    _without_cross_entropy("train.z_loss"),
+    _excludes_teacher(
+        "model.mtp_layers",
+        lambda c: c.model.mtp_layers,
+        "modules of multi-token prediction have no teacher",
+        "Set it to 0.",
+    ),
+    _excludes_teacher(
+        "train.graphs",
+        lambda c: c.train.graphs,
+        "the states of the teacher are elsewhere in memory for each microbatch",
+        "Set it to false.",
     ),
     _excludes("train.z_loss", lambda c: c.train.z_loss, "its scores are log-probabilities", "Set it to 0."),
     _excludes(

@@ -61,7 +61,8 @@ def _unused(name: str) -> Rule:
     names = "an objective over preferences, such as dpo" if readers is None else " or ".join(readers)
 
     def broken(c: "RuleContext") -> bool:
-        read = c.train.objective != "cross_entropy" if readers is None else c.train.objective in readers
+        others = ("cross_entropy", "distillation")
+        read = c.train.objective not in others if readers is None else c.train.objective in readers
         return _changed(c, name) and not read and not _is_own(c)
 
     return Rule(

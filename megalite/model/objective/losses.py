@@ -13,6 +13,7 @@ loss.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -50,7 +51,19 @@ def token_losses(head: Head, x: Tensor, targets: Tensor) -> Tensor:
     return torch.cat(losses, 1).flatten(0, 1)
 
 
-class SequenceLosses:
+class HeadLosses(ABC):
+    """Losses that the last stage computes in place of those of its head."""
+
+    @abstractmethod
+    def losses(self, x: Tensor, microbatch: Microbatch, state: ForwardState) -> tuple[Tensor, Tensor]:
+        """Return the scaled loss to report, and the one to differentiate, [] each.
+
+        Args:
+            x: the output of the last layer, [seq (/tp), batch, hidden].
+        """
+
+
+class SequenceLosses(HeadLosses):
     """Losses of the last stage under an objective over sequences.
 
     Attributes:

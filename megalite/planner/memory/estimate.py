@@ -31,6 +31,7 @@ from megalite.planner.memory.activations import Activations, HeldBytes
 from megalite.planner.memory.buffers import channel_bytes, gathered_bytes, message_bytes, open_gradients
 from megalite.planner.memory.peak_passes import loads, moments_of
 from megalite.planner.memory.states import DeviceType, States, Widths, model_states
+from megalite.planner.memory.teacher import teacher_bytes
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class RankMemory:
         step: the peak of their sum; their own peaks may occur at different times.
         communicating: buffers of collectives and messages.
         exchanging: buffers of Muon's exchange of matrices, when no activations are held.
+        teacher: a teacher's weights, states and logits (`memory.teacher`).
     """
 
     pp_rank: int
@@ -68,6 +70,7 @@ class RankMemory:
     step: int
     communicating: Communication
     exchanging: int = 0
+    teacher: int = 0
 
     @property
     def parameters(self) -> int:
@@ -88,7 +91,7 @@ class RankMemory:
     @property
     def total(self) -> int:
         """Return the peak on the device, without offloaded state (`states.host` and `states.disk`)."""
-        return self.states.device + max(self.step, self.exchanging) + self.communication
+        return self.states.device + max(self.step, self.exchanging) + self.communication + self.teacher
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON: the range of ranks as its start and length, every part in bytes."""
@@ -99,7 +102,7 @@ class RankMemory:
             "workspace": self.workspace,
             "step": self.step,
         }
-        tree |= {"exchanging": self.exchanging}
+        tree |= {"exchanging": self.exchanging, "teacher": self.teacher}
         return {
             "pp_rank": self.pp_rank,
             "first_rank": self.ranks.start,
@@ -167,20 +170,22 @@ def _rank(
         profile.step,
         besides.communicating,
         besides.exchanging,
+        besides.teacher,
     )
 
 
 class Besides(NamedTuple):
-    """Memory of a rank other than activations: states, communication buffers, and Muon's buffers."""
+    """Memory of a rank other than activations: states, communication buffers, Muon's buffers, a teacher."""
 
     states: States
     communicating: Communication
     exchanging: int
+    teacher: int
 
     @property
     def total(self) -> int:
         """Return the bytes on the device during a step."""
-        return self.states.device + self.communicating.total
+        return self.states.device + self.communicating.total + self.teacher
 
 
 class Standing:
@@ -227,7 +232,8 @@ class Standing:
             gradients,
             channel_bytes(config, schedule, pp_rank) if device == "cuda" else 0,
         )
-        return Besides(states, communication, exchanging)
+        teacher = teacher_bytes(config, schedule, pp_rank, self.activations.loss_chunk)
+        return Besides(states, communication, exchanging, teacher)
 
     def _alike(self, pp_rank: int) -> Hashable:
         """Return a key that ranks with the same buckets share."""

@@ -31,7 +31,7 @@ PARTS = {
     "weights": "gathering weights and reducing each microbatch's gradients",
     "optimizer": "the optimizer",
     "nodes": "waiting for the latest node",
-    "reference": "the forward of the reference model",
+    "reference": "the forward of the reference model or the teacher",
 }
 """Part of StepTime → its name in sentences."""
 COLUMNS = (
@@ -287,6 +287,7 @@ def memory_parts(plan: Plan) -> str:
         "activations": memory.activations,
         "logits": memory.logits,
         "communication": memory.communication,
+        "teacher": memory.teacher,
     }
     listed = sorted(
         ((size, name) for name, size in parts.items() if size >= 0.01 * memory.total), reverse=True
@@ -315,7 +316,10 @@ REMEDIES = {
     ),
     "optimizer": ("The optimizer step", "sharding it further, or a larger batch, would help most"),
     "nodes": ("Waiting for the latest node", "steps are short, and a larger batch would help most"),
-    "reference": ("The reference model", "an objective without one (simpo, cpo, orpo) would save it"),
+    "reference": (
+        "The reference model or the teacher",
+        "an objective without one (simpo, cpo, orpo; cross_entropy) would save it",
+    ),
     "recompute": ("Recomputation", "it runs forwards twice to save the memory of their activations"),
 }
 """Part of a step other than computation → its name, and how to reduce it."""

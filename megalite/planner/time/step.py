@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from megalite.assembly.plan import may_be_optimistic
+from megalite.assembly.teacher import teacher_of
 from megalite.config.dims import ParallelDims, fixed_stages
 from megalite.config.recompute import mode_of, operations_of
 from megalite.config.schema import Config
@@ -117,7 +118,7 @@ class StepTime:
         gradients, weights: exposed data-parallel reduction and gathering.
         optimizer: the optimizer, and its transfers to the host and back.
         nodes: waiting for the latest of several nodes.
-        reference: the forward passes of the reference model of an objective.
+        reference: the forward passes of the reference model of an objective, or of a teacher.
     """
 
     total: float
@@ -170,11 +171,13 @@ class PlannedJob:
     optimistic_step: bool = True  # where a step may be (`assembly.plan.may_be_optimistic`)
     scores_sequences: bool = False  # an objective over sequences: the head's forward runs twice
     reference_passes: int = 0  # forwards of whole batches before each step (`Objective.passes`)
+    teacher: PlannedJob | None = None  # whose forward runs before each step
 
     @staticmethod
     def of(config: Config, device: Device) -> PlannedJob:
         """Return the job of a configuration."""
         fp8, objective = Fp8Options.of(config.train), objective_of(config)
+        teacher = teacher_of(config)
         return PlannedJob(
             config.model,
             device if fp8.recipe == "none" else replace(device, compared=False),  # no such run has been
@@ -189,6 +192,7 @@ class PlannedJob:
             optimistic_step=config.parallel.optimistic_step,
             scores_sequences=objective is not None,
             reference_passes=0 if objective is None else objective.passes,
+            teacher=None if teacher is None else PlannedJob.of(teacher, device),
         )
 
     def microbatches(self, choice: LayoutChoice) -> int:
@@ -232,6 +236,7 @@ class Stepper:
 
     def __init__(self, job: PlannedJob):
         self.job, self.device = job, job.device
+        self.teacher = None if job.teacher is None else Stepper(job.teacher)
         self.operations = Operations(
             job.device, job.model, job.precision, job.software, job.lora, job.rows, job.fp8
         )
@@ -269,13 +274,21 @@ class Stepper:
         return self._closed(choice, timed, passes, waits)
 
     def _reference(self, choice: LayoutChoice, passes: list[PassTimes]) -> float:
-        """Return the time of the forward passes over a step's microbatches that score a reference model.
+        """Return the time of the forward passes of a reference model, or of a teacher.
 
         passes: of the step's stages, whose forwards take as long, but for adapters and the gradients of loss
         chunks.
         """
-        if not self.job.reference_passes:
-            return 0.0
+        if self.teacher is not None:
+            passes, _, _ = self.teacher.stages(replace(choice, recompute="none"))
+            return self.teacher.forward(choice, passes)
+        return self.job.reference_passes * self.forward(choice, passes) if self.job.reference_passes else 0.0
+
+    def forward(self, choice: LayoutChoice, passes: Sequence[PassTimes]) -> float:
+        """Return the time of a forward pass over a step's microbatches without gradients.
+
+        The head computes log-probabilities, as `Operations.scores`.
+        """
         slow, blocking, none = self.slow(choice), self._blocking(choice), (0.0,) * len(passes)
         head = self.operations.head(self._share(choice), choice.splits)
         scores = self.operations.scores(self._share(choice))
@@ -286,7 +299,7 @@ class Stepper:
         )
         count = self.job.microbatches(choice)
         pipeline = PipelineShape(choice.schedule, choice.pp, count, choice.asked_stages, forward_only=True)
-        return self.job.reference_passes * self._pace(pipeline, durations).makespan
+        return self._pace(pipeline, durations).makespan
 
     def divided(self, choice: LayoutChoice) -> float:
         """Return a cheap lower bound of the step time: the layers' work, divided evenly over the pipeline."""

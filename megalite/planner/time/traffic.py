@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from megalite.assembly import plan
+from megalite.assembly.teacher import teacher_of
 from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
 from megalite.config.sections.lora import LoraConfig
@@ -28,7 +29,7 @@ from megalite.model.parameters import embedding_pair
 from megalite.model.unit_numbers import head_unit, layers_in
 from megalite.objectives.find import objective_of
 from megalite.parallel.pipeline.schedule import ActionKind, Schedule
-from megalite.parallel.sharding.buckets import BucketLayout
+from megalite.parallel.sharding.buckets import BucketLayout, buckets_of_units
 from megalite.parallel.spec import Segment
 from megalite.planner.cost.expert_exchange import sent
 from megalite.planner.cost.muon_exchange import exchange
@@ -86,7 +87,32 @@ def _rank(config: Config, schedule: Schedule, pp_rank: int) -> Traffic:
     for number in range(0 if objective is None else objective.passes):
         adapters = number > 1  # of the passes over mismatched sequences one is with adapters
         step = step.plus(_forward(config, schedule.microbatches, pp_rank, own, buckets, adapters))
-    return step
+    teacher = teacher_of(config)
+    return step if teacher is None else step.plus(_teacher(config, teacher, schedule.microbatches, pp_rank))
+
+
+def _teacher(config: Config, teacher: Config, microbatches: int, pp_rank: int) -> Traffic:
+    """Return what a rank sends for a teacher: its forward with its head, which runs in the loss, and the
+    statistics of the divergence."""
+    schedule, units = plan.schedule(teacher, microbatches, forward_only=True), plan.units_of(teacher)
+    buckets, head = plan.buckets_of(teacher, pp_rank), head_unit(teacher.model)
+    own = [unit for stage in schedule.stages_of(pp_rank) for unit in units[stage]]
+    forward = _forward(teacher, microbatches, pp_rank, own, buckets, adapters=True)
+    if head not in own:
+        return forward
+    tensor, options = _Tensor(teacher), config.distillation
+    # without a cross-entropy its three numbers are not sent; `forward` of the teacher's head has them as well
+    numbers = (4 if options.divergence == "jsd" else 5) - 3 - (0 if options.cross_entropy_weight else 3)
+    loss = tensor.gathered(numbers) + (tensor.summed(2) if options.divergence == "jsd" else 0)
+    again = [buckets[number] for number in buckets_of_units(buckets)[head]]
+    shards = [(bucket, Sharing.of(teacher, bucket.domain)) for bucket in again]
+    width = Widths.of(teacher)
+    weights = sum(
+        ring(bucket.size * width.weights(bucket), sharing.shard)
+        for bucket, sharing in shards
+        if sharing.weights_sharded
+    )
+    return forward.plus(Traffic(round(microbatches * loss), round(weights), 0, 0, 0))
 
 
 def _forward(
@@ -141,6 +167,14 @@ class _Tensor:
         )
         self.shared = config.parallel.sequence_parallel and self.ranks > 1
 
+    def gathered(self, numbers: int) -> float:
+        """Return the bytes of an all-gather of some numbers of each token."""
+        return ring(self.ranks * numbers * self.sizes.share.tokens * self.sizes.accumulate, self.ranks)
+
+    def summed(self, numbers: int) -> float:
+        """Return the bytes of an all-reduce of some numbers of each token."""
+        return 2 * ring(numbers * self.sizes.share.tokens * self.sizes.accumulate, self.ranks)
+
     def microbatch(self, number: int) -> float:
         """Return the bytes of one microbatch's forward and backward through a unit."""
         units, model, train = self.sizes.units, self.config.model, self.config.train
@@ -148,7 +182,7 @@ class _Tensor:
         if number == head_unit(model):  # each loss reduces maxima, sums and target logits
             further = units.further_losses()
             statistics = (4 if train.label_smoothing else 3) * (1 + len(further))
-            more = ring(self.ranks * statistics * self.sizes.share.tokens * self.sizes.accumulate, self.ranks)
+            more = self.gathered(statistics)
             unit = UnitCost(
                 (
                     *unit.blocks,
@@ -184,7 +218,7 @@ class _Tensor:
         """Return the bytes of a forward alone of one microbatch through a unit, without further losses."""
         unit, more = self.sizes.units.unit(number), 0.0
         if number == head_unit(self.config.model):
-            more = ring(self.ranks * 3 * self.sizes.share.tokens * self.sizes.accumulate, self.ranks)
+            more = self.gathered(3)
         lengths = sum(step.lengths for step in unit.steps if isinstance(step, Matmul))
         summed = sum(step.summed for step in unit.steps if isinstance(step, Elementwise))
         more += 2 * ring((lengths + summed) * self.sizes.accumulate, self.ranks)

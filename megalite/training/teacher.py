@@ -1,0 +1,89 @@
+"""The teacher of a distillation: a second, frozen model, whose forward runs before a step.
+
+It has weights, stages and a runtime of its own on the mesh of the run, and computes without gradients and
+dropout. Its forward pass over the microbatches of a step keeps the output of its last layer for each of them
+(`model.objective.distillation`). Communication: that of a forward pass, and under ZeRO-3 one more gather of
+its head, which the loss needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megalite.assembly import parts as build
+from megalite.assembly.teacher import HF, check_teacher, teacher_of
+from megalite.checkpoint import CheckpointError
+from megalite.checkpoint.agreement import raise_on_all_ranks
+from megalite.checkpoint.finite import nonfinite, reject
+from megalite.config.errors import ConfigError
+from megalite.config.schema import Config
+from megalite.data.tokenizer.comparison import Tokenized, compare, of_data
+from megalite.generation.sources import open_source
+from megalite.mesh.mesh import Mesh
+from megalite.model.objective.distillation import DistillationLosses, TeacherStates
+from megalite.parallel.microbatch import Microbatch
+from megalite.system.activity import LOADING
+
+
+def check(config: Config, world_size: int) -> list[str]:
+    """Raise ConfigError if the teacher does not fit the run or has another tokenizer than its data.
+
+    Reads files alone, so that no process group is needed. Return lines for the user.
+    """
+    name = config.distillation.teacher
+    if teacher_of(config) is None or name is None:
+        return []
+    check_teacher(config, world_size)
+    try:
+        tokenizer = open_source(name).tokenizer
+    except CheckpointError as error:
+        raise ConfigError(f"distillation.teacher = {name}: {error}") from None
+    return compare(
+        Tokenized(f"data.train = {config.data.train}", of_data(config.data)),
+        Tokenized(f"distillation.teacher = {name}", tokenizer),
+        allow=config.data.allow_tokenizer_change,
+        way_out=f"Use data prepared with {tokenizer.name}, or another teacher",
+    )
+
+
+class Teacher:
+    """The teacher of a run, on one rank. Its creation is collective and loads its weights.
+
+    Args:
+        config: of the run, with a teacher.
+        parts: of the model that is trained. The losses of its last stage become those of a distillation.
+    """
+
+    def __init__(self, config: Config, parts: build.Parts, mesh: Mesh, device: torch.device):
+        own, name = teacher_of(config), config.distillation.teacher
+        assert own is not None and name is not None, "train.objective is distillation"
+        self.config = own
+        self.parts = build.build_parts(own, mesh, device, training=False)
+        self._load(name, mesh)
+        self._head_unit: int | None = None  # None on a rank without the head
+        for number, stage in parts.stages.items():
+            of_teacher = self.parts.stages[number]
+            if stage.head is not None and of_teacher.head is not None:
+                of_teacher.sequence_losses = TeacherStates(of_teacher.head)
+                stage.sequence_losses = DistillationLosses(stage.head, of_teacher.head, config.distillation)
+                self._head_unit = of_teacher.head_unit
+
+    def _load(self, name: str, mesh: Mesh) -> None:
+        mesh.activity.enter(LOADING)
+        with raise_on_all_ranks(mesh, CheckpointError):
+            rectangles = self.parts.to_load()
+            open_source(name).read(rectangles)
+            if not name.startswith(HF):  # those tensors are checked when they are read
+                reject(name, {part.name: nonfinite(part.tensor) for part in rectangles})
+        self.parts.store.publish()
+
+    def run(self, microbatches: Sequence[Microbatch]) -> None:
+        """Set `Microbatch.teacher` of microbatches on the ranks of the last stage. Collective."""
+        plan = build.schedule(self.config, len(microbatches), forward_only=True)
+        self.parts.runtime.run(plan, microbatches, step=0, loss_scale=0.0, training=False)
+        gatherer = self.parts.store.gatherer
+        gatherer.begin_run(planned=False)
+        if self._head_unit is not None:
+            gatherer.acquire(self._head_unit)  # until the next run: the loss computes the teacher's logits

@@ -1,0 +1,268 @@
+"""Distillation: the divergence of a split vocabulary is that of whole logits, and every layout trains like one
+process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from megalite.assembly import parts as build
+from megalite.commands import convert as convert_hf
+from megalite.config.errors import ConfigError
+from megalite.config.load import from_dict
+from megalite.families.model_config import hf_shape
+from megalite.parallel.microbatch import IGNORE_INDEX
+from megalite.planner.time.traffic import traffic
+from megalite.training import meta_device as meta
+from megalite.training import teacher
+from megalite.training.trainer import Trainer
+from tests.planner.test_memory import Sent
+from tests.support import jobs_distillation, jobs_memory
+from tests.support.configs import EOS, schedule_options, write_tokens
+from tests.support.jobs_objectives import train_and_validate
+
+STEPS, S, VOCAB = 3, 16, 101
+LR, EPS = 2e-2, 1e-1
+KINDS: dict[str, dict[str, Any]] = {
+    "forward": {"kind": "forward", "temperature": 2.0},
+    "reverse": {"kind": "reverse", "cross_entropy_weight": 0.5},
+    "jsd": {"kind": "jsd", "beta": 0.3, "temperature": 0.7, "cross_entropy_weight": 2.0},
+}
+
+
+def expected_losses(student: Tensor, teacher: Tensor, options: dict[str, Any]) -> Tensor:
+    """TRL's divergence of each token, on whole logits."""
+    from trl.experimental.gkd import GKDTrainer
+
+    beta = {"forward": 0.0, "reverse": 1.0}.get(options["kind"], options.get("beta"))
+    temperature = options.get("temperature", 1.0)
+    return torch.stack(
+        [
+            GKDTrainer.generalized_jsd_loss(one[None], other[None], beta=beta, temperature=temperature, reduction="sum")
+            for one, other in zip(student, teacher, strict=True)
+        ]
+    )
+
+
+@pytest.mark.parametrize("tp, name", [(1, "forward"), (2, "jsd"), (4, "forward"), (4, "reverse"), (4, "jsd")])
+def test_divergence_of_a_split_vocabulary_is_that_of_whole_logits(tp, name, ranks):
+    """13 words and padding to 20: at tp 4 one rank has padding alone."""
+    options, generator = KINDS[name], torch.Generator().manual_seed(0)
+    student, teacher = (3 * torch.randn(9, 13, dtype=torch.float64, generator=generator) for _ in range(2))
+    targets, weights = torch.randint(13, (9,), generator=generator), torch.rand(9, generator=generator).double()
+    targets[2] = IGNORE_INDEX
+    weights[2] = 0
+    leaf = student.clone().requires_grad_()
+    losses = torch.where(targets == IGNORE_INDEX, 0, expected_losses(leaf, teacher, options))
+    entropy = F.cross_entropy(leaf, targets, label_smoothing=0.1, reduction="none")
+    entropy = entropy + torch.where(targets == IGNORE_INDEX, 0, 1e-3 * leaf.logsumexp(-1) ** 2)
+    loss = 0.125 * (weights * (losses + options.get("cross_entropy_weight", 0.0) * entropy)).sum()
+    loss.backward()
+    assert leaf.grad is not None
+    gradient = F.pad(leaf.grad, (0, 20 - 13))
+    got = ranks.run(tp, jobs_distillation.divergence, student, teacher, targets, weights, 20, options)
+    for rank, (value, own) in enumerate(got):
+        assert value.item() == pytest.approx(loss.item(), rel=1e-12, abs=1e-12)
+        torch.testing.assert_close(own, gradient.chunk(tp, dim=1)[rank], rtol=0, atol=1e-12)
+
+
+# ---- a run with a teacher
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Hugging Face directories of a student, and of a teacher with other widths and depth and a tied head."""
+    directory, places = tmp_path_factory.mktemp("models"), []
+    shapes = {
+        "student": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+        "teacher": {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "tie_word_embeddings": True},
+    }
+    torch.manual_seed(0)
+    for name, shape in shapes.items():
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        sizes = LlamaConfig(
+            **shape, **heads, vocab_size=VOCAB, max_position_embeddings=S, initializer_range=0.2, eos_token_id=EOS
+        )
+        LlamaForCausalLM(sizes).save_pretrained(directory / name)
+        places.append(str(directory / name))
+    return places[0], places[1]
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_tokens(tmp_path_factory.mktemp("data"), VOCAB, 600)
+
+
+def configuration(prefix: str, models: tuple[str, str], kind: str, micro: int = 4, **options: Any) -> dict[str, Any]:
+    student, teacher = models
+    axes = {name: options[name] for name in ("tp", "pp", "dp", "cp", "zero", "context") if name in options}
+    schedule, virtual_stages = schedule_options(options.get("schedule", "1f1b"))
+    own = {("divergence" if name == "kind" else name): value for name, value in KINDS[kind].items()}
+    return {
+        "run": {"dir": prefix + "_runs", "name": options.get("name", "run")},
+        "model": hf_shape(student) | {"from_hf": student, "init_from": f"hf:{student}"},
+        "parallel": {
+            **{"dp": 1, "sequence_parallel": options.get("sequence_parallel", False), "bucket_mb": 0.02},
+            **{"schedule": schedule, "virtual_stages": virtual_stages},
+            **axes,
+        },
+        "data": {
+            **{"train": prefix, "validation": 0.3, "sequence_length": S, "shuffle": False},
+            "eod_mask_loss": True,  # so that ranks have unequal numbers of targets
+        },
+        "train": {
+            **{"steps": STEPS, "global_batch_size": 4, "micro_batch_size": micro, "grad_clip": 0.0},
+            **{"objective": "distillation", "loss_chunk": options.get("chunk", 0)},
+            "precision": options.get("precision", "fp64"),
+        },
+        "distillation": {"teacher": options.get("teacher", f"hf:{teacher}"), **own},
+        "optimizer": {
+            **{"lr": LR, "eps": EPS, "weight_decay": 0.0, "warmup_steps": 0, "betas": [0.9, 0.999]},
+            "decay": "constant",
+        },
+        "checkpoint": {"load": "none"},
+        "validation": {"batches": 2},
+    }
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_step_is_that_of_transformers_models(name, models, prefix, tmp_path):
+    """From the same weights to the same weights, in fp32. AdamW's first update is lr · g / (|g| + eps): with a large
+    eps it is as exact as the gradient."""
+    from transformers import AutoModelForCausalLM
+
+    config = from_dict(configuration(prefix, models, name, micro=2, precision="fp32", name=name))
+    trainer = Trainer(config, build.make_mesh(config))
+    result = trainer.step()
+    assert convert_hf.main(["export", str(trainer.save()), str(tmp_path / "after")]) == 0
+    rows = [trainer.train_data[row] for row in range(4)]
+    tokens, targets = (
+        torch.stack([torch.from_numpy(getattr(row, name)) for row in rows]) for name in ("tokens", "targets")
+    )
+    trainer.close()
+
+    student, large = (AutoModelForCausalLM.from_pretrained(place) for place in models)
+    options = KINDS[name]
+    with torch.no_grad():
+        of_teacher = large(tokens).logits.flatten(0, 1)
+    logits = student(tokens).logits.flatten(0, 1)
+    counted = tokens.flatten() != EOS  # as eod_mask_loss
+    losses = expected_losses(logits, of_teacher, options)
+    losses = losses + options.get("cross_entropy_weight", 0.0) * F.cross_entropy(
+        logits, targets.flatten(), reduction="none"
+    )
+    loss = losses[counted].mean()
+    loss.backward()
+    torch.optim.AdamW(student.parameters(), lr=LR, eps=EPS, weight_decay=0.0, betas=(0.9, 0.999)).step()
+    assert result.loss == pytest.approx(loss.item(), rel=1e-6)
+    trained = load_file(tmp_path / "after" / "model.safetensors")
+    for key, value in student.state_dict().items():
+        torch.testing.assert_close(trained[key], value, rtol=0, atol=1e-6, msg=key)
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp 2, split sequence, chunks": {"kind": "jsd", "tp": 2, "sequence_parallel": True, "micro": 2, "chunk": 14},
+    "pp 2": {"kind": "reverse", "pp": 2, "micro": 1},
+    "pp 2, zb-h2, steps that do not wait": {"kind": "jsd", "pp": 2, "schedule": "zb-h2", "micro": 1},
+    "dp 2, zero 3, chunks": {"kind": "reverse", "dp": 2, "zero": 3, "micro": 2, "chunk": 10},
+    "cp 2, ring": {"kind": "forward", "cp": 2, "context": "ring", "micro": 2},
+    "tp 2, pp 2, dp 2, zero 3": {"kind": "forward", "tp": 2, "pp": 2, "dp": 2, "zero": 3, "micro": 1},
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_trains_like_one_process(name, ranks, references, prefix, models):
+    """fp64, within 1e-9: losses, gradient norms, validation losses and weights."""
+    options = LAYOUTS[name]
+    expected = references.run(train_and_validate, configuration(prefix, models, options["kind"]), STEPS)
+    world = prod(options.get(axis, 1) for axis in ("tp", "pp", "dp", "cp"))
+    got = ranks.run(world, train_and_validate, configuration(prefix, models, **options), STEPS)
+    for rank in got:
+        for key in ("losses", "grad_norms", "validation"):
+            assert rank[key] == pytest.approx(expected[key], rel=1e-9), key
+    for tensor, value in expected["tensors"].items():
+        torch.testing.assert_close(got[0]["tensors"][tensor], value, rtol=0, atol=1e-9, msg=tensor)
+    assert expected["losses"][0] != pytest.approx(expected["losses"][-1], rel=1e-4), "it trains"
+
+
+def test_a_run_is_a_teacher(models, prefix):
+    """A model has no divergence from its own checkpoint, which is named by its run."""
+    config = from_dict(configuration(prefix, models, "forward", name="taught"))
+    trainer = Trainer(config, build.make_mesh(config))
+    trainer.step()
+    trainer.save()
+    trainer.close()
+    own = str(config.run.directory)
+    again = configuration(prefix, models, "forward", teacher=own, name="again")
+    config = from_dict(again | {"model": again["model"] | {"init_from": own}})
+    assert teacher.check(config, 1) == []
+    trainer = Trainer(config, build.make_mesh(config))
+    result = trainer.step()
+    trainer.close()
+    assert abs(result.loss) < 1e-12 and result.grad_norm < 1e-12
+
+
+BAD: dict[str, tuple[dict[str, Any], int, str]] = {
+    "no directory": ({"distillation": {"teacher": "hf:nowhere"}}, 1, "nowhere"),
+    "no checkpoint": ({"distillation": {"teacher": "nowhere"}}, 1, "nowhere"),
+    "vocabulary": ({"model": {"vocab_size": 100}}, 1, "vocabulary of 101 tokens, but model.vocab_size = 100"),
+    "positions": ({"data": {"sequence_length": 17}}, 1, "up to 16 positions, but data.sequence_length = 17"),
+    "layout": ({"parallel": {"pp": 4}}, 4, "does not fit this run: parallel.pp = 4"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_teacher_that_does_not_fit_is_rejected(name, models, prefix):
+    changes, world, says = BAD[name]
+    tree = configuration(prefix, models, "forward")
+    for section, values in changes.items():
+        tree[section] = tree[section] | values
+    with pytest.raises(ConfigError, match="distillation.teacher") as error:
+        teacher.check(from_dict(tree), world)
+    assert says in str(error.value)
+
+
+def test_a_teacher_with_another_tokenizer_is_rejected(models, prefix, tmp_path):
+    own = tmp_path / "teacher"
+    shutil.copytree(models[1], own)
+    words = {f"w{index}": index for index in range(VOCAB)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w1"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w0").save_pretrained(own)
+    named = str(tmp_path / "tokens")
+    for ending in (".bin", ".idx"):
+        shutil.copy(prefix + ending, named + ending)
+    about = {"vocab_size": VOCAB, "eos": EOS, "tokenizer": "byte"}
+    Path(named + ".json").write_text(json.dumps(about))
+    config = from_dict(configuration(named, models, "forward", teacher=f"hf:{own}"))
+    with pytest.raises(ConfigError, match="uses a different tokenizer than distillation.teacher"):
+        teacher.check(config, 1)
+
+
+@pytest.mark.parametrize("name", ["tp 2, split sequence, chunks", "dp 2, zero 3, chunks", "pp 2"])
+def test_traffic_is_what_a_step_sends(name, models, prefix, monkeypatch):
+    """Of rank 0, which has the head but for pp 2."""
+    tree = configuration(prefix, models, **LAYOUTS[name])
+    config = from_dict(tree)
+    world = build.layout(config).world
+    with meta.fake_process(0, world), Sent() as sent:
+        mesh = build.make_mesh(config)
+        monkeypatch.setattr(jobs_memory, "mesh_of", lambda context, config: mesh)
+        stepping = jobs_memory.Stepping(None, tree)
+        own = teacher.Teacher(config, stepping.parts, mesh, torch.device("cpu"))
+        sent.bytes = 0.0  # the initial weights were gathered
+        own.run(stepping.batches)
+        stepping.step(1)
+    planned = traffic(config, world)[0]
+    assert sum(planned.to_dict().values()) == pytest.approx(sent.bytes, rel=1e-9)
