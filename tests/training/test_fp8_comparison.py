@@ -110,7 +110,7 @@ FAULTS: list[tuple[Callable[[Fp8Matmuls], None], int, str, str | None]] = [
 ]
 
 
-@pytest.mark.parametrize("fault, step, product, operand", FAULTS, ids=str)
+@pytest.mark.parametrize("fault, step, product, operand", FAULTS, ids=lambda each: getattr(each, "__name__", str(each)))
 def test_a_fault_is_named_by_step_matrix_and_operand(fault, step, product, operand, prefix, monkeypatch):
     monkeypatch.setattr(fp8, "multiply", fp8.multiply)  # restored afterwards
     parsed = from_dict(config(prefix, "llama", {"fp8": "block"}))
