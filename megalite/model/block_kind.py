@@ -77,6 +77,8 @@ class BlockKind:
         slot: the slot of a layer that it takes: attention, mixer or mlp.
         joins_output: whether the operation `residual` may repeat the block's last matmul, which must compute
             the output from what the backward has (`BlockModule.last`).
+        output_operation: the operation of `train.recompute` that computes the block's output; None: no name
+            stands for it.
         operations: operations that `train.recompute` may name besides those of `config.recompute`, and what
             each computes again.
         context: the values of `parallel.context` that it supports; (): it needs whole rows.
@@ -86,6 +88,7 @@ class BlockKind:
     name: str
     slot: str
     joins_output: bool = False
+    output_operation: str | None = None
     operations: Mapping[str, str] = {}
     context: Sequence[str] = ()
     projections: Sequence[str] = ()

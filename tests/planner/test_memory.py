@@ -87,6 +87,7 @@ NORMED = {"norm_weight": False, "embedding_norm": True, "qk_norm": "head", "qk_n
 SHAPES = {"layer_heads": [4, 8, 8, 4], "head_dim": 10, "sliding_window": 16, "sliding_window_layers": [1, 3]}
 NARROW = {"num_key_value_heads": 1, "value_head_dim": 6, "local_attention": {"num_key_value_heads": 2, "head_dim": 10}}
 NARROW |= {"sliding_window": 16, "sliding_window_layers": [1, 3], "attention_sinks": True, "sink_layers": [1, 3]}
+NORM_AND_GATES = {"norm_placement": "both", "attention_gate": True, "num_hidden_layers": 2}
 UNLIKE = ["feed_forward", "attention|feed_forward", "attention", "feed_forward|attention"]
 
 
@@ -164,6 +165,7 @@ ALONE = {
     "an indexer": {"model": SHARING},
     "an indexer, not trained": {"model": SHARING | {"index_loss_coef": 0.0}, "train": {"precision": "bf16"}},
     "an indexer, recomputed": {"model": SHARING, "train": {"recompute": "full"}},
+    "an indexer, weight passes": {"model": SHARING, "schedule": "zb-h1"},
     "an indexer of all rows": {"model": INDEXED | {"index_topk": 80}},
     "two modules ahead": {"model": {"mtp_layers": 2}},
     "a module ahead, tied, recomputed": {
@@ -176,7 +178,8 @@ ALONE = {
 ALONE |= {
     f"{name}, {mode} recomputed": {"model": model, "train": {"recompute": mode}}
     for name, model, modes in (
-        ("attention", {}, ("attention", "mlp_norm+mlp_in")),
+        ("attention", {}, ("attention", "mlp_norm+mlp_in", "qkv", "residual", "qkv+residual")),
+        ("gates of the output, a norm of it", NORM_AND_GATES, ("residual+mlp_out",)),
         ("latents", QUERIES, ("qkv", "attn_norm+qkv+scores+attention+mlp_norm+mlp_in")),
         ("an indexer", SHARING, ("qkv", "attention", "attn_norm+qkv+attention+mlp_norm+mlp_in")),
     )
@@ -189,6 +192,19 @@ ON_TWO = {
         for mode in ("none", "selective", "full")
     },
     **{f"pp, {name}": {"pp": 2, "schedule": name} for name in ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half")},
+    **{
+        f"tp and sp, zb-h1, {name}": {"tp": 2, "sequence_parallel": True, "schedule": "zb-h1", "model": model}
+        for name, model in (
+            ("heads", {}),
+            ("an indexer", SHARING),
+            ("a recurrence", DELTA),
+            ("gates, one norm", {"attention_gate": True, "parallel_block": "shared_norm"}),
+        )
+    },
+    "tp, zb-h1, adapters, gates": {
+        **{"tp": 2, "schedule": "zb-h1", "lora": LORA, "model": {"attention_gate": True}},
+    },
+    "pp, outputs of blocks recomputed": {"pp": 2, "train": {"recompute": "attn_norm+mlp_norm+mlp_out"}},
     "tp and sp, adapters": {"tp": 2, "sequence_parallel": True, "lora": LORA},
     "tp and sp, norms without weights": {"tp": 2, "sequence_parallel": True, "model": NORMED},
     "pp, zb-h1, adapters": {"pp": 2, "schedule": "zb-h1", "lora": SOME},

@@ -12,7 +12,8 @@ from megalite.planner.memory.activations import HeldBytes
 from megalite.planner.memory.estimate import Profile
 from megalite.planner.memory.peak_passes import moments_of
 
-FIELDS = ("saved", "recomputed", "stash", "stash_first", "logits", "logits_stash", "logits_chunk", "workspace")
+FIELDS = ("saved", "recomputed", "recorded", "stash", "stash_peak")
+FIELDS = (*FIELDS, "logits", "logits_stash", "logits_chunk", "workspace")
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -37,11 +38,12 @@ def test_the_fullest_passes_give_the_peaks_of_all(name, ranks, microbatches):
             units = stages[action.stage]
             if action.kind is ActionKind.FORWARD:
                 for unit in units:
+                    note(held + unit.saved + unit.recorded, logits, 0)
                     held, logits = held + unit.saved, logits + unit.logits
                     note(held, logits + unit.logits_chunk, 0)
             elif action.kind is ActionKind.BACKWARD:
                 for unit in reversed(units):
-                    note(held + unit.recomputed + unit.stash_first, logits, unit.workspace)
+                    note(held + unit.recomputed + unit.stash_peak, logits, unit.workspace)
                     held, logits = held + unit.stash - unit.saved, logits + unit.logits_stash - unit.logits
                 note(held, logits, 0)
             else:

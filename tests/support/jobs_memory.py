@@ -18,6 +18,7 @@ from megalite.assembly import parts as build
 from megalite.config.load import from_dict
 from megalite.config.schema import Config
 from megalite.model import recomputation
+from megalite.model.blocks.attention.operations import AttentionByOperation
 from megalite.model.spec_builder import padded_vocabulary
 from megalite.objectives.find import objective_of
 from megalite.optimizer.adamw import AdamW
@@ -139,6 +140,17 @@ def parts_and_batches(context: Any, config: dict[str, Any]) -> tuple[Config, bui
     return parsed, parts, batches
 
 
+def _tables(parts: build.Parts, batch: Microbatch) -> Iterator[Tensor]:
+    """The tables of positions that a rank holds all the time, also where recomputation saves none."""
+    for stage in parts.runtime.stages.values():
+        state = stage.forward_state(batch, step=1, training=True)
+        layers = [module for module in stage.modules() if isinstance(module, AttentionByOperation)]
+        for each in layers:
+            yield from each.rotary_tables(state) or ()
+        if layers and state.query_factors is not None:
+            yield state.query_factors
+
+
 def two_sequences(tokens: Tensor) -> Sequences:
     """A pair in each row, [seq, batch]: its halves, all of them completions."""
     length, batch = tokens.shape
@@ -158,10 +170,12 @@ def most_kept(context: Any, config: dict[str, Any]) -> tuple[int, int]:
         batches[0].tokens.numel() * vocabulary * parts.runtime.dtype.itemsize,
     )
     ledger.watch(parts.store.weight_grads)
+    tables = [ledger.keep(each) for each in _tables(parts, batches[0])]
     parts.store.reducer.begin_step(len(batches))
     with ledger.hooks():
         parts.runtime.run(build.schedule(parsed, len(batches)), batches, step=1, loss_scale=1.0)
     parts.store.reducer.finish()
+    del tables
     return ledger.most["activations"], ledger.most["logits"]
 
 

@@ -91,6 +91,26 @@ def chosen(options: Iterable[Group], mode: str) -> list[Operation]:
     return operations
 
 
+def recorded_outputs(units: Units, index: int, mode: str) -> int:
+    """Return the number of outputs of recomputed operations that nothing saves, each like the stream.
+
+    The forward of a layer (0-based) holds them until its end with the tensors that it drops.
+    """
+    names, count = operations_of(mode), 0
+    specs, costs = blocks_of(units.model, index), units.layer(index).blocks
+    for spec, cost, following in zip(specs, costs, (*specs[1:], None), strict=True):
+        kind = KINDS[spec.kind]
+        beside = following is not None and following.beside
+        repeats = kind.output_operation in names
+        repeats |= beside and kind.joins_output and OUTPUT_OPERATIONS.get(spec.slot) in names
+        summed = following is not None and not beside and SUM_OPERATION in names and joins_sum(spec)
+        if repeats or summed:
+            count += not cost.after.kept  # the norm of an output saves it
+        if repeats:
+            count += bool(cost.after.kept or cost.after.forward)  # what the norm or a factor returns
+    return count
+
+
 def repeated(units: Units, index: int, mode: str) -> list[Step]:
     """Return the steps of a layer (0-based) that the backward recomputes under a mode of train.recompute."""
     if mode in MODES:

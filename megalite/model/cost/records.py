@@ -455,10 +455,12 @@ class DetachedMatmul(LocalMatmul):
     Attributes:
         spread: outputs that every tp rank needs for all tokens; without sequence parallelism it has them.
         cp: ranks whose tokens those are.
+        input_of: the name of the matmul whose input it reads; empty: that of the block.
     """
 
     spread: int = 0
     cp: int = 1
+    input_of: str = ""
 
     @property
     def training_flops(self) -> int:

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from megalite.assembly.plan import activation_shape
+from megalite.config.recompute import operations_of
 from megalite.config.schema import Config
 from megalite.config.sections.lora import LoraConfig
 from megalite.config.token_files import is_chat, prefixes
-from megalite.model.cost.recomputed import chosen, groups
+from megalite.model.cost.recomputed import chosen, groups, recorded_outputs
 from megalite.model.cost.records import (
     MODES,
     Buffer,
@@ -23,14 +24,14 @@ from megalite.model.cost.records import (
     FurtherLoss,
     Kernels,
     Share,
-    UnitCost,
     size_in_bytes,
 )
 from megalite.model.cost.units import LOSS_CHUNK_ON_GPU, Units
-from megalite.model.kinds import block_kinds, blocks_of
+from megalite.model.kinds import block_kinds
 from megalite.model.mtp.losses import module_layers
 from megalite.model.unit_numbers import head_unit
 from megalite.parallel.fp8_choice import Fp8Options
+from megalite.planner.memory.stash import StashWalk
 from megalite.planner.memory.states import DeviceType, Widths
 
 INDEX = 8  # bytes of a token or a target
@@ -43,17 +44,19 @@ class HeldBytes:
 
     Attributes:
         saved: kept from the forward to the backward.
-        recomputed: additional while its own backward runs, which recomputes it. stash: kept from a split
-        backward to the weight pass; `stash_first` of it is allocated before anything saved is freed. logits,
-        logits_stash: the same as `saved` and `stash`, for the logits and their gradient; `logits_chunk`:
-        while the forward runs. workspace: an estimate of the largest temporaries of its backward: gradients
-        of activations, gathered inputs.
+        recomputed: additional while its own backward runs, which recomputes it. recorded: additional until
+        its own forward ends, which only then drops what is recomputed by name. stash: kept from a split
+        backward to the weight pass. stash_peak: the most that its backward has stashed beyond what it has
+        freed, at any time. logits, logits_stash: the same as `saved` and `stash`, for the logits and their
+        gradient; `logits_chunk`: while the forward runs. workspace: an estimate of the largest temporaries
+        of its backward: gradients of activations, gathered inputs.
     """
 
     saved: int = 0
     recomputed: int = 0
+    recorded: int = 0
     stash: int = 0
-    stash_first: int = 0
+    stash_peak: int = 0
     logits: int = 0
     logits_stash: int = 0
     logits_chunk: int = 0
@@ -119,6 +122,7 @@ class Activations:
 
     def _layer(self, index: int, mode: str) -> HeldBytes:
         unit = self.units.layer(index)
+        recorded = 0
         if mode in MODES:
             saved = self._size(unit.kept, mode)
             # selective recomputes probabilities one block at a time
@@ -127,52 +131,14 @@ class Activations:
             operations = chosen(groups(self.units, index), mode)
             saved = self._size(unit.kept) - sum(self._size(each.buffers) for each in operations)
             recomputed = sum(self._size(each.restored) for each in operations)
-        stash, first = self._stash(index, unit)
+            recorded = recomputed + recorded_outputs(self.units, index, mode) * self.own
         workspace = self.own + max(self._size(block.workspace) for block in unit.blocks)
-        return HeldBytes(saved, recomputed, stash, first, workspace=workspace)
-
-    def _stash(self, index: int, unit: UnitCost) -> tuple[int, int]:
-        """Return the bytes that a layer's weight pass needs, and the part that is allocated early.
-
-        The early part is allocated before any saved tensor is freed: the stash of the last matmul, except
-        tensors that are also saved, and except the tensors that the norm after the matmul frees.
-        """
+        held = HeldBytes(saved, recomputed, recorded, workspace=workspace)
         if not self.splits:
-            return 0, 0
-        last = unit.blocks[-1]
-        stash = sum(self._size(each.stashed) for each in unit.matmuls) - self._stashed_again(index, unit)
-        if not last.matmuls:
-            return stash, 0
-        matmul = last.matmuls[-1]
-        first = self._size(matmul.stashed) - self._size((matmul.between,)) - self._size(last.after.kept)
-        if last.keeps_last_input and matmul.stashed:
-            first -= matmul.rows * matmul.inputs * self.width
-        return stash, max(first, 0)
-
-    def _stashed_again(self, index: int, unit: UnitCost) -> int:
-        """Return the bytes of tensors that several matmuls of a layer stash, beyond the first time.
-
-        Matmuls may read the same input, and blocks beside each other get the same gradient. Under sequence
-        parallelism each gathers tensors of its own.
-        """
-        if self.share.own_tokens != self.share.tokens:
-            return 0
-        inputs = outputs = again = 0  # of the matmuls so far that have the input or the gradient in common
-        for spec, block in zip(blocks_of(self.model, index), unit.blocks, strict=True):
-            if spec.input_norm is not None or not spec.beside:
-                inputs = 0
-            if not spec.beside:
-                outputs = 0
-            for matmul in block.reading:
-                if matmul.stashed and matmul.rows * matmul.inputs == self.units.own:
-                    again += self.own if inputs else 0
-                    inputs += 1
-            is_gradient_of_stream = not (block.after.forward or block.after.kept or block.dropped)
-            for matmul in block.matmuls[-1:] if is_gradient_of_stream else []:
-                if matmul.stashed and matmul.rows * matmul.outputs == self.units.own:
-                    again += self.own if outputs else 0
-                    outputs += 1
-        return again
+            return held
+        by_block = "scores" in operations_of(mode)  # probabilities never exist at once
+        walk = StashWalk(self.units, index, self.widths, "selective" if by_block else "none")
+        return replace(held, stash=walk.stash, stash_peak=walk.peak)
 
     @property
     def flash(self) -> bool:
@@ -209,9 +175,13 @@ class Activations:
             gradient = 0 if matmul.keeps_input else self.own
             return HeldBytes(kept + gradient, logits_chunk=chunk * one, workspace=self.own)
         stash = self.splits and matmul.keeps_input
+        # the loss frees what it has kept before the input, which is kept, too, is gathered over tp
+        of_loss = matmul.rows * (2 * self.accumulate + INDEX)
+        gathered = self.whole if stash and self.own != self.whole else 0
         return HeldBytes(
-            saved=kept + matmul.rows * (2 * self.accumulate + INDEX),
+            saved=kept + of_loss,
             stash=self.whole if stash else 0,
+            stash_peak=max(gathered - of_loss, 0),
             logits=matmul.rows * one,
             logits_stash=matmul.rows * matmul.outputs * self.width if stash else 0,
             workspace=self._size(block.workspace),

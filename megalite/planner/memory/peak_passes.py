@@ -99,8 +99,9 @@ class Load(NamedTuple):
 def loads(moments: Iterable[Moment], stages: Sequence[Sequence[HeldBytes]], tables: int) -> Iterator[Load]:
     """Yield the memory of a rank after each unit's forward, and before and after each unit's backward.
 
-    A forward adds what its units save. A backward goes through them in reverse: a recomputed unit temporarily
-    needs more, then its saved bytes are freed, except what a weight pass needs.
+    A forward adds what its units save, and a recomputed unit needs more until it ends. A backward goes
+    through them in reverse: a recomputed unit temporarily needs more, then its saved bytes are freed, except
+    what a weight pass needs.
 
     Args:
         stages: the units of each stage of the rank.
@@ -114,11 +115,13 @@ def loads(moments: Iterable[Moment], stages: Sequence[Sequence[HeldBytes]], tabl
         units = stages[moment.place]
         if moment.kind is ActionKind.FORWARD:
             for index, unit in enumerate(units):
+                if unit.recorded:
+                    yield Load(moment, index, activations + unit.saved + unit.recorded, logits)
                 activations, logits = activations + unit.saved, logits + unit.logits
                 yield Load(moment, index + 1, activations, logits + unit.logits_chunk)
             continue
         for index, unit in reversed(list(enumerate(units))):
-            recomputed = unit.recomputed + unit.stash_first
+            recomputed = unit.recomputed + unit.stash_peak
             yield Load(moment, index, activations + recomputed, logits, unit.workspace)
             activations += unit.stash - unit.saved
             logits += unit.logits_stash - unit.logits

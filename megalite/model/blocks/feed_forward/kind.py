@@ -22,6 +22,7 @@ class FeedForwardKind(BlockKind):
 
     name = "feed_forward"
     slot, context = LAYER_BLOCKS[name]
+    output_operation = "mlp_out"
 
     def specs(self, build: SpecBuilder, block: BlockSpec) -> list[ParamSpec]:
         return parameters.specs(build, block.name, build.model.intermediate_size)

@@ -95,6 +95,7 @@ def _indexer(units: Units, block: BlockSpec, selects: bool, trained: bool) -> tu
             at_least_fp32=part == "weights",
             spread=spread,
             cp=share.cp,
+            input_of=f"{block.slot}.q_b" if part == "q" else "",
         )
 
     normed = (

@@ -29,6 +29,7 @@ class MixtureKind(BlockKind):
 
     name = "mixture"
     slot, context = LAYER_BLOCKS[name]
+    output_operation = "experts"
 
     def specs(self, build: SpecBuilder, block: BlockSpec) -> list[ParamSpec]:
         return parameters.specs(build, block.name)
