@@ -88,3 +88,19 @@ def test_blocks_beside_each_other_drop_output_and_norm_together():
         for mode in ("attn_out", "mlp_norm", "attn_out+mlp_norm")
     )
     assert both <= norm < output
+
+
+def test_recomputed_experts_keep_neither_logits_nor_probabilities():
+    case, layers, tokens, few, many = FAMILIES["experts"], 8, 160, 4, 64
+
+    def dropped(experts: int) -> int:
+        sizes = {"num_hidden_layers": layers, "vocab_size": 32, "num_experts": experts, "moe_intermediate_size": 8}
+        config = {**case, "model": {**case["model"], **sizes}}
+        kept, recomputed = (
+            jobs_memory.most_allocated(RankContext(0, 1), tree(**{**config, "train": {"recompute": mode}}))
+            for mode in ("none", "experts")
+        )
+        return kept - recomputed
+
+    # of all layers but the one whose backward is running
+    assert dropped(many) - dropped(few) >= 2 * 4 * (layers - 1) * tokens * (many - few)

@@ -15,6 +15,7 @@ linears.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,17 @@ from megalite.parallel.microbatch import IGNORE_INDEX
 from megalite.parallel.node import Node, Saved
 from megalite.parallel.tensor.linear import Activation, ColumnParallelLinear
 from megalite.parallel.weight import Weights
+
+
+class _Start(torch.autograd.Function):
+    """Returns x as the start of a graph, which does not hold x as it would a leaf: recomputation can drop it.
+
+    `anchor` makes the output require a gradient. Gradients are those of the output: no backward runs.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor) -> Tensor:
+        return x.view_as(x)
 
 
 class MixtureOfExperts(BlockModule):
@@ -92,7 +104,8 @@ class MixtureOfExperts(BlockModule):
         logits = self.router.compute(rows, saved)  # [tokens, experts], at least fp32
         # The weights of the experts and the losses of the router are small: autograd differentiates them.
         with torch.set_grad_enabled(state.training):
-            weights, choice = self._weights(logits.requires_grad_(state.training), x.shape[0], state)
+            logits = _Start.apply(logits, logits.new_empty(0).requires_grad_(state.training))
+            weights, choice = self._weights(logits, x.shape[0], state)
         saved.append((logits, weights))
         # before the host waits for the sizes of the dispatch
         shared = None if self.shared is None else self._shared(x, rows, saved, state)
