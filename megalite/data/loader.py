@@ -82,8 +82,6 @@ class Loader:
     def step(self, first_sample: int) -> list[Microbatch]:
         """Return this rank's microbatches of the global batch that starts at `first_sample`.
 
-        Starts reading the next batch.
-
         Starts reading the batch after it.
 
         Raises the exceptions of the reading thread.

@@ -171,6 +171,8 @@ class Fp8Statistics(Observer):
             matmuls.observer = self
 
     def _begin(self, stage: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if not torch.is_grad_enabled():  # a pass before the step, such as that of a reference model
+            return
         self._now = self._forwards[id(stage), id(inputs[1])] = _Sums()
 
     def _end(self, stage: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:

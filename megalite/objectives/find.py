@@ -24,6 +24,8 @@ OBJECTIVES = {
     "distillation": ("distillation", "Distillation"),
 }
 """Name → module of this package and class."""
+KINDS_OF_DATA = ("pairs", "labelled")
+"""`Objective.data` of an objective over sequences."""
 
 
 def objective_class(name: str) -> type[Objective]:
@@ -64,6 +66,13 @@ def _own_class(file: Path, name: str) -> type[Objective]:
     if not (isinstance(objective, type) and issubclass(objective, Objective)):
         kinds = "Objective, PairObjective or another class of megalite.objectives"
         raise ConfigError(f"{option}: {file} has no class {name} that is derived from {kinds}.")
+    if missing := ", ".join(sorted(objective.__abstractmethods__)):
+        raise ConfigError(f"{option}: {name} does not define {missing}. Add it.")
+    if (data := getattr(objective, "data", None)) not in KINDS_OF_DATA:
+        legal = " or ".join(map(repr, KINDS_OF_DATA))
+        raise ConfigError(
+            f"{option}: {name}.data is {data!r}, but your own objective is over sequences. Set it to {legal}."
+        )
     return objective
 
 

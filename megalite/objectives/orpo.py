@@ -10,13 +10,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOG_HALF = -0.6931471805599453
+LARGEST_MEAN = -(2.0**-53)
+"""Largest mean log-probability whose odds differ from others in fp64."""
 
 
 def log_odds(mean: Tensor) -> Tensor:
     """Return log(p / (1 − p)) for log p = `mean`, a mean log-probability below 0.
 
-    log(1 − p) is log1p(−p) for small p and log(−expm1(log p)) for large p, so that neither cancels.
+    log(1 − p) is log1p(−p) for small p and log(−expm1(log p)) for large p, so that neither cancels. A mean of
+    0, to which a completion of few tokens rounds once it is certain, has finite odds without a gradient.
     """
+    mean = mean.clamp(max=LARGEST_MEAN)
     # either form is computed where it is exact, and elsewhere at a point at which its gradient is finite
     small = mean.clamp(max=LOG_HALF)
     large = mean.clamp(min=LOG_HALF)

@@ -16,6 +16,7 @@ sequence parallelism linears gather codes in place of a tensor of which nothing 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
@@ -307,7 +308,10 @@ def attach_fp8(store: ParameterStore, train: TrainConfig, layers: int) -> None:
                 bucket.layout, bucket.start, bucket.stop, train.fp8_power_of_two, store.device
             )
         # weights that only exist while they are used have no codes to keep
-        updates = None if bucket.shard is not None else lambda: store.gatherer.updates
+        updates = None
+        if bucket.shard is None:
+            count = "updates" if bucket.layout.trainable else "loads"
+            updates = partial(getattr, store.gatherer, count)
         for index, slot in enumerate(bucket.layout.slots):
             choice = fp8_choice(slot.spec, store.at, Fp8Options.of(train), layers)
             if not choice.rows:

@@ -19,6 +19,7 @@ from megalite.config.run_length import resume_steps, with_batches
 from megalite.config.schema import Config
 from megalite.model.kinds import dispatch_of
 from megalite.model.parameters import embedding_uses, model_specs
+from megalite.objectives.find import objective_class
 
 FREE = ("preset", "from_hf", "init_from", "resize_embeddings", "dropout")
 """Options of model and lora that do not affect the content of a checkpoint."""
@@ -77,6 +78,15 @@ def check_resume(config: Config, fingerprint: str, state: dict[str, Any], direct
             f"(train.indexer={phase}), because the two train different parameters. Start another run from "
             f"the weights with model.init_from={directory}."
         )
+    if (before := saved.train.objective) != config.train.objective:
+        needs = objective_class(config.train.objective).needs_reference
+        if needs and not objective_class(before).needs_reference:
+            raise ConfigError(
+                f"train.objective={config.train.objective} does not match checkpoint.load={directory} "
+                f"(train.objective={before}): its reference is the model without adapters, and that run has "
+                "already trained them. Merge them with megalite convert export, and start another run from "
+                "hf:DIR with model.init_from."
+            )
     check_resumed_tokenizer(config, fingerprint, state, directory)
     if state["fingerprint"] != fingerprint and "data" not in allow:
         what = other_samples(config, saved)

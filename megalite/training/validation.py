@@ -103,7 +103,9 @@ def _sums_of_batch(
         from megalite.model.objective.statistics import TERMS
 
         counts = counts_of(trainer.objective, microbatches)
+        # on the device also where there is no head
+        none = statistics["loss"].new_zeros(len(counts))
         # cp ranks have the same sequences
-        terms = statistics.get(TERMS, torch.zeros_like(counts)) * (trainer.mesh.cp.rank == 0)
+        terms = statistics.get(TERMS, none) * (trainer.mesh.cp.rank == 0)
         counts = counts * (trainer.mesh.cp.rank == 0)
     return torch.stack([terms, counts.to(terms)])

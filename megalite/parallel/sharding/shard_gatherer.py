@@ -93,7 +93,7 @@ class ShardGatherer(WeightGatherer):
 
         Buckets whose codes are gathered get those of the new weights.
         """
-        self.updates += 1
+        self.updates, self.loads = self.updates + 1, self.loads + loaded
         self._free_all()
         coded = [each for each in self.buckets if each.codes is not None]
         if coded:

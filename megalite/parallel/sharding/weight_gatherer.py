@@ -35,6 +35,7 @@ class WeightGatherer:
 
     Attributes:
         updates: the number of changes of the weights so far.
+        loads: the number of those that may have changed frozen weights, too.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class WeightGatherer:
         self.buckets, self.by_unit, self.sharded_update, self.log = buckets, by_unit, sharded_update, log
         # whether something is done where units start and end: weights that nobody gathers are there
         self.has_boundaries = sharded_update
-        self.updates = 0
+        self.updates = self.loads = 0
 
     def pre_forward(self, unit: int, x: Tensor) -> Tensor:
         """Make the weights of the unit available for its forward on x and the backward of it. Return x."""
@@ -85,7 +86,7 @@ class WeightGatherer:
         Args:
             loaded: whether frozen weights may have changed, too.
         """
-        self.updates += 1
+        self.updates, self.loads = self.updates + 1, self.loads + loaded
         for number, bucket in enumerate(self.buckets):
             if self.sharded_update and bucket.layout.trainable:
                 # only pending if no forward has run since the last update, as in a rollback

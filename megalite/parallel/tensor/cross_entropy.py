@@ -100,7 +100,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         first, valid = loss.part(logits)
         scale = grads[0] * ctx.scale
         if ctx.weights is not None:
-            scale = scale * ctx.weights
+            scale = scale * ctx.weights.to(lse.dtype)  # a scalar does not widen weights
         terms = (first, valid, IGNORE_INDEX, loss.label_smoothing, loss.z_loss, loss.vocab_size)
         # In place: the logits, [tokens, vocabulary/tp], are usually the largest tensor of a step.
         gradient_(logits, targets, lse, scale, *terms)
