@@ -68,6 +68,8 @@ def describe_fp8(config: Config) -> list[str]:
         if choice.size is not None:
             kept[name].add(choice.size)
     line = f"fp8 ({train.fp8}): {matrices} matrices of {len(chosen)} layers"
+    if not matrices:
+        line = f"WARNING: train.fp8 = {train.fp8} has no effect, because no matrix multiplies in fp8"
     if gathered:
         line += f", of which ZeRO-3 gathers the codes of {gathered}"
     if partial:

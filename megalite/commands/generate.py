@@ -283,6 +283,12 @@ def write(
     if streams and len(prompts) > 1:
         raise ConfigError(f"--stream supports a single prompt, got {len(prompts)}. Remove --stream.")
     rows = [(before + tokenizer.encode(prompt)) or [tokenizer.eos] for prompt in prompts]
+    for number, row in enumerate(rows, start=1):
+        if len(row) > model.longest:
+            warn(
+                f"prompt {number} has {len(row):,} tokens; only the last {model.longest:,} are read "
+                "(model.max_position_embeddings)"
+            )
     started = perf_counter()
     shown = {"show": show} if streams else {}
     replies = reply_to(

@@ -213,7 +213,7 @@ def main() -> None:
             )
     except (DataError, OSError) as error:
         tool.error(error, options.output)
-    report(summary, time.monotonic() - started, options.json)
+    report(summary, time.monotonic() - started, options.json, options.too_long)
 
 
 def say(line: str) -> None:
@@ -331,7 +331,7 @@ def _reader(options: argparse.Namespace) -> RecordReader:
     return RecordReader(parsed_keys(options.keys), options.other_parts == "drop")
 
 
-def report(summary: PreparationSummary, seconds: float, as_json: bool) -> None:
+def report(summary: PreparationSummary, seconds: float, as_json: bool, too_long: str = "drop") -> None:
     if as_json:
         print(json.dumps(asdict(summary) | {"seconds": seconds}))
         return
@@ -351,12 +351,13 @@ def report(summary: PreparationSummary, seconds: float, as_json: bool) -> None:
         print(f"{summary.empty_documents:,} empty documents skipped")
     if summary.forms:
         print("\n".join(_about_conversations(summary)))
+    noun = "preference" if summary.chosen + summary.rejected else "conversation"
     for count, what in (
-        (summary.too_long, "are longer than --max_length"),
-        (summary.without_loss, "have no tokens in the loss"),
+        (summary.too_long, f"longer than --max_length: {'dropped' if too_long == 'drop' else 'cut'}"),
+        (summary.without_loss, "without tokens in the loss: dropped"),
     ):
         if count:
-            print(f"{count:,} conversations {what}")
+            print(f"{counted(count, noun)} {what}")
     if summary.skipped:
         listed = "".join(f"\n  {reason}" for reason in summary.skipped_first)
         print(
@@ -373,11 +374,12 @@ def report(summary: PreparationSummary, seconds: float, as_json: bool) -> None:
 def _about_conversations(summary: PreparationSummary) -> list[str]:
     """Return lines about conversations or preferences."""
     judged = summary.chosen + summary.rejected
-    where, share = "completions" if judged else "the loss", summary.loss_tokens / summary.tokens
+    what, where = ("preferences", "completions") if judged else ("conversations", "the loss")
+    share = summary.loss_tokens / summary.tokens
     lines = [
-        f"conversations ({', '.join(summary.forms)}): {summary.loss_tokens:,} tokens in {where} "
+        f"{what} ({', '.join(summary.forms)}): {summary.loss_tokens:,} tokens in {where} "
         f"({share:.1%}), longest {summary.longest:,}",
-        f"one epoch with data.packing: {summary.packed_rows:,} rows of data.sequence_length "
+        f"one epoch with data.packing: {counted(summary.packed_rows, 'row')} of data.sequence_length "
         f"{summary.row_length:,}",
     ]
     if judged:

@@ -100,9 +100,13 @@ def sizes_of(layout: Mapping[str, int]) -> str:
 
 def compare_fp8(config: Config, steps: int, layout: Mapping[str, int], on_cpu: bool, as_json: bool) -> int:
     """Run both, print the result, and return the exit status."""
+    from megalite.assembly.fp8_matrices import describe_fp8, fp8_matrices
     from megalite.training.fp8_comparison import compare, without_fp8
     from megalite.training.verify import run_ranks
 
+    (about,) = describe_fp8(config)
+    if not fp8_matrices(config):
+        exit_with(f"--fp8 has nothing to compare: {about.removeprefix('WARNING: ')}.")
     module = "megalite.training.fp8_comparison"
     with tempfile.TemporaryDirectory(prefix="megalite_verify_") as scratch, progress_of(as_json) as progress:
         directories = Path(scratch, "fp8"), Path(scratch, "plain")
@@ -117,6 +121,7 @@ def compare_fp8(config: Config, steps: int, layout: Mapping[str, int], on_cpu: b
         facts = {"equal": difference is None, "steps": steps, "layout": layout, "fp8": config.train.fp8}
         print(json.dumps(facts | comparison.as_json()))
         return int(difference is not None)
+    print(about)
     precision = config.train.precision
     print(f"step      loss in fp8      loss in {precision}      difference")
     for step, (loss, plain) in enumerate(comparison.losses, start=1):

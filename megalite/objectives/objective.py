@@ -148,7 +148,13 @@ class PairObjective(Objective):
 
     def terms(self, scores: Scores) -> list[Tensor]:
         chosen, rejected = scores.pairs()
-        terms = [self.losses(chosen, rejected).sum()]
+        losses = self.losses(chosen, rejected)
+        if losses.shape != chosen.completion.shape:
+            raise ValueError(
+                f"{type(self).__name__}.losses must return the loss of each pair, not their sum or mean: "
+                f"expected shape {list(chosen.completion.shape)}, got {list(losses.shape)}"
+            )
+        terms = [losses.sum()]
         if self._nll_weight:
             likelihood = chosen.completion + chosen.prompt if self.nll_of_prompts else chosen.completion
             terms.append(-self._nll_weight * likelihood.sum())

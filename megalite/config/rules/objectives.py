@@ -38,7 +38,16 @@ def _contents(c: RuleContext) -> str:
 
 def _way_to_data(c: RuleContext) -> str:
     if _of_sequences(c):
-        return "Prepare it with `megalite prepare --preference`, or set train.objective to cross_entropy."
+        needed, present = objective_class(c.train.objective).data, preference(_other_data(c) or "")
+        if not present:
+            return "Prepare it with `megalite prepare --preference`, or set train.objective to cross_entropy."
+        option = (
+            "the same records with `megalite prepare --preference labelled`"
+            if needed == "labelled"
+            else "pairs with `megalite prepare --preference`"
+        )
+        other = "kto" if needed == "pairs" else "dpo or another objective over pairs"
+        return f"Prepare {option}, or set train.objective to {other}."
     return "Set train.objective to simpo or another objective over preferences, or train on other data."
 
 

@@ -282,6 +282,7 @@ def memory_parts(plan: Plan) -> str:
     memory = plan.memory
     parts = {
         "weights": 0 if plan.choice.offload_parameters else memory.parameters,
+        "weights in fp8": 0 if plan.choice.offload_parameters else memory.states.codes,
         "gradients": memory.gradients,
         "optimizer state": 0 if plan.choice.offload != "none" else memory.optimizer,
         "activations": memory.activations,
