@@ -165,7 +165,7 @@ class ShortConvolutionKind(BlockKind):
         values = tokens * out.inputs
         mix = Elementwise((3 * values,), (5 * values,), (packed, mixed))
         workspace = (Buffer("gradients of the convolution", 6 * values),)
-        return BlockCost((into, mix, out), workspace, keeps_input=into.keeps_input)
+        return BlockCost((into, mix, out), workspace, keeps_input=into.keeps_input, keeps_last_input=out.keeps_input)
 
     def recomputed(self, units: Units, cost: BlockCost) -> list[recomputed.Group]:
         _, mix, _ = cost.steps
