@@ -85,9 +85,14 @@ class ParallelDims:
         )
 
     @property
+    def sequence(self) -> int:
+        """Number of ranks that have parts of the same rows at one pipeline stage."""
+        return self.cp * self.tp
+
+    @property
     def replica(self) -> int:
         """Number of ranks that train one copy of the model, on the same rows."""
-        return self.pp * self.cp * self.tp
+        return self.pp * self.sequence
 
     @property
     def world(self) -> int:

@@ -47,9 +47,8 @@ def _whole_micro_batch(c: RuleContext) -> int:
 
 def _splits_rows_of_experts(c: RuleContext) -> bool:
     """Whether an expert's rows of one microbatch do not meet on one rank, in the order of their tokens."""
-    ranks = c.parallel.cp * c.parallel.tp
     zigzag = c.parallel.cp > 1 and c.parallel.context != "ulysses"
-    return c.model.has_mixtures and (zigzag or c.parallel.ep % ranks != 0)
+    return c.model.has_mixtures and (zigzag or c.parallel.ep % c.dims.sequence != 0)
 
 
 def _samples_at_once(c: RuleContext) -> int:
@@ -298,11 +297,11 @@ RULES: tuple[Rule, ...] = (
         "train.fp8_weight_gradients",
         lambda c: c.train.fp8_weight_gradients and _splits_rows_of_experts(c),
         message=lambda c: (
-            f"requires that the ranks of a microbatch, cp * tp = {c.parallel.cp * c.parallel.tp}, send an "
+            f"requires that the ranks of a microbatch, cp * tp = {c.dims.sequence}, send an "
             "expert's rows to one rank, in the order of their tokens"
         ),
         legal=lambda c: (
-            f"Use a multiple of {c.parallel.cp * c.parallel.tp} as parallel.ep and ulysses as "
+            f"Use a multiple of {c.dims.sequence} as parallel.ep and ulysses as "
             "parallel.context, or remove it."
         ),
     ),
