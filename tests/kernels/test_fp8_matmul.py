@@ -165,6 +165,7 @@ def test_other_blocks_than_those_of_kernels_take_the_reference(gpu, monkeypatch)
 
 def test_the_report_names_the_implementation_and_the_reason(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "X")
+    monkeypatch.setattr(backend, "selected", "triton")  # another test may have selected torch
     device = torch.device("cuda")
     gpu("sm_90", fp8_block="scaled_mm")
     assert fp8_matmul.describe(device, "block") == (
