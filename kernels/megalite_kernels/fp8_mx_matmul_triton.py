@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megalite_kernels.fp8 import MX_BLOCK
-from megalite_kernels.fp8_matmul_triton import TOGETHER, _place
+from megalite_kernels.fp8_matmul_triton import TOGETHER, _like, _place
 from megalite_kernels.launch import Variant, fp8_architecture, operation
 
 TILES = {"sm_100": (128, 256, 128, 8, 3), "sm_120": (128, 128, 128, 8, 3)}
@@ -66,12 +66,6 @@ def _variant(chip: str, grouped: bool) -> Variant:
     constants = {"TILE_ROWS": rows, "COLUMNS": columns, "INNER": inner}
     constants |= {"BLOCK": MX_BLOCK, "TOGETHER": TOGETHER, "GROUPED": grouped}
     return Variant(_mx_matmul, constants, warps, stages)
-
-
-def _like(
-    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype, ends: Tensor | None = None
-) -> Tensor:
-    return torch.empty(a.shape[0], b.shape[-2], dtype=dtype, device=a.device)
 
 
 @operation(fake=_like)
