@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 from megalite.model.statistics import CAUSE
-from megalite.parallel.fp8 import Fp8Matmuls, OperandName
+from megalite.parallel.fp8 import OPERANDS, Fp8Matmuls
 from megalite.parallel.spec import Rectangle
 from megalite.parallel.weight import Weights
-
-OPERANDS: tuple[OperandName, ...] = ("x", "w", "dy")
 
 
 class FiniteOperands:

@@ -28,7 +28,7 @@ from megalite.mesh.layout import Coordinates
 from megalite.monitoring.metrics import BY_LAYER, FLUSHED, ROUNDING, SATURATED, StepMetrics
 from megalite.monitoring.observers import Observer
 from megalite.parallel.collectives import all_reduce
-from megalite.parallel.fp8 import Fp8Matmuls, OperandName
+from megalite.parallel.fp8 import OPERANDS, PRODUCTS, Fp8Matmuls, OperandName
 from megalite.parallel.spec import ParamSpec
 
 if TYPE_CHECKING:
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 
 AHEAD = 1  # number of steps that the trainer may be ahead of the written result
 COLUMNS = 8  # of a product, spread over the whole matrix
-OPERANDS: tuple[OperandName, ...] = ("x", "w", "dy")
-PRODUCTS: dict[OperandName, str] = {"x": "forward", "dy": "input_gradient"}
-"""OperandName → the product that it is multiplied in with the weight."""
 _MAGNITUDE, _LARGEST_CODE = 0x7F, 0x7E  # bits of e4m3
 
 

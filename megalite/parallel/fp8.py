@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 
 OperandName = Literal["x", "w", "dy"]
 """Input of a layer, weight, gradient of the output."""
+OPERANDS: tuple[OperandName, ...] = ("x", "w", "dy")
+PRODUCTS: dict[OperandName, str] = {"x": "forward", "dy": "input_gradient"}
+"""Operand → the product that it is multiplied in with the weight."""
 
 
 class Fp8Format(NamedTuple):

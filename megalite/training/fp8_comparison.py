@@ -32,7 +32,7 @@ from megalite.assembly.fp8_matrices import fp8_matrices
 from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import Config
 from megalite.launch.process import choose_device, configure_process, shutdown, start_process_group
-from megalite.parallel.fp8 import Fp8Format, Fp8Matmuls, OperandName
+from megalite.parallel.fp8 import PRODUCTS, Fp8Format, Fp8Matmuls, OperandName
 from megalite.training.trainer import Trainer
 
 ACCUMULATION = 2.0**-10
@@ -40,7 +40,6 @@ ACCUMULATION = 2.0**-10
 NEAREST = 1 + 2.0**-12
 """Largest distance of a code from its value in units of half a spacing: 1, and the rounding of the scale."""
 SMALLEST_AMAX = 1e-12  # of the recipe with fp32 scales
-PRODUCTS: dict[OperandName, str] = {"x": "forward", "dy": "input_gradient"}
 
 
 @dataclass(frozen=True)
