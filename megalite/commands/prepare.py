@@ -4,7 +4,7 @@
     megalite prepare --input 'src/**/*.py' --train_tokenizer 4096 --output data/code
     megalite prepare --input hf:NAME --split train --tokenizer DIR --output data/name
     megalite prepare --chat --input chats.jsonl --tokenizer HF_DIR --output data/chats
-    megalite prepare --preference --input pairs.jsonl --tokenizer HF_DIR --output data/pairs
+    megalite prepare --preference --input preferences.jsonl --tokenizer HF_DIR --output data/pairs
 
 Every document ends with EOS. A text file, a line of a .jsonl, an entry of a list of JSON or a row of a .csv
 or .parquet is one document; empty and null texts are left out. Files may be compressed (gzip, bzip2, xz,

@@ -87,7 +87,7 @@ def make_place(place: Path) -> Path:
     write_tokenizer(write_model(Case("Qwen3Next", hybrid), place / "models" / "qwen3-next"), CHATML)
     answer = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]}
     write_lines(place / "chats.jsonl", [answer] * 40)
-    write_lines(place / "pairs.jsonl", [{"prompt": "?", "chosen": "!", "rejected": "."}] * 40)
+    write_lines(place / "preferences.jsonl", [{"prompt": "?", "chosen": "!", "rejected": "."}] * 40)
     write_lines(place / "votes.jsonl", [{"prompt": "?", "completion": "!", "label": bool(i % 2)} for i in range(40)])
     (place / "corpus").mkdir()
     for source in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:120]:  # enough text for 8,192 pieces
