@@ -9,12 +9,6 @@ depends on (seed, epoch, dataset) only.
 
 Documents may also stay whole (`megalite.data.conversations`): a sample is then a row with one conversation,
 or with as many as fit, chosen by their lengths only.
-
-A `Blend` interleaves datasets by weight. The weights are scaled to integers q_1 … q_n with sum D, and a table
-of one period of D samples is built such that after k samples dataset j has contributed q_j·k/D of them,
-within one sample. Sample k is row k mod D of the table, which gives the dataset and the number of its samples
-earlier in the period; (k div D)·q_j of its samples are in earlier periods. Nothing else is stored or
-replayed.
 """
 
 from __future__ import annotations
@@ -24,7 +18,7 @@ import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,12 +29,9 @@ from numpy.typing import NDArray
 from megalite.config.samples import (
     DataError,
     Member,
-    first_repeat,
     held_out_fraction,
     held_out_start,
-    interleave,
     whole_samples,
-    whole_weights,
 )
 from megalite.config.sections.data import DataConfig
 from megalite.config.token_files import named_sets, prefixes
@@ -129,11 +120,11 @@ class TokenFiles(Dataset):
         self._ends = list(accumulate(map(len, self._tokens)))  # end of each part in the concatenation
         files = [part.file for part in parts]
         self._names = ", ".join(file.prefix for file in files)
-        self.vocab_size, self.eos = _agreed(files, "vocab_size"), _agreed(files, "eos")
-        self._content = _hash(
+        self.vocab_size, self.eos = agreed(files, "vocab_size"), agreed(files, "eos")
+        self._content = digest(
             *(piece for p in parts for piece in (*p.file.digest_parts(), f"{p.start}:{p.stop}".encode()))
         )
-        self.fingerprint = _hash(
+        self.fingerprint = digest(
             json.dumps([self._content, sequence_length, seed if shuffle else None, *options]).encode()
         )
 
@@ -174,82 +165,6 @@ class Concatenation(TokenFiles):
     def _sample(self, sample: int) -> Sample:
         tokens = self._read(self._tokens, sample * self._length, self._length + 1)
         return Sample(tokens[:-1], tokens[1:])
-
-
-class Blend(Dataset):
-    """A mixture of datasets, interleaved by weight.
-
-    After any number of samples, each dataset has contributed its share to within one sample.
-
-    Weights are exact if the smallest integers in their proportion sum to at most LONGEST_PERIOD, else rounded
-    to 1/LONGEST_PERIOD.
-    """
-
-    def __init__(self, datasets: list[Dataset], weights: list[float]):
-        self._datasets, self._counts = datasets, whole_weights(weights)
-        # `period`: the dataset of each sample of a period
-        self.period, self._earlier = interleave(self._counts)
-        sizes = [dataset.samples_per_epoch for dataset in datasets]
-        self.samples_per_epoch = min(
-            first_repeat(self.period, self._counts, j, samples) for j, samples in enumerate(sizes)
-        )
-        shares = [count / len(self.period) for count in self._counts]
-        self.members = [
-            member._replace(share=share)
-            for each, share in zip(datasets, shares, strict=True)
-            for member in each.members
-        ]
-        self.vocab_size, self.eos = _agreed(datasets, "vocab_size"), _agreed(datasets, "eos")
-        self.chat = any(dataset.chat for dataset in datasets)
-        self.weighted = any(dataset.weighted for dataset in datasets)
-        self.preference = datasets[0].preference
-        # the ordinal of each dataset's first document
-        *self._first_documents, self.documents = accumulate((d.documents for d in datasets), initial=0)
-        self.fingerprint = _hash(json.dumps([[d.fingerprint for d in datasets], self._counts]).encode())
-
-    def __getitem__(self, index: int) -> Sample:
-        source, sample = self.locate(index)
-        return _renumbered(self._datasets[source][sample], self._first_documents[source])
-
-    def locate(self, index: int) -> tuple[int, int]:
-        """Return the dataset of sample `index` and the index of the sample in that dataset."""
-        period, row = divmod(index, len(self.period))
-        source = int(self.period[row])
-        return source, period * self._counts[source] + int(self._earlier[row])
-
-
-class NamedSets(Dataset):
-    """Several validation sets by name, concatenated; `sets` has each of them."""
-
-    def __init__(self, sets: Mapping[str, Dataset]):
-        self._sets = dict(sets)
-        self._datasets = list(sets.values())
-        self._ends = list(accumulate(dataset.samples_per_epoch for dataset in self._datasets))
-        self.samples_per_epoch = self._ends[-1]
-        self.members = [member for dataset in self._datasets for member in dataset.members]
-        first = self._datasets[0]
-        self.vocab_size, self.eos, self.chat = first.vocab_size, first.eos, first.chat
-        self.weighted, self.preference = any(d.weighted for d in self._datasets), first.preference
-        *self._first_documents, self.documents = accumulate((d.documents for d in self._datasets), initial=0)
-        self.fingerprint = "+".join(dataset.fingerprint for dataset in self._datasets)
-
-    @property
-    def sets(self) -> Mapping[str, Dataset]:
-        return self._sets
-
-    def __getitem__(self, index: int) -> Sample:
-        sample = index % self.samples_per_epoch
-        number = bisect_right(self._ends, sample)
-        first_sample = self._ends[number - 1] if number else 0
-        return _renumbered(self._datasets[number][sample - first_sample], self._first_documents[number])
-
-
-def _renumbered(sample: Sample, first: int) -> Sample:
-    """Return a sample whose documents of preferences are counted from `first`."""
-    if sample.sequences is None:
-        return sample
-    documents = sample.sequences.documents + first
-    return sample._replace(sequences=replace(sample.sequences, documents=documents))
 
 
 def permute(index: int, size: int, key: int) -> int:
@@ -311,14 +226,17 @@ def build(config: DataConfig, seed: int) -> tuple[Dataset, Dataset | None]:
 def _dataset(
     source: Any, parts: dict[str, TokenRange], config: DataConfig, shuffle: bool, seed: int
 ) -> Dataset:
-    if sets := named_sets(source):
-        return NamedSets(
-            {name: _samples([parts[prefix]], config, shuffle, seed) for name, prefix in sets.items()}
-        )
-    if isinstance(source, dict) and len(source) > 1:
-        return Blend(
-            [_samples([parts[prefix]], config, shuffle, seed) for prefix in source], list(source.values())
-        )
+    if isinstance(source, dict):
+        from megalite.data.mixtures import Blend, NamedSets  # not needed by files joined end to end
+
+        if sets := named_sets(source):
+            return NamedSets(
+                {name: _samples([parts[prefix]], config, shuffle, seed) for name, prefix in sets.items()}
+            )
+        if len(source) > 1:
+            return Blend(
+                [_samples([parts[prefix]], config, shuffle, seed) for prefix in source], list(source.values())
+            )
     return _samples([parts[prefix] for prefix in prefixes(source)], config, shuffle, seed)
 
 
@@ -330,7 +248,7 @@ def _samples(parts: list[TokenRange], config: DataConfig, shuffle: bool, seed: i
     return rows_of_documents(parts, config.sequence_length, config.packing, shuffle, seed)
 
 
-def _agreed(sources: list[Any], attribute: str) -> int | None:
+def agreed(sources: list[Any], attribute: str) -> int | None:
     """Return the common value of all sources, or None if a source has none.
 
     Raises DataError if they differ.
@@ -345,8 +263,8 @@ def _agreed(sources: list[Any], attribute: str) -> int | None:
     return None if None in values else values.pop()
 
 
-def _hash(*parts: bytes) -> str:
-    digest = blake2b(digest_size=16)
+def digest(*parts: bytes) -> str:
+    hasher = blake2b(digest_size=16)
     for part in parts:
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.hexdigest()
+        hasher.update(len(part).to_bytes(8, "little") + part)
+    return hasher.hexdigest()

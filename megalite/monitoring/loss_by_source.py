@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megalite.data.dataset import Blend
+from megalite.data.mixtures import Blend
 from megalite.monitoring.metrics import SOURCE, StepMetrics
 from megalite.monitoring.observers import Observer
 from megalite.parallel.collectives import all_reduce

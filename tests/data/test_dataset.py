@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from megalite.config.samples import LONGEST_PERIOD, interleave, whole_weights
 from megalite.config.sections.data import DataConfig
-from megalite.data.dataset import Blend, Concatenation, TokenRange, build, permute
+from megalite.data.dataset import Concatenation, TokenRange, build, permute
 from megalite.data.indexed import DataError
+from megalite.data.mixtures import Blend
 
 S = 5
 

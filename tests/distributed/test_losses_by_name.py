@@ -12,7 +12,7 @@ from megalite.assembly import parts as build
 from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict, load_config
 from megalite.config.rules import check
-from megalite.data.dataset import Blend
+from megalite.data.mixtures import Blend
 from megalite.monitoring.loss_by_source import LossBySource
 from megalite.training.trainer import Trainer
 from megalite.training.validation import losses
