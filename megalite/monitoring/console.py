@@ -147,6 +147,8 @@ class Console(ExitStack):
             parts.append(f"bubble {metrics.bubble_fraction:.0%}")
         if (accuracy := numbers.get(f"{REWARDS}accuracies")) is not None:
             parts.append(f"accuracy {accuracy:.0%}")
+        if (loss := numbers.get("indexer_loss")) is not None:
+            parts.append(f"indexer loss {loss:.4f}")
         for phase in ("data", "communication"):  # only shown if they take a visible fraction of the step
             share = numbers.get(f"time_{phase}_s", 0.0) / metrics.step_time_s
             parts += [f"{phase} {share:.0%}"] if share >= 0.005 else []

@@ -79,6 +79,8 @@ def _sums(trainer: Trainer, data: Dataset) -> Tensor:
             if trainer.objective is not None or trainer.teacher is not None:
                 reference.run_others(trainer, on_device)
             statistics, _ = trainer.parts.runtime.run(plan, on_device, step=0, loss_scale=1.0, training=False)
+            if trainer.parts.statistics is not None:
+                trainer.parts.statistics.own(statistics)  # what a block has noted is not of the next step
             sums.append(_sums_of_batch(trainer, microbatches, statistics))
             trainer.mesh.activity.enter(READING)
     finally:

@@ -104,7 +104,10 @@ RULES: tuple[Rule, ...] = (
         "train.indexer",
         lambda c: c.train.indexer == "warmup" and _warmup_lacks(c),
         message=lambda c: f"trains the indexers alone, but {_warmup_lacks(c)} is not set",
-        legal=lambda c: f"Set {_warmup_lacks(c)}, or remove train.indexer.",
+        legal=lambda c: (
+            f"Set {_warmup_lacks(c)}, or remove train.indexer. Options of the shape come from "
+            "model.from_hf, weights alone from model.init_from."
+        ),
     ),
     Rule(
         "whole microbatches",
