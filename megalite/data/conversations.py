@@ -34,9 +34,9 @@ class RowSequences:
 class Conversations(TokenFiles):
     """Dataset of conversations: one document per row or, with `packing`, as many as fit.
 
-    A document's targets are all its tokens except the first, so none predicts the next document's first token.
-    Its inputs are all except the last; of pairs they include it. Raises DataError also if there is no document, or one that is longer than
-    a row.
+    A document's targets are all its tokens except the first, so none predicts the next document's first
+    token. Its inputs are all except the last; of pairs they include it. Raises DataError also if there is no
+    document, or one that is longer than a row.
     """
 
     chat = True
