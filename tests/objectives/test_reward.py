@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from megalite.assembly.parts import make_mesh
 from megalite.commands import convert as convert_hf
+from megalite.commands import generate
 from megalite.config.load import from_dict
 from megalite.families.model_config import families, hf_shape
 from megalite.training.trainer import StepResult, Trainer
@@ -117,7 +118,7 @@ def test_trains_as_trl_does(lora, model, prefix, tmp_path):
     )
 
 
-def test_an_exported_reward_model_is_read_again(model, prefix, tmp_path):
+def test_an_exported_reward_model_is_read_again(model, prefix, tmp_path, capsys):
     """Its import and export have equal bytes, and a run that starts from it continues with its head."""
     train_here(model, prefix, tmp_path, {})
     after = tmp_path / "after"
@@ -126,6 +127,9 @@ def test_an_exported_reward_model_is_read_again(model, prefix, tmp_path):
     for file in ("model.safetensors", "config.json"):
         assert (after / file).read_bytes() == (tmp_path / "again" / file).read_bytes()
     assert hf_shape(str(after))["output_head"] == "reward"
+    with pytest.raises(SystemExit):
+        generate.main([str(tmp_path / "imported"), "--prompt", "1 2"])
+    assert "which predicts no tokens. Export it" in capsys.readouterr().err
     (tmp_path / "next").mkdir()
     next_run = train_here(after, prefix, tmp_path / "next", {})
     theirs = rewards(classifier(after, after, False), documents_of(prefix))

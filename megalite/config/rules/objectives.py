@@ -120,25 +120,11 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        "a reward model predicts no tokens",
-        "model.mtp_layers",
-        lambda c: c.model.mtp_layers and c.model.output_head == "reward",
-        message="is not supported with {model.output_head}, which predicts no tokens",
-        legal="Set it to 0.",
-    ),
-    Rule(
         "a reward model has no head of tokens to save",
         "lora.modules_to_save",
         lambda c: "head" in (c.lora.modules_to_save or ()) and c.model.output_head == "reward",
         message="names head, but {model.output_head}, whose head is always trained",
         legal="Remove head.",
-    ),
-    Rule(
-        "the last token of a completion is the one without a target",
-        "data.eod_mask_loss",
-        lambda c: c.data.eod_mask_loss and c.model.output_head == "reward",
-        message="is not supported with {model.output_head}, which reads the last token of a completion",
-        legal="Set it to false.",
     ),
     Rule(
         "a reference without adapters",

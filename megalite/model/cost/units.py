@@ -153,8 +153,8 @@ class Units:
         own, width = self.share.own_tokens, self.model.hidden_size
         ranks = self.share.tokens // own
         matmul = LocalMatmul("score", own, 1, width, width, "outputs", ranks=ranks)
-        stream, places = Buffer("residual stream", self.own), Buffer("places of rewards", own, "index")
-        norm = Elementwise((2 * self.own,), (3 * self.own,), (stream, *self._norm_buffers(), places))
+        stream, weights = Buffer("residual stream", self.own), Buffer("derivatives by rewards", own)
+        norm = Elementwise((2 * self.own,), (3 * self.own,), (stream, *self._norm_buffers(), weights))
         workspace = (Buffer("gradients of the norm", 2 * self.own),)
         return UnitCost((BlockCost((matmul,), workspace, before=norm),))
 

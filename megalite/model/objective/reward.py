@@ -3,9 +3,9 @@
     R_s = w · norm(x) at the last token of sequence s
     d loss = Σ_s ∂loss/∂R_s dR_s
 
-Each rank computes the rewards of its own tokens. Communication: one all-reduce of [sequences] numbers over
-cp, and one over tp with sequence parallelism. Every rank then computes the same loss and differentiates its
-own rewards.
+Communication: one all-reduce of [sequences] numbers over cp, and one over tp with sequence parallelism. Every
+rank then computes the same loss, and weighs the outputs of its own tokens with its derivatives: the
+all-reduces have no backward.
 """
 
 from __future__ import annotations
@@ -44,29 +44,28 @@ class RewardLosses(ObjectiveLosses):
         self.splits_sequence = options.sequence_parallel and mesh.tp.size > 1
 
     def losses(self, x: Tensor, microbatch: Microbatch, state: ForwardState) -> tuple[Tensor, Tensor]:
-        sequences = sequences_of(microbatch)
-        own = self._own_rewards(x, microbatch)  # [sequences]
-        rewards = own.detach()
+        sequences, place = sequences_of(microbatch), self._places(microbatch)
+        values = self.project(self.norm(x)).squeeze(-1)  # [seq (/tp), batch]
+        sums = torch.zeros(sequences.count + 1, dtype=torch.float64, device=values.device)
+        rewards = sums.index_add(0, place.flatten(), values.detach().double().flatten())[:-1]  # [sequences]
         for axis in (self.mesh.cp, self.mesh.tp) if self.splits_sequence else (self.mesh.cp,):
             rewards = all_reduce(rewards, axis).wait()
 
-        def scores(values: Tensor) -> Scores:
-            return scores_of(sequences, values.new_zeros(2, len(values)))._replace(reward=values)
+        def scores(rewards: Tensor) -> Scores:
+            return scores_of(sequences, rewards.new_zeros(2, len(rewards)))._replace(reward=rewards)
 
         loss, slopes = self.evaluate(rewards, scores, sequences.factors, state)
-        return self.reported(loss), (own * slopes).sum() if torch.is_grad_enabled() else self.reported(loss)
+        if not torch.is_grad_enabled():
+            return self.reported(loss), self.reported(loss)
+        weights = torch.cat([slopes, slopes.new_zeros(1)])[place].to(values.dtype)
+        return self.reported(loss), (values * weights).sum()
 
-    def _own_rewards(self, x: Tensor, microbatch: Microbatch) -> Tensor:
-        """Return the rewards of the sequences whose last tokens are on this rank, and 0 for others.
+    def _places(self, microbatch: Microbatch) -> Tensor:
+        """Return the sequence that ends with each token of this rank, and their number for other tokens.
 
-        Returns: [sequences] fp64. The last token of a sequence is the one without a target.
+        Returns: [seq (/tp), batch]. The last token of a sequence has no target.
         """
-        sequences = sequences_of(microbatch)
-        index, last = sequences.index, microbatch.targets == IGNORE_INDEX
-        # padding, which has no targets either, and other tokens are summed past the end
-        place = torch.where(last & (index >= 0), index, sequences.count)  # [seq, batch]
-        if self.splits_sequence:
-            place = place.chunk(self.mesh.tp.size)[self.mesh.tp.rank]
-        values = self.project(self.norm(x)).squeeze(-1)  # [seq (/tp), batch]
-        sums = torch.zeros(sequences.count + 1, dtype=torch.float64, device=values.device)
-        return sums.index_add(0, place.flatten(), values.double().flatten())[:-1]
+        sequences, last = sequences_of(microbatch), microbatch.targets == IGNORE_INDEX
+        index = torch.where(sequences.index < 0, sequences.count, sequences.index)  # padding has none either
+        place = torch.where(last, index, sequences.count)
+        return place.chunk(self.mesh.tp.size)[self.mesh.tp.rank] if self.splits_sequence else place
