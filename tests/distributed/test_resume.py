@@ -3,7 +3,7 @@ numbers."""
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +106,10 @@ def test_resuming_is_bitwise_the_run_that_never_stopped(layout, precision, ranks
 
 
 CONTINUED = [
-    *product(OTHERS, LAYOUTS, ["fp64"]),
-    *((other, "single", "fp32") for other in ("dp4-zero1", "tp2-pp2-zb-v")),
+    *((other, saved, "fp64") for other, saved in zip(OTHERS, cycle(LAYOUTS))),
+    ("tp2-pp2-zb-v", "single", "fp32"),
 ]
+"""Each from one process or from eight ranks; below, states go from each layout to the next."""
 
 
 @pytest.mark.parametrize(("other", "saved", "precision"), CONTINUED)
@@ -138,7 +139,7 @@ def test_restored_tensors_are_the_same_bits_and_no_sample_is_lost(number, reshar
 def test_a_run_that_changes_its_schedule_at_every_checkpoint_is_bitwise_the_run_that_does_not(ranks, prefix, tmp_path):
     """Untied, without clipping. zb-h2 and zb-v are in the middle of a step when they save: it ends without being told
     to."""
-    schedules = ("1f1b", "zb-h2", "interleaved-3", "zb-v", "v-half", "zb-h1", "interleaved-2", "gpipe")
+    schedules = ("1f1b", "zb-h2", "interleaved-3", "zb-v", "gpipe")
 
     def configuration_of(schedule: str, load: str, steps: int) -> dict[str, Any]:
         layout = {"pp": 2, "dp": 2, "zero": 1, "microbatches": 4, "schedule": schedule, "tied": False, "layers": 7}
