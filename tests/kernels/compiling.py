@@ -145,12 +145,12 @@ Binaries = dict[str, dict[str, dict[str, Binary]]]
 
 def broken(module: str, architecture: str, binaries: dict[str, Binary]) -> dict[str, list[str]]:
     """What is wrong with the binaries of a module's own launches, by the name of the launch."""
-    found = {
+    by_name = {
         name: binary.broken_rules(architecture, name)
         + ["memory moves 128 bits at a time"] * (not binary.moves_wide(module, architecture, name))
         for name, binary in binaries.items()
     }
-    return {name: rules for name, rules in found.items() if rules}
+    return {name: rules for name, rules in by_name.items() if rules}
 
 
 def all_of(module: str) -> Iterator[tuple[str, int]]:
