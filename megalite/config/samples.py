@@ -215,6 +215,12 @@ def whole_documents(file: TokenIndex, start: int, stop: int) -> Documents:
     return Documents(file.prefix, int(inside.argmax()), file.sizes[inside])
 
 
+def inputs_of(sizes: NDArray[np.integer], together: int) -> NDArray[np.integer]:
+    """The numbers of positions that documents take in a row: the last token is only predicted, except that of
+    pairs, which reward models read."""
+    return sizes if together > 1 else sizes - 1
+
+
 def rows_of(
     parts: Sequence[Documents], sequence_length: int, packing: bool, names: str, together: int = 1
 ) -> NDArray[np.int64]:
@@ -232,8 +238,7 @@ def rows_of(
             f"{names} leaves no conversation for training or validation: hold out another fraction, or add "
             "data."
         )
-    # a document's last token is only predicted
-    lengths = (sizes - 1).reshape(-1, together).sum(1)
+    lengths = inputs_of(sizes, together).reshape(-1, together).sum(1)
     if (longest := lengths.max()) > sequence_length:
         raise DataError(
             f"data.sequence_length = {sequence_length} cuts "
@@ -249,15 +254,15 @@ def rows_of(
 
 def _long_pair(parts: Sequence[Documents], sequence_length: int, longest: int) -> str:
     for part in parts:
-        pairs = (part.sizes - 1).reshape(-1, 2)
+        pairs = part.sizes.reshape(-1, 2)
         if len(long := np.flatnonzero(pairs.sum(1) > sequence_length)):
             break
     number = part.first // 2 + int(long[0])
-    chosen, rejected = pairs[long[0]] + 1
+    chosen, rejected = pairs[long[0]]
     return (
         f"pair {number} of {part.prefix} (documents {2 * number} and {2 * number + 1} with {chosen} and "
         f"{rejected} tokens), and both must be in one row. Raise it to {longest}, which fits every pair, or "
-        f"prepare the data again with --max_length {sequence_length // 2 + 1}."
+        f"prepare the data again with --max_length {sequence_length // 2}."
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.config.samples import Documents, Member, rows_of, whole_documents
+from megalite.config.samples import Documents, Member, inputs_of, rows_of, whole_documents
 from megalite.data.dataset import Sample, TokenFiles, TokenRange
 from megalite.data.indexed import CHOSEN
 from megalite.parallel.microbatch import IGNORE_INDEX
@@ -34,9 +34,9 @@ class RowSequences:
 class Conversations(TokenFiles):
     """Dataset of conversations: one document per row or, with `packing`, as many as fit.
 
-    A document's inputs are all its tokens except the last, its targets all except the first, so none predicts
-    the next document's first token. Raises DataError also if there is no document, or one that is longer than
-    a row.
+    A document's targets are all its tokens except the first, so none predicts the next document's first
+    token. Its inputs are all except the last; of pairs they include it. Raises DataError also if there is no
+    document, or one that is longer than a row.
     """
 
     chat = True
@@ -61,6 +61,7 @@ class Conversations(TokenFiles):
 
     def _place(self, parts: list[Documents], packing: bool, together: int = 1) -> None:
         """Choose the documents of each row, of which `together` consecutive ones stay in one row."""
+        self._together = together
         self._sizes = np.concatenate([part.sizes for part in parts])
         self._starts = self._sizes.cumsum() - self._sizes
         rows = rows_of(parts, self._length, packing, self._names, together).repeat(together)
@@ -69,9 +70,9 @@ class Conversations(TokenFiles):
         self.samples_per_epoch = len(self._last)
 
     def _sample(self, sample: int) -> Sample:
-        # what no document fills: token 0, not counted
-        tokens, targets, starts = np.zeros((3, self._length), np.int64)
-        index = np.full(self._length, -1)
+        # what no document fills: token 0
+        tokens, starts = np.zeros((2, self._length), np.int64)
+        targets, index = np.full(self._length, IGNORE_INDEX), np.full(self._length, -1)
         loss = np.zeros(self._length, np.float32 if self.weighted else np.uint8)
         documents = self._documents[self._last[sample - 1] if sample else 0 : self._last[sample]]
         at = 0
@@ -81,9 +82,10 @@ class Conversations(TokenFiles):
                 self._read(self._tokens, first, size),
                 self._read(self._loss, first, size, loss.dtype),
             )
-            own = slice(at, at + len(text) - 1)
-            tokens[own], targets[own], loss[own] = text[:-1], text[1:], counts[1:]
-            starts[own], index[own] = at, number
+            own = slice(at, at + int(inputs_of(size, self._together)))
+            tokens[own], starts[own], index[own] = text[: own.stop - at], at, number
+            predicting = slice(at, at + len(text) - 1)
+            targets[predicting], loss[predicting] = text[1:], counts[1:]
             at = own.stop
         starts[at:] = at  # the padding is a document of its own: no token attends from it to the others
         return self._counted(Sample(tokens, targets, starts), loss, index, documents)
@@ -132,7 +134,7 @@ class Preferences(Conversations):
     ) -> Sample:
         labels = np.array([(loss[index == number] == CHOSEN).any() for number in range(len(documents))])
         sequences = RowSequences(index, loss != 0, documents, labels.astype(np.int64))
-        return row._replace(targets=np.where(index >= 0, row.targets, IGNORE_INDEX), sequences=sequences)
+        return row._replace(sequences=sequences)
 
 
 def rows_of_documents(

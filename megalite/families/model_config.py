@@ -29,6 +29,7 @@ from megalite.families import (
     mixtures,
     query_scale,
 )
+from megalite.families.classifiers import classifier_of, is_reward_model
 from megalite.families.refusal import refuse
 from megalite.families.weight_files import INDEX, MODEL, weights_file
 
@@ -104,6 +105,11 @@ class Family:
     """The class of transformers that loads its directories."""
     multimodal: str | None = None
     """model_type of the multimodal model whose text_config is of this family."""
+
+    @property
+    def classifier(self) -> str | None:
+        """The sequence classifier of transformers, which a reward model is; None if there is none."""
+        return classifier_of(self.model_type, self.architecture)
 
     @property
     def rope(self) -> bool:
@@ -217,7 +223,10 @@ def stored_dtype(config: dict[str, Any]) -> str | None:
 def loader_of(config: dict[str, Any]) -> str:
     """The class of transformers that loads the model of a config.json."""
     row = families().rows.get(config.get("model_type", ""))
-    return Family.loader if row is None else row.loader
+    if row is None:
+        return Family.loader
+    is_classifier = config.get("architectures") == [row.classifier]
+    return "AutoModelForSequenceClassification" if is_classifier else row.loader
 
 
 def end_ids(directory: str | Path) -> list[int]:
@@ -459,7 +468,7 @@ def from_hf_config(config: dict[str, Any]) -> dict[str, Any]:
     except (TypeError, LookupError, ArithmeticError) as error:
         raise ConfigError(f"config.json: a value has the wrong type or length: {error}.") from None
     _refuse_unhandled(config, family, shape)
-    return shape
+    return shape | ({"output_head": "reward"} if is_reward_model(config, family.classifier) else {})
 
 
 def _compute(family: Family, given: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from megalite.config.sections.model import ModelConfig
+from megalite.families import classifiers
 
 
 @dataclass(frozen=True)
@@ -619,4 +620,7 @@ def names_of(model: ModelConfig, family: str) -> Names:
     """The table of a model, with its number of layers; some families have another one for another
     `parallel_block`."""
     names = FAMILY_NAMES.get(f"{family}, {model.parallel_block}", FAMILY_NAMES[family])
+    if model.output_head == "reward":
+        ends = {theirs: ours for theirs, ours in names.ends.items() if ours != "head"}
+        names = replace(names, ends=ends | {classifiers.MODULE: "score"})
     return replace(names, kept=tuple(prefix.format(model.num_hidden_layers) for prefix in names.kept))

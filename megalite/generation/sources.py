@@ -125,7 +125,15 @@ def for_inference(
     a warm-up of indexers, and has no modules of multi-token prediction, which only training uses.
 
     cp ranks gather keys and values: the key-value cache needs them whole in any case.
+
+    Raises:
+        ConfigError: it is a reward model.
     """
+    if config.model.output_head == "reward":
+        raise ConfigError(
+            "model.output_head = reward: this is a reward model, which predicts no tokens. Export it with "
+            "megalite convert export, and score texts with transformers' AutoModelForSequenceClassification."
+        )
     train = replace(
         config.train,
         global_batch_size=1,

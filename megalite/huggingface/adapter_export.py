@@ -23,6 +23,7 @@ from megalite.families.hub import repository
 from megalite.families.model_config import loader_of
 from megalite.families.weight_files import ADAPTER, ADAPTER_SETTINGS
 from megalite.huggingface import convert as converting
+from megalite.huggingface.config_json import to_hf_config
 from megalite.huggingface.convert import HF, family_of, head_of, model_of, places_of
 from megalite.huggingface.files import ConversionError, NewFile
 from megalite.huggingface.merging import Adapters, saved
@@ -90,7 +91,8 @@ def export_adapter(directory: Path, target: Path) -> dict[str, Any]:
             "parameters": f"{parameters:,}",
         }
         facts |= {"dtype": ", ".join(sorted(dtypes))}
-        loader = loader_of({"model_type": family})
+        architecture = to_hf_config(model, family)["architectures"]
+        loader = loader_of({"model_type": family, "architectures": architecture})
         write_card(temporary, manifest, identity, facts, base=base or "", loader=loader)
     return {
         "rank": lora.rank,
@@ -208,7 +210,7 @@ def _settings(
     }
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if model.output_head == "reward" else "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": _plain(lora.alpha),
@@ -221,7 +223,7 @@ def _settings(
             {target(module.name, others) for module in modules if module.name not in weights | experts}
         ),
         "modules_to_save": sorted({_target(name, set(numbers) | others - full) for name in full}) or None,
-        "ensure_weight_tying": model.tie_word_embeddings and EMBEDDING in saved(model, lora),
+        "ensure_weight_tying": model.tied_head and EMBEDDING in saved(model, lora),
         "fan_in_fan_out": any(module.transposed for module in modules),
         "bias": "none",
         "inference_mode": True,

@@ -103,7 +103,7 @@ class PeftAdapter:
         self.places, self.roles = places_of(config.model, start), adapted(config.model, config.lora)
         self.modules = modules_of(self.places, self.roles)
         self.saved = saved_keys(config.model, config.lora, self.places, head_of(config.model, start))
-        self.tied = config.model.tie_word_embeddings
+        self.tied = config.model.tied_head
         self._where = {
             name_of(weight, part): (module, weight, part)
             for module in self.modules

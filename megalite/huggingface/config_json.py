@@ -10,6 +10,7 @@ from megalite.config.attention_shapes import LOCAL_SIZES, ROTATED_SHARE
 from megalite.config.errors import ConfigError
 from megalite.config.sections.model import ModelConfig
 from megalite.families import deepseek, hunyuan, layer_lists, layer_shapes, layer_types, mamba
+from megalite.families.classifiers import fields_of
 from megalite.families.model_config import Family, families, from_hf_config
 from megalite.families.module_names import FAMILY_NAMES
 from megalite.families.query_scale import query_scale_entries
@@ -169,6 +170,7 @@ def _mixture_meaning(model: ModelConfig) -> dict[str, Any]:
 def _write(model: ModelConfig, row: Family) -> dict[str, Any]:
     values = meaning(model) | {"vocab_size": model.vocabulary}
     config: dict[str, Any] = {"model_type": row.model_type, "architectures": [row.architecture]}
+    config |= fields_of(row.classifier, row.model_type) if model.output_head == "reward" else {}
     config |= {theirs: values[ours[0]] for theirs, ours in row.fields.items()}
     if model.head_dim is None and "head_dim" not in row.defaults:
         config.pop("head_dim", None)  # transformers derives the same value; its Qwen2 does not have the field

@@ -43,6 +43,7 @@ from megalite.config.rules import MODEL_RULES
 from megalite.config.rules.context import RuleContext
 from megalite.config.schema import Config
 from megalite.config.sections.model import ModelConfig
+from megalite.families.classifiers import padding_of
 from megalite.families.model_config import (
     families,
     from_hf_config,
@@ -232,10 +233,11 @@ def _bound(
     """
     names = names_of(model, family)
     stored = _prefix(weights, names)
-    by_name, tied = places(model, family), model.tie_word_embeddings
+    by_name, tied = places(model, family), model.tied_head
     if any(name.endswith("experts.gate_up_proj") for name in weights):
         by_name = {name: _fused(place) for name, place in by_name.items()}
-    head = stored(f"{next(theirs for theirs, ours in names.ends.items() if ours == 'head')}.weight")
+    heads = (theirs for theirs, ours in names.ends.items() if ours in ("head", "score"))
+    head = stored(f"{next(heads)}.weight")
     # of a file in which names have a prefix
     other_parts = (*unread, *names.kept, *(names.multimodal[1] if names.multimodal and stored("") else ()))
     if names.spellings:
@@ -352,6 +354,17 @@ def _own_shape(model: ModelConfig, directory: Path, different: Sequence[str]) ->
     return f"Remove {', '.join(f'model.{name}' for name in different)} to use the values of model.from_hf."
 
 
+def _fitting(source: ModelConfig, model: ModelConfig) -> dict[str, Any]:
+    """Return the meaning of a source's model as far as a run's model must have the same.
+
+    The vocabulary may be larger, and the head of a reward model replaces that of a language model.
+    """
+    changed: dict[str, Any] = {"vocab_size": model.vocab_size}
+    if model.output_head == "reward":
+        changed |= {"output_head": "reward", "tie_word_embeddings": model.tie_word_embeddings}
+    return meaning(source) | changed
+
+
 def _reader(model: ModelConfig, seed: int, directory: Path, beside_adapter: bool) -> Read:
     """Return a function that fills a rank's rectangles.
 
@@ -363,9 +376,8 @@ def _reader(model: ModelConfig, seed: int, directory: Path, beside_adapter: bool
         source = HuggingFaceSource.of(directory)
     except ConfigError as error:
         raise ConversionError(f"model.init_from={HF}{directory}: {error}") from None
-    ours, theirs = meaning(model), meaning(source.model)
+    ours, theirs = meaning(model), _fitting(source.model, model)
     check_rows(model, source.model.vocabulary, f"{HF}{directory}")
-    ours["vocab_size"] = theirs["vocab_size"]
     different = [name for name in ours if ours[name] != theirs[name] and name not in FREE_TO_CHANGE]
     if ours["mtp_layers"] < theirs["mtp_layers"]:  # some are left out
         different.remove("mtp_layers")
@@ -528,7 +540,9 @@ def export_model(
         by_name[theirs], stored[theirs] = replace(by_name[ours], theirs=theirs), stored[ours]
     in_fp8, dtype = dtype is torch.float8_e4m3fn, torch.bfloat16 if dtype is torch.float8_e4m3fn else dtype
     dtypes, common = _dtypes(stored, dtype, names_of(model, config["model_type"]).fp32)
-    ids = token_ids(found_tokenizer, from_dict(manifest.state["config"]), like)
+    ids, of_padding = token_ids(found_tokenizer, from_dict(manifest.state["config"]), like), list[str]()
+    if model.output_head == "reward":
+        ids, of_padding = padding_of(ids)
     config |= {key: base[key] for key in base.keys() & families().kept} | ids
     config |= {"torch_dtype": dtype_name(common)}
     if entries := families().rows[config["model_type"]].rope_entries.split():
@@ -578,6 +592,7 @@ def export_model(
     notes = [
         *without,
         *found_tokenizer.notes,
+        *of_padding,
         *_rounded(from_dict(manifest.state["config"]), common, like, base),
     ]
     return summary | {"like": like and str(like), "tokenizer": found_tokenizer.name, "notes": notes}
@@ -715,9 +730,8 @@ def places_of(model: ModelConfig, directory: Path) -> dict[str, TensorPlace]:
 
 def head_of(model: ModelConfig, directory: Path) -> str:
     """Return the name of the head's module in that family."""
-    return next(
-        theirs for theirs, ours in names_of(model, family_of(model, directory)).ends.items() if ours == "head"
-    )
+    names = names_of(model, family_of(model, directory))
+    return next(theirs for theirs, ours in names.ends.items() if ours in ("head", "score"))
 
 
 def family_of(model: ModelConfig, directory: Path) -> str:

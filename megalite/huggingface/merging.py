@@ -21,6 +21,7 @@ from megalite.config.sections.lora import LoraConfig
 from megalite.config.sections.model import ModelConfig
 from megalite.model.adapter_parameters import MAGNITUDE, A, B, name_of
 from megalite.model.parameters import model_specs
+from megalite.model.spec_builder import REWARD
 
 
 def adapted(model: ModelConfig, lora: LoraConfig) -> dict[str, str]:
@@ -34,8 +35,11 @@ def adapted(model: ModelConfig, lora: LoraConfig) -> dict[str, str]:
 
 
 def saved(model: ModelConfig, lora: LoraConfig) -> list[str]:
-    """Return the tensors of the model that are trained next to the adapters (`lora.modules_to_save`)."""
-    wanted = (lora.rank and lora.modules_to_save) or ()
+    """Return the tensors of the model that are trained next to the adapters.
+
+    These are those of `lora.modules_to_save`, and the head of a reward model.
+    """
+    wanted = (*(lora.modules_to_save or ()), REWARD) if lora.rank else ()
     return [each.name for spec in model_specs(model) for each in spec.segments if each.role in wanted]
 
 

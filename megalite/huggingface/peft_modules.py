@@ -177,6 +177,6 @@ def saved_keys(
     PEFT does.
     """
     keys = {name: [PREFIX + theirs for theirs in places[name].tensors] for name in saved(model, lora)}
-    if model.tie_word_embeddings and EMBEDDING in keys:
+    if model.tied_head and EMBEDDING in keys:
         keys[EMBEDDING].append(f"{PREFIX}{head}.weight")
     return keys

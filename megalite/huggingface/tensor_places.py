@@ -250,7 +250,7 @@ def copies(model: ModelConfig, family: str) -> dict[str, str]:
     """
     names = names_of(model, family)
     layers = range(model.num_hidden_layers, layer_count(model)) if names.mtp else ()
-    head = "embedding" if model.tie_word_embeddings else "head"
+    head = "embedding" if model.tied_head else "head"
     shared = {theirs: head if ours == "head" else ours for theirs, ours in MTP_COPIES.items()}
     return {
         f"{names.layers}.{layer}.{theirs}.weight": f"{ours}.weight"

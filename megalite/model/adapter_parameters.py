@@ -14,7 +14,7 @@ from megalite.config.schema import Config
 from megalite.config.sections.lora import LoraConfig
 from megalite.config.sections.model import ModelConfig
 from megalite.model.parameters import model_specs
-from megalite.model.spec_builder import INDEXER
+from megalite.model.spec_builder import INDEXER, REWARD
 from megalite.parallel.spec import ParamSpec, Segment, parameter_count
 
 ADAPTER = "adapter"  # role of the segments of adapters
@@ -36,12 +36,12 @@ def trained_specs(specs: Sequence[ParamSpec], config: Config, tp: int = 1) -> li
 def with_adapters(specs: Sequence[ParamSpec], lora: LoraConfig, tp: int = 1) -> list[ParamSpec]:
     """Return the specs of a model with adapters.
 
-    The model's own are frozen except for `lora.modules_to_save`. If `lora.rank` is 0, the specs are returned
-    unchanged.
+    The model's own are frozen except for `lora.modules_to_save` and the head of a reward model. If
+    `lora.rank` is 0, the specs are returned unchanged.
     """
     if not lora.rank:
         return list(specs)
-    base = [_frozen(spec, lora.modules_to_save or ()) for spec in specs]
+    base = [_frozen(spec, (*(lora.modules_to_save or ()), REWARD)) for spec in specs]
     axis = "tp" if tp > 1 else None
     return base + [adapter for spec in specs for adapter in _adapters(spec, lora, axis)]
 

@@ -1,11 +1,11 @@
 """The specs of the model's stored parameters, unit by unit, computed from the configuration alone.
 
 Global names: `embedding.weight`, `layers.3.attention.q.weight`, `layers.3.mlp.up.weight`, `norm.weight`,
-`head.weight`. A layer's are those of its blocks (`blocks/KIND/parameters.py`), each with its norms. MTP
-modules have the layers after the last one, and further parameters (`mtp.parameters`). The parameters of
-adapters follow from these (`model.adapter_parameters`).
-Stored names differ where segments are fused: `layers.3.attention.qkv.weight` has q, k and v,
-`layers.3.mlp.in.weight` gate and up.
+`head.weight`, or `score.weight` of a reward model. A layer's are those of its blocks
+(`blocks/KIND/parameters.py`), each with its norms. MTP modules have the layers after the last one, and
+further parameters (`mtp.parameters`). The parameters of adapters follow from these
+(`model.adapter_parameters`). Stored names differ where segments are fused: `layers.3.attention.qkv.weight`
+has q, k and v, `layers.3.mlp.in.weight` gate and up.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megalite.config.sections.model import ModelConfig
 from megalite.model.kinds import KINDS, blocks_of
 from megalite.model.mtp.losses import further_losses, layer_count, module_layers
 from megalite.model.mtp.parameters import module_specs
-from megalite.model.spec_builder import SpecBuilder, one_each
+from megalite.model.spec_builder import REWARD, SpecBuilder, one_each
 from megalite.model.unit_numbers import head_unit, unit_of
 from megalite.parallel.spec import ParamSpec, Segment, parameter_count
 
@@ -27,7 +27,7 @@ def embedding_uses(model: ModelConfig) -> int:
     Each further loss looks up tokens; a tied embedding is also the head of every loss.
     """
     further = further_losses(model)
-    return further + (1 + further if model.tie_word_embeddings else 0)
+    return further + (1 + further if model.tied_head else 0)
 
 
 def embedding_pair(model: ModelConfig, placement: Sequence[int]) -> tuple[int, int] | None:
@@ -74,12 +74,16 @@ def _layer(build: SpecBuilder, index: int) -> list[ParamSpec]:
 def _head(build: SpecBuilder, holds_embedding: bool) -> list[ParamSpec]:
     """Return the parameters of the final norm, the head and the MTP modules.
 
+    The head of a reward model is one row, whole on each tp rank.
+
     Where these or a tied head use the embedding on a rank without it, the rank stores a copy, which is
     neither counted nor saved.
     """
     model, unit = build.model, build.unit
     specs = build.norm("norm")
-    if not model.tie_word_embeddings:
+    if model.output_head == "reward":
+        specs += build.whole("score.weight", 1, REWARD)
+    elif not model.tied_head:
         weight = build.vocabulary("head.weight")
         specs.append(ParamSpec(weight.name, unit, (weight,), contributions=1 + further_losses(model)))
     if (uses := embedding_uses(model)) and not holds_embedding:

@@ -9,6 +9,7 @@ from megalite.config.sections.model import ModelConfig
 from megalite.parallel.spec import ParamSpec, Segment
 
 INDEXER = "indexer"  # role of the segments of indexers, which neither Muon nor adapters know
+REWARD = "score"  # role of the head of a reward model, which is trained next to adapters
 VOCAB_ALIGN = 8  # vocabulary rows per tp rank are padded to a multiple of this
 
 

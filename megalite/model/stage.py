@@ -62,7 +62,7 @@ class Head(nn.Module):
         norm = make_norm(model, weights, "norm", options.ops)
         # cheaper than scaling the logits
         self.norm = norm if model.logit_scale is None else Chain([norm, Scale(model.logit_scale)])
-        name = "embedding.weight" if model.tie_word_embeddings else "head.weight"
+        name = "embedding.weight" if model.tied_head else "head.weight"
         self.project = ColumnParallelLinear(weights[name], None, mesh.tp, options.sequence_parallel)
         self.softcap, self.loss = model.logit_softcap, loss
         self.chunk = (LOSS_CHUNK_ON_GPU if weights[name].tensor.is_cuda else 0) if chunk is None else chunk
@@ -177,7 +177,8 @@ class Stage(nn.Module):
                 self.layers[str(unit)] = make_layer(model, unit - 1, weights, mesh, layer_options)
         self.single, self.joined = [self._layer(int(unit)) for unit in self.layers], self._joined()
         loss = CrossEntropy(mesh.tp, model.vocabulary, train.label_smoothing, train.z_loss)
-        self.head = Head(model, weights, mesh, options, loss, train.loss_chunk) if last in units else None
+        has_logits = last in units and model.output_head == "vocabulary"
+        self.head = Head(model, weights, mesh, options, loss, train.loss_chunk) if has_logits else None
         self.further_losses: MultiTokenPrediction | None = None
         if self.head is not None and further_losses(model):
             from megalite.model.mtp.modules import MultiTokenPrediction
@@ -188,6 +189,10 @@ class Stage(nn.Module):
             from megalite.model.objective.losses import SequenceLosses
 
             self.sequence_losses = SequenceLosses(self.head, objective, mesh)
+        elif last in units and objective is not None:
+            from megalite.model.objective.reward import RewardLosses
+
+            self.sequence_losses = RewardLosses(model, weights, mesh, options, objective)
         # what kinds of blocks add to the state of each microbatch
         inputs = (kind.inputs(model, dtype) for kind in block_kinds(model))
         self._inputs = [add for add in inputs if add is not None]
@@ -273,11 +278,11 @@ class Stage(nn.Module):
             state.counted = microbatch.queries.counted
             state.query_scale = loss_scale * microbatch.queries.factor
         x = self.trunk(x, state)
-        if self.head is None:
-            return StageOutput(x, state.statistics)
-        x = self.gatherer.pre_forward(self.head_unit, x)
         further = self.further_losses if state.training else None
         head = self.sequence_losses or further or self.head
+        if head is None:
+            return StageOutput(x, state.statistics)
+        x = self.gatherer.pre_forward(self.head_unit, x)
         own, loss = head.losses(x, microbatch, state)  # [] each
         # detached: the sum over microbatches must not keep their graphs
         statistics = {"loss": own.detach(), **state.statistics}

@@ -21,6 +21,7 @@ OBJECTIVES = {
     "cpo": ("cpo", "CPO"),
     "orpo": ("orpo", "ORPO"),
     "kto": ("kto", "KTO"),
+    "reward": ("reward", "Reward"),
     "distillation": ("distillation", "Distillation"),
 }
 """Name → module of this package and class."""

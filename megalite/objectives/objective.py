@@ -38,6 +38,8 @@ class Scores(NamedTuple):
         reference: `completion` of the reference model; None if the objective needs none.
         baseline: [], the mean log-ratio of prompts with completions of other examples, over the global batch
             and at least 0; None if the objective needs none.
+        reward: what the head of a reward model computes for the last token; None if the objective reads
+            log-probabilities, which are otherwise 0.
     """
 
     completion: Tensor
@@ -47,6 +49,7 @@ class Scores(NamedTuple):
     labels: Tensor
     reference: Tensor | None = None
     baseline: Tensor | None = None
+    reward: Tensor | None = None
 
     @property
     def mean(self) -> Tensor:
@@ -78,6 +81,8 @@ class Objective(ABC):
     Attributes:
         data: the data that it needs: text and conversations (tokens), pairs of a chosen and a rejected
             completion (pairs), or completions with a label (labelled).
+        reads: what it needs of the sequences: log-probabilities of their tokens (likelihoods), or the rewards
+            of a reward model.
         needs_reference: whether it needs the scores of a reference model.
         needs_baseline: whether it needs those of mismatched sequences as well.
         metrics: the names of `measures`.
@@ -85,6 +90,7 @@ class Objective(ABC):
     """
 
     data: ClassVar[Literal["tokens", "pairs", "labelled"]]
+    reads: ClassVar[Literal["likelihoods", "rewards"]] = "likelihoods"
     needs_reference: ClassVar[bool] = False
     needs_baseline: ClassVar[bool] = False
     metrics: ClassVar[Sequence[str]] = ()
@@ -127,7 +133,7 @@ class PairObjective(Objective):
     """
 
     data = "pairs"
-    metrics = (
+    metrics: ClassVar[Sequence[str]] = (
         *("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"),
         *("logps/chosen", "logps/rejected"),
     )
@@ -169,11 +175,15 @@ class PairObjective(Objective):
         return counts
 
     def measures(self, scores: Scores) -> Metrics:
+        likelihoods = scores.completion[0::2], scores.completion[1::2]
+        pairs = scores.labels.new_tensor(len(likelihoods[0]))
+        of_likelihoods = zip(self.metrics[4:], likelihoods, strict=True)
+        return self.reward_measures(scores) | {name: (value.sum(), pairs) for name, value in of_likelihoods}
+
+    def reward_measures(self, scores: Scores) -> Metrics:
+        """Return the first four of the metrics."""
         rewards = self.rewards(scores)
         chosen, rejected = rewards[0::2], rewards[1::2]
-        values = (
-            *(chosen, rejected, chosen - rejected, (chosen > rejected).to(chosen.dtype)),
-            *(scores.completion[0::2], scores.completion[1::2]),
-        )
+        values = chosen, rejected, chosen - rejected, (chosen > rejected).to(chosen.dtype)
         pairs = chosen.new_tensor(len(chosen))
-        return {name: (value.sum(), pairs) for name, value in zip(self.metrics, values, strict=True)}
+        return {name: (value.sum(), pairs) for name, value in zip(self.metrics[:4], values, strict=True)}

@@ -7,6 +7,7 @@ raised on all ranks.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, DamagedError, find
 from megalite.checkpoint.agreement import on_rank_0, raise_on_all_ranks
 from megalite.checkpoint.directories import TIMED, TIMED_KEPT
+from megalite.checkpoint.manifest import WEIGHT
 from megalite.checkpoint.saver import Save
 from megalite.config import run_files
 from megalite.config.load import to_dict
@@ -28,7 +30,7 @@ from megalite.config.schema import Config
 from megalite.launch.environment import software
 from megalite.launch.machine import local_world_size, usable_cores
 from megalite.model.adapter_parameters import ADAPTER
-from megalite.model.spec_builder import INDEXER
+from megalite.model.spec_builder import INDEXER, REWARD
 from megalite.parallel.sharding.offload import OffloadError
 from megalite.parallel.spec import EMA, Rectangle
 from megalite.system.activity import LOADING, SAVING
@@ -138,8 +140,8 @@ def load_weights(trainer: Trainer, source: str) -> None:
     """Load only the weights, of any dtype, from a checkpoint, hf:DIR or an adapter.
 
     Adapters that are not in the source are initialized, and so are the indexers in their warm-up, if the
-    source has none. Biases that the model has learned besides its weights are loaded like these, if the
-    source has them.
+    source has none, and the head of a reward model. Biases that the model has learned besides its weights are
+    loaded like these, if the source has them.
     """
     # not needed without initial weights
     from megalite.checkpoint.finite import nonfinite, reject
@@ -165,6 +167,8 @@ def load_weights(trainer: Trainer, source: str) -> None:
     drawn = [ADAPTER] if trainer.config.lora.rank and trainer.config.lora.init_from is None else []
     if trainer.config.train.indexer == "warmup" and not any(f".{INDEXER}." in name for name in known or ()):
         drawn.append(INDEXER)  # a dense model, which is given indexers
+    if trainer.config.model.output_head == "reward" and not _has_reward_head(trainer.config, source, known):
+        drawn.append(REWARD)
     if drawn:
         trainer.store.draw(trainer.config.run.seed, _threads(), drawn)
     started = perf_counter()
@@ -177,6 +181,23 @@ def load_weights(trainer: Trainer, source: str) -> None:
     if (seconds := perf_counter() - started) >= LONG_S:
         trainer.notes.append(f"read the weights of {source} in {seconds:.1f} s")
     trainer.store.publish()  # the load fills master weights: copy them to the weights and gather
+
+
+def _has_reward_head(config: Config, source: str, known: Collection[str] | None) -> bool:
+    """Return whether the head of a reward model is among initial weights.
+
+    Args:
+        known: the tensors of a checkpoint; None: `source` is a Hugging Face directory, or the run starts from
+        an
+            adapter.
+    """
+    if known is not None:
+        return f"{WEIGHT}score.weight" in known
+    if config.lora.init_from is not None:
+        return True  # adapters of reward models have it
+    from megalite.families.model_config import hf_shape
+
+    return hf_shape(source.removeprefix("hf:")).get("output_head") == "reward"
 
 
 def resume(trainer: Trainer, directory: Path) -> None:

@@ -153,7 +153,7 @@ def _linear(rows: int, shape: tuple[int, ...], count: int) -> Iterator[MatmulSha
 def linear_shapes(config: Config, mesh: Mesh) -> list[tuple[int, ...]]:
     """Return the [out, in] shape of every weight matrix on this rank, excluding embeddings."""
     specs = specs_of(config, mesh.pp.rank)
-    tied = config.model.tie_word_embeddings  # an embedding that is also the head counts
+    tied = config.model.tied_head  # an embedding that is also the head counts
     multiplied = [
         spec
         for spec in specs

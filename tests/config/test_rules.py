@@ -129,6 +129,7 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
     "distillation.beta": (1.0, 0.5),
     "preference.beta": (0.0, 0.1),
     "preference.gamma": (-1e-9, 0.5),
+    "preference.center_rewards": (-1e-9, 0.0),
     **dict.fromkeys(("preference.desirable_weight", "preference.undesirable_weight"), (0.0, 1.0)),
     "preference.nll_weight": (-1e-9, None),
     "train.ema_decay": (1.0, 0.0),
@@ -190,6 +191,7 @@ INDEXED_ROWS = {  # rule: what breaks it, next to an indexer, and what the same 
 DPO = {"train.objective": "dpo", "lora.rank": 4, "data.train": "pairs"}
 SIMPO = {"train.objective": "simpo", "data.train": "pairs"}
 KTO = {"train.objective": "kto", "lora.rank": 4, "data.train": "labelled"}
+REWARD = {"train.objective": "reward", "model.output_head": "reward", "data.train": "pairs"}
 DISTILLATION = {"train.objective": "distillation", "distillation.teacher": "."}
 FP8_GRADIENTS = {"train.fp8": "block", "train.fp8_weight_gradients": True, "data.sequence_length": 128}
 FP8_GRADIENTS |= {"train.micro_batch_size": 2, "train.global_batch_size": 8, "model.max_position_embeddings": 128}
@@ -1078,6 +1080,19 @@ ROWS = [
         {"train.objective": "orpo"},
         ("train.objective = cross_entropy", "pairs, which has pairs of completions", "simpo or another"),
     ),
+    Row("an objective and its head", REWARD | {"model.output_head": "vocabulary"}, {"model.output_head": "reward"}),
+    Row(
+        "an objective and its head",
+        {"model.output_head": "reward", "data.train": "pairs", "train.objective": "simpo"},
+        {"train.objective": "reward"},
+        ("which reads log-probabilities",),
+    ),
+    Row(
+        "a reward model has no head of tokens to save",
+        REWARD | {"lora.rank": 4, "lora.modules_to_save": ["head", "norms"]},
+        {"lora.modules_to_save": ["norms"]},
+        ("always trained",),
+    ),
     Row(
         "other completions are in other rows",
         KTO | {"data.packing": True},
@@ -1115,6 +1130,7 @@ ROWS = [
             ("label_smoothing", 0.1, SIMPO),
             ("gamma", 0.1, SIMPO),
             ("nll_weight", 0.1, SIMPO),
+            ("center_rewards", 0.1, REWARD),
             ("desirable_weight", 0.5, KTO),
             ("undesirable_weight", 0.5, KTO),
         )

@@ -151,7 +151,9 @@ def test_documents_of_preferences(preferences, packing, kind):
     """Every target of prompt and completion is there, the numbers say which document it is of, and no pair is
     separated, although the shortest documents alone would fill rows better."""
     sizes = [4, 8, 3, 3, 6, 4, 2, 3]
-    dataset = data(preferences("x", sizes, kind, first=1), packing=packing)
+    # the last token of a document is only predicted, except that of pairs, which reward models read
+    last = kind == "pairs"
+    dataset = data(preferences("x", sizes, kind, first=1), packing=packing, sequence_length=12 if last else S)
     rows = {("pairs", False): 4, ("pairs", True): 3, ("labelled", False): 8, ("labelled", True): 3}[kind, packing]
     assert (dataset.samples_per_epoch, dataset.documents, dataset.preference) == (rows, 8, kind)
     read = microbatch(dataset)
@@ -162,8 +164,10 @@ def test_documents_of_preferences(preferences, packing, kind):
         own = of.index == number
         expected = list(range(ends[document] - sizes[document], ends[document]))
         (row,) = own.any(0).nonzero().flatten().tolist()
-        assert read.tokens[own].tolist() == expected[:-1] and read.targets[own].tolist() == expected[1:]
-        assert of.completion[own].tolist() == [i >= len(expected) - 3 for i in range(len(expected) - 1)]
+        completion = [i >= len(expected) - 3 for i in range(len(expected) - 1)]
+        inputs, targets = (expected, [*expected[1:], IGNORE_INDEX]) if last else (expected[:-1], expected[1:])
+        assert read.tokens[own].tolist() == inputs and read.targets[own].tolist() == targets
+        assert of.completion[own].tolist() == completion + [False] * last
         numbers.append((document, row))
         at = own[:, row].nonzero().flatten().tolist()
         assert at == list(range(at[0], at[-1] + 1)) and (read.document_start[own] == at[0]).all()
@@ -179,12 +183,12 @@ def test_documents_of_preferences(preferences, packing, kind):
 
 def test_preferences_of_blends_and_validation(preferences):
     a, b = preferences("a", [3] * 20), preferences("b", [4] * 8, first=60)
-    blend = data({a: 1.0, b: 1.0}, packing=True)
+    blend = data({a: 1.0, b: 1.0}, packing=True, sequence_length=12)
     assert (blend.preference, blend.documents) == ("pairs", 28)
     # in turn: two pairs of a, one of b
     of = microbatch(blend, size=4).sequences
     assert of is not None and of.documents.tolist() == [0, 1, 2, 3, 20, 21, 4, 5, 6, 7, 22, 23]
-    train, validation = build(DataConfig(train=a, validation=0.25, sequence_length=S, packing=True), seed=1)
+    train, validation = build(DataConfig(train=a, validation=0.25, sequence_length=12, packing=True), seed=1)
     assert validation is not None
     # 15 tokens would separate a pair
     assert (train.documents, validation.documents) == (16, 4)
@@ -218,7 +222,7 @@ def test_bad_files(chats, preferences, write, tmp_path):
     long = preferences("long", [4, 4, 7, 6])
     with pytest.raises(
         DataError,
-        match=r"= 10 cuts pair 1 of .*long \(documents 2 and 3 with 7 and 6 tokens\), .*Raise it to 11.*--max_length 6",
+        match=r"= 10 cuts pair 1 of .*long \(documents 2 and 3 with 7 and 6 tokens\), .*Raise it to 13.*--max_length 5",
     ):
         data([preferences("p", [3, 3]), long])
     with pytest.raises(DataError, match="odd has 3 documents, and preference pairs have two each"):

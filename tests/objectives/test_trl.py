@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -19,14 +18,12 @@ from torch import Tensor
 from megalite.assembly.parts import make_mesh
 from megalite.commands import convert as convert_hf
 from megalite.config.load import from_dict
-from megalite.data.indexed import IndexedTokens
 from megalite.families.model_config import hf_shape
 from megalite.training.trainer import StepResult, Trainer
-from tests.support.preferences import EOS, VOCAB, write_labelled, write_preferences
+from tests.objectives.conftest import LENGTHS, documents_of
+from tests.support.preferences import write_labelled
 
 LABELS = [True, False, False, True, True, False]
-LENGTHS = [(3, 4, 5), (2, 6, 3), (5, 2, 2), (4, 4, 7), (3, 3, 3), (1, 5, 2)]
-SIZES = {"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4}
 # AdamW's first update is lr · g / (|g| + eps): with a large eps it is as exact as the gradient
 LR, EPS = 2e-2, 1e-1
 CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
@@ -61,40 +58,13 @@ REFERRED = ("dpo", "ipo", "kto")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama with a word-level tokenizer, whose words are token ids."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    directory = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    shape = LlamaConfig(
-        **SIZES, vocab_size=VOCAB, num_key_value_heads=2, max_position_embeddings=32, initializer_range=0.2,
-        eos_token_id=EOS, bos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
-    LlamaForCausalLM(shape).save_pretrained(directory)
-    words = ["</s>", *map(str, range(1, VOCAB - 1)), "<pad>"]
-    tokenizer = Tokenizer(models.WordLevel(dict(zip(words, range(VOCAB), strict=True)), unk_token="1"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>").save_pretrained(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_preferences(tmp_path_factory.mktemp("data") / "x", LENGTHS)
-
-
-@pytest.fixture(scope="module")
 def labelled(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_labelled(tmp_path_factory.mktemp("data") / "x", [row[:2] for row in LENGTHS], LABELS)
 
 
 def records(prefix: str, labels: Sequence[bool] = ()) -> list[dict[str, Any]]:
     """The pairs, or the completions with their labels, as texts without their end, which TRL appends."""
-    tokens, pairs = IndexedTokens(prefix), []
-    ends = np.cumsum(tokens.sizes)
-    documents = [tokens.tokens[end - size : end].tolist() for end, size in zip(ends, tokens.sizes, strict=True)]
+    documents, pairs = documents_of(prefix), []
 
     def text(tokens: list[int]) -> str:
         return " ".join(map(str, tokens))

@@ -87,6 +87,7 @@ NORMED = {"norm_weight": False, "embedding_norm": True, "qk_norm": "head", "qk_n
 SHAPES = {"layer_heads": [4, 8, 8, 4], "head_dim": 10, "sliding_window": 16, "sliding_window_layers": [1, 3]}
 NARROW = {"num_key_value_heads": 1, "value_head_dim": 6, "local_attention": {"num_key_value_heads": 2, "head_dim": 10}}
 NARROW |= {"sliding_window": 16, "sliding_window_layers": [1, 3], "attention_sinks": True, "sink_layers": [1, 3]}
+REWARD: dict[str, Any] = {"model": {"output_head": "reward"}, "train": {"objective": "reward"}}
 NORM_AND_GATES = {"norm_placement": "both", "attention_gate": True, "num_hidden_layers": 2}
 UNLIKE = ["feed_forward", "attention|feed_forward", "attention", "feed_forward|attention"]
 
@@ -158,6 +159,7 @@ ALONE = {
     "the same, weight passes": {"model": {"layer_blocks": UNLIKE}, "schedule": "zb-h1"},
     "mamba beside attention, factors": {"model": MAMBA},
     "mamba without norms": {"model": MAMBA | {"mamba_norm": "none"}},
+    "a reward model": REWARD,
     "adapters": {"lora": LORA},
     "adapters of some projections": {"lora": SOME},
     "DoRA": {"lora": DORA | {"targets": ["q", "o", "down"]}, "model": GPT2},
@@ -201,6 +203,8 @@ ON_TWO = {
             ("gates, one norm", {"attention_gate": True, "parallel_block": "shared_norm"}),
         )
     },
+    "tp and sp, a reward model": {"tp": 2, "sequence_parallel": True, **REWARD},
+    "pp, zb-h1, a reward model, adapters": {"pp": 2, "schedule": "zb-h1", "lora": LORA, **REWARD},
     "tp, zb-h1, adapters, gates": {
         **{"tp": 2, "schedule": "zb-h1", "lora": LORA, "model": {"attention_gate": True}},
     },
@@ -533,6 +537,8 @@ TRAFFIC = {
             ("DoRA, tp, mismatches", {"tp": 2, "lora": {"rank": 4, "dora": True}}, {"objective": "kto"}),
         )
     },
+    "a reward model, tp": {"tp": 2, **REWARD},
+    "a reward model, pp, ZeRO-3, adapters": {"pp": 2, "dp": 2, "zero": 3, "lora": {"rank": 4}, **REWARD},
     "an objective over sequences": {"tp": 2, "train": {"objective": "simpo"}},
     "ZeRO-1, weights in fp32": {"dp": 2, "model": DECAYS, "train": {"precision": "bf16"}},
     "ZeRO-3, weights in fp32": {"dp": 2, "zero": 3, "model": DECAYS, "train": {"precision": "bf16"}},

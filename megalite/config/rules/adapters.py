@@ -115,7 +115,7 @@ RULES: tuple[Rule, ...] = (
         "a tied head is saved with the embedding",
         "lora.modules_to_save",
         lambda c: (
-            c.model.tie_word_embeddings
+            c.model.tied_head
             and "head" in entries("modules_to_save", c)
             and "embedding" not in entries("modules_to_save", c)
         ),

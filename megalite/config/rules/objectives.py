@@ -24,6 +24,15 @@ def _referred(c: RuleContext) -> bool:
     return objective_class(c.train.objective).needs_reference
 
 
+def _head(c: RuleContext) -> str:
+    """The head that the objective needs."""
+    return "reward" if objective_class(c.train.objective).reads == "rewards" else "vocabulary"
+
+
+def _reads(c: RuleContext) -> str:
+    return "rewards" if _head(c) == "reward" else "log-probabilities of tokens"
+
+
 def _other_data(c: RuleContext) -> str | None:
     """The first token file that is not what the objective needs."""
     needed = objective_class(c.train.objective).data
@@ -99,6 +108,23 @@ RULES: tuple[Rule, ...] = (
         _other_data,
         message=lambda c: f"needs other data than {_other_data(c)}, which has {_contents(c)}",
         legal=_way_to_data,
+    ),
+    Rule(
+        "an objective and its head",
+        "model.output_head",
+        lambda c: c.model.output_head != _head(c),
+        message=lambda c: f"does not fit train.objective = {c.train.objective}, which reads {_reads(c)}",
+        legal=lambda c: (
+            f"Set it to {_head(c)}"
+            + (", or train.objective to reward." if c.model.output_head == "reward" else ".")
+        ),
+    ),
+    Rule(
+        "a reward model has no head of tokens to save",
+        "lora.modules_to_save",
+        lambda c: "head" in (c.lora.modules_to_save or ()) and c.model.output_head == "reward",
+        message="names head, but {model.output_head}, whose head is always trained",
+        legal="Remove head.",
     ),
     Rule(
         "a reference without adapters",

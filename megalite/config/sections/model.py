@@ -111,6 +111,9 @@ class ModelConfig:
     """Maximum sequence length, in tokens; also the number of rows of a learned position table."""
     tie_word_embeddings: bool = False
     """Share the embedding's weight with the output head."""
+    output_head: Literal["vocabulary", "reward"] = "vocabulary"
+    """What the head computes for each token: the logits of the vocabulary, or one number, whose value at the
+    last token is the reward of a text (train.objective: reward)."""
     position: Literal["rope", "learned", "none"] = "rope"
     """Position encoding: rotary embeddings (rope), a learned table added to the embedding (learned), or none.
     """
@@ -467,7 +470,13 @@ class ModelConfig:
     def vocabulary_tables(self) -> list[str]:
         """The modules with a row for each token, as lora.modules_to_save names them: a tied head is the
         embedding."""
-        return ["embedding"] if self.tie_word_embeddings else ["embedding", "head"]
+        has_own = self.output_head == "vocabulary" and not self.tied_head
+        return ["embedding", "head"] if has_own else ["embedding"]
+
+    @property
+    def tied_head(self) -> bool:
+        """Whether the embedding is also the head."""
+        return self.tie_word_embeddings and self.output_head == "vocabulary"
 
     def selecting_layer(self, layer: int) -> int:
         """The layer whose indexer selects the rows of a layer: the last full one up to it; -1: none."""

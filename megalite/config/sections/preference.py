@@ -30,17 +30,22 @@ class PreferenceConfig:
     nll_weight: float | None = option(None, NOT_NEGATIVE)
     """With pairs, factor of the negative log-likelihood of chosen completions (with orpo also of their
     prompts), a mean over tokens that is added to the loss. null: 1 for cpo and orpo, 0 for others."""
+    center_rewards: float = option(0.0, NOT_NEGATIVE)
+    """Of reward, factor of the square of the sum of a pair's rewards, which keeps their mean at 0."""
     desirable_weight: float = option(1.0, POSITIVE)
     """Of kto, weight of the losses of good completions."""
     undesirable_weight: float = option(1.0, POSITIVE)
     """Of kto, weight of the losses of bad completions."""
 
 
+WITH_BETA = ("dpo", "ipo", "simpo", "cpo", "orpo", "kto")
 USED_BY = {
+    "beta": WITH_BETA,
     "loss": ("dpo", "cpo"),
     "label_smoothing": ("dpo", "cpo", "simpo"),
     "gamma": ("simpo",),
     "nll_weight": ("dpo", "ipo", "simpo", "cpo", "orpo"),
+    "center_rewards": ("reward",),
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
 }

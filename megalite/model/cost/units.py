@@ -125,12 +125,14 @@ class Units:
         return UnitCost((BlockCost((lookup, Elementwise((2 * self.own,), (3 * self.own,), normed))),))
 
     def head(self) -> UnitCost:
-        """Return the description of the final norm and the logits.
+        """Return the description of the final norm and the logits, or the rewards of tokens.
 
         What the loss keeps depends on how it is computed and is not included.
         """
         model = self.model
-        name = "embedding" if model.tie_word_embeddings else "head"
+        if model.output_head == "reward":
+            return self._reward_head()
+        name = "embedding" if model.tied_head else "head"
         weights = model.vocabulary * model.hidden_size
         matmul = Matmul(
             name,
@@ -145,6 +147,15 @@ class Units:
         kept = (Buffer("residual stream", self.own), *self._norm_buffers(matmul.keeps_input))
         norm = Elementwise((2 * self.own, *scale), (3 * self.own, *scale), kept)
         workspace = (Buffer("gradients of the norm", 2 * self.whole),)
+        return UnitCost((BlockCost((matmul,), workspace, before=norm),))
+
+    def _reward_head(self) -> UnitCost:
+        own, width = self.share.own_tokens, self.model.hidden_size
+        ranks = self.share.tokens // own
+        matmul = LocalMatmul("score", own, 1, width, width, "outputs", ranks=ranks)
+        stream, weights = Buffer("residual stream", self.own), Buffer("derivatives by rewards", own)
+        norm = Elementwise((2 * self.own,), (3 * self.own,), (stream, *self._norm_buffers(), weights))
+        workspace = (Buffer("gradients of the norm", 2 * self.own),)
         return UnitCost((BlockCost((matmul,), workspace, before=norm),))
 
     def further_losses(self) -> list[FurtherLoss]:

@@ -14,8 +14,9 @@ loss.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,10 +26,9 @@ from megalite.mesh.mesh import Mesh
 from megalite.model.forward_state import ForwardState
 from megalite.model.objective.counting import scores_of, sequences_of, sums_of_sequences
 from megalite.model.objective.statistics import STATISTIC, TERMS
-from megalite.objectives.objective import Objective
+from megalite.objectives.objective import Objective, Scores
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.microbatch import Microbatch
-from megalite.parallel.sequences import Sequences
 from megalite.parallel.tensor.cross_entropy import chunks
 
 if TYPE_CHECKING:
@@ -63,8 +63,48 @@ class HeadLosses(ABC):
         """
 
 
-class SequenceLosses(HeadLosses):
-    """Losses of the last stage under an objective over sequences.
+class ObjectiveLosses(HeadLosses):
+    """Losses of the last stage under an objective over sequences."""
+
+    def __init__(self, objective: Objective, mesh: Mesh):
+        self.objective, self.mesh = objective, mesh
+
+    def evaluate(
+        self,
+        totals: Tensor,
+        scores: Callable[[Tensor], Scores],
+        factors: Sequence[float],
+        state: ForwardState,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the scaled loss, [], and its derivatives by the totals, and record what is reported.
+
+        Args:
+            totals: of the sequences, over all ranks that have parts of them.
+            scores: returns the scores of the sequences, given their totals.
+            factors: `Sequences.factors`.
+        """
+        with torch.enable_grad():
+            leaf = totals.detach().requires_grad_()
+            terms = self.objective.terms(scores(leaf))
+            factors = factors or (1.0,) * len(terms)
+            loss = torch.stack(
+                [state.loss_scale * factor * term for factor, term in zip(factors, terms, strict=True)]
+            ).sum()
+            (slopes,) = torch.autograd.grad(loss, leaf)
+        measures = self.objective.measures(scores(totals))
+        values = [torch.stack(measures[name]).double() for name in self.objective.metrics]
+        state.statistics[TERMS] = torch.stack(terms).detach()
+        if values:
+            state.statistics[STATISTIC] = torch.stack(values)
+        return loss.detach(), slopes
+
+    def reported(self, loss: Tensor) -> Tensor:
+        """Return the loss on the first of the cp ranks, which all have the same, and 0 on the others."""
+        return loss if self.mesh.cp.rank == 0 else torch.zeros_like(loss)
+
+
+class SequenceLosses(ObjectiveLosses):
+    """Losses under an objective that reads log-probabilities.
 
     Attributes:
         keeps_reference: whether a forward computes no loss, but keeps the scores of its sequences as those of
@@ -72,15 +112,10 @@ class SequenceLosses(HeadLosses):
     """
 
     def __init__(self, head: Head, objective: Objective, mesh: Mesh):
-        self.head, self.objective, self.mesh = head, objective, mesh
-        self.keeps_reference = False
+        super().__init__(objective, mesh)
+        self.head, self.keeps_reference = head, False
 
     def losses(self, x: Tensor, microbatch: Microbatch, state: ForwardState) -> tuple[Tensor, Tensor]:
-        """Return the scaled loss to report, and the one to differentiate, [] each.
-
-        Args:
-            x: the output of the last layer, [seq (/tp), batch, hidden].
-        """
         head, sequences = self.head, sequences_of(microbatch)
         normed = head.norm(x)
         log_probabilities = -token_losses(head, normed.detach(), microbatch.targets)  # [seq, batch]
@@ -89,38 +124,13 @@ class SequenceLosses(HeadLosses):
         if self.keeps_reference:
             microbatch.sequences = sequences._replace(reference=totals[1])
             return totals.new_zeros(()), totals.new_zeros(())
-        loss, slopes, terms = self._evaluate(totals, sequences, state.loss_scale)
-        state.statistics |= self._statistics(totals, sequences, terms)
-        own = loss if self.mesh.cp.rank == 0 else torch.zeros_like(loss)
+        loss, slopes = self.evaluate(totals, partial(scores_of, sequences), sequences.factors, state)
         if not torch.is_grad_enabled():
-            return own, own
+            return self.reported(loss), self.reported(loss)
+        slopes = torch.cat([slopes, slopes.new_zeros(2, 1)], 1)  # of padding, whose index is −1
         weights = -slopes[sequences.completion.long(), sequences.index].to(log_probabilities.dtype)
         weighted = head.loss_of(normed, microbatch.targets, 1.0, head.loss, weights)
-        return own, weighted
-
-    def _evaluate(
-        self, totals: Tensor, sequences: Sequences, scale: float | Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loss [], its derivatives by the scores [2, sequences + 1], and its terms [terms].
-
-        The last derivative is 0: padding has the index −1.
-        """
-        with torch.enable_grad():
-            leaf = totals.detach().requires_grad_()
-            terms = self.objective.terms(scores_of(sequences, leaf))
-            factors = sequences.factors or (1.0,) * len(terms)
-            loss = torch.stack(
-                [scale * factor * term for factor, term in zip(factors, terms, strict=True)]
-            ).sum()
-            (slopes,) = torch.autograd.grad(loss, leaf)
-        padding = slopes.new_zeros(2, 1)
-        return loss.detach(), torch.cat([slopes, padding], 1), torch.stack(terms).detach()
-
-    def _statistics(self, totals: Tensor, sequences: Sequences, terms: Tensor) -> Mapping[str, Tensor]:
-        """Return the sums that a step and a validation report."""
-        measures = self.objective.measures(scores_of(sequences, totals))
-        values = [torch.stack(measures[name]).double() for name in self.objective.metrics]
-        return {TERMS: terms} | ({STATISTIC: torch.stack(values)} if values else {})
+        return self.reported(loss), weighted
 
     @contextmanager
     def scoring(self) -> Iterator[None]:

@@ -477,9 +477,12 @@ class Operations:
     def head(self, share: Share, splits: bool) -> PassTimes:
         """Return the time of the final norm, logits and loss.
 
-        Further losses are included without their layers. An objective over sequences computes the logits
-        twice.
+        Further losses are included without their layers. An objective over log-probabilities computes the
+        logits twice; a reward model has none.
         """
+        if self.model.output_head == "reward":
+            (block,) = self.units(share).head().blocks
+            return self._block(share, block)
         logits, further = self._logits(share, splits), self.units(share).further_losses()
         if self.scores_sequences:
             scores = self.scores(share)

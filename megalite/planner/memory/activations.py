@@ -169,6 +169,9 @@ class Activations:
         (block,) = self.units.head().blocks
         (matmul,) = block.matmuls
         kept = self._size(block.before.kept)
+        if self.model.output_head == "reward":
+            stash = self._size(matmul.stashed) if self.splits else 0
+            return HeldBytes(kept, stash=stash, workspace=self._size(block.workspace))
         # tanh keeps its output
         one = matmul.outputs * self.width * (1 if self.model.logit_softcap is None else 2)
         if chunk := self.loss_chunk:

@@ -190,7 +190,7 @@ class PlannedJob:
             fp8=fp8,
             rows=Rows.of(config),
             optimistic_step=config.parallel.optimistic_step,
-            scores_sequences=objective is not None,
+            scores_sequences=objective is not None and objective.reads == "likelihoods",
             reference_passes=0 if objective is None else objective.passes,
             teacher=None if teacher is None else PlannedJob.of(teacher, device),
         )
@@ -455,9 +455,9 @@ class Stepper:
             total = total.plus(self.operations.embedding(share))
         if last:
             total = total.plus(self.operations.head(share, splits))
-        alone = last and (not model.tie_word_embeddings or not first)
+        alone = last and (not model.tied_head or not first)
         # its embedding, which modules look up
-        copied = last and not first and further_losses(model) > 0 and not model.tie_word_embeddings
+        copied = last and not first and further_losses(model) > 0 and not model.tied_head
         return (
             total,
             self._parameters(share.tp, share.ep, tuple(own), first or copied, alone, last),

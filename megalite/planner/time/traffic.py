@@ -179,7 +179,8 @@ class _Tensor:
         """Return the bytes of one microbatch's forward and backward through a unit."""
         units, model, train = self.sizes.units, self.config.model, self.config.train
         unit, more = units.unit(number), 0.0
-        if number == head_unit(model):  # each loss reduces maxima, sums and target logits
+        has_logits = number == head_unit(model) and model.output_head == "vocabulary"
+        if has_logits:  # each loss reduces maxima, sums and target logits
             further = units.further_losses()
             statistics = (4 if train.label_smoothing else 3) * (1 + len(further))
             more = self.gathered(statistics)
@@ -203,7 +204,7 @@ class _Tensor:
             )
             for way, each in enumerate((steps, unit.steps))
         )
-        if number == head_unit(model) and objective_of(self.config) is not None:
+        if has_logits and objective_of(self.config) is not None:
             more += self.forward(number)  # the log-probabilities of sequences
         lengths = sum(step.lengths for step in steps if isinstance(step, Matmul))
         # backward, and each forward
