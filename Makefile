@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 QUICK_PROOFS := 'test_model_axes.py::test_equals_one_process[gpt2-tp2-sp]' \
 	'test_model_axes.py::test_equals_one_process[gpt2-pp2]' \
 	'test_zero.py::test_is_one_process[dp 2-3]' \
-	'test_bitwise.py::test_every_schedule_is_1f1b[2-zb-v]' \
+	'test_bitwise.py::test_tied_embeddings_under_every_schedule[zb-v-True]' \
 	'test_resume.py::test_resuming_is_bitwise_the_run_that_never_stopped[dp2-zero2-bf16]'
 QUICK_ROOMS := assembly config model monitoring optimizer parallel planning training
 

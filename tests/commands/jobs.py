@@ -5,14 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from benchmarks.scaling_run import measure
 from megalite.config.load import from_dict
 from megalite.generation.language_model import LanguageModel, Sampling
 from megalite.generation.sources import for_inference, open_source
-from megalite.parallel.microbatch import Microbatch
 from megalite.training.trainer import Trainer
 from tests.support.jobs import mesh_of
 
@@ -26,45 +23,6 @@ def train_and_save(context: Any, config: dict[str, Any]) -> tuple[str, float]:
         return str(trainer.save()), losses[-1]
     finally:
         trainer.close()
-
-
-def logits_from_hf(context: Any, configs: list[dict[str, Any]], ids: Tensor) -> list[Tensor | None]:
-    """For each configuration, which starts from a Hugging Face directory: logits [rows, tokens, vocabulary] on the last
-    stage."""
-    results = []
-    for config in configs:
-        run_config = from_dict(config)
-        trainer = Trainer(run_config, mesh_of(context, run_config))
-        try:
-            trainer.store.gatherer.finish()
-            results.append(_logits(trainer, ids))
-        finally:
-            trainer.close()
-    return results
-
-
-@torch.no_grad()
-def _logits(trainer: Trainer, ids: Tensor) -> Tensor | None:
-    """One stage on each pipeline rank: activations are sent by hand, and the vocabulary's parts gathered over tp."""
-    mesh, (stage,) = trainer.mesh, trainer.parts.stages.values()
-    tokens = ids.t().contiguous()
-    state = stage.forward_state(
-        Microbatch.of(tokens, tokens, torch.zeros(len(ids), dtype=torch.int64)), step=0, training=False
-    )
-    x = tokens
-    if stage.embedding is None:
-        x = torch.empty(*tokens.shape, stage.model_config.hidden_size)
-        dist.recv(x, mesh.pp.ranks[mesh.pp.rank - 1])
-    if stage.head is None:
-        dist.send(stage.trunk(x, state).contiguous(), mesh.pp.ranks[mesh.pp.rank + 1])
-        return None
-    own = stage.logits(x, state)
-    parts = [torch.empty_like(own) for _ in mesh.tp.ranks]
-    if mesh.tp.size > 1:
-        dist.all_gather(parts, own.contiguous(), group=mesh.tp.group)
-    else:
-        parts = [own]
-    return torch.cat(parts, -1)[..., : stage.model_config.vocabulary].transpose(0, 1)
 
 
 def step_from_hf(context: Any, config: dict[str, Any]) -> str:

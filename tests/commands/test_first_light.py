@@ -412,12 +412,12 @@ def test_a_save_in_the_background_is_resumed_from(tmp_path: Path) -> None:
 
 def test_ranks_may_end_by_themselves_after_one_has_failed(tmp_path: Path) -> None:
     code = (
-        "import os, sys, time; r = os.environ['RANK']; sys.exit(3) if r == '1' else (time.sleep(0.5), "
+        "import os, sys, time; r = os.environ['RANK']; sys.exit(3) if r == '1' else (time.sleep(float(sys.argv[2])), "
         "open(sys.argv[1], 'w'))"
     )
-    for patience in (0.0, 60.0):
+    for patience, takes in ((0.0, 600), (600.0, 0.5)):
         said = tmp_path / str(patience)
-        assert run_ranks(2, ["-c", code, str(said)], patience=patience) == 3
+        assert run_ranks(2, ["-c", code, str(said), str(takes)], patience=patience) == 3
         assert said.exists() is (patience > 0)
 
 

@@ -75,12 +75,12 @@ def test_two_jobs_in_one_directory(tmp_path):
     run, prefix = tmp_path / "run", write_tokens(tmp_path, 96)
     first = start(run, prefix, "--checkpoint.interval", "5", "--checkpoint.keep", "2")
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while not (run / "checkpoints" / "latest").exists():
             assert first.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
         second = start(run, prefix, "--checkpoint.load", "none", "--run.overwrite", "true")
-        output, _ = second.communicate(timeout=120)
+        output, _ = second.communicate(timeout=300)
         assert second.returncode == 73 and output.count("\n") == 1, output
         assert f"locked by process {first.pid} on {os.uname().nodename}" in output
         assert first.poll() is None and (run / "checkpoints" / "latest").exists()
@@ -89,7 +89,7 @@ def test_two_jobs_in_one_directory(tmp_path):
         first.communicate()
     newest = int((run / "checkpoints" / "latest").read_text().strip().removeprefix("step_"))
     third = start(run, prefix, "--train.steps", str(newest + 2), "--optimizer.lr", "1e-4")
-    output, _ = third.communicate(timeout=120)
+    output, _ = third.communicate(timeout=300)
     assert third.returncode == 0, output
     assert f"took over the lock of process {first.pid} on" in output and f"resumed after step {newest}" in output
     assert "changed since the checkpoint" in output and "optimizer.lr" in output

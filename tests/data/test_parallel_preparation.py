@@ -215,7 +215,7 @@ def answered(encoder: str, texts: str) -> list[Any]:
     code = "import json; from tests.data.test_parallel_preparation import *; "
     code += f"print(json.dumps(list(answers({encoder}(), *{texts}))))"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
     )
     assert done.stderr == ""
     return json.loads(done.stdout)

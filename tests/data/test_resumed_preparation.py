@@ -233,13 +233,13 @@ def test_two_preparations_of_one_prefix_exclude_each_other(tmp_path):
     def hold() -> None:
         def progress(what: str, done: int = 0, total: int = 0, unit: str = "") -> None:
             Path("holds").touch()
-            time.sleep(60)
+            time.sleep(600)
 
         run("x", progress=progress)
 
     process = FORK.Process(target=hold)
     process.start()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not Path("holds").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     with pytest.raises(

@@ -1,7 +1,7 @@
 """Latent attention, sinks, routers with groups or biases, and multi-token prediction train on every layout as on one
 process.
 
-fp64, 3 steps, within 1e-9: losses, gradient norms, weights. Each kind of attention is in a model with each kind of
+fp64, 2 steps, within 1e-9: losses, gradient norms, weights. Each kind of attention is in a model with each kind of
 router: DeepSeek-V3 has two latents, groups by sums and a module that predicts a second token, gpt-oss has sinks and
 biases.
 """
@@ -17,7 +17,7 @@ from tests.support.jobs_experts import BASE
 from tests.support.spaces.attention import SPACE
 from tests.support.spaces.space import world
 
-STEPS = 3
+STEPS = 2
 
 
 @pytest.fixture(scope="module")

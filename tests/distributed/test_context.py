@@ -16,7 +16,7 @@ from tests.support.configs import write_tokens
 from tests.support.spaces.context import FIXED, OPTIONS, SPACE
 from tests.support.spaces.space import Case, world
 
-STEPS, TOLERANCE = 3, 1e-9
+STEPS, TOLERANCE = 2, 1e-9
 METHODS = OPTIONS["context"]
 
 

@@ -13,10 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from megalite.assembly import parts as build
 from megalite.commands import convert as convert_hf
@@ -84,6 +81,8 @@ def test_divergence_of_a_split_vocabulary_is_that_of_whole_logits(tp, name, rank
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """Hugging Face directories of a student, and of a teacher with other widths and depth and a tied head."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     directory, places = tmp_path_factory.mktemp("models"), []
     shapes = {
         "student": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
@@ -235,6 +234,10 @@ def test_a_teacher_that_does_not_fit_is_rejected(name, models, prefix):
 
 
 def test_a_teacher_with_another_tokenizer_is_rejected(models, prefix, tmp_path):
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
     own = tmp_path / "teacher"
     shutil.copytree(models[1], own)
     words = {f"w{index}": index for index in range(VOCAB)}

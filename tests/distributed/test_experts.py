@@ -1,7 +1,7 @@
 """A mixture of experts trains the same on every layout as on one process: weights, losses, gradient norms, and what its
 routers learn.
 
-fp64, 5 steps, within 1e-9. The model has a dense layer, a shared expert, both auxiliary losses and tokens that do not
+fp64, 3 steps, within 1e-9. The model has a dense layer, a shared expert, both auxiliary losses and tokens that do not
 count.
 """
 
@@ -23,7 +23,7 @@ from tests.support.jobs_experts import configs, exchanged, sent, train_recorded
 from tests.support.spaces.experts import SPACE
 from tests.support.spaces.space import world
 
-STEPS = 5
+STEPS = 3
 FEWER = 2
 PIPELINED = {"pp": 2, "dp": 2, "ep": 2, "zero": 1, "schedule": "zb-h1", "dispatch": "all_gather"}
 SHARDED = {"tp": 2, "dp": 2, "ep": 2, "zero": 3}

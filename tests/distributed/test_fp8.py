@@ -17,7 +17,7 @@ from megalite_kernels.fp8 import quantize
 from megalite.parallel.collectives import all_gather
 from tests.distributed.test_equivalence import assert_same_run
 from tests.support import jobs
-from tests.support.configs import SINGLE, case_of, config_of, config_of_one_process, write_tokens
+from tests.support.configs import SINGLE, case_of, config_of, config_of_one_process, with_fewer_rows, write_tokens
 from tests.support.jobs import make_trainer
 
 BASE = case_of(tied=False, kv_heads=4, vocab_size=96, layers=4, masked=True, dropout=0.0, precision="fp64") | {
@@ -52,7 +52,7 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
     ("powers of two, inner layers", {"pp": 2, "dp": 2, "zero": 3, "schedule": "zb-h2", "recompute": "mlp_in"}),
     ("mxfp8", {"tp": 2, "sequence_parallel": True, "dp": 2, "zero": 3}),
     ("experts", {"dp": 2, "ep": 2, "tp": 2, "sequence_parallel": True, "zero": 3}),
-    ("experts", {"dp": 4, "ep": 4, "zero": 3}),  # one expert on each rank, not sharded
+    ("experts", {"dp": 4, "ep": 4, "zero": 3, "microbatches": 2}),  # one expert on each rank, not sharded
     ("latents", {"tp": 2, "cp": 2, "context": "gather", "zero": 3}),
 ]
 
@@ -73,11 +73,18 @@ def configs(prefix: str, mechanism: str, **layout: Any) -> tuple[dict[str, Any],
     return several, one
 
 
+def small_configs(prefix: str, mechanism: str, **layout: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The same with fewer rows."""
+    several, one = configs(prefix, mechanism, **layout)
+    with_fewer_rows(several, one)
+    return several, one
+
+
 @pytest.mark.parametrize("mechanism, layout", LAYOUTS, ids=str)
 def test_trains_like_one_process(mechanism, layout, ranks, references, prefix):
-    several, one = configs(prefix, mechanism, **layout)
+    several, one = small_configs(prefix, mechanism, **layout)
     world = math.prod(layout.get(axis, 1) for axis in ("tp", "pp", "dp", "cp"))
-    assert_same_run(ranks.run(world, jobs.train, several, 3), references.run(jobs.train, one, 3), 1e-9, 1e-9)
+    assert_same_run(ranks.run(world, jobs.train, several, 2), references.run(jobs.train, one, 2), 1e-9, 1e-9)
 
 
 # Codes of a weight gradient depend on the rows of a microbatch: the same number of them on one process.
@@ -104,7 +111,7 @@ def test_weight_gradients_of_codes_are_those_of_one_process(model, layout, ranks
 
 
 def test_adapters_of_an_fp8_base_train_like_those_of_one_process(ranks, references, prefix):
-    several, one = configs(prefix, "block", tp=2, sequence_parallel=True, dp=2, zero=3)
+    several, one = small_configs(prefix, "block", tp=2, sequence_parallel=True, dp=2, zero=3)
     for config in (several, one):
         config["lora"] = {"rank": 2, "alpha": 8.0}
     assert_same_run(ranks.run(4, jobs.train, several, 2), references.run(jobs.train, one, 2), 1e-9, 1e-9)
@@ -155,10 +162,10 @@ def test_codes_of_shards_are_those_of_whole_matrices(lora, ranks, prefix):
 
 def test_operands_are_rounded(references, prefix):
     """Otherwise the tests above would prove nothing."""
-    _, one = configs(prefix, "block")
+    _, one = small_configs(prefix, "block")
     plain = {**one, "train": {**one["train"], "fp8": "none"}}
     more = {**one, "train": {**one["train"], "fp8_weight_gradients": True}}
-    losses = [references.run(jobs.train, config, 3)["losses"] for config in (plain, one, more)]
+    losses = [references.run(jobs.train, config, 2)["losses"] for config in (plain, one, more)]
     assert losses[0] != losses[1] and losses[1] != losses[2]
 
 
@@ -211,9 +218,9 @@ def with_infinite_element(multiply: Any) -> Any:
     ],
 )
 def test_the_operand_that_is_not_finite_is_named(mechanism, matrix, operand, ranks, prefix):
-    several, _ = configs(prefix, mechanism, pp=2)
+    several, _ = small_configs(prefix, mechanism, pp=2)
     several["data"] = {**several["data"], "validation": 0.1}
     for first, second, third in ranks.run(2, judged, several, matrix, operand):
         assert first is third is None
         cause = "the gradients are" if operand == "dy" else "the loss is"
-        assert second == f"{cause} not finite, beginning with {operand} of {matrix} (samples 32 to 63)"
+        assert second == f"{cause} not finite, beginning with {operand} of {matrix} (samples 8 to 15)"

@@ -32,7 +32,7 @@ from tests.support.jobs_experts import BASE
 from tests.support.jobs_training import train_with_initial_weights
 from tests.support.pool import RankContext
 
-STEPS = 3
+STEPS = 2
 GATED = {"attention_gate": True, "qk_norm": "head", "partial_rotary_factor": 0.5, "initializer_range": 0.2}
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # layout, model
     "tp 4, copied keys, zero 3": ({"tp": 4, "dp": 2, "zero": 3}, {}),

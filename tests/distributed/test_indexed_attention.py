@@ -1,6 +1,6 @@
 """Attention to the rows that an indexer selects trains like on one process, and selects the same rows.
 
-fp64, 3 steps, within 1e-9: losses, those of the indexers, gradient norms and weights.
+fp64, 2 steps, within 1e-9: losses, those of the indexers, gradient norms and weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.support.jobs_experts import MIXTURE
 from tests.support.jobs_indexed import SHARED, configs
 from tests.support.spaces.space import world
 
-STEPS = 3
+STEPS = 2
 WARMUP = {"train": {"indexer": "warmup"}}
 FEW = {"model": {"mlp_only_layers": None, **{k: v for k, v in MIXTURE.items() if k != "mlp_only_layers"}}}
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -28,7 +28,7 @@ from tests.support.jobs_experts import BASE
 from tests.support.pool import RankContext
 from tests.support.spaces.space import world
 
-STEPS = 3
+STEPS = 2
 LAYERS = ["feed_forward", "mixture", "attention|feed_forward", "feed_forward|attention", "attention", "feed_forward"]
 MODEL = {"layer_blocks": LAYERS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MODEL |= {"initializer_range": 0.2, "residual_dropout": 0.1, "num_hidden_layers": len(LAYERS)}

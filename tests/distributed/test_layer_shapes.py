@@ -13,7 +13,7 @@ from tests.support.configs import SEQUENCE, config_of, write_tokens
 from tests.support.jobs_experts import BASE
 from tests.support.pool import RankContext
 
-STEPS = 3
+STEPS = 2
 WINDOW = {"sliding_window": 5, "sliding_window_layers": [1, 2], "initializer_range": 0.2}
 # more key-value heads, and sinks, in layers with a window; narrow values
 LIKE_MIMO = WINDOW | {

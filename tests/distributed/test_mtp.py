@@ -1,6 +1,6 @@
 """Multi-token prediction trains the same on every layout as on one process: losses, gradient norms and weights.
 
-fp64, 5 steps, within 1e-9, of packed documents; the dense model is a Llama, the other a small DeepSeek-V3. Each layout
+fp64, 3 steps, within 1e-9, of packed documents; the dense model is a Llama, the other a small DeepSeek-V3. Each layout
 has an option that another one has not: where the copies of the embedding are, what is sharded, recomputed, cut or
 deferred, one module or two.
 """
@@ -17,7 +17,7 @@ from tests.support.configs import config_of, config_of_one_process, write_tokens
 from tests.support.jobs_experts import BASE
 from tests.support.spaces.attention import V3
 
-STEPS = 5
+STEPS = 3
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp 2, split sequence, tied, two modules": {"tp": 2, "sequence_parallel": True, "tied": True, "modules": 2},
     "pp 2, 1f1b, a copy of the embedding": {"pp": 2},

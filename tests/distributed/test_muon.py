@@ -161,11 +161,10 @@ def test_compressed_and_narrow_runs_are_the_same_under_every_zero_stage(precisio
     assert same(runs[0]["tensors"], runs[1]["tensors"])
 
 
-@pytest.mark.parametrize("schedule", ["zb-h2", "zb-v"])
-def test_an_optimistic_step_that_is_undone_is_bitwise_one_that_waits(schedule, ranks, prefix):
+def test_an_optimistic_step_that_is_undone_is_bitwise_one_that_waits(ranks, prefix):
     """The norm of some steps clips, so that ranks restore their moments and step again, all ranks of a stage
     together."""
-    case = {**MODEL_CASE, "pp": 2, "dp": 2, "microbatches": 4, "zero": 1, "schedule": schedule}
+    case = {**MODEL_CASE, "pp": 2, "dp": 2, "microbatches": 4, "zero": 1, "schedule": "zb-v"}
     results = {}
     for optimistic in (True, False):
         config = with_muon(config_of(case, prefix, "fp32"), ns_dtype="bf16")

@@ -10,7 +10,7 @@ from tests.distributed.test_equivalence import assert_trains_like_one_process
 from tests.support.configs import write_tokens
 from tests.support.jobs_experts import BASE
 
-STEPS = 3
+STEPS = 2
 XIELU = {"hidden_act": "xielu", "gated_mlp": False}
 AFTER = {"embedding_norm": True, "qk_norm": "head", "qk_norm_after_rope": True, "initializer_range": 0.2}
 BARE = AFTER | {"norm_weight": False, "qk_norm_weight": False}

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -102,10 +101,12 @@ def assert_bitwise(got: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
 
 
 CASES = [
-    (layout, place, precision)
-    for layout, place, precision in product(LAYOUTS, PLACES, ["fp32", "bf16"])
-    if ("weights" not in place or LAYOUTS[layout].get("zero") == 3) and ("tp" not in layout or precision == "bf16")
+    (layout, place, ("fp32", "bf16")[(number + turn) % 2])
+    for number, layout in enumerate(LAYOUTS)
+    for turn, place in enumerate(PLACES)
+    if ("weights" not in place or LAYOUTS[layout].get("zero") == 3) and (layout, place) != ("tp 2, pp 2, dp 2", "cpu")
 ]
+"""In turn in fp32 and in bf16, so that each place and each stage of ZeRO has both."""
 
 
 @pytest.mark.parametrize("layout, place, precision", CASES)
@@ -154,9 +155,9 @@ def most_whole_buckets(context: Any, config: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("schedule", ["zb-h2", "zb-v"])
 def test_a_schedule_that_runs_ahead_waits_instead_of_copying_state(schedule, ranks, prefix):
-    case: Case = {"pp": 2, "dp": 2, "microbatches": 4, "schedule": schedule, "zero": 1}
+    case: Case = {"pp": 2, "microbatches": 4, "schedule": schedule}
     expected, got = (
-        ranks.run(4, steps_ahead, configuration(case, prefix, "bf16", offload=place)) for place in ("none", "disk")
+        ranks.run(2, steps_ahead, configuration(case, prefix, "bf16", offload=place)) for place in ("none", "disk")
     )
     assert [losses for losses, _ in got] == [losses for losses, _ in expected]
     assert all(ahead > 0 for _, ahead in expected) and all(ahead == 0 for _, ahead in got)
@@ -173,8 +174,9 @@ def steps_ahead(context: Any, config: dict[str, Any]) -> tuple[list[float], int]
     return [result.loss for result in results], ahead
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("saved, resumed", [("disk", "none"), ("none", "disk"), ("cpu", "disk")])
+@pytest.mark.parametrize(
+    "saved, resumed, precision", [("disk", "none", "fp32"), ("none", "disk", "bf16"), ("cpu", "disk", "fp32")]
+)
 def test_a_checkpoint_resumes_with_state_in_another_place(saved, resumed, precision, ranks, prefix, tmp_path):
     case: Case = {"dp": 2, "microbatches": 2, "zero": 2}
     config = configuration(case, prefix, precision, offload=saved)
@@ -284,7 +286,7 @@ def test_trains_and_saves_in_memory_that_its_state_does_not_fit(tmp_path, prefix
             ("parallel.offload_dir=", "FILE/inside: Not a directory.", "cpu"),
         ),
         (
-            {"model.hidden_size": 65536, "model.num_attention_heads": 512, "model.num_hidden_layers": 1000},
+            {"model.hidden_size": 65536, "model.num_attention_heads": 512, "model.num_hidden_layers": 100},
             (
                 "parallel.offload_dir=",
                 "run/offload: it requires ",

@@ -76,9 +76,10 @@ def validation(tmp_path_factory) -> str:
 EVALUATED: dict[str, tuple[Case, int]] = {  # layout, global batch
     "single": ({"microbatches": 1}, 8),
     "dp3": ({"dp": 3, "microbatches": 1}, 24),
-    "tp2-sp": ({"tp": 2, "sequence_parallel": True}, 4),
-    "pp4": ({"pp": 4, "schedule": "gpipe"}, 8),
-    "tp2-pp2-dp2": ({"tp": 2, "pp": 2, "dp": 2, "zero": 1}, 8),
+    "tp2-sp-pp2-dp2": (
+        {"tp": 2, "sequence_parallel": True, "pp": 2, "schedule": "gpipe", "dp": 2, "zero": 1},
+        8,
+    ),
     "cp2-pp2": ({"cp": 2, "context": "gather", "pp": 2}, 8),
 }
 
@@ -157,14 +158,13 @@ def test_gradient_norm_counts_every_global_element_once(layout, ranks, prefix):
     assert len(set(got)) == 1
 
 
-@pytest.mark.parametrize("rank", [0, 5])
-def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(rank, ranks, prefix):
+def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(ranks, prefix):
     """Weights and moments stay as they were, the step is counted as skipped, and training goes on alike on every
     rank."""
     from tests.support import jobs_training
 
     case = {**MODEL, "tp": 2, "pp": 2, "dp": 2, "zero": 1, "microbatches": 2}
-    got = ranks.run(8, jobs_training.train_with_infinite_gradient, config_of(case, prefix), 3, rank, 5)
+    got = ranks.run(8, jobs_training.train_with_infinite_gradient, config_of(case, prefix), 3, 5, 5)
     for result in got:
         assert result["skipped"] == [False, False, True, False, False] and result["count"] == 1
         assert result["losses"] == got[0]["losses"] and all(loss < 10 for loss in result["losses"])

@@ -53,7 +53,7 @@ def test_a_failing_rank_is_reported_with_traceback_and_output(ranks: RankPool) -
 def test_a_hanging_rank_is_reported_with_its_stack(ranks: RankPool) -> None:
     before = ranks.run(2, jobs_pool.process)
     with pytest.raises(RankError, match=r"(?s)ranks \[1\] have not answered.*in wait_for_nothing"):
-        ranks.run(2, jobs_pool.hang, 1, timeout=3.0)
+        ranks.run(2, jobs_pool.hang, 1, timeout=6.0)
     after = ranks.run(2, jobs_pool.process)
     assert {pid for pid, _ in before}.isdisjoint(pid for pid, _ in after), "a hanging rank must not serve again"
     assert [jobs for _, jobs in after] == [1, 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -60,8 +61,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "zero"), zip(CASES, cycle((0, 1))))
 def test_is_the_reference_step_by_step(zero, case, ranks):
     """With a step that is thrown away, and a loss scale that changes: neither may be seen in what follows."""
     dp, rank, dtype, tolerance = CASES[case]
@@ -161,8 +161,7 @@ def world(case: Case) -> int:
 
 
 LAYOUTS: dict[str, Case] = {
-    "dp 4, ZeRO-0": {"dp": 4, "zero": 0},
-    "dp 2, ZeRO-1, bf16": {"dp": 2, "zero": 1, "precision": "bf16"},
+    "dp 3, ZeRO-0, bf16": {"dp": 3, "zero": 0, "precision": "bf16"},
     "tp 2, dp 2, tied": {"tp": 2, "dp": 2, "zero": 1, "tied": True, "sequence_parallel": True, "kv_heads": 1},
 }
 

@@ -3,7 +3,7 @@ numbers."""
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from tests.support import jobs_schedules, jobs_training, resharding
 from tests.support.configs import SINGLE, config_of, write_tokens
 from tests.support.spaces.layouts import Case
 
-HALF = 3
+HALF = 2
 PRECISIONS = ("fp32", "bf16", "fp64")
 MODEL = {"tied": True, "kv_heads": 1, "vocab_size": 101, "layers": 5, "masked": True, "dropout": 0.1}
 LAYOUTS: dict[str, Case] = {
@@ -30,7 +30,6 @@ MORE: dict[str, tuple[str, Case]] = {
     "tp2-dp2-zero3": ("bf16", {"tp": 2, "dp": 2, "zero": 3, "microbatches": 2}),
     "pp2-interleaved": ("bf16", {"pp": 2, "microbatches": 4, "schedule": "interleaved-2"}),
     "pp2-zb-v": ("fp32", {"pp": 2, "microbatches": 4, "schedule": "zb-v"}),
-    "pp4-gpipe": ("fp16", {"pp": 4, "microbatches": 8, "schedule": "gpipe"}),
     "pp2-dp2-zb-h2-zero2": ("fp16", {"pp": 2, "dp": 2, "zero": 2, "microbatches": 4, "schedule": "zb-h2"}),
 }
 BITWISE = LAYOUTS | {name: case for name, (_, case) in MORE.items()}
@@ -106,9 +105,10 @@ def test_resuming_is_bitwise_the_run_that_never_stopped(layout, precision, ranks
 
 
 CONTINUED = [
-    *product(OTHERS, LAYOUTS, ["fp64"]),
-    *((other, "single", "fp32") for other in ("dp4-zero1", "tp2-pp2-zb-v")),
+    *((other, saved, "fp64") for other, saved in zip(OTHERS, cycle(LAYOUTS))),
+    ("tp2-pp2-zb-v", "single", "fp32"),
 ]
+"""Each from one process or from eight ranks; below, states go from each layout to the next."""
 
 
 @pytest.mark.parametrize(("other", "saved", "precision"), CONTINUED)
@@ -138,7 +138,7 @@ def test_restored_tensors_are_the_same_bits_and_no_sample_is_lost(number, reshar
 def test_a_run_that_changes_its_schedule_at_every_checkpoint_is_bitwise_the_run_that_does_not(ranks, prefix, tmp_path):
     """Untied, without clipping. zb-h2 and zb-v are in the middle of a step when they save: it ends without being told
     to."""
-    schedules = ("1f1b", "zb-h2", "interleaved-3", "zb-v", "v-half", "zb-h1", "interleaved-2", "gpipe")
+    schedules = ("1f1b", "zb-h2", "interleaved-3", "zb-v", "gpipe")
 
     def configuration_of(schedule: str, load: str, steps: int) -> dict[str, Any]:
         layout = {"pp": 2, "dp": 2, "zero": 1, "microbatches": 4, "schedule": schedule, "tied": False, "layers": 7}

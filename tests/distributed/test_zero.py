@@ -41,8 +41,16 @@ def run(ranks, prefix: str, case: Case, precision: str = "fp32", **changes: Any)
     return ranks.run(world(case), jobs.train, config, STEPS, STATE)
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-@pytest.mark.parametrize("layout", SHARDED)
+STAGES: dict[str, tuple[int, ...]] = {
+    **{"dp 2": (3,), "dp 3": (1, 2, 3), "dp 4, tied": (2,), "pp 2, dp 2, tied": (3,), "tp 2, pp 2, dp 2": (1, 2)},
+    **{"dp 4 in groups of 2": (1, 2, 3), "tp 2, dp 4 in groups of 2, tied": (2, 3)},
+    **{"zb-h2 on pp 2, dp 2": (2, 3), "zb-v on pp 2, dp 2, tied": (2, 3)},
+}
+"""The stages that run on a layout: all in groups, which test_equivalence.py lacks. Its table has every stage with every
+other option, but no moments."""
+
+
+@pytest.mark.parametrize(("layout", "zero"), [(name, zero) for name, stages in STAGES.items() for zero in stages])
 def test_is_one_process(layout, zero, ranks, references, prefix):
     case = {**MODEL, **SHARDED[layout], "zero": zero, "precision": "fp64"}
     got = run(ranks, prefix, case, "fp64")
@@ -79,22 +87,21 @@ FORMULAS = {  # g: bytes of a gradient
     3: lambda n, g: (2 + g + 12) / n,
 }
 CASES = [
-    *((zero, size, "fp32") for zero in FORMULAS for size in (2, 3, 4)),
-    (3, 8, "fp32"),
-    *((zero, 2, "bf16") for zero in FORMULAS),
+    *((0, 2, "fp32"), (1, 3, "fp32"), (2, 4, "fp32"), (3, 8, "fp32")),
+    *((0, 2, "bf16"), (1, 2, "bf16"), (2, 3, "bf16"), (3, 2, "bf16")),
 ]
 
 
 @pytest.mark.parametrize("zero, size, grad_dtype", CASES)
 def test_bytes_per_parameter_are_those_of_the_formula(zero, size, grad_dtype, ranks, prefix):
-    """bf16: weights of 2 bytes, fp32 master weights and moments, gradients of 4 or 2; a model of 20 million
+    """bf16: weights of 2 bytes, fp32 master weights and moments, gradients of 4 or 2; a model of 5 million
     parameters."""
     case = {**MODEL, "dp": size, "zero": zero}
     config = config_of(case, prefix, "bf16")
-    config["model"] |= {"hidden_size": 464, "intermediate_size": 1392, "num_hidden_layers": 8, "num_attention_heads": 8}
+    config["model"] |= {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 7, "num_attention_heads": 8}
     config["train"] |= {"global_batch_size": size, "micro_batch_size": 1, "grad_dtype": grad_dtype}
     for states, expected, parameters in ranks.run(size, model_state_bytes, config):
-        assert 19e6 < parameters < 21e6
+        assert 5e6 < parameters < 6e6
         assert sum(states) / parameters == pytest.approx(
             FORMULAS[zero](size, 2 if grad_dtype == "bf16" else 4), rel=0.02
         )
@@ -144,12 +151,12 @@ def test_weights_are_gathered_as_often_as_planned(reshard, schedule, ranks, pref
 
 
 def test_freeing_late_or_early_is_the_same(ranks, prefix):
-    case = {**MODEL, **SHARDED["tp 2, pp 2, dp 2"], "zero": 3}
+    case = {**MODEL, **SHARDED["pp 2, dp 2, tied"], "zero": 3}
     results = []
     for reshard in ("action", "step"):
         config = config_of(case, prefix, "bf16")
         config["parallel"]["zero3_reshard"] = reshard
-        results.append(ranks.run(8, jobs.train, config, STEPS, STATE)[0])
+        results.append(ranks.run(4, jobs.train, config, STEPS, STATE)[0])
     assert results[0]["losses"] == results[1]["losses"]
     assert all(torch.equal(value, results[1]["tensors"][name]) for name, value in results[0]["tensors"].items())
 

@@ -80,7 +80,7 @@ NAMES += ["cohere2_moe, sigmoid, RMSNorm, sums"]
 NAMES += ["mixtral", "olmoe", "qwen3_moe", "deepseek_v2, lite, yarn rope", "deepseek_v3", "gpt_oss", "glm4_moe"]
 NAMES += ["mimo_v2_flash", "laguna"]
 NAMES += ["deepseek_v32", "glm_moe_dsa"]
-LAYOUTS = [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"cp": 2}, {"cp": 2, "tp": 2}]
+LAYOUTS = [{"tp": 2, "pp": 2}, {"cp": 2}, {"cp": 2, "tp": 2}]
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +192,7 @@ def test_latents_and_sinks_are_read_in_parts_too(sources, prompts, ranks: RankPo
     names = ("deepseek_v3", "deepseek_v2, lite, yarn rope", "gpt_oss", "deepseek_v32", "glm_moe_dsa")
     names = [sources[name] for name in names]
     alone = continued(RankContext(0, 1), names, {}, prompts, COUNT, None, "fp64")
-    for layout in ({"cp": 2}, {"pp": 2}, {"cp": 2, "tp": 2}):
+    for layout in ({"pp": 2}, {"cp": 2, "tp": 2}):
         for results in ranks.run(math.prod(layout.values()), continued, names, layout, prompts, COUNT, CHUNK, "fp64"):
             for got, expected in zip(results, alone, strict=True):
                 assert got["greedy"] == expected["greedy"] and got["drawn"] == expected["drawn"]

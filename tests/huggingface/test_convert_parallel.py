@@ -1,5 +1,5 @@
-"""Runs that start from a Hugging Face directory, each rank reading its own parts: logits and one training step of
-transformers."""
+"""Runs that start from a Hugging Face directory, each rank reading its own parts: one training step of transformers.
+test_layouts.py has every family."""
 
 from __future__ import annotations
 
@@ -19,18 +19,15 @@ from megalite.data.indexed import IndexedTokens
 from megalite.families.model_config import hf_shape
 from megalite.huggingface.convert import ConversionError
 from megalite.training.trainer import Trainer
-from tests.commands.jobs import logits_from_hf, step_from_hf
-from tests.huggingface.hf_models import BF16, CASES, VOCAB, logits_of, make, random_ids, write
+from tests.commands.jobs import step_from_hf
+from tests.huggingface.hf_models import BF16, CASES, VOCAB, make, write
 from tests.support.configs import write_tokens
 from tests.support.pool import RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
 SEQUENCE, BATCH, LR, DECAY = 24, 4, 3e-4, 0.1
 EPS = 1e-8
-NAMES = ["llama, one key-value head", "qwen3, tied", "olmo2", "phi3", "gemma2", "gpt2", "mistral, window"]
-NAMES += ["falcon_h1, tied, norm first, factors", "nemotron_h"]
-NAMES += ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "lfm2", "lfm2_moe"]
-LAYOUTS = [{"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}]
+NAMES = ["llama, one key-value head", "olmo2", "gemma2", "gpt2", "mistral, window"]
 
 
 @pytest.fixture(scope="module")
@@ -62,17 +59,7 @@ def configuration(directory: Path, prefix: str, **parallel: Any) -> dict[str, An
     }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_logits_of_every_layout_are_those_of_transformers(layout, models, prefix, ranks: RankPool):
-    world = layout.get("tp", 1) * layout.get("pp", 1)
-    ids = random_ids(tokens=SEQUENCE)
-    configs = [configuration(models[name], prefix, zero=0, **layout) for name in NAMES]
-    logits = ranks.run(world, logits_from_hf, configs, ids)
-    for number, name in enumerate(NAMES):
-        assert (logits[-1][number] - logits_of(models[name], ids)).abs().max() <= 1e-4, name
-
-
-@pytest.mark.parametrize("name", ["llama, one key-value head", "gemma2", "gpt2"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt2"])
 def test_one_step_goes_out_as_one_step_of_transformers(name, models, prefix, ranks: RankPool, tmp_path: Path):
     layout = {"tp": 2, "pp": 2, "dp": 2, "zero": 1}
     saved = ranks.run(8, step_from_hf, configuration(models[name], prefix, **layout))[0]
@@ -155,7 +142,7 @@ def test_pretrain_starts_from_a_directory_and_names_what_is_wrong_with_it(models
 
     done = run(models["gpt2"])
     assert done.returncode == 0, done.stderr
-    shutil.copytree(models["phi3"], tmp_path / "damaged")
+    shutil.copytree(models["olmo2"], tmp_path / "damaged")
     (tmp_path / "damaged" / "model.safetensors").write_bytes(b"cut off")
     shutil.rmtree(tmp_path / "run")  # a run that can be resumed reads nothing else
     done = run(tmp_path / "damaged")

@@ -26,7 +26,7 @@ from tests.huggingface.hf_models import (
 from tests.support.configs import write_tokens
 from tests.support.pool import RankPool
 
-SEQUENCE, BATCH, COUNT = 24, 4, 8
+SEQUENCE, BATCH, COUNT = 24, 4, 4
 # shorter and longer than any window
 PROMPTS = [row[:length] for row, length in zip(random_ids().tolist(), (3, 19), strict=True)]
 LAYOUT = {"tp": 2, "pp": 2}

@@ -172,7 +172,9 @@ def passed(directory: Path, script: str) -> list[list[str]]:
         (programs / name).chmod(0o755)
     environment = {"PATH": f"{programs}:/usr/bin:/bin", "RECORD": str(directory / "record")}
     (directory / "record").touch()
-    subprocess.run(["bash", "-c", script], cwd=directory, env=environment, capture_output=True, timeout=60, check=False)
+    subprocess.run(
+        ["bash", "-c", script], cwd=directory, env=environment, capture_output=True, timeout=300, check=False
+    )
     records, words = [], (directory / "record").read_bytes().decode().split("\0")
     while "" in words[:-1] or words[0]:
         starts = [place for place, word in enumerate(words) if word in PROGRAMS][:2]

@@ -1,7 +1,7 @@
-"""Compiles every variant of every kernel for every architecture, with no GPU, and reads what came out.
+"""Compiles variants of every kernel for every architecture, with no GPU, and reads what came out.
 
-    python -m tests.kernels.compiling               print it as JSON
-    python -m tests.kernels.compiling --document    write it into docs/appendix/compiled-kernels.md
+    python -m tests.kernels.compiling               print those of the suite as JSON
+    python -m tests.kernels.compiling --document    write all into docs/appendix/compiled-kernels.md, and check them
 
 That is a process of its own because Triton either interprets or compiles, as the environment says when it is imported.
 """
@@ -15,7 +15,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -57,8 +58,16 @@ MULTIPLY = (
     ),
 )
 """Modules whose kernels multiply matrices, and so must use tensor cores."""
-BY_NUMBERS = re.compile(r"scores of all rows in fp64 .*|sum of parts, .*")
+FP64 = r"scores of all rows in fp64 .*"
+"""Launches that fp64 units limit: a number of a row or head is loaded for as many products as the tile has of the
+other."""
+BY_NUMBERS = re.compile(rf"{FP64}|sum of parts, .*")
 """Launches of these modules that multiply numbers, or only add."""
+FEW_BITS = 128  # of one thread: scalars of a row, such as its target or its mean
+FEW = {"dropout_triton": 257, "causal_conv_triton": 3329, "recurrence_triton": 2305}
+FEW |= {"index_scores_triton": 1153, "sparse_attention_triton": 1409}
+"""Sample and position of a thread's two rows; the documents of a thread's rows, those that they see, and their
+decays; the rows that a query selects, and the positions of rows."""
 SPILLS = {
     ("sm_100", r"dk dv bf16 80 channels softcap window documents dropout, runs"): 16,
     ("sm_100", r"backward gate_first bf16, 6144 wide, by group"): 16,
@@ -102,6 +111,21 @@ class Binary:
         }
         return [rule for rule, holds in rules.items() if not holds]
 
+    def moves_wide(self, module: str, architecture: str, name: str) -> bool:
+        """Whether memory moves 128 bits at a time.
+
+        Where a load or store of a whole row lost that, it alone moves a thread's 128 bits by narrower instructions.
+        On gfx942 products leave the registers as they lie there, 64 bits at a time, and each thread fetches the
+        scalars of all rows that it holds a part of: that is the compiler's choice.
+        """
+        if re.fullmatch(FP64, name):
+            return True
+        if self.multiplies and architecture == "gfx942":
+            return self.wide_loads > 0
+        few = FEW.get(module, FEW_BITS)
+        loads = self.wide_loads > 0 and (self.narrow_loads < few or self.narrow_loads <= self.wide_loads / 3)
+        return loads and (self.narrow_stores < few or self.narrow_stores <= self.wide_stores / 3)
+
 
 def may_spill(architecture: str, name: str) -> int:
     """Bytes that the launch `name` may spill."""
@@ -119,7 +143,36 @@ Binaries = dict[str, dict[str, dict[str, Binary]]]
 """Module → architecture → variant → what came out."""
 
 
-def compile_all(cache: Path) -> Binaries:
+def broken(module: str, architecture: str, binaries: dict[str, Binary]) -> dict[str, list[str]]:
+    """What is wrong with the binaries of a module's own launches, by the name of the launch."""
+    by_name = {
+        name: binary.broken_rules(architecture, name)
+        + ["memory moves 128 bits at a time"] * (not binary.moves_wide(module, architecture, name))
+        for name, binary in binaries.items()
+    }
+    return {name: rules for name, rules in by_name.items() if rules}
+
+
+def all_of(module: str) -> Iterator[tuple[str, int]]:
+    """Every launch, as an index into `launches`, for every architecture."""
+    for architecture in architectures(module):
+        yield from ((architecture, index) for index in range(len(launches(module, architecture))))
+
+
+def covering(module: str) -> Iterator[tuple[str, int]]:
+    """Every kernel for every architecture, and every launch for one: a kernel's launches take turns.
+
+    The suite compiles these, the long form of the tests and `--document` all.
+    """
+    chips, of_kernel = architectures(module), defaultdict[Any, list[int]](list)
+    for index, launch in enumerate(launches(module, chips[0])):
+        of_kernel[launch.variant.kernel].append(index)
+    for number, indices in enumerate(of_kernel.values()):
+        for turn in range(max(len(indices), len(chips))):
+            yield chips[(turn + number) % len(chips)], indices[turn % len(indices)]
+
+
+def compile_covering(cache: Path) -> Binaries:
     """Run this file in a process in which Triton compiles. What `cache` holds of earlier runs is not compiled again."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [environment.get("PYTHONPATH")])]
@@ -253,27 +306,30 @@ def _products(binary: Binary) -> str:
 
 
 def main() -> None:
-    """What this process compiles, as JSON, or as the table in the document."""
+    """The suite's launches as JSON, or all as the table in the document if no rule is broken."""
     import triton
 
-    binaries = _compile_here()
     if sys.argv[1:] != ["--document"]:
-        return print(json.dumps(binaries))
+        return print(json.dumps(_compile_here(covering)))
+    binaries = _from_json(_compile_here(all_of))
+    wrong = {
+        f"{module}, {architecture}: {name}": rules
+        for module, per in binaries.items()
+        for architecture, of_chip in per.items()
+        for name, rules in broken(module, architecture, of_chip).items()
+    }
+    if wrong:
+        sys.exit("\n".join(f"{name}: not so: {', '.join(rules)}" for name, rules in wrong.items()))
     before, _, rest = DOCUMENT.read_text().partition(BEGIN)
     after = rest.partition(END)[2]
-    DOCUMENT.write_text(before + BEGIN + document(_from_json(binaries), triton.__version__) + END + after)
+    DOCUMENT.write_text(before + BEGIN + document(binaries, triton.__version__) + END + after)
 
 
-def _compile_here() -> dict[str, Any]:
+def _compile_here(which: Callable[[str], Iterator[tuple[str, int]]]) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(1)  # a forked process lacks its parent's threads, and would wait for them
-    jobs = [
-        (module, architecture, index)
-        for module in MODULES
-        for architecture in architectures(module)
-        for index in range(len(launches(module, architecture)))
-    ]
+    jobs = [(module, architecture, index) for module in MODULES for architecture, index in which(module)]
     binaries: dict[str, Any] = {
         module: {architecture: {} for architecture in architectures(module)} for module in MODULES
     }

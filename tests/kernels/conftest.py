@@ -73,9 +73,9 @@ def assert_same_bits_and_no_wait() -> Callable[[Callable[[], Sequence[Tensor]]],
 
 @pytest.fixture(scope="session")
 def binaries(request: pytest.FixtureRequest) -> compiling.Binaries:
-    """What the compiler made of every kernel, for every architecture."""
+    """What the compiler made of every kernel for every architecture, and of every launch for one."""
     assert request.config.cache is not None
-    return compiling.compile_all(request.config.cache.mkdir("triton"))
+    return compiling.compile_covering(request.config.cache.mkdir("triton"))
 
 
 @pytest.fixture(scope="session")

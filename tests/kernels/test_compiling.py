@@ -10,49 +10,27 @@ import pytest
 from megalite_kernels.launch import ARCHITECTURES, FP8_ARCHITECTURES
 
 from tests.kernels import compiling
-from tests.kernels.compiling import MODULES, SHARED_LIMIT, SOURCES, TENSOR_CORE, Binaries, Binary, architectures
+from tests.kernels.compiling import MODULES, SHARED_LIMIT, SOURCES, TENSOR_CORE, Binaries, architectures
 from tests.kernels.variants import launches
 
-FEW_BITS = 128  # of one thread: scalars of a row, such as its target or its mean
-FEW = {"dropout_triton": 257, "causal_conv_triton": 3329, "recurrence_triton": 2305}
-FEW |= {"index_scores_triton": 1153, "sparse_attention_triton": 1409}
-"""Sample and position of a thread's two rows; the documents of a thread's rows, those that they see, and their
-decays; the rows that a query selects, and the positions of rows."""
-BY_NUMBERS = re.compile(r"scores of all rows in fp64 .*")
-"""Launches that fp64 units limit: a number of a row or head is loaded for as many products as the tile has of the
-other."""
 EACH = pytest.mark.parametrize(
     "module, architecture", [(each, chip) for each in MODULES for chip in architectures(each)]
 )
 
 
 @EACH
-def test_registers_shared_memory_and_tensor_cores(module: str, architecture: str, binaries: Binaries):
+def test_registers_shared_memory_tensor_cores_and_wide_loads(module: str, architecture: str, binaries: Binaries):
     compiled = binaries[module][architecture]
     assert compiled, "a module without variants proves nothing"
-    assert {
-        name: broken for name, binary in compiled.items() if (broken := binary.broken_rules(architecture, name))
-    } == {}
+    assert compiling.broken(module, architecture, compiled) == {}
 
 
-@EACH
-def test_memory_moves_128_bits_at_a_time(module: str, architecture: str, binaries: Binaries):
-    """Where a load or store of a whole row lost that, it alone moves a thread's 128 bits by narrower instructions.
-
-    On gfx942 products leave the registers as they lie there, 64 bits at a time, and each thread fetches the scalars of
-    all rows that it holds a part of: that is the compiler's choice.
-    """
-
-    def is_wide(name: str, b: Binary) -> bool:
-        if BY_NUMBERS.fullmatch(name):
-            return True
-        if b.multiplies and architecture == "gfx942":
-            return b.wide_loads > 0
-        loads = b.wide_loads > 0 and (b.narrow_loads < FEW.get(module, FEW_BITS) or b.narrow_loads <= b.wide_loads / 3)
-        return loads and (b.narrow_stores < FEW.get(module, FEW_BITS) or b.narrow_stores <= b.wide_stores / 3)
-
-    compiled = binaries[module][architecture]
-    assert {name: binary for name, binary in compiled.items() if not is_wide(name, binary)} == {}
+@pytest.mark.parametrize("module", MODULES)
+def test_every_launch_is_compiled_and_every_kernel_for_every_architecture(module: str, binaries: Binaries):
+    kernels = {each.name: each.variant.kernel for chip in architectures(module) for each in launches(module, chip)}
+    for compiled in binaries[module].values():
+        assert {kernels[name] for name in compiled} == set(kernels.values())
+    assert set().union(*binaries[module].values()) == set(kernels)
 
 
 def test_every_kernel_is_listed():

@@ -8,7 +8,6 @@ from torch.library import opcheck
 
 from tests.kernels.accuracy import assert_as_accurate
 from tests.kernels.test_cross_entropy import IGNORE, split_loss, torch_loss
-from tests.structure.sources import python
 
 # of padding, which is masked afterwards
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
@@ -150,29 +149,6 @@ def test_the_compiler_sees_two_operations(device):
         torch.testing.assert_close(got, expected)
     called = [str(node.target) for node in graphs[0].graph.nodes if "megalite" in str(node.target)]
     assert called == ["megalite.cross_entropy_statistics.default", "megalite.cross_entropy_gradient_.default"]
-
-
-def test_rows_lie_beyond_32_bits():
-    """In a process of its own, which a wrong offset ends. The memory between the rows is never touched, and so never
-    there."""
-    python(
-        """
-import sys, torch
-from megalite_kernels import backend
-from megalite_kernels.cross_entropy import combine, gradient_, statistics
-backend.select("triton")
-device = sys.argv[1]
-few = torch.randn(3, 64, device=device)
-far = torch.empty(2**31 + 64, dtype=torch.bfloat16, device=device).as_strided((3, 64), (2**30, 1)).copy_(few)
-few, targets = few.to(torch.bfloat16), torch.tensor([5, 63, 0], device=device)
-stats = statistics(far, targets, 0, 64, -100, True)
-assert torch.equal(stats, statistics(few, targets, 0, 64, -100, True))
-_, lse = combine(stats[None], targets, -100, 0.0, 0.0, 64)
-got, expected = (gradient_(logits, targets, lse, 1.0, 0, 64, -100, 0.0, 0.0, 64) for logits in (far, few))
-assert torch.equal(got, expected)
-""",
-        "cuda" if torch.cuda.is_available() else "cpu",
-    )
 
 
 @pytest.mark.gpu

@@ -108,7 +108,7 @@ def products(rows: fp8.Quantized, weight: fp8.Quantized, groups: Groups | None) 
 
 @pytest.mark.parametrize("recipe", get_args(fp8.Recipe))
 @given(shape=shapes())
-@settings(max_examples=12, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(
     shape={"rows": 1100, "outputs": 2, "inner": 1, "groups": None, "transposed": True, "zeros": False, "copied": False}
 )

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from megalite.commands.launch import main, wanted
 from megalite.launch.agent import Launch, launch
@@ -41,6 +42,12 @@ open(f"{DIRECTORY}/up{rank}", "w").close()
 while not got:
     time.sleep(0.01)
 """
+
+
+@pytest.fixture(autouse=True)
+def records_without_a_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's records name their function by `inspect.stack()`, which below pytest takes a second for each run."""
+    monkeypatch.setattr(dynamic_rendezvous, "get_method_name", lambda depth=2: "")
 
 
 @pytest.fixture(autouse=True)
@@ -94,11 +101,17 @@ def lose(first):  # as `exit_after_failure` of a rank that has lost another one:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     tell_torchrun(f"rank {rank}: all_reduce failed", lost={"rank": first, "reason": f"rank {first} was lost first: its process has ended"})
     open(f"{DIRECTORY}/lost{rank}", "w").close()
-    time.sleep(0.5)
+    if first < 2:  # the other one has ended, and the agent may not have seen it yet
+        wait_for(f"pid{first}")
+        status = "/proc/" + os.readlink(f"{DIRECTORY}/pid{first}") + "/stat"
+        while os.path.exists(status) and open(status).read().rpartition(")")[2].split()[0] not in "ZX":
+            time.sleep(0.01)
+    time.sleep(0.1)
     sys.exit(1)
 def wait_for(path):
-    while not os.path.exists(f"{DIRECTORY}/{path}"):
+    while not os.path.lexists(f"{DIRECTORY}/{path}"):
         time.sleep(0.01)
+os.symlink(str(os.getpid()), f"{DIRECTORY}/pid{rank}")
 """
 
 

@@ -15,7 +15,6 @@ from threading import Event, Thread
 
 import pytest
 
-from megalite.launch.signals import SAME_PRESS_S
 from megalite.system.processes import blocked
 from tests.structure.sources import ROOT
 from tests.support.configs import write_tokens
@@ -62,12 +61,20 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, output
 
 
+def in_set(process: subprocess.Popen[str], number: int, *sets: str) -> bool:
+    """Whether a signal is in one of a process's sets, by their names in /proc."""
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    return any(int(line.split()[1], 16) >> (number - 1) & 1 for line in lines if line.startswith(sets))
+
+
 def handles(process: subprocess.Popen[str], number: int) -> bool:
     """Whether a process has a handler for a signal."""
-    line = next(
-        line for line in Path(f"/proc/{process.pid}/status").read_text().splitlines() if line.startswith("SigCgt")
-    )
-    return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return in_set(process, number, "SigCgt")
+
+
+def pending(process: subprocess.Popen[str], number: int) -> bool:
+    """Whether a signal that was sent to a process has not reached it yet."""
+    return in_set(process, number, "SigPnd", "ShdPnd")
 
 
 def training(run: Path, *options: str) -> subprocess.Popen[str]:
@@ -131,8 +138,10 @@ def test_ranks_that_wait_for_the_message_of_local_rank_0_are_not_listed_as_failu
 
 
 STUCK = """
-import ctypes
+import ctypes, os, sys
+from megalite.launch import signals
 from megalite.training.stop_requests import StopRequest
+signals.monotonic = lambda: 2 * signals.SAME_PRESS_S * os.path.exists(sys.argv[1])  # time passes when the test says so
 with StopRequest():
     print("in a step", flush=True)
     mutex = (ctypes.c_char * 64)()
@@ -142,17 +151,20 @@ with StopRequest():
 
 
 @pytest.mark.parametrize("launcher", [{}, {"TORCHELASTIC_RUN_ID": "1"}], ids=["alone", "torchrun"])
-def test_a_second_one_ends_a_run_at_once_also_if_a_collective_hangs(launcher):
+def test_a_second_one_ends_a_run_at_once_also_if_a_collective_hangs(launcher, tmp_path):
     """Under a launcher, which may forward the Ctrl-C that also came from the terminal, the second one comes later than
     that."""
-    process = start("-c", STUCK, env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", **launcher})
+    later = tmp_path / "later"
+    process = start("-c", STUCK, later, env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", **launcher})
     assert process.stdout is not None and process.stdout.readline() == "in a step\n"
     process.send_signal(signal.SIGINT)
-    time.sleep(0.1)  # two pending signals of one kind are one
+    wait_until(lambda: not pending(process, signal.SIGINT), process)  # two pending signals of one kind are one
+    time.sleep(0.1)  # until the thread has heard of the first
     process.send_signal(signal.SIGINT)
     if launcher:
-        time.sleep(SAME_PRESS_S)
+        time.sleep(0.5)
         assert process.poll() is None
+        later.touch()
         process.send_signal(signal.SIGTERM)  # what torchrun sends at the second Ctrl-C
     assert finish(process) == (130, "interrupted again: exiting immediately without saving\n")
 

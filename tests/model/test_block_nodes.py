@@ -109,7 +109,7 @@ def prefix(tmp_path_factory) -> str:
 
 
 def trained(context: Any, config: dict[str, Any], by_block: bool, in_matmul: bool = False) -> tuple[Any, ...]:
-    """Whether each layer is one node, and losses, norms and weights of three steps.
+    """Whether each layer is one node, and losses, norms and weights of two steps.
 
     `in_matmul`: residual sums are a part of matmuls, as on a GPU.
     """
@@ -126,7 +126,7 @@ def trained(context: Any, config: dict[str, Any], by_block: bool, in_matmul: boo
         for linear in vars(module).values():
             if isinstance(linear, RowParallelLinear):
                 linear.adds_residual = True
-    results = [trainer.step() for _ in range(3)]
+    results = [trainer.step() for _ in range(2)]
     tensors = {name: value.clone() for name, value in global_tensors(trainer).items()}
     trainer.close()
     return are_nodes, [(result.loss, result.grad_norm) for result in results], tensors

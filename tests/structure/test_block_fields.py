@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ MODELS = {"model", "model_config"}
 """Names of variables and attributes that hold a ModelConfig."""
 
 
+@cache
 def own_kinds() -> dict[str, set[str]]:
     """Each field, property and method of ModelConfig that belongs to kinds → these."""
     kinds = {each.name: set(each.metadata.get("kinds", ())) for each in fields(ModelConfig)}
@@ -49,6 +51,7 @@ def room_of(kind: str) -> str:
     return "megalite/model/mtp/" if kind == "mtp" else f"megalite/model/blocks/{kind}/"
 
 
+@cache
 def names_elsewhere() -> set[str]:
     """Names that other classes of megalite have, too: only a read from a model counts."""
     names: set[str] = set()

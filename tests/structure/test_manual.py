@@ -135,7 +135,7 @@ def until_interrupted(command: Command, place: Path) -> None:
     )
     assert process.stdout is not None and "Ctrl-C" in process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=300)
     assert (process.returncode, errors) == (130, "interrupted\n")
 
 

@@ -32,7 +32,7 @@ LAYOUTS: dict[str, Case] = {
     "one process": {"microbatches": 2},
 }
 PAIRS = list(permutations(LAYOUTS, 2))
-SAVED_AFTER = 3
+SAVED_AFTER = 2
 
 
 def world(layout: str) -> int:
