@@ -17,6 +17,7 @@ import torch
 
 from megalite.assembly.parts import Parts
 from megalite.assembly.scoring import score
+from megalite.checkpoint.errors import CheckpointError
 from megalite.config.errors import ConfigError
 from megalite.config.schema import Config
 from megalite.config.sections.distillation import distils
@@ -64,7 +65,11 @@ def stored_scores(config: Config) -> SequenceScores | None:
         )
     from megalite.evaluation.weights_identity import weights_identity
 
-    if weights_identity(start) != scores.weights:
+    try:
+        weights = weights_identity(start)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
+    if weights != scores.weights:
         raise ConfigError(
             f"{option}, whose weights differ from those of model.init_from = {start}, from which training "
             f"starts. Score the data with the latter, {accept}."

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -61,17 +63,41 @@ def test_the_command_scores_as_transformers_does(expected, model, prefix, tmp_pa
     np.testing.assert_allclose(stored(tmp_path / "x", prefix), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_continue_each_other(layout, expected, scores, model, prefix, tmp_path, ranks):
-    """An interrupted command is continued on another layout; what is not done is not taken for scores."""
-    one = stored(scores, prefix)
-    np.testing.assert_allclose(one, expected, rtol=0, atol=1e-6)  # transformers rotates in fp32
-    output = tmp_path / "x"
-    score_preferences(ALONE, str(model), prefix, str(output), {}, batches=1)
+@pytest.fixture(scope="module")
+def killed(model, prefix, tmp_path_factory) -> Path:
+    """What one process has stored that was killed in its second batch."""
+    output = tmp_path_factory.mktemp("killed") / "x"
+    words = (ALONE, str(model), prefix, str(output), {}, 1)
+    process = multiprocessing.get_context("forkserver").Process(target=score_preferences, args=words)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     with pytest.raises(ConfigError, match=r"ends early: 2 of \d rows of .*: it continues where it stopped"):
         stored(output, prefix)
-    ranks.run(4, score_preferences, str(model), prefix, str(output), LAYOUTS[layout])
-    np.testing.assert_allclose(stored(output, prefix), one, rtol=0, atol=1e-9)
+    return output
+
+
+@pytest.mark.parametrize("layout", [None, *LAYOUTS])
+def test_a_killed_command_is_continued(layout, expected, scores, killed, model, prefix, tmp_path, ranks):
+    """On the same layout with equal bytes, on another one with equal scores; what is done is not done again."""
+    one = stored(scores, prefix)
+    np.testing.assert_allclose(one, expected, rtol=0, atol=1e-6)  # transformers rotates in fp32
+    shutil.copytree(killed, output := tmp_path / "x")
+    (file,) = output.glob("*.f64")
+    values = np.fromfile(file)
+    first = int(np.flatnonzero(~np.isnan(values))[0])
+    words = (str(model), prefix, str(output))
+    if layout is None:
+        score_preferences(ALONE, *words, {})
+        assert file.read_bytes() == (scores / file.name).read_bytes()
+        return
+    values[first] = -1000.0
+    values.tofile(file)
+    ranks.run(4, score_preferences, *words, LAYOUTS[layout])
+    got = stored(output, prefix).copy()
+    assert got[first] == -1000.0
+    got[first] = one[first]
+    np.testing.assert_allclose(got, one, rtol=0, atol=1e-9)
 
 
 def configuration(model: Path, prefix: str, place: Path, **sections: Any) -> dict[str, Any]:
@@ -99,8 +125,8 @@ def test_training_with_scores_is_training_with_the_model(scores, model, prefix, 
     plain = train_and_validate(ALONE, configuration(model, prefix, tmp_path, **adapters), 2)
     again = train_and_validate(ALONE, configuration(model, prefix, tmp_path, **adapters, **by_scores), 2)
     full = train_and_validate(ALONE, configuration(model, prefix, tmp_path, **by_scores), 2)
-    layout = {"parallel": {"pp": 2, "dp": 2, "zero": 3}}
-    several = ranks.run(4, train_and_validate, configuration(model, prefix, tmp_path, **layout, **by_scores), 2)
+    layout = {"parallel": {"pp": 2, "cp": 2, "dp": 2, "zero": 3}}
+    several = ranks.run(8, train_and_validate, configuration(model, prefix, tmp_path, **layout, **by_scores), 2)
     assert full["losses"][0] == pytest.approx(np.log(2), abs=1e-9) and full["losses"][1] != plain["losses"][1]
     for expected, got in ((plain, again), (full, several[0])):
         assert (got["losses"], got["validation"]) == (
@@ -131,16 +157,46 @@ def test_other_scores_are_rejected(scores, model, prefix, tmp_path):
     (theirs / "scores.json").write_text(json.dumps(record))
     (file,) = theirs.glob("*.f64")
     values = np.fromfile(file)
-    for index, value in ((3, np.nan), (4, 0.5)):
+    for index, value in ((3, np.nan), (4, 0.5), (5, -np.inf)):
         changed = values.copy()
         changed[index] = value
         changed.tofile(file)
         assert f"is damaged: document {index} of {prefix} has the score {value}" in message(theirs)
     values[:-1].tofile(file)
-    assert "has 88 bytes where 12 documents have 96: it is truncated" in message(theirs)
+    assert "has 88 bytes where 12 documents have 96. Run `megalite score`" in message(theirs)
+    file.unlink()
+    assert "has 0 bytes where" in message(theirs) and not file.exists()
+    score_preferences(ALONE, str(model), prefix, str(theirs), {})  # what is missing is scored again
+    assert file.read_bytes() == (scores / file.name).read_bytes()
     (theirs / "scores.json").write_text("{")
     assert "is not a record of scores" in message(theirs)
     assert "cannot be read: No such file or directory. Make it with" in message(tmp_path / "none")
-    words = [f"hf:{model}", "--data", other, "--output", str(tmp_path)]
-    with pytest.raises(SystemExit):
-        score.main(words)
+    assert "No weights found in" in message(scores, init_from=f"hf:{tmp_path}")
+
+
+def test_the_command_rejects_what_it_cannot_score(scores, model, prefix, tmp_path, capsys):
+    def message(*words: str, source: Path = model, data: str = prefix, output: Path = tmp_path / "none") -> str:
+        with pytest.raises(SystemExit) as end:
+            score.main([f"hf:{source}", "--data", data, "--output", str(output), "--precision", "fp32", *words])
+        assert end.value.code == 2
+        lines = capsys.readouterr().err.strip().splitlines()
+        return lines[-1]
+
+    assert "is not empty and has no scores" in message(output=tmp_path.parent)
+    assert "--sequence_length 8 cuts a pair. Set it to" in message("--sequence_length", "8")
+    tokenized = write_preferences(tmp_path / "bytes", LENGTHS)
+    record = json.loads(Path(f"{tokenized}.json").read_text())
+    Path(f"{tokenized}.json").write_text(json.dumps(record | {"tokenizer": "byte"}))
+    assert "uses a different tokenizer than" in message(data=tokenized)
+    assert not (tmp_path / "none").exists()
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(broken / "model.safetensors")
+    weights["model.norm.weight"].fill_(1e30)
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    assert "whose weights differ from those of" in message(source=broken, output=scores)
+    weights["lm_head.weight"].mul_(1e30)
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    assert "has the log-probability nan with --precision fp32" in message(source=broken)
