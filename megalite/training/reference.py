@@ -68,7 +68,11 @@ def stored_scores(config: Config) -> SequenceScores | None:
     try:
         weights = weights_identity(start)
     except CheckpointError as error:
-        raise ConfigError(str(error)) from None
+        reason = str(error).removesuffix(".")
+        raise ConfigError(
+            f"{option}, which cannot be compared with those of model.init_from = {start}: {reason}. Start "
+            f"from that model, {accept}."
+        ) from None
     if weights != scores.weights:
         raise ConfigError(
             f"{option}, whose weights differ from those of model.init_from = {start}, from which training "

@@ -1082,7 +1082,7 @@ ROWS = [
     ),
     Row(
         "a reference is scores",
-        DPO | {"preference.reference": "models/llama"},
+        DPO | {"lora.rank": 0, "preference.reference": "models/llama"},
         {"preference.reference": "scores:x"},
         ("megalite score",),
     ),

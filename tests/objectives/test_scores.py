@@ -171,7 +171,7 @@ def test_other_scores_are_rejected(scores, model, prefix, tmp_path):
     (theirs / "scores.json").write_text("{")
     assert "is not a record of scores" in message(theirs)
     assert "cannot be read: No such file or directory. Make it with" in message(tmp_path / "none")
-    assert "No weights found in" in message(scores, init_from=f"hf:{tmp_path}")
+    assert "cannot be compared with those of model.init_from" in message(scores, init_from=f"hf:{tmp_path}")
 
 
 def test_the_command_rejects_what_it_cannot_score(scores, model, prefix, tmp_path, capsys):

@@ -23,7 +23,7 @@ def _of_sequences(c: RuleContext) -> bool:
 
 def _referred(c: RuleContext) -> bool:
     """Whether the reference of the objective is the model without its adapters."""
-    return objective_class(c.train.objective).needs_reference and scores_directory(c.preference) is None
+    return objective_class(c.train.objective).needs_reference and c.preference.reference is None
 
 
 def _head(c: RuleContext) -> str:
