@@ -144,12 +144,14 @@ def build_parts(
     device: torch.device | str,
     training: bool = True,
     state: StateMemory | None = None,
+    objective: Objective | None = None,
 ) -> Parts:
     """Allocate this rank's parameters (zero until initialized or loaded) and build the stages that use them.
 
     Args:
         training: whether to allocate gradients.
         state: the memory of the optimizer state; default: as `parallel.offload` says.
+        objective: over sequences, of forwards without training, which then have scores.
     """
     parallel, train = config.parallel, config.train
     backend.select(train.kernels)
@@ -182,7 +184,7 @@ def build_parts(
         from megalite.parallel.fp8 import attach_fp8
 
         attach_fp8(store, train, config.model.num_hidden_layers)
-    units, objective = units_of(config), objective_of(config) if training else None
+    units, objective = units_of(config), objective_of(config) if training else objective
     stages = {
         stage: Stage(config, units[stage], store.weights, store.gatherer, mesh, dtype, objective)
         for stage, rank in enumerate(placement(parallel.schedule, parallel.pp, parallel.virtual_stages))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -271,10 +271,10 @@ def add_layout_options(add: Callable[..., Any], size: Callable[[str], int], rows
     )
 
 
-def layout_of(options: argparse.Namespace) -> dict[str, Any]:
-    """The layout of a model for forward passes that a command was given. Raises ConfigError if it does not
-    match the started ranks."""
-    layout = {axis: getattr(options, axis) for axis in AXES}
+def layout_of(options: argparse.Namespace, others: Sequence[str] = ()) -> dict[str, Any]:
+    """The layout of a model for forward passes that a command was given. `others`: further axes that the
+    command has. Raises ConfigError if it does not match the started ranks."""
+    layout = {axis: getattr(options, axis) for axis in (*AXES, *others)}
     ranks = prod(layout.values())
     world = int(os.environ.get("WORLD_SIZE", ranks))
     if world != ranks:

@@ -132,7 +132,7 @@ def check_run(
     from megalite.launch.process import choose_device, world_size
     from megalite.monitoring.metrics import check_packages
     from megalite.planner.api import device_of_run
-    from megalite.training import recompute_budget, teacher
+    from megalite.training import recompute_budget, reference, teacher
     from megalite.training.tokenizer_checks import check_tokenizers
 
     try:
@@ -148,7 +148,8 @@ def check_run(
         recompute_budget.check(config, device)
         hardware = device_of_run(config, torch.cuda.get_device_name(device) if device.type == "cuda" else "")
         # a damaged token file must not be found when every rank is waiting
-        data, _ = dataset.build(config.data, config.run.seed)
+        data, validation = dataset.build(config.data, config.run.seed)
+        reference.attach_reference(config, data, validation)
         remarks = [choice.describe()] if choice is not None else []
         remarks += check_tokenizers(config, data.fingerprint) + token_files.remarks(config)
         remarks += teacher.check(config, world_size()) + describe_fp8(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from megalite.config.samples import Documents, Member, inputs_of, rows_of, whole_documents
 from megalite.data.dataset import Sample, TokenFiles, TokenRange
-from megalite.data.indexed import CHOSEN
+from megalite.data.indexed import CHOSEN, IndexedTokens
 from megalite.parallel.microbatch import IGNORE_INDEX
 
 
@@ -23,12 +24,14 @@ class RowSequences:
         completion: [seq] bool, whether the target is a token of the completion.
         documents: int64, the ordinal of each document in the dataset.
         labels: int64, 1 for a chosen or good completion, 0 for a rejected or bad one.
+        reference: fp64, the log-probabilities of their completions in a reference model; None: not known.
     """
 
     index: NDArray[np.int64]
     completion: NDArray[np.bool_]
     documents: NDArray[np.int64]
     labels: NDArray[np.int64]
+    reference: NDArray[np.float64] | None = None
 
 
 class Conversations(TokenFiles):
@@ -122,18 +125,36 @@ class Preferences(Conversations):
         shuffle: bool,
         seed: int,
     ):
-        self.preference = preference
+        self.preference, self._parts = preference, parts
+        self._scores: NDArray[np.float64] | None = None
         super().__init__(parts, sequence_length, preference, packing=packing, shuffle=shuffle, seed=seed)
         self.documents = len(self._sizes)
 
     def _place(self, parts: list[Documents], packing: bool, together: int = 1) -> None:
         super()._place(parts, packing, 2 if self.preference == "pairs" else 1)
 
+    def documents_of(self, sample: int) -> NDArray[np.int64]:
+        """Return the ordinals of the documents in a row of an unshuffled epoch."""
+        return self._documents[self._last[sample - 1] if sample else 0 : self._last[sample]]
+
+    def attach(self, scores: Callable[[IndexedTokens], NDArray[np.float64]]) -> None:
+        """Give the rows the scores of their documents.
+
+        Args:
+            scores: returns those of all documents of a token file.
+        """
+        own = []
+        for part in self._parts:
+            first, sizes = whole_documents(part.file, part.start, part.stop)[1:]
+            own.append(scores(part.file)[first : first + len(sizes)])
+        self._scores = np.concatenate(own)
+
     def _counted(
         self, row: Sample, loss: NDArray[Any], index: NDArray[np.int64], documents: NDArray[np.int64]
     ) -> Sample:
         labels = np.array([(loss[index == number] == CHOSEN).any() for number in range(len(documents))])
-        sequences = RowSequences(index, loss != 0, documents, labels.astype(np.int64))
+        reference = None if self._scores is None else self._scores[documents]
+        sequences = RowSequences(index, loss != 0, documents, labels.astype(np.int64), reference)
         return row._replace(sequences=sequences)
 
 

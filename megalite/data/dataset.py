@@ -17,7 +17,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate
@@ -91,6 +91,11 @@ class Dataset(ABC):
     def sets(self) -> Mapping[str, Dataset]:
         """Return the validation sets by name. A single set has an empty name."""
         return {"": self}
+
+    @property
+    def parts(self) -> Sequence[Dataset]:
+        """Return the datasets of a mixture, or itself."""
+        return [self]
 
     @abstractmethod
     def __getitem__(self, index: int) -> Sample:

@@ -50,6 +50,10 @@ class Blend(Dataset):
         *self._first_documents, self.documents = accumulate((d.documents for d in datasets), initial=0)
         self.fingerprint = digest(json.dumps([[d.fingerprint for d in datasets], self._counts]).encode())
 
+    @property
+    def parts(self) -> list[Dataset]:
+        return self._datasets
+
     def __getitem__(self, index: int) -> Sample:
         source, sample = self.locate(index)
         return _renumbered(self._datasets[source][sample], self._first_documents[source])
@@ -75,6 +79,10 @@ class NamedSets(Dataset):
         self.weighted, self.preference = any(d.weighted for d in self._datasets), first.preference
         *self._first_documents, self.documents = accumulate((d.documents for d in self._datasets), initial=0)
         self.fingerprint = "+".join(dataset.fingerprint for dataset in self._datasets)
+
+    @property
+    def parts(self) -> list[Dataset]:
+        return self._datasets
 
     @property
     def sets(self) -> Mapping[str, Dataset]:

@@ -41,7 +41,9 @@ def target_fields(
 def _without_documents(row: Sample) -> Sample:
     """Return a row that is all padding, in place of a row past the end."""
     none = np.empty(0, np.int64)
-    empty = RowSequences(np.full_like(row.tokens, -1), np.zeros_like(row.tokens, bool), none, none)
+    sequences = row.sequences
+    scores = None if sequences is None or sequences.reference is None else np.empty(0)
+    empty = RowSequences(np.full_like(row.tokens, -1), np.zeros_like(row.tokens, bool), none, none, scores)
     return row._replace(sequences=empty)
 
 
@@ -50,10 +52,12 @@ def _sequences(rows: Sequence[Sample]) -> Sequences:
     each = [row.sequences for row in rows if row.sequences is not None]
     *earlier, count = accumulate((len(row.documents) for row in each), initial=0)
     index = [np.where(row.index < 0, -1, row.index + first) for row, first in zip(each, earlier, strict=True)]
+    scores = [row.reference for row in each if row.reference is not None]
     return Sequences(
         index=sequence_first(np.stack(index)),
         completion=sequence_first(np.stack([row.completion for row in each])),
         documents=torch.from_numpy(np.concatenate([row.documents for row in each])),
         labels=torch.from_numpy(np.concatenate([row.labels for row in each])),
         count=count,
+        reference=torch.from_numpy(np.concatenate(scores)) if len(scores) == len(each) > 0 else None,
     )

@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
-from megalite.config.sections.preference import PreferenceConfig
+from megalite.config.sections.preference import PreferenceConfig, scores_directory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,9 +102,15 @@ class Objective(ABC):
     def passes(self) -> int:
         """Number of forward passes of a batch before its step.
 
-        That of the reference model and, with a baseline, those of both models on mismatched sequences.
+        That of the reference model, unless it has scores, and with a baseline those of both models on
+        mismatched sequences.
         """
-        return self.needs_reference + 2 * self.needs_baseline
+        return self.runs_reference + 2 * self.needs_baseline
+
+    @property
+    def runs_reference(self) -> bool:
+        """Whether a forward pass of the reference model is part of a step."""
+        return self.needs_reference and scores_directory(self.options) is None
 
     @abstractmethod
     def terms(self, scores: Scores) -> list[Tensor]:

@@ -42,6 +42,13 @@ def write_synced(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
+def replace_synced(path: Path, text: str) -> None:
+    """Write a file in place of another, which is there until the new one is complete."""
+    temporary = path.with_name(f"{path.name}.partial")
+    write_synced(temporary, text)
+    os.replace(temporary, path)
+
+
 def os_error_text(error: OSError, path: Path | None = None) -> str:
     """Format an operating system error as path and reason, without its number.
 

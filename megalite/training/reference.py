@@ -1,26 +1,32 @@
-"""Scores of the reference model of an objective: the run's model without its adapters.
+"""Scores of the reference model of an objective: the run's model without its adapters, or what it was asked
+once.
 
-They are computed by a forward pass over the microbatches of a step, before the step itself. The adapters
-start at 0, so this is the model from which training started. Communication: that of the forward pass, and of
+The former are computed by a forward pass over the microbatches of a step, before the step itself. The
+adapters start at 0, so this is the model from which training started. The latter are in a directory
+(`data.sequence_scores`), from which the rows have them. Communication: that of the forward pass, and of
 two numbers over data in `set_baseline`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from megalite.assembly.parts import Parts
+from megalite.assembly.scoring import score
+from megalite.config.errors import ConfigError
+from megalite.config.schema import Config
 from megalite.config.sections.distillation import distils
+from megalite.config.sections.preference import scores_directory
+from megalite.data.dataset import Dataset
+from megalite.data.sequence_scores import SequenceScores, attach_scores
 from megalite.mesh.mesh import Mesh
-from megalite.model.objective.losses import SequenceLosses
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.microbatch import Microbatch
 from megalite.parallel.pipeline.schedule import Schedule
-from megalite.parallel.tensor.lora import without_adapters
 
 if TYPE_CHECKING:
     from megalite.training.teacher import Teacher
@@ -36,38 +42,63 @@ def teacher_of(trainer: Trainer) -> Teacher | None:
     return Teacher(trainer.config, trainer.parts, trainer.mesh, trainer.device)
 
 
+def stored_scores(config: Config) -> SequenceScores | None:
+    """Return the scores of the reference of a run; None: it has none.
+
+    Raises:
+        ConfigError: they are of another model than the one from which training starts.
+    """
+    directory = scores_directory(config.preference)
+    if directory is None:
+        return None
+    scores, start = SequenceScores.of(Path(directory)), config.model.initial_weights
+    if config.preference.allow_reference_change:
+        return scores
+    option = f"preference.reference = {config.preference.reference} has scores of {scores.model}"
+    accept = "or set preference.allow_reference_change to true"
+    if start is None or config.lora.init_from is not None:
+        raise ConfigError(
+            f"{option}, but training starts from {'random weights' if start is None else 'an adapter'}. "
+            "Start "
+            f"from that model (model.init_from), {accept}."
+        )
+    from megalite.evaluation.weights_identity import weights_identity
+
+    if weights_identity(start) != scores.weights:
+        raise ConfigError(
+            f"{option}, whose weights differ from those of model.init_from = {start}, from which training "
+            f"starts. Score the data with the latter, {accept}."
+        )
+    return scores
+
+
+def attach_reference(config: Config, *data: Dataset | None) -> None:
+    """Let the rows of datasets have the stored scores of the reference, if the run has them.
+
+    Raises:
+        ConfigError: they are of another model or of other data, end early, or are damaged.
+    """
+    scores = stored_scores(config)
+    if scores is None:
+        return
+    option = f"preference.reference = {config.preference.reference}"
+    for dataset in data:
+        if dataset is not None:
+            attach_scores(dataset, lambda file: scores.of_file(file, option))
+
+
 def run_others(trainer: Trainer, microbatches: Sequence[Microbatch]) -> None:
     """Set what the objective of a run needs of other models, if it needs any. Collective."""
     objective = trainer.objective
     if trainer.teacher is not None:
         trainer.teacher.run(microbatches)
-    if objective is None or not objective.needs_reference:
+    if objective is None or not objective.runs_reference:
         return
     plan = trainer.plan(len(microbatches), forward_only=True)
     score(trainer.parts, plan, microbatches)
     if objective.needs_baseline:
         trainer.weight_updater.drain()  # these scores are of the weights of the last step
         set_baseline(trainer.parts, plan, microbatches, trainer.mesh)
-
-
-def score(
-    parts: Parts, schedule: Schedule, microbatches: Sequence[Microbatch], adapters: bool = False
-) -> None:
-    """Set `Sequences.reference` of microbatches on the ranks of the last stage. Collective.
-
-    Dropout is off.
-
-    Args:
-        schedule: of forwards only.
-        adapters: whether to score with the adapters instead.
-    """
-    with ExitStack() as stack:
-        if not adapters:
-            stack.enter_context(without_adapters(parts.store.weights))
-        for stage in parts.stages.values():
-            if isinstance(stage.sequence_losses, SequenceLosses):
-                stack.enter_context(stage.sequence_losses.scoring())
-        parts.runtime.run(schedule, microbatches, step=0, loss_scale=0.0, training=False)
 
 
 def set_baseline(parts: Parts, schedule: Schedule, microbatches: Sequence[Microbatch], mesh: Mesh) -> None:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import torch
+
+from megalite.evaluation import preference_scores
+from megalite.evaluation.preference_scores import Scorer, ScoringLayout, open_scores, scoring_config
+from megalite.generation.sources import for_inference, open_source
 from megalite.training.verify import global_tensors
-from tests.support.jobs import make_trainer, numbers
+from tests.support.jobs import make_trainer, mesh_of, numbers
 
 
 def train_and_validate(context: Any, config: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -17,3 +25,26 @@ def train_and_validate(context: Any, config: dict[str, Any], steps: int) -> dict
         return {**report, "validation": trainer.evaluate(), "tensors": global_tensors(trainer)}
     finally:
         trainer.close()
+
+
+def score_preferences(
+    context: Any, model: str, prefix: str, output: str, layout: dict[str, int], batches: int | None = None
+) -> None:
+    """Score a token file in fp64 with a Hugging Face model, at most some batches of it."""
+    source = open_source(f"hf:{model}")
+    axes = {axis: size for axis, size in layout.items() if axis != "dp"}
+    config = for_inference(source.config, **axes, precision="fp64")
+    config = scoring_config(config, prefix, ScoringLayout(layout.get("dp", 1), 1, 19))
+    scores = open_scores(Path(output), source.name)
+    scorer = Scorer(config, source, mesh_of(context, config), torch.device("cpu"))
+    if batches is not None:
+        batch, left = scorer._batch, iter(range(batches))
+
+        def interrupted(*arguments: Any) -> Any:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            return batch(*arguments)
+
+        scorer._batch = interrupted  # type: ignore[method-assign]
+    with patch.object(preference_scores, "SAVE_S", 0.0), suppress(KeyboardInterrupt):
+        scorer.run(scores, lambda *_, **__: None)

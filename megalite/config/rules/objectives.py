@@ -7,10 +7,12 @@ from megalite.config.rule import Rule
 from megalite.config.rules.context import RuleContext
 from megalite.config.sections.data import all_prefixes
 from megalite.config.sections.distillation import distils
+from megalite.config.sections.preference import scores_directory
 from megalite.config.token_files import preference
 from megalite.objectives.find import objective_class
 
 WHAT_IT_IS = "the reference is the model without adapters"
+OR_SCORES = "Scores of a model (megalite score, preference.reference) are one without this limit"
 WITHOUT_REFERENCE = "an objective without a reference model (simpo, cpo or orpo)"
 
 
@@ -20,8 +22,8 @@ def _of_sequences(c: RuleContext) -> bool:
 
 
 def _referred(c: RuleContext) -> bool:
-    """Whether the objective needs a reference model."""
-    return objective_class(c.train.objective).needs_reference
+    """Whether the reference of the objective is the model without its adapters."""
+    return objective_class(c.train.objective).needs_reference and scores_directory(c.preference) is None
 
 
 def _head(c: RuleContext) -> str:
@@ -131,21 +133,29 @@ RULES: tuple[Rule, ...] = (
         "train.objective",
         lambda c: _referred(c) and not c.lora.rank,
         message="needs a reference model, which is the model without its adapters, but {lora.rank}",
-        legal=f"Set lora.rank, for example to 16, or choose {WITHOUT_REFERENCE}.",
+        legal="Set lora.rank, for example to 16, or score the data with megalite score and set "
+        f"preference.reference to scores:DIR, or choose {WITHOUT_REFERENCE}.",
     ),
     Rule(
         "a reference is where training starts",
         "lora.init_from",
         lambda c: c.lora.init_from is not None and _referred(c),
         message=f"is not supported with {{train.objective}}: {WHAT_IT_IS}, and this run starts elsewhere",
-        legal=f"Merge the adapter into the model first, or choose {WITHOUT_REFERENCE}.",
+        legal=f"{OR_SCORES}, or merge the adapter into the model first, or choose {WITHOUT_REFERENCE}.",
     ),
     Rule(
         "a reference is frozen",
         "lora.modules_to_save",
         lambda c: c.lora.modules_to_save and _referred(c),
         message=f"is not supported with {{train.objective}}: {WHAT_IT_IS}, and training would change it",
-        legal=f"Remove it, or choose {WITHOUT_REFERENCE}.",
+        legal=f"Remove it, or choose {WITHOUT_REFERENCE}. {OR_SCORES}.",
+    ),
+    Rule(
+        "scores have no mismatched completions",
+        "preference.reference",
+        lambda c: scores_directory(c.preference) and objective_class(c.train.objective).needs_baseline,
+        message="is not supported with {train.objective}, which also scores prompts with other completions",
+        legal="Set it to null, which needs lora.rank.",
     ),
     Rule(
         "other completions are in other rows",

@@ -17,6 +17,12 @@ class PreferenceConfig:
     """Options of the objectives over preferences: pairs of a chosen and a rejected completion, or single
     completions that are good or bad (`train.objective`)."""
 
+    reference: str | None = option(None, path=True)
+    """Of objectives with a reference model, where its log-probabilities come from. null: from the model
+    without its adapters, by a forward pass before each step. scores:DIR: from a directory that megalite score
+    has made with the model from which training starts."""
+    allow_reference_change: bool = False
+    """Accept scores of another model than the one from which training starts."""
     beta: float = option(0.1, POSITIVE)
     """Factor of the scores. With a reference model, the larger it is, the closer the model stays to it; with
     orpo it is the weight of the preference."""
@@ -38,8 +44,12 @@ class PreferenceConfig:
     """Of kto, weight of the losses of bad completions."""
 
 
+SCORES = "scores:"
 WITH_BETA = ("dpo", "ipo", "simpo", "cpo", "orpo", "kto")
+WITH_REFERENCE = ("dpo", "ipo", "kto")
 USED_BY = {
+    "reference": WITH_REFERENCE,
+    "allow_reference_change": WITH_REFERENCE,
     "beta": WITH_BETA,
     "loss": ("dpo", "cpo"),
     "label_smoothing": ("dpo", "cpo", "simpo"),
@@ -50,6 +60,12 @@ USED_BY = {
     "undesirable_weight": ("kto",),
 }
 """Options that only some of the objectives read. A user's own may read them all."""
+
+
+def scores_directory(options: PreferenceConfig) -> str | None:
+    """The directory of the scores of a reference model; None: a run has none."""
+    reference = options.reference or ""
+    return reference.removeprefix(SCORES) if reference.startswith(SCORES) else None
 
 
 def _changed(c: "RuleContext", name: str) -> bool:
@@ -81,6 +97,20 @@ def _unused(name: str) -> Rule:
 
 RULES: tuple[Rule, ...] = (
     *(_unused(field.name) for field in fields(PreferenceConfig)),
+    Rule(
+        "a reference is scores",
+        "preference.reference",
+        lambda c: c.preference.reference is not None and scores_directory(c.preference) is None,
+        message="is not a directory of scores",
+        legal="Set it to scores:DIR, with a directory that megalite score has made.",
+    ),
+    Rule(
+        "a change of scores",
+        "preference.allow_reference_change",
+        lambda c: c.preference.allow_reference_change and scores_directory(c.preference) is None,
+        message="has no effect with {preference.reference}",
+        legal="Remove it, or set preference.reference to scores:DIR.",
+    ),
     Rule(
         "smoothing of a logistic loss",
         "preference.label_smoothing",

@@ -1,0 +1,140 @@
+"""Log-probabilities of completions that a model was asked for once, in a directory.
+
+scores.json has the model and, for each token file, its numbers of documents and of those that are scored;
+NAME.f64 has one fp64 value for each document, little-endian, in the order of the token file. They are found
+by the content of a token file, so that a run may read it in any blend, order and packing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalite.config.errors import ConfigError
+from megalite.data.dataset import Dataset, digest
+from megalite.data.indexed import IndexedTokens
+from megalite.system.files import replace_synced
+
+RECORD, FORMAT = "scores.json", 1
+
+
+@dataclass(frozen=True)
+class ScoredFile:
+    """A token file in a directory of scores.
+
+    Attributes:
+        prefix: its name when it was scored, for messages.
+        documents: number of its documents.
+        rows: number of its rows, at the length with which it is scored.
+        done: number of rows whose documents are scored.
+        sequence_length: of the rows.
+    """
+
+    prefix: str
+    documents: int
+    rows: int
+    sequence_length: int
+    done: int = 0
+
+
+class SequenceScores:
+    """A directory of scores.
+
+    Args:
+        model: the name of the model that they are of.
+        weights: what identifies its weights (`evaluation.model_identity`).
+        files: by the content of the token file (`content_of`).
+    """
+
+    def __init__(self, directory: Path, model: str, weights: str, files: dict[str, ScoredFile] | None = None):
+        self.directory, self.model, self.weights, self.files = directory, model, weights, files or {}
+
+    @staticmethod
+    def of(directory: Path) -> SequenceScores:
+        """Read the record of a directory.
+
+        Raises:
+            ConfigError: it has none, or a damaged one.
+        """
+        path = directory / RECORD
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            if record["format"] != FORMAT:
+                raise ConfigError(f"{path} has format {record['format']}, which this version does not read.")
+            files = {content: ScoredFile(**file) for content, file in record["files"].items()}
+            return SequenceScores(directory, record["model"], record["weights"], files)
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be read: {error.strerror}. Make it with `megalite score`."
+            ) from None
+        except (ValueError, TypeError, LookupError) as error:
+            raise ConfigError(
+                f"{path} is not a record of scores ({error!r}). Score the data again."
+            ) from None
+
+    def save(self) -> None:
+        """Write the record."""
+        files = {content: asdict(file) for content, file in self.files.items()}
+        record = {"format": FORMAT, "model": self.model, "weights": self.weights, "files": files}
+        replace_synced(self.directory / RECORD, json.dumps(record, indent=2) + "\n")
+
+    def values(self, content: str) -> np.memmap[tuple[int], np.dtype[np.float64]]:
+        """Return the values of a token file as a writable map of its file, which it creates, filled with
+        NaN."""
+        path, count = self.directory / f"{content}.f64", self.files[content].documents
+        if not path.exists():
+            np.full(count, np.nan, "<f8").tofile(path)
+        if path.stat().st_size != 8 * count:
+            raise ConfigError(
+                f"{path} has {path.stat().st_size:,} bytes where {count:,} documents have {8 * count:,}: it "
+                "is truncated or damaged. Remove it and score the data again."
+            )
+        return np.memmap(path, "<f8", "r+", shape=(count,))
+
+    def of_file(self, file: IndexedTokens, option: str) -> NDArray[np.float64]:
+        """Return the complete values of a token file.
+
+        Raises:
+            ConfigError: they are of other data, end early, or are no log-probabilities.
+        """
+        content = content_of(file)
+        known = self.files.get(content)
+        again = f"Run `megalite score` with --data {file.prefix} and --output {self.directory}"
+        if known is None:
+            others = ", ".join(each.prefix for each in self.files.values()) or "no data"
+            raise ConfigError(
+                f"{option} has no scores of {file.prefix}, as it is now: it has those of {others}. {again}, "
+                "or use the data that was scored."
+            )
+        if known.done < known.rows:
+            raise ConfigError(
+                f"{option} ends early: {known.done:,} of {known.rows:,} rows of {file.prefix} are scored. "
+                f"{again}: it continues where it stopped."
+            )
+        values = np.array(self.values(content))
+        if (wrong := np.flatnonzero(~(values <= 0))).size:
+            raise ConfigError(
+                f"{option} is damaged: document {wrong[0]} of {file.prefix} has the score "
+                f"{values[wrong[0]]}, which is no log-probability. Remove the directory and score the data "
+                "again."
+            )
+        return values
+
+
+def content_of(file: IndexedTokens) -> str:
+    """Return a hash of the content of a token file (`IndexedTokens.digest_parts`)."""
+    return digest(*file.digest_parts())
+
+
+def attach_scores(dataset: Dataset, scores: Callable[[IndexedTokens], NDArray[np.float64]]) -> None:
+    """Let the rows of preferences have `RowSequences.reference`, also those of a mixture of datasets."""
+    from megalite.data.conversations import Preferences
+
+    for each in dataset.parts:
+        if isinstance(each, Preferences):
+            each.attach(scores)
