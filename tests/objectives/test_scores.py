@@ -15,11 +15,14 @@ import torch
 
 from megalite.commands import score
 from megalite.config.errors import ConfigError
-from megalite.config.load import from_dict
+from megalite.config.load import from_dict, to_dict
+from megalite.config.sections.data import DataConfig
 from megalite.data.dataset import build
 from megalite.data.indexed import IndexedTokens
-from megalite.data.sequence_scores import SequenceScores
+from megalite.data.sequence_scores import SequenceScores, attach_scores
+from megalite.objectives.find import objective_of
 from megalite.training.reference import attach_reference
+from megalite.training.resume_checks import check_resume
 from tests.objectives.conftest import LENGTHS, documents_of
 from tests.support.jobs_objectives import score_preferences, train_and_validate
 from tests.support.pool import RankContext
@@ -127,7 +130,10 @@ def test_training_with_scores_is_training_with_the_model(scores, model, prefix, 
     full = train_and_validate(ALONE, configuration(model, prefix, tmp_path, **by_scores), 2)
     layout = {"parallel": {"pp": 2, "cp": 2, "dp": 2, "zero": 3}}
     several = ranks.run(8, train_and_validate, configuration(model, prefix, tmp_path, **layout, **by_scores), 2)
-    assert full["losses"][0] == pytest.approx(np.log(2), abs=1e-9) and full["losses"][1] != plain["losses"][1]
+    assert full["losses"][0] == pytest.approx(np.log(2), abs=1e-9)  # of the start, and not of each step:
+    assert abs(full["losses"][1] - np.log(2)) > 1e-2
+    configs = [from_dict(configuration(model, prefix, tmp_path, **adapters, **more)) for more in ({}, by_scores)]
+    assert [objective.passes for objective in map(objective_of, configs) if objective] == [1, 0]
     for expected, got in ((plain, again), (full, several[0])):
         assert (got["losses"], got["validation"]) == (
             pytest.approx(expected["losses"], rel=1e-9),
@@ -135,6 +141,39 @@ def test_training_with_scores_is_training_with_the_model(scores, model, prefix, 
         )
         for name, value in expected["tensors"].items():
             torch.testing.assert_close(got["tensors"][name], value, rtol=0, atol=1e-9, msg=name)
+
+
+def test_rows_have_the_scores_of_their_documents(prefix, tmp_path):
+    """In any blend, split, order and packing; here the score of a document is minus the sum of its tokens."""
+
+    def sums(file: IndexedTokens) -> np.ndarray:
+        return -np.array([sum(tokens) for tokens in documents_of(file.prefix)], float)
+
+    other = write_preferences(tmp_path / "other", LENGTHS, seed=1)
+    for train, validation, packing in (({prefix: 1.0}, 0.5, True), ({prefix: 0.7, other: 0.3}, None, False)):
+        data = DataConfig(train=train, validation=validation, sequence_length=32, packing=packing)
+        seen = 0
+        for dataset in filter(None, build(data, seed=0)):
+            attach_scores(dataset, sums)
+            for sample in range(dataset.samples_per_epoch):
+                row = dataset[sample]
+                totals = [
+                    -row.tokens[row.sequences.index == each].sum() for each in range(len(row.sequences.documents))
+                ]
+                assert row.sequences.reference.tolist() == totals
+                seen += len(totals)
+        assert seen >= 12
+
+
+def test_a_run_may_change_to_an_objective_with_scores(scores, model, prefix, tmp_path):
+    """Whose reference is where the run started, and not its model without the adapters that it has trained."""
+    lora, by_scores = {"lora": {"rank": 4}}, {"preference": {"reference": f"scores:{scores}"}}
+    before = configuration(model, prefix, tmp_path, **lora)
+    before["train"]["objective"] = "simpo"
+    state = {"config": to_dict(from_dict(before)), "fingerprint": "x"}
+    check_resume(from_dict(configuration(model, prefix, tmp_path, **lora, **by_scores)), "x", state, tmp_path)
+    with pytest.raises(ConfigError, match="already trained them. Set preference.reference to scores:DIR"):
+        check_resume(from_dict(configuration(model, prefix, tmp_path, **lora)), "x", state, tmp_path)
 
 
 def test_other_scores_are_rejected(scores, model, prefix, tmp_path):
