@@ -205,8 +205,11 @@ def test_other_scores_are_rejected(scores, model, prefix, tmp_path):
     assert "has 88 bytes where 12 documents have 96. Run `megalite score`" in message(theirs)
     file.unlink()
     assert "has 0 bytes where" in message(theirs) and not file.exists()
-    score_preferences(ALONE, str(model), prefix, str(theirs), {})  # what is missing is scored again
-    assert file.read_bytes() == (scores / file.name).read_bytes()
+    for left in (None, values[:-1]):  # what is missing or truncated is scored again
+        if left is not None:
+            left.tofile(file)
+        score_preferences(ALONE, str(model), prefix, str(theirs), {})
+        assert file.read_bytes() == (scores / file.name).read_bytes()
     (theirs / "scores.json").write_text("{")
     assert "is not a record of scores" in message(theirs)
     assert "cannot be read: No such file or directory. Make it with" in message(tmp_path / "none")
