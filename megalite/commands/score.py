@@ -78,7 +78,7 @@ def check(options: argparse.Namespace) -> None:
         open_scores(Path(options.output), options.model)
 
 
-def model_axes(options: argparse.Namespace) -> dict[str, int]:
+def model_axes(options: argparse.Namespace) -> dict[str, Any]:
     """Return the sizes of the axes that split the model."""
     layout = layout_of(options, ("dp",))
     return {axis: size for axis, size in layout.items() if axis != "dp"}
