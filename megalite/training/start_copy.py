@@ -52,6 +52,10 @@ class StartCopy:
         self.number = self._number()
         self._copies = [tensor.clone() for tensor in self._trained()]
 
+    @property
+    def kept_bytes(self) -> int:
+        return sum(copy.nbytes for copy in self._copies)
+
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Compute with the copy inside the block, and with the weights of before after it.

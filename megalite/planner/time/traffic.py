@@ -39,6 +39,9 @@ from megalite.planner.memory.buffers import NARROW
 from megalite.planner.memory.estimate import resolve_layout
 from megalite.planner.memory.states import SCALE, Sharing, Widths, matrices
 
+NUMBERS_OF_BASELINE = 16
+"""Bytes that are summed over data for the baseline of an objective (`training.reference.set_baseline`)."""
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -92,6 +95,9 @@ def _rank(config: Config, schedule: Schedule, pp_rank: int) -> Traffic:
             step = step.plus(_forward(config, schedule.microbatches, pp_rank, own, buckets, adapters))
         else:
             step = step.plus(_second(teacher, schedule.microbatches, pp_rank))
+    if objective is not None and objective.needs_baseline and schedule.placement[-1] == pp_rank:
+        numbers = 2 * ring(NUMBERS_OF_BASELINE, ParallelDims.of(config).data)
+        step = step.plus(Traffic(0, round(numbers), 0))
     if teacher is None or not distils(config):
         return step
     return step.plus(_teacher(config, teacher, schedule.microbatches, pp_rank))
