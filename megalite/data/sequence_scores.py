@@ -55,7 +55,7 @@ class SequenceScores:
         self.directory, self.model, self.weights, self.files = directory, model, weights, files or {}
 
     @staticmethod
-    def open(directory: Path) -> SequenceScores:
+    def of(directory: Path) -> SequenceScores:
         """Read the record of a directory.
 
         Raises:

@@ -207,7 +207,7 @@ def open_scores(output: Path, model: str) -> SequenceScores:
         return SequenceScores(output, model, weights)
     if not (output / RECORD).exists():
         raise ConfigError(f"--output {output} is not empty and has no scores. Choose another directory.")
-    scores = SequenceScores.open(output)
+    scores = SequenceScores.of(output)
     if scores.weights != weights:
         raise ConfigError(
             f"--output {output} has scores of {scores.model}, whose weights differ from those of {model}. "

@@ -10,6 +10,8 @@ from megalite.objectives.objective import Metrics, PairObjective, Scores, log_si
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megalite.config.sections.preference import PreferenceConfig
+
 
 class Reward(PairObjective):
     """−log σ(R_chosen − R_rejected) + λ (R_chosen + R_rejected)², λ the option `center_rewards`.
@@ -18,6 +20,7 @@ class Reward(PairObjective):
     the mean of rewards at 0 (Eisenstein et al. 2023).
     """
 
+    options: PreferenceConfig
     reads = "rewards"
     metrics = PairObjective.metrics[:4]  # rewards; there are no log-probabilities
 

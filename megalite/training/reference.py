@@ -66,7 +66,7 @@ def stored_scores(config: Config) -> SequenceScores | None:
     directory = scores_directory(config.preference)
     if directory is None:
         return None
-    scores, start = SequenceScores.open(Path(directory)), config.model.initial_weights
+    scores, start = SequenceScores.of(Path(directory)), config.model.initial_weights
     if config.preference.allow_reference_change:
         return scores
     option = f"preference.reference = {config.preference.reference} has scores of {scores.model}"

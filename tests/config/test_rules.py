@@ -1080,6 +1080,18 @@ ROWS = [
         {"train.objective": "orpo"},
         ("train.objective = cross_entropy", "pairs, which has pairs of completions", "simpo or another"),
     ),
+    Row(
+        "a change of scores",
+        DPO | {"preference.allow_reference_change": True},
+        {"preference.allow_reference_change": False},
+        ("preference.reference = null",),
+    ),
+    Row(
+        "scores have no mismatched completions",
+        KTO | {"preference.reference": "scores:x"},
+        {"preference.reference": None},
+        ("train.objective = kto",),
+    ),
     Row("an objective and its head", REWARD | {"model.output_head": "vocabulary"}, {"model.output_head": "reward"}),
     Row(
         "an objective and its head",
@@ -1119,6 +1131,8 @@ ROWS = [
         Row(f"preference.{name} is read", {f"preference.{name}": value}, fixed, ("train.objective = cross_entropy",))
         for name, value, fixed in (
             ("beta", 0.2, DPO),
+            ("reference", "scores:x", DPO),
+            ("allow_reference_change", True, DPO | {"preference.reference": "scores:x"}),
             ("loss", "hinge", DPO),
             ("label_smoothing", 0.1, SIMPO),
             ("gamma", 0.1, SIMPO),

@@ -28,7 +28,7 @@ LAYOUTS = {"tp 2, pp 2": {"tp": 2, "pp": 2}, "cp 2, dp 2": {"cp": 2, "dp": 2}}
 
 
 def stored(directory: Path, prefix: str) -> np.ndarray:
-    return SequenceScores.open(directory).of_file(IndexedTokens(prefix), "scores")
+    return SequenceScores.of(directory).of_file(IndexedTokens(prefix), "scores")
 
 
 @pytest.fixture(scope="module")

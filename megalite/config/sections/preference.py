@@ -102,6 +102,7 @@ def _unused(name: str) -> Rule:
 
 
 RULES: tuple[Rule, ...] = (
+    *(_unused(field.name) for field in fields(PreferenceConfig)),
     Rule(
         "a change of scores",
         "preference.allow_reference_change",
@@ -109,7 +110,6 @@ RULES: tuple[Rule, ...] = (
         message="has no effect with {preference.reference}",
         legal="Remove it, or set preference.reference to scores:DIR.",
     ),
-    *(_unused(field.name) for field in fields(PreferenceConfig)),
     Rule(
         "smoothing of a logistic loss",
         "preference.label_smoothing",
