@@ -71,12 +71,17 @@ def check(options: argparse.Namespace) -> None:
     from megalite.generation.sources import check_layout, for_inference, open_source
 
     source = open_source(options.model)
-    layout = layout_of(options, ("dp",))
-    config = for_inference(source.config, **{axis: size for axis, size in layout.items() if axis != "dp"})
+    config = for_inference(source.config, **model_axes(options))
     check_layout(replace(config, parallel=replace(config.parallel, dp=options.dp)))
     length_of(options.data, config.model.max_position_embeddings, options.sequence_length)
     if os.environ.get("RANK", "0") == "0":
         open_scores(Path(options.output), options.model)
+
+
+def model_axes(options: argparse.Namespace) -> dict[str, int]:
+    """Return the sizes of the axes that split the model."""
+    layout = layout_of(options, ("dp",))
+    return {axis: size for axis, size in layout.items() if axis != "dp"}
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -103,7 +108,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     start_process_group(device, TIMEOUT)
     source = open_source(options.model)
     precision = options.precision or ("bf16" if device.type == "cuda" else "fp32")
-    config = for_inference(source.config, **layout_of(options), precision=precision)
+    config = for_inference(source.config, **model_axes(options), precision=precision)
     length = length_of(options.data, config.model.max_position_embeddings, options.sequence_length)
     layout = ScoringLayout(options.dp, options.micro_batch_size, length)
     configs = [scoring_config(config, prefix, layout) for prefix in options.data]

@@ -162,11 +162,11 @@ def test_tied_embeddings_under_every_schedule(schedule, deterministic, ranks, pr
         assert_close(got, expected)
 
 
-@pytest.mark.parametrize("schedule", OTHERS)
-def test_stage_2_under_every_schedule(schedule, ranks, prefix, one_f_one_b):
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved-2", "interleaved-3", "zb-v"])
+def test_stage_2_under_every_kind_of_schedule(schedule, ranks, prefix, one_f_one_b):
     case = {**BASE, "pp": 2, "dp": 2, "zero": 2, "microbatches": 4, "layers": LAYERS[2]}
     got, expected = run(ranks, prefix, {**case, "schedule": schedule}), one_f_one_b(case)
-    (assert_bitwise if schedule in ("gpipe", "interleaved-2", "interleaved-3") else assert_close)(got, expected)
+    (assert_bitwise if schedule != "zb-v" else assert_close)(got, expected)
 
 
 def evaluated(ranks, prefix: str, schedule: str) -> list[list[float]]:

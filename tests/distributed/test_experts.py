@@ -92,10 +92,10 @@ def test_a_checkpoint_of_experts_goes_on_at_another_layout(ranks, prefix, tmp_pa
         config["train"] |= {
             "global_batch_size": 16,
             "micro_batch_size": 16 // (layout["dp"] * layout["microbatches"]),
-            "steps": 6,
+            "steps": 4,
         }
         config |= {"run": {"dir": str(tmp_path), "name": name}, "checkpoint": {"load": load}}
-        return ranks.run(4, resharding.train, config, 6)[0]
+        return ranks.run(4, resharding.train, config, 4)[0]
 
     straight = run(saved, "none", "straight")
     for layout, name in ((saved, "again"), (loaded, "elsewhere")):

@@ -162,11 +162,9 @@ def test_the_commands_of_a_page_run(page, place, monkeypatch):
     if page == BY_NAME["data"]:
         monkeypatch.chdir(place)
         write_examples()
-    if page == BY_NAME["preference"]:
-        (own,) = re.findall(
-            r'^```python title="my_loss.py"\n(.*?)^```', (ROOT / page).read_text(), re.MULTILINE | re.DOTALL
-        )
-        (place / "my_loss.py").write_text(own)
+    programs = re.findall(r'^```python title="(\S+)"\n(.*?)^```', (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    for name, text in programs:
+        (place / name).write_text(text)
     for command in commands(page):
         if command.text in ELSEWHERE or command.words[0] in (".", "make", "pip"):
             continue

@@ -83,13 +83,15 @@ def prefix(tmp_path_factory) -> str:
 
 
 CASES = [
-    *((event, schedule, "pp 4", "fp32") for event in EVENTS for schedule in ("zb-h2", "zb-v")),
-    ("infinite", "zb-v", "tp 2, pp 2, dp 2", "fp32"),
-    ("clips", "zb-v", "tp 2, pp 2, dp 2", "bf16"),
-    ("clips", "zb-h2", "pp 2, tied", "fp32"),
+    ("nothing", "zb-v", "pp 4", "fp32"),
+    ("clips", "zb-h2", "pp 4", "fp32"),
+    ("infinite", "zb-v", "pp 4", "fp32"),
+    ("infinite", "zb-v", "tp 2, pp 2, dp 2", "bf16"),
+    ("nothing", "zb-h2", "pp 2, tied", "fp32"),
     ("clips", "zb-v", "pp 2, dp 2, ZeRO-3", "bf16"),
     *((event, "zb-v", "pp 2, dp 2, PowerSGD", "fp32") for event in ("clips", "infinite")),
 ]
+"""Each event under both schedules or on several layouts; PowerSGD, whose errors are restored, has both that undo."""
 
 
 @pytest.mark.parametrize("event, schedule, layout, precision", CASES)
@@ -125,10 +127,9 @@ def test_running_ahead_is_waiting(event, schedule, layout, precision, ranks, pre
         assert logs[0] == ["waited", "ahead", True, "ahead", False, "waited", "ahead", True, "waited"]
 
 
-@pytest.mark.parametrize("schedule", ["zb-h2", "zb-v"])
-def test_a_run_ahead_that_has_to_stop_saves_on_all_ranks(schedule, ranks, prefix, tmp_path):
+def test_a_run_ahead_that_has_to_stop_saves_on_all_ranks(ranks, prefix, tmp_path):
     """A signal or the time limit reaches one rank, and the others with the totals of a step."""
-    config = config_of({**MODEL, **LAYOUTS["pp 4"], "schedule": schedule}, prefix)
+    config = config_of({**MODEL, **LAYOUTS["pp 4"], "schedule": "zb-v"}, prefix)
     config["run"] |= {"dir": str(tmp_path), "name": "run"}
     config["train"] |= {"steps": 100_000, "stop_after": "1s", "grad_clip": 0.0}
     done = ranks.run(4, fit_to_the_end, config)
