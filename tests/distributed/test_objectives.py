@@ -39,6 +39,7 @@ LORA = {"rank": 4, "alpha": 8.0}
 NONE = {"rank": 0, "alpha": 16.0}
 REWARD = {"output_head": "reward"}
 EXPERTS = {"num_experts": 4, "router_aux_loss_coef": 0.1}
+BIASED = {"num_experts": 4, "router_scores": "sigmoid", "router_balance": "bias", "router_bias_rate": 0.5}
 OWN = """
 from megalite.objectives.objective import PairObjective
 
@@ -168,11 +169,13 @@ def test_trains_like_one_process(name, ranks, references, prefix):
 
 
 def test_a_run_that_resumes_has_the_reference_that_it_started_with(ranks, prefix):
-    """All parameters are trained, and the layout changes: what resumes reads its start again."""
-    one = configuration(prefix, "dpo", lora=NONE, dp=2, zero=3, micro=1) | {"run": {"dir": prefix + "_resumed"}}
+    """All parameters are trained, routers learn biases, the layout changes: what resumes reads its start again."""
+    run = {"dir": prefix + "_resumed"}
+    one = configuration(prefix, "dpo", lora=NONE, model=BIASED, dp=2, zero=3, micro=1) | {"run": run}
     expected = ranks.run(2, jobs_training.train_and_save, one, 2, 1)[0]
-    other = configuration(prefix, "dpo", lora=NONE, tp=2, pp=2, micro=2)
-    other |= {"checkpoint": {"load": expected["directory"]}, "run": {"dir": prefix + "_resumed", "name": "other"}}
+    split = {"tp": 2, "sequence_parallel": True, "pp": 2, "micro": 2}
+    other = configuration(prefix, "dpo", lora=NONE, model=BIASED, **split) | {"run": run | {"name": "other"}}
+    other["checkpoint"] = {"load": expected["directory"]}
     for got in ranks.run(4, jobs_training.resume, other, 1):
         assert got["losses"] == pytest.approx(expected["losses"][2:], rel=1e-9)
         assert got["grad_norms"] == pytest.approx(expected["grad_norms"][2:], rel=1e-9)
