@@ -65,6 +65,21 @@ def test_a_run_that_named_no_copy_does_not_go_on_with_one(model, prefix, tmp_pat
         trainer_of(configuration(model, prefix, tmp_path))
 
 
+def test_the_copy_is_a_second_model_saved_at_the_start(model, prefix, tmp_path):
+    """Of experts whose routers learn biases besides the weights."""
+    routers = {"num_experts": 4, "router_scores": "sigmoid", "router_balance": "bias", "router_bias_rate": 0.5}
+    tree = configuration(model, prefix, tmp_path)
+    tree["model"] |= routers | {"from_hf": None, "init_from": None}
+    losses, start = [], None
+    for name in ("copy", "second"):
+        reference = {"preference": {"reference": None if start is None else str(start)}}
+        trainer = trainer_of(tree | reference | {"run": tree["run"] | {"name": name}})
+        start = start or trainer.save()
+        losses.append([trainer.step().loss for _ in range(4)])
+        trainer.close()
+    assert losses[0] == losses[1] and abs(losses[0][-1] - losses[0][0]) > 0.01
+
+
 BAD: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     "no directory": ({"preference": {"reference": "hf:nowhere"}}, "nowhere"),
     "no checkpoint": ({"preference": {"reference": "nowhere"}}, "nowhere"),
