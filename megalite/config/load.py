@@ -30,6 +30,7 @@ from megalite.config.help import help_text
 from megalite.config.rule import Mistakes, show
 from megalite.config.rules import check
 from megalite.config.schema import OPTIONS, SECTIONS, Config
+from megalite.config.sections.preference import SCORES
 from megalite.config.sources import Given, OptionSource, combined
 from megalite.config.token_files import fit_vocabulary
 from megalite.config.values import nest, parse_all, takes, without_brackets
@@ -407,9 +408,9 @@ def _file_values(path: str, mistakes: Mistakes, advice: list[str]) -> dict[str, 
 
 
 def with_home(value: Any) -> Any:
-    """A path, hf:PATH, or a list or mapping of paths, with ~ replaced by the home directory."""
+    """A path, hf:PATH, scores:PATH, or a list or mapping of paths, with ~ replaced by the home directory."""
     if isinstance(value, str):
-        scheme = "hf:" if value.startswith("hf:") else ""
+        scheme = next((each for each in ("hf:", SCORES) if value.startswith(each)), "")
         return scheme + os.path.expanduser(value.removeprefix(scheme))
     if isinstance(value, list):
         return [with_home(each) for each in value]

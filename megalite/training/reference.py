@@ -18,6 +18,7 @@ import torch
 from megalite.assembly.parts import Parts
 from megalite.assembly.scoring import score
 from megalite.assembly.teacher import keeps_start, second_model
+from megalite.checkpoint.errors import CheckpointError
 from megalite.config.errors import ConfigError
 from megalite.config.schema import Config
 from megalite.config.sections.distillation import distils
@@ -79,7 +80,15 @@ def stored_scores(config: Config) -> SequenceScores | None:
         )
     from megalite.evaluation.weights_identity import weights_identity
 
-    if weights_identity(start) != scores.weights:
+    try:
+        weights = weights_identity(start)
+    except CheckpointError as error:
+        reason = str(error).removesuffix(".")
+        raise ConfigError(
+            f"{option}, which cannot be compared with those of model.init_from = {start}: {reason}. Start "
+            f"from that model, {accept}."
+        ) from None
+    if weights != scores.weights:
         raise ConfigError(
             f"{option}, whose weights differ from those of model.init_from = {start}, from which training "
             f"starts. Score the data with the latter, {accept}."

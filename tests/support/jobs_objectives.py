@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import os
+import signal
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,23 +29,21 @@ def train_and_validate(context: Any, config: dict[str, Any], steps: int) -> dict
 
 
 def score_preferences(
-    context: Any, model: str, prefix: str, output: str, layout: dict[str, int], batches: int | None = None
+    context: Any, model: str, prefix: str, output: str, layout: dict[str, int], killed_after: int | None = None
 ) -> None:
-    """Score a token file in fp64 with a Hugging Face model, at most some batches of it."""
+    """Score a token file in fp64 with a Hugging Face model. SIGKILL ends it after some batches, in the next one."""
     source = open_source(f"hf:{model}")
     axes = {axis: size for axis, size in layout.items() if axis != "dp"}
     config = for_inference(source.config, **axes, precision="fp64")
     config = scoring_config(config, prefix, ScoringLayout(layout.get("dp", 1), 1, 19))
     scores = open_scores(Path(output), source.name)
     scorer = Scorer(config, source, mesh_of(context, config), torch.device("cpu"))
-    if batches is not None:
-        batch, left = scorer._batch, iter(range(batches))
+    batch, left = scorer._batch, iter(range(killed_after or 0))
 
-        def interrupted(*arguments: Any) -> Any:
-            if next(left, None) is None:
-                raise KeyboardInterrupt
-            return batch(*arguments)
+    def killed(*arguments: Any) -> Any:
+        if killed_after is not None and next(left, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return batch(*arguments)
 
-        scorer._batch = interrupted  # type: ignore[method-assign]
-    with patch.object(preference_scores, "SAVE_S", 0.0), suppress(KeyboardInterrupt):
+    with patch.object(preference_scores, "SAVE_S", 0.0), patch.object(scorer, "_batch", killed):
         scorer.run(scores, lambda *_, **__: None)
