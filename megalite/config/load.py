@@ -25,6 +25,7 @@ from megalite.config import amounts, migrations, run_files, run_length
 from megalite.config.arguments import Arguments, read_arguments
 from megalite.config.dims import filling_dp
 from megalite.config.errors import ConfigError
+from megalite.config.extensions import load_extensions
 from megalite.config.files import config_file, is_of_run, read_tree, shipped_configs
 from megalite.config.help import help_text
 from megalite.config.rule import Mistakes, show
@@ -312,6 +313,7 @@ def resolved(
     values |= {
         option: with_home(value) for option, value in values.items() if OPTIONS[option].metadata.get("path")
     }
+    load_extensions(values.get("run.extensions"))  # options may name what these register
     if values.get("model.init_from") or values.get("model.from_hf"):
         from megalite.families.hub import with_directories
 

@@ -19,6 +19,7 @@ import torch
 from megalite.assembly import parts as build
 from megalite.checkpoint.agreement import raise_on_all_ranks
 from megalite.checkpoint.saver import Save, Saver
+from megalite.config.extensions import load_extensions
 from megalite.config.rampup import batch_size
 from megalite.config.schema import Config
 from megalite.data import dataset as datasets
@@ -88,6 +89,7 @@ class Trainer:
     def __init__(
         self, config: Config, mesh: Mesh, device: torch.device | str = "cpu", restarted: bool = False
     ):
+        load_extensions(config.run.extensions)
         if config.train.recompute == "budget":
             from megalite.training.recompute_budget import agreed
 

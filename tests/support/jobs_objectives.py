@@ -13,6 +13,9 @@ import torch
 from megalite.evaluation import preference_scores
 from megalite.evaluation.preference_scores import Scorer, ScoringLayout, open_scores, scoring_config
 from megalite.generation.sources import for_inference, open_source
+from megalite.launch.environment import facts
+from megalite.monitoring.observers import observers
+from megalite.training.fit import measured
 from megalite.training.verify import global_tensors
 from tests.support.jobs import make_trainer, mesh_of, numbers
 
@@ -47,3 +50,25 @@ def score_preferences(
 
     with patch.object(preference_scores, "SAVE_S", 0.0), patch.object(scorer, "_batch", killed):
         scorer.run(scores, lambda *_, **__: None)
+
+
+def observe(context: Any, config: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Call the observers of the user around some steps; rank 0 asks for their numbers and lines."""
+    trainer = make_trainer(context, config)
+    try:
+        chosen = observers(trainer, facts(trainer.device, 1))
+        own = [each for each in chosen if type(each).__module__.startswith("megalite extension")]
+        numbers, lines = list[int](), list[str]()
+        for step in range(1, steps + 1):
+            for each in own:
+                each.before(step)
+            result = trainer.step()
+            for each in own:
+                each.after(step)
+            for each in own if trainer.mesh.rank == 0 else ():
+                metrics = measured(trainer, result)
+                numbers.append(each.numbers(metrics)["tokens_so_far"])
+                lines += each.lines(metrics)
+        return {"tokens_so_far": numbers, "lines": lines}
+    finally:
+        trainer.close()
