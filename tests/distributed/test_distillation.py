@@ -75,6 +75,42 @@ def test_divergence_of_a_split_vocabulary_is_that_of_whole_logits(tp, name, rank
         torch.testing.assert_close(own, gradient.chunk(tp, dim=1)[rank], rtol=0, atol=1e-12)
 
 
+def expected_of_top_words(student: Tensor, teacher: Tensor, number: int, temperature: float) -> Tensor:
+    """The divergence of each token where all words but the teacher's top ones are a single outcome."""
+    log_p, log_q = ((each / temperature).log_softmax(1) for each in (teacher, student))
+    values, words = log_p.topk(number)
+    losses = (values.exp() * (values - log_q.gather(1, words))).sum(1)
+    if number < log_p.shape[1]:
+        others = torch.ones_like(log_p, dtype=torch.bool).scatter(1, words, False)
+        rest, own = ((each.exp() * others).sum(1) for each in (log_p, log_q))
+        losses = losses + rest * (rest.log() - own.log())
+    return losses
+
+
+@pytest.mark.parametrize("tp, number", [(1, 4), (2, 1), (4, 4), (4, 13)])
+def test_divergence_from_top_words_of_a_split_vocabulary(tp, number, ranks):
+    """With all 13 words it is the forward divergence."""
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = (3 * torch.randn(9, 13, dtype=torch.float64, generator=generator) for _ in range(2))
+    student[0, :5] += 40  # outside, the student's probability is below the resolution of 1
+    targets, weights = torch.randint(13, (9,), generator=generator), torch.rand(9, generator=generator).double()
+    targets[2] = IGNORE_INDEX
+    options = {"temperature": 2.0, "top": number, "cross_entropy_weight": 0.5}
+    leaf = student.clone().requires_grad_()
+    of_tokens = expected_of_top_words(leaf, teacher, number, 2.0)
+    losses = torch.where(targets == IGNORE_INDEX, 0, of_tokens)
+    entropy = F.cross_entropy(leaf, targets, label_smoothing=0.1, reduction="none")
+    entropy = entropy + torch.where(targets == IGNORE_INDEX, 0, 1e-3 * leaf.logsumexp(-1) ** 2)
+    loss = 0.125 * (weights * (losses + 0.5 * entropy)).sum()
+    loss.backward()
+    assert leaf.grad is not None
+    gradient = F.pad(leaf.grad, (0, 20 - 13))
+    got = ranks.run(tp, jobs_distillation.divergence, student, teacher, targets, weights, 20, options)
+    for rank, (value, own) in enumerate(got):
+        assert value.item() == pytest.approx(loss.item(), rel=1e-12, abs=1e-12)
+        torch.testing.assert_close(own, gradient.chunk(tp, dim=1)[rank], rtol=0, atol=1e-12)
+
+
 # ---- a run with a teacher
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.parallel.tensor.cross_entropy import CrossEntropy
-from megalite.parallel.tensor.divergence import TeacherDivergence
+from megalite.parallel.tensor.divergence import Divergence, TeacherDivergence, TopWordsDivergence
 from tests.support.jobs_parts import plain_mesh
 
 
@@ -29,8 +30,17 @@ def divergence(
         for logits, value in ((student, 50.0), (teacher, 70.0))
     ]
     own = parts[0].requires_grad_()
-    loss = TeacherDivergence(CrossEntropy(mesh.tp, student.shape[1], 0.1, 1e-3), **options)
-    value = loss(own * 1.0, parts[1], targets, 0.125, weights)
+    entropy, options = CrossEntropy(mesh.tp, student.shape[1], 0.1, 1e-3), dict(options)
+    known: Sequence[Tensor] = (parts[1],)
+    loss: Divergence
+    if (number := options.pop("top", None)) is None:
+        loss = TeacherDivergence(cross_entropy=entropy, **options)
+    else:
+        log_p = (teacher / options["temperature"]).log_softmax(1)
+        values, words = log_p.topk(number)
+        rest = log_p.exp().scatter(1, words, 0.0).sum(1)
+        loss, known = TopWordsDivergence(cross_entropy=entropy, **options), (words, values, rest)
+    value = loss(own * 1.0, known, targets, 0.125, weights)
     value.backward()
     assert own.grad is not None
     return value.detach(), own.grad

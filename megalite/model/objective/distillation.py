@@ -58,11 +58,11 @@ class DistillationLosses(HeadLosses):
         """
         head, options = self.head, self.options
         divergence = TeacherDivergence(
-            head.loss,
-            options.divergence,
-            options.temperature,
-            options.beta,
-            options.cross_entropy_weight,
+            cross_entropy=head.loss,
+            temperature=options.temperature,
+            cross_entropy_weight=options.cross_entropy_weight,
+            kind=options.divergence,
+            beta=options.beta,
         )
         assert microbatch.teacher is not None, "the teacher's forward is before that of the model"
         targets, of_chunk = microbatch.targets, _OfChunk(microbatch, self.teacher, divergence)
@@ -86,4 +86,4 @@ class _OfChunk:
         with torch.no_grad():
             teacher = self.teacher.logits_of(self.states[self.start : end]).flatten(0, 1)
         self.start = end
-        return self.divergence(logits, teacher, targets, scale, weights)
+        return self.divergence(logits, (teacher,), targets, scale, weights)

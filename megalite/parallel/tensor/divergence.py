@@ -15,10 +15,13 @@ the gradient overwrites the student's logits.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from megalite_kernels.cross_entropy import gradient_
 from torch import Tensor
 
@@ -42,26 +45,22 @@ class _Divergences(NamedTuple):
     student_lse: Tensor
 
 
-@dataclass(frozen=True)
-class TeacherDivergence:
+@dataclass(frozen=True, kw_only=True)
+class Divergence(ABC):
     """Sum of token losses times a scale: divergence + cross_entropy_weight · cross-entropy.
 
     Args:
         cross_entropy: of the student, with its padding, label smoothing and z-loss.
-        kind: forward, reverse or jsd.
-        beta: β of jsd, between 0 and 1.
     """
 
     cross_entropy: CrossEntropy
-    kind: Literal["forward", "reverse", "jsd"] = "forward"
     temperature: float = 1.0
-    beta: float = 0.5
     cross_entropy_weight: float = 0.0
 
     def __call__(
         self,
         student: Tensor,
-        teacher: Tensor,
+        teacher: Sequence[Tensor],
         targets: Tensor,
         scale: float | Tensor,
         weights: Tensor | None = None,
@@ -69,15 +68,57 @@ class TeacherDivergence:
         """Compute the loss, a scalar in at least fp32. The student's logits are overwritten in backward.
 
         Args:
-            student, teacher: logits [tokens, vocabulary/tp]. The teacher's have no gradient.
+            student: logits [tokens, vocabulary/tp].
+            teacher: what is known of the teacher's distributions, without gradients.
             targets: [tokens]. Where they are IGNORE_INDEX the loss is 0.
             weights: of the tokens, [tokens] in at least fp32; None: all are 1.
         """
-        return _VocabParallelDivergence.apply(student, teacher, targets, scale, weights, self)
+        return _VocabParallelDivergence.apply(student, targets, scale, weights, self, *teacher)
 
-    def of_tokens(self, student: Tensor, teacher: Tensor) -> _Divergences:
+    @abstractmethod
+    def of_tokens(self, student: Tensor, *teacher: Tensor) -> tuple[Tensor, ...]:
+        """Return the divergence of each token, whatever its target, and what else the gradient needs,
+        [tokens] each. Collective over tp."""
+
+    @abstractmethod
+    def gradient(
+        self, student: Tensor, teacher: Sequence[Tensor], known: Sequence[Tensor], scale: Tensor
+    ) -> Tensor:
+        """Return the gradient of the sum of `scale` times the divergences by the student's logits.
+
+        Args:
+            known: what `of_tokens` has returned.
+            scale: [tokens].
+
+        Returns: [tokens, columns without padding].
+        """
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """Return the columns without padding in at least fp32, divided by the temperature."""
+        _, valid = self.cross_entropy.part(logits)
+        wide = logits[:, :valid].to(torch.promote_types(logits.dtype, torch.float32))
+        return wide / self.temperature
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherDivergence(Divergence):
+    """The divergence from a teacher's logits, [tokens, vocabulary/tp].
+
+    Args:
+        kind: forward, reverse or jsd.
+        beta: β of jsd, between 0 and 1.
+    """
+
+    kind: Literal["forward", "reverse", "jsd"] = "forward"
+    beta: float = 0.5
+
+    def of_tokens(self, student: Tensor, *teacher: Tensor) -> _Divergences:
         """Return the divergence of each token, whatever its target. Collective over tp."""
-        z_student, z_teacher = self._scaled(student), self._scaled(teacher)
+        return self._of_logits(student, *teacher)
+
+    def _of_logits(self, student: Tensor, teacher: Tensor) -> _Divergences:
+        """Return the divergence of each token, whatever its target. Collective over tp."""
+        z_student, z_teacher = self.scaled(student), self.scaled(teacher)
         own = [*_maximum_and_sum(z_teacher), *_maximum_and_sum(z_student)]
         if self.kind != "jsd":
             a, b = (z_teacher, z_student) if self.kind == "forward" else (z_student, z_teacher)
@@ -107,15 +148,11 @@ class TeacherDivergence:
         return _Divergences(values, to_student, teacher_lse, student_lse)
 
     def gradient(
-        self, student: Tensor, teacher: Tensor, divergences: _Divergences, scale: Tensor
-    ) -> Tensor:  # [tokens, columns without padding]
-        """Return the gradient of the sum of `scale` times the divergences by the student's logits.
-
-        Args:
-            scale: [tokens].
-        """
-        log_q = self._scaled(student) - divergences.student_lse.unsqueeze(1)
-        log_p = self._scaled(teacher) - divergences.teacher_lse.unsqueeze(1)
+        self, student: Tensor, teacher: Sequence[Tensor], known: Sequence[Tensor], scale: Tensor
+    ) -> Tensor:
+        divergences = _Divergences(*known)
+        log_q = self.scaled(student) - divergences.student_lse.unsqueeze(1)
+        log_p = self.scaled(teacher[0]) - divergences.teacher_lse.unsqueeze(1)
         scale = (scale / self.temperature).unsqueeze(1)
         if self.kind == "forward":
             return (log_q.exp() - log_p.exp()) * scale
@@ -128,11 +165,77 @@ class TeacherDivergence:
         beta = log_p.new_tensor(self.beta)
         return torch.logaddexp(log_p + beta.log(), log_q + torch.log1p(-beta))
 
-    def _scaled(self, logits: Tensor) -> Tensor:
-        """Return the columns without padding in at least fp32, divided by the temperature."""
-        _, valid = self.cross_entropy.part(logits)
-        wide = logits[:, :valid].to(torch.promote_types(logits.dtype, torch.float32))
-        return wide / self.temperature
+
+class TopWords(NamedTuple):
+    """The most probable words of a teacher's distributions at a temperature.
+
+    Attributes:
+        words: int64 or int32, [..., k].
+        log_p: their log-probabilities, of the softmax over the whole vocabulary, [..., k].
+        rest: the probability of all other words together, [...]; 0 if there are none.
+    """
+
+    words: Tensor
+    log_p: Tensor
+    rest: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopWordsDivergence(Divergence):
+    """The forward divergence from a teacher of which only the most probable words K are known (`TopWords`).
+
+    All other words are one more outcome, with p_r of the teacher and q_r = Σ q of the student:
+
+        Σ_K p (log p − log q) + p_r (log p_r − log q_r)
+        by z: q − p inside K, q (1 − p_r / q_r) outside, both divided by τ
+
+    q_r is a sum over the words outside, since 1 − Σ_K q has no digits where the student is sure. Forward: one
+    all-gather over tp of four numbers per token: the largest logit, the sums of exponentials of all words and
+    of those outside, and Σ_K p z. Backward: no communication.
+    """
+
+    def of_tokens(self, student: Tensor, *teacher: Tensor) -> tuple[Tensor, ...]:
+        top, z = TopWords(*teacher), self.scaled(student)
+        place, inside = self._places(top, student)
+        p = top.log_p.to(z.dtype).exp()
+        largest, total = _maximum_and_sum(z)
+        outside, products = torch.zeros_like(total), torch.zeros_like(total)
+        if z.shape[1]:
+            exponentials = (z - largest.unsqueeze(1)).exp()
+            # words of other ranks are written to a column that is not summed
+            kept = torch.ones(len(z), z.shape[1] + 1, dtype=z.dtype, device=z.device).scatter_(1, place, 0.0)
+            outside = (exponentials * kept[:, :-1]).sum(1)
+            products = (p * z.gather(1, place.clamp(max=z.shape[1] - 1)) * inside).sum(1)
+        packed, tp = torch.stack([largest, total, outside, products]), self.cross_entropy.tp
+        stats = all_gather(packed, tp).wait().view(tp.size, *packed.shape)  # [tp, 4, tokens]
+        lse = _log_sum_exp(stats[:, 0], stats[:, 1])
+        log_rest = _log_sum_exp(stats[:, 0], stats[:, 2]) - lse  # log q_r
+        known, rest = p.sum(1), top.rest.to(z.dtype)
+        values = torch.xlogy(p, p).sum(1) - stats[:, 3].sum(0) + known * lse
+        values = values + torch.where(rest > 0, torch.xlogy(rest, rest) - rest * log_rest, 0)
+        return values, lse, log_rest
+
+    def gradient(
+        self, student: Tensor, teacher: Sequence[Tensor], known: Sequence[Tensor], scale: Tensor
+    ) -> Tensor:
+        top, (_, lse, log_rest) = TopWords(*teacher), known
+        place, _ = self._places(top, student)
+        q = (self.scaled(student) - lse.unsqueeze(1)).exp()
+        p, rest = top.log_p.to(q.dtype).exp(), top.rest.to(q.dtype)
+        mass = p.sum(1) + rest
+        slope = torch.where(rest > 0, rest * (-log_rest).exp(), 0)  # p_r / q_r
+        # inside: mass · q − p; outside: (mass − p_r / q_r) q
+        padded = F.pad((mass - slope).unsqueeze(1) * q, (0, 1))
+        of_words = F.pad(q, (0, 1)).gather(1, place)
+        padded.scatter_(1, place, mass.unsqueeze(1) * of_words - p)
+        return padded[:, :-1] * (scale / self.temperature).unsqueeze(1)
+
+    def _places(self, top: TopWords, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the column of each word on this rank, and whether it is here; others are past the last."""
+        first, valid = self.cross_entropy.part(logits)
+        place = top.words.long() - first
+        inside = (place >= 0) & (place < valid)
+        return torch.where(inside, place, valid), inside
 
 
 def _maximum_and_sum(z: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,42 +256,43 @@ def _log_sum_exp(largest: Tensor, sums: Tensor) -> Tensor:
 
 
 class _VocabParallelDivergence(torch.autograd.Function):
-    """Forward: as `TeacherDivergence.of_tokens`, and that of `CrossEntropy`. Backward: nothing is sent."""
+    """Forward: as `Divergence.of_tokens`, and that of `CrossEntropy`. Backward: nothing is sent."""
 
     @staticmethod
     def forward(
         ctx: Any,
         student: Tensor,
-        teacher: Tensor,
         targets: Tensor,
         scale: Any,
         weights: Tensor | None,
-        loss: TeacherDivergence,
+        loss: Divergence,
+        *teacher: Tensor,
     ) -> Tensor:
-        divergences = loss.of_tokens(student, teacher)
+        known = loss.of_tokens(student, *teacher)
         valid = targets != IGNORE_INDEX
-        losses, lse = torch.where(valid, divergences.values, 0), None
+        losses, lse = torch.where(valid, known[0], 0), None
         if loss.cross_entropy_weight:
             own, lse = loss.cross_entropy.of_tokens(student, targets)
             losses = losses + loss.cross_entropy_weight * own
         if weights is not None:
             losses = losses * weights
-        ctx.save_for_backward(student, teacher, targets, lse, *divergences)
-        ctx.scale, ctx.weights, ctx.loss = scale, weights, loss
+        ctx.save_for_backward(student, targets, lse, *teacher, *known)
+        ctx.scale, ctx.weights, ctx.loss, ctx.teachers = scale, weights, loss, len(teacher)
         if loss.cross_entropy.observe is not None:
             loss.cross_entropy.observe(losses)
         return losses.sum() * scale
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(NO_SECOND_DERIVATIVE)
-        student, teacher, targets, lse, *divergences = ctx.saved_tensors
+        student, targets, lse, *others = ctx.saved_tensors
+        teacher, known = others[: ctx.teachers], others[ctx.teachers :]
         loss = ctx.loss
         entropy, scale = loss.cross_entropy, grads[0] * ctx.scale
         scale = scale if ctx.weights is None else scale * ctx.weights
         of_tokens = torch.where(targets != IGNORE_INDEX, scale, 0)  # [tokens]
-        gradient = loss.gradient(student, teacher, _Divergences(*divergences), of_tokens)
+        gradient = loss.gradient(student, teacher, known, of_tokens)
         first, valid = entropy.part(student)
         # In place, as the gradient of the cross-entropy.
         if loss.cross_entropy_weight:
@@ -208,4 +312,4 @@ class _VocabParallelDivergence(torch.autograd.Function):
         else:
             student.zero_()
             student[:, :valid] = gradient
-        return student, None, None, None, None, None
+        return student, *(None,) * (4 + ctx.teachers)
