@@ -16,7 +16,7 @@ from megalite.config.load import from_dict
 from megalite.config.rules import LAYOUT_RULES, MODEL_RULES
 from megalite.config.rules.context import RuleContext
 from megalite.config.schema import Config
-from megalite.config.sections.distillation import DistillationConfig, distils
+from megalite.config.sections.distillation import DistillationConfig, distils, stored_teacher
 from megalite.config.sections.model import ModelConfig
 from megalite.config.sections.preference import PreferenceConfig, reference_model
 from megalite.families.model_config import hf_shape
@@ -30,7 +30,7 @@ HF = "hf:"
 def second_model(config: Config) -> tuple[str, str] | None:
     """Return the option that names the second model of a run, and the name; None: it has none."""
     if distils(config):
-        name = config.distillation.teacher
+        name = None if stored_teacher(config.distillation) is not None else config.distillation.teacher
         return None if name is None else ("distillation.teacher", name)
     name = reference_model(config.preference)
     return None if name is None or not _referred(config) else ("preference.reference", name)

@@ -1,7 +1,12 @@
-"""Compute the log-probabilities of the completions of preferences once, as the reference of later runs.
+"""Ask a model once for what later runs need of it: as the reference of preferences, or as a teacher.
 
     megalite score hf:models/llama --data data/pairs --output scores/pairs [--tp 2 --pp 2 --dp 2]
     megalite train … --train.objective dpo --preference.reference scores:scores/pairs
+
+stores the log-probability of each completion, and with --top_k the most probable words at every position:
+
+    megalite score hf:models/large --data data/chats --top_k 64 --sequence_length 2048 --output scores/large
+    megalite train … --train.objective distillation --distillation.teacher scores:scores/large
 
 Started again with the same output, it continues where it stopped, also on another layout.
 """
@@ -15,13 +20,18 @@ import sys
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megalite.checkpoint.errors import CheckpointError
 from megalite.commands.models import add_layout_options, layout_of, weights_of
 from megalite.commands.parser import Parser, as_name, as_path, positive, progress_of, said, warn
 from megalite.config.errors import ConfigError
 from megalite.config.load import exit_with
+
+if TYPE_CHECKING:
+    from megalite.config.schema import Config
+    from megalite.data.teacher_words import TeacherWords
+    from megalite.evaluation.teacher_words import RowOptions
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,7 +52,8 @@ def main(argv: list[str] | None = None) -> int:
     except (CheckpointError, ConfigError, OSError) as error:
         exit_with(f"{tool.prog}: {said(error)}")
     if os.environ.get("RANK", "0") == "0":
-        line = f"{options.output}: {facts['documents']:,} completions"
+        what = "completions" if options.top_k is None else "rows"
+        line = f"{options.output}: {facts['documents' if options.top_k is None else 'rows']:,} {what}"
         print(json.dumps(facts) if options.json else line, flush=True)
     return 0
 
@@ -51,7 +62,7 @@ def parser() -> Parser:
     tool = Parser(description=__doc__)
     add = tool.add_argument
     add("model", type=as_name, metavar="CHECKPOINT_DIR|RUN_DIR|hf:DIR|org/name", help="the model")
-    add("--data", type=as_path, nargs="+", required=True, metavar="PREFIX", help="token files of preferences")
+    add("--data", type=as_path, nargs="+", required=True, metavar="PREFIX", help="token files")
     add("--output", type=as_path, required=True, metavar="DIR", help="directory of the scores")
     add("--dp", type=positive, default=1, help="data-parallel ranks (default 1)")
     add_layout_options(add, positive, rows="row")
@@ -66,6 +77,27 @@ def parser() -> Parser:
         type=positive,
         metavar="N",
         help="tokens per row (default: 2048, or the longest pair)",
+    )
+    add("--top_k", type=positive, metavar="K", help="store the K most probable words at every position")
+    add(
+        "--temperature",
+        type=float,
+        default=1.0,
+        metavar="T",
+        help="with --top_k, divisor of the logits (default 1)",
+    )
+    add("--packing", action="store_true", help="with --top_k, rows of conversations as with data.packing")
+    add(
+        "--reset_positions",
+        action="store_true",
+        help="with --top_k, documents of text as with data.reset_positions",
+    )
+    add(
+        "--held_out",
+        type=float,
+        default=0.0,
+        metavar="FRACTION",
+        help="with --top_k, what data.validation holds out",
     )
     add("--json", action="store_true", help="print only one JSON object on stdout")
     return tool
@@ -83,12 +115,59 @@ def check(options: argparse.Namespace) -> list[str]:
     source = open_source(options.model)
     config = for_inference(source.config, **model_axes(options))
     check_layout(replace(config, parallel=replace(config.parallel, dp=options.dp)))
-    length_of(options.data, config.model.max_position_embeddings, options.sequence_length)
+    if options.top_k is None:
+        length_of(options.data, config.model.max_position_embeddings, options.sequence_length)
+    else:
+        check_words(options, config)
     allow = options.allow_tokenizer_change
     notes = [line for prefix in options.data for line in check_tokenizer(prefix, source, allow)]
     if os.environ.get("RANK", "0") == "0":
-        open_scores(Path(options.output), options.model)
+        if options.top_k is None:
+            open_scores(Path(options.output), options.model)
+        else:
+            words_of(options, config)
     return notes
+
+
+def check_words(options: argparse.Namespace, config: Config) -> None:
+    """Raise ConfigError for an option that does not fit --top_k."""
+    from megalite.data.dataset import build
+    from megalite.evaluation.teacher_words import words_config
+
+    if options.cp > 1:
+        raise ConfigError(f"--cp {options.cp} is not supported with --top_k. Use --tp, --pp and --dp.")
+    if not options.temperature > 0:
+        raise ConfigError(f"--temperature must be positive, got {options.temperature:g}.")
+    if options.sequence_length is None:
+        raise ConfigError("--top_k requires --sequence_length, that of the runs which will use the words.")
+    if options.sequence_length > (longest := config.model.max_position_embeddings):
+        raise ConfigError(
+            f"--sequence_length {options.sequence_length} is more than the {longest:,} positions of "
+            f"{options.model}. "
+            f"Set it to at most {longest}."
+        )
+    for prefix in options.data:
+        build(words_config(config, prefix, rows_of(options)).data, 0)
+
+
+def rows_of(options: argparse.Namespace) -> RowOptions:
+    from megalite.evaluation.teacher_words import RowOptions
+
+    return RowOptions(
+        options.dp,
+        options.micro_batch_size,
+        options.sequence_length,
+        options.packing,
+        options.reset_positions,
+        options.held_out,
+    )
+
+
+def words_of(options: argparse.Namespace, config: Config) -> TeacherWords:
+    from megalite.evaluation.teacher_words import open_words
+
+    vocabulary = config.model.vocabulary
+    return open_words(Path(options.output), options.model, options.top_k, options.temperature, vocabulary)
 
 
 def model_axes(options: argparse.Namespace) -> dict[str, Any]:
@@ -107,6 +186,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         open_scores,
         scoring_config,
     )
+    from megalite.evaluation.teacher_words import WordScorer, words_config
     from megalite.generation.sources import TIMEOUT, for_inference, open_source
     from megalite.launch.process import (
         choose_device,
@@ -122,13 +202,23 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     source = open_source(options.model)
     precision = options.precision or ("bf16" if device.type == "cuda" else "fp32")
     config = for_inference(source.config, **model_axes(options), precision=precision)
-    length = length_of(options.data, config.model.max_position_embeddings, options.sequence_length)
-    layout = ScoringLayout(options.dp, options.micro_batch_size, length)
-    configs = [scoring_config(config, prefix, layout) for prefix in options.data]
+    if options.top_k is None:
+        length = length_of(options.data, config.model.max_position_embeddings, options.sequence_length)
+        layout = ScoringLayout(options.dp, options.micro_batch_size, length)
+        configs = [scoring_config(config, prefix, layout) for prefix in options.data]
+    else:
+        configs = [words_config(config, prefix, rows_of(options)) for prefix in options.data]
     try:
         mesh = build.make_mesh(configs[0])
         with progress_of(options.json or mesh.rank > 0) as progress:
             progress(f"opening {options.model}")
+            if options.top_k is not None:
+                words = words_of(options, config)
+                teacher = WordScorer(configs[0], source, mesh, device, options.top_k, options.temperature)
+                for each in configs:
+                    teacher.config = each
+                    teacher.run(words, progress)
+                return {"output": str(options.output), "rows": sum(each.rows for each in words.sets.values())}
             scores = open_scores(Path(options.output), options.model)
             scorer = Scorer(configs[0], source, mesh, device)
             for each in configs:

@@ -21,7 +21,7 @@ COMMANDS = {
     "convert": "import, export and check Hugging Face models",
     "generate": "generate text or chat with a trained model",
     "evaluate": "compute perplexity, or run tasks of lm-evaluation-harness",
-    "score": "compute the log-probabilities of preferences once, as a reference",
+    "score": "ask a model once for what later runs need: as a reference or a teacher",
     "verify": "compare a layout with one process, step by step",
     "benchmark": "benchmark this machine (source checkout only)",
     "first-light": "test and benchmark the GPUs of a machine in one run (source checkout only)",

@@ -149,7 +149,7 @@ def check_run(
         hardware = device_of_run(config, torch.cuda.get_device_name(device) if device.type == "cuda" else "")
         # a damaged token file must not be found when every rank is waiting
         data, validation = dataset.build(config.data, config.run.seed)
-        reference.attach_reference(config, data, validation)
+        reference.attach_stored(config, data, validation)
         remarks = [choice.describe()] if choice is not None else []
         remarks += check_tokenizers(config, data.fingerprint) + token_files.remarks(config)
         remarks += teacher.check(config, world_size()) + describe_fp8(config)

@@ -60,14 +60,14 @@ class Conversations(TokenFiles):
         self.weighted = any(loss.dtype.kind == "f" for loss in self._loss)
         documents = [whole_documents(part.file, part.start, part.stop) for part in parts]
         self._place(documents, packing)
-        self.members = [Member(self._names, self.samples_per_epoch)]
+        self.members = [Member(self.names, self.samples_per_epoch)]
 
     def _place(self, parts: list[Documents], packing: bool, together: int = 1) -> None:
         """Choose the documents of each row, of which `together` consecutive ones stay in one row."""
         self._together = together
         self._sizes = np.concatenate([part.sizes for part in parts])
         self._starts = self._sizes.cumsum() - self._sizes
-        rows = rows_of(parts, self._length, packing, self._names, together).repeat(together)
+        rows = rows_of(parts, self._length, packing, self.names, together).repeat(together)
         # sorted by row
         self._documents, self._last = np.argsort(rows, kind="stable"), np.bincount(rows).cumsum()
         self.samples_per_epoch = len(self._last)

@@ -44,6 +44,7 @@ from megalite.system import rng
 
 if TYPE_CHECKING:
     from megalite.data.conversations import RowSequences
+    from megalite.data.teacher_words import TopRow
 
 
 class Sample(NamedTuple):
@@ -54,6 +55,7 @@ class Sample(NamedTuple):
         starts: [seq] int64, the position in the row at which each token's document starts; None for text.
         weights: [seq] float32, the weights of the targets; None: all are 1.
         sequences: the documents of preferences.
+        top: the most probable words of a teacher at each position, if they are stored.
     """
 
     tokens: NDArray[np.int64]
@@ -61,6 +63,7 @@ class Sample(NamedTuple):
     starts: NDArray[np.int64] | None = None
     weights: NDArray[np.float32] | None = None
     sequences: RowSequences | None = None
+    top: TopRow | None = None
 
 
 class Dataset(ABC):
@@ -75,6 +78,7 @@ class Dataset(ABC):
         weighted: whether messages of conversations have weights other than 0 and 1.
         preference: pairs or labelled for preferences; else None.
         documents: number of documents of preferences.
+        has_top: whether its rows have a teacher's words (`data.teacher_words`).
         tokenizer: the recorded tokenizer of the training data.
     """
 
@@ -87,6 +91,7 @@ class Dataset(ABC):
     weighted: bool = False
     preference: str | None = None
     documents: int = 0
+    has_top: bool = False
     tokenizer: TokenizerIdentity = TokenizerIdentity()
 
     @property
@@ -117,7 +122,14 @@ class TokenFiles(Dataset):
     """Base class of datasets that read parts of token files, in order or shuffled in each epoch.
 
     Raises DataError if their vocabularies differ.
+
+    Attributes:
+        names: of the token files, for messages.
+        rows: a hash of everything that determines the rows, but not their order.
+        top: a teacher's words for the rows, [rows, …].
     """
+
+    top: TopRow | None = None
 
     def __init__(
         self, parts: list[TokenRange], sequence_length: int, *options: object, shuffle: bool, seed: int
@@ -126,13 +138,14 @@ class TokenFiles(Dataset):
         self._tokens = [part.file.tokens[part.start : part.stop] for part in parts]
         self._ends = list(accumulate(map(len, self._tokens)))  # end of each part in the concatenation
         files = [part.file for part in parts]
-        self._names = ", ".join(file.prefix for file in files)
+        self.names = ", ".join(file.prefix for file in files)
         self.vocab_size, self.eos = agreed(files, "vocab_size"), agreed(files, "eos")
         self._content = digest(
             *(piece for p in parts for piece in (*p.file.digest_parts(), f"{p.start}:{p.stop}".encode()))
         )
-        self.fingerprint = digest(
-            json.dumps([self._content, sequence_length, seed if shuffle else None, *options]).encode()
+        self.fingerprint, self.rows = (
+            digest(json.dumps([self._content, sequence_length, order, *options]).encode())
+            for order in (seed if shuffle else None, None)
         )
 
     def __getitem__(self, index: int) -> Sample:
@@ -141,7 +154,12 @@ class TokenFiles(Dataset):
             sample = permute(
                 sample, self.samples_per_epoch, rng.key(self._seed, "shuffle", epoch, self._content)
             )
-        return self._sample(sample)
+        row = self._sample(sample)
+        return (
+            row
+            if self.top is None
+            else row._replace(top=type(self.top)(*(each[sample] for each in self.top)))
+        )
 
     @abstractmethod
     def _sample(self, sample: int) -> Sample:
@@ -166,8 +184,8 @@ class Concatenation(TokenFiles):
 
     def __init__(self, parts: list[TokenRange], sequence_length: int, *, shuffle: bool, seed: int):
         super().__init__(parts, sequence_length, shuffle=shuffle, seed=seed)
-        self.samples_per_epoch = whole_samples(self._ends[-1], sequence_length, self._names)
-        self.members = [Member(self._names, self.samples_per_epoch)]
+        self.samples_per_epoch = whole_samples(self._ends[-1], sequence_length, self.names)
+        self.members = [Member(self.names, self.samples_per_epoch)]
 
     def _sample(self, sample: int) -> Sample:
         tokens = self._read(self._tokens, sample * self._length, self._length + 1)

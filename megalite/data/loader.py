@@ -168,7 +168,7 @@ class Loader:
         if self._eod_mask_loss:
             targets[tokens == self._dataset.eos] = IGNORE_INDEX
         fields: dict[str, Any] = {}
-        if self._dataset.weighted or self._dataset.preference is not None:
+        if self._dataset.weighted or self._dataset.preference is not None or self._dataset.has_top:
             from megalite.data.target_fields import target_fields  # not needed by other data
 
             fields = target_fields(self._dataset, rows, targets, past_end)

@@ -15,12 +15,13 @@ from megalite.data.dataset import Dataset, Sample
 from megalite.data.loader import sequence_first
 from megalite.parallel.microbatch import IGNORE_INDEX
 from megalite.parallel.sequences import Sequences
+from megalite.parallel.top_words import TopWords
 
 
 def target_fields(
     dataset: Dataset, rows: Sequence[Sample], targets: NDArray[np.int64], past_end: NDArray[np.bool_]
 ) -> dict[str, Any]:
-    """Return the fields of a microbatch of weighted messages or preferences.
+    """Return the fields of a microbatch of weighted messages, of preferences, or with a teacher's words.
 
     Args:
         targets: [batch, seq], those that count.
@@ -35,6 +36,9 @@ def target_fields(
         fields["sequences"] = _sequences(
             [_without_documents(row) if past else row for row, past in zip(rows, past_end, strict=True)]
         )
+    if dataset.has_top:
+        each = zip(*(row.top for row in rows if row.top is not None), strict=True)
+        fields["top"] = TopWords(*(torch.from_numpy(np.stack(part, axis=1)) for part in each))
     return fields
 
 

@@ -14,6 +14,7 @@ from megalite.parallel.context.parts import PositionSegment
 if TYPE_CHECKING:
     from megalite.parallel.context.parts import SequencePart
     from megalite.parallel.sequences import Sequences
+    from megalite.parallel.top_words import TopWords
 
 IGNORE_INDEX = -100  # target without loss (convention of torch and Hugging Face)
 
@@ -92,6 +93,7 @@ class Microbatch:
             None: the weight of every target is 1.
         sequences: the documents of preferences. Their targets have prompts and completions both.
         mismatched: the same prompts with the completions of other examples, if an objective needs them.
+        top: the most probable words of a teacher at each position, [seq, batch, …], if they are stored.
         teacher: the normed output of a teacher's last layer, [seq (/tp), batch, hidden of the teacher], on
             ranks with the head, once it is computed; None without a teacher.
     """
@@ -109,6 +111,7 @@ class Microbatch:
     weights: Tensor | None = None
     sequences: Sequences | None = None
     mismatched: Microbatch | None = None
+    top: TopWords | None = None
     teacher: Tensor | None = None
 
     @staticmethod

@@ -21,7 +21,7 @@ from megalite.assembly.teacher import keeps_start, second_model
 from megalite.checkpoint.errors import CheckpointError
 from megalite.config.errors import ConfigError
 from megalite.config.schema import Config
-from megalite.config.sections.distillation import distils
+from megalite.config.sections.distillation import distils, stored_teacher
 from megalite.config.sections.preference import scores_directory
 from megalite.data.dataset import Dataset
 from megalite.data.sequence_scores import SequenceScores, attach_scores
@@ -44,8 +44,11 @@ def other_of(trainer: Trainer) -> Teacher | Reference | None:
     """
     config, objective = trainer.config, trainer.objective
     if distils(config):
-        from megalite.training.teacher import Teacher  # not needed by other objectives
+        from megalite.training.teacher import Teacher, use_stored_words  # not needed by other objectives
 
+        if stored_teacher(config.distillation) is not None:
+            use_stored_words(trainer.parts, config)
+            return None
         return Teacher(config, trainer.parts, trainer.mesh, trainer.device)
     if objective is None or not objective.runs_reference:
         return None
@@ -96,12 +99,17 @@ def stored_scores(config: Config) -> SequenceScores | None:
     return scores
 
 
-def attach_reference(config: Config, *data: Dataset | None) -> None:
-    """Let the rows of datasets have the stored scores of the reference, if the run has them.
+def attach_stored(config: Config, *data: Dataset | None) -> None:
+    """Let the rows of datasets have the stored scores of the reference, or the words of a teacher, if the run
+    has them.
 
     Raises:
         ConfigError: they are of another model or of other data, end early, or are damaged.
     """
+    if distils(config) and stored_teacher(config.distillation) is not None:
+        from megalite.training.teacher import attach_stored_words
+
+        attach_stored_words(config, data)
     scores = stored_scores(config)
     if scores is None:
         return

@@ -10,6 +10,7 @@ needs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -21,10 +22,13 @@ from megalite.checkpoint.agreement import raise_on_all_ranks
 from megalite.checkpoint.finite import nonfinite, reject
 from megalite.config.errors import ConfigError
 from megalite.config.schema import Config
+from megalite.config.sections.distillation import stored_teacher
+from megalite.data.dataset import Dataset
+from megalite.data.teacher_words import TeacherWords, attach_words
 from megalite.data.tokenizer.comparison import Tokenized, compare, of_data
 from megalite.generation.sources import open_source
 from megalite.mesh.mesh import Mesh
-from megalite.model.objective.distillation import DistillationLosses, TeacherStates
+from megalite.model.objective.distillation import DistillationLosses, StoredLosses, TeacherStates
 from megalite.objectives.objective import Objective
 from megalite.parallel.microbatch import Microbatch
 from megalite.system.activity import LOADING
@@ -113,3 +117,36 @@ class Teacher(SecondModel):
         gatherer.begin_run(planned=False)
         if self._head_unit is not None:
             gatherer.acquire(self._head_unit)  # until the next run: the loss computes the teacher's logits
+
+
+def use_stored_words(parts: build.Parts, config: Config) -> None:
+    """Let the losses of the last stage be those of a distillation from stored words."""
+    for stage in parts.stages.values():
+        if stage.head is not None:
+            stage.sequence_losses = StoredLosses(stage.head, config.distillation)
+
+
+def attach_stored_words(config: Config, data: Sequence[Dataset | None]) -> None:
+    """Let the rows of datasets have the stored words of the teacher.
+
+    Raises:
+        ConfigError: they have another vocabulary or temperature, are of other rows, end early, or are
+        damaged.
+    """
+    directory, options = stored_teacher(config.distillation), config.distillation
+    assert directory is not None, "the teacher is stored"
+    words, option = TeacherWords.of(Path(directory)), f"distillation.teacher = {options.teacher}"
+    if words.vocabulary != config.model.vocabulary:
+        raise ConfigError(
+            f"{option} has the words of {words.model}, whose vocabulary has {words.vocabulary:,} tokens, but "
+            f"model.vocab_size = {config.model.vocabulary:,}. Use a teacher with the vocabulary of the model."
+        )
+    if words.temperature != options.temperature:
+        raise ConfigError(
+            f"{option} has probabilities at the temperature {words.temperature:g}, but "
+            "distillation.temperature = "
+            f"{options.temperature:g}. Set it to {words.temperature:g}, or score the data again."
+        )
+    for dataset in data:
+        if dataset is not None:
+            attach_words(dataset, lambda each: words.of_rows(each, config.data.reset_positions, option))

@@ -98,7 +98,7 @@ class Trainer:
         self.run_dir = config.run.directory
         with raise_on_all_ranks(mesh):  # nodes may have different files
             self.train_data, self.validation_data = datasets.build(config.data, config.run.seed)
-            reference.attach_reference(config, self.train_data, self.validation_data)
+            reference.attach_stored(config, self.train_data, self.validation_data)
         self.microbatches = build.layout(config).microbatches
         self._plans = dict[tuple[int, bool], Schedule]()
         self.schedule = self.plan(self.microbatches)

@@ -9,6 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,18 +18,23 @@ from torch import Tensor
 
 from megalite.assembly import parts as build
 from megalite.commands import convert as convert_hf
+from megalite.commands import score
 from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict
+from megalite.data.dataset import build as open_data
+from megalite.data.teacher_words import TeacherWords
 from megalite.families.model_config import hf_shape
 from megalite.parallel.microbatch import IGNORE_INDEX
 from megalite.planner.time.traffic import traffic
 from megalite.training import meta_device as meta
 from megalite.training import teacher
+from megalite.training.reference import attach_stored
 from megalite.training.trainer import Trainer
 from tests.planner.test_memory import Sent
 from tests.support import jobs_distillation, jobs_memory
 from tests.support.configs import EOS, schedule_options, write_tokens
 from tests.support.jobs_objectives import train_and_validate
+from tests.support.pool import RankContext
 
 STEPS, S, VOCAB = 3, 16, 101
 LR, EPS = 2e-2, 1e-1
@@ -247,6 +253,148 @@ def test_a_run_is_a_teacher(models, prefix):
     result = trainer.step()
     trainer.close()
     assert abs(result.loss) < 1e-12 and result.grad_norm < 1e-12
+
+
+# ---- a teacher's words, stored before the run
+
+
+@pytest.fixture(scope="module")
+def words(prefix, models, tmp_path_factory):
+    """Directories of the 4 most probable words at temperature 1, and of all 101 at temperature 2; of one process."""
+    directory, context = tmp_path_factory.mktemp("words"), RankContext(0, 1)
+    for name, number, temperature in (("some", 4, 1.0), ("all", VOCAB, 2.0)):
+        jobs_distillation.score_words(context, models[1], prefix, str(directory / name), {}, number, temperature, S)
+    return directory
+
+
+def stored(directory: Path) -> list[Any]:
+    """Words, log-probabilities and the rest of every row, training rows first."""
+    store = TeacherWords.of(directory)
+    return [np.concatenate(each) for each in zip(*(store.arrays(rows, "r") for rows in store.sets), strict=True)]
+
+
+def test_stored_words_are_those_of_transformers(words, models, prefix):
+    from transformers import AutoModelForCausalLM
+
+    config = from_dict(configuration(prefix, models, "forward"))
+    train, validation = open_data(config.data, config.run.seed)
+    assert validation is not None
+    rows = [data[row] for data in (train, validation) for row in range(data.samples_per_epoch)]
+    tokens = torch.stack([torch.from_numpy(row.tokens) for row in rows])
+    with torch.no_grad():
+        log_p = AutoModelForCausalLM.from_pretrained(models[1]).double()(tokens).logits.log_softmax(-1)
+    values, names = log_p.topk(4)
+    own, probabilities, rest = stored(words / "some")
+    assert (torch.from_numpy(own.astype(np.int64)) == names).float().mean() > 0.999  # transformers rotates in fp32
+    np.testing.assert_allclose(probabilities, values.numpy(), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(rest, 1 - values.exp().sum(-1).numpy(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", [{"tp": 4}, {"tp": 2, "pp": 2}, {"dp": 2, "pp": 2}], ids=str)
+def test_words_are_stored_on_any_layout(layout, words, models, prefix, ranks, tmp_path):
+    """An interrupted command is continued; what is not done is not taken for words."""
+    output = str(tmp_path / "x")
+    jobs_distillation.score_words(RankContext(0, 1), models[1], prefix, output, {}, 4, 1.0, S, batches=1)
+    config = from_dict(configuration(prefix, models, "forward", teacher=f"scores:{output}"))
+    config.distillation.temperature = 1.0
+    with pytest.raises(ConfigError, match=r"ends early: 4 of \d+ rows of .*: it continues where it stopped"):
+        attach_stored(config, *open_data(config.data, config.run.seed))
+    ranks.run(4, jobs_distillation.score_words, models[1], prefix, output, layout, 4, 1.0, S)
+    for own, expected in zip(stored(tmp_path / "x"), stored(words / "some"), strict=True):
+        np.testing.assert_allclose(own, expected, rtol=0, atol=1e-6 if own.dtype == np.float32 else 1e-12)
+
+
+STORED_LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp 2, split sequence, chunks": {"tp": 2, "sequence_parallel": True, "micro": 2, "chunk": 14},
+    "tp 2, pp 2, zb-h2": {"tp": 2, "pp": 2, "schedule": "zb-h2", "micro": 1},
+    "dp 2, cp 2, zero 3, ring": {"dp": 2, "cp": 2, "context": "ring", "zero": 3, "micro": 2},
+}
+
+
+def from_words(words: Path, name: str, prefix: str, models: tuple[str, str], **options: Any) -> dict[str, Any]:
+    tree = configuration(prefix, models, "forward", teacher=f"scores:{words / name}", **options)
+    temperature = 1.0 if name == "some" else 2.0
+    tree["distillation"] |= {"temperature": temperature, "cross_entropy_weight": 0.5 if name == "some" else 0.0}
+    return tree | {"data": tree["data"] | {"shuffle": True}}
+
+
+@pytest.mark.parametrize("name", STORED_LAYOUTS)
+def test_stored_words_train_like_one_process(name, words, prefix, models, ranks, references):
+    options = STORED_LAYOUTS[name]
+    expected = references.run(train_and_validate, from_words(words, "some", prefix, models), STEPS)
+    world = prod(options.get(axis, 1) for axis in ("tp", "pp", "dp", "cp"))
+    got = ranks.run(world, train_and_validate, from_words(words, "some", prefix, models, **options), STEPS)
+    for rank in got:
+        for key in ("losses", "grad_norms", "validation"):
+            assert rank[key] == pytest.approx(expected[key], rel=1e-9), key
+    for tensor, value in expected["tensors"].items():
+        torch.testing.assert_close(got[0]["tensors"][tensor], value, rtol=0, atol=1e-9, msg=tensor)
+    assert expected["losses"][0] != pytest.approx(expected["losses"][-1], rel=1e-4), "it trains"
+
+
+def test_all_words_train_as_the_teacher_itself(words, prefix, models, references):
+    """Within what fp32 keeps of a log-probability."""
+    shuffled = configuration(prefix, models, "forward")
+    shuffled["data"] |= {"shuffle": True}
+    online = references.run(train_and_validate, shuffled, STEPS)
+    from_file = references.run(train_and_validate, from_words(words, "all", prefix, models), STEPS)
+    for key in ("losses", "grad_norms", "validation"):
+        assert from_file[key] == pytest.approx(online[key], rel=1e-6), key
+    for tensor, value in online["tensors"].items():
+        torch.testing.assert_close(from_file["tensors"][tensor], value, rtol=0, atol=1e-7, msg=tensor)
+
+
+def test_other_words_are_rejected(words, prefix, models, tmp_path):
+    def message(directory: Path, **sections: dict[str, Any]) -> str:
+        tree = from_words(directory.parent, directory.name, prefix, models)
+        tree["distillation"]["temperature"] = 1.0
+        for section, values in sections.items():
+            tree[section] = tree[section] | values
+        config = from_dict(tree)
+        with pytest.raises(ConfigError) as error:
+            attach_stored(config, *open_data(config.data, config.run.seed))
+        return str(error.value)
+
+    some = tmp_path / "some"
+    shutil.copytree(words / "some", some)
+    assert "has no words for the rows of" in message(some, data={"sequence_length": 8})
+    assert "has no words for the rows of" in message(some, data={"validation": 0.2})
+    assert "with data.reset_positions = False" in message(some, data={"reset_positions": True})
+    assert "at the temperature 1, but distillation.temperature = 2" in message(some, distillation={"temperature": 2.0})
+    assert "vocabulary has 101 tokens, but model.vocab_size = 103" in message(some, model={"vocab_size": 103})
+    for file in some.glob("*.log_p"):
+        np.zeros(file.stat().st_size // 4, np.float32).tofile(file)
+    assert "is damaged: row 0 of" in message(some) and "has no probabilities" in message(some)
+    for file in some.glob("*.rest"):
+        file.unlink()
+    assert "are missing or truncated" in message(some)
+    (some / "words.json").write_text("{}")
+    assert "is not a record of words" in message(some)
+    assert "cannot be read: No such file or directory" in message(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--top_k", "102"], "--top_k 102 is more than the 101 words"),
+        (["--sequence_length", "17"], "is more than the 16 positions"),
+        (["--temperature", "0"], "--temperature must be positive"),
+        (["--cp", "2"], "--cp 2 is not supported with --top_k"),
+    ],
+)
+def test_bad_options_of_the_command(options, said, models, prefix, tmp_path, capsys):
+    words = [f"hf:{models[1]}", "--data", prefix, "--output", str(tmp_path / "x"), "--sequence_length", "16"]
+    with pytest.raises(SystemExit):
+        score.main([*words, "--top_k", "4", *options])
+    assert said in capsys.readouterr().err
+
+
+def test_the_command_stores_words(words, models, prefix, tmp_path, capsys):
+    options = ["--sequence_length", str(S), "--held_out", "0.3", "--precision", "fp32", "--top_k", "4"]
+    assert score.main([f"hf:{models[1]}", "--data", prefix, "--output", str(tmp_path / "x"), *options]) == 0
+    own, expected = stored(tmp_path / "x"), stored(words / "some")
+    assert capsys.readouterr().out == f"{tmp_path / 'x'}: {len(own[0])} rows\n"
+    np.testing.assert_allclose(own[1], expected[1], rtol=0, atol=1e-4)
 
 
 BAD: dict[str, tuple[dict[str, Any], int, str]] = {

@@ -21,7 +21,7 @@ from megalite.data.dataset import build
 from megalite.data.indexed import IndexedTokens
 from megalite.data.sequence_scores import SequenceScores, attach_scores
 from megalite.objectives.find import objective_of
-from megalite.training.reference import attach_reference
+from megalite.training.reference import attach_stored
 from megalite.training.resume_checks import check_resume
 from tests.objectives.conftest import LENGTHS, documents_of
 from tests.support.jobs_objectives import score_preferences, train_and_validate
@@ -182,7 +182,7 @@ def test_other_scores_are_rejected(scores, model, prefix, tmp_path):
         tree["model"] |= model_options
         config = from_dict(tree)
         with pytest.raises(ConfigError) as error:
-            attach_reference(config, *build(config.data, 0))
+            attach_stored(config, *build(config.data, 0))
         return str(error.value)
 
     other = write_preferences(tmp_path / "other", LENGTHS, seed=1)

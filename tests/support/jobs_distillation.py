@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.evaluation import teacher_words
+from megalite.evaluation.teacher_words import RowOptions, WordScorer, open_words, words_config
+from megalite.generation.sources import for_inference, open_source
 from megalite.parallel.tensor.cross_entropy import CrossEntropy
-from megalite.parallel.tensor.divergence import Divergence, TeacherDivergence, TopWordsDivergence
+from megalite.parallel.tensor.divergence import TeacherDivergence, TokenDivergence, TopWordsDivergence
+from tests.support.jobs import mesh_of
 from tests.support.jobs_parts import plain_mesh
 
 
@@ -32,7 +40,7 @@ def divergence(
     own = parts[0].requires_grad_()
     entropy, options = CrossEntropy(mesh.tp, student.shape[1], 0.1, 1e-3), dict(options)
     known: Sequence[Tensor] = (parts[1],)
-    loss: Divergence
+    loss: TokenDivergence
     if (number := options.pop("top", None)) is None:
         loss = TeacherDivergence(cross_entropy=entropy, **options)
     else:
@@ -44,3 +52,35 @@ def divergence(
     value.backward()
     assert own.grad is not None
     return value.detach(), own.grad
+
+
+def score_words(
+    context: Any,
+    model: str,
+    prefix: str,
+    output: str,
+    layout: dict[str, int],
+    number: int,
+    temperature: float,
+    length: int,
+    batches: int | None = None,
+) -> None:
+    """Store the top words of a Hugging Face model in fp64, of all rows or of those of some batches."""
+    source = open_source(f"hf:{model}")
+    axes = {axis: size for axis, size in layout.items() if axis != "dp"}
+    config = for_inference(source.config, **axes, precision="fp64")  # type: ignore[arg-type]
+    config = words_config(config, prefix, RowOptions(layout.get("dp", 1), 2, length, held_out=0.3))
+    store = open_words(Path(output), source.name, number, temperature, config.model.vocabulary)
+    mesh = mesh_of(context, config)
+    scorer = WordScorer(config, source, mesh, torch.device("cpu"), number, temperature)
+    if batches is not None:
+        batch, left = scorer._batch, iter(range(batches))
+
+        def interrupted(*arguments: Any) -> Any:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            return batch(*arguments)
+
+        scorer._batch = interrupted  # type: ignore[method-assign]
+    with patch.object(teacher_words, "SAVE_S", 0.0), suppress(KeyboardInterrupt):
+        scorer.run(store, lambda *_, **__: None)

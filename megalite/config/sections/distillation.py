@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Literal
 
 from megalite.config.option import NOT_NEGATIVE, POSITIVE, Bounds, option
 from megalite.config.rule import Rule
+from megalite.config.sections.preference import SCORES
 
 if TYPE_CHECKING:
     from megalite.config.schema import Config
@@ -21,7 +22,8 @@ class DistillationConfig:
     teacher: str | None = option(None, path=True)
     """The teacher: a checkpoint directory, a run's directory for its newest checkpoint, or hf:DIR for a
     Hugging Face directory. It has the vocabulary of the model, is not trained, and computes with this run's
-    layout and precision."""
+    layout and precision. scores:DIR: the most probable words of a teacher, which megalite score --top_k has
+    stored for the rows of this run's data."""
     divergence: Literal["forward", "reverse", "jsd"] = "forward"
     """The divergence of a token, with p of the teacher and q of the model: KL(p||q) (forward), KL(q||p)
     (reverse), or the generalized Jensen-Shannon divergence beta KL(p||m) + (1 - beta) KL(q||m), m = beta p +
@@ -34,6 +36,12 @@ class DistillationConfig:
     cross_entropy_weight: float = option(0.0, NOT_NEGATIVE)
     """Factor of the cross-entropy of the next token, without temperature, which is added to the divergence.
     """
+
+
+def stored_teacher(options: DistillationConfig) -> str | None:
+    """The directory of a teacher's words; None: a run has none."""
+    name = options.teacher or ""
+    return name.removeprefix(SCORES) if name.startswith(SCORES) else None
 
 
 def distils(c: "Config") -> bool:
@@ -60,6 +68,13 @@ RULES: tuple[Rule, ...] = (
         lambda c: distils(c) and c.distillation.teacher is None,
         message="is required by {train.objective}: the loss is the divergence from a teacher",
         legal="Set it to a checkpoint, a run's directory or hf:DIR.",
+    ),
+    Rule(
+        "stored words have a forward divergence",
+        "distillation.divergence",
+        lambda c: distils(c) and stored_teacher(c.distillation) and c.distillation.divergence != "forward",
+        message="is not supported with {distillation.teacher}, which knows the words of the teacher alone",
+        legal="Set it to forward.",
     ),
     Rule(
         "the mixture of jsd",

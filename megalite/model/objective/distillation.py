@@ -17,7 +17,8 @@ from megalite.config.sections.distillation import DistillationConfig
 from megalite.model.forward_state import ForwardState
 from megalite.model.objective.losses import HeadLosses
 from megalite.parallel.microbatch import Microbatch
-from megalite.parallel.tensor.divergence import TeacherDivergence
+from megalite.parallel.tensor.divergence import TeacherDivergence, TopWordsDivergence
+from megalite.parallel.top_words import TopWords
 
 if TYPE_CHECKING:
     from megalite.model.stage import Head
@@ -68,6 +69,52 @@ class DistillationLosses(HeadLosses):
         targets, of_chunk = microbatch.targets, _OfChunk(microbatch, self.teacher, divergence)
         loss = head.loss_of(head.norm(x), targets, state.loss_scale, of_chunk, microbatch.weights)
         return loss, loss
+
+
+class StoredLosses(HeadLosses):
+    """Losses of the last stage, given the most probable words of a teacher (`Microbatch.top`).
+
+    Args:
+        head: of the model that is trained.
+    """
+
+    def __init__(self, head: Head, options: DistillationConfig):
+        self.head, self.options = head, options
+
+    def losses(self, x: Tensor, microbatch: Microbatch, state: ForwardState) -> tuple[Tensor, Tensor]:
+        head, options = self.head, self.options
+        divergence = TopWordsDivergence(
+            cross_entropy=head.loss,
+            temperature=options.temperature,
+            cross_entropy_weight=options.cross_entropy_weight,
+        )
+        assert microbatch.top is not None, "the rows have the teacher's words"
+        of_chunk = _OfTopWords(microbatch.top, len(x), divergence)
+        loss = head.loss_of(head.norm(x), microbatch.targets, state.loss_scale, of_chunk, microbatch.weights)
+        return loss, loss
+
+
+class _OfTopWords:
+    """The loss of a chunk of tokens, called for the chunks of a microbatch in order.
+
+    Args:
+        length: number of positions of this rank. Under sequence parallelism a chunk has the same of them of
+        every tp
+            rank's part.
+    """
+
+    def __init__(self, top: TopWords, length: int, divergence: TopWordsDivergence):
+        self.by_rank = [each.unflatten(0, (-1, length)) for each in top]  # [ranks, length, batch, …]
+        self.divergence, self.start = divergence, 0
+
+    def __call__(
+        self, logits: Tensor, targets: Tensor, scale: float | Tensor, weights: Tensor | None
+    ) -> Tensor:
+        ranks, _, batch = self.by_rank[0].shape[:3]
+        end = self.start + len(logits) // (ranks * batch)
+        known = [each[:, self.start : end].flatten(0, 2) for each in self.by_rank]
+        self.start = end
+        return self.divergence(logits, known, targets, scale, weights)
 
 
 class _OfChunk:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from megalite.parallel.context.balanced import EVERY_KEY, Windows, balanced, bet
 from megalite.parallel.context.parts import PARTS, PositionSegments, SequencePart, split
 from megalite.parallel.microbatch import IGNORE_INDEX, Boundaries, Microbatch, MtpTargets, Queries
 from megalite.parallel.sequences import Sequences
+from megalite.parallel.top_words import TopWords
 
 
 @dataclass(frozen=True)
@@ -68,15 +70,18 @@ class Cut:
         mtp_targets: MtpTargets | None = None,
         queries: Queries | None = None,
         weights: Tensor | None = None,
-        sequences: Sequences | None = None,
+        **others: Any,
     ) -> Microbatch:
         """Return this rank's part of the rows.
 
         If rows are padded, `boundaries` is not used, because it would change.
 
         Args:
-            tokens, targets, document_start, weights, sequences: [seq, batch] of whole rows.
+            tokens, targets, document_start, weights: [seq, batch] of whole rows.
+            others: sequences and top, of whole rows, if microbatches have them.
         """
+        sequences: Sequences | None = others.get("sequences")
+        top: TopWords | None = others.get("top")
         length, padded = len(tokens), sum(segment.length for segments in self.parts for segment in segments)
         missing = (0, 0, 0, padded - length)
         if document_start is not None:  # padding continues the last document
@@ -108,6 +113,8 @@ class Cut:
                 index=own(pad(sequences.index, missing, value=-1)),
                 completion=own(pad(sequences.completion, missing)),
             ),
+            top=top
+            and TopWords(*(own(pad(each, (0, 0, *missing) if each.dim() == 3 else missing)) for each in top)),
         )
         microbatch.positions.clamp_(max=length - 1)  # a table of learned positions may end at this length
         return microbatch

@@ -1,4 +1,4 @@
-"""Divergence of a student's distribution from a teacher's, with logits split over the vocabulary.
+"""TokenDivergence of a student's distribution from a teacher's, with logits split over the vocabulary.
 
 With p of the teacher and q of the student, both softmax(z / τ) over the vocabulary without padding, and
 m = β p + (1 − β) q, the divergence of a token and its derivative by the student's logits z are
@@ -28,6 +28,7 @@ from torch import Tensor
 from megalite.parallel.collectives import all_gather, all_reduce
 from megalite.parallel.microbatch import IGNORE_INDEX
 from megalite.parallel.tensor.cross_entropy import NO_SECOND_DERIVATIVE, CrossEntropy
+from megalite.parallel.top_words import TopWords
 
 
 class _Divergences(NamedTuple):
@@ -46,7 +47,7 @@ class _Divergences(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Divergence(ABC):
+class TokenDivergence(ABC):
     """Sum of token losses times a scale: divergence + cross_entropy_weight · cross-entropy.
 
     Args:
@@ -101,7 +102,7 @@ class Divergence(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TeacherDivergence(Divergence):
+class TeacherDivergence(TokenDivergence):
     """The divergence from a teacher's logits, [tokens, vocabulary/tp].
 
     Args:
@@ -166,22 +167,8 @@ class TeacherDivergence(Divergence):
         return torch.logaddexp(log_p + beta.log(), log_q + torch.log1p(-beta))
 
 
-class TopWords(NamedTuple):
-    """The most probable words of a teacher's distributions at a temperature.
-
-    Attributes:
-        words: int64 or int32, [..., k].
-        log_p: their log-probabilities, of the softmax over the whole vocabulary, [..., k].
-        rest: the probability of all other words together, [...]; 0 if there are none.
-    """
-
-    words: Tensor
-    log_p: Tensor
-    rest: Tensor
-
-
 @dataclass(frozen=True, kw_only=True)
-class TopWordsDivergence(Divergence):
+class TopWordsDivergence(TokenDivergence):
     """The forward divergence from a teacher of which only the most probable words K are known (`TopWords`).
 
     All other words are one more outcome, with p_r of the teacher and q_r = Σ q of the student:
@@ -256,7 +243,7 @@ def _log_sum_exp(largest: Tensor, sums: Tensor) -> Tensor:
 
 
 class _VocabParallelDivergence(torch.autograd.Function):
-    """Forward: as `Divergence.of_tokens`, and that of `CrossEntropy`. Backward: nothing is sent."""
+    """Forward: as `TokenDivergence.of_tokens`, and that of `CrossEntropy`. Backward: nothing is sent."""
 
     @staticmethod
     def forward(
@@ -265,7 +252,7 @@ class _VocabParallelDivergence(torch.autograd.Function):
         targets: Tensor,
         scale: Any,
         weights: Tensor | None,
-        loss: Divergence,
+        loss: TokenDivergence,
         *teacher: Tensor,
     ) -> Tensor:
         known = loss.of_tokens(student, *teacher)

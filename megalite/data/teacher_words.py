@@ -1,0 +1,210 @@
+"""The most probable words of a teacher at every position of the rows of token files, in a directory.
+
+words.json has the teacher, the temperature, k, and for each set of rows how many are done. NAME.words has
+int32 [rows, seq, k], NAME.log_p float32 [rows, seq, k], NAME.rest float64 [rows, seq]. A teacher's
+distribution depends on all that is in its row, so they are found by what determines rows: the tokens, their
+length and packing (`TokenFiles.rows`), but not their order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalite.config.errors import ConfigError
+from megalite.data.dataset import Dataset, TokenFiles
+from megalite.system.files import replace_synced
+
+RECORD, FORMAT = "words.json", 1
+CHECKED = 64  # rows whose probabilities are checked when a run starts
+ARRAYS = {"words": "<i4", "log_p": "<f4", "rest": "<f8"}
+
+
+class TopRow(NamedTuple):
+    """What a teacher said of a row: [seq, k], [seq, k] and [seq]. See `parallel.top_words.TopWords`."""
+
+    words: NDArray[np.int32]
+    log_p: NDArray[np.float32]
+    rest: NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class RowSet:
+    """Rows in a directory: their name for messages, their number, and how many are done."""
+
+    name: str
+    rows: int
+    sequence_length: int
+    reset_positions: bool = False
+    done: int = 0
+
+
+class TeacherWords:
+    """A directory of words.
+
+    Args:
+        model: the name of the teacher.
+        weights: what identifies its weights (`evaluation.weights_identity`).
+        number: k.
+        vocabulary: number of words of the teacher.
+        sets: by `TokenFiles.rows`.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        model: str,
+        weights: str,
+        number: int,
+        temperature: float,
+        vocabulary: int,
+        sets: dict[str, RowSet] | None = None,
+    ):
+        self.directory, self.model, self.weights = directory, model, weights
+        self.number, self.temperature, self.vocabulary = number, temperature, vocabulary
+        self.sets = sets or {}
+
+    @staticmethod
+    def of(directory: Path) -> TeacherWords:
+        """Read the record of a directory.
+
+        Raises:
+            ConfigError: it has none, or a damaged one.
+        """
+        path = directory / RECORD
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            if record.pop("format") != FORMAT:
+                raise ConfigError(f"{path} has a format that this version does not read.")
+            sets = {rows: RowSet(**each) for rows, each in record.pop("sets").items()}
+            return TeacherWords(directory, **record, sets=sets)
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be read: {error.strerror}. Make it with `megalite score --top_k K`."
+            ) from None
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise ConfigError(f"{path} is not a record of words ({error!r}). Score the data again.") from None
+
+    def facts(self) -> dict[str, Any]:
+        """Return what all words of the directory have in common, besides the name of the model."""
+        names = ("weights", "number", "temperature", "vocabulary")
+        return {name: getattr(self, name) for name in names}
+
+    def save(self) -> None:
+        sets = {rows: asdict(each) for rows, each in self.sets.items()}
+        record = {"format": FORMAT, "model": self.model, **self.facts(), "sets": sets}
+        replace_synced(self.directory / RECORD, json.dumps(record, indent=2) + "\n")
+
+    def begin(self, rows: str, new: RowSet) -> int:
+        """Record rows that are to be scored, from the first if their files are missing or damaged.
+
+        Returns: the number of rows that are done.
+        """
+        known = self.sets.get(rows, new)
+        if not self._whole(rows, new) or known.reset_positions != new.reset_positions:
+            known = new
+            for array, kind in ARRAYS.items():
+                empty = self.directory / f"{rows}.{array}.partial"
+                with open(empty, "wb") as file:
+                    file.truncate(self._bytes(array, kind, new))
+                os.replace(empty, self.directory / f"{rows}.{array}")
+        self.sets[rows] = replace(known, name=new.name)
+        self.save()
+        return known.done
+
+    def arrays(self, rows: str, mode: Literal["r", "r+"] = "r+") -> TopRow:
+        """Return maps of the files of rows: [rows, seq, k], [rows, seq, k], [rows, seq]."""
+        known = self.sets[rows]
+        shapes = {array: self._shape(array, known) for array in ARRAYS}
+        files = {array: self.directory / f"{rows}.{array}" for array in ARRAYS}
+        return TopRow(
+            *(np.memmap(files[array], kind, mode, shape=shapes[array]) for array, kind in ARRAYS.items())
+        )
+
+    def of_rows(self, data: TokenFiles, reset_positions: bool, option: str) -> TopRow:
+        """Return the complete words of a dataset.
+
+        Args:
+            reset_positions: that of the run. Conversations do not depend on it.
+
+        Raises:
+            ConfigError: they are of other rows, end early, or are damaged.
+        """
+        known = self.sets.get(data.rows)
+        if known is None:
+            others = ", ".join(f"{each.name} (length {each.sequence_length})" for each in self.sets.values())
+            raise ConfigError(
+                f"{option} has no words for the rows of {data.names}: it has those of {others or 'no data'}. "
+                "Tokens, "
+                "data.sequence_length, data.packing and what is held out must be the same. Run `megalite "
+                "score --top_k` "
+                "with these."
+            )
+        if known.reset_positions != reset_positions and not data.chat:
+            raise ConfigError(
+                f"{option} has words of {data.names} with data.reset_positions = {known.reset_positions}. "
+                "Set it so, or "
+                "score the data again."
+            )
+        if known.done < known.rows:
+            raise ConfigError(
+                f"{option} ends early: {known.done:,} of {known.rows:,} rows of {data.names} are done. Run "
+                "`megalite "
+                "score` again with the same options: it continues where it stopped."
+            )
+        if not self._whole(data.rows, known):
+            raise ConfigError(
+                f"{option} is damaged: the files {data.rows}.* of {data.names} are missing or truncated. Run "
+                "`megalite score` again with the same options: it starts again."
+            )
+        arrays = self.arrays(data.rows, "r")
+        for row in np.linspace(0, known.rows - 1, CHECKED).astype(int):
+            if not _are_probabilities(TopRow(*(each[row] for each in arrays))):
+                raise ConfigError(
+                    f"{option} is damaged: row {row} of {data.names} has no probabilities. Remove the "
+                    "directory and score the data again."
+                )
+        return arrays
+
+    def _shape(self, array: str, rows: RowSet) -> tuple[int, ...]:
+        positions = rows.rows, rows.sequence_length
+        return positions if array == "rest" else (*positions, self.number)
+
+    def _bytes(self, array: str, kind: str, rows: RowSet) -> int:
+        return int(np.prod(self._shape(array, rows))) * np.dtype(kind).itemsize
+
+    def _whole(self, rows: str, known: RowSet) -> bool:
+        paths = {array: self.directory / f"{rows}.{array}" for array in ARRAYS}
+        return all(
+            path.exists() and path.stat().st_size == self._bytes(array, ARRAYS[array], known)
+            for array, path in paths.items()
+        )
+
+
+def _are_probabilities(row: TopRow) -> bool:
+    """Return whether words of each position are distinct, and their probabilities sum to 1 with the rest."""
+    sums = np.exp(row.log_p.astype(np.float64)).sum(-1) + row.rest
+    words = np.sort(row.words, axis=-1)
+    distinct = (words[..., 1:] != words[..., :-1]).all() and (words >= 0).all()
+    return bool(distinct and (row.rest >= 0).all() and (np.abs(sums - 1) < 1e-3).all())
+
+
+def attach_words(dataset: Dataset, words: Callable[[TokenFiles], TopRow]) -> None:
+    """Let the rows of a dataset have `Sample.top`, also those of a blend.
+
+    Raises:
+        ConfigError: a part of it is not made of token files.
+    """
+    for each in dataset.parts:
+        if not isinstance(each, TokenFiles):
+            raise ConfigError("distillation.teacher with stored words needs token files, not a data source.")
+        each.top = words(each)
+        each.has_top = True
+    dataset.has_top = True
