@@ -1,6 +1,7 @@
-"""The configuration of a teacher (`distillation.teacher`): a second, frozen model on the layout of a run.
+"""The configuration of a second, frozen model on the layout of a run: a teacher (`distillation.teacher`), or
+the reference model of an objective (`preference.reference`).
 
-It is read from the teacher's files without its weights, and without torch, because the planner asks for it.
+It is read from the model's files without its weights, and without torch, because the planner asks for it.
 """
 
 from __future__ import annotations
@@ -17,26 +18,50 @@ from megalite.config.rules.context import RuleContext
 from megalite.config.schema import Config
 from megalite.config.sections.distillation import DistillationConfig, distils
 from megalite.config.sections.model import ModelConfig
-from megalite.config.sections.preference import PreferenceConfig
+from megalite.config.sections.preference import PreferenceConfig, reference_model
 from megalite.families.model_config import hf_shape
 from megalite.model.kinds import windows
 from megalite.model.mtp.losses import without_further_losses
+from megalite.objectives.find import objective_class
 
 HF = "hf:"
 
 
+def second_model(config: Config) -> tuple[str, str] | None:
+    """Return the option that names the second model of a run, and the name; None: it has none."""
+    if distils(config):
+        name = config.distillation.teacher
+        return None if name is None else ("distillation.teacher", name)
+    name = reference_model(config.preference)
+    return None if name is None or not _referred(config) else ("preference.reference", name)
+
+
+def keeps_start(config: Config) -> bool:
+    """Whether a run keeps a copy of the weights that it trains, because its reference is its start.
+
+    Adapters that start at 0 need none if nothing else is trained: the start is the model without them.
+    """
+    lora = config.lora
+    off = lora.rank and lora.init_from is None and not lora.modules_to_save
+    return _referred(config) and config.preference.reference is None and not off
+
+
+def _referred(config: Config) -> bool:
+    return objective_class(config.train.objective).needs_reference
+
+
 def teacher_of(config: Config) -> Config | None:
-    """Return the configuration of forwards of the teacher in a run, or None without a teacher.
+    """Return the configuration of forwards of the second model of a run, or None without one.
 
     The layout, the schedule, the batch and the precision are those of the run.
 
     Raises:
-        ConfigError: the teacher's files cannot be read.
+        ConfigError: its files cannot be read.
     """
-    name = config.distillation.teacher
-    if not distils(config) or name is None:
+    named = second_model(config)
+    if named is None:
         return None
-    own = _saved(name)
+    own = _saved(*named)
     train = replace(
         config.train,
         objective="cross_entropy",
@@ -68,9 +93,9 @@ def teacher_of(config: Config) -> Config | None:
 
 
 @lru_cache(maxsize=4)
-def _saved(name: str) -> Config:
+def _saved(option: str, name: str) -> Config:
     """Return the configuration that was saved with a model; of a Hugging Face directory, the model alone."""
-    option = f"distillation.teacher = {name}"
+    option = f"{option} = {name}"
     if name.startswith(HF):
         directory = name.removeprefix(HF)
         try:
@@ -92,28 +117,32 @@ def _saved(name: str) -> Config:
 
 
 def check_teacher(config: Config, world_size: int) -> None:
-    """Raise ConfigError if the teacher does not fit the run: its vocabulary, positions or layout."""
-    teacher = teacher_of(config)
-    if teacher is None:
+    """Raise ConfigError if the second model does not fit the run: its vocabulary, positions or layout."""
+    teacher, named = teacher_of(config), second_model(config)
+    if teacher is None or named is None:
         return
-    option = f"distillation.teacher = {config.distillation.teacher}"
+    option, role = " = ".join(named), "teacher" if distils(config) else "reference"
     model, own = teacher.model, config.model
     if model.vocab_size != own.vocab_size:
         raise ConfigError(
             f"{option} has a vocabulary of {model.vocabulary:,} tokens, but model.vocab_size = "
-            f"{own.vocabulary:,}: a divergence needs the same tokens. Use a teacher with the tokenizer and "
-            "the vocabulary of the model."
+            f"{own.vocabulary:,}: both models need the same tokens. Use a {role} with the tokenizer and the "
+            "vocabulary of the model."
+        )
+    if model.output_head != "vocabulary":
+        raise ConfigError(
+            f"{option} is a reward model, which has no log-probabilities. Use a language model."
         )
     if (length := config.data.sequence_length) > model.max_position_embeddings:
         raise ConfigError(
             f"{option} reads up to {model.max_position_embeddings:,} positions, but data.sequence_length "
             f"= {length:,}. Set data.sequence_length to {model.max_position_embeddings}, or use another "
-            "teacher."
+            f"{role}."
         )
     if config.parallel.cp > 1 and windows(model) != windows(own):
         raise ConfigError(
             f"{option} has other attention windows than the model, but parallel.cp = {config.parallel.cp} "
-            "cuts sequences for one set of windows. Set parallel.cp to 1, or use another teacher."
+            f"cuts sequences for one set of windows. Set parallel.cp to 1, or use another {role}."
         )
     facts = RuleContext(
         model=model,

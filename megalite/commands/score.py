@@ -19,7 +19,7 @@ from typing import Any
 
 from megalite.checkpoint.errors import CheckpointError
 from megalite.commands.models import add_layout_options, layout_of, weights_of
-from megalite.commands.parser import Parser, as_name, as_path, positive, progress_of, said
+from megalite.commands.parser import Parser, as_name, as_path, positive, progress_of, said, warn
 from megalite.config.errors import ConfigError
 from megalite.config.load import exit_with
 
@@ -31,11 +31,13 @@ def main(argv: list[str] | None = None) -> int:
     try:
         options.model, options.data = weights_of(options.model), [*map(str, options.data)]
         ranks = prod(layout_of(options, ("dp",)).values())
-        check(options)
+        notes = check(options)
         if ranks > 1 and "WORLD_SIZE" not in os.environ:
             from megalite.launch.local_ranks import run_ranks
 
             return run_ranks(ranks, ["-m", "megalite", "score", *words])
+        for note in notes:
+            warn(note)
         facts = run(options)
     except (CheckpointError, ConfigError, OSError) as error:
         exit_with(f"{tool.prog}: {said(error)}")
@@ -53,6 +55,11 @@ def parser() -> Parser:
     add("--output", type=as_path, required=True, metavar="DIR", help="directory of the scores")
     add("--dp", type=positive, default=1, help="data-parallel ranks (default 1)")
     add_layout_options(add, positive, rows="row")
+    add(
+        "--allow_tokenizer_change",
+        action="store_true",
+        help="accept data prepared with a tokenizer that is not the model's",
+    )
     add("--micro_batch_size", type=positive, default=4, metavar="N", help="rows per forward pass (default 4)")
     add(
         "--sequence_length",
@@ -64,21 +71,27 @@ def parser() -> Parser:
     return tool
 
 
-def check(options: argparse.Namespace) -> None:
-    """Raise CheckpointError or ConfigError for errors that every rank would hit, before any rank is
-    started."""
-    from megalite.evaluation.preference_scores import length_of, open_scores
+def check(options: argparse.Namespace) -> list[str]:
+    """Raise CheckpointError or ConfigError for errors that every rank would hit, before any rank is started.
+
+    Returns:
+        lines for the user about tokenizers.
+    """
+    from megalite.evaluation.preference_scores import check_tokenizer, length_of, open_scores
     from megalite.generation.sources import check_layout, for_inference, open_source
 
     source = open_source(options.model)
     config = for_inference(source.config, **model_axes(options))
     check_layout(replace(config, parallel=replace(config.parallel, dp=options.dp)))
     length_of(options.data, config.model.max_position_embeddings, options.sequence_length)
+    allow = options.allow_tokenizer_change
+    notes = [line for prefix in options.data for line in check_tokenizer(prefix, source, allow)]
     if os.environ.get("RANK", "0") == "0":
         open_scores(Path(options.output), options.model)
+    return notes
 
 
-def model_axes(options: argparse.Namespace) -> dict[str, int]:
+def model_axes(options: argparse.Namespace) -> dict[str, Any]:
     """Return the sizes of the axes that split the model."""
     layout = layout_of(options, ("dp",))
     return {axis: size for axis, size in layout.items() if axis != "dp"}

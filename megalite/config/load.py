@@ -25,11 +25,13 @@ from megalite.config import amounts, migrations, run_files, run_length
 from megalite.config.arguments import Arguments, read_arguments
 from megalite.config.dims import filling_dp
 from megalite.config.errors import ConfigError
+from megalite.config.extensions import load_extensions
 from megalite.config.files import config_file, is_of_run, read_tree, shipped_configs
 from megalite.config.help import help_text
 from megalite.config.rule import Mistakes, show
 from megalite.config.rules import check
 from megalite.config.schema import OPTIONS, SECTIONS, Config
+from megalite.config.sections.preference import SCORES
 from megalite.config.sources import Given, OptionSource, combined
 from megalite.config.token_files import fit_vocabulary
 from megalite.config.values import nest, parse_all, takes, without_brackets
@@ -311,6 +313,7 @@ def resolved(
     values |= {
         option: with_home(value) for option, value in values.items() if OPTIONS[option].metadata.get("path")
     }
+    load_extensions(values.get("run.extensions"))  # options may name what these register
     if values.get("model.init_from") or values.get("model.from_hf"):
         from megalite.families.hub import with_directories
 
@@ -407,9 +410,9 @@ def _file_values(path: str, mistakes: Mistakes, advice: list[str]) -> dict[str, 
 
 
 def with_home(value: Any) -> Any:
-    """A path, hf:PATH, or a list or mapping of paths, with ~ replaced by the home directory."""
+    """A path, hf:PATH, scores:PATH, or a list or mapping of paths, with ~ replaced by the home directory."""
     if isinstance(value, str):
-        scheme = "hf:" if value.startswith("hf:") else ""
+        scheme = next((each for each in ("hf:", SCORES) if value.startswith(each)), "")
         return scheme + os.path.expanduser(value.removeprefix(scheme))
     if isinstance(value, list):
         return [with_home(each) for each in value]

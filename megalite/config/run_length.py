@@ -10,6 +10,7 @@ import os
 from fractions import Fraction
 from typing import Any
 
+from megalite.config.extensions import is_source
 from megalite.config.rampup import position, resume_at, steps_for
 from megalite.config.schema import Config
 from megalite.config.sections.train import BatchSizeStep, Finished, Horizon
@@ -86,7 +87,7 @@ def _can_be_counted(config: Config) -> bool:
     held_out = data.validation if isinstance(data.validation, float | int) else 0.0
     files = [f"{prefix}{end}" for prefix in prefixes(data.train) for end in (".idx", ".bin")]
     return (
-        bool(files)
+        (bool(files) or is_source(data.train))
         and all(map(os.path.isfile, files))
         and all(0 < each < math.inf for each in weights)
         and 0 <= held_out < 1

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.errors import ConfigError
+from megalite.config.extensions import is_source, source_of
 from megalite.config.sections.data import DataConfig
 from megalite.config.token_files import is_chat, preference, prefixes
 
@@ -119,6 +120,9 @@ class Member(NamedTuple):
 def members(data: DataConfig) -> list[Member]:
     """The members of the training data: those of a blend, or all files together. Raises DataError where the
     dataset would."""
+    if isinstance(data.train, str) and is_source(data.train):
+        rows = len(source_of(data.train, data.sequence_length))
+        return [Member(data.train, rows - held_out_rows(data, rows))]
     sources = prefixes(data.train)
     held_out = held_out_fraction(data)
     indices = {prefix: TokenIndex(prefix) for prefix in sources}
@@ -170,6 +174,16 @@ def held_out_fraction(data: DataConfig) -> float:
     """The fraction of the training data that is held out for validation; 0 if the validation data is files of
     its own, or none."""
     return data.validation if isinstance(data.validation, float | int) else 0.0
+
+
+def held_out_rows(data: DataConfig, rows: int) -> int:
+    """Number of rows at the end of a data source of the user that are held out for validation. Raises
+    DataError if none is left."""
+    fraction = held_out_fraction(data)
+    count = math.ceil(rows * fraction)
+    if count >= rows:
+        raise DataError(f"data.validation = {fraction} leaves no row of {data.train}, which has {rows}.")
+    return count
 
 
 def held_out_start(file: TokenIndex, held_out: float) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalite.config.errors import ConfigError
+from megalite.config.extensions import is_source, source_of
 from megalite.config.rampup import samples_after
 
 if TYPE_CHECKING:
@@ -22,9 +23,10 @@ end."""
 
 
 def prefixes(source: Any) -> list[str]:
-    """The token file prefixes in data.train or data.validation; empty for a held-out fraction."""
+    """The token file prefixes in data.train or data.validation; empty for a held-out fraction, and for a data
+    source of the user."""
     if isinstance(source, str):
-        return [source]
+        return [] if is_source(source) else [source]
     if sets := named_sets(source):
         return list(sets.values())
     return list(source) if isinstance(source, (list, dict)) else []
@@ -166,6 +168,8 @@ def fit_vocabulary(config: "Config", fixed: bool) -> None:
 
 def data_vocab_size(config: "Config") -> int | None:
     """The vocabulary size of the training data; None if no PREFIX.json has it."""
+    if isinstance(config.data.train, str) and is_source(config.data.train):
+        return source_of(config.data.train, config.data.sequence_length).vocab_size
     return max(
         (size for prefix in prefixes(config.data.train) if (size := metadata(prefix).get("vocab_size"))),
         default=None,

@@ -26,10 +26,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megalite.config.extensions import is_source, source_of
 from megalite.config.samples import (
     DataError,
     Member,
     held_out_fraction,
+    held_out_rows,
     held_out_start,
     whole_samples,
 )
@@ -209,6 +211,8 @@ def build(config: DataConfig, seed: int) -> tuple[Dataset, Dataset | None]:
     """
     assert config.train is not None, "a rule requires data.train"
     one_tokenizer(config)
+    if is_source(config.train) or is_source(config.validation):
+        return _with_own_rows(config, seed)
     held_out = held_out_fraction(config)
     files = {prefix: IndexedTokens(prefix) for prefix in prefixes(config.train)}
     cuts = {prefix: held_out_start(file, held_out) for prefix, file in files.items()}
@@ -226,6 +230,28 @@ def build(config: DataConfig, seed: int) -> tuple[Dataset, Dataset | None]:
     return train, _dataset(
         config.validation, {p: TokenRange(f, 0, len(f)) for p, f in others.items()}, config, False, seed
     )
+
+
+def _with_own_rows(config: DataConfig, seed: int) -> tuple[Dataset, Dataset | None]:
+    """Build the datasets where training or validation data is a source of the user."""
+    from megalite.data.own_rows import OwnRows  # not needed by token files
+
+    options: dict[str, Any] = {"sequence_length": config.sequence_length, "seed": seed}
+    if held_out_fraction(config):
+        assert isinstance(config.train, str)
+        options["without"] = held_out_rows(config, len(source_of(config.train, config.sequence_length)))
+        train = OwnRows(config.train, shuffle=config.shuffle, **options)
+        return train, OwnRows(config.train, shuffle=False, alone=True, **options)
+
+    def made(source: Any, shuffle: bool) -> Dataset:
+        if is_source(source):
+            return OwnRows(source, shuffle=shuffle, **options)
+        files = {prefix: IndexedTokens(prefix) for prefix in prefixes(source)}
+        parts = {prefix: TokenRange(file, 0, len(file)) for prefix, file in files.items()}
+        return _dataset(source, parts, config, shuffle, seed)
+
+    validation = None if config.validation is None else made(config.validation, False)
+    return made(config.train, config.shuffle), validation
 
 
 def _dataset(

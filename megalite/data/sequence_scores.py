@@ -8,8 +8,9 @@ by the content of a token file, so that a run may read it in any blend, order an
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -83,18 +84,39 @@ class SequenceScores:
         record = {"format": FORMAT, "model": self.model, "weights": self.weights, "files": files}
         replace_synced(self.directory / RECORD, json.dumps(record, indent=2) + "\n")
 
-    def values(self, content: str) -> np.memmap[tuple[int], np.dtype[np.float64]]:
-        """Return the values of a token file as a writable map of its file, which it creates, filled with
-        NaN."""
-        path, count = self.directory / f"{content}.f64", self.files[content].documents
-        if not path.exists():
-            np.full(count, np.nan, "<f8").tofile(path)
-        if path.stat().st_size != 8 * count:
-            raise ConfigError(
-                f"{path} has {path.stat().st_size:,} bytes where {count:,} documents have {8 * count:,}: it "
-                "is truncated or damaged. Remove it and score the data again."
-            )
-        return np.memmap(path, "<f8", "r+", shape=(count,))
+    def path(self, content: str) -> Path:
+        """Return the file of the values of a token file."""
+        return self.directory / f"{content}.f64"
+
+    def size(self, content: str) -> int:
+        """Return the number of bytes of this file; 0: there is none."""
+        path = self.path(content)
+        return path.stat().st_size if path.exists() else 0
+
+    def begin(self, content: str, new: ScoredFile) -> int:
+        """Record a token file that is to be scored, from its start if its values are missing or damaged.
+
+        Args:
+            new: what it is if nothing of it is done.
+
+        Returns:
+            the number of its rows that are done.
+        """
+        known = self.files.get(content, new)
+        whole = self.size(content) == 8 * new.documents
+        if whole and known.done == known.rows:  # at this length or another
+            return new.rows
+        if not whole or known.sequence_length != new.sequence_length:
+            known, empty = new, self.directory / f"{content}.partial"
+            np.full(new.documents, np.nan, "<f8").tofile(empty)
+            os.replace(empty, self.path(content))
+        self.files[content] = replace(known, prefix=new.prefix)
+        self.save()
+        return known.done
+
+    def writable(self, content: str) -> np.memmap[tuple[int], np.dtype[np.float64]]:
+        """Return the values of a token file as a writable map of its file."""
+        return np.memmap(self.path(content), "<f8", "r+", shape=(self.files[content].documents,))
 
     def of_file(self, file: IndexedTokens, option: str) -> NDArray[np.float64]:
         """Return the complete values of a token file.
@@ -116,14 +138,25 @@ class SequenceScores:
                 f"{option} ends early: {known.done:,} of {known.rows:,} rows of {file.prefix} are scored. "
                 f"{again}: it continues where it stopped."
             )
-        values = np.array(self.values(content))
-        if (wrong := np.flatnonzero(~(values <= 0))).size:
+        path, count = self.path(content), known.documents
+        if (size := self.size(content)) != 8 * count:
+            raise ConfigError(
+                f"{option} is damaged: {path} has {size:,} bytes where {count:,} documents have "
+                f"{8 * count:,}. {again}: it starts again."
+            )
+        values = np.memmap(path, "<f8", "r", shape=(count,))
+        if (wrong := no_log_probabilities(values)).size:
             raise ConfigError(
                 f"{option} is damaged: document {wrong[0]} of {file.prefix} has the score "
                 f"{values[wrong[0]]}, which is no log-probability. Remove the directory and score the data "
                 "again."
             )
         return values
+
+
+def no_log_probabilities(values: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return the indices of values that are not finite or positive."""
+    return np.flatnonzero(~(np.isfinite(values) & (values <= 0)))
 
 
 def content_of(file: IndexedTokens) -> str:

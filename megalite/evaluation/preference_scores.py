@@ -29,9 +29,17 @@ from megalite.data import dataset as datasets
 from megalite.data.conversations import Preferences
 from megalite.data.indexed import IndexedTokens
 from megalite.data.loader import Loader
-from megalite.data.sequence_scores import RECORD, ScoredFile, SequenceScores, content_of
+from megalite.data.sequence_scores import (
+    RECORD,
+    ScoredFile,
+    SequenceScores,
+    content_of,
+    no_log_probabilities,
+)
+from megalite.data.tokenizer.comparison import Tokenized, compare
+from megalite.data.tokenizer.identity import of_token_file
 from megalite.evaluation.weights_identity import weights_identity
-from megalite.generation.sources import ModelSource
+from megalite.generation.sources import ALLOW, ModelSource
 from megalite.mesh.mesh import Mesh
 from megalite.objectives.simpo import SimPO
 from megalite.parallel.collectives import all_reduce
@@ -104,6 +112,18 @@ def length_of(prefixes: Sequence[str], longest: int, given: int | None) -> int:
     return given or max(min(2048, longest), least)
 
 
+def check_tokenizer(prefix: str, source: ModelSource, allow_change: bool) -> list[str]:
+    """Raise ConfigError if data has another tokenizer than the model.
+
+    Returns:
+        lines for the user about an accepted change or an unknown tokenizer.
+    """
+    data = Tokenized(f"--data {prefix}", of_token_file(prefix))
+    model = Tokenized(source.name, source.tokenizer)
+    way_out = f"Use data prepared with {source.tokenizer.name}"
+    return compare(data, model, allow=allow_change, way_out=way_out, option=ALLOW)
+
+
 def _longest_row(file: IndexedTokens) -> int:
     return int(file.sizes.reshape(-1, 2).sum(1).max() if file.preference == "pairs" else file.sizes.max())
 
@@ -128,18 +148,28 @@ class Scorer:
 
         Args:
             scores: on rank 0, where they are stored.
+
+        Raises:
+            ConfigError: on every rank, if a score is not finite.
         """
         config, mesh = self.config, self.mesh
         data, _ = datasets.build(config.data, config.run.seed)
         assert isinstance(data, Preferences), "`length_of` has checked it"
         prefix = str(config.data.train)
         content, rows = content_of(IndexedTokens(prefix)), data.samples_per_epoch
-        done = on_rank_0(mesh, lambda: self._begin(scores, content, data, prefix))
+        new = ScoredFile(prefix, data.documents, rows, config.data.sequence_length)
+        done = on_rank_0(mesh, lambda: scores.begin(content, new))
         loader = self._loader(data)
-        values, saved = scores.values(content) if mesh.rank == 0 else None, time.monotonic()
+        values, saved = scores.writable(content) if mesh.rank == 0 else None, time.monotonic()
         try:
             for first in range(done, rows, config.train.global_batch_size):
                 documents, sums = self._batch(data, first, loader.step(first))
+                if (wrong := no_log_probabilities(sums)).size:
+                    raise ConfigError(
+                        f"Document {documents[wrong[0]]} of {prefix} has the log-probability "
+                        f"{sums[wrong[0]]} with --precision {config.train.precision}. Use another "
+                        "--precision, or check the weights."
+                    )
                 if values is not None:
                     values[documents] = sums
                     last = min(first + config.train.global_batch_size, rows)
@@ -151,18 +181,6 @@ class Scorer:
                         saved = time.monotonic()
         finally:
             loader.close()
-
-    def _begin(self, scores: SequenceScores, content: str, data: Preferences, prefix: str) -> int:
-        """Return the number of rows that are scored already. On rank 0."""
-        rows, length = data.samples_per_epoch, self.config.data.sequence_length
-        known = scores.files.get(content)
-        if known is None or known.sequence_length != length:
-            if known is not None and known.done == known.rows:
-                return rows
-            known = ScoredFile(prefix, data.documents, rows, length)
-        scores.files[content] = replace(known, prefix=prefix)
-        scores.save()
-        return known.done
 
     def _loader(self, data: Preferences) -> Loader:
         train = self.config.train
@@ -190,7 +208,9 @@ class Scorer:
             for each in on_device:
                 sequences = each.sequences
                 if sequences is not None and sequences.reference is not None:
-                    places = order[np.searchsorted(documents, sequences.documents.cpu(), sorter=order)]
+                    places = order[
+                        np.searchsorted(documents, sequences.documents.cpu().numpy(), sorter=order)
+                    ]
                     own[torch.from_numpy(places).to(self.device)] = sequences.reference
         return documents, all_reduce(own, self.mesh.world).wait().cpu().numpy()
 

@@ -143,6 +143,7 @@ def for_inference(
         grad_dtype="fp32",
         fp8="none",
         indexer="sparse",
+        objective="cross_entropy",
     )
     train.precision = precision  # type: ignore[assignment]
     saving = replace(config.checkpoint, async_save=False)

@@ -157,7 +157,7 @@ class TensorFiles(Mapping[str, Tensor]):
     def __init__(self, directory: Path, names: Sequence[str] = MODEL):
         self.directory = directory
         self._files: dict[str, SafetensorsFile | PickledFile] = {}
-        listed = files_of(directory, names)
+        listed = _files_of(directory, names)
         for file in sorted(listed):
             opened = (
                 SafetensorsFile(directory / file)
@@ -203,7 +203,7 @@ def _size_of(path: Path) -> int:
         ) from None
 
 
-def files_of(directory: Path, names: Sequence[str]) -> dict[str, list[str]]:
+def _files_of(directory: Path, names: Sequence[str]) -> dict[str, list[str]]:
     """Return file → its tensors in the index; the list is empty without an index. Raises ConversionError."""
     file = weights_file(directory, names)
     if file is None:

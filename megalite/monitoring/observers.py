@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from megalite.config.extensions import EXTENSIONS
 from megalite.monitoring.metrics import StepMetrics
 
 if TYPE_CHECKING:
@@ -84,4 +85,5 @@ def observers(
     if config.parallel.cp > 1:
         chosen.append(ContextImbalance(trainer))
     chosen += [GpuSensors(trainer), TimelineRecorder(trainer), Tracer(trainer), MemorySnapshot(trainer)]
+    chosen += [kind(trainer) for kind in EXTENSIONS.observers]
     return [*chosen, Outcome(trainer, own, device, kernels)]

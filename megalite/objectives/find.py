@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from megalite.config.errors import ConfigError
+from megalite.config.extensions import BUILT_IN, EXTENSIONS, import_file
 from megalite.config.rule import suggestion
 from megalite.config.schema import Config
 from megalite.objectives.objective import Objective
@@ -25,6 +25,7 @@ OBJECTIVES = {
     "distillation": ("distillation", "Distillation"),
 }
 """Name → module of this package and class."""
+BUILT_IN["objective"] = OBJECTIVES
 KINDS_OF_DATA = ("pairs", "labelled")
 """`Objective.data` of an objective over sequences."""
 
@@ -39,34 +40,26 @@ def objective_class(name: str) -> type[Objective]:
         module, own = OBJECTIVES[name]
         known: type[Objective] = getattr(import_module(f"megalite.objectives.{module}"), own)
         return known
+    option = f"train.objective = {name}"
+    if (registered := EXTENSIONS.objectives.get(name)) is not None:
+        return _checked(registered, option)
     file, separator, own = name.rpartition(":")
     if not (separator and file.endswith(".py")):
-        legal = f"Legal values: {', '.join(OBJECTIVES)}, or FILE:CLASS for your own."
-        raise ConfigError(f"train.objective = {name} is unknown. {legal}{suggestion(name, OBJECTIVES)}")
-    return _own_class(Path(file).expanduser(), own)
+        names = (*OBJECTIVES, *EXTENSIONS.objectives)
+        legal = f"Legal values: {', '.join(names)}, or FILE:CLASS for your own."
+        raise ConfigError(f"{option} is unknown. {legal}{suggestion(name, names)}")
+    path = Path(file).expanduser()
+    if (objective := getattr(import_file(path, option), own, None)) is None:
+        raise ConfigError(f"{option}: {file} has no class {own}.")
+    return _checked(objective, option)
 
 
-def _own_class(file: Path, name: str) -> type[Objective]:
-    """Return the class of a user's file."""
-    option = f"train.objective = {file}:{name}"
-    if not file.is_file():
-        raise ConfigError(f"{option}: there is no file {file.absolute()}. Correct its path.")
-    key = f"objective of {file.absolute()}"  # in sys.modules, as dataclasses and pickle need it
-    if (module := sys.modules.get(key)) is None:
-        spec = importlib.util.spec_from_file_location(key, file)
-        assert spec is not None and spec.loader is not None, "a file that ends in .py has a loader"
-        module = sys.modules[key] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except Exception as error:
-            del sys.modules[key]
-            raise ConfigError(
-                f"{option}: {file} cannot be imported ({type(error).__name__}: {error})."
-            ) from error
-    objective = getattr(module, name, None)
+def _checked(objective: Any, option: str) -> type[Objective]:
+    """Return a class of the user. Raises ConfigError if it is no objective over sequences."""
+    name = getattr(objective, "__name__", str(objective))
     if not (isinstance(objective, type) and issubclass(objective, Objective)):
         kinds = "Objective, PairObjective or another class of megalite.objectives"
-        raise ConfigError(f"{option}: {file} has no class {name} that is derived from {kinds}.")
+        raise ConfigError(f"{option}: {name} is not a class that is derived from {kinds}.")
     if missing := ", ".join(sorted(objective.__abstractmethods__)):
         raise ConfigError(f"{option}: {name} does not define {missing}. Add it.")
     if (data := getattr(objective, "data", None)) not in KINDS_OF_DATA:

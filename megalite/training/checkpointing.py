@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,7 +34,9 @@ from megalite.model.spec_builder import INDEXER, REWARD
 from megalite.parallel.sharding.offload import OffloadError
 from megalite.parallel.spec import EMA, Rectangle
 from megalite.system.activity import LOADING, SAVING
+from megalite.training import reference
 from megalite.training.best import resume_state, state_to_save
+from megalite.training.start_copy import STATE, check_start
 
 if TYPE_CHECKING:
     from megalite.training.trainer import StepResult, Trainer
@@ -58,15 +60,34 @@ def start_weights(trainer: Trainer, restarted: bool) -> None:
         resume(trainer, on_rank_0(trainer.mesh, lambda: find(Path(option))))
     elif option == "auto" and _resume_newest(trainer):
         return
-    elif (start := trainer.config.model.initial_weights) is not None:
+    else:
+        _initial_weights(trainer)
+        if (copy := reference.start_of(trainer)) is not None:
+            copy.keep()
+    if trainer.step_done == 0 and trainer.average is not None:
+        trainer.average.start()
+
+
+def _initial_weights(trainer: Trainer) -> None:
+    """Set the weights of step 0: those of `model.init_from`, or random ones."""
+    if (start := trainer.config.model.initial_weights) is not None:
         load_weights(
             trainer,
             start if start.startswith("hf:") else str(on_rank_0(trainer.mesh, lambda: find(Path(start)))),
         )
     else:
         trainer.store.initialize(trainer.config.run.seed, _threads())
-    if trainer.step_done == 0 and trainer.average is not None:
-        trainer.average.start()
+
+
+def _check_reference(trainer: Trainer, state: dict[str, Any], directory: Path) -> None:
+    """Read the start of a run that resumes, if it is the reference, and check that it is still the same."""
+    copy = reference.start_of(trainer)
+    if copy is not None and copy.number is None:
+        _initial_weights(trainer)
+        copy.keep()
+    if trainer.config.preference.reference is None and trainer.other is not None:
+        with raise_on_all_ranks(trainer.mesh):
+            check_start(trainer.config, None if copy is None else copy.number, state, directory)
 
 
 def _threads() -> int:
@@ -216,6 +237,7 @@ def resume(trainer: Trainer, directory: Path) -> None:
     with raise_on_all_ranks(trainer.mesh):
         resume_checks.continue_steps(trainer.config, state)
         resume_checks.check_resume(trainer.config, trainer.train_data.fingerprint, state, directory)
+    _check_reference(trainer, state, directory)
     with raise_on_all_ranks(trainer.mesh, CheckpointError):
         learned = [] if trainer.parts.statistics is None else trainer.parts.statistics.rectangles()
         without = () if manifest.has_averages else (EMA,)
@@ -269,6 +291,7 @@ def begin_save(trainer: Trainer, best: bool = False, timed: bool = False) -> Sav
         "software": software(),
         **batches_done(trainer.config),
         **({"loop": state_to_save(trainer)} if trainer.loop_state else {}),
+        **({} if (copy := reference.start_of(trainer)) is None else {STATE: copy.number}),
         **({TIMED: True} if timed else {}),
     }
     # first, because optimizer state lost by a disk must not replace a good checkpoint

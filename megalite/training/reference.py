@@ -1,10 +1,10 @@
-"""Scores of the reference model of an objective: the run's model without its adapters, or what it was asked
-once.
+"""Scores of the reference model of an objective, by a forward pass over the microbatches of a step before the
+step itself, or what a model was asked once.
 
-The former are computed by a forward pass over the microbatches of a step, before the step itself. The
-adapters start at 0, so this is the model from which training started. The latter are in a directory
-(`data.sequence_scores`), from which the rows have them. Communication: that of the forward pass, and of
-two numbers over data in `set_baseline`.
+The former are of the model from which training started, or of a second model. The start is the model without
+adapters, where these start at 0 and nothing else is trained, and otherwise a copy of what is trained
+(`training.start_copy`). The latter are in a directory (`data.sequence_scores`), from which the rows have
+them. Communication: that of the forward pass, and of two numbers over data in `set_baseline`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import torch
 
 from megalite.assembly.parts import Parts
 from megalite.assembly.scoring import score
+from megalite.assembly.teacher import keeps_start, second_model
+from megalite.checkpoint.errors import CheckpointError
 from megalite.config.errors import ConfigError
 from megalite.config.schema import Config
 from megalite.config.sections.distillation import distils
@@ -24,22 +26,36 @@ from megalite.config.sections.preference import scores_directory
 from megalite.data.dataset import Dataset
 from megalite.data.sequence_scores import SequenceScores, attach_scores
 from megalite.mesh.mesh import Mesh
+from megalite.objectives.objective import Objective
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.microbatch import Microbatch
 from megalite.parallel.pipeline.schedule import Schedule
+from megalite.training.start_copy import StartCopy
 
 if TYPE_CHECKING:
-    from megalite.training.teacher import Teacher
+    from megalite.training.teacher import ReferenceModel, Teacher
     from megalite.training.trainer import Trainer
 
 
-def teacher_of(trainer: Trainer) -> Teacher | None:
-    """Return the teacher of a run, with its weights, or None if the run has none. Collective."""
-    if not distils(trainer.config):
-        return None
-    from megalite.training.teacher import Teacher  # not needed by other objectives
+def other_of(trainer: Trainer) -> Teacher | Reference | None:
+    """Return what runs before the steps of a run: the teacher or the reference of its objective, or nothing.
 
-    return Teacher(trainer.config, trainer.parts, trainer.mesh, trainer.device)
+    Collective: it loads the weights of a second model.
+    """
+    config, objective = trainer.config, trainer.objective
+    if distils(config):
+        from megalite.training.teacher import Teacher  # not needed by other objectives
+
+        return Teacher(config, trainer.parts, trainer.mesh, trainer.device)
+    if objective is None or not objective.runs_reference:
+        return None
+    return Reference(trainer, reference_of(config, trainer.parts, trainer.mesh, objective))
+
+
+def start_of(trainer: Trainer) -> StartCopy | None:
+    """Return the copy of the start of a run, if that is its reference."""
+    model = trainer.other.model if isinstance(trainer.other, Reference) else None
+    return model if isinstance(model, StartCopy) else None
 
 
 def stored_scores(config: Config) -> SequenceScores | None:
@@ -64,7 +80,15 @@ def stored_scores(config: Config) -> SequenceScores | None:
         )
     from megalite.evaluation.weights_identity import weights_identity
 
-    if weights_identity(start) != scores.weights:
+    try:
+        weights = weights_identity(start)
+    except CheckpointError as error:
+        reason = str(error).removesuffix(".")
+        raise ConfigError(
+            f"{option}, which cannot be compared with those of model.init_from = {start}: {reason}. Start "
+            f"from that model, {accept}."
+        ) from None
+    if weights != scores.weights:
         raise ConfigError(
             f"{option}, whose weights differ from those of model.init_from = {start}, from which training "
             f"starts. Score the data with the latter, {accept}."
@@ -87,29 +111,79 @@ def attach_reference(config: Config, *data: Dataset | None) -> None:
             attach_scores(dataset, lambda file: scores.of_file(file, option))
 
 
-def run_others(trainer: Trainer, microbatches: Sequence[Microbatch]) -> None:
-    """Set what the objective of a run needs of other models, if it needs any. Collective."""
-    objective = trainer.objective
-    if trainer.teacher is not None:
-        trainer.teacher.run(microbatches)
-    if objective is None or not objective.runs_reference:
-        return
-    plan = trainer.plan(len(microbatches), forward_only=True)
-    score(trainer.parts, plan, microbatches)
-    if objective.needs_baseline:
-        trainer.weight_updater.drain()  # these scores are of the weights of the last step
-        set_baseline(trainer.parts, plan, microbatches, trainer.mesh)
+def reference_of(
+    config: Config, parts: Parts, mesh: Mesh, objective: Objective
+) -> StartCopy | ReferenceModel | None:
+    """Return the reference model of an objective; None: the model without its adapters. Collective."""
+    if second_model(config) is not None:
+        from megalite.training.teacher import ReferenceModel  # imported only where it is needed
+
+        return ReferenceModel(config, mesh, parts.store.device, objective)
+    return StartCopy(parts, mesh) if keeps_start(config) else None
 
 
-def set_baseline(parts: Parts, schedule: Schedule, microbatches: Sequence[Microbatch], mesh: Mesh) -> None:
+class Reference:
+    """Scores the sequences of each step in the reference model.
+
+    Args:
+        model: see `reference_of`.
+    """
+
+    def __init__(self, trainer: Trainer, model: StartCopy | ReferenceModel | None):
+        self.trainer, self.model = trainer, model
+
+    def run(self, microbatches: Sequence[Microbatch]) -> None:
+        """Set what the objective needs of its reference. Collective."""
+        trainer, objective = self.trainer, self.trainer.objective
+        plan = trainer.plan(len(microbatches), forward_only=True)
+        score_reference(self.model, trainer.parts, plan, microbatches)
+        if objective is not None and objective.needs_baseline:
+            trainer.weight_updater.drain()  # these scores are of the weights of the last step
+            set_baseline(self.model, trainer.parts, plan, microbatches, trainer.mesh)
+
+
+def score_reference(
+    model: StartCopy | ReferenceModel | None,
+    parts: Parts,
+    schedule: Schedule,
+    microbatches: Sequence[Microbatch],
+) -> None:
+    """Set `Sequences.reference` of microbatches on the ranks of the last stage. Collective.
+
+    Args:
+        model: see `reference_of`.
+        parts, schedule: of the model that is trained.
+    """
+    if model is None:
+        score(parts, schedule, microbatches)
+    elif isinstance(model, StartCopy):
+        with model.in_use():
+            score(parts, schedule, microbatches, adapters=True)
+    else:
+        model.score(microbatches)
+
+
+def set_baseline(
+    model: StartCopy | ReferenceModel | None,
+    parts: Parts,
+    schedule: Schedule,
+    microbatches: Sequence[Microbatch],
+    mesh: Mesh,
+) -> None:
     """Set `Sequences.baseline` of microbatches on the ranks of the last stage. Collective.
 
     It is the mean log-ratio of the mismatched sequences of the global batch, or 0 if that is negative.
+
+    Args:
+        model: see `reference_of`.
     """
     mismatched = [each.mismatched for each in microbatches if each.mismatched is not None]
     scores = []
-    for adapters in (True, False):
-        score(parts, schedule, mismatched, adapters)
+    for itself in (True, False):
+        if itself:
+            score(parts, schedule, mismatched, adapters=True)
+        else:
+            score_reference(model, parts, schedule, mismatched)
         each = [sequences.reference for sequences in (one.sequences for one in mismatched) if sequences]
         scores.append([values for values in each if values is not None])
     if not scores[0]:  # this rank has no head

@@ -80,12 +80,12 @@ def check_resume(config: Config, fingerprint: str, state: dict[str, Any], direct
         )
     if (before := saved.train.objective) != config.train.objective:
         needs = objective_class(config.train.objective).needs_reference
-        if needs and not objective_class(before).needs_reference:
+        if needs and not objective_class(before).needs_reference and config.preference.reference is None:
             raise ConfigError(
                 f"train.objective={config.train.objective} does not match checkpoint.load={directory} "
-                f"(train.objective={before}): its reference is the model without adapters, and that run has "
-                "already trained them. Merge them with megalite convert export, and start another run from "
-                "hf:DIR with model.init_from."
+                f"(train.objective={before}): its reference is the model from which training starts, and "
+                "that run has already trained it. Export it with megalite convert export, and start another "
+                "run from hf:DIR with model.init_from, or name the reference with preference.reference."
             )
     check_resumed_tokenizer(config, fingerprint, state, directory)
     if state["fingerprint"] != fingerprint and "data" not in allow:

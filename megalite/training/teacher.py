@@ -1,9 +1,10 @@
-"""The teacher of a distillation: a second, frozen model, whose forward runs before a step.
+"""A second, frozen model, whose forward runs before a step: a teacher, or an objective's reference model.
 
 It has weights, stages and a runtime of its own on the mesh of the run, and computes without gradients and
-dropout. Its forward pass over the microbatches of a step keeps the output of its last layer for each of them
-(`model.objective.distillation`). Communication: that of a forward pass, and under ZeRO-3 one more gather of
-its head, which the loss needs.
+dropout. The forward pass of a teacher over the microbatches of a step keeps the output of its last layer for
+each of them (`model.objective.distillation`), that of a reference model the scores of their sequences.
+Communication: that of a forward pass, and under ZeRO-3 one more gather of a teacher's head, which the loss
+needs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections.abc import Sequence
 import torch
 
 from megalite.assembly import parts as build
-from megalite.assembly.teacher import HF, check_teacher, teacher_of
+from megalite.assembly.scoring import score
+from megalite.assembly.teacher import HF, check_teacher, second_model, teacher_of
 from megalite.checkpoint import CheckpointError
 from megalite.checkpoint.agreement import raise_on_all_ranks
 from megalite.checkpoint.finite import nonfinite, reject
@@ -23,52 +25,47 @@ from megalite.data.tokenizer.comparison import Tokenized, compare, of_data
 from megalite.generation.sources import open_source
 from megalite.mesh.mesh import Mesh
 from megalite.model.objective.distillation import DistillationLosses, TeacherStates
+from megalite.objectives.objective import Objective
 from megalite.parallel.microbatch import Microbatch
 from megalite.system.activity import LOADING
 
 
 def check(config: Config, world_size: int) -> list[str]:
-    """Raise ConfigError if the teacher does not fit the run or has another tokenizer than its data.
+    """Raise ConfigError if a second model does not fit the run or has another tokenizer than its data.
 
     Reads files alone, so that no process group is needed. Return lines for the user.
     """
-    name = config.distillation.teacher
-    if teacher_of(config) is None or name is None:
+    named = second_model(config)
+    if named is None:
         return []
+    (_, name), option = named, " = ".join(named)
     check_teacher(config, world_size)
     try:
         tokenizer = open_source(name).tokenizer
     except CheckpointError as error:
-        raise ConfigError(f"distillation.teacher = {name}: {error}") from None
+        raise ConfigError(f"{option}: {error}") from None
     return compare(
         Tokenized(f"data.train = {config.data.train}", of_data(config.data)),
-        Tokenized(f"distillation.teacher = {name}", tokenizer),
+        Tokenized(option, tokenizer),
         allow=config.data.allow_tokenizer_change,
-        way_out=f"Use data prepared with {tokenizer.name}, or another teacher",
+        way_out=f"Use data prepared with {tokenizer.name}, or another {option.split('.')[1].split()[0]}",
     )
 
 
-class Teacher:
-    """The teacher of a run, on one rank. Its creation is collective and loads its weights.
+class SecondModel:
+    """The second model of a run, on one rank. Its creation is collective and loads its weights.
 
     Args:
-        config: of the run, with a teacher.
-        parts: of the model that is trained. The losses of its last stage become those of a distillation.
+        config: of the run, with a second model.
+        objective: over sequences, whose scores its last stage computes.
     """
 
-    def __init__(self, config: Config, parts: build.Parts, mesh: Mesh, device: torch.device):
-        own, name = teacher_of(config), config.distillation.teacher
-        assert own is not None and name is not None, "train.objective is distillation"
+    def __init__(self, config: Config, mesh: Mesh, device: torch.device, objective: Objective | None = None):
+        own, named = teacher_of(config), second_model(config)
+        assert own is not None and named is not None, "the run has a second model"
         self.config = own
-        self.parts = build.build_parts(own, mesh, device, training=False)
-        self._load(name, mesh)
-        self._head_unit: int | None = None  # None on a rank without the head
-        for number, stage in parts.stages.items():
-            of_teacher = self.parts.stages[number]
-            if stage.head is not None and of_teacher.head is not None:
-                of_teacher.sequence_losses = TeacherStates(of_teacher.head)
-                stage.sequence_losses = DistillationLosses(stage.head, of_teacher.head, config.distillation)
-                self._head_unit = of_teacher.head_unit
+        self.parts = build.build_parts(own, mesh, device, training=False, objective=objective)
+        self._load(named[1], mesh)
 
     def _load(self, name: str, mesh: Mesh) -> None:
         mesh.activity.enter(LOADING)
@@ -78,6 +75,35 @@ class Teacher:
             if not name.startswith(HF):  # those tensors are checked when they are read
                 reject(name, {part.name: nonfinite(part.tensor) for part in rectangles})
         self.parts.store.publish()
+
+
+class ReferenceModel(SecondModel):
+    """The reference model of an objective."""
+
+    def score(self, microbatches: Sequence[Microbatch]) -> None:
+        """Set `Sequences.reference` of microbatches on the ranks of the last stage. Collective."""
+        plan = build.schedule(self.config, len(microbatches), forward_only=True)
+        score(self.parts, plan, microbatches, adapters=True)
+        self.parts.store.gatherer.begin_run(planned=False)  # frees weights that ZeRO-3 has gathered
+
+
+class Teacher(SecondModel):
+    """The teacher of a run.
+
+    Args:
+        config: of the run, with a teacher.
+        parts: of the model that is trained. The losses of its last stage become those of a distillation.
+    """
+
+    def __init__(self, config: Config, parts: build.Parts, mesh: Mesh, device: torch.device):
+        super().__init__(config, mesh, device)
+        self._head_unit: int | None = None  # None on a rank without the head
+        for number, stage in parts.stages.items():
+            of_teacher = self.parts.stages[number]
+            if stage.head is not None and of_teacher.head is not None:
+                of_teacher.sequence_losses = TeacherStates(of_teacher.head)
+                stage.sequence_losses = DistillationLosses(stage.head, of_teacher.head, config.distillation)
+                self._head_unit = of_teacher.head_unit
 
     def run(self, microbatches: Sequence[Microbatch]) -> None:
         """Set `Microbatch.teacher` of microbatches on the ranks of the last stage. Collective."""

@@ -19,6 +19,7 @@ import torch
 from megalite.assembly import parts as build
 from megalite.checkpoint.agreement import raise_on_all_ranks
 from megalite.checkpoint.saver import Save, Saver
+from megalite.config.extensions import load_extensions
 from megalite.config.rampup import batch_size
 from megalite.config.schema import Config
 from megalite.data import dataset as datasets
@@ -88,6 +89,7 @@ class Trainer:
     def __init__(
         self, config: Config, mesh: Mesh, device: torch.device | str = "cpu", restarted: bool = False
     ):
+        load_extensions(config.run.extensions)
         if config.train.recompute == "budget":
             from megalite.training.recompute_budget import agreed
 
@@ -108,7 +110,7 @@ class Trainer:
             self.optimizer = optimizers.create(config, state)
         decay = config.train.ema_decay
         self.objective = objective_of(config)  # None: the cross-entropy of the next token
-        self.teacher = reference.teacher_of(self)  # None: the objective has no teacher
+        self.other = reference.other_of(self)  # None: the objective needs no other model
         self.average = None if decay is None else WeightAverage(state, decay)
         self.saver = Saver(mesh, config.checkpoint)
         self.loss_scale = LossScale(config.fp16, active=config.train.precision == "fp16")
@@ -248,8 +250,8 @@ class Trainer:
         # of the global batch: known before the first backward, which divides by it
         step.tokens = self._valid_tokens(microbatches)
         microbatches = [microbatch.to(self.device) for microbatch in microbatches]
-        if self.objective is not None or self.teacher is not None:
-            reference.run_others(self, microbatches)
+        if self.other is not None:
+            self.other.run(microbatches)
 
         # Forward and backward, in the schedule's order. Losses are scaled by 1 / tokens, so that gradients
         # are plain sums over microbatches and ranks. The weights may still be those of an unconfirmed step:

@@ -16,7 +16,6 @@ from torch import Tensor
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.microbatch import IGNORE_INDEX, Microbatch
 from megalite.system.activity import READING, REDUCING, REPORTING
-from megalite.training import reference
 
 if TYPE_CHECKING:
     from megalite.data.dataset import Dataset
@@ -76,8 +75,8 @@ def _sums(trainer: Trainer, data: Dataset) -> Tensor:
         trainer.mesh.activity.enter(READING)
         for microbatches in loader.epoch(trainer.config.validation.batches):
             on_device = [microbatch.to(trainer.device) for microbatch in microbatches]
-            if trainer.objective is not None or trainer.teacher is not None:
-                reference.run_others(trainer, on_device)
+            if trainer.other is not None:
+                trainer.other.run(on_device)
             statistics, _ = trainer.parts.runtime.run(plan, on_device, step=0, loss_scale=1.0, training=False)
             if trainer.parts.statistics is not None:
                 trainer.parts.statistics.own(statistics)  # what a block has noted is not of the next step

@@ -228,7 +228,7 @@ def test_a_path_may_begin_at_home(monkeypatch):
     home = str(Path.cwd())
     assert load("--run.dir", "~/runs").run.dir == f"{home}/runs"
     assert load_config(["--data.train", "{~/tokens: 1.0}"], world_size=1).data.train == {f"{home}/tokens": 1.0}
-    assert with_home(["hf:~/m", "~/x", "a~b", 0.1]) == [f"hf:{home}/m", f"{home}/x", "a~b", 0.1]
+    assert with_home(["hf:~/m", "scores:~/s", "~/x", "a~b"]) == [f"hf:{home}/m", f"scores:{home}/s", f"{home}/x", "a~b"]
 
 
 def test_what_other_projects_call_an_option_names_one_of_ours():

@@ -1081,12 +1081,6 @@ ROWS = [
         ("train.objective = cross_entropy", "pairs, which has pairs of completions", "simpo or another"),
     ),
     Row(
-        "a reference is scores",
-        DPO | {"preference.reference": "models/llama"},
-        {"preference.reference": "scores:x"},
-        ("megalite score",),
-    ),
-    Row(
         "a change of scores",
         DPO | {"preference.allow_reference_change": True},
         {"preference.allow_reference_change": False},
@@ -1118,18 +1112,11 @@ ROWS = [
         ("train.objective = kto",),
     ),
     Row("other completions are in the batch", KTO | {"train.global_batch_size": 1}, {"train.global_batch_size": 4}),
-    Row("a reference without adapters", DPO | {"lora.rank": 0}, {"lora.rank": 4}, ("lora.rank = 0", "simpo")),
     Row(
-        "a reference is where training starts",
-        DPO | {"model.init_from": ".", "lora.init_from": "."},
-        {"lora.init_from": None},
-        ("train.objective = dpo", "merge the adapter", "this run starts elsewhere"),
-    ),
-    Row(
-        "a reference is frozen",
-        DPO | {"lora.modules_to_save": ["norms"]},
-        {"lora.modules_to_save": None},
-        ("train.objective = dpo", "would change"),
+        "a start in fp8",
+        DPO | {"lora.rank": 0, "train.fp8": "block"},
+        {"preference.reference": "hf:."},
+        ("train.objective = dpo", "a copy of their start"),
     ),
     *(
         Row(f"{option} and objectives over sequences", SIMPO | others | {option: value}, {option: none}, ("simpo",))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,14 @@ import torch
 
 from megalite.commands import score
 from megalite.config.errors import ConfigError
-from megalite.config.load import from_dict
+from megalite.config.load import from_dict, to_dict
+from megalite.config.sections.data import DataConfig
 from megalite.data.dataset import build
 from megalite.data.indexed import IndexedTokens
-from megalite.data.sequence_scores import SequenceScores
+from megalite.data.sequence_scores import SequenceScores, attach_scores
+from megalite.objectives.find import objective_of
 from megalite.training.reference import attach_reference
+from megalite.training.resume_checks import check_resume
 from tests.objectives.conftest import LENGTHS, documents_of
 from tests.support.jobs_objectives import score_preferences, train_and_validate
 from tests.support.pool import RankContext
@@ -61,17 +66,41 @@ def test_the_command_scores_as_transformers_does(expected, model, prefix, tmp_pa
     np.testing.assert_allclose(stored(tmp_path / "x", prefix), expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_continue_each_other(layout, expected, scores, model, prefix, tmp_path, ranks):
-    """An interrupted command is continued on another layout; what is not done is not taken for scores."""
-    one = stored(scores, prefix)
-    np.testing.assert_allclose(one, expected, rtol=0, atol=1e-6)  # transformers rotates in fp32
-    output = tmp_path / "x"
-    score_preferences(ALONE, str(model), prefix, str(output), {}, batches=1)
+@pytest.fixture(scope="module")
+def killed(model, prefix, tmp_path_factory) -> Path:
+    """What one process has stored that was killed in its second batch."""
+    output = tmp_path_factory.mktemp("killed") / "x"
+    words = (ALONE, str(model), prefix, str(output), {}, 1)
+    process = multiprocessing.get_context("forkserver").Process(target=score_preferences, args=words)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     with pytest.raises(ConfigError, match=r"ends early: 2 of \d rows of .*: it continues where it stopped"):
         stored(output, prefix)
-    ranks.run(4, score_preferences, str(model), prefix, str(output), LAYOUTS[layout])
-    np.testing.assert_allclose(stored(output, prefix), one, rtol=0, atol=1e-9)
+    return output
+
+
+@pytest.mark.parametrize("layout", [None, *LAYOUTS])
+def test_a_killed_command_is_continued(layout, expected, scores, killed, model, prefix, tmp_path, ranks):
+    """On the same layout with equal bytes, on another one with equal scores; what is done is not done again."""
+    one = stored(scores, prefix)
+    np.testing.assert_allclose(one, expected, rtol=0, atol=1e-6)  # transformers rotates in fp32
+    shutil.copytree(killed, output := tmp_path / "x")
+    (file,) = output.glob("*.f64")
+    values = np.fromfile(file)
+    first = int(np.flatnonzero(~np.isnan(values))[0])
+    words = (str(model), prefix, str(output))
+    if layout is None:
+        score_preferences(ALONE, *words, {})
+        assert file.read_bytes() == (scores / file.name).read_bytes()
+        return
+    values[first] = -1000.0
+    values.tofile(file)
+    ranks.run(4, score_preferences, *words, LAYOUTS[layout])
+    got = stored(output, prefix).copy()
+    assert got[first] == -1000.0
+    got[first] = one[first]
+    np.testing.assert_allclose(got, one, rtol=0, atol=1e-9)
 
 
 def configuration(model: Path, prefix: str, place: Path, **sections: Any) -> dict[str, Any]:
@@ -99,9 +128,12 @@ def test_training_with_scores_is_training_with_the_model(scores, model, prefix, 
     plain = train_and_validate(ALONE, configuration(model, prefix, tmp_path, **adapters), 2)
     again = train_and_validate(ALONE, configuration(model, prefix, tmp_path, **adapters, **by_scores), 2)
     full = train_and_validate(ALONE, configuration(model, prefix, tmp_path, **by_scores), 2)
-    layout = {"parallel": {"pp": 2, "dp": 2, "zero": 3}}
-    several = ranks.run(4, train_and_validate, configuration(model, prefix, tmp_path, **layout, **by_scores), 2)
-    assert full["losses"][0] == pytest.approx(np.log(2), abs=1e-9) and full["losses"][1] != plain["losses"][1]
+    layout = {"parallel": {"pp": 2, "cp": 2, "dp": 2, "zero": 3}}
+    several = ranks.run(8, train_and_validate, configuration(model, prefix, tmp_path, **layout, **by_scores), 2)
+    assert full["losses"][0] == pytest.approx(np.log(2), abs=1e-9)  # of the start, and not of each step:
+    assert abs(full["losses"][1] - np.log(2)) > 1e-2
+    configs = [from_dict(configuration(model, prefix, tmp_path, **adapters, **more)) for more in ({}, by_scores)]
+    assert [objective.passes for objective in map(objective_of, configs) if objective] == [1, 0]
     for expected, got in ((plain, again), (full, several[0])):
         assert (got["losses"], got["validation"]) == (
             pytest.approx(expected["losses"], rel=1e-9),
@@ -109,6 +141,39 @@ def test_training_with_scores_is_training_with_the_model(scores, model, prefix, 
         )
         for name, value in expected["tensors"].items():
             torch.testing.assert_close(got["tensors"][name], value, rtol=0, atol=1e-9, msg=name)
+
+
+def test_rows_have_the_scores_of_their_documents(prefix, tmp_path):
+    """In any blend, split, order and packing; here the score of a document is minus the sum of its tokens."""
+
+    def sums(file: IndexedTokens) -> np.ndarray:
+        return -np.array([sum(tokens) for tokens in documents_of(file.prefix)], float)
+
+    other = write_preferences(tmp_path / "other", LENGTHS, seed=1)
+    for train, validation, packing in (({prefix: 1.0}, 0.5, True), ({prefix: 0.7, other: 0.3}, None, False)):
+        data = DataConfig(train=train, validation=validation, sequence_length=32, packing=packing)
+        seen = 0
+        for dataset in filter(None, build(data, seed=0)):
+            attach_scores(dataset, sums)
+            for sample in range(dataset.samples_per_epoch):
+                row = dataset[sample]
+                totals = [
+                    -row.tokens[row.sequences.index == each].sum() for each in range(len(row.sequences.documents))
+                ]
+                assert row.sequences.reference.tolist() == totals
+                seen += len(totals)
+        assert seen >= 12
+
+
+def test_a_run_may_change_to_an_objective_with_scores(scores, model, prefix, tmp_path):
+    """Whose reference is where the run started, and not its model without the adapters that it has trained."""
+    lora, by_scores = {"lora": {"rank": 4}}, {"preference": {"reference": f"scores:{scores}"}}
+    before = configuration(model, prefix, tmp_path, **lora)
+    before["train"]["objective"] = "simpo"
+    state = {"config": to_dict(from_dict(before)), "fingerprint": "x"}
+    check_resume(from_dict(configuration(model, prefix, tmp_path, **lora, **by_scores)), "x", state, tmp_path)
+    with pytest.raises(ConfigError, match="already trained it.*name the reference with preference.reference"):
+        check_resume(from_dict(configuration(model, prefix, tmp_path, **lora)), "x", state, tmp_path)
 
 
 def test_other_scores_are_rejected(scores, model, prefix, tmp_path):
@@ -131,16 +196,49 @@ def test_other_scores_are_rejected(scores, model, prefix, tmp_path):
     (theirs / "scores.json").write_text(json.dumps(record))
     (file,) = theirs.glob("*.f64")
     values = np.fromfile(file)
-    for index, value in ((3, np.nan), (4, 0.5)):
+    for index, value in ((3, np.nan), (4, 0.5), (5, -np.inf)):
         changed = values.copy()
         changed[index] = value
         changed.tofile(file)
         assert f"is damaged: document {index} of {prefix} has the score {value}" in message(theirs)
     values[:-1].tofile(file)
-    assert "has 88 bytes where 12 documents have 96: it is truncated" in message(theirs)
+    assert "has 88 bytes where 12 documents have 96. Run `megalite score`" in message(theirs)
+    file.unlink()
+    assert "has 0 bytes where" in message(theirs) and not file.exists()
+    for left in (None, values[:-1]):  # what is missing or truncated is scored again
+        if left is not None:
+            left.tofile(file)
+        score_preferences(ALONE, str(model), prefix, str(theirs), {})
+        assert file.read_bytes() == (scores / file.name).read_bytes()
     (theirs / "scores.json").write_text("{")
     assert "is not a record of scores" in message(theirs)
     assert "cannot be read: No such file or directory. Make it with" in message(tmp_path / "none")
-    words = [f"hf:{model}", "--data", other, "--output", str(tmp_path)]
-    with pytest.raises(SystemExit):
-        score.main(words)
+    assert "cannot be compared with those of model.init_from" in message(scores, init_from=f"hf:{tmp_path}")
+
+
+def test_the_command_rejects_what_it_cannot_score(scores, model, prefix, tmp_path, capsys):
+    def message(*words: str, source: Path = model, data: str = prefix, output: Path = tmp_path / "none") -> str:
+        with pytest.raises(SystemExit) as end:
+            score.main([f"hf:{source}", "--data", data, "--output", str(output), "--precision", "fp32", *words])
+        assert end.value.code == 2
+        lines = capsys.readouterr().err.strip().splitlines()
+        return lines[-1]
+
+    assert "is not empty and has no scores" in message(output=tmp_path.parent)
+    assert "--sequence_length 8 cuts a pair. Set it to" in message("--sequence_length", "8")
+    tokenized = write_preferences(tmp_path / "bytes", LENGTHS)
+    record = json.loads(Path(f"{tokenized}.json").read_text())
+    Path(f"{tokenized}.json").write_text(json.dumps(record | {"tokenizer": "byte"}))
+    assert "uses a different tokenizer than" in message(data=tokenized)
+    assert not (tmp_path / "none").exists()
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(broken / "model.safetensors")
+    weights["model.norm.weight"].fill_(1e30)
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    assert "whose weights differ from those of" in message(source=broken, output=scores)
+    weights["lm_head.weight"].mul_(1e30)
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    assert "has the log-probability nan with --precision fp32" in message(source=broken)

@@ -27,7 +27,8 @@ from megalite.optimizer.state import OptimizerState
 from megalite.parallel.microbatch import Microbatch
 from megalite.parallel.sequences import Sequences
 from megalite.parallel.weight_grad_queue import WeightGradQueue, WeightMatmul
-from megalite.training.reference import score, set_baseline
+from megalite.training.reference import reference_of, score_reference, set_baseline
+from megalite.training.start_copy import StartCopy
 from tests.support.jobs import mesh_of
 
 
@@ -186,15 +187,20 @@ class Stepping:
         self.config, self.parts, self.batches = parts_and_batches(context, config)
         parsed = self.config
         self.schedule = build.schedule(parsed, len(self.batches))
+        self.objective, self.reference = objective_of(parsed), None
+        if self.objective is not None and self.objective.needs_reference:
+            self.reference = reference_of(parsed, self.parts, self.parts.runtime.mesh, self.objective)
+            if isinstance(self.reference, StartCopy):
+                self.reference.keep()
         self.optimizer = AdamW(OptimizerState(self.parts.store, OPTIMIZERS["adamw"].kinds), parsed.optimizer)
 
     def step(self, number: int) -> None:
         store = self.parts.store
-        if (objective := objective_of(self.config)) is not None and objective.needs_reference:
+        if self.objective is not None and self.objective.needs_reference:
             plan = build.schedule(self.config, len(self.batches), forward_only=True)
-            score(self.parts, plan, self.batches)
-            if objective.needs_baseline:
-                set_baseline(self.parts, plan, self.batches, self.parts.runtime.mesh)
+            score_reference(self.reference, self.parts, plan, self.batches)
+            if self.objective.needs_baseline:
+                set_baseline(self.reference, self.parts, plan, self.batches, self.parts.runtime.mesh)
         store.reducer.begin_step(len(self.batches))
         self.parts.runtime.run(self.schedule, self.batches, step=number, loss_scale=1.0)
         store.reducer.finish()

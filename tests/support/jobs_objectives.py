@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import os
+import signal
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,6 +13,9 @@ import torch
 from megalite.evaluation import preference_scores
 from megalite.evaluation.preference_scores import Scorer, ScoringLayout, open_scores, scoring_config
 from megalite.generation.sources import for_inference, open_source
+from megalite.launch.environment import facts
+from megalite.monitoring.observers import observers
+from megalite.training.fit import measured
 from megalite.training.verify import global_tensors
 from tests.support.jobs import make_trainer, mesh_of, numbers
 
@@ -28,23 +32,43 @@ def train_and_validate(context: Any, config: dict[str, Any], steps: int) -> dict
 
 
 def score_preferences(
-    context: Any, model: str, prefix: str, output: str, layout: dict[str, int], batches: int | None = None
+    context: Any, model: str, prefix: str, output: str, layout: dict[str, int], killed_after: int | None = None
 ) -> None:
-    """Score a token file in fp64 with a Hugging Face model, at most some batches of it."""
+    """Score a token file in fp64 with a Hugging Face model. SIGKILL ends it after some batches, in the next one."""
     source = open_source(f"hf:{model}")
     axes = {axis: size for axis, size in layout.items() if axis != "dp"}
     config = for_inference(source.config, **axes, precision="fp64")
     config = scoring_config(config, prefix, ScoringLayout(layout.get("dp", 1), 1, 19))
     scores = open_scores(Path(output), source.name)
     scorer = Scorer(config, source, mesh_of(context, config), torch.device("cpu"))
-    if batches is not None:
-        batch, left = scorer._batch, iter(range(batches))
+    batch, left = scorer._batch, iter(range(killed_after or 0))
 
-        def interrupted(*arguments: Any) -> Any:
-            if next(left, None) is None:
-                raise KeyboardInterrupt
-            return batch(*arguments)
+    def killed(*arguments: Any) -> Any:
+        if killed_after is not None and next(left, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return batch(*arguments)
 
-        scorer._batch = interrupted  # type: ignore[method-assign]
-    with patch.object(preference_scores, "SAVE_S", 0.0), suppress(KeyboardInterrupt):
+    with patch.object(preference_scores, "SAVE_S", 0.0), patch.object(scorer, "_batch", killed):
         scorer.run(scores, lambda *_, **__: None)
+
+
+def observe(context: Any, config: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Call the observers of the user around some steps; rank 0 asks for their numbers and lines."""
+    trainer = make_trainer(context, config)
+    try:
+        chosen = observers(trainer, facts(trainer.device, 1))
+        own = [each for each in chosen if type(each).__module__.startswith("megalite extension")]
+        numbers, lines = list[int](), list[str]()
+        for step in range(1, steps + 1):
+            for each in own:
+                each.before(step)
+            result = trainer.step()
+            for each in own:
+                each.after(step)
+            for each in own if trainer.mesh.rank == 0 else ():
+                metrics = measured(trainer, result)
+                numbers.append(each.numbers(metrics)["tokens_so_far"])
+                lines += each.lines(metrics)
+        return {"tokens_so_far": numbers, "lines": lines}
+    finally:
+        trainer.close()

@@ -11,19 +11,15 @@ from megalite.config.sections.preference import scores_directory
 from megalite.config.token_files import preference
 from megalite.objectives.find import objective_class
 
-WHAT_IT_IS = "the reference is the model without adapters"
-OR_SCORES = "Scores of a model (megalite score, preference.reference) are one without this limit"
-WITHOUT_REFERENCE = "an objective without a reference model (simpo, cpo or orpo)"
-
 
 def _of_sequences(c: RuleContext) -> bool:
     """Whether the objective is about whole sequences. Raises ConfigError if it is unknown."""
     return objective_class(c.train.objective).data != "tokens"
 
 
-def _referred(c: RuleContext) -> bool:
-    """Whether the reference of the objective is the model without its adapters."""
-    return objective_class(c.train.objective).needs_reference and scores_directory(c.preference) is None
+def _starts_as_reference(c: RuleContext) -> bool:
+    """Whether the objective has a reference model, which is the one from which training starts."""
+    return objective_class(c.train.objective).needs_reference and c.preference.reference is None
 
 
 def _head(c: RuleContext) -> str:
@@ -129,33 +125,19 @@ RULES: tuple[Rule, ...] = (
         legal="Remove head.",
     ),
     Rule(
-        "a reference without adapters",
-        "train.objective",
-        lambda c: _referred(c) and not c.lora.rank,
-        message="needs a reference model, which is the model without its adapters, but {lora.rank}",
-        legal="Set lora.rank, for example to 16, or score the data with megalite score and set "
-        f"preference.reference to scores:DIR, or choose {WITHOUT_REFERENCE}.",
-    ),
-    Rule(
-        "a reference is where training starts",
-        "lora.init_from",
-        lambda c: c.lora.init_from is not None and _referred(c),
-        message=f"is not supported with {{train.objective}}: {WHAT_IT_IS}, and this run starts elsewhere",
-        legal=f"{OR_SCORES}, or merge the adapter into the model first, or choose {WITHOUT_REFERENCE}.",
-    ),
-    Rule(
-        "a reference is frozen",
-        "lora.modules_to_save",
-        lambda c: c.lora.modules_to_save and _referred(c),
-        message=f"is not supported with {{train.objective}}: {WHAT_IT_IS}, and training would change it",
-        legal=f"Remove it, or choose {WITHOUT_REFERENCE}. {OR_SCORES}.",
+        "a start in fp8",
+        "train.fp8",
+        lambda c: c.train.fp8 != "none" and not c.lora.rank and _starts_as_reference(c),
+        message="is not supported with {train.objective} if all parameters are trained and the reference is "
+        "a copy of their start",
+        legal="Set preference.reference to the model of model.init_from, or train.fp8 to none.",
     ),
     Rule(
         "scores have no mismatched completions",
         "preference.reference",
         lambda c: scores_directory(c.preference) and objective_class(c.train.objective).needs_baseline,
         message="is not supported with {train.objective}, which also scores prompts with other completions",
-        legal="Set it to null, which needs lora.rank.",
+        legal="Set it to null or to a model.",
     ),
     Rule(
         "other completions are in other rows",

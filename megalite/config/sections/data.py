@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalite.config import amounts
+from megalite.config.extensions import is_source
 from megalite.config.option import SIZE, option
 from megalite.config.rule import Rule
 from megalite.config.token_files import is_chat, metadata, named_sets, prefixes
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 @dataclass
 class DataConfig:
     train: str | list[str] | dict[str, float] | None = option(None, path=True)
-    """Training data: a token file's PREFIX (of PREFIX.bin and PREFIX.idx), a list of prefixes, or {PREFIX:
-    weight} for a blend."""
+    """Training data: a token file's PREFIX (of PREFIX.bin and PREFIX.idx), a list of prefixes, {PREFIX:
+    weight} for a blend, or NAME:ARGUMENT for a data source of run.extensions."""
     validation: float | str | list[str] | dict[str, float] | dict[str, str] | None = option(
         None, amount=amounts.PERCENTAGE, path=True
     )
@@ -149,7 +150,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "training data is given",
         "data.train",
-        lambda c: not prefixes(c.data.train),
+        lambda c: not prefixes(c.data.train) and not is_source(c.data.train),
         message="is not set",
         legal="Use the PREFIX of PREFIX.bin and PREFIX.idx, which megalite prepare --output PREFIX creates.",
     ),

@@ -18,9 +18,10 @@ class PreferenceConfig:
     completions that are good or bad (`train.objective`)."""
 
     reference: str | None = option(None, path=True)
-    """Of objectives with a reference model, where its log-probabilities come from. null: from the model
-    without its adapters, by a forward pass before each step. scores:DIR: from a directory that megalite score
-    has made with the model from which training starts."""
+    """Of objectives with a reference model, which model that is. null: the one from which training starts. A
+    checkpoint directory, a run's directory for its newest checkpoint, or hf:DIR for a Hugging Face directory:
+    that model, with weights of its own. scores:DIR: that of the scores in a directory that megalite score has
+    made, without a forward pass before each step."""
     allow_reference_change: bool = False
     """Accept scores of another model than the one from which training starts."""
     beta: float = option(0.1, POSITIVE)
@@ -85,6 +86,11 @@ def scores_directory(options: PreferenceConfig) -> str | None:
     return reference.removeprefix(SCORES) if reference.startswith(SCORES) else None
 
 
+def reference_model(options: PreferenceConfig) -> str | None:
+    """The reference model by name; None: it is the one from which training starts, or has scores."""
+    return None if scores_directory(options) is not None else options.reference
+
+
 def _changed(c: "RuleContext", name: str) -> bool:
     default = next(field.default for field in fields(PreferenceConfig) if field.name == name)
     return bool(getattr(c.preference, name) != default)
@@ -114,13 +120,6 @@ def _unused(name: str) -> Rule:
 
 RULES: tuple[Rule, ...] = (
     *(_unused(field.name) for field in fields(PreferenceConfig)),
-    Rule(
-        "a reference is scores",
-        "preference.reference",
-        lambda c: c.preference.reference is not None and scores_directory(c.preference) is None,
-        message="is not a directory of scores",
-        legal="Set it to scores:DIR, with a directory that megalite score has made.",
-    ),
     Rule(
         "a change of scores",
         "preference.allow_reference_change",

@@ -27,6 +27,8 @@ class RunConfig:
     timeout: str = option("10m", amount=amounts.DURATION)
     """End the run when a rank does not answer a collective for this long, for example 10m or 1h. Saves and
     loads may take longer."""
+    extensions: list[str] | None = option(None, path=True)
+    """Python files of yours that register objectives, data sources and observers of steps. null: none."""
     overwrite: bool = False
     """Let a new run use the directory of an old one (checkpoint.load none or of another run), which is
     renamed to NAME.old-1 first."""

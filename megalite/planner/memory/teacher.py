@@ -1,5 +1,6 @@
-"""The memory of a teacher (`distillation.teacher`) on each pipeline rank: weights without gradients, and with
-the head what the loss needs.
+"""The memory of a second model (`assembly.teacher`) on each pipeline rank: weights without gradients, and of
+a teacher, with the head, what the loss needs. Where the reference of an objective is the start of a run: that
+of a copy of the weights that are trained.
 
 Its forward pass is over before the first forward of the step. Its activations are not counted: they are those
 of one microbatch without a backward.
@@ -7,14 +8,17 @@ of one microbatch without a backward.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megalite.assembly import plan
-from megalite.assembly.teacher import teacher_of
+from megalite.assembly.teacher import keeps_start, teacher_of
 from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
+from megalite.config.sections.distillation import distils
 from megalite.model.spec_builder import padded_vocabulary
 from megalite.model.unit_numbers import head_unit
 from megalite.parallel.pipeline.schedule import Schedule
-from megalite.parallel.sharding.buckets import buckets_of_units
+from megalite.parallel.sharding.buckets import BucketLayout, buckets_of_units
 from megalite.planner.memory.states import Sharing, Widths
 
 TABLES = {"forward": 5, "reverse": 5, "jsd": 7}
@@ -22,21 +26,21 @@ TABLES = {"forward": 5, "reverse": 5, "jsd": 7}
 
 
 def teacher_bytes(config: Config, schedule: Schedule, pp_rank: int, loss_chunk: int) -> int:
-    """Return the bytes that a teacher adds to a rank; 0 without one.
+    """Return the bytes that a second model, or the copy of a start, adds to a rank; 0 without them.
 
     Args:
         loss_chunk: tokens whose logits exist at a time; 0: those of a microbatch.
     """
+    if keeps_start(config):
+        trained = [bucket for bucket in plan.buckets_of(config, pp_rank) if bucket.trainable]
+        # a copy of shards in CPU memory is there as well
+        return 0 if config.parallel.offload_parameters else _weights(config, trained)
     teacher = teacher_of(config)
     if teacher is None:
         return 0
     widths, buckets = Widths.of(teacher), plan.buckets_of(teacher, pp_rank)
-    total = 0
-    for bucket in buckets:
-        sharing = Sharing.of(teacher, bucket.domain)
-        kept = bucket.size // sharing.shard if sharing.weights_sharded else bucket.size
-        total += kept * widths.weights(bucket)
-    if schedule.placement[-1] != pp_rank:
+    total = _weights(teacher, buckets)
+    if schedule.placement[-1] != pp_rank or not distils(config):
         return total
     for number in buckets_of_units(buckets).get(head_unit(teacher.model), ()):
         bucket = buckets[number]
@@ -50,3 +54,13 @@ def teacher_bytes(config: Config, schedule: Schedule, pp_rank: int, loss_chunk: 
     logits = min(loss_chunk or tokens, tokens) * columns * tables
     states = ParallelDims.of(config).microbatches * length * batch * hidden * widths.compute
     return total + logits + states
+
+
+def _weights(config: Config, buckets: Sequence[BucketLayout]) -> int:
+    """Return the bytes of the weights of buckets that a rank keeps."""
+    widths, total = Widths.of(config), 0
+    for bucket in buckets:
+        sharing = Sharing.of(config, bucket.domain)
+        kept = bucket.size // sharing.shard if sharing.weights_sharded else bucket.size
+        total += kept * widths.weights(bucket)
+    return total

@@ -171,13 +171,16 @@ class PlannedJob:
     optimistic_step: bool = True  # where a step may be (`assembly.plan.may_be_optimistic`)
     scores_sequences: bool = False  # an objective over sequences: the head's forward runs twice
     reference_passes: int = 0  # forwards of whole batches before each step (`Objective.passes`)
-    teacher: PlannedJob | None = None  # whose forward runs before each step
+    teacher: PlannedJob | None = None  # a second model, whose forwards run before each step
+    teacher_passes: int = 0
 
     @staticmethod
     def of(config: Config, device: Device) -> PlannedJob:
         """Return the job of a configuration."""
         fp8, objective = Fp8Options.of(config.train), objective_of(config)
-        teacher = teacher_of(config)
+        teacher, passes = teacher_of(config), 0 if objective is None else objective.passes
+        # of the passes over mismatched sequences, one is of the model itself
+        of_teacher = 0 if teacher is None else 1 if objective is None else passes - objective.needs_baseline
         return PlannedJob(
             config.model,
             device if fp8.recipe == "none" else replace(device, compared=False),  # no such run has been
@@ -191,8 +194,9 @@ class PlannedJob:
             rows=Rows.of(config),
             optimistic_step=config.parallel.optimistic_step,
             scores_sequences=objective is not None and objective.reads == "likelihoods",
-            reference_passes=0 if objective is None else objective.passes,
+            reference_passes=passes if teacher is None else passes and passes - of_teacher,
             teacher=None if teacher is None else PlannedJob.of(teacher, device),
+            teacher_passes=of_teacher,
         )
 
     def microbatches(self, choice: LayoutChoice) -> int:
@@ -274,15 +278,16 @@ class Stepper:
         return self._closed(choice, timed, passes, waits)
 
     def _reference(self, choice: LayoutChoice, passes: list[PassTimes]) -> float:
-        """Return the time of the forward passes of a reference model, or of a teacher.
+        """Return the time of the forward passes before a step: of a reference model, or of a teacher.
 
         passes: of the step's stages, whose forwards take as long, but for adapters and the gradients of loss
         chunks.
         """
+        total = self.job.reference_passes * self.forward(choice, passes) if self.job.reference_passes else 0.0
         if self.teacher is not None:
             passes, _, _ = self.teacher.stages(replace(choice, recompute="none"))
-            return self.teacher.forward(choice, passes)
-        return self.job.reference_passes * self.forward(choice, passes) if self.job.reference_passes else 0.0
+            total += self.job.teacher_passes * self.teacher.forward(choice, passes)
+        return total
 
     def forward(self, choice: LayoutChoice, passes: Sequence[PassTimes]) -> float:
         """Return the time of a forward pass over a step's microbatches without gradients.

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from megalite.assembly import plan
-from megalite.assembly.teacher import teacher_of
+from megalite.assembly.teacher import keeps_start, teacher_of
 from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
+from megalite.config.sections.distillation import distils
 from megalite.config.sections.lora import LoraConfig
 from megalite.mesh.layout import Coordinates
 from megalite.model.cost.recomputed import repeated
@@ -37,6 +38,9 @@ from megalite.planner.memory.activations import Activations
 from megalite.planner.memory.buffers import NARROW
 from megalite.planner.memory.estimate import resolve_layout
 from megalite.planner.memory.states import SCALE, Sharing, Widths, matrices
+
+NUMBERS_OF_BASELINE = 16
+"""Bytes that are summed over data for the baseline of an objective (`training.reference.set_baseline`)."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +87,27 @@ def _rank(config: Config, schedule: Schedule, pp_rank: int) -> Traffic:
         round(schedule.microbatches * sum(_context(config, tensor.sizes, unit) for unit in own)),
         round(sent(config, own, schedule.microbatches)) if config.parallel.ep > 1 else 0,
     )
-    objective = objective_of(config)
+    objective, teacher = objective_of(config), teacher_of(config)
     for number in range(0 if objective is None else objective.passes):
-        adapters = number > 1  # of the passes over mismatched sequences one is with adapters
-        step = step.plus(_forward(config, schedule.microbatches, pp_rank, own, buckets, adapters))
-    teacher = teacher_of(config)
-    return step if teacher is None else step.plus(_teacher(config, teacher, schedule.microbatches, pp_rank))
+        itself = number > 1  # of the passes over mismatched sequences one is of the model itself
+        if teacher is None or itself:
+            adapters = itself or keeps_start(config)
+            step = step.plus(_forward(config, schedule.microbatches, pp_rank, own, buckets, adapters))
+        else:
+            step = step.plus(_second(teacher, schedule.microbatches, pp_rank))
+    if objective is not None and objective.needs_baseline and schedule.placement[-1] == pp_rank:
+        numbers = 2 * ring(NUMBERS_OF_BASELINE, ParallelDims.of(config).data)
+        step = step.plus(Traffic(0, round(numbers), 0))
+    if teacher is None or not distils(config):
+        return step
+    return step.plus(_teacher(config, teacher, schedule.microbatches, pp_rank))
+
+
+def _second(config: Config, microbatches: int, pp_rank: int) -> Traffic:
+    """Return what a rank sends in a forward of a second model."""
+    schedule, units = plan.schedule(config, microbatches, forward_only=True), plan.units_of(config)
+    own = [unit for stage in schedule.stages_of(pp_rank) for unit in units[stage]]
+    return _forward(config, microbatches, pp_rank, own, plan.buckets_of(config, pp_rank), adapters=True)
 
 
 def _teacher(config: Config, teacher: Config, microbatches: int, pp_rank: int) -> Traffic:
@@ -97,7 +116,7 @@ def _teacher(config: Config, teacher: Config, microbatches: int, pp_rank: int) -
     schedule, units = plan.schedule(teacher, microbatches, forward_only=True), plan.units_of(teacher)
     buckets, head = plan.buckets_of(teacher, pp_rank), head_unit(teacher.model)
     own = [unit for stage in schedule.stages_of(pp_rank) for unit in units[stage]]
-    forward = _forward(teacher, microbatches, pp_rank, own, buckets, adapters=True)
+    forward = _second(teacher, microbatches, pp_rank)
     if head not in own:
         return forward
     tensor, options = _Tensor(teacher), config.distillation

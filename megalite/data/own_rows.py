@@ -1,0 +1,65 @@
+"""Rows of a data source of the user (`config.extensions.DataSource`), as a dataset."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+
+from megalite.config.extensions import source_of
+from megalite.config.samples import DataError, Member
+from megalite.data.dataset import Dataset, Sample, digest, permute
+from megalite.system import rng
+
+
+class OwnRows(Dataset):
+    """The rows of a data source, in order or shuffled in each epoch.
+
+    Args:
+        source: NAME:ARGUMENT.
+        without: number of rows that are left out at the end; `alone`: only these are read.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        sequence_length: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        without: int = 0,
+        alone: bool = False,
+    ):
+        self._name, self._source = source, source_of(source, sequence_length)
+        self._length, self._shuffle, self._seed = sequence_length, shuffle, seed
+        rows = len(self._source)
+        self._first = rows - without if alone else 0
+        self.samples_per_epoch = without if alone else rows - without
+        self.members = [Member(source, self.samples_per_epoch)]
+        self.vocab_size, self.eos = self._source.vocab_size, None
+        self._content = digest(source.encode(), self._source.fingerprint.encode())
+        options = [
+            self._content,
+            self._first,
+            self.samples_per_epoch,
+            sequence_length,
+            seed if shuffle else None,
+        ]
+        self.fingerprint = digest(json.dumps(options).encode())
+
+    def __getitem__(self, index: int) -> Sample:
+        epoch, row = divmod(index, self.samples_per_epoch)
+        if self._shuffle:
+            key = rng.key(self._seed, "shuffle", epoch, self._content)
+            row = permute(row, self.samples_per_epoch, key)
+        row += self._first
+        tokens = np.asarray(self._source.row(row))
+        if tokens.shape != (self._length + 1,) or tokens.dtype.kind not in "iu" or tokens.min() < 0:
+            raise DataError(
+                f"row {row} of {self._name} has shape {list(tokens.shape)} and type {tokens.dtype}. "
+                f"{type(self._source).__name__}.row must return {self._length + 1} token ids "
+                "(data.sequence_length + "
+                "1), integers from 0."
+            )
+        whole = tokens.astype(np.int64)
+        return Sample(whole[:-1], whole[1:])

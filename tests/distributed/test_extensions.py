@@ -1,0 +1,162 @@
+"""What files of the user add: the manual's own file trains on two layouts as on one process."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.config.errors import ConfigError
+from megalite.config.extensions import EXTENSIONS, is_source, load_extensions
+from megalite.config.load import load_config
+from megalite.config.sections.data import DataConfig
+from megalite.data.dataset import build
+from megalite.objectives.find import objective_class
+from tests.structure.sources import ROOT
+from tests.support.jobs_objectives import observe, train_and_validate
+from tests.support.preferences import VOCAB, write_preferences
+
+MODEL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+    "max_position_embeddings": 32,
+}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    (text,) = re.findall(
+        r'^```python title="my_extensions.py"\n(.*?)^```',
+        (ROOT / "docs" / "extensions.md").read_text(encoding="utf-8"),
+        re.MULTILINE | re.DOTALL,
+    )
+    path = tmp_path_factory.mktemp("own") / "my_extensions.py"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _unregistered():
+    """Each test starts without extensions in this process."""
+    yield
+    for table in (EXTENSIONS.files, EXTENSIONS.objectives, EXTENSIONS.sources, EXTENSIONS.observers):
+        table.clear()
+
+
+def configuration(file: Path, data: str, objective: str = "cross_entropy", **parallel: Any) -> dict[str, Any]:
+    return {
+        "run": {"dir": str(file.parent), "extensions": [str(file)]},
+        "model": MODEL | {"vocab_size": VOCAB},
+        "parallel": {"dp": 1, **parallel},
+        "data": {"train": data, "validation": data, "sequence_length": 28},
+        "train": {
+            **{"steps": 3, "global_batch_size": 4, "micro_batch_size": 1, "precision": "fp64", "objective": objective},
+        },
+        "optimizer": {"lr": 3e-3, "warmup_steps": 0},
+        "checkpoint": {"load": "none"},
+        "validation": {"batches": 2},
+    }
+
+
+@pytest.mark.parametrize("objective", ["cross_entropy", "squared_hinge"])
+def test_trains_like_one_process(objective, file, ranks, references, tmp_path):
+    lengths = [(2, 3, 4), (3, 5, 2), (1, 4, 4), (2, 2, 6), (4, 3, 3)] * 2
+    data = f"counting:{VOCAB}" if objective == "cross_entropy" else write_preferences(tmp_path / "x", lengths)
+    expected = references.run(train_and_validate, configuration(file, data, objective), 3)
+    got = ranks.run(4, train_and_validate, configuration(file, data, objective, tp=2, pp=2), 3)
+    for rank in got:
+        for key in ("losses", "grad_norms", "validation"):
+            assert rank[key] == pytest.approx(expected[key], rel=1e-9), key
+    for name, value in expected["tensors"].items():
+        torch.testing.assert_close(got[0]["tensors"][name], value, rtol=0, atol=1e-9, msg=name)
+    assert expected["losses"][0] != pytest.approx(expected["losses"][-1], rel=1e-4), "it trains"
+
+
+def test_an_observer_is_called_on_every_rank(file, ranks):
+    """Its numbers and lines are those of rank 0."""
+    first, second = ranks.run(2, observe, configuration(file, f"counting:{VOCAB}", dp=2) | {}, 10)
+    assert first == {"tokens_so_far": [112 * step for step in range(1, 11)], "lines": ["1,120 tokens on 2 ranks"]}
+    assert second == {"tokens_so_far": [], "lines": []}
+
+
+def test_rows_of_a_source(file):
+    load_extensions([str(file)])
+    config = DataConfig(train="counting:7", validation="counting:5", sequence_length=6)
+    data, validation = build(config, seed=1)
+    assert (data.samples_per_epoch, data.vocab_size) == (49, 7) and validation is not None
+    assert validation[8].tokens.tolist() == [1, 4, 2, 0, 3, 1] and validation[8].targets[-1] == 4, "in order"
+    rows = [tuple(data[index].tokens) for index in range(98)]
+    assert len({*rows[:49]}) == len({*rows[49:]}) > 40 and rows[:49] != rows[49:], "shuffled in each epoch"
+    again, _ = build(config, seed=1)
+    other, _ = build(DataConfig(train="counting:8", sequence_length=6), seed=1)
+    assert data.fingerprint == again.fingerprint != other.fingerprint
+    assert not is_source("data/book") and is_source("counting:7")
+
+
+def test_a_configuration_names_what_a_file_registers(file, tmp_path):
+    words = ["--config", "quickstart", "--run.extensions", f"[{file}]", "--run.dir", str(tmp_path)]
+    config = load_config([*words, "--data.train", "counting:97", "--train.epochs", "1"], world_size=1)
+    assert (config.model.vocab_size, config.run.extensions) == (97, [str(file)])
+    held_out = -(-(97**2) // 100)
+    assert config.train.steps == -(-(97**2 - held_out) // config.train.global_batch_size)
+    train, validation = build(config.data, 0)
+    assert validation is not None
+    assert (train.samples_per_epoch, validation.samples_per_epoch) == (97**2 - held_out, held_out)
+    assert validation[held_out - 1].tokens[:3].tolist() == [96, 95, 94], "the last row"
+
+
+BAD = {
+    "missing": (None, "there is no file"),
+    "broken": ("import math\n\nmath.squareroot(2)\n", "bad.py line 3 cannot be imported (AttributeError: "),
+    "empty": ("x = 1\n", "registers nothing. Put @objective"),
+    "twice": (
+        "from megalite.config.extensions import data_source\n"
+        "for _ in range(2):\n    @data_source('a')\n    class A: pass\n",
+        "line 3 cannot be imported (there are two of the data source a",
+    ),
+    "built in": (
+        "from megalite.config.extensions import objective\n@objective('dpo')\nclass A: pass\n",
+        "cannot be imported (dpo is the name of an objective of megalite",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_files(case, tmp_path):
+    text, message = BAD[case]
+    path = tmp_path / "bad.py"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_extensions([str(path)])
+    assert f"run.extensions = {path}" in str(error.value) and message in str(error.value)
+
+
+def test_bad_sources_and_objectives(tmp_path):
+    path = tmp_path / "bad.py"
+    path.write_text(
+        "from megalite.config.extensions import DataSource, data_source, objective\n"
+        "@data_source('short')\nclass Short(DataSource):\n"
+        "    def __len__(self): return int(self.argument)\n"
+        "    def row(self, index): return [1.5, 2]\n"
+        "@objective('nothing')\nclass Nothing: pass\n"
+    )
+    load_extensions([str(path)])
+    with pytest.raises(ConfigError, match=r"short:x cannot be made \(ValueError: .*Correct Short or the text after"):
+        build(DataConfig(train="short:x", sequence_length=6), 0)
+    with pytest.raises(ConfigError, match=r"short:0 has no rows"):
+        build(DataConfig(train="short:0", sequence_length=6), 0)
+    data, _ = build(DataConfig(train="short:3", sequence_length=6), 0)
+    with pytest.raises(ConfigError, match=r"row \d of short:3 has shape \[2\] and type float64. Short.row must"):
+        data[0]
+    with pytest.raises(ConfigError, match="nothing: Nothing is not a class that is derived from Objective"):
+        objective_class("nothing")
+    with pytest.raises(ConfigError, match="nothin is unknown.*Nearest: nothing"):
+        objective_class("nothin")

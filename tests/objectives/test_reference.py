@@ -1,0 +1,110 @@
+"""The reference of an objective: what rejects it, and what a run that resumes finds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megalite.assembly.parts import make_mesh
+from megalite.config.errors import ConfigError
+from megalite.config.load import from_dict
+from megalite.families.model_config import hf_shape
+from megalite.training import teacher
+from megalite.training.trainer import Trainer
+
+
+def configuration(model: Path, prefix: str, place: Path, **changes: dict[str, Any]) -> dict[str, Any]:
+    tree: dict[str, dict[str, Any]] = {
+        "run": {"dir": str(place), "name": "run"},
+        "model": hf_shape(str(model)) | {"from_hf": str(model), "init_from": f"hf:{model}"},
+        "parallel": {"dp": 1},
+        "data": {"train": prefix, "sequence_length": 32, "shuffle": False},
+        "train": {"steps": 4, "global_batch_size": 6, "micro_batch_size": 3, "objective": "dpo"},
+        "optimizer": {"lr": 2e-2, "warmup_steps": 0},
+    }
+    return {name: tree.get(name, {}) | changes.get(name, {}) for name in tree | changes}
+
+
+def trainer_of(tree: dict[str, Any]) -> Trainer:
+    config = from_dict(tree)
+    return Trainer(config, make_mesh(config))
+
+
+def saved_run(tree: dict[str, Any]) -> None:
+    trainer = trainer_of(tree)
+    trainer.step()
+    trainer.save()
+    trainer.close()
+
+
+def test_a_run_whose_start_has_changed_does_not_resume(model, prefix, tmp_path):
+    """One element of its weights, or the adapter that it continues is not named any more."""
+    start = tmp_path / "start"
+    shutil.copytree(model, start)
+    tree = configuration(start, prefix, tmp_path)
+    saved_run(tree)
+    trainer_of(tree).close()  # it would resume
+    changed = AutoModelForCausalLM.from_pretrained(start)
+    with torch.no_grad():
+        changed.model.layers[1].mlp.up_proj.weight[3, 5] += 1e-3
+    changed.save_pretrained(start)
+    with pytest.raises(ConfigError, match="whose start was another one than model.init_from = hf:.*start"):
+        trainer_of(tree)
+    trainer_of(tree | {"preference": {"reference": f"hf:{model}"}}).close()  # it names its reference
+
+
+def test_a_run_that_named_no_copy_does_not_go_on_with_one(model, prefix, tmp_path):
+    saved_run(configuration(model, prefix, tmp_path, preference={"reference": f"hf:{model}"}))
+    with pytest.raises(ConfigError, match="is of a run that had another reference"):
+        trainer_of(configuration(model, prefix, tmp_path))
+
+
+def test_the_copy_is_a_second_model_saved_at_the_start(model, prefix, tmp_path):
+    """Of experts whose routers learn biases besides the weights."""
+    routers = {"num_experts": 4, "router_scores": "sigmoid", "router_balance": "bias", "router_bias_rate": 0.5}
+    tree = configuration(model, prefix, tmp_path)
+    tree["model"] |= routers | {"from_hf": None, "init_from": None}
+    losses, start = [], None
+    for name in ("copy", "second"):
+        reference = {"preference": {"reference": None if start is None else str(start)}}
+        trainer = trainer_of(tree | reference | {"run": tree["run"] | {"name": name}})
+        start = start or trainer.save()
+        losses.append([trainer.step().loss for _ in range(4)])
+        trainer.close()
+    assert losses[0] == losses[1] and abs(losses[0][-1] - losses[0][0]) > 0.01
+
+
+BAD: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
+    "no directory": ({"preference": {"reference": "hf:nowhere"}}, "nowhere"),
+    "no checkpoint": ({"preference": {"reference": "nowhere"}}, "nowhere"),
+    "vocabulary": ({"model": {"vocab_size": 100}}, "but model.vocab_size = 100: both models need the same tokens"),
+    "positions": ({"data": {"sequence_length": 33}}, "or use another reference"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_model_that_is_no_reference_is_rejected(name, model, prefix, tmp_path):
+    changes, says = BAD[name]
+    tree = configuration(model, prefix, tmp_path, preference={"reference": f"hf:{model}"})
+    for section, values in changes.items():
+        tree[section] = tree[section] | values
+    with pytest.raises(ConfigError, match="preference.reference = ") as error:
+        teacher.check(from_dict(tree), 1)
+    assert says in str(error.value)
+
+
+def test_a_reference_with_another_tokenizer_is_rejected(model, prefix, tmp_path):
+    named = str(tmp_path / "tokens")
+    for file in Path(prefix).parent.glob(Path(prefix).name + ".*"):
+        shutil.copy(file, named + file.suffix)
+    about = Path(named + ".json")
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"tokenizer": "byte"}))
+    tree = configuration(model, named, tmp_path, preference={"reference": f"hf:{model}"})
+    with pytest.raises(ConfigError, match="uses a different tokenizer than preference.reference"):
+        teacher.check(from_dict(tree), 1)
