@@ -83,16 +83,17 @@ def recognize(leaves: dict[str, Any]) -> str:
             raise ConfigError(
                 f"Configurations of {project} are not supported. Supported projects: {supported}."
             )
+    of_trainer = any(key.replace("-", "_") == _TRAINER for key in leaves)
     for name, module in PROJECTS.items():
-        if module.recognizes(leaves):
+        if module.recognizes(leaves) and not (of_trainer and module is deepspeed):  # which share keys
             return name
-    if any(key.replace("-", "_") == _TRAINER for key in leaves):
+    if of_trainer:
         if any(key.replace("-", "_") in _GENERATION for key in leaves):
             raise ConfigError(f"Arguments of TRL: {GENERATES}.")
         raise ConfigError(
-            "Arguments of transformers' Trainer or of TRL. For a file of `trl dpo --config FILE` and the like, "
-            f"pass the trainer before the file, one of: {', '.join(trl.PROJECTS)}. Otherwise set the options by "
-            "hand; docs/coming-from.md (transformers Trainer) lists the corresponding options."
+            "Arguments of transformers' Trainer or of TRL. For a file of `trl dpo --config FILE` and "
+            f"others, pass the trainer before the file, one of: {', '.join(trl.PROJECTS)}. Otherwise set the "
+            "options by hand; docs/coming-from.md (transformers Trainer) lists the corresponding options."
         )
     raise ConfigError(
         f"Could not recognize the project of the file. Pass the project before the file, one of: {supported}."

@@ -91,10 +91,15 @@ def _on_policy(value: Any, source: ImportedFile) -> Verdict:
 
 def _divergence(value: Any, source: ImportedFile) -> Verdict:
     """Map GKD's beta, whose ends are the two KL divergences."""
-    ends = {0: "forward", 1: "reverse"}
-    if value in ends:
-        return honoured({"distillation.divergence": ends[value]})
+    ends = {"0": "forward", "1": "reverse"}
+    if word(value) in ends:
+        return honoured({"distillation.divergence": ends[word(value)]})
     return honoured({"distillation.divergence": "jsd", "distillation.beta": value})
+
+
+def _always(options: dict[str, Any]) -> KeyRule:
+    """Return the row of `method`, which is no key of TRL: the trainer decides the objective."""
+    return KeyRule(lambda *_: honoured(options), "train.objective")
 
 
 _METHODS: dict[str, tuple[Table, dict[str, Any]]] = {
@@ -136,10 +141,13 @@ _METHODS: dict[str, tuple[Table, dict[str, Any]]] = {
         },
         {"loss_type": "sigmoid", "beta": 0.1, "label_smoothing": 0.0, "cpo_alpha": 1.0, "simpo_gamma": 0.5},
     ),
-    "orpo": ({**preferences.REFERENCES, "method": sets("train.objective")}, {"method": "orpo", "beta": 0.1}),
+    "orpo": (
+        {**preferences.REFERENCES, "method": _always({"train.objective": "orpo"})},
+        {"method": "orpo", "beta": 0.1},
+    ),
     "reward": (
         {
-            "method": KeyRule(lambda *_: honoured(preferences.REWARD), "train.objective"),
+            "method": _always(preferences.REWARD),
             "center_rewards_coefficient": sets("preference.center_rewards"),
         },
         {"method": "reward", "center_rewards_coefficient": 0.0},
@@ -148,7 +156,7 @@ _METHODS: dict[str, tuple[Table, dict[str, Any]]] = {
         {
             "truncation_mode": never("included in the `megalite prepare` command"),
             "dataset_text_field": never("data is conversations"),
-            "method": sets("train.objective"),
+            "method": _always({"train.objective": "distillation"}),
             "teacher_model_name_or_path": KeyRule(
                 lambda value, _: honoured({"distillation.teacher": f"hf:{value}"}), "distillation.teacher"
             ),
@@ -233,6 +241,13 @@ class TRL:
 
     def __init__(self, method: str):
         self.method, self.NAME = method, f"TRL ({method})"
+        self.TABLE: Table = {
+            **TABLE,
+            "max_length": KeyRule(self._length, "data.sequence_length"),
+            "dataset_name": KeyRule(self._dataset, "data.train"),
+            "datasets": KeyRule(self._datasets, "data.train"),
+            **_METHODS[method][0],
+        }
 
     def recognizes(self, leaves: dict[str, Any]) -> bool:
         """The keys of a file are not those of one trainer alone."""
@@ -242,13 +257,7 @@ class TRL:
         return source.dp
 
     def table(self, source: ImportedFile) -> Table:
-        return {
-            **TABLE,
-            "max_length": KeyRule(self._length, "data.sequence_length"),
-            "dataset_name": KeyRule(self._dataset, "data.train"),
-            "datasets": KeyRule(self._datasets, "data.train"),
-            **_METHODS[self.method][0],
-        }
+        return self.TABLE
 
     def defaults(self, source: ImportedFile) -> dict[str, Any]:
         """Return the defaults of TRL and of transformers' Trainer that differ from ours."""
