@@ -108,10 +108,10 @@ def _loss(value: Any, source: ImportedFile) -> Verdict:
 def _divergence(value: Any, source: ImportedFile) -> Verdict:
     """Map the loss of a distillation, whose teacher is that of teacher_checkpointer."""
     kinds = {"ForwardKL": "forward", "ReverseKL": "reverse"}
-    found = [kind for name, kind in kinds.items() if component(source, "kd_loss").startswith(name)]
-    if not found:
+    divergences = [kind for name, kind in kinds.items() if component(source, "kd_loss").startswith(name)]
+    if not divergences:
         return lost("distillation.divergence is forward, reverse or jsd: set it, and train.objective")
-    return honoured({"train.objective": "distillation", "distillation.divergence": found[0]})
+    return honoured({"train.objective": "distillation", "distillation.divergence": divergences[0]})
 
 
 def _ratio(value: Any, source: ImportedFile) -> Verdict:

@@ -1,7 +1,7 @@
 """The YAML of TRL's command line, `trl dpo --config FILE`.
 
-Meanings and defaults are those of its trainer/*_config.py, experimental/, scripts/utils.py and of
-transformers' Trainer. A file does not say which of TRL's trainers reads it, so each is a project of its own.
+Meanings and defaults are those of its configurations, of its scripts' arguments and of transformers'
+Trainer. A file does not say which of TRL's trainers reads it, so each is a project of its own.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ def _datasets(value: Any, source: ImportedFile, preference: bool) -> list[Import
         inputs = data.located(value, None, source.get("dataset_config"))
         split = str(source.get("dataset_train_split", "train"))
         return [ImportedDataset(inputs, preference=preference, split=split)]
-    found = []
+    datasets = []
     for entry in value:
         entry = entry if isinstance(entry, dict) else {"path": entry}
         inputs = data.located(entry.get("path"), entry.get("data_files"), entry.get("name"))
         others = [key for key in ("data_dir", "columns", "fraction") if entry.get(key)]
         without = f"without {', '.join(others)}" if others else ""
         split = str(entry.get("split") or "train")
-        found.append(ImportedDataset(inputs, preference=preference, split=split, without=without))
-    return found
+        datasets.append(ImportedDataset(inputs, preference=preference, split=split, without=without))
+    return datasets
 
 
 def _cpo(value: Any, source: ImportedFile) -> Verdict:
