@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megalite.importers import accelerate, axolotl_data, data, finetuning
+from megalite.importers import accelerate, axolotl_data, data, finetuning, preferences
 from megalite.importers.batch import Batch
 from megalite.importers.verdict import (
     ImportedFile,
@@ -22,6 +22,7 @@ from megalite.importers.verdict import (
     lost,
     missing,
     never,
+    only,
     rounded,
     sets,
     to_do,
@@ -186,6 +187,61 @@ def _packing(value: Any, source: ImportedFile) -> Verdict:
     return data.packing(value, axolotl_data.is_text(source), mask)
 
 
+def _objective(value: Any, source: ImportedFile) -> Verdict:
+    """Map rl. DPO's loss is that of dpo_loss_type, and dpo_norm_loss divides it by lengths."""
+    name = word(value)
+    if name == "DPO":
+        return harmless("train.objective is set by dpo_loss_type")
+    if name not in axolotl_data.PREFERENCES:
+        return lost(preferences.GENERATES)
+    return honoured({"train.objective": name.lower()})
+
+
+def _dpo_loss(value: Any, source: ImportedFile) -> Verdict:
+    if source.word("rl") != "DPO":
+        return harmless("only used with rl: dpo")
+    verdict = preferences.dpo(value, source.get("dpo_loss_weights"))
+    if source.on("dpo_norm_loss") and verdict.options.get("preference.loss") == "sigmoid":
+        return verdict._replace(options=verdict.options | {"preference.loss": "sigmoid_norm"})
+    return verdict
+
+
+def _normalized(value: Any, source: ImportedFile) -> Verdict:
+    if word(value) != "TRUE" or source.word("dpo_loss_type") in ("['SIGMOID']", "SIGMOID"):
+        return harmless("included in preference.loss")
+    return lost("only the sigmoid loss is divided by lengths: preference.loss: sigmoid_norm")
+
+
+def _in(methods: str, row: KeyRule) -> KeyRule:
+    """Return a row that counts only with these values of rl."""
+    off = harmless(f"only used with rl: {methods.lower().replace(' ', ' or ')}")
+    return KeyRule(
+        lambda value, source: row.judge(value, source) if source.word("rl") in methods.split() else off,
+        row.option,
+    )
+
+
+def _beta(value: Any, source: ImportedFile) -> Verdict:
+    if source.get("orpo_alpha") is not None and source.word("rl") == "ORPO":
+        return harmless("overridden by orpo_alpha")
+    return honoured({"preference.beta": value})
+
+
+def _length(value: Any, source: ImportedFile) -> Verdict:
+    pairs = source.on("reward_model") or source.word("rl").lower() in preferences.PAIRS
+    return honoured(preferences.row_length(value, pairs))
+
+
+def _lora_dropout(value: Any, source: ImportedFile) -> Verdict:
+    if source.word("rl") in axolotl_data.PREFERENCES and value:
+        return honoured({"lora.dropout": 0.0}, "TRL's disable_dropout turns it off with preferences")
+    return honoured({"lora.dropout": value})
+
+
+def _reward(value: Any, source: ImportedFile) -> Verdict:
+    return honoured(preferences.REWARD) if word(value) == "TRUE" else harmless("disabled")
+
+
 WARMUP, LONGEST_WARMUP = 0.03, 100
 INTERNAL = "has no effect on the run"
 TABLE: Table = {
@@ -257,7 +313,7 @@ TABLE: Table = {
         never("data is preprocessed by `megalite prepare`"),
     ),
     "val_set_size": KeyRule(_validation, "data.validation"),
-    "sequence_len": sets("data.sequence_length"),
+    "sequence_len": KeyRule(_length, "data.sequence_length"),
     "sample_packing": KeyRule(_packing, "data.packing"),
     **each(
         "",
@@ -275,7 +331,7 @@ TABLE: Table = {
     "adapter": KeyRule(_adapter, "lora.rank"),
     "lora_r": _with_adapter(sets("lora.rank")),
     "lora_alpha": _with_adapter(sets("lora.alpha")),
-    "lora_dropout": _with_adapter(sets("lora.dropout")),
+    "lora_dropout": _with_adapter(KeyRule(_lora_dropout, "lora.dropout")),
     "lora_target_modules": _with_adapter(KeyRule(_targets, "lora.targets")),
     "lora_target_linear": never("the default of lora.targets is all projections"),
     "lora_modules_to_save": _with_adapter(KeyRule(finetuning.modules_to_save, "lora.modules_to_save")),
@@ -358,10 +414,32 @@ TABLE: Table = {
     "loss_watchdog_*": missing("use faults.spike_sigma, which skips steps with a high loss"),
     **each(
         "",
-        "process_reward_model num_labels ebft.* diffusion.* use_eaft eaft_*",
+        "process_reward_model ebft.* diffusion.* use_eaft eaft_*",
         missing(finetuning.OBJECTIVE),
     ),
-    **each("", "rl rl_* trl.* vllm.* reward_model orpo_* dpo_* kto_* simpo_*", missing(finetuning.OBJECTIVE)),
+    "rl": KeyRule(_objective, "train.objective"),
+    "dpo_loss_type": KeyRule(_dpo_loss, "train.objective"),
+    "dpo_loss_weights": never("included in preference.nll_weight"),
+    "dpo_norm_loss": _in("DPO", KeyRule(_normalized, "preference.loss")),
+    "dpo_label_smoothing": _in("DPO", preferences.smoothing("dpo_loss_type")),
+    "dpo_use_weighting": preferences.REFERENCES["use_weighting"],
+    "dpo_*": never("only affects how TRL computes the loss"),
+    "dpo_generate_during_eval": missing("use `megalite generate` with a checkpoint"),
+    "rl_beta": _in("DPO IPO SIMPO ORPO KTO", KeyRule(_beta, "preference.beta")),
+    "orpo_alpha": _in("ORPO", sets("preference.beta")),
+    "simpo_gamma": _in("SIMPO", sets("preference.gamma")),
+    "cpo_alpha": _in("SIMPO", sets("preference.nll_weight")),
+    "rpo_alpha": _in("DPO IPO", sets("preference.nll_weight")),
+    "kto_desirable_weight": _in("KTO", sets("preference.desirable_weight")),
+    "kto_undesirable_weight": _in("KTO", sets("preference.undesirable_weight")),
+    "precompute_ref_log_probs": preferences.precomputed("base_model"),
+    "rl_adapter_ref_model": never("the reference is the model from which training starts"),
+    "max_prompt_len": preferences.REFERENCES["max_prompt_len"],
+    "reward_model": KeyRule(_reward, "train.objective"),
+    "num_labels": only("1", "a reward model has one output"),
+    "center_rewards_coefficient": sets("preference.center_rewards"),
+    **each("", "kd_* kd_trainer", missing(preferences.STORED)),
+    **each("", "rl_* trl.* vllm.* grpo_* ppo_*", missing(preferences.GENERATES)),
 }
 
 
@@ -389,6 +467,7 @@ def defaults(source: ImportedFile) -> dict[str, Any]:
         "sequence_len": 512,
         **trainer,
         **strategy,
+        **_preference_defaults(source),
         **_default_warmup(source),
         **_default_accumulation(source),
     }
@@ -412,3 +491,17 @@ def _default_accumulation(source: ImportedFile) -> dict[str, Any]:
         if size and micro and size % micro == 0 and BATCH.steps not in source.leaves
         else {}
     )
+
+
+def _preference_defaults(source: ImportedFile) -> dict[str, Any]:
+    """Return the numbers of TRL that axolotl leaves as they are, and the packing of the data."""
+    objective = source.word("rl")
+    if objective not in axolotl_data.PREFERENCES:
+        return {"sample_packing": False} if source.on("reward_model") else {}
+    beta = {} if objective == "ORPO" and source.get("orpo_alpha") is not None else {"rl_beta": 0.1}
+    numbers: dict[str, dict[str, Any]] = {
+        "DPO": {"dpo_loss_type": ["sigmoid"], "dpo_label_smoothing": 0.0},
+        "SIMPO": {"simpo_gamma": 0.5, "cpo_alpha": 1.0},
+        "KTO": {"kto_desirable_weight": 1.0, "kto_undesirable_weight": 1.0},
+    }
+    return {"sample_packing": False, **beta, **numbers.get(objective, {})}

@@ -8,6 +8,8 @@ from typing import Any
 from megalite.config.rule import show
 from megalite.importers import data
 from megalite.importers.data import ImportedDataset
+from megalite.importers.preferences import GENERATES
+from megalite.importers.preferences import limits as limits_of
 from megalite.importers.verdict import ImportedFile, Verdict, lost, word
 
 TEXTS = ("completion", "pretrain")
@@ -47,8 +49,10 @@ LABELLED_KEYS: dict[str, tuple[str, ...]] = {
     "ultra": ("instruction=prompt",),
 }
 """The same of completions with a label."""
-PREFERENCES = {**dict.fromkeys(("DPO", "IPO", "ORPO", "SIMPO", "CPO"), PREFERENCE_KEYS), "KTO": LABELLED_KEYS}
+PREFERENCES = {**dict.fromkeys(("DPO", "IPO", "ORPO", "SIMPO"), PREFERENCE_KEYS), "KTO": LABELLED_KEYS}
 """Values of `rl` whose data can be prepared."""
+REWARD_KEYS: dict[str, tuple[str, ...]] = {"chat_template": (), "default": (), "llama3": ()}
+"""What follows bradley_terry in the type of pairs of a reward model."""
 EXPRESSED = {
     *(
         "path",
@@ -100,7 +104,11 @@ def is_text(source: ImportedFile) -> bool:
 
 def _prepared(value: Any, source: ImportedFile, option: str, output: str) -> Verdict:
     if (objective := source.word("rl")) not in ("NONE", "FALSE", ""):
-        return _preferences(value, source, objective, option, output)
+        if objective not in PREFERENCES:
+            return lost(GENERATES)
+        return _preferences(value, source, PREFERENCES[objective], option, output, objective == "KTO")
+    if source.on("reward_model"):
+        return _preferences(value, source, REWARD_KEYS, option, output, False)
     entries, pretraining = _entries(value), value == source.get("pretraining_dataset")
     unknown = [_type(entry) for entry in entries if not pretraining and not _is_known(entry)]
     if unknown:
@@ -112,20 +120,27 @@ def _prepared(value: Any, source: ImportedFile, option: str, output: str) -> Ver
     return data.prepared(datasets, source.get("base_model"), _of_conversations(source), option, output)
 
 
-def _preferences(value: Any, source: ImportedFile, objective: str, option: str, output: str) -> Verdict:
-    if objective not in PREFERENCES:
-        return lost("data of rewards and generations is not supported")
+def _preferences(
+    value: Any,
+    source: ImportedFile,
+    forms: dict[str, tuple[str, ...]],
+    option: str,
+    output: str,
+    labelled: bool,
+) -> Verdict:
     entries = _entries(value)
-    datasets = [_preference_dataset(entry, source, PREFERENCES[objective]) for entry in entries]
+    datasets = [_preference_dataset(entry, source, forms) for entry in entries]
     known = [dataset for dataset in datasets if dataset is not None]
     if len(known) < len(entries):
         types = ", ".join(
             show(entry.get("type")) for entry, dataset in zip(entries, datasets, strict=True) if not dataset
         )
         return lost(f"data of type {types} is not supported: convert it to TRL's records first")
-    verdict = data.prepared(known, source.get("base_model"), _of_conversations(source), option, output)
+    cut = "truncate" if source.word("excess_length_strategy") == "TRUNCATE" else "drop"
+    limits = limits_of(source.size("sequence_len"), cut)
+    verdict = data.prepared(known, source.get("base_model"), limits, option, output)
     rows = "a row holds both completions of a pair with their prompts"
-    return verdict if objective == "KTO" else verdict._replace(why=f"{verdict.why}; {rows}")
+    return verdict if labelled else verdict._replace(why=f"{verdict.why}; {rows}")
 
 
 def _preference_dataset(

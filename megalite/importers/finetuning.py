@@ -71,7 +71,7 @@ ADDED_TOKENS = (
     "model.resize_embeddings=mean"
 )
 KERNELS = "fused operations are selected by train.kernels"
-OBJECTIVE = "only next-token prediction is supported, without rewards, preferences or teachers"
+OBJECTIVE = "an objective that is not supported: train.objective lists those that are"
 VALIDATION = "requires validation data: set data.validation first"
 
 

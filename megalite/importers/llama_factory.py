@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megalite.importers import data, finetuning
+from megalite.importers import data, finetuning, preferences
 from megalite.importers.batch import Batch
 from megalite.importers.data import ImportedDataset
 from megalite.importers.verdict import (
@@ -27,7 +27,7 @@ from megalite.importers.verdict import (
 
 NAME = "LLaMA-Factory"
 BATCH = Batch("", "per_device_train_batch_size", "gradient_accumulation_steps")
-PREFERENCES = ("DPO", "KTO")
+PREFERENCES = ("DPO", "KTO", "RM")
 """Values of `stage` whose data is preferences."""
 MARKS = ("finetuning_type", "cutoff_len", "stage", "template", "lora_target")
 
@@ -59,8 +59,78 @@ def _adapter(row: KeyRule) -> KeyRule:
     )
 
 
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "SIGMOID": {"train.objective": "dpo", "preference.loss": "sigmoid"},
+    "HINGE": {"train.objective": "dpo", "preference.loss": "hinge"},
+    "IPO": {"train.objective": "ipo"},
+    "ORPO": {"train.objective": "orpo"},
+    "SIMPO": {"train.objective": "simpo"},
+}
+"""pref_loss of stage dpo → the options."""
+NLL_OF_PROMPTS = "the likelihood is of prompts, too, and a mean over the tokens of a batch, not over pairs"
+VALUE_HEAD = "the head has no bias, and LLaMA-Factory saves its own in a file of its own"
+
+
 def _stage(value: Any, source: ImportedFile) -> Verdict:
-    return harmless("this is always the case") if word(value) in ("SFT", "PT") else lost(finetuning.OBJECTIVE)
+    name = word(value)
+    if name == "DPO":
+        return harmless("train.objective is set by pref_loss")
+    if name == "KTO":
+        return honoured({"train.objective": "kto"})
+    if name == "RM":
+        return honoured(preferences.REWARD, VALUE_HEAD)
+    if name == "PPO":
+        return lost(preferences.GENERATES)
+    return harmless("this is always the case") if name in ("SFT", "PT") else lost(finetuning.OBJECTIVE)
+
+
+def _preference_loss(value: Any, source: ImportedFile) -> Verdict:
+    name = word(value)
+    if name not in OBJECTIVES:
+        return lost(
+            "kto takes single completions with labels: use stage: kto" if name == "KTO_PAIR" else LOSS
+        )
+    return honoured(OBJECTIVES[name], NLL_OF_PROMPTS if name == "ORPO" else "")
+
+
+def _likelihood(value: Any, source: ImportedFile) -> Verdict:
+    if not value:
+        return harmless("disabled")
+    if source.word("stage") == "KTO":
+        return lost("kto has no likelihood of good completions beside its loss")
+    return honoured({"preference.nll_weight": value}, "a mean over the tokens of a batch, not over pairs")
+
+
+def _reference(value: Any, source: ImportedFile) -> Verdict:
+    return honoured({"preference.reference": f"hf:{value}"})
+
+
+def _start(value: Any, source: ImportedFile) -> Verdict:
+    """Map the adapter that training continues, which the reference model of LLaMA-Factory does not have."""
+    options, stage = {"lora.init_from": value}, source.word("stage")
+    refers = stage == "KTO" or (stage == "DPO" and source.word("pref_loss") not in ("ORPO", "SIMPO"))
+    if refers and source.get("ref_model") is None:
+        options["preference.reference"] = f"hf:{source.get('model_name_or_path')}"
+    return honoured(options)
+
+
+def _in(stages: str, row: KeyRule, losses: str = "") -> KeyRule:
+    """Return a row that counts only in these stages and, if they are given, for these values of pref_loss."""
+
+    def judge(value: Any, source: ImportedFile) -> Verdict:
+        if source.word("stage") not in stages.split():
+            return harmless(f"only used with stage: {stages.lower().replace(' ', ' or ')}")
+        if losses and source.word("pref_loss") not in losses.split():
+            return harmless(f"only used with pref_loss: {losses.lower().replace(' ', ' or ')}")
+        return row.judge(value, source)
+
+    return KeyRule(judge, row.option)
+
+
+def _lora_dropout(value: Any, source: ImportedFile) -> Verdict:
+    if source.word("stage") in ("DPO", "KTO") and value:
+        return honoured({"lora.dropout": 0.0}, "LLaMA-Factory turns dropout off with preferences")
+    return honoured({"lora.dropout": value})
 
 
 def _is_text(source: ImportedFile) -> bool:
@@ -70,7 +140,7 @@ def _is_text(source: ImportedFile) -> bool:
 def _datasets(value: Any, source: ImportedFile) -> Verdict:
     """Map the dataset names, whose files dataset_info.json lists."""
     if source.word("stage", "sft") not in ("SFT", "PT", *PREFERENCES):
-        return lost("data of rewards and generations is not supported")
+        return lost(preferences.GENERATES)
     preference = source.word("stage", "sft") in PREFERENCES
     names = ", ".join(
         str(name).strip() for name in (value if isinstance(value, list) else str(value).split(","))
@@ -81,15 +151,18 @@ def _datasets(value: Any, source: ImportedFile) -> Verdict:
         if source.on(key) and not preference
     ]
     options = [word for part in chosen[:1] for word in part]
+    if preference:
+        options = preferences.limits(source.size("cutoff_len"), "truncate")
     verdict = data.prepared(
         [ImportedDataset(text=_is_text(source), preference=preference)],
         source.get("model_name_or_path"),
         options,
     )
+    columns = " and the keys of its columns with --keys" if preference else ""
     where = f"{source.get('dataset_dir', 'data')}/dataset_info.json"
     return verdict._replace(
         why=f"{verdict.why}; replace FILE with the files or hf:NAME that {where} lists for {names}, "
-        "separated by spaces"
+        f"separated by spaces{columns}"
     )
 
 
@@ -122,6 +195,8 @@ def _length(value: Any, source: ImportedFile) -> Verdict:
 
     A packed row of conversations has cutoff_len tokens in LLaMA-Factory, the last of which is only predicted.
     """
+    if source.word("stage") in PREFERENCES:
+        return honoured(preferences.row_length(value, source.word("stage") != "KTO"))
     packed = (source.on("packing") or source.on("neat_packing")) and not _is_text(source)
     return honoured({"data.sequence_length": value - 1 if packed and type(value) is int else value})
 
@@ -136,6 +211,7 @@ def _resize(value: Any, source: ImportedFile) -> Verdict:
     return honoured({"model.resize_embeddings": "mean"}, "LLaMA-Factory adds noise to the mean")
 
 
+LOSS = f"set train.objective: pref_loss is one of {', '.join(OBJECTIVES).lower()}"
 TABLE: Table = {
     **finetuning.TRAINER,
     **BATCH.table(),
@@ -145,7 +221,7 @@ TABLE: Table = {
         "trust_remote_code use_fast_tokenizer cache_dir low_cpu_mem_usage",
         never("config.json and the tokenizer files are read directly"),
     ),
-    "adapter_name_or_path": sets("lora.init_from"),
+    "adapter_name_or_path": KeyRule(_start, "lora.init_from"),
     "model_revision": only("MAIN", "download that revision and set model.from_hf to its directory"),
     "resize_vocab": KeyRule(_resize, "model.resize_embeddings"),
     **each(
@@ -179,7 +255,7 @@ TABLE: Table = {
     "finetuning_type": KeyRule(_method, "lora.rank"),
     "lora_rank": _adapter(sets("lora.rank")),
     "lora_alpha": _adapter(sets("lora.alpha")),
-    "lora_dropout": _adapter(sets("lora.dropout")),
+    "lora_dropout": _adapter(KeyRule(_lora_dropout, "lora.dropout")),
     "lora_target": _adapter(KeyRule(finetuning.targets, "lora.targets")),
     "additional_target": _adapter(KeyRule(finetuning.modules_to_save, "lora.modules_to_save")),
     "use_dora": _adapter(finetuning.DORA),
@@ -229,7 +305,21 @@ TABLE: Table = {
         "plot_loss print_param_status disable_shuffling use_swanlab swanlab_*",
         never("use `megalite report` to plot the loss"),
     ),
-    **each("", "pref_* dpo_* ppo_* kto_* simpo_* ref_model* reward_model*", missing(finetuning.OBJECTIVE)),
+    "pref_loss": _in("DPO", KeyRule(_preference_loss, "train.objective")),
+    "pref_beta": _in("DPO KTO", sets("preference.beta")),
+    "pref_ftx": _in("DPO KTO", KeyRule(_likelihood, "preference.nll_weight")),
+    "pref_bco_weight": missing("losses of a classifier of prompts are not supported"),
+    "dpo_label_smoothing": _in("DPO", sets("preference.label_smoothing"), "SIGMOID"),
+    "ld_alpha": preferences.REFERENCES["ld_alpha"],
+    "kto_chosen_weight": _in("KTO", sets("preference.desirable_weight")),
+    "kto_rejected_weight": _in("KTO", sets("preference.undesirable_weight")),
+    "simpo_gamma": _in("DPO", sets("preference.gamma"), "SIMPO"),
+    "ref_model": _in(
+        "DPO KTO",
+        KeyRule(lambda value, _: honoured({"preference.reference": f"hf:{value}"}), "preference.reference"),
+    ),
+    **each("", "ref_model_adapters ref_model_quantization_bit", missing("merge it into ref_model")),
+    **each("", "ppo_* reward_model*", missing(preferences.GENERATES)),
     **each("", "use_dft_loss use_asft_loss asft_* use_eaft_loss eaft_*", missing(finetuning.OBJECTIVE)),
     **each("", "image_* video_* audio_*", missing("only text data is supported")),
     **each("", "freeze_*", missing("either all weights or adapters are trained")),
@@ -275,8 +365,20 @@ def defaults(source: ImportedFile) -> dict[str, Any]:
     return {
         "finetuning_type": "lora",
         **adapter,
+        **_preference_defaults(source),
         "cutoff_len": 2048,
         "disable_gradient_checkpointing": False,
         **trainer,
         "logging_steps": 500,
     }
+
+
+def _preference_defaults(source: ImportedFile) -> dict[str, Any]:
+    """Return the numbers of the objective, and the packing of its data, which depends on the stage."""
+    stage = source.word("stage")
+    if stage not in PREFERENCES:
+        return {}
+    numbers: dict[str, Any] = {"RM": {}, "KTO": {"kto_chosen_weight": 1.0, "kto_rejected_weight": 1.0}}.get(
+        stage, {"pref_loss": "sigmoid", "dpo_label_smoothing": 0.0, "simpo_gamma": 0.5}
+    )
+    return {"packing": False, **({} if stage == "RM" else {"pref_beta": 0.1}), **numbers}

@@ -13,7 +13,9 @@ from megalite.importers import (
     megatron,
     torchtitan,
     torchtune,
+    trl,
 )
+from megalite.importers.preferences import GENERATES
 from megalite.importers.verdict import ImportedFile, Table
 
 
@@ -39,10 +41,13 @@ PROJECTS: dict[str, Project] = {
     "llama-factory": llama_factory,
     "torchtune": torchtune,
     "deepspeed": deepspeed,
+    **trl.PROJECTS,
 }
 """The name on the command line → its module, in the order in which they are tried on a file."""
 _TRAINER = "per_device_train_batch_size"
 """A key of transformers' TrainingArguments, which supported projects have as well."""
+_GENERATION = ("num_generations", "reward_funcs", "num_ppo_epochs", "rloo_k", "missing_eos_penalty")
+"""Keys of TRL's trainers that generate."""
 _UNSUPPORTED: dict[str, list[set[str]]] = {
     "GPT-NeoX": [
         {"pipe-parallel-size"},
@@ -78,13 +83,17 @@ def recognize(leaves: dict[str, Any]) -> str:
             raise ConfigError(
                 f"Configurations of {project} are not supported. Supported projects: {supported}."
             )
+    of_trainer = any(key.replace("-", "_") == _TRAINER for key in leaves)
     for name, module in PROJECTS.items():
-        if module.recognizes(leaves):
+        if module.recognizes(leaves) and not (of_trainer and module is deepspeed):  # which share keys
             return name
-    if any(key.replace("-", "_") == _TRAINER for key in leaves):
+    if of_trainer:
+        if any(key.replace("-", "_") in _GENERATION for key in leaves):
+            raise ConfigError(f"Arguments of TRL: {GENERATES}.")
         raise ConfigError(
-            "Arguments of transformers' Trainer and of TRL are not supported. Set the options by hand; "
-            "docs/coming-from.md (transformers Trainer) lists the corresponding options."
+            "Arguments of transformers' Trainer or of TRL. For a file of `trl dpo --config FILE` and "
+            f"others, pass the trainer before the file, one of: {', '.join(trl.PROJECTS)}. Otherwise set the "
+            "options by hand; docs/coming-from.md (transformers Trainer) lists the corresponding options."
         )
     raise ConfigError(
         f"Could not recognize the project of the file. Pass the project before the file, one of: {supported}."

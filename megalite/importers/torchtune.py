@@ -24,6 +24,7 @@ from megalite.importers.verdict import (
     missing,
     never,
     only,
+    rounded,
     row_of,
     sets,
     to_do,
@@ -102,6 +103,27 @@ def _loss(value: Any, source: ImportedFile) -> Verdict:
     if "CrossEntropy" in component(source, "loss") or component(source, "loss").startswith("CE"):
         return harmless("the loss is always cross-entropy; use train.loss_chunk to compute it in chunks")
     return lost(finetuning.OBJECTIVE)
+
+
+def _divergence(value: Any, source: ImportedFile) -> Verdict:
+    """Map the loss of a distillation, whose teacher is that of teacher_checkpointer."""
+    kinds = {"ForwardKL": "forward", "ReverseKL": "reverse"}
+    divergences = [kind for name, kind in kinds.items() if component(source, "kd_loss").startswith(name)]
+    if not divergences:
+        return lost("distillation.divergence is forward, reverse or jsd: set it, and train.objective")
+    return honoured({"train.objective": "distillation", "distillation.divergence": divergences[0]})
+
+
+def _ratio(value: Any, source: ImportedFile) -> Verdict:
+    """Map the share of the divergence in the loss. Here, the divergence has no factor."""
+    if type(value) not in (int, float) or not 0 < value <= 1:
+        return lost("without a share of the divergence there is no distillation")
+    weight = {"distillation.cross_entropy_weight": rounded((1 - value) / value)}
+    return honoured(weight, "" if value == 1 else f"the loss is 1 / {value} times as large")
+
+
+def _teacher(value: Any, source: ImportedFile) -> Verdict:
+    return honoured({"distillation.teacher": f"hf:{str(value).rstrip('/')}"})
 
 
 def _clip(value: Any, source: ImportedFile) -> Verdict:
@@ -252,6 +274,11 @@ TABLE: Table = {
     "lr_scheduler.num_warmup_steps": sets("optimizer.warmup_steps"),
     "lr_scheduler.num_cycles": only("0.5", "the cosine schedule has no further cycles"),
     f"loss.{COMPONENT}": KeyRule(_loss),
+    f"kd_loss.{COMPONENT}": KeyRule(_divergence, "train.objective"),
+    "kd_loss.num_output_chunks": never("use train.loss_chunk, a number of tokens"),
+    "kd_ratio": KeyRule(_ratio, "distillation.cross_entropy_weight"),
+    "teacher_checkpointer.checkpoint_dir": KeyRule(_teacher, "distillation.teacher"),
+    **each("", "teacher_model.* teacher_checkpointer.*", never("determined by distillation.teacher")),
     **each("", "loss.* teacher_* kd_* ref_* reward_* value_* policy_*", missing(finetuning.OBJECTIVE)),
     "quantizer.*": missing(finetuning.QUANTIZED),
     "loss.num_output_chunks": never("use train.loss_chunk, a number of tokens"),
@@ -355,4 +382,5 @@ def defaults(source: ImportedFile) -> dict[str, Any]:
         if f"lr_scheduler.{COMPONENT}" in source.leaves
         else {f"lr_scheduler.{COMPONENT}": "torch.optim.lr_scheduler.ConstantLR"}
     )
-    return {**adam, **schedule, "clip_grad_norm": 0, "fsdp_reshard_after_forward": True}
+    ratio = {"kd_ratio": 0.5} if f"kd_loss.{COMPONENT}" in source.leaves else {}
+    return {**adam, **schedule, **ratio, "clip_grad_norm": 0, "fsdp_reshard_after_forward": True}

@@ -71,13 +71,15 @@ TITAN = {
 
 @dataclass
 class Case:
-    """A configuration, what its command must have, whether the data is a chat, and what FILE stands for."""
+    """A configuration, what its command must have, whether the data is a chat or pairs of them, and what FILE stands
+    for."""
 
     project: str
     content: dict[str, Any]
     has: str
     chat: bool = False
     file: str = ""
+    pairs: bool = False
 
 
 CASES = {
@@ -154,6 +156,13 @@ CASES = {
         "--keys instruction=question,output=answer --input pairs.jsonl --tokenizer MODEL --output PREFIX-2",
         chat=True,
     ),
+    "TRL, pairs": Case(
+        "trl-dpo",
+        {"model_name_or_path": "MODEL", "dataset_name": "choices.jsonl", "max_length": 64, "max_steps": 2},
+        "--preference --max_length 64 --too_long truncate --input choices.jsonl",
+        chat=True,
+        pairs=True,
+    ),
     "torchtitan": Case(
         "torchtitan", TITAN | {"training": TITAN["training"] | {"dataset_path": "./texts"}}, "--input './texts/*'"
     ),
@@ -177,6 +186,8 @@ def place(tmp_path_factory) -> Path:
     write_lines(
         directory / "pairs.jsonl", [{"question": each["instruction"], "answer": each["output"]} for each in records]
     )
+    halves = ({"chosen": f" {number}", "rejected": f" {number + 1}"} for number in range(9))
+    write_lines(directory / "choices.jsonl", [{"prompt": "Count:"} | half for half in halves])
     (directory / "texts").mkdir()
     (directory / "texts" / "one.txt").write_text(" ".join(texts))
     return directory
@@ -215,8 +226,9 @@ def test_what_is_printed_can_be_run(place, monkeypatch, capsys, name):
     assert all(("chat" in json.loads(Path(f"{prefix}.json").read_text())) == case.chat for prefix in data)
     Path("emitted.yaml").write_text(yaml.safe_dump(options))
     config: Config = load_config(["--config", "emitted.yaml", "--data.train", *data], world_size=1)
+    assert config.train.objective == ("dpo" if case.pairs else "cross_entropy")
     assert (config.data.packing, config.data.reset_positions) == (
-        case.chat,
+        case.chat and not case.pairs,
         not case.chat and case.project in ("axolotl", "torchtune"),
     )
 

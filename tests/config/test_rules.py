@@ -1154,6 +1154,18 @@ ROWS = [
         {"distillation.divergence": "forward"},
         ("distillation.teacher = scores:x",),
     ),
+    Row(
+        "labels that may be wrong",
+        DPO | {"preference.loss": "exo_pair"},
+        {"preference.label_smoothing": 0.001},
+        ("preference.loss = exo_pair",),
+    ),
+    Row(
+        "losses of cpo",
+        SIMPO | {"train.objective": "cpo", "preference.loss": "apo_zero"},
+        {"preference.loss": "hinge"},
+        ("train.objective = cpo",),
+    ),
     Row("a teacher is given", DISTILLATION | {"distillation.teacher": None}, {"distillation.teacher": "."}),
     Row(
         "the mixture of jsd",

@@ -437,15 +437,132 @@ def test_added_tokens_resize_the_model_and_are_asked_for():
 @pytest.mark.parametrize(
     ("rl", "kind", "says"),
     [
-        ("dpo", "chatml.intel", "--preference --keys instruction=question --input hf:org/pairs"),
+        ("dpo", "chatml.intel", "--preference --keys instruction=question --max_length 512 --input hf:org/pairs"),
         ("orpo", "llama3.argilla", "--keys chosen=chosen_response,rejected=rejected_response"),
-        ("ipo", "chatml.argilla_chat", "megalite prepare --preference --input"),
+        ("ipo", "chatml.argilla_chat", "megalite prepare --preference --max_length 512 --input"),
         ("kto", "llama3.prompt_pairs", "--preference --keys instruction=prompt"),
         ("dpo", "user_defined.default", "type user_defined.default is not supported: convert it to TRL"),
         ("kto", "chatml.argilla_chat", "type chatml.argilla_chat is not supported"),
-        ("grpo", "chat_template.default", "data of rewards and generations is not supported"),
+        ("grpo", "chat_template.default", "train with TRL, verl, OpenRLHF or NeMo-RL"),
     ],
 )
 def test_axolotls_preferences(rl, kind, says):
     _, said = judged("axolotl", {"base_model": "m", "rl": rl, "datasets": [{"path": "org/pairs", "type": kind}]})
     assert says in said["datasets"][1]
+
+
+PAIRS = {"data.sequence_length": 2048, "data.packing": False}
+DPO = {"train.objective": "dpo", "preference.loss": "sigmoid", "preference.beta": 0.1}
+FIELDS: dict[str, tuple[str, dict, dict]] = {
+    # the project, fields beside a model and a length of 1024, what comes out
+    "axolotl, lengths": ("axolotl", {"rl": "dpo", "dpo_norm_loss": True}, DPO | {"preference.loss": "sigmoid_norm"}),
+    "axolotl, several losses": (
+        "axolotl",
+        {"rl": "dpo", "dpo_loss_type": ["robust", "sft"], "dpo_loss_weights": [1, 0.5], "dpo_label_smoothing": 0.1},
+        PAIRS | {"preference.loss": "robust", "preference.nll_weight": 0.5, "preference.label_smoothing": 0.1},
+    ),
+    "axolotl, ipo": (
+        "axolotl",
+        {"rl": "ipo", "rl_beta": 0.5},
+        PAIRS | {"train.objective": "ipo", "preference.beta": 0.5},
+    ),
+    "axolotl, orpo": (
+        "axolotl",
+        {"rl": "orpo", "orpo_alpha": 0.2},
+        {"train.objective": "orpo", "preference.beta": 0.2},
+    ),
+    "axolotl, simpo": (
+        "axolotl",
+        {"rl": "simpo", "rl_beta": 2.0, "simpo_gamma": 1.0},
+        {"train.objective": "simpo", "preference.beta": 2, "preference.gamma": 1, "preference.nll_weight": 1.0},
+    ),
+    "axolotl, kto": (
+        "axolotl",
+        {"rl": "kto", "kto_desirable_weight": 0.2, "adapter": "lora", "lora_r": 8, "lora_dropout": 0.1},
+        {
+            "train.objective": "kto",
+            "data.sequence_length": 1024,
+            "preference.desirable_weight": 0.2,
+            "lora.dropout": 0.0,
+        },
+    ),
+    "axolotl, reward": (
+        "axolotl",
+        {"reward_model": True, "num_labels": 1, "center_rewards_coefficient": 0.01},
+        PAIRS | {"train.objective": "reward", "model.output_head": "reward", "preference.center_rewards": 0.01},
+    ),
+    "LLaMA-Factory, defaults": ("llama-factory", {"stage": "dpo"}, PAIRS | DPO),
+    "LLaMA-Factory, hinge": (
+        "llama-factory",
+        {"stage": "dpo", "pref_loss": "hinge", "pref_ftx": 0.3, "ref_model": "org/ref"},
+        DPO | {"preference.loss": "hinge", "preference.nll_weight": 0.3, "preference.reference": "hf:org/ref"},
+    ),
+    "LLaMA-Factory, ipo": ("llama-factory", {"stage": "dpo", "pref_loss": "ipo"}, {"train.objective": "ipo"}),
+    "LLaMA-Factory, simpo": (
+        "llama-factory",
+        {"stage": "dpo", "pref_loss": "simpo", "simpo_gamma": 1.2},
+        {"train.objective": "simpo", "preference.gamma": 1.2, "preference.beta": 0.1},
+    ),
+    "LLaMA-Factory, reward": ("llama-factory", {"stage": "rm"}, PAIRS | {"train.objective": "reward"}),
+    "TRL, defaults": (
+        "trl-dpo",
+        {},
+        PAIRS
+        | DPO
+        | {"optimizer.lr": 1e-6, "train.recompute": "full", "train.epochs": 3, "preference.label_smoothing": 0.0},
+    ),
+    "TRL, simpo": (
+        "trl-cpo",
+        {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 2.0},
+        PAIRS | {"train.objective": "simpo", "preference.nll_weight": 0, "preference.gamma": 0.5, "preference.beta": 2},
+    ),
+    "TRL, kto": ("trl-kto", {}, {"train.objective": "kto", "data.sequence_length": 1024, "data.shuffle": False}),
+    "TRL, orpo": ("trl-orpo", {"beta": 0.3}, PAIRS | {"train.objective": "orpo", "preference.beta": 0.3}),
+    "TRL, reward": ("trl-reward", {}, PAIRS | {"train.objective": "reward", "optimizer.lr": 1e-4}),
+    "TRL, a teacher": (
+        "trl-gkd",
+        {"teacher_model_name_or_path": "org/large", "lmbda": 0.0, "beta": 0.0, "temperature": 2.0},
+        {
+            **{"train.objective": "distillation", "distillation.divergence": "forward", "distillation.temperature": 2},
+            **{"distillation.teacher": "hf:org/large", "data.sequence_length": 1024},
+        },
+    ),
+}
+BASICS = {
+    "axolotl": {"base_model": "m", "sequence_len": 1024},
+    "llama-factory": {"model_name_or_path": "m", "cutoff_len": 1024},
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_objectives_of_other_programs(name):
+    """What comes out has the numbers that the other program would train with, also where they are its defaults."""
+    project, fields, expected = FIELDS[name]
+    options, said = judged(project, BASICS.get(project, {"model_name_or_path": "m"}) | fields)
+    assert {option: options.get(option) for option in expected} == expected
+    assert not [key for key, (kind, _) in said.items() if kind == "lost"]
+
+
+@pytest.mark.parametrize(
+    ("project", "fields", "says"),
+    [
+        ("axolotl", {"rl": "grpo"}, "train with TRL, verl, OpenRLHF or NeMo-RL"),
+        ("axolotl", {"kd_trainer": True}, "distributions in the data are not supported"),
+        ("llama-factory", {"stage": "ppo"}, "train with TRL, verl, OpenRLHF or NeMo-RL"),
+        ("llama-factory", {"stage": "dpo", "pref_loss": "kto_pair"}, "use stage: kto"),
+        ("trl-dpo", {"loss_type": "aot"}, "a loss that is not supported"),
+        ("trl-dpo", {"ld_alpha": 0.5}, "after the shorter completion's length"),
+        ("trl-dpo", {"f_divergence_type": "js_divergence"}, "the divergence reverse_kl"),
+        ("trl-gkd", {"lmbda": 0.5}, "train with TRL, verl, OpenRLHF or NeMo-RL"),
+    ],
+)
+def test_what_an_objective_lacks_is_named(project, fields, says):
+    _, said = judged(project, BASICS.get(project, {"model_name_or_path": "m"}) | fields)
+    assert [why for kind, why in said.values() if kind == "lost" and says in why]
+
+
+def test_trainers_that_generate_are_rejected_in_one_message():
+    with pytest.raises(ConfigError, match="Arguments of TRL: losses that generate text .* NeMo-RL"):
+        convert({"per_device_train_batch_size": 4, "num_generations": 8})
+    with pytest.raises(ConfigError, match="one of: trl-dpo, trl-kto"):
+        convert({"per_device_train_batch_size": 4, "beta": 0.1})

@@ -666,7 +666,7 @@ BAD = {
     "twice.json": ('{"fp16": {"enabled": true, "enabled": false}}', "the key enabled appears twice"),
     "other.json": (
         '{"hidden_size": 8}',
-        "one of: accelerate, torchtitan, megatron, axolotl, llama-factory, torchtune, deepspeed.",
+        "one of: accelerate, torchtitan, megatron, axolotl, llama-factory, torchtune, deepspeed, trl-dpo, ",
     ),
     "list.json": ("[1]", "Could not recognize the project"),
     "broken.toml": ("[training", "is not valid TOML"),

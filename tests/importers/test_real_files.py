@@ -25,6 +25,7 @@ class Real:
         said: further keys with a part of what is said about them.
         without: options that must not be set.
         dp: the number of ranks that is given.
+        project: the project that is given, where the keys do not tell it.
     """
 
     options: dict[str, Any]
@@ -32,9 +33,10 @@ class Real:
     said: dict[str, str] = field(default_factory=dict)
     without: tuple[str, ...] = ()
     dp: int | None = None
+    project: str | None = None
 
 
-UNKNOWN, OBJECTIVE, MOMENTS = "unknown key", "only next-token prediction", "moments are always fp32"
+UNKNOWN, OBJECTIVE, MOMENTS = "unknown key", "an objective that is not supported", "moments are always fp32"
 REAL = {
     "axolotl/lora-8b.yml": Real(
         {
@@ -195,11 +197,13 @@ REAL = {
         dp=2,
     ),
     "axolotl/preferences.yaml": Real(
-        {"optimizer.lr": 1e-4},
-        lost={"rl": OBJECTIVE},
+        {
+            **{"optimizer.lr": 1e-4, "train.objective": "dpo", "preference.loss": "sigmoid", "preference.beta": 0.1},
+            **{"data.sequence_length": 2 * 2048, "data.packing": False, "preference.label_smoothing": 0.0},
+        },
         said={
-            "datasets": "`megalite prepare --preference --keys messages=conversation --input hf:example/preferences "
-            "--tokenizer example/qwen-half-b --output PREFIX`"
+            "datasets": "`megalite prepare --preference --keys messages=conversation --max_length 2048 "
+            "--input hf:example/preferences --tokenizer example/qwen-half-b --output PREFIX`"
         },
         dp=2,
     ),
@@ -267,14 +271,42 @@ REAL = {
         dp=2,
     ),
     "llama-factory/lora-dpo.yaml": Real(
-        {"lora.rank": 16, "lora.alpha": 32, "lora.targets": ["q", "v"]},
-        lost={
-            "stage": OBJECTIVE,
-            "pref_beta": OBJECTIVE,
-            "pref_loss": OBJECTIVE,
+        {
+            **{"lora.rank": 16, "lora.alpha": 32, "lora.targets": ["q", "v"], "data.sequence_length": 2 * 2048},
+            **{"train.objective": "dpo", "preference.loss": "sigmoid", "preference.beta": 0.2, "data.packing": False},
         },
-        said={"dataset": "`megalite prepare --preference --input FILE --tokenizer "},
+        said={"dataset": "`megalite prepare --preference --max_length 2048 --too_long truncate --input FILE "},
         dp=1,
+    ),
+    "llama-factory/kto.yaml": Real(
+        {
+            **{"train.objective": "kto", "preference.beta": 0.2, "preference.desirable_weight": 1.5},
+            **{"preference.undesirable_weight": 1.0, "data.sequence_length": 1024, "lora.dropout": 0.0},
+            **{"lora.init_from": "saves/sft", "preference.reference": "hf:example/qwen3-4b"},
+        },
+        said={"pref_ftx": "no likelihood of good completions", "lora_dropout": "turns dropout off"},
+        lost={"pref_ftx": "no likelihood"},
+        dp=1,
+    ),
+    "trl/dpo-qlora.yaml": Real(
+        {
+            **{"train.objective": "dpo", "preference.loss": "apo_zero", "preference.nll_weight": 0.2},
+            **{"preference.beta": 0.05, "lora.rank": 64, "lora.targets": ["q", "k", "v", "o"], "lora.dropout": 0.0},
+            **{"data.sequence_length": 2 * 2048, "train.global_batch_size": 4 * 4 * 2, "optimizer.lr": 5e-6},
+            **{"train.recompute": "full", "train.precision": "bf16", "train.epochs": 1, "model.attention_dropout": 0.0},
+        },
+        lost={
+            **{"load_in_4bit": "quantized training", "max_prompt_length": "limited together"},
+            **{"sync_ref_model": "does not change during a run"},
+        },
+        said={
+            "dataset_name": "--preference --split train_prefs --max_length 2048 --too_long keep_end "
+            "--input hf:example/feedback",
+            "precompute_ref_log_probs": "`megalite score hf:example/zephyr-sft --data PREFIX --output DIR`",
+            "label_smoothing": "robust and exo_pair only",
+        },
+        dp=2,
+        project="trl-dpo",
     ),
     "torchtune/full-8b.yaml": Real(
         {
@@ -332,15 +364,15 @@ REAL = {
         dp=1,
     ),
     "torchtune/distillation.yaml": Real(
-        {"lora.rank": 16, "lora.targets": ["q", "v"], "optimizer.warmup_steps": 100, "data.sequence_length": 512},
-        lost={
-            **{
-                f"teacher_{key}": OBJECTIVE
-                for key in ("model._component_", "checkpointer._component_", "checkpointer.checkpoint_dir")
-            },
-            **{"teacher_checkpointer.output_dir": OBJECTIVE, "kd_loss._component_": OBJECTIVE, "kd_ratio": OBJECTIVE},
+        {
+            **{"lora.rank": 16, "lora.targets": ["q", "v"], "optimizer.warmup_steps": 100, "data.sequence_length": 512},
+            **{"train.objective": "distillation", "distillation.divergence": "forward"},
+            **{"distillation.teacher": "hf:/tmp/llama-8b-instruct", "distillation.cross_entropy_weight": 1.0},
         },
-        said={"dataset._component_": "--keys instruction=dialogue,output=summary --input hf:Samsung/samsum"},
+        said={
+            "dataset._component_": "--keys instruction=dialogue,output=summary --input hf:Samsung/samsum",
+            "kd_ratio": "1 / 0.5 times as large",
+        },
         dp=1,
     ),
     "torchtune/lora-dpo.yaml": Real(
@@ -580,18 +612,18 @@ REJECTED = {
 }
 
 
-def imported(name: str, dp: int | None) -> tuple[Imported, set[str]]:
+def imported(name: str, dp: int | None, project: str | None = None) -> tuple[Imported, set[str]]:
     """What comes out of a file, and the keys that it has."""
     tree = read(str(FOLDER / name))
     linked = linked_file(tree)
     content = None if linked is None else read(str((FOLDER / name).parent / linked))
-    return convert(tree, dp, content), {*leaves_of(tree), *(f"{linked}: {key}" for key in leaves_of(content))}
+    return convert(tree, dp, content, project), {*leaves_of(tree), *(f"{linked}: {key}" for key in leaves_of(content))}
 
 
 @pytest.mark.parametrize("name", REAL)
 def test_a_file_gives_what_it_says(name):
     expected = REAL[name]
-    result, keys = imported(name, expected.dp)
+    result, keys = imported(name, expected.dp, expected.project)
     assert {option: result.options.get(option) for option in expected.options} == expected.options
     assert not set(expected.without) & result.options.keys()
     lost = [(remark.key, remark.why) for remark in result.remarks if remark.kind == "lost"]

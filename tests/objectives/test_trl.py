@@ -35,6 +35,22 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
         "DPO",
         {"loss_type": ["robust", "sft"], "loss_weights": [1.0, 0.5], "label_smoothing": 0.2},
     ),
+    "dpo, means over tokens": (
+        "dpo",
+        {"loss": "sigmoid_norm", "beta": 2.0},
+        "DPO",
+        {"loss_type": ["sigmoid_norm"], "beta": 2.0},
+    ),
+    "dpo, exo": (
+        "dpo",
+        {"loss": "exo_pair", "label_smoothing": 0.01},
+        "DPO",
+        {"loss_type": ["exo_pair"], "label_smoothing": 0.01},
+    ),
+    **{
+        f"dpo, {loss}": ("dpo", {"loss": loss, "beta": 0.3}, "DPO", {"loss_type": [loss], "beta": 0.3})
+        for loss in ("discopop", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down")
+    },
     "ipo": ("ipo", {"beta": 0.5}, "DPO", {"loss_type": ["ipo"], "beta": 0.5}),
     "simpo": ("simpo", {"beta": 2.0, "gamma": 1.0}, "CPO", {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 1.0}),
     "cpo": (

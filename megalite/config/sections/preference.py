@@ -27,11 +27,25 @@ class PreferenceConfig:
     beta: float = option(0.1, POSITIVE)
     """Factor of the scores. With a reference model, the larger it is, the closer the model stays to it; with
     orpo it is the weight of the preference."""
-    loss: Literal["sigmoid", "hinge", "robust"] = "sigmoid"
+    loss: Literal[
+        "sigmoid",
+        "hinge",
+        "robust",
+        "sigmoid_norm",
+        "exo_pair",
+        "discopop",
+        "nca_pair",
+        "bco_pair",
+        "sppo_hard",
+        "apo_zero",
+        "apo_down",
+    ] = "sigmoid"
     """Of dpo and cpo, the loss of a pair: logistic (sigmoid), max(0, 1 - x) (hinge), or logistic with a
-    correction for wrong labels (robust)."""
+    correction for wrong labels (robust). The others are of dpo only: logistic of means over tokens
+    (sigmoid_norm), and those that have the names of papers."""
     label_smoothing: float = option(0.0, BELOW_HALF)
-    """Of dpo, cpo and simpo with loss: sigmoid or robust, the probability that a label is wrong."""
+    """Of dpo, cpo and simpo with loss: sigmoid, robust, sigmoid_norm or exo_pair, the probability that a
+    label is wrong. exo_pair requires it."""
     gamma: float = option(0.5, NOT_NEGATIVE)
     """Of simpo, the margin by which the score of the chosen completion should be higher."""
     nll_weight: float | None = option(None, NOT_NEGATIVE)
@@ -48,6 +62,9 @@ class PreferenceConfig:
 SCORES = "scores:"
 WITH_BETA = ("dpo", "ipo", "simpo", "cpo", "orpo", "kto")
 WITH_REFERENCE = ("dpo", "ipo", "kto")
+OF_CPO = ("sigmoid", "hinge", "robust")
+SMOOTHED = ("sigmoid", "robust", "sigmoid_norm", "exo_pair")
+"""Values of preference.loss that read label_smoothing."""
 USED_BY = {
     "reference": WITH_REFERENCE,
     "allow_reference_change": WITH_REFERENCE,
@@ -113,8 +130,22 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "smoothing of a logistic loss",
         "preference.label_smoothing",
-        lambda c: c.preference.label_smoothing and c.preference.loss == "hinge",
+        lambda c: c.preference.label_smoothing and c.preference.loss not in SMOOTHED,
         message="has no effect with {preference.loss}",
         legal="Set it to 0, or set preference.loss to sigmoid or robust.",
+    ),
+    Rule(
+        "labels that may be wrong",
+        "preference.label_smoothing",
+        lambda c: not c.preference.label_smoothing and c.preference.loss == "exo_pair",
+        message="leaves the loss without a limit with {preference.loss}, whose target it is",
+        legal="Set it to a small probability, such as 0.001.",
+    ),
+    Rule(
+        "losses of cpo",
+        "preference.loss",
+        lambda c: c.train.objective == "cpo" and c.preference.loss not in OF_CPO,
+        message="is relative to a reference model, which {train.objective} does not have",
+        legal=f"Set it to {', '.join(OF_CPO)}, or set train.objective to dpo.",
     ),
 )
