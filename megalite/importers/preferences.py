@@ -26,8 +26,8 @@ GENERATES = (
     "are not supported: train with TRL, verl, OpenRLHF or NeMo-RL, from a model of `megalite convert export`"
 )
 STORED = (
-    "distributions in the data are not supported: the teacher runs beside the model with train.objective: "
-    "distillation and distillation.teacher"
+    "its files of a teacher's log-probabilities are not read: store the teacher's words with `megalite score "
+    "--top_k`, and set distillation.teacher to scores:DIR"
 )
 LOSSES = (
     *("sigmoid", "hinge", "robust", "sigmoid_norm", "exo_pair", "discopop"),
