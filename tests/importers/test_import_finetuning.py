@@ -547,7 +547,7 @@ def test_objectives_of_other_programs(name):
     ("project", "fields", "says"),
     [
         ("axolotl", {"rl": "grpo"}, "train with TRL, verl, OpenRLHF or NeMo-RL"),
-        ("axolotl", {"kd_trainer": True}, "distributions in the data are not supported"),
+        ("axolotl", {"kd_trainer": True}, "files of a teacher's log-probabilities are not read"),
         ("llama-factory", {"stage": "ppo"}, "train with TRL, verl, OpenRLHF or NeMo-RL"),
         ("llama-factory", {"stage": "dpo", "pref_loss": "kto_pair"}, "use stage: kto"),
         ("trl-dpo", {"loss_type": "aot"}, "a loss that is not supported"),
