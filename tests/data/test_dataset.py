@@ -31,7 +31,7 @@ def first_tokens(dataset, count: int, start: int = 0) -> list[int]:
 def read(dataset, i: int) -> list[int]:
     """The tokens of a sample: its inputs, and the target of the last one."""
     tokens, targets, *others = dataset[i]
-    assert others == [None] * 3 and tokens.tolist()[1:] == targets.tolist()[:-1]
+    assert {*others} == {None} and tokens.tolist()[1:] == targets.tolist()[:-1]
     return [*tokens.tolist(), int(targets[-1])]
 
 

@@ -39,6 +39,7 @@ SMALLER = {
     ("train", "finetune-"): "--data.sequence_length 64",
     ("train", "--train.objective"): "--validation.interval 2",
     ("prepare", "--max_length"): "--max_length 65",
+    ("score", "--top_k"): "--sequence_length 64",
     ("plan", "llama-3-70b"): "--plans 1",
 }
 ENDS_WITH = {"--faults": 1}  # its second fault comes after the one restart
