@@ -144,7 +144,7 @@ def parser() -> Parser:
         type=int,
         metavar="N",
         help="maximum tokens per conversation, or per completion with its prompt; a run can use "
-        "data.sequence_length + 1, and for pairs half of data.sequence_length + 1",
+        "data.sequence_length + 1, and for pairs half of data.sequence_length",
     )
     add(
         "--too_long",

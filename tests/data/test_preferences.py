@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from megalite.commands import prepare as command
+from megalite.config.sections.data import DataConfig
 from megalite.data.chat.preference_records import PreferenceReader
 from megalite.data.chat.records import BadRecord
+from megalite.data.dataset import build
 from megalite.data.indexed import CHOSEN, REJECTED, IndexedTokens
 from tests.data.chats import CHATML, CONTROLS, unmarked, write_lines
 
@@ -251,6 +253,17 @@ def test_the_prompt_is_cut_first(run):
     assert documents()[0] == (chosen[prompt - 1 : -1], [0] + [CHOSEN] * (completion - 1))
     result = run([*records, {**records[0], "chosen": [said("no")]}], "--max_length", str(len(chosen) - 1))
     assert (result["documents"], result["too_long"]) == (2, 1), "pairs are dropped whole"
+
+
+@pytest.mark.parametrize("options", [[], ["--max_length", "40"]], ids=["as long as they are", "of a maximum length"])
+def test_rows_of_the_length_that_is_told_hold_every_pair(options, run):
+    """The number of rows that is told is that of a run with data.packing."""
+    result = run(PLAIN, *options)
+    config = DataConfig(train="x", sequence_length=result["row_length"], packing=True)
+    data, _ = build(config, seed=0)
+    assert data.samples_per_epoch == result["packed_rows"]
+    longest = max(len(tokens) for tokens, _ in documents())
+    assert result["row_length"] == 80 if options else result["row_length"] <= 2 * longest
 
 
 def test_equal_halves_are_counted(run, capsys, monkeypatch):

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megalite.config.samples import best_fit
+from megalite.config.samples import best_fit, inputs_of
 from megalite.data.chat.template import ChatTemplate
 from megalite.data.indexed import DataError
 from megalite.data.preparation import earlier
@@ -219,8 +219,9 @@ def _encode(job: _Job, vocabulary: tokenizing.Tokenizer) -> PreparationSummary:
         summary.longest = int(sizes.max(initial=0))
         if not isinstance(encoder, Texts):
             together = 2 if isinstance(encoder, PreferenceEncoder) and encoder.kind == "pairs" else 1
-            lengths = (sizes - 1).reshape(-1, together).sum(1)
-            longest = together * (encoder.max_length - 1) if encoder.max_length else lengths.max(initial=0)
+            lengths = inputs_of(sizes, together).reshape(-1, together).sum(1)
+            limit = inputs_of(np.array([encoder.max_length or 0]), together)[0]
+            longest = together * limit if encoder.max_length else lengths.max(initial=0)
             summary.row_length = int(longest)
             summary.packed_rows = int(best_fit(lengths, summary.row_length).max(initial=-1)) + 1
         if not summary.documents and summary.skipped:
