@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.errors import ConfigError
+from megalite.config.rule import show
 from megalite.data.dataset import Dataset, TokenFiles
 from megalite.system.files import replace_synced
 
@@ -37,13 +38,27 @@ class TopRow(NamedTuple):
 
 @dataclass(frozen=True)
 class RowSet:
-    """Rows in a directory: their name for messages, their number, and how many are done."""
+    """Rows in a directory.
+
+    Attributes:
+        name: of the token file, for messages.
+        rows, done: their number, and how many are done.
+        packing, held_out: data.packing, and the fraction that data.validation holds out, for messages.
+    """
 
     name: str
     rows: int
     sequence_length: int
     reset_positions: bool = False
+    packing: bool = False
+    held_out: float = 0.0
     done: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} (data.sequence_length {self.sequence_length}, data.packing "
+            f"{show(self.packing)}, {self.held_out:g} held out)"
+        )
 
 
 class TeacherWords:
@@ -139,7 +154,7 @@ class TeacherWords:
         """
         known = self.sets.get(data.rows)
         if known is None:
-            others = ", ".join(f"{each.name} (length {each.sequence_length})" for each in self.sets.values())
+            others = ", ".join(dict.fromkeys(map(str, self.sets.values())))
             raise ConfigError(
                 f"{option} has no words for the rows of {data.names}: it has those of {others or 'no data'}. "
                 "Tokens, "

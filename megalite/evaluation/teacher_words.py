@@ -22,6 +22,7 @@ from megalite.checkpoint import CheckpointError
 from megalite.checkpoint.agreement import on_rank_0, raise_on_all_ranks
 from megalite.checkpoint.finite import nonfinite, reject
 from megalite.config.errors import ConfigError
+from megalite.config.samples import held_out_fraction
 from megalite.config.schema import Config
 from megalite.config.sections.data import DataConfig
 from megalite.data import dataset as datasets
@@ -140,7 +141,14 @@ class WordScorer:
     def _run(self, store: TeacherWords, data: TokenFiles, progress: Report) -> None:
         mesh, train, rows = self.mesh, self.config.train, data.samples_per_epoch
         options = self.config.data
-        new = RowSet(data.names, rows, options.sequence_length, options.reset_positions)
+        new = RowSet(
+            data.names,
+            rows,
+            options.sequence_length,
+            options.reset_positions,
+            options.packing,
+            held_out_fraction(options),
+        )
         done = on_rank_0(mesh, lambda: store.begin(data.rows, new))
         arrays, saved = store.arrays(data.rows) if mesh.rank == 0 else None, time.monotonic()
         loader = Loader(
