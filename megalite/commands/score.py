@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from megalite.data.teacher_words import TeacherWords
     from megalite.evaluation.teacher_words import RowOptions
 
+ONLY_WITH_TOP_K = {"temperature": 1.0, "packing": False, "reset_positions": False, "held_out": 0.0}
+"""Options about a teacher's words, and their defaults."""
+
 
 def main(argv: list[str] | None = None) -> int:
     tool = parser()
@@ -116,6 +119,9 @@ def check(options: argparse.Namespace) -> list[str]:
     config = for_inference(source.config, **model_axes(options))
     check_layout(replace(config, parallel=replace(config.parallel, dp=options.dp)))
     if options.top_k is None:
+        for name, default in ONLY_WITH_TOP_K.items():
+            if getattr(options, name) != default:
+                raise ConfigError(f"--{name} has no effect without --top_k. Remove it, or add --top_k K.")
         length_of(options.data, config.model.max_position_embeddings, options.sequence_length)
     else:
         check_words(options, config)
@@ -136,6 +142,8 @@ def check_words(options: argparse.Namespace, config: Config) -> None:
 
     if options.cp > 1:
         raise ConfigError(f"--cp {options.cp} is not supported with --top_k. Use --tp, --pp and --dp.")
+    if not 0 <= options.held_out < 1:
+        raise ConfigError(f"--held_out must be a fraction from 0 to below 1, got {options.held_out:g}.")
     if not options.temperature > 0:
         raise ConfigError(f"--temperature must be positive, got {options.temperature:g}.")
     if options.sequence_length is None:

@@ -380,6 +380,7 @@ def test_other_words_are_rejected(words, prefix, models, tmp_path):
         (["--sequence_length", "17"], "is more than the 16 positions"),
         (["--temperature", "0"], "--temperature must be positive"),
         (["--cp", "2"], "--cp 2 is not supported with --top_k"),
+        (["--held_out", "1.5"], "--held_out must be a fraction"),
     ],
 )
 def test_bad_options_of_the_command(options, said, models, prefix, tmp_path, capsys):

@@ -216,6 +216,12 @@ def test_other_scores_are_rejected(scores, model, prefix, tmp_path):
     assert "cannot be compared with those of model.init_from" in message(scores, init_from=f"hf:{tmp_path}")
 
 
+def test_options_of_a_teacher_are_rejected_without_one(model, prefix, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        score.main([f"hf:{model}", "--data", prefix, "--output", str(tmp_path / "x"), "--packing"])
+    assert "--packing has no effect without --top_k" in capsys.readouterr().err
+
+
 def test_the_command_rejects_what_it_cannot_score(scores, model, prefix, tmp_path, capsys):
     def message(*words: str, source: Path = model, data: str = prefix, output: Path = tmp_path / "none") -> str:
         with pytest.raises(SystemExit) as end:
