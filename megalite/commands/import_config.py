@@ -8,8 +8,8 @@
     cat lora.yml | megalite import-config axolotl - --json
 
 Projects are deepspeed (ds_config.json), accelerate (default_config.yaml), torchtitan (TOML), megatron (the
-arguments of Megatron-LM, or the script that has them), axolotl, llama-factory, torchtune and TRL (YAML). Without
-a name, the keys of the file tell which one it is; for TRL's, name the trainer, such as trl-dpo.
+arguments of Megatron-LM, or the script that has them), axolotl, llama-factory, torchtune and TRL (YAML).
+Without a name, the keys of the file tell which one it is; for TRL's, name the trainer, such as trl-dpo.
 
 stderr lists every key that is not honoured, with the reason and the nearest option; every key that is
 honoured approximately; keys that the file leaves open, with the `megalite prepare` command for its data; and
