@@ -29,6 +29,8 @@ IMPORTED = {
     "llama3_8b.toml": '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nlocal_batch_size = 1\n',
     "lora-8b.yml": "base_model: models/llama\nadapter: lora\nlora_r: 8\n"
     "micro_batch_size: 2\ngradient_accumulation_steps: 4\n",
+    "dpo.yaml": "model_name_or_path: models/llama\ndataset_name: preferences\nbeta: 0.1\nlearning_rate: 5.0e-6\n"
+    "per_device_train_batch_size: 2\nmax_length: 1024\n",
 }
 """Configurations of other programs."""
 BLOCK = re.compile(r'^```sh(?: title="([^"\n]*)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
