@@ -148,9 +148,8 @@ def import_file(file: Path, option: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[key]
-        lines = [
-            frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)
-        ]
+        frames, names = traceback.extract_tb(error.__traceback__), (str(file), str(file.absolute()))
+        lines = [frame.lineno for frame in frames if frame.filename in names]
         where = f" line {lines[-1]}" if lines else ""
         kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
         raise ConfigError(f"{option}: {file}{where} cannot be imported ({kind}{error}).") from error

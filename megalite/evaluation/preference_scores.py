@@ -22,6 +22,7 @@ from megalite.checkpoint import CheckpointError
 from megalite.checkpoint.agreement import on_rank_0, raise_on_all_ranks
 from megalite.checkpoint.finite import nonfinite, reject
 from megalite.config.errors import ConfigError
+from megalite.config.samples import inputs_of
 from megalite.config.schema import Config
 from megalite.config.sections.data import DataConfig
 from megalite.config.sections.preference import PreferenceConfig
@@ -99,7 +100,8 @@ def length_of(prefixes: Sequence[str], longest: int, given: int | None) -> int:
             raise ConfigError(
                 f"--data {prefix} has no preferences. Prepare it with `megalite prepare --preference`."
             )
-        if (size := int(file.sizes.max())) - 1 > longest:
+        size, together = int(file.sizes.max()), 2 if file.preference == "pairs" else 1
+        if inputs_of(file.sizes, together).max() > longest:
             raise ConfigError(
                 f"--data {prefix} has a document of {size:,} tokens, and the model reads {longest:,} "
                 f"positions. Prepare the data again with --max_length {longest}."

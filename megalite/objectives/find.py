@@ -67,6 +67,16 @@ def _checked(objective: Any, option: str) -> type[Objective]:
         raise ConfigError(
             f"{option}: {name}.data is {data!r}, but your own objective is over sequences. Set it to {legal}."
         )
+    if objective.reads not in ("likelihoods", "rewards"):
+        raise ConfigError(
+            f"{option}: {name}.reads is {objective.reads!r}. Set it to 'likelihoods' or 'rewards'."
+        )
+    others = objective.data != "pairs" or objective.needs_reference or objective.needs_baseline
+    if objective.reads == "rewards" and others:
+        raise ConfigError(
+            f"{option}: {name} reads rewards, which only pairs without a reference model have. Set its data "
+            "to 'pairs', and needs_reference and needs_baseline to False."
+        )
     return objective
 
 

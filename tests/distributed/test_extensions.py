@@ -11,7 +11,8 @@ import torch
 
 from megalite.config.errors import ConfigError
 from megalite.config.extensions import EXTENSIONS, is_source, load_extensions
-from megalite.config.load import load_config
+from megalite.config.load import from_dict, load_config
+from megalite.config.rules import check
 from megalite.config.sections.data import DataConfig
 from megalite.data.dataset import build
 from megalite.objectives.find import objective_class
@@ -112,6 +113,30 @@ def test_a_configuration_names_what_a_file_registers(file, tmp_path):
     assert validation[held_out - 1].tokens[:3].tolist() == [96, 95, 94], "the last row"
 
 
+@pytest.mark.parametrize(
+    "attributes, said",
+    [
+        ("data, reads = 'labelled', 'rewards'", "reads rewards, which only pairs without"),
+        ("reads = 'reward'", "reads is 'reward'"),
+    ],
+)
+def test_bad_objectives_of_rewards(attributes, said, tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(
+        "from megalite.objectives.objective import PairObjective\n"
+        f"class Own(PairObjective):\n    {attributes}\n    def losses(self, chosen, rejected): return chosen.reward\n"
+    )
+    with pytest.raises(ConfigError, match=said):
+        objective_class(f"{path}:Own")
+
+
+def test_the_line_of_a_mistake_in_a_relative_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("bad.py").write_text("import math\n\nmath.squareroot(2)\n")
+    with pytest.raises(ConfigError, match="bad.py line 3 cannot be imported"):
+        load_extensions(["bad.py"])
+
+
 BAD = {
     "missing": (None, "there is no file"),
     "broken": ("import math\n\nmath.squareroot(2)\n", "bad.py line 3 cannot be imported (AttributeError: "),
@@ -156,6 +181,14 @@ def test_bad_sources_and_objectives(tmp_path):
     data, _ = build(DataConfig(train="short:3", sequence_length=6), 0)
     with pytest.raises(ConfigError, match=r"row \d of short:3 has shape \[2\] and type float64. Short.row must"):
         data[0]
+    tree = {"data": {"train": "short:3", "reset_positions": True}, "run": {"extensions": [str(path)]}}
+    for changed, said in (
+        ({}, "data.reset_positions = true"),
+        ({"reset_positions": False}, "short:3 does not have it"),
+    ):
+        facts = from_dict(tree | {"data": tree["data"] | changed})
+        with pytest.raises(ConfigError, match=said):
+            check(facts, 1)
     with pytest.raises(ConfigError, match="nothing: Nothing is not a class that is derived from Objective"):
         objective_class("nothing")
     with pytest.raises(ConfigError, match="nothin is unknown.*Nearest: nothing"):

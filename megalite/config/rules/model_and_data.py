@@ -8,6 +8,12 @@ from megalite.config.sections.data import all_prefixes
 from megalite.config.token_files import data_vocab_size, is_chat, prefixes
 
 
+def _first_data(c: RuleContext) -> str:
+    """The file of the training data that says how many tokens there are, or the data source of the user."""
+    files = prefixes(c.data.train)
+    return f"{files[0]}.json" if files else str(c.data.train)
+
+
 def _longer(c: RuleContext) -> str:
     """The presets of the same shape that have positions for the sequence."""
     from megalite.families.presets import presets
@@ -72,9 +78,7 @@ RULES: tuple[Rule, ...] = (
         "vocabulary is known",
         "model.vocab_size",
         lambda c: c.model.vocab_size is None,
-        message=lambda c: (
-            f"cannot be read from the data, because {prefixes(c.data.train)[0]}.json does not contain it"
-        ),
+        message=lambda c: f"cannot be read from the data, because {_first_data(c)} does not have it",
         legal="Set model.vocab_size to the vocabulary size of the tokenizer that prepared the data.",
     ),
     Rule(

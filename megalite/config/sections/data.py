@@ -128,7 +128,8 @@ def _vocabularies(c: "RuleContext") -> str:
 
 def _end_of_document_rule(option: str) -> Rule:
     def without(c: "RuleContext") -> list[str]:
-        return [
+        own = [str(source) for source in (c.data.train, c.data.validation) if is_source(source)]
+        return own + [
             prefix for prefix in all_prefixes(c) if metadata(prefix).get("eos") is None or is_chat(prefix)
         ]
 
