@@ -31,7 +31,7 @@ from megalite.config.load import exit_with
 if TYPE_CHECKING:
     from megalite.config.schema import Config
     from megalite.data.teacher_words import TeacherWords
-    from megalite.evaluation.teacher_words import RowOptions
+    from megalite.evaluation.stored_passes import RowOptions
 
 ONLY_WITH_TOP_K = {"temperature": 1.0, "packing": False, "reset_positions": False, "held_out": 0.0}
 """Options about a teacher's words, and their defaults."""
@@ -112,7 +112,7 @@ def check(options: argparse.Namespace) -> list[str]:
     Returns:
         lines for the user about tokenizers.
     """
-    from megalite.evaluation.preference_scores import check_tokenizer, length_of, open_scores
+    from megalite.evaluation.preference_scores import check_tokenizer, open_scores
     from megalite.generation.sources import check_layout, for_inference, open_source
 
     source = open_source(options.model)
@@ -122,7 +122,7 @@ def check(options: argparse.Namespace) -> list[str]:
         for name, default in ONLY_WITH_TOP_K.items():
             if getattr(options, name) != default:
                 raise ConfigError(f"--{name} has no effect without --top_k. Remove it, or add --top_k K.")
-        length_of(options.data, config.model.max_position_embeddings, options.sequence_length)
+        rows_of(options, config)
     else:
         check_words(options, config)
     allow = options.allow_tokenizer_change
@@ -138,7 +138,7 @@ def check(options: argparse.Namespace) -> list[str]:
 def check_words(options: argparse.Namespace, config: Config) -> None:
     """Raise ConfigError for an option that does not fit --top_k."""
     from megalite.data.dataset import build
-    from megalite.evaluation.teacher_words import words_config
+    from megalite.evaluation.stored_passes import pass_config
 
     if options.cp > 1:
         raise ConfigError(f"--cp {options.cp} is not supported with --top_k. Use --tp, --pp and --dp.")
@@ -151,16 +151,22 @@ def check_words(options: argparse.Namespace, config: Config) -> None:
     if options.sequence_length > (longest := config.model.max_position_embeddings):
         raise ConfigError(
             f"--sequence_length {options.sequence_length} is more than the {longest:,} positions of "
-            f"{options.model}. "
-            f"Set it to at most {longest}."
+            f"{options.model}. Set it to at most {longest}."
         )
+    rows = rows_of(options, config)
     for prefix in options.data:
-        build(words_config(config, prefix, rows_of(options)).data, 0)
+        build(pass_config(config, prefix, rows).data, 0)
 
 
-def rows_of(options: argparse.Namespace) -> RowOptions:
-    from megalite.evaluation.teacher_words import RowOptions
+def rows_of(options: argparse.Namespace, config: Config) -> RowOptions:
+    """Return what determines rows: the user's options, or for preferences packed rows of a length that
+    fits."""
+    from megalite.evaluation.preference_scores import length_of
+    from megalite.evaluation.stored_passes import RowOptions
 
+    if options.top_k is None:
+        length = length_of(options.data, config.model.max_position_embeddings, options.sequence_length)
+        return RowOptions(options.dp, options.micro_batch_size, length, packing=True)
     return RowOptions(
         options.dp,
         options.micro_batch_size,
@@ -187,14 +193,9 @@ def model_axes(options: argparse.Namespace) -> dict[str, Any]:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Run one rank. Returns what is printed."""
     from megalite.assembly import parts as build
-    from megalite.evaluation.preference_scores import (
-        Scorer,
-        ScoringLayout,
-        length_of,
-        open_scores,
-        scoring_config,
-    )
-    from megalite.evaluation.teacher_words import WordScorer, words_config
+    from megalite.evaluation.preference_scores import Scorer, open_scores
+    from megalite.evaluation.stored_passes import pass_config
+    from megalite.evaluation.teacher_words import WordScorer
     from megalite.generation.sources import TIMEOUT, for_inference, open_source
     from megalite.launch.process import (
         choose_device,
@@ -210,12 +211,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     source = open_source(options.model)
     precision = options.precision or ("bf16" if device.type == "cuda" else "fp32")
     config = for_inference(source.config, **model_axes(options), precision=precision)
-    if options.top_k is None:
-        length = length_of(options.data, config.model.max_position_embeddings, options.sequence_length)
-        layout = ScoringLayout(options.dp, options.micro_batch_size, length)
-        configs = [scoring_config(config, prefix, layout) for prefix in options.data]
-    else:
-        configs = [words_config(config, prefix, rows_of(options)) for prefix in options.data]
+    rows = rows_of(options, config)
+    configs = [pass_config(config, prefix, rows) for prefix in options.data]
     try:
         mesh = build.make_mesh(configs[0])
         with progress_of(options.json or mesh.rank > 0) as progress:
@@ -224,14 +221,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 words = words_of(options, config)
                 teacher = WordScorer(configs[0], source, mesh, device, options.top_k, options.temperature)
                 for each in configs:
-                    teacher.config = each
-                    teacher.run(words, progress)
+                    teacher.run(each, words, progress)
                 return {"output": str(options.output), "rows": sum(each.rows for each in words.sets.values())}
             scores = open_scores(Path(options.output), options.model)
             scorer = Scorer(configs[0], source, mesh, device)
             for each in configs:
-                scorer.config = each
-                scorer.run(scores, progress)
+                scorer.run(each, scores, progress)
     except CommunicationError as error:
         exit_after_failure(error)
     return {"output": str(options.output), "documents": sum(each.documents for each in scores.files.values())}

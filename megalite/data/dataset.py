@@ -78,7 +78,7 @@ class Dataset(ABC):
         weighted: whether messages of conversations have weights other than 0 and 1.
         preference: pairs or labelled for preferences; else None.
         documents: number of documents of preferences.
-        has_top: whether its rows have a teacher's words (`data.teacher_words`).
+        top: a teacher's words for its rows, [rows, …] (`data.teacher_words`).
         tokenizer: the recorded tokenizer of the training data.
     """
 
@@ -91,7 +91,7 @@ class Dataset(ABC):
     weighted: bool = False
     preference: str | None = None
     documents: int = 0
-    has_top: bool = False
+    top: TopRow | None = None
     tokenizer: TokenizerIdentity = TokenizerIdentity()
 
     @property
@@ -104,9 +104,29 @@ class Dataset(ABC):
         """Return the datasets of a mixture, or itself."""
         return [self]
 
+    @property
+    def has_top(self) -> bool:
+        """Return whether its rows have a teacher's words."""
+        return any(part.top is not None for part in self.parts)
+
     @abstractmethod
     def __getitem__(self, index: int) -> Sample:
         """Return sample `index` ≥ 0."""
+
+
+class ShuffledRows(Dataset):
+    """Base class of datasets with rows that are read in order, or shuffled in each epoch."""
+
+    _shuffle: bool
+    _seed: int
+    _content: str
+
+    def _unshuffled(self, index: int) -> int:
+        """Return the number of a sample's row in an unshuffled epoch."""
+        epoch, row = divmod(index, self.samples_per_epoch)
+        if not self._shuffle:
+            return row
+        return permute(row, self.samples_per_epoch, rng.key(self._seed, "shuffle", epoch, self._content))
 
 
 @dataclass(frozen=True)
@@ -118,7 +138,7 @@ class TokenRange:
     stop: int
 
 
-class TokenFiles(Dataset):
+class TokenFiles(ShuffledRows):
     """Base class of datasets that read parts of token files, in order or shuffled in each epoch.
 
     Raises DataError if their vocabularies differ.
@@ -126,10 +146,7 @@ class TokenFiles(Dataset):
     Attributes:
         names: of the token files, for messages.
         rows: a hash of everything that determines the rows, but not their order.
-        top: a teacher's words for the rows, [rows, …].
     """
-
-    top: TopRow | None = None
 
     def __init__(
         self, parts: list[TokenRange], sequence_length: int, *options: object, shuffle: bool, seed: int
@@ -149,17 +166,9 @@ class TokenFiles(Dataset):
         )
 
     def __getitem__(self, index: int) -> Sample:
-        epoch, sample = divmod(index, self.samples_per_epoch)
-        if self._shuffle:
-            sample = permute(
-                sample, self.samples_per_epoch, rng.key(self._seed, "shuffle", epoch, self._content)
-            )
-        row = self._sample(sample)
-        return (
-            row
-            if self.top is None
-            else row._replace(top=type(self.top)(*(each[sample] for each in self.top)))
-        )
+        sample = self._unshuffled(index)
+        row, top = self._sample(sample), self.top
+        return row if top is None else row._replace(top=top.row(sample))
 
     @abstractmethod
     def _sample(self, sample: int) -> Sample:
@@ -244,10 +253,7 @@ def build(config: DataConfig, seed: int) -> tuple[Dataset, Dataset | None]:
         )
     if config.validation is None or isinstance(config.validation, float | int):
         return train, None
-    others = {prefix: IndexedTokens(prefix) for prefix in prefixes(config.validation)}
-    return train, _dataset(
-        config.validation, {p: TokenRange(f, 0, len(f)) for p, f in others.items()}, config, False, seed
-    )
+    return train, _whole(config.validation, config, False, seed)
 
 
 def _with_own_rows(config: DataConfig, seed: int) -> tuple[Dataset, Dataset | None]:
@@ -264,12 +270,17 @@ def _with_own_rows(config: DataConfig, seed: int) -> tuple[Dataset, Dataset | No
     def made(source: Any, shuffle: bool) -> Dataset:
         if is_source(source):
             return OwnRows(source, shuffle=shuffle, **options)
-        files = {prefix: IndexedTokens(prefix) for prefix in prefixes(source)}
-        parts = {prefix: TokenRange(file, 0, len(file)) for prefix, file in files.items()}
-        return _dataset(source, parts, config, shuffle, seed)
+        return _whole(source, config, shuffle, seed)
 
     validation = None if config.validation is None else made(config.validation, False)
     return made(config.train, config.shuffle), validation
+
+
+def _whole(source: Any, config: DataConfig, shuffle: bool, seed: int) -> Dataset:
+    """Build the dataset of token files of which nothing is held out."""
+    files = {prefix: IndexedTokens(prefix) for prefix in prefixes(source)}
+    parts = {prefix: TokenRange(file, 0, len(file)) for prefix, file in files.items()}
+    return _dataset(source, parts, config, shuffle, seed)
 
 
 def _dataset(

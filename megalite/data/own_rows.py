@@ -8,11 +8,10 @@ import numpy as np
 
 from megalite.config.extensions import source_of
 from megalite.config.samples import DataError, Member
-from megalite.data.dataset import Dataset, Sample, digest, permute
-from megalite.system import rng
+from megalite.data.dataset import Sample, ShuffledRows, digest
 
 
-class OwnRows(Dataset):
+class OwnRows(ShuffledRows):
     """The rows of a data source, in order or shuffled in each epoch.
 
     Args:
@@ -48,11 +47,7 @@ class OwnRows(Dataset):
         self.fingerprint = digest(json.dumps(options).encode())
 
     def __getitem__(self, index: int) -> Sample:
-        epoch, row = divmod(index, self.samples_per_epoch)
-        if self._shuffle:
-            key = rng.key(self._seed, "shuffle", epoch, self._content)
-            row = permute(row, self.samples_per_epoch, key)
-        row += self._first
+        row = self._first + self._unshuffled(index)
         tokens = np.asarray(self._source.row(row))
         if tokens.shape != (self._length + 1,) or tokens.dtype.kind not in "iu" or tokens.min() < 0:
             raise DataError(

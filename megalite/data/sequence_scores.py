@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from megalite.config.errors import ConfigError
 from megalite.data.dataset import Dataset, digest
 from megalite.data.indexed import IndexedTokens
+from megalite.data.stored_record import record_errors
 from megalite.system.files import replace_synced
 
 RECORD, FORMAT = "scores.json", 1
@@ -48,7 +49,7 @@ class SequenceScores:
 
     Args:
         model: the name of the model that they are of.
-        weights: what identifies its weights (`evaluation.model_identity`).
+        weights: what identifies its weights (`evaluation.weights_identity`).
         files: by the content of the token file (`content_of`).
     """
 
@@ -63,20 +64,12 @@ class SequenceScores:
             ConfigError: it has none, or a damaged one.
         """
         path = directory / RECORD
-        try:
+        with record_errors(path, "scores", "megalite score"):
             record = json.loads(path.read_text(encoding="utf-8"))
             if record["format"] != FORMAT:
                 raise ConfigError(f"{path} has format {record['format']}, which this version does not read.")
             files = {content: ScoredFile(**file) for content, file in record["files"].items()}
             return SequenceScores(directory, record["model"], record["weights"], files)
-        except OSError as error:
-            raise ConfigError(
-                f"{path} cannot be read: {error.strerror}. Make it with `megalite score`."
-            ) from None
-        except (ValueError, TypeError, LookupError) as error:
-            raise ConfigError(
-                f"{path} is not a record of scores ({error!r}). Score the data again."
-            ) from None
 
     def save(self) -> None:
         """Write the record."""

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from megalite.config.errors import ConfigError
 from megalite.config.rule import show
 from megalite.data.dataset import Dataset, TokenFiles
+from megalite.data.stored_record import record_errors
 from megalite.system.files import replace_synced
 
 RECORD, FORMAT = "words.json", 1
@@ -34,6 +35,10 @@ class TopRow(NamedTuple):
     words: NDArray[np.int32]
     log_p: NDArray[np.float32]
     rest: NDArray[np.float64]
+
+    def row(self, number: int) -> TopRow:
+        """Return one of several rows."""
+        return TopRow(*(each[number] for each in self))
 
 
 @dataclass(frozen=True)
@@ -94,18 +99,12 @@ class TeacherWords:
             ConfigError: it has none, or a damaged one.
         """
         path = directory / RECORD
-        try:
+        with record_errors(path, "words", "megalite score --top_k K"):
             record = json.loads(path.read_text(encoding="utf-8"))
             if record.pop("format") != FORMAT:
                 raise ConfigError(f"{path} has a format that this version does not read.")
             sets = {rows: RowSet(**each) for rows, each in record.pop("sets").items()}
             return TeacherWords(directory, **record, sets=sets)
-        except OSError as error:
-            raise ConfigError(
-                f"{path} cannot be read: {error.strerror}. Make it with `megalite score --top_k K`."
-            ) from None
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
-            raise ConfigError(f"{path} is not a record of words ({error!r}). Score the data again.") from None
 
     def facts(self) -> dict[str, Any]:
         """Return what all words of the directory have in common, besides the name of the model."""
@@ -157,22 +156,18 @@ class TeacherWords:
             others = ", ".join(dict.fromkeys(map(str, self.sets.values())))
             raise ConfigError(
                 f"{option} has no words for the rows of {data.names}: it has those of {others or 'no data'}. "
-                "Tokens, "
-                "data.sequence_length, data.packing and what is held out must be the same. Run `megalite "
-                "score --top_k` "
-                "with these."
+                "Tokens, data.sequence_length, data.packing and what is held out must be the same. Run "
+                "`megalite score --top_k` with these."
             )
         if known.reset_positions != reset_positions and not data.chat:
             raise ConfigError(
                 f"{option} has words of {data.names} with data.reset_positions = {known.reset_positions}. "
-                "Set it so, or "
-                "score the data again."
+                "Set it so, or score the data again."
             )
         if known.done < known.rows:
             raise ConfigError(
                 f"{option} ends early: {known.done:,} of {known.rows:,} rows of {data.names} are done. Run "
-                "`megalite "
-                "score` again with the same options: it continues where it stopped."
+                "`megalite score` again with the same options: it continues where it stopped."
             )
         if not self._whole(data.rows, known):
             raise ConfigError(
@@ -181,7 +176,7 @@ class TeacherWords:
             )
         arrays = self.arrays(data.rows, "r")
         for row in np.linspace(0, known.rows - 1, CHECKED).astype(int):
-            if not _are_probabilities(TopRow(*(each[row] for each in arrays))):
+            if not _are_probabilities(arrays.row(row)):
                 raise ConfigError(
                     f"{option} is damaged: row {row} of {data.names} has no probabilities. Remove the "
                     "directory and score the data again."
@@ -221,5 +216,3 @@ def attach_words(dataset: Dataset, words: Callable[[TokenFiles], TopRow]) -> Non
         if not isinstance(each, TokenFiles):
             raise ConfigError("distillation.teacher with stored words needs token files, not a data source.")
         each.top = words(each)
-        each.has_top = True
-    dataset.has_top = True

@@ -1,34 +1,28 @@
 """The most probable words of a teacher for every position of token files, stored in a directory.
 
-Rows are read in order by a forward pass for each batch; rank 0 stores them, and how many are done: an
-interrupted command continues there, on the same or on another layout. Communication: that of the forward
-pass, over tp one all-gather of 2 + 2k numbers per token and an all-reduce of one, and all-reduces of the
-words of a batch over all ranks.
+Communication: that of a forward pass, over tp one all-gather of 2 + 2k numbers per token and an all-reduce of
+one, and all-reduces of the words of a batch over all ranks.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megalite.assembly import parts as build
-from megalite.checkpoint import CheckpointError
-from megalite.checkpoint.agreement import on_rank_0, raise_on_all_ranks
-from megalite.checkpoint.finite import nonfinite, reject
+from megalite.checkpoint.agreement import on_rank_0
 from megalite.config.errors import ConfigError
 from megalite.config.samples import held_out_fraction
 from megalite.config.schema import Config
 from megalite.config.sections.data import DataConfig
 from megalite.data import dataset as datasets
 from megalite.data.dataset import TokenFiles
-from megalite.data.loader import Loader
+from megalite.data.stored_record import is_new
 from megalite.data.teacher_words import RECORD, RowSet, TeacherWords
+from megalite.evaluation.stored_passes import StoredPasses
 from megalite.evaluation.weights_identity import weights_identity
 from megalite.generation.sources import ModelSource
 from megalite.mesh.mesh import Mesh
@@ -40,7 +34,6 @@ from megalite.parallel.microbatch import Microbatch
 from megalite.parallel.top_words import TopWords
 from megalite.system.progress import Report
 
-SAVE_S = 30.0  # between two records of what is done
 CHUNK = 256  # positions whose logits exist at a time
 
 
@@ -98,13 +91,8 @@ class TopWordsOf(HeadLosses):
         return TopWords(chosen, top - lse.unsqueeze(-1), all_reduce(rest, tp).wait())
 
 
-class WordScorer:
-    """Stores the words of a teacher for token files, on one rank. Its creation is collective and loads the
-    weights.
-
-    Args:
-        config: of forward passes over the first of the token files.
-    """
+class WordScorer(StoredPasses):
+    """Stores the words of a teacher for token files, on one rank."""
 
     def __init__(
         self,
@@ -115,82 +103,61 @@ class WordScorer:
         number: int,
         temperature: float,
     ):
-        self.config, self.mesh, self.device, self.number = config, mesh, device, number
-        self.parts = build.build_parts(config, mesh, device, training=False)
+        super().__init__(config, source, mesh, device)
+        self.number = number
         for stage in self.parts.stages.values():
             if stage.head is not None:
                 stage.sequence_losses = TopWordsOf(stage.head, number, temperature)
-        with raise_on_all_ranks(mesh, CheckpointError):
-            rectangles = self.parts.to_load()
-            source.read(rectangles)
-            reject(source.name, {part.name: nonfinite(part.tensor) for part in rectangles})
-        self.parts.store.publish()
-        self.schedule = build.schedule(config, build.layout(config).microbatches, forward_only=True)
 
-    def run(self, store: TeacherWords, progress: Report) -> None:
+    def run(self, config: Config, words: TeacherWords, progress: Report) -> None:
         """Score the rest of the rows of a token file, and of what is held out of it. Collective.
 
         Args:
-            store: used on rank 0.
+            config: of the passes over it.
+            words: on rank 0, where they are stored.
         """
-        for data in datasets.build(self.config.data, self.config.run.seed):
+        for data in datasets.build(config.data, config.run.seed):
             if data is not None:
                 assert isinstance(data, TokenFiles), "the data is one token file"
-                self._run(store, data, progress)
+                self._run(config.data, data, words, progress)
 
-    def _run(self, store: TeacherWords, data: TokenFiles, progress: Report) -> None:
-        mesh, train, rows = self.mesh, self.config.train, data.samples_per_epoch
-        options = self.config.data
+    def _run(self, options: DataConfig, data: TokenFiles, words: TeacherWords, progress: Report) -> None:
         new = RowSet(
             data.names,
-            rows,
+            data.samples_per_epoch,
             options.sequence_length,
             options.reset_positions,
             options.packing,
             held_out_fraction(options),
         )
-        done = on_rank_0(mesh, lambda: store.begin(data.rows, new))
-        arrays, saved = store.arrays(data.rows) if mesh.rank == 0 else None, time.monotonic()
-        loader = Loader(
-            data,
-            global_batch_size=train.global_batch_size,
-            micro_batch_size=train.micro_batch_size,
-            dp=mesh.coordinates["dp"],
-            reset_positions=options.reset_positions,
-            vocab_size=self.config.model.vocab_size,
-            make=build.microbatch_maker(self.config, mesh.cp),
-            samples=rows,
-        )
-        try:
-            for first in range(done, rows, train.global_batch_size):
-                last = min(first + train.global_batch_size, rows)
-                top = self._batch(first, last, loader.step(first))
-                if arrays is not None:
-                    words, log_p, rest = (values.cpu().numpy() for values in top)
-                    arrays.words[first:last], arrays.log_p[first:last] = words, log_p
-                    arrays.rest[first:last] = rest
-                    progress(f"scoring {data.names}", last, rows, "rows")
-                    if last == rows or time.monotonic() - saved >= SAVE_S:
-                        for stored in arrays:
-                            assert isinstance(stored, np.memmap)
-                            stored.flush()
-                        store.sets[data.rows] = replace(store.sets[data.rows], done=last)
-                        store.save()
-                        saved = time.monotonic()
-        finally:
-            loader.close()
+        done = on_rank_0(self.mesh, lambda: words.begin(data.rows, new))
+        arrays = words.arrays(data.rows) if self.mesh.rank == 0 else None
 
-    def _batch(self, first: int, last: int, microbatches: Sequence[Microbatch]) -> TopWords:
-        """Return the words of rows first … last − 1, [rows, seq, k], on every rank."""
-        on_device = [microbatch.to(self.device) for microbatch in microbatches]
-        self.parts.runtime.run(self.schedule, on_device, step=0, loss_scale=0.0, training=False)
+        def write(first: int, last: int, top: TopWords) -> None:
+            assert arrays is not None
+            arrays.words[first:last] = top.words.cpu().numpy()
+            arrays.log_p[first:last] = top.log_p.cpu().numpy()
+            arrays.rest[first:last] = top.rest.cpu().numpy()
+
+        def save(last: int) -> None:
+            for stored in arrays or ():
+                assert isinstance(stored, np.memmap)
+                stored.flush()
+            words.sets[data.rows] = replace(words.sets[data.rows], done=last)
+            words.save()
+
+        self.store_rows(data, done, data.names, write, save, progress)
+
+    def _batch(self, data: TokenFiles, first: int, last: int, microbatches: list[Microbatch]) -> TopWords:
+        """Return the words of the rows, [rows, seq, k]."""
+        self.parts.runtime.run(self.schedule, microbatches, step=0, loss_scale=0.0, training=False)
         length, number = self.config.data.sequence_length, self.number
         whole = TopWords(
             torch.zeros(last - first, length, number, dtype=torch.int64, device=self.device),
             torch.zeros(last - first, length, number, dtype=torch.float64, device=self.device),
             torch.zeros(last - first, length, dtype=torch.float64, device=self.device),
         )
-        for each in on_device if self.mesh.tp.rank == 0 else ():
+        for each in microbatches if self.mesh.tp.rank == 0 else ():
             for row, sample in enumerate(each.samples.tolist()):
                 if each.top is not None and sample < last:
                     for all_rows, values in zip(whole, each.top, strict=True):
@@ -198,59 +165,20 @@ class WordScorer:
         return TopWords(*(all_reduce(each, self.mesh.world).wait() for each in whole))
 
 
-@dataclass(frozen=True)
-class RowOptions:
-    """Batches, and what determines rows: the options of the section data with these names."""
-
-    dp: int
-    micro_batch_size: int
-    sequence_length: int
-    packing: bool = False
-    reset_positions: bool = False
-    held_out: float = 0.0
-
-
-def words_config(config: Config, prefix: str, rows: RowOptions) -> Config:
-    """Return the configuration of forward passes over the rows of a token file.
-
-    Args:
-        config: of forward passes of the teacher (`generation.sources.for_inference`).
-    """
-    train = replace(
-        config.train,
-        micro_batch_size=rows.micro_batch_size,
-        global_batch_size=rows.micro_batch_size * rows.dp * 2 * config.parallel.pp,  # to fill the pipeline
-        rampup_batch_size=None,
-    )
-    data = DataConfig(
-        train=prefix,
-        validation=rows.held_out or None,
-        sequence_length=rows.sequence_length,
-        shuffle=False,
-        packing=rows.packing,
-        reset_positions=rows.reset_positions,
-    )
-    return replace(config, parallel=replace(config.parallel, dp=rows.dp), train=train, data=data)
-
-
 def open_words(output: Path, model: str, number: int, temperature: float, vocabulary: int) -> TeacherWords:
     """Return the words in a directory, or new ones.
 
     Raises:
         ConfigError: the directory has those of another model, temperature or number, or other files; or there
-        are
-            fewer words than `number`.
+            are fewer words than `number`.
     """
     if number > vocabulary:
         raise ConfigError(
             f"--top_k {number} is more than the {vocabulary:,} words of {model}. Set it to at most that."
         )
     new = TeacherWords(output, model, weights_identity(model), number, temperature, vocabulary)
-    if not output.exists() or not any(output.iterdir()):
-        output.mkdir(parents=True, exist_ok=True)
+    if is_new(output, RECORD, "words"):
         return new
-    if not (output / RECORD).exists():
-        raise ConfigError(f"--output {output} is not empty and has no words. Choose another directory.")
     known = TeacherWords.of(output)
     if different := [name for name, value in known.facts().items() if value != new.facts()[name]]:
         raise ConfigError(

@@ -8,9 +8,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import gcd
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, find
+from megalite.checkpoint.agreement import raise_on_all_ranks
+from megalite.checkpoint.finite import nonfinite, reject
 from megalite.config.dims import ParallelDims
 from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict
@@ -31,6 +34,10 @@ from megalite.huggingface.convert import HF, HuggingFaceSource, origin, starting
 from megalite.model.kinds import dispatch_of
 from megalite.model.mtp.losses import without_further_losses
 from megalite.parallel.spec import Rectangle
+
+if TYPE_CHECKING:
+    from megalite.assembly.parts import Parts
+    from megalite.mesh.mesh import Mesh
 
 ALLOW = "--allow_tokenizer_change"
 TIMEOUT = "24h"  # a conversation waits for its user; if a rank dies, the launcher ends the others
@@ -97,6 +104,20 @@ def open_source(name: Path | str, average: bool = False) -> ModelSource:
     read = partial(checkpoint.load, manifest, convert=True)
     step, companions = manifest.state.get("step", 0), origin(directory, config.model)
     return ModelSource(str(directory), config, step, read, companions, recorded_tokenizer(manifest))
+
+
+def load_into(parts: Parts, source: ModelSource, mesh: Mesh) -> None:
+    """Load the weights of a model into parts that were built for it. Collective.
+
+    Raises:
+        CheckpointError: on every rank, if they cannot be read or are not finite.
+    """
+    with raise_on_all_ranks(mesh, CheckpointError):
+        rectangles = parts.to_load()
+        source.read(rectangles)
+        if not source.name.startswith(HF):  # those tensors are checked when they are read
+            reject(source.name, {part.name: nonfinite(part.tensor) for part in rectangles})
+    parts.store.publish()
 
 
 def _began_elsewhere(config: Config) -> bool:

@@ -208,9 +208,8 @@ def _has_reward_head(config: Config, source: str, known: Collection[str] | None)
     """Return whether the head of a reward model is among initial weights.
 
     Args:
-        known: the tensors of a checkpoint; None: `source` is a Hugging Face directory, or the run starts from
-        an
-            adapter.
+        known: the tensors of a checkpoint; None: `source` is a Hugging Face directory, or the run starts
+            from an adapter.
     """
     if known is not None:
         return f"{WEIGHT}score.weight" in known

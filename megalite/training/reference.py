@@ -78,8 +78,7 @@ def stored_scores(config: Config) -> SequenceScores | None:
     if start is None or config.lora.init_from is not None:
         raise ConfigError(
             f"{option}, but training starts from {'random weights' if start is None else 'an adapter'}. "
-            "Start "
-            f"from that model (model.init_from), {accept}."
+            f"Start from that model (model.init_from), {accept}."
         )
     from megalite.evaluation.weights_identity import weights_identity
 

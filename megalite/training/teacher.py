@@ -16,17 +16,16 @@ import torch
 
 from megalite.assembly import parts as build
 from megalite.assembly.scoring import score
-from megalite.assembly.teacher import HF, check_teacher, second_model, teacher_of
+from megalite.assembly.teacher import check_teacher, second_model, teacher_of
 from megalite.checkpoint import CheckpointError
 from megalite.checkpoint.agreement import raise_on_all_ranks
-from megalite.checkpoint.finite import nonfinite, reject
 from megalite.config.errors import ConfigError
 from megalite.config.schema import Config
 from megalite.config.sections.distillation import stored_teacher
 from megalite.data.dataset import Dataset
 from megalite.data.teacher_words import TeacherWords, attach_words
 from megalite.data.tokenizer.comparison import Tokenized, compare, of_data
-from megalite.generation.sources import open_source
+from megalite.generation.sources import load_into, open_source
 from megalite.mesh.mesh import Mesh
 from megalite.model.objective.distillation import DistillationLosses, StoredLosses, TeacherStates
 from megalite.objectives.objective import Objective
@@ -69,16 +68,10 @@ class SecondModel:
         assert own is not None and named is not None, "the run has a second model"
         self.config = own
         self.parts = build.build_parts(own, mesh, device, training=False, objective=objective)
-        self._load(named[1], mesh)
-
-    def _load(self, name: str, mesh: Mesh) -> None:
         mesh.activity.enter(LOADING)
         with raise_on_all_ranks(mesh, CheckpointError):
-            rectangles = self.parts.to_load()
-            open_source(name).read(rectangles)
-            if not name.startswith(HF):  # those tensors are checked when they are read
-                reject(name, {part.name: nonfinite(part.tensor) for part in rectangles})
-        self.parts.store.publish()
+            source = open_source(named[1])
+        load_into(self.parts, source, mesh)
 
 
 class ReferenceModel(SecondModel):

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.evaluation import teacher_words
-from megalite.evaluation.teacher_words import RowOptions, WordScorer, open_words, words_config
+from megalite.evaluation import stored_passes
+from megalite.evaluation.stored_passes import RowOptions, pass_config
+from megalite.evaluation.teacher_words import WordScorer, open_words
 from megalite.generation.sources import for_inference, open_source
 from megalite.parallel.tensor.cross_entropy import CrossEntropy
 from megalite.parallel.tensor.divergence import TeacherDivergence, TokenDivergence, TopWordsDivergence
@@ -69,7 +70,7 @@ def score_words(
     source = open_source(f"hf:{model}")
     axes = {axis: size for axis, size in layout.items() if axis != "dp"}
     config = for_inference(source.config, **axes, precision="fp64")  # type: ignore[arg-type]
-    config = words_config(config, prefix, RowOptions(layout.get("dp", 1), 2, length, held_out=0.3))
+    config = pass_config(config, prefix, RowOptions(layout.get("dp", 1), 2, length, held_out=0.3))
     store = open_words(Path(output), source.name, number, temperature, config.model.vocabulary)
     mesh = mesh_of(context, config)
     scorer = WordScorer(config, source, mesh, torch.device("cpu"), number, temperature)
@@ -82,5 +83,5 @@ def score_words(
             return batch(*arguments)
 
         scorer._batch = interrupted  # type: ignore[method-assign]
-    with patch.object(teacher_words, "SAVE_S", 0.0), suppress(KeyboardInterrupt):
-        scorer.run(store, lambda *_, **__: None)
+    with patch.object(stored_passes, "SAVE_S", 0.0), suppress(KeyboardInterrupt):
+        scorer.run(config, store, lambda *_, **__: None)

@@ -10,8 +10,9 @@ from unittest.mock import patch
 
 import torch
 
-from megalite.evaluation import preference_scores
-from megalite.evaluation.preference_scores import Scorer, ScoringLayout, open_scores, scoring_config
+from megalite.evaluation import stored_passes
+from megalite.evaluation.preference_scores import Scorer, open_scores
+from megalite.evaluation.stored_passes import RowOptions, pass_config
 from megalite.generation.sources import for_inference, open_source
 from megalite.launch.environment import facts
 from megalite.monitoring.observers import observers
@@ -38,7 +39,7 @@ def score_preferences(
     source = open_source(f"hf:{model}")
     axes = {axis: size for axis, size in layout.items() if axis != "dp"}
     config = for_inference(source.config, **axes, precision="fp64")
-    config = scoring_config(config, prefix, ScoringLayout(layout.get("dp", 1), 1, 19))
+    config = pass_config(config, prefix, RowOptions(layout.get("dp", 1), 1, 19, packing=True))
     scores = open_scores(Path(output), source.name)
     scorer = Scorer(config, source, mesh_of(context, config), torch.device("cpu"))
     batch, left = scorer._batch, iter(range(killed_after or 0))
@@ -48,8 +49,8 @@ def score_preferences(
             os.kill(os.getpid(), signal.SIGKILL)
         return batch(*arguments)
 
-    with patch.object(preference_scores, "SAVE_S", 0.0), patch.object(scorer, "_batch", killed):
-        scorer.run(scores, lambda *_, **__: None)
+    with patch.object(stored_passes, "SAVE_S", 0.0), patch.object(scorer, "_batch", killed):
+        scorer.run(config, scores, lambda *_, **__: None)
 
 
 def observe(context: Any, config: dict[str, Any], steps: int) -> dict[str, Any]:
