@@ -361,3 +361,12 @@ TRAINER: Table = {
     ),
 }
 """Keys of transformers' TrainingArguments that the projects take unchanged."""
+TRAINING_ARGUMENTS: Table = {
+    **TRAINER,
+    "num_train_epochs": epochs("max_steps"),
+    "lr_scheduler_type": KeyRule(decay, "optimizer.decay"),
+    "optim": KeyRule(optimizer),
+    "bf16": switch("train.precision", "bf16"),
+    "fp16": switch("train.precision", "fp16"),
+}
+"""The same, and keys that axolotl has under other names."""

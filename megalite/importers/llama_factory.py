@@ -213,7 +213,7 @@ def _resize(value: Any, source: ImportedFile) -> Verdict:
 
 LOSS = f"set train.objective: pref_loss is one of {', '.join(OBJECTIVES).lower()}"
 TABLE: Table = {
-    **finetuning.TRAINER,
+    **finetuning.TRAINING_ARGUMENTS,
     **BATCH.table(),
     "model_name_or_path": KeyRule(finetuning.base_model, "model.from_hf"),
     **each(
@@ -294,11 +294,6 @@ TABLE: Table = {
     "max_samples": missing("reduce the input of `megalite prepare`"),
     "val_size": KeyRule(_validation, "data.validation"),
     **each("", "packing neat_packing", KeyRule(_packing, "data.packing")),
-    "num_train_epochs": finetuning.epochs("max_steps"),
-    "lr_scheduler_type": KeyRule(finetuning.decay, "optimizer.decay"),
-    "optim": KeyRule(finetuning.optimizer),
-    "bf16": finetuning.switch("train.precision", "bf16"),
-    "fp16": finetuning.switch("train.precision", "fp16"),
     "fp8": missing("float8 is not supported: the closest option is train.precision: bf16"),
     **each(
         "",

@@ -172,7 +172,7 @@ _METHODS: dict[str, tuple[Table, dict[str, Any]]] = {
 }
 """Method → its own rows, and its defaults."""
 TABLE: Table = {
-    **finetuning.TRAINER,
+    **finetuning.TRAINING_ARGUMENTS,
     **BATCH.table(),
     "beta": sets("preference.beta"),
     "disable_dropout": preferences.DROPOUT,
@@ -220,11 +220,6 @@ TABLE: Table = {
         "rows are shuffled or in order",
     ),
     "packing": sets("data.packing"),
-    "num_train_epochs": finetuning.epochs("max_steps"),
-    "lr_scheduler_type": KeyRule(finetuning.decay, "optimizer.decay"),
-    "optim": KeyRule(finetuning.optimizer),
-    "bf16": finetuning.switch("train.precision", "bf16"),
-    "fp16": finetuning.switch("train.precision", "fp16"),
     "gradient_checkpointing": KeyRule(finetuning.recompute, "train.recompute"),
     "gradient_checkpointing_kwargs.*": never("train.recompute has no further options"),
     "activation_offloading": missing("offloading activations is not supported: use train.recompute: full"),
