@@ -191,6 +191,7 @@ def load_stage(source: ModelSource, precision: str = "fp32") -> Stage:
     config = for_inference(source.config, precision=precision)
     parts = build.build_parts(config, build.make_mesh(config), "cpu", training=False)
     source.read(parts.to_load())
+    source.read_base(parts)
     parts.store.publish()
     return parts.stages[0]
 

@@ -114,6 +114,7 @@ class LanguageModel:
                 progress("reading weights", done, total, "B")
                 self.source.read(part)
                 done += sum(rectangle.tensor.nbytes for rectangle in part)
+            self.source.read_base(parts)
         parts.store.publish()
         self._stage: Stage = parts.stages[self.mesh.pp.rank]
         self._outdated_after = outdated_after(self.config.model)

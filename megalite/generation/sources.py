@@ -29,10 +29,12 @@ from megalite.data.tokenizer.identity import TokenizerIdentity, of_tokenizer
 from megalite.data.tokenizer.run_copy import is_there
 from megalite.data.tokenizer.tokenizers import Tokenizer
 from megalite.families.model_config import end_ids
+from megalite.huggingface.base_weights import beside_base, rows_by
 from megalite.huggingface.companions import recorded_tokenizer
 from megalite.huggingface.convert import HF, HuggingFaceSource, origin, starting_weights
 from megalite.model.kinds import dispatch_of
 from megalite.model.mtp.losses import without_further_losses
+from megalite.parallel.quantized.reading import quantize_base
 from megalite.parallel.spec import Rectangle
 
 if TYPE_CHECKING:
@@ -74,6 +76,10 @@ class ModelSource:
         """
         return self.config.data.train is not None and not _began_elsewhere(self.config)
 
+    def read_base(self, parts: Parts) -> None:
+        """Fill the quantized matrices of a rank, if it has any. Raises CheckpointError."""
+        quantize_base(parts.store, rows_by(self.read, self.name))
+
 
 def open_source(name: Path | str, average: bool = False) -> ModelSource:
     """Open a checkpoint, a run directory (its newest checkpoint) or hf:DIR without reading weights.
@@ -101,7 +107,7 @@ def open_source(name: Path | str, average: bool = False) -> ModelSource:
             "megalite convert."
         )
     config = from_dict(manifest.state["config"])
-    read = partial(checkpoint.load, manifest, convert=True)
+    read = beside_base(config, manifest, partial(checkpoint.load, manifest, convert=True))
     step, companions = manifest.state.get("step", 0), origin(directory, config.model)
     return ModelSource(str(directory), config, step, read, companions, recorded_tokenizer(manifest))
 
@@ -117,6 +123,7 @@ def load_into(parts: Parts, source: ModelSource, mesh: Mesh) -> None:
         source.read(rectangles)
         if not source.name.startswith(HF):  # those tensors are checked when they are read
             reject(source.name, {part.name: nonfinite(part.tensor) for part in rectangles})
+        source.read_base(parts)
     parts.store.publish()
 
 

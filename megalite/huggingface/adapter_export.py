@@ -23,6 +23,7 @@ from megalite.families.hub import repository
 from megalite.families.model_config import loader_of
 from megalite.families.weight_files import ADAPTER, ADAPTER_SETTINGS
 from megalite.huggingface import convert as converting
+from megalite.huggingface.base_weights import with_base
 from megalite.huggingface.config_json import to_hf_config
 from megalite.huggingface.convert import HF, family_of, head_of, model_of, places_of
 from megalite.huggingface.files import ConversionError, NewFile
@@ -49,7 +50,7 @@ def export_adapter(directory: Path, target: Path) -> dict[str, Any]:
     Raises ConfigError or CheckpointError; the directory gets its name only when it is complete.
     """
     directories.check_free(target)
-    manifest = checkpoint.manifest_of(directory)
+    manifest = with_base(checkpoint.manifest_of(directory))
     manifest.check_files()
     model, adapters = model_of(manifest), Adapters(manifest)
     lora = adapters.lora

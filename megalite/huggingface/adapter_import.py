@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megalite_kernels import nf4
 from torch import Tensor
 
 from megalite import checkpoint
@@ -220,6 +221,8 @@ class PeftAdapter:
         rows, columns = len(self.places[name].rows), self.places[name].numel // len(self.places[name].rows)
         weight = torch.empty(rows, columns, dtype=dtype)
         self.base([Rectangle(WEIGHT + name, (rows, columns), (0, 0), weight)])
+        if self.lora.base != "none":
+            weight = nf4.rounded(weight, self.lora.double_quant).to(dtype)
         return torch.linalg.vector_norm(weight, dim=1, dtype=torch.promote_types(dtype, torch.float32))
 
     def _scale(self, module: AdaptedModule, rank: int) -> float:

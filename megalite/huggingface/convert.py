@@ -523,7 +523,9 @@ def export_model(
             complete.
     """
     directories.check_free(target)
-    manifest = source if isinstance(source, Manifest) else checkpoint.manifest_of(source)
+    from megalite.huggingface.base_weights import with_base  # which reads directories with this module
+
+    manifest = with_base(source if isinstance(source, Manifest) else checkpoint.manifest_of(source))
     manifest.check_files()
     directory, model = manifest.directory, model_of(manifest)
     choice = TokenizerChoice(tokenizer, like, allow_tokenizer_change)

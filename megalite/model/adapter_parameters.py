@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megalite.config.schema import Config
-from megalite.config.sections.lora import LoraConfig
+from megalite.config.sections.lora import PROJECTIONS, LoraConfig
 from megalite.config.sections.model import ModelConfig
 from megalite.model.parameters import model_specs
 from megalite.model.spec_builder import INDEXER, REWARD
+from megalite.parallel.quantized.layout import BaseForm
 from megalite.parallel.spec import ParamSpec, Segment, parameter_count
 
 ADAPTER = "adapter"  # role of the segments of adapters
@@ -41,7 +42,7 @@ def with_adapters(specs: Sequence[ParamSpec], lora: LoraConfig, tp: int = 1) -> 
     """
     if not lora.rank:
         return list(specs)
-    base = [_frozen(spec, (*(lora.modules_to_save or ()), REWARD)) for spec in specs]
+    base = [_quantized(_frozen(spec, (*(lora.modules_to_save or ()), REWARD)), lora) for spec in specs]
     axis = "tp" if tp > 1 else None
     return base + [adapter for spec in specs for adapter in _adapters(spec, lora, axis)]
 
@@ -49,6 +50,17 @@ def with_adapters(specs: Sequence[ParamSpec], lora: LoraConfig, tp: int = 1) -> 
 def _frozen(spec: ParamSpec, trained_roles: Sequence[str]) -> ParamSpec:
     segments = tuple(replace(segment, trainable=segment.role in trained_roles) for segment in spec.segments)
     return replace(spec, segments=segments)
+
+
+def _quantized(spec: ParamSpec, lora: LoraConfig) -> ParamSpec:
+    """Return the spec of a frozen tensor in the form of `lora.base`, if it is a matrix of a layer.
+
+    Those of experts are stacked, and keep the compute precision.
+    """
+    matrix = spec.domain == "dense" and all(segment.role in PROJECTIONS for segment in spec.segments)
+    if lora.base == "none" or not matrix or len(spec.segments[0].shape) != 2:
+        return spec
+    return replace(spec, base=BaseForm(lora.base, lora.double_quant))
 
 
 def _adapters(spec: ParamSpec, lora: LoraConfig, partial_axis: str | None) -> list[ParamSpec]:

@@ -306,8 +306,9 @@ def attach_fp8(store: ParameterStore, train: TrainConfig, layers: int) -> None:
     assert train.fp8 != "none"
     fp8 = Fp8Format(train.fp8, train.fp8_power_of_two)
     for bucket in store.buckets:
+        codes: WeightCodes | None = None
         if bucket.layout.coded:
-            bucket.codes = WeightCodes(
+            codes = bucket.codes = WeightCodes(
                 bucket.layout, bucket.start, bucket.stop, train.fp8_power_of_two, store.device
             )
         # weights that only exist while they are used have no codes to keep
@@ -320,11 +321,11 @@ def attach_fp8(store: ParameterStore, train: TrainConfig, layers: int) -> None:
             if not choice.rows:
                 continue
             weight, segment = store.weights[slot.spec.name], slot.spec.segments[0]
-            gathered = None if bucket.codes is None else bucket.codes.matrix(index)
+            gathered = None if codes is None else codes.matrix(index)
             if segment.experts > 1:
                 experts = segment.experts * choice.rows // segment.shape[0]  # on this rank
                 weight.matmuls = Fp8ExpertMatmuls(weight.tensor, fp8, updates, choice, experts, gathered)
             else:
                 weight.matmuls = Fp8Matmuls(weight.tensor, fp8, updates, choice, gathered)
-        if bucket.codes is not None:
+        if codes is not None:
             bucket.free()  # only now: a view of tensors without memory cannot be made

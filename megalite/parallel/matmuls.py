@@ -35,6 +35,10 @@ class Matmuls:
     def __init__(self, tensor: Tensor):
         self.tensor = tensor
 
+    def values(self) -> Tensor:
+        """Return the values of the weight, [out, in]."""
+        return self.tensor
+
     def forward(self, x: Operand, bias: Tensor | None = None) -> Tensor:
         """Return x Wᵀ + b, [.., in] -> [.., out].
 

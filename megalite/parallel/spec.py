@@ -19,6 +19,8 @@ from megalite.parallel.initial_values import InitialValues
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megalite.parallel.quantized.layout import BaseForm
+
 WEIGHT, EMA = "weight", "ema"
 """Kinds of tensors in a checkpoint, which names a tensor KIND/NAME.
 
@@ -143,6 +145,7 @@ class ParamSpec:
         coded: whether its fp8 codes are gathered instead of its weight (ZeRO-3, `parallel.fp8_choice`).
         at_least_fp32: whether its weight is fp32 also if the compute precision is narrower. For the decay
             rates and time steps of recurrences: rounded to bf16, log rates would change rates by one percent.
+        base: the form in which its frozen weights are quantized (`lora.base`); None: they are not.
     """
 
     name: str
@@ -154,6 +157,7 @@ class ParamSpec:
     domain: str = "dense"
     at_least_fp32: bool = False
     coded: bool = False
+    base: BaseForm | None = None
 
     def local_shape(self, at: Coordinates) -> tuple[int, ...]:
         """Return the shape in memory on the rank at these coordinates."""

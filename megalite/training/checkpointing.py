@@ -31,6 +31,7 @@ from megalite.launch.environment import software
 from megalite.launch.machine import local_world_size, usable_cores
 from megalite.model.adapter_parameters import ADAPTER
 from megalite.model.spec_builder import INDEXER, REWARD
+from megalite.parallel.quantized.reading import quantize_base
 from megalite.parallel.sharding.offload import OffloadError
 from megalite.parallel.spec import EMA, Rectangle
 from megalite.system.activity import LOADING, SAVING
@@ -199,9 +200,20 @@ def load_weights(trainer: Trainer, source: str) -> None:
         # tensors are checked when they are read, under their own names
         if not source.startswith("hf:"):
             reject(source, {part.name: nonfinite(part.tensor) for part in rectangles})
+        load_base(trainer)
     if (seconds := perf_counter() - started) >= LONG_S:
         trainer.notes.append(f"read the weights of {source} in {seconds:.1f} s")
     trainer.store.publish()  # the load fills master weights: copy them to the weights and gather
+
+
+def load_base(trainer: Trainer) -> None:
+    """Read and quantize the frozen matrices of layers, if `lora.base` says so."""
+    if trainer.config.lora.base == "none":
+        return
+    from megalite.huggingface.base_weights import read_base, rows_by  # imported only where it is needed
+
+    start = trainer.config.model.initial_weights or "the start of the run"
+    quantize_base(trainer.store, rows_by(read_base(trainer.config), start))
 
 
 def _has_reward_head(config: Config, source: str, known: Collection[str] | None) -> bool:
@@ -238,6 +250,7 @@ def resume(trainer: Trainer, directory: Path) -> None:
         resume_checks.check_resume(trainer.config, trainer.train_data.fingerprint, state, directory)
     _check_reference(trainer, state, directory)
     with raise_on_all_ranks(trainer.mesh, CheckpointError):
+        load_base(trainer)  # checkpoints have none
         learned = [] if trainer.parts.statistics is None else trainer.parts.statistics.rectangles()
         without = () if manifest.has_averages else (EMA,)
         checkpoint.load(manifest, [*trainer.optimizer.state.to_load(without), *learned])

@@ -116,9 +116,8 @@ def planned(config: Config, pp_rank: int, device: DeviceType, shard: int) -> Mod
 
 
 def _codes(bucket: BucketBuffers) -> Sequence[Tensor]:
-    """Return the tensors of codes that are gathered instead of a bucket's weights, if any are."""
-    codes = bucket.codes
-    return () if codes is None else (codes.full, codes.shard, codes.scales)
+    """Return the tensors of codes that are kept or gathered instead of a bucket's weights, if any are."""
+    return () if bucket.codes is None else bucket.codes.tensors
 
 
 def _compressed(store: ParameterStore) -> Sequence[CompressedMatrix]:
@@ -135,7 +134,7 @@ def gathering(trainer: Trainer, reshard: Literal["action", "step"]) -> tuple[flo
     config, rank = trainer.config, trainer.mesh.pp.rank
     config = replace(config, parallel=replace(config.parallel, zero3_reshard=reshard))
     schedule = build.schedule(config, build.layout(config).microbatches)
-    sizes = [bucket.layout.size for bucket in trainer.store.buckets]
+    sizes = [bucket.full.nbytes for bucket in trainer.store.buckets]
     gathered = sum(
         sizes[action.bucket]
         for action in schedule.actions[rank]

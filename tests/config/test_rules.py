@@ -392,6 +392,13 @@ ROWS = [
     ),
     Row("lora has a rank", {"lora.targets": ["q"]}, {"lora.rank": 4}, ("trains the model itself",)),
     Row("lora has a rank", {"lora.dropout": 0.1}, {"lora.rank": 4}),
+    Row("lora has a rank", {"lora.base": "nf4"}, {"lora.rank": 4}),
+    Row("scales that are quantized", {"lora.rank": 4, "lora.double_quant": True}, {"lora.base": "nf4"}),
+    Row(
+        "a quantized base and fp8",
+        {"lora.rank": 4, "lora.base": "nf4", "train.fp8": "block", "train.precision": "bf16"},
+        {"lora.base": "none"},
+    ),
     Row(
         "lora.targets are there",
         {"lora.rank": 4, "lora.targets": ["gate"], "model.gated_mlp": False},

@@ -60,6 +60,13 @@ def _of_no_layer(c: RuleContext) -> bool:
 
 RULES: tuple[Rule, ...] = (
     Rule(
+        "a quantized base and fp8",
+        "lora.base",
+        lambda c: c.lora.base != "none" and c.train.fp8 != "none",
+        message="is incompatible with {train.fp8}: a matrix has codes of one kind",
+        legal="Set it or train.fp8 to none.",
+    ),
+    Rule(
         "adapters and modules of multi-token prediction",
         "model.mtp_layers",
         lambda c: c.model.mtp_layers and c.lora.rank,

@@ -56,6 +56,12 @@ class LoraConfig:
     """Ranks of single projections, {down: 4}. null: all have rank."""
     alphas: dict[str, float] | None = option(None, POSITIVE)
     """Alphas of single projections, {down: 8}. null: all have alpha."""
+    base: Literal["none", "nf4"] = "none"
+    """Form in which the frozen matrices of layers are stored and gathered: nf4 has 4 bits and a scale for 64
+    elements, quantized as bitsandbytes does (QLoRA, Dettmers et al. 2023). Embedding, head, norms and experts
+    keep train.precision. none: all do."""
+    double_quant: bool = False
+    """Also quantize the scales of lora.base, to 8 bits."""
     dora: bool = False
     """Also train the length of every row of the adapted weights (DoRA, Liu et al. 2024)."""
     modules_to_save: list[str] | None = None
@@ -86,7 +92,8 @@ def _without_rank(c: "RuleContext") -> bool:
     plain = LoraConfig()
     names = ("dropout", "targets", "init_from", "ranks", "alphas", "dora", "modules_to_save", "scaling")
     return not c.lora.rank and any(
-        (getattr(c.lora, name) or None) != (getattr(plain, name) or None) for name in names
+        (getattr(c.lora, name) or None) != (getattr(plain, name) or None)
+        for name in (*names, "base", "double_quant")
     )
 
 
@@ -138,6 +145,13 @@ RULES: tuple[Rule, ...] = (
         _without_rank,
         message="trains the model itself, but other lora options are set",
         legal="Set it, for example to 16, or remove the other options.",
+    ),
+    Rule(
+        "scales that are quantized",
+        "lora.double_quant",
+        lambda c: c.lora.double_quant and c.lora.base == "none",
+        message="has no effect with {lora.base}",
+        legal="Set lora.base to nf4, or remove it.",
     ),
     _unknown("targets", _adaptable),
     _unknown("ranks", _adaptable),

@@ -20,6 +20,7 @@ from megalite.parallel.sharding.gradient_bucket import GradientBucket
 from megalite.parallel.spec import FlatRectangle, Rectangle, rectangles
 
 if TYPE_CHECKING:
+    from megalite.parallel.quantized.buffers import QuantizedBuffers
     from megalite.parallel.sharding.weight_codes import WeightCodes
 
 
@@ -30,7 +31,7 @@ class BucketBuffers:
     `master` covers [start, stop), the range whose optimizer state this rank keeps. If the weights are in fp32
     or fp64, they are their own masters, unless optimizer state is offloaded; masters of weights in bf16 and
     fp16 are a separate fp32 copy. Frozen weights are their own masters in any precision, and every rank keeps
-    all of them, except under ZeRO-3.
+    all of them, except under ZeRO-3. Quantized matrices have codes alone: `start` and `stop` are 0.
     """
 
     layout: BucketLayout
@@ -41,7 +42,8 @@ class BucketBuffers:
     stop: int
     master: Tensor  # [stop - start], at least fp32, on the device of the optimizer state
     shard: Tensor | None  # [stop - start], in the dtype of the weights, under ZeRO-3
-    codes: WeightCodes | None = None  # are gathered instead of the weights, which then never have memory
+    # are kept or gathered instead of the weights, which then never have memory
+    codes: WeightCodes | QuantizedBuffers | None = None
     gathering: Pending | None = None  # the all-gather in flight
 
     @property
@@ -56,11 +58,11 @@ class BucketBuffers:
     @property
     def has_own_master(self) -> bool:
         """Whether the master weights are a copy of the weights."""
-        return self.owned_weights.data_ptr() != self.master.data_ptr()
+        return not self.layout.quantized_bytes and self.owned_weights.data_ptr() != self.master.data_ptr()
 
     @property
     def full(self) -> Tensor:
-        """[size]: what is gathered, weights or their codes."""
+        """[size]: what is gathered, weights or their codes, or the bytes of quantized matrices."""
         return self.weights if self.codes is None else self.codes.full
 
     @property
@@ -79,7 +81,7 @@ class BucketBuffers:
 
         Resizing the storage, here and in `free`, keeps each weight's view of it valid.
         """
-        self.full.untyped_storage().resize_(self.layout.size * self.full.itemsize)
+        self.full.untyped_storage().resize_(self.full.nbytes)
 
     def free(self) -> None:
         """Free the memory of the full weights."""

@@ -2,12 +2,12 @@
 
 It is a pure function of the specs. Whole units (embedding, a layer, the head) share a bucket up to the bucket
 size, so that the gradients of a bucket complete together and the weights of a layer are gathered together.
-Inside a bucket, tensors with weight decay come first, so that the
-optimizer updates two ranges. Tied tensors have a bucket of their own, so that both copies are sharded alike,
-and so do frozen tensors, which need no gradients, tensors that are at least fp32 whatever the compute
-precision is, and matrices whose fp8 codes ZeRO-3 gathers. A layer has few numbers of the second kind, and few
-besides the last, so one bucket usually has those of all layers of a rank: one bucket per layer would be
-mostly padding.
+Inside a bucket, tensors with weight decay come first, so that the optimizer updates two ranges. Buckets of
+their own have tied tensors, so that both copies are sharded alike, and tensors that are kept differently:
+frozen ones, which need no gradients, those that are at least fp32 whatever the compute precision is, matrices
+whose fp8 codes ZeRO-3 gathers, and quantized ones (`parallel.quantized.layout`). Of some of them a layer has
+few numbers, so one bucket usually has those of all layers of a rank: one bucket per layer would be mostly
+padding.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from itertools import chain, groupby, product
 
 from megalite.mesh.layout import Coordinates
 from megalite.parallel.fp8_choice import BLOCKS
+from megalite.parallel.quantized.layout import MatrixBytes, matrix_bytes
 from megalite.parallel.spec import ParamSpec
 
 ALIGN = 32  # elements, 128 bytes of fp32: every vector load and cache line starts at a tensor's start
@@ -27,11 +28,16 @@ SHARD_ALIGN = 64  # elements: shard boundaries that do not change rounding in ve
 
 @dataclass(frozen=True)
 class Slot:
-    """Position of a stored tensor in its bucket: elements [start, stop), with this local shape."""
+    """Position of a stored tensor in its bucket: elements [start, stop), with this local shape.
+
+    Attributes:
+        quantized: the bytes of a quantized matrix.
+    """
 
     spec: ParamSpec
     shape: tuple[int, ...]
     start: int
+    quantized: MatrixBytes | None = None
 
     @property
     def stop(self) -> int:
@@ -76,6 +82,12 @@ class BucketLayout:
     def blocks(self) -> int:
         """Number of scales of these codes."""
         return sum(math.prod(slot.shape) for slot in self.slots) // BLOCKS["block"] ** 2 if self.coded else 0
+
+    @property
+    def quantized_bytes(self) -> int:
+        """Return the bytes of quantized matrices, a multiple of owners × 64; 0: the bucket has weights."""
+        last = self.slots[-1].quantized
+        return 0 if last is None else _round_up(last.stop, self.owners * SHARD_ALIGN)
 
     @property
     def domain(self) -> str:
@@ -129,13 +141,19 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def _bucket(specs: Sequence[ParamSpec], at: Coordinates, owners: int) -> BucketLayout:
-    slots, start = [], 0
+    slots, start, byte = list[Slot](), 0, 0
     # stable: those with decay first, each group in the model's order
     for spec in sorted(specs, key=lambda spec: not spec.decay):
-        slot = Slot(spec, spec.local_shape(at), start)
-        slots.append(slot)
-        start = _round_up(slot.stop, ALIGN)
+        quantized = None if spec.base is None else matrix_bytes(spec, at, byte)
+        slots.append(Slot(spec, spec.local_shape(at), start, quantized))
+        start = _round_up(slots[-1].stop, ALIGN)
+        byte = 0 if quantized is None else quantized.stop
     return BucketLayout(tuple(slots), _round_up(start, owners * SHARD_ALIGN), owners)
+
+
+def _kept(spec: ParamSpec) -> tuple[object, ...]:
+    """Return how a tensor is kept. Those of a bucket are kept alike."""
+    return spec.domain, spec.trainable, spec.at_least_fp32, spec.coded, spec.base
 
 
 def bucket_layout(
@@ -152,12 +170,9 @@ def bucket_layout(
     alone = [[spec] for spec in specs if spec.tied]
     groups: list[list[ParamSpec]] = []
     domains = dict.fromkeys(spec.domain for spec in specs)
-    for alike in product(domains, (True, False), (False, True), (False, True)):
-        rest = [
-            spec
-            for spec in specs
-            if not spec.tied and (spec.domain, spec.trainable, spec.at_least_fp32, spec.coded) == alike
-        ]
+    forms = dict.fromkeys(spec.base for spec in specs)
+    for alike in product(domains, (True, False), (False, True), (False, True), forms):
+        rest = [spec for spec in specs if not spec.tied and _kept(spec) == alike]
         filled = math.inf
         for _, unit in groupby(rest, key=lambda spec: spec.unit):
             members = list(unit)

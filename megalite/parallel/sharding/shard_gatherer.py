@@ -95,7 +95,7 @@ class ShardGatherer(WeightGatherer):
         """
         self.updates, self.loads = self.updates + 1, self.loads + loaded
         self._free_all()
-        coded = [each for each in self.buckets if each.codes is not None]
+        coded = [each for each in self.buckets if each.layout.coded]
         if coded:
             from megalite.parallel.sharding.weight_codes import update_codes  # not needed without fp8
 
@@ -132,6 +132,6 @@ class ShardGatherer(WeightGatherer):
     def _start(self, bucket: BucketBuffers) -> None:
         assert bucket.shard is not None and not bucket.resident
         bucket.allocate()
-        shard = bucket.shard if bucket.codes is None else bucket.codes.shard
+        shard = bucket.shard if bucket.codes is None else bucket.codes.kept
         pending = self._collective(shard, bucket.domain.shard, bucket.full)
         bucket.gathering = self.log.gathering(f"gather {self.buckets.index(bucket)}", pending)

@@ -26,8 +26,10 @@ from torch import Tensor
 
 from megalite.mesh.mesh import Domain, Mesh
 from megalite.parallel.collectives import all_gather, meet
+from megalite.parallel.quantized.buffers import QuantizedBuffers
+from megalite.parallel.quantized.reading import quantize_base
 from megalite.parallel.sharding.bucket_buffers import BucketBuffers
-from megalite.parallel.sharding.buckets import BucketLayout, bucket_layout, buckets_of_units
+from megalite.parallel.sharding.buckets import BucketLayout, Slot, bucket_layout, buckets_of_units
 from megalite.parallel.sharding.gradient_bucket import GradientBucket
 from megalite.parallel.sharding.offload import Uploads, pinned_zeros
 from megalite.parallel.sharding.reducer import GradientReducer
@@ -155,6 +157,8 @@ class ParameterStore:
         return WeightGatherer(self.buckets, by_unit, sharded, self.log)
 
     def _allocate(self, layout: BucketLayout, dtypes: _Dtypes, shard: Tensor | None) -> BucketBuffers:
+        if layout.quantized_bytes:
+            return self._allocate_quantized(layout, dtypes, shard)
         weights = torch.zeros(layout.size, dtype=dtypes.weights(layout), device=self.device)
         # Frozen buckets have no optimizer state to shard; only ZeRO-3 shards their weights.
         domain, divided = self.mesh.domain(layout.domain), layout.trainable or self.zero == 3
@@ -167,16 +171,7 @@ class ParameterStore:
         gradients = self._allocate_gradients(layout, domain, dtypes.gradients) if trains else None
         bucket = BucketBuffers(layout, domain, weights, gradients, start, stop, master, shard)
         for slot in layout.slots:
-            # Frozen weights require grad, too: else no input of the first adapted layer would, and autograd
-            # would skip its backward.
-            tensor = (
-                weights[slot.start : slot.stop]
-                .view(slot.shape)
-                .detach()
-                .requires_grad_(self.options.training)
-            )
-            weight = Weight(slot.spec, tensor, dtypes.gradients if trains else None, self.weight_grads)
-            self.weights[slot.spec.name] = weight
+            weight = self._weight(slot, weights, dtypes.gradients if trains else None)
             if gradients is not None:
                 gradients.add(weight)
         if gradients is not None and self._separates(layout):
@@ -185,13 +180,39 @@ class ParameterStore:
             bucket.free()
         return bucket
 
+    def _allocate_quantized(
+        self, layout: BucketLayout, dtypes: _Dtypes, shard: Tensor | None
+    ) -> BucketBuffers:
+        weights = torch.empty(layout.size, dtype=dtypes.compute, device=self.device)
+        domain = self.mesh.domain(layout.domain)
+        quantized = QuantizedBuffers(layout, self.at, domain.shard.rank, shard, self.device)
+        bucket = BucketBuffers(layout, domain, weights, None, 0, 0, quantized.kept, shard, quantized)
+        for index, slot in enumerate(layout.slots):
+            weight = self._weight(slot, weights, None)
+            weight.matmuls = quantized.matmuls(index, weight.tensor)
+        weights.untyped_storage().resize_(0)  # only now: a view of a tensor without memory cannot be made
+        if shard is not None:
+            bucket.free()
+        return bucket
+
+    def _weight(self, slot: Slot, weights: Tensor, grad_dtype: torch.dtype | None) -> Weight:
+        """Return the stored tensor of a slot, a view of a bucket's weights."""
+        tensor = weights[slot.start : slot.stop].view(slot.shape).detach()
+        # Frozen weights require grad, too: else no input of the first adapted layer would, and autograd
+        # would skip its backward.
+        tensor.requires_grad_(self.options.training)
+        weight = Weight(slot.spec, tensor, grad_dtype, self.weight_grads)
+        self.weights[slot.spec.name] = weight
+        return weight
+
     def _shards(self, layouts: Sequence[BucketLayout], dtypes: _Dtypes) -> Sequence[Tensor | None]:
         """Return this rank's shard of the weights of each bucket, with ZeRO-3."""
         if self.zero < 3:
             return [None] * len(layouts)
         ranks = [self.mesh.domain(layout.domain).shard.size for layout in layouts]
-        kinds = [dtypes.weights(layout) for layout in layouts]
-        counts = [layout.size // size for layout, size in zip(layouts, ranks, strict=True)]
+        kinds = [torch.uint8 if each.quantized_bytes else dtypes.weights(each) for each in layouts]
+        sizes = [layout.quantized_bytes or layout.size for layout in layouts]
+        counts = [size // parts for size, parts in zip(sizes, ranks, strict=True)]
         if self.options.offload_parameters:
             return pinned_zeros(counts, kinds, self.device)
         # A bucket that no other rank has stays whole: experts at ep = dp · cp · tp.
@@ -219,6 +240,7 @@ class ParameterStore:
             threads: number of blocks of a weight that are drawn at the same time.
         """
         self.draw(seed, threads)
+        quantize_base(self, lambda matrix, low, high: torch.cat([*rng.drawn_rows(matrix, low, high, seed)]))
         meet(self.mesh)  # the first and last stages draw more than others
         self.gatherer.gather_updated(loaded=True)
         self.gatherer.finish()
@@ -280,11 +302,11 @@ class ParameterStore:
     def owned_rectangles(self) -> Iterator[tuple[BucketBuffers, FlatRectangle, int]]:
         """Yield rectangles that cover every global element exactly once over the whole mesh.
 
-        Padding and copies are not included. The elements of (bucket, rectangle, offset) are [offset + start,
-        offset + stop) of the bucket. A rank yields its 1/owners of each bucket, with every ZeRO stage, and
-        only segments that it owns on the tp axis.
+        Padding, copies and quantized matrices are not included. The elements of (bucket, rectangle, offset)
+        are [offset + start, offset + stop) of the bucket. A rank yields its 1/owners of each bucket, with
+        every ZeRO stage, and only segments that it owns on the tp axis.
         """
-        for bucket in self.buckets:
+        for bucket in (each for each in self.buckets if not each.layout.quantized_bytes):
             for flat, offset in self.rectangles_in(bucket, *bucket.layout.owned(bucket.domain.share)):
                 if flat.segment.is_owner(self.at):
                     yield bucket, flat, offset

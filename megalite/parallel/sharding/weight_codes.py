@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -45,6 +45,16 @@ class WeightCodes:
         self.shard = torch.zeros(stop - start, dtype=torch.uint8, device=device)
         self.full = torch.zeros(layout.size, dtype=torch.uint8, device=device)
         self.scales = torch.zeros(layout.blocks, device=device)
+
+    @property
+    def kept(self) -> Tensor:
+        """The codes that this rank keeps."""
+        return self.shard
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """All memory of codes and scales."""
+        return self.full, self.shard, self.scales
 
     def matrix(self, index: int) -> Quantized:
         """Return views of the codes and scales of the matrix in a slot, [rows, columns].
@@ -122,7 +132,7 @@ def update_codes(buckets: Iterable[BucketBuffers]) -> None:
     """Compute the codes of buckets whose weights have changed. Collective over their shard axes."""
     by_axis: defaultdict[MeshAxis, list[tuple[WeightCodes, Tensor]]] = defaultdict(list)
     for bucket in buckets:
-        if bucket.codes is not None:
+        if isinstance(bucket.codes, WeightCodes):
             by_axis[bucket.domain.shard].append((bucket.codes, bucket.owned_weights))
     for axis, own in by_axis.items():
         maxima = all_reduce_max(torch.cat([codes.maxima(weights) for codes, weights in own]), axis).wait()

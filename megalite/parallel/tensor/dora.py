@@ -42,7 +42,7 @@ class DoraAdapter(Adapter):
         plain = (
             rows
             if mask is None and not self.biased
-            else torch.mm(dropped.flatten(0, -2), self.base.tensor.t())
+            else torch.mm(dropped.flatten(0, -2), self.base.matmuls.values().t())
         )
         adapted, inner = plain.clone(), self.inner(dropped)
         self.add(inner, adapted)
@@ -66,10 +66,11 @@ class DoraAdapter(Adapter):
             assert part.magnitude is not None
             part.magnitude.accumulate(lengths[part.columns])
         added, accumulate = self.gradients(scaled, inner, mask)
+        weight = self.base.matmuls.values()
         if mask is None:
-            return added.addmm_(scaled, self.base.tensor).view(*grad.shape[:-1], -1), accumulate
-        dx = torch.mm(rows, self.base.tensor).view(*grad.shape[:-1], -1)
-        added.addmm_(scaled - rows, self.base.tensor)
+            return added.addmm_(scaled, weight).view(*grad.shape[:-1], -1), accumulate
+        dx = torch.mm(rows, weight).view(*grad.shape[:-1], -1)
+        added.addmm_(scaled - rows, weight)
         return dx.add_(self.dropped(added.view_as(dx), mask)), accumulate
 
     def _factors(self) -> tuple[Tensor, Tensor]:
@@ -77,7 +78,7 @@ class DoraAdapter(Adapter):
 
         A norm of 0 is returned as 1.
         """
-        weight = self.base.tensor
+        weight = self.base.matmuls.values()
         dtype = torch.promote_types(weight.dtype, torch.float32)
         before = torch.linalg.vector_norm(weight, dim=1, dtype=dtype).square()
         after = before.clone()

@@ -92,7 +92,7 @@ def gathered_bytes(schedule: Schedule, rank: int, buckets: Sequence[BucketLayout
     """
     if not schedule.units:
         return 0
-    sizes = [bucket.size * widths.gathered(bucket) for bucket in buckets]
+    sizes = [widths.gathered(bucket) for bucket in buckets]
     announced: list[Action] = []
     whole: set[int] = set()
     most = 0

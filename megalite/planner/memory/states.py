@@ -55,8 +55,8 @@ class Widths:
         return self.accumulate if stored.at_least_fp32 else self.compute
 
     def gathered(self, bucket: BucketLayout) -> int:
-        """Return the bytes per element that ZeRO-3 gathers of a bucket, of its weights or their codes."""
-        return 1 if bucket.coded else self.weights(bucket)
+        """Return the bytes that ZeRO-3 gathers of a bucket: its weights, their codes, or a quantized base."""
+        return bucket.quantized_bytes or bucket.size * (1 if bucket.coded else self.weights(bucket))
 
 
 @dataclass(frozen=True)
@@ -127,16 +127,15 @@ def fullest_shard(config: Config, buckets: Sequence[BucketLayout]) -> int:
 def checkpoint_bytes(config: Config) -> int:
     """Return the bytes of the tensors in a checkpoint, over all ranks.
 
-    These are weights (master weights if they are trained) and their optimizer state.
-
-    What PowerSGD and routers keep besides is left out.
+    These are weights (master weights if they are trained) and their optimizer state. A quantized base is not
+    stored. What PowerSGD and routers keep besides is left out.
     """
     widths, kinds = Widths.of(config), kinds_of(config)
     segments = (
         (spec, each)
         for spec in trained_specs(model_specs(config.model), config)
         for each in spec.segments
-        if not each.copy
+        if not each.copy and spec.base is None
     )
     return sum(
         math.prod(each.shape) * widths.accumulate * (1 + len(kinds(each)))
@@ -219,6 +218,8 @@ def _bucket(config: Config, bucket: BucketLayout, device: DeviceType, shard: int
     kept, sharded = sharing.kept(bucket), sharing.weights_sharded
     width = widths.weights(bucket)
     weights = (kept if sharded else bucket.size) * width
+    if bucket.quantized_bytes:
+        weights = bucket.quantized_bytes // (sharing.shard if sharded else 1)
     weights_at = "cpu" if sharded and parallel.offload_parameters else device
     state_at = device if parallel.offload == "none" else "cpu"
     is_own_master = not bucket.trainable or (width == widths.accumulate and weights_at == state_at)

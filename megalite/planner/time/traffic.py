@@ -305,10 +305,7 @@ def _gathered(config: Config, schedule: Schedule, pp_rank: int, buckets: Sequenc
         for action in schedule.actions[pp_rank]
         if action.kind is ActionKind.GATHER and action.bucket is not None
     ]
-    return sum(
-        ring(bucket.size * widths.gathered(bucket), Sharing.of(config, bucket.domain).shard)
-        for bucket in gathers
-    )
+    return sum(ring(widths.gathered(bucket), Sharing.of(config, bucket.domain).shard) for bucket in gathers)
 
 
 def _spared(config: Config, bucket: BucketLayout) -> int:

@@ -72,7 +72,7 @@ class CachedLatentAttention(CachedAttention):
         one."""
         if self._matrix is None:
             weight = self.layer.kv_up.weight
-            whole = weight.tensor
+            whole = weight.matmuls.values()
             # the product with each unit vector, which needs no knowledge of the adapter
             if weight.adapter is not None:
                 whole = (

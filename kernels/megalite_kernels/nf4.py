@@ -1,0 +1,163 @@
+"""4-bit NormalFloat (NF4; Dettmers et al. 2023), bit for bit as bitsandbytes computes it on a CPU.
+
+A matrix is flattened row by row and cut into blocks of 64 elements, across the ends of rows; the last block
+may be short. A block has the largest magnitude of its elements as its scale (absmax, fp32). The code of an
+element is the number of the nearest of 16 values to x · (1 / absmax); of two equally near ones the smaller.
+
+    value = table[code] · absmax        in fp32, rounded once to the dtype of the result
+
+Two codes are a byte, the first in its high bits. With double quantization the scales are quantized, too, in
+blocks of 256 (`quantize_scales`):
+
+    absmax = dynamic table[code8] · absmax of 256 scales + offset        offset: the mean of the scales
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 64  # elements that share a scale
+NESTED = 256  # scales that share a scale of their own
+_BINS = 32767.5  # half the number of bins in which bitsandbytes looks up the codes of scales
+
+TABLE = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""The 16 values of the format, from the quantiles of a normal distribution; zero is one of them."""
+
+
+@functools.lru_cache(maxsize=8)
+def _table(device: torch.device) -> Tensor:
+    return torch.tensor(TABLE, device=device)
+
+
+@functools.lru_cache(maxsize=8)
+def _pairs(device: torch.device) -> Tensor:
+    """Return the two values of each byte, [256, 2] fp32."""
+    table, byte = _table(device), torch.arange(256, device=device)
+    return torch.stack((table[byte >> 4], table[byte & 15]), 1)
+
+
+@functools.lru_cache(maxsize=8)
+def scale_table(device: torch.device) -> Tensor:
+    """Return the 256 values of the codes of scales, ascending, [256] fp32.
+
+    For n = 0 … 6 they are ± 10^(n − 6) · the midpoints of 2^n equal parts of [0.1, 1], and 0 and 1 besides
+    (Dettmers et al. 2022, "dynamic tree").
+    """
+    values = [0.0, 1.0]
+    for exponent in range(7):
+        edges = torch.linspace(0.1, 1, 2**exponent + 1, dtype=torch.float32)
+        means = 10 ** (exponent - 6) * ((edges[:-1] + edges[1:]) / 2)  # rounded to fp32
+        values += [*means.tolist(), *(-means).tolist()]
+    return torch.tensor(sorted(values), dtype=torch.float32, device=device)
+
+
+class Blocks(NamedTuple):
+    """Codes of consecutive elements, one a byte, [n] uint8, and scales of their blocks, [blocks] fp32."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+def quantize(values: Tensor) -> Blocks:
+    """Quantize consecutive elements of a flattened matrix, [n], from the start of a block on."""
+    count, table = values.numel(), _table(values.device)
+    blocks = F.pad(values.float(), (0, -count % BLOCK)).view(-1, BLOCK)
+    scales = blocks.abs().amax(1)
+    # a block of zeros has the code of zero
+    inverse = torch.where(scales > 0, 1 / scales, 0.0)
+    midpoints = (table[1:] + table[:-1]) / 2
+    codes = torch.bucketize(blocks * inverse.unsqueeze(1), midpoints, out_int32=True).to(torch.uint8)
+    return Blocks(codes.view(-1)[:count], scales)
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Return two codes a byte: [n] -> [ceil(n / 2)]."""
+    pairs = F.pad(codes, (0, codes.numel() % 2)).view(-1, 2)
+    return pairs[:, 0] << 4 | pairs[:, 1]
+
+
+def unpack(packed: Tensor, count: int) -> Tensor:
+    """Return the first `count` codes of bytes."""
+    return torch.stack((packed >> 4, packed & 15), 1).view(-1)[:count]
+
+
+def values_of(packed: Tensor, count: int) -> Tensor:
+    """Return the values of the first `count` codes in units of their scales, [count] fp32."""
+    return _pairs(packed.device).index_select(0, packed.int()).view(-1)[:count]
+
+
+def rounded(matrix: Tensor, double: bool) -> Tensor:
+    """Return the values of a matrix after it was quantized, in fp32.
+
+    Args:
+        double: whether its scales are quantized, too.
+    """
+    codes, scales = quantize(matrix.reshape(-1))
+    if double:
+        nested = quantize_scales(scales)
+        each = nested.scales.repeat_interleave(NESTED)[: len(scales)]
+        scales = dequantize_scales(nested.codes, each, nested.offset)
+    each = scales.repeat_interleave(BLOCK)[: matrix.numel()]
+    return (values_of(pack(codes), matrix.numel()) * each).view(matrix.shape)
+
+
+class NestedScales(NamedTuple):
+    """Quantized scales.
+
+    Attributes:
+        codes: [blocks] uint8.
+        scales: of 256 of them, [ceil(blocks / 256)] fp32.
+        offset: [] fp32.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    offset: Tensor
+
+
+def quantize_scales(scales: Tensor) -> NestedScales:
+    """Quantize all scales of a matrix, [blocks].
+
+    bitsandbytes does not take the nearest of the 256 values on a CPU, but the one that is nearest to the
+    middle of the bin, of 65,536, in which a scale is.
+    """
+    table, count = scale_table(scales.device), scales.numel()
+    offset = mean(scales)
+    rest = F.pad(scales - offset, (0, -count % NESTED)).view(-1, NESTED)
+    largest = rest.abs().amax(1)
+    inverse = torch.where(largest > 0, 1 / largest, 0.0)
+    bins = torch.floor((rest * inverse.unsqueeze(1) + 1) * _BINS + 0.5).clamp_(0, 2 * _BINS)
+    middles = bins.double() / _BINS - 1
+    midpoints = (table[1:].double() + table[:-1].double()) / 2
+    codes = torch.bucketize(middles, midpoints, out_int32=True).to(torch.uint8)
+    return NestedScales(codes.view(-1)[:count], largest, offset)
+
+
+def mean(scales: Tensor) -> Tensor:
+    """Return the mean of scales as torch computes it on one thread: its last bit depends on their number."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return scales.mean()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def dequantize_scales(codes: Tensor, scales: Tensor, offset: Tensor) -> Tensor:
+    """Return scales of blocks in fp32.
+
+    Args:
+        codes: of any shape.
+        scales: for each code, of a shape that broadcasts.
+    """
+    return scale_table(codes.device)[codes.int()] * scales + offset

@@ -1,0 +1,126 @@
+"""Where the codes and scales of quantized frozen matrices are in the memory of a rank (`lora.base`).
+
+The matrix that is quantized is a global tensor of the model, a segment: flattened row by row and cut into
+blocks of 64 elements, so that no layout changes a code or a scale. A rank keeps the codes of its part, and of
+each row of the part the scales of the blocks that the row touches; a block that the part cuts is on both
+neighbours. All of them are one run of bytes for a bucket, so that ZeRO-3 shards and gathers them together:
+
+    bucket    [ matrix 0 | matrix 1 | … | padding ]
+    matrix    [ codes of its segments | their scales | scales of scales and offsets ]
+
+Sizes depend only on sizes of parts, not on their positions: all ranks of an axis have the same layout. Plain
+data, which a planner evaluates without a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from megalite.mesh.layout import Coordinates
+from megalite.parallel.spec import ParamSpec, Segment
+
+BLOCK = 64  # elements that share a scale
+NESTED = 256  # scales that share a scale of their own (double quantization)
+ALIGN = 16  # bytes: every array of a matrix starts at a multiple
+FP32 = 4  # bytes
+
+
+class BaseForm(NamedTuple):
+    """The form of a quantized base: its name (`lora.base`), and whether scales are quantized, too."""
+
+    name: str
+    double: bool = False
+
+
+class Bytes(NamedTuple):
+    """Bytes [start, stop) of a bucket."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class PartBytes:
+    """The bytes of a rank's part of a segment.
+
+    Attributes:
+        codes: two codes a byte, rows one after the other.
+        scales: [rows, touched], fp32, or uint8 with double quantization.
+        touched: number of blocks that a row of the part touches at most.
+        nested: scales of the scales, fp32, for blocks of 256 from the first that the rows touch; else empty.
+        offset: one fp32 number with double quantization; else empty.
+    """
+
+    codes: Bytes
+    scales: Bytes
+    touched: int
+    nested: Bytes
+    offset: Bytes
+
+
+@dataclass(frozen=True)
+class MatrixBytes:
+    """The bytes of a stored matrix: its parts, one for each segment, and the end of the last array."""
+
+    parts: tuple[PartBytes, ...]
+    stop: int
+
+
+def _touched(count: int, size: int, aligned: bool) -> int:
+    """Return the number of blocks of `size` elements that `count` consecutive elements touch at most.
+
+    Args:
+        aligned: whether they start with a block, if they are whole blocks.
+    """
+    return count // size if aligned and count % size == 0 else (count + size - 2) // size + 1
+
+
+def _scales(rows: int, columns: int, segment: Segment) -> tuple[int, int]:
+    """Return how many blocks a row of a part touches, and how many blocks of scales its rows touch."""
+    width = segment.shape[1]
+    aligned = width % BLOCK == 0  # parts are equal: they start at multiples of `columns`
+    if rows == segment.shape[0]:
+        nested = _divided(_divided(segment.numel, BLOCK), NESTED)
+    else:
+        nested = _touched(_touched(rows * width, BLOCK, aligned), NESTED, False)
+    return _touched(columns, BLOCK, aligned), nested
+
+
+def _divided(value: int, divisor: int) -> int:
+    """Return the quotient, rounded up."""
+    return -(-value // divisor)
+
+
+def matrix_bytes(spec: ParamSpec, at: Coordinates, start: int) -> MatrixBytes:
+    """Return where the arrays of a quantized matrix are, of which the first starts at byte `start`."""
+    form, position = spec.base, start
+    assert form is not None
+
+    def take(sizes: Sequence[int]) -> list[Bytes]:
+        """Return consecutive arrays of these sizes, and move on to the next multiple of ALIGN."""
+        nonlocal position
+        arrays = []
+        for size in sizes:
+            arrays.append(Bytes(position, position + size))
+            position += size
+        position = _divided(position, ALIGN) * ALIGN
+        return arrays
+
+    shapes = [segment.local(at).shape for segment in spec.segments]
+    counts = [
+        _scales(shape[0], shape[1], segment) for shape, segment in zip(shapes, spec.segments, strict=True)
+    ]
+    width = 1 if form.double else FP32
+    codes = take([_divided(prod(shape), 2) for shape in shapes])
+    scales = take([shape[0] * touched * width for shape, (touched, _) in zip(shapes, counts, strict=True)])
+    nested = take([number * FP32 * form.double for _, number in counts])
+    offsets = take([FP32 * form.double for _ in shapes])
+    parts = map(PartBytes, codes, scales, (touched for touched, _ in counts), nested, offsets)
+    return MatrixBytes(tuple(parts), position)

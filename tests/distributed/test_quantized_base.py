@@ -1,0 +1,89 @@
+"""A quantized base (`lora.base`): every layout has the codes that bitsandbytes finds for the whole matrix, trains the
+adapters that one process trains, and resumes on another layout; memory and traffic are those that are planned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support import jobs_quantized, jobs_training
+from tests.support.configs import SINGLE, config_of, write_tokens
+from tests.support.spaces.layouts import Case
+
+STEPS = 3
+MODEL: Case = {**SINGLE, "tied": False, "kv_heads": 2, "vocab_size": 101, "layers": 4, "masked": True, "dropout": 0.0}
+ODD = {"hidden_size": 33, "intermediate_size": 66, "num_attention_heads": 4, "head_dim": 8}
+"""Rows of an odd number of elements, which share bytes, and blocks across rows and parts."""
+WHOLE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
+"""Rows and parts of whole blocks."""
+LAYOUTS: dict[str, tuple[Case, dict[str, Any], dict[str, Any]]] = {
+    "tp 2": ({"tp": 2}, ODD, {}),
+    "tp 2, double": ({"tp": 2, "sequence_parallel": True}, ODD | {"hidden_size": 34}, {"double_quant": True}),
+    "tp 4, replicated keys": ({"tp": 4, "microbatches": 2}, WHOLE, {}),
+    "pp 2, zb-h1, dp 2, ZeRO-3": ({"pp": 2, "schedule": "zb-h1", "dp": 2, "zero": 3, "microbatches": 2}, ODD, {}),
+    "tp 2, dp 2, ZeRO-3, double, recomputed": (
+        {"tp": 2, "dp": 2, "zero": 3, "microbatches": 2, "recompute": "full"},
+        ODD,
+        {"double_quant": True},
+    ),
+    "dp 4, ZeRO-3, offloaded parameters": ({"dp": 4, "zero": 3, "offload": "cpu"}, WHOLE, {"double_quant": True}),
+    "tp 2, pp 2, interleaved, DoRA": (
+        {"tp": 2, "pp": 2, "schedule": "interleaved-2", "microbatches": 4, "recompute": "selective"},
+        ODD,
+        {"dora": True, "scaling": "rslora", "modules_to_save": ["norms"]},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory) -> str:
+    return write_tokens(tmp_path_factory.mktemp("data"), MODEL["vocab_size"], count=3000)
+
+
+def configuration(case: Case, prefix: str, shape: dict[str, Any], precision: str = "fp64", **lora: Any) -> Any:
+    lora = {"rank": 4, "alpha": 8.0, "base": "nf4"} | lora
+    config = config_of({**MODEL, **case}, prefix, precision, model=shape, lora=lora, optimizer={"lr": 3e-3})
+    if "offload" in case:
+        config["parallel"]["offload_parameters"] = True
+    return config
+
+
+def world(case: Case) -> int:
+    size = {**MODEL, **case}
+    return size["tp"] * size["pp"] * size["dp"]
+
+
+def by_bitsandbytes(matrix: Tensor, double: bool) -> Tensor:
+    """Values after quantization of a flattened matrix: for two dimensions there are faster routes, of which that for
+    AVX-512 is wrong where rows are no whole blocks."""
+    from bitsandbytes import functional  # imports transformers' kernels, which other tests need not
+
+    flat = matrix.float().reshape(-1)
+    packed, state = functional.quantize_4bit(flat, quant_type="nf4", blocksize=64, compress_statistics=double)
+    return functional.dequantize_4bit(packed, state).view(matrix.shape)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_has_the_values_of_the_whole_matrix_and_trains_like_one_process(layout, ranks, references, prefix):
+    case, shape, lora = LAYOUTS[layout]
+    plain = configuration({}, prefix, shape, "fp32", **(lora | {"base": "none", "double_quant": False}))
+    matrices = references.run(jobs_training.train_with_initial_weights, plain, 0)["before"]
+    config = configuration(case, prefix, shape, **lora)
+    seen = dict[str, Tensor]()
+    for values in ranks.run(world(case), jobs_quantized.values, config):
+        for name, ((row, column), own) in values.items():
+            whole = seen.get(name)
+            if whole is None:
+                whole = seen[name] = by_bitsandbytes(matrices[f"weight/{name}"], lora.get("double_quant", False))
+            rows, columns = own.shape
+            assert torch.equal(own, whole[row : row + rows, column : column + columns].to(own.dtype)), name
+    assert len(seen) == 7 * MODEL["layers"]
+    expected = references.run(jobs_quantized.train, configuration({}, prefix, shape, **lora), STEPS)
+    for rank in ranks.run(world(case), jobs_quantized.train, config, STEPS):
+        assert rank["losses"] == pytest.approx(expected["losses"], rel=1e-9, abs=0)
+        assert rank["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-9, abs=0)
+        for name, value in rank["tensors"].items():
+            assert (value - expected["tensors"][name]).abs().max() <= 1e-9, name

@@ -1,0 +1,141 @@
+"""QLoRA against PEFT over bitsandbytes: one step, the adapter alone and merged, and a run that resumes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.assembly.parts import make_mesh
+from megalite.commands import convert
+from megalite.config.load import from_dict
+from megalite.data.indexed import IndexedTokens
+from megalite.evaluation.logits import load_stage, our_logits
+from megalite.families.model_config import hf_shape
+from megalite.generation.sources import open_source
+from megalite.training.trainer import Trainer
+from tests.huggingface.hf_models import CASES, VOCAB, Case, logits_of, random_ids, write
+from tests.support.configs import write_tokens
+
+SEQUENCE, BATCH, LR, DECAY, EPS = 24, 4, 1e-3, 0.1, 1e-8
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+"""Rows of whole blocks: bitsandbytes' route for AVX-512 is wrong for others."""
+MODELS = {
+    "llama": Case("Llama", CASES["llama, one key-value head"].fields | SIZES),
+    "phi3": Case("Phi3", CASES["phi3"].fields | SIZES),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("models")
+    return {name: write(case, place / name) for name, case in MODELS.items()}
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_tokens(tmp_path_factory.mktemp("tokens"), VOCAB, count=2000)
+
+
+def trainer_of(directory: Path, prefix: str, place: Path, load: str = "none", **lora: Any) -> Trainer:
+    config = from_dict(
+        {
+            "run": {"dir": str(place), "name": "run"},
+            "model": hf_shape(str(directory)) | {"init_from": f"hf:{directory}", "from_hf": str(directory)},
+            "lora": {"rank": 4, "alpha": 6.0, "base": "nf4"} | lora,
+            "parallel": {"dp": 1},
+            "data": {"train": prefix, "sequence_length": SEQUENCE, "shuffle": False},
+            "train": {"steps": 4, "global_batch_size": BATCH, "micro_batch_size": BATCH, "grad_clip": 0.0},
+            "optimizer": {"lr": LR, "decay": "constant", "weight_decay": DECAY, "eps": EPS},
+            "checkpoint": {"load": load},
+        }
+    )
+    return Trainer(config, make_mesh(config))
+
+
+def by_bitsandbytes(directory: Path, double: bool) -> Any:
+    """The model as transformers loads it in four bits.
+
+    On CPUs that have it, bitsandbytes would multiply in bf16, whatever the compute dtype is.
+    """
+    import transformers
+    from bitsandbytes.nn import Linear4bit
+
+    quantized = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=double,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, quantization_config=quantized, attn_implementation="eager"
+    )
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+    return model
+
+
+@pytest.mark.parametrize(("double", "dora"), [(False, False), (True, True)])
+def test_one_step_is_one_step_of_peft(double, dora, models, prefix, tmp_path: Path):
+    import peft
+
+    start = tmp_path / "start"
+    first = trainer_of(models["llama"], prefix, tmp_path / "first", double_quant=double, dora=dora)
+    first.step()  # B is not zero
+    assert convert.main(["adapter-export", str(first.save()), str(start)]) == 0
+    first.close()
+    base = by_bitsandbytes(models["llama"], double)
+    model = peft.PeftModel.from_pretrained(base, start, is_trainable=True)
+    trainer = trainer_of(models["llama"], prefix, tmp_path, double_quant=double, dora=dora, init_from=str(start))
+    result = trainer.step()
+    saved = trainer.save()
+    trainer.close()
+    tokens = torch.from_numpy(IndexedTokens(prefix).tokens[: BATCH * SEQUENCE + 1].astype("int64"))
+    logits = model(input_ids=tokens[:-1].view(BATCH, SEQUENCE), use_cache=False).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[1:])
+    loss.backward()
+    assert result.loss == pytest.approx(loss.item(), rel=1e-5)
+    trained = {key: value for key, value in model.named_parameters() if value.requires_grad}
+    decayed = [value for key, value in trained.items() if "magnitude" not in key]
+    others = [value for key, value in trained.items() if "magnitude" in key]
+    groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
+    torch.optim.AdamW([group for group in groups if group["params"]], lr=LR, betas=(0.9, 0.95), eps=EPS).step()
+    assert convert.main(["adapter-export", str(saved), str(tmp_path / "out")]) == 0
+    ours, wanted = peft.load_peft_weights(str(tmp_path / "out"), device="cpu"), peft.get_peft_model_state_dict(model)
+    assert wanted.keys() == ours.keys()
+    for key, value in wanted.items():
+        assert (ours[key] - value).abs().max() <= 1e-5, key
+
+
+@pytest.mark.parametrize(("name", "double"), [("phi3", False), ("llama", True)])
+def test_resumes_bitwise_without_a_base_in_its_checkpoint_and_merges_with_what_it_was_trained_on(
+    name, double, models, prefix, tmp_path: Path
+):
+    """Also a fused projection, of which a row of blocks has the codes of the same row in the file."""
+    lora = {"double_quant": double}
+    trainer = trainer_of(models[name], prefix, tmp_path, **lora)
+    trainer.step(), trainer.step()
+    saved = trainer.save()
+    expected = [trainer.step().loss for _ in range(2)]
+    trainer.close()
+    again = trainer_of(models[name], prefix, tmp_path, str(saved), **lora)
+    assert [again.step().loss for _ in range(2)] == expected
+    again.close()
+    ids = random_ids(tokens=SEQUENCE)
+    ours = our_logits(load_stage(open_source(saved)), ids)
+    assert convert.main(["adapter-export", str(saved), str(tmp_path / "adapter")]) == 0
+    assert (quantized_logits(models[name], tmp_path / "adapter", double, ids) - ours).abs().max() <= 1e-4
+    assert convert.main(["export", str(saved), str(tmp_path / "merged")]) == 0
+    assert (logits_of(tmp_path / "merged", ids) - ours).abs().max() <= 1e-4
+
+
+def quantized_logits(directory: Path, adapter: Path, double: bool, ids: Tensor) -> Tensor:
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(by_bitsandbytes(directory, double), adapter).eval()
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False).logits
