@@ -49,7 +49,7 @@ class SequenceScores:
 
     Args:
         model: the name of the model that they are of.
-        weights: what identifies its weights (`evaluation.weights_identity`).
+        weights: what identifies its weights (`huggingface.weights_identity`).
         files: by the content of the token file (`content_of`).
     """
 

@@ -71,7 +71,7 @@ class TeacherWords:
 
     Args:
         model: the name of the teacher.
-        weights: what identifies its weights (`evaluation.weights_identity`).
+        weights: what identifies its weights (`huggingface.weights_identity`).
         number: k.
         vocabulary: number of words of the teacher.
         sets: by `TokenFiles.rows`.

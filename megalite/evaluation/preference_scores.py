@@ -33,8 +33,8 @@ from megalite.data.stored_record import is_new
 from megalite.data.tokenizer.comparison import Tokenized, compare
 from megalite.data.tokenizer.identity import of_token_file
 from megalite.evaluation.stored_passes import StoredPasses
-from megalite.evaluation.weights_identity import weights_identity
 from megalite.generation.sources import ALLOW, ModelSource
+from megalite.huggingface.weights_identity import weights_identity
 from megalite.mesh.mesh import Mesh
 from megalite.objectives.simpo import SimPO
 from megalite.parallel.collectives import all_reduce

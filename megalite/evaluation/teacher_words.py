@@ -23,8 +23,8 @@ from megalite.data.dataset import TokenFiles
 from megalite.data.stored_record import is_new
 from megalite.data.teacher_words import RECORD, RowSet, TeacherWords
 from megalite.evaluation.stored_passes import StoredPasses
-from megalite.evaluation.weights_identity import weights_identity
 from megalite.generation.sources import ModelSource
+from megalite.huggingface.weights_identity import weights_identity
 from megalite.mesh.mesh import Mesh
 from megalite.model.forward_state import ForwardState
 from megalite.model.objective.losses import HeadLosses

@@ -6,9 +6,11 @@ larger than what is trained. Whoever opens such a checkpoint reads the base agai
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from megalite import checkpoint
 from megalite.assembly.parts import DTYPES
-from megalite.checkpoint import Manifest
+from megalite.checkpoint import CheckpointError, Manifest
 from megalite.checkpoint.checksummed_chunks import Chunk, dtype_name
 from megalite.checkpoint.finite import nonfinite, reject
 from megalite.checkpoint.manifest import WEIGHT, StoredTensor
@@ -26,9 +28,10 @@ from megalite.checkpoint.resized_embeddings import Read, of_checkpoint
 from megalite.config.load import from_dict
 from megalite.config.schema import Config
 from megalite.huggingface import convert as converting
+from megalite.huggingface.weights_identity import weights_identity
 from megalite.model.adapter_parameters import with_adapters
 from megalite.model.parameters import model_specs
-from megalite.parallel.quantized.reading import ReadRows
+from megalite.parallel.quantized.reading import BASE, ReadRows
 from megalite.parallel.spec import Rectangle, Segment
 from megalite.system import rng
 
@@ -46,6 +49,28 @@ def read_base(config: Config) -> Read:
         assert read is not None
         return read
     return of_checkpoint(config.model, config.run.seed, checkpoint.manifest_of(checkpoint.find(Path(start))))
+
+
+def identity(config: Config) -> str:
+    """Return what identifies the base of a run, for its checkpoints. Raises CheckpointError."""
+    start = config.model.initial_weights
+    return f"random, run.seed = {config.run.seed}" if start is None else weights_identity(start)
+
+
+def check_same(config: Config, own: str, state: Mapping[str, Any], directory: Path) -> None:
+    """Raise CheckpointError if a base is not the one of a checkpoint.
+
+    Args:
+        own: `identity` of the base.
+        state: of the checkpoint in `directory`.
+    """
+    if own != state.get(BASE, own):
+        start = config.model.initial_weights or f"random weights of run.seed = {config.run.seed}"
+        raise CheckpointError(
+            f"{directory} has adapters, and no base ({config.lora.base}), which was of other weights than "
+            f"{start} has now. Restore these, or name the directory with the weights of before in "
+            "model.init_from."
+        )
 
 
 def _drawn(config: Config) -> Read:
@@ -74,11 +99,16 @@ def beside_base(config: Config, manifest: Manifest, read: Read) -> Read:
     if config.lora.base == "none":
         return read
 
+    @cache
+    def start() -> Read:
+        check_same(config, identity(config), manifest.state, manifest.directory)
+        return read_base(config)
+
     def read_both(rectangles: Sequence[Rectangle]) -> None:
         base = [part for part in rectangles if part.name not in manifest.tensors]
         read([part for part in rectangles if part.name in manifest.tensors])
         if base:
-            read_base(config)(base)
+            start()(base)
 
     return read_both
 
@@ -92,6 +122,7 @@ def with_base(manifest: Manifest) -> Manifest:
     config = from_dict(manifest.state.get("config", {}))
     if config.lora.base == "none":
         return manifest
+    check_same(config, identity(config), manifest.state, manifest.directory)
     dtype, tensors, matrices = DTYPES[config.train.precision], dict(manifest.tensors), {}
     for spec in with_adapters(model_specs(config.model), config.lora):
         for segment in spec.segments if spec.base is not None else ():

@@ -31,7 +31,7 @@ from megalite.launch.environment import software
 from megalite.launch.machine import local_world_size, usable_cores
 from megalite.model.adapter_parameters import ADAPTER
 from megalite.model.spec_builder import INDEXER, REWARD
-from megalite.parallel.quantized.reading import quantize_base
+from megalite.parallel.quantized.reading import BASE, quantize_base
 from megalite.parallel.sharding.offload import OffloadError
 from megalite.parallel.spec import EMA, Rectangle
 from megalite.system.activity import LOADING, SAVING
@@ -78,6 +78,8 @@ def _initial_weights(trainer: Trainer) -> None:
         )
     else:
         trainer.store.initialize(trainer.config.run.seed, _threads())
+        with raise_on_all_ranks(trainer.mesh, CheckpointError):
+            load_base(trainer)
 
 
 def _check_reference(trainer: Trainer, state: dict[str, Any], directory: Path) -> None:
@@ -206,14 +208,25 @@ def load_weights(trainer: Trainer, source: str) -> None:
     trainer.store.publish()  # the load fills master weights: copy them to the weights and gather
 
 
-def load_base(trainer: Trainer) -> None:
-    """Read and quantize the frozen matrices of layers, if `lora.base` says so."""
+def load_base(trainer: Trainer, resumed: checkpoint.Manifest | None = None) -> None:
+    """Read and quantize the frozen matrices of layers, if `lora.base` says so.
+
+    Args:
+        resumed: the checkpoint of a run that resumes, which has none, and must be of the same.
+
+    Raises:
+        CheckpointError: they cannot be read, or are others than those of the checkpoint.
+    """
     if trainer.config.lora.base == "none":
         return
-    from megalite.huggingface.base_weights import read_base, rows_by  # imported only where it is needed
+    from megalite.huggingface import base_weights  # imported only where it is needed
 
-    start = trainer.config.model.initial_weights or "the start of the run"
-    quantize_base(trainer.store, rows_by(read_base(trainer.config), start))
+    config = trainer.config
+    own = trainer.store.base_identity = base_weights.identity(config)
+    if resumed is not None:
+        base_weights.check_same(config, own, resumed.state, resumed.directory)
+    start = config.model.initial_weights or "the start of the run"
+    quantize_base(trainer.store, base_weights.rows_by(base_weights.read_base(config), start))
 
 
 def _has_reward_head(config: Config, source: str, known: Collection[str] | None) -> bool:
@@ -250,7 +263,7 @@ def resume(trainer: Trainer, directory: Path) -> None:
         resume_checks.check_resume(trainer.config, trainer.train_data.fingerprint, state, directory)
     _check_reference(trainer, state, directory)
     with raise_on_all_ranks(trainer.mesh, CheckpointError):
-        load_base(trainer)  # checkpoints have none
+        load_base(trainer, manifest)
         learned = [] if trainer.parts.statistics is None else trainer.parts.statistics.rectangles()
         without = () if manifest.has_averages else (EMA,)
         checkpoint.load(manifest, [*trainer.optimizer.state.to_load(without), *learned])
@@ -304,6 +317,7 @@ def begin_save(trainer: Trainer, best: bool = False, timed: bool = False) -> Sav
         **batches_done(trainer.config),
         **({"loop": state_to_save(trainer)} if trainer.loop_state else {}),
         **({} if (copy := reference.start_of(trainer)) is None else {STATE: copy.number}),
+        **({BASE: base} if (base := trainer.store.base_identity) else {}),
         **({TIMED: True} if timed else {}),
     }
     # first, because optimizer state lost by a disk must not replace a good checkpoint

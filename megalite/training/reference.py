@@ -80,7 +80,7 @@ def stored_scores(config: Config) -> SequenceScores | None:
             f"{option}, but training starts from {'random weights' if start is None else 'an adapter'}. "
             f"Start from that model (model.init_from), {accept}."
         )
-    from megalite.evaluation.weights_identity import weights_identity
+    from megalite.huggingface.weights_identity import weights_identity
 
     try:
         weights = weights_identity(start)

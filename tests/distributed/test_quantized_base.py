@@ -87,3 +87,37 @@ def test_every_layout_has_the_values_of_the_whole_matrix_and_trains_like_one_pro
         assert rank["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-9, abs=0)
         for name, value in rank["tensors"].items():
             assert (value - expected["tensors"][name]).abs().max() <= 1e-9, name
+
+
+@pytest.mark.parametrize(
+    ("case", "double"), [({"dp": 2, "zero": 3}, True), ({"tp": 2, "dp": 2, "zero": 1}, False), ({"pp": 2}, True)]
+)
+def test_memory_is_what_is_planned(case, double, ranks, prefix):
+    config = configuration({**case, "microbatches": 2}, prefix, WHOLE, "bf16", double_quant=double)
+    for measured, expected in ranks.run(world(case), jobs_training.model_states, config):
+        assert measured == expected
+    plain = configuration({**case, "microbatches": 2}, prefix, WHOLE, "bf16", base="none")
+    before = max(states.weights for _, states in ranks.run(world(case), jobs_training.model_states, plain))
+    assert (
+        max(planned.weights for _, planned in ranks.run(world(case), jobs_training.model_states, config)) < before / 2
+    )
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [({"tp": 2, "pp": 2}, {"dp": 2, "zero": 3}), ({"dp": 2, "zero": 3}, {})])
+def test_resumes_on_another_layout_and_with_the_same_base_alone(saved, resumed, ranks, prefix, tmp_path):
+    def run(case: Case) -> dict[str, Any]:
+        config = configuration({**case, "microbatches": 2}, prefix, ODD, double_quant=True)
+        config["run"] = {"dir": str(tmp_path), "name": f"run {world(case)}"}
+        return config
+
+    expected = ranks.run(world(saved), jobs_training.train_and_save, run(saved), 2, 2)[0]
+    stored = {name.removeprefix("weight/") for name in expected["tensors"] if name.startswith("weight/")}
+    assert not any(name.endswith(("qkv.weight", "q.weight", "down.weight")) for name in stored)
+    config = run(resumed)
+    config["checkpoint"]["load"] = expected["directory"]
+    for got in ranks.run(world(resumed), jobs_training.resume, config, 2):
+        assert got["losses"] == pytest.approx(expected["losses"][2:], rel=1e-9, abs=0)
+    config["run"]["seed"], config["checkpoint"]["allow"] = 5, ["data"]
+    assert "no base (nf4), which was of other weights than random weights of run.seed = 5" in str(
+        ranks.run(world(resumed), jobs_quantized.refusal, config)[0]
+    )

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megalite.checkpoint import CheckpointError
 from megalite.parallel.quantized.buffers import QuantizedBuffers
 from megalite.training.verify import global_tensors
 from tests.support.jobs import make_trainer, numbers
@@ -39,3 +40,12 @@ def values(context: Any, config: dict[str, Any]) -> dict[str, tuple[tuple[int, .
         return values
     finally:
         trainer.close()
+
+
+def refusal(context: Any, config: dict[str, Any]) -> str:
+    """Return the message with which a trainer does not start."""
+    try:
+        make_trainer(context, config).close()
+    except CheckpointError as error:
+        return str(error)
+    return ""

@@ -22,6 +22,8 @@ from megalite.parallel.spec import Segment
 if TYPE_CHECKING:
     from megalite.parallel.sharding.store import ParameterStore
 
+BASE = "base"
+"""Key of what identifies a base in the state of a checkpoint, which does not have it."""
 ReadRows = Callable[[Segment, int, int], Tensor]
 """(matrix, first row, last row + 1) -> these rows, [rows, columns] in fp32, on the CPU."""
 

@@ -27,7 +27,6 @@ from torch import Tensor
 from megalite.mesh.mesh import Domain, Mesh
 from megalite.parallel.collectives import all_gather, meet
 from megalite.parallel.quantized.buffers import QuantizedBuffers
-from megalite.parallel.quantized.reading import quantize_base
 from megalite.parallel.sharding.bucket_buffers import BucketBuffers
 from megalite.parallel.sharding.buckets import BucketLayout, Slot, bucket_layout, buckets_of_units
 from megalite.parallel.sharding.gradient_bucket import GradientBucket
@@ -99,6 +98,7 @@ class ParameterStore:
         weight_grads: queue of weight-gradient matmuls.
         gatherer: makes the full weights of a unit available before it computes.
         reducer: reduces gradients.
+        base_identity: identifies the weights that were quantized (`lora.base`); None: there are none.
 
     Raises:
         ValueError: zero is 0 but the mesh's shard axis has several ranks.
@@ -132,6 +132,7 @@ class ParameterStore:
         self.weight_grads, self.log = WeightGradQueue(), TransferLog()
         self.reducer = GradientReducer(mesh, self.log, options.reduce_dtype, powersgd)
         self.weights: dict[str, Weight] = {}
+        self.base_identity: str | None = None
         owners = {name: mesh.domain(name).owners for name in dict.fromkeys(spec.domain for spec in specs)}
         layouts = bucket_layout(specs, self.at, owners, options.bucket_bytes)
         master_dtype = torch.promote_types(options.dtype, torch.float32)
@@ -240,7 +241,6 @@ class ParameterStore:
             threads: number of blocks of a weight that are drawn at the same time.
         """
         self.draw(seed, threads)
-        quantize_base(self, lambda matrix, low, high: torch.cat([*rng.drawn_rows(matrix, low, high, seed)]))
         meet(self.mesh)  # the first and last stages draw more than others
         self.gatherer.gather_updated(loaded=True)
         self.gatherer.finish()
