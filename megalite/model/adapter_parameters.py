@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megalite.config.schema import Config
-from megalite.config.sections.lora import PROJECTIONS, LoraConfig
+from megalite.config.sections.lora import EXPERTS, PROJECTIONS, LoraConfig
 from megalite.config.sections.model import ModelConfig
 from megalite.model.parameters import model_specs
 from megalite.model.spec_builder import INDEXER, REWARD
@@ -55,9 +55,9 @@ def _frozen(spec: ParamSpec, trained_roles: Sequence[str]) -> ParamSpec:
 def _quantized(spec: ParamSpec, lora: LoraConfig) -> ParamSpec:
     """Return the spec of a frozen tensor in the form of `lora.base`, if it is a matrix of a layer.
 
-    Those of experts are stacked, and keep the compute precision.
+    The matrices of a layer's experts are quantized as one, stacked.
     """
-    matrix = spec.domain == "dense" and all(segment.role in PROJECTIONS for segment in spec.segments)
+    matrix = all(segment.role in (*PROJECTIONS, *EXPERTS) for segment in spec.segments)
     if lora.base == "none" or not matrix or len(spec.segments[0].shape) != 2:
         return spec
     return replace(spec, base=BaseForm(lora.base, lora.double_quant))

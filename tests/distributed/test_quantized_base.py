@@ -30,6 +30,11 @@ LAYOUTS: dict[str, tuple[Case, dict[str, Any], dict[str, Any]]] = {
         {"double_quant": True},
     ),
     "dp 4, ZeRO-3, offloaded parameters": ({"dp": 4, "zero": 3, "offload": "cpu"}, WHOLE, {"double_quant": True}),
+    "ep 2, tp 2, ZeRO-3, experts": (
+        {"dp": 2, "tp": 2, "sequence_parallel": True, "zero": 3, "microbatches": 2},
+        ODD | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 33},
+        {"targets": ["q", "experts.in", "experts.down"], "double_quant": True},
+    ),
     "tp 2, pp 2, interleaved, DoRA": (
         {"tp": 2, "pp": 2, "schedule": "interleaved-2", "microbatches": 4, "recompute": "selective"},
         ODD,
@@ -46,6 +51,8 @@ def prefix(tmp_path_factory) -> str:
 def configuration(case: Case, prefix: str, shape: dict[str, Any], precision: str = "fp64", **lora: Any) -> Any:
     lora = {"rank": 4, "alpha": 8.0, "base": "nf4"} | lora
     config = config_of({**MODEL, **case}, prefix, precision, model=shape, lora=lora, optimizer={"lr": 3e-3})
+    if "num_experts" in shape and world(case) > 1:
+        config["parallel"]["ep"] = 2
     if "offload" in case:
         config["parallel"]["offload_parameters"] = True
     return config
@@ -80,7 +87,7 @@ def test_every_layout_has_the_values_of_the_whole_matrix_and_trains_like_one_pro
                 whole = seen[name] = by_bitsandbytes(matrices[f"weight/{name}"], lora.get("double_quant", False))
             rows, columns = own.shape
             assert torch.equal(own, whole[row : row + rows, column : column + columns].to(own.dtype)), name
-    assert len(seen) == 7 * MODEL["layers"]
+    assert len(seen) == (6 if "num_experts" in shape else 7) * MODEL["layers"]
     expected = references.run(jobs_quantized.train, configuration({}, prefix, shape, **lora), STEPS)
     for rank in ranks.run(world(case), jobs_quantized.train, config, STEPS):
         assert rank["losses"] == pytest.approx(expected["losses"], rel=1e-9, abs=0)

@@ -58,7 +58,7 @@ class LoraConfig:
     """Alphas of single projections, {down: 8}. null: all have alpha."""
     base: Literal["none", "nf4"] = "none"
     """Form in which the frozen matrices of layers are stored and gathered: nf4 has 4 bits and a scale for 64
-    elements, quantized as bitsandbytes does (QLoRA, Dettmers et al. 2023). Embedding, head, norms and experts
+    elements, quantized as bitsandbytes does (QLoRA, Dettmers et al. 2023). Embedding, head, norms and routers
     keep train.precision. none: all do."""
     double_quant: bool = False
     """Also quantize the scales of lora.base, to 8 bits."""

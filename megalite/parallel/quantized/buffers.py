@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megalite.mesh.layout import Coordinates
-from megalite.parallel.quantized.matmuls import QuantizedMatmuls, QuantizedPart
+from megalite.parallel.quantized.matmuls import QuantizedExpertMatmuls, QuantizedMatmuls, QuantizedPart
 from megalite.parallel.sharding.buckets import BucketLayout
 
 
@@ -66,4 +66,5 @@ class QuantizedBuffers:
 
     def matmuls(self, index: int, tensor: Tensor) -> QuantizedMatmuls:
         """Return the matmuls of the matrix in a slot, whose weight is `tensor`, without memory."""
-        return QuantizedMatmuls(tensor, self.parts[index])
+        experts = self.layout.slots[index].spec.segments[0].experts
+        return (QuantizedMatmuls if experts == 1 else QuantizedExpertMatmuls)(tensor, self.parts[index])

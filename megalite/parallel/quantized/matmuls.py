@@ -9,7 +9,7 @@ again in the backward. Where its memory is, says `parallel.quantized.layout`; wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +18,7 @@ from megalite_kernels import nf4
 from torch import Tensor
 
 from megalite.mesh.layout import Coordinates
+from megalite.parallel.expert.grouped_matmul import ExpertMatmuls
 from megalite.parallel.matmuls import Matmuls
 from megalite.parallel.quantized.layout import BLOCK, NESTED, Bytes, PartBytes
 from megalite.parallel.spec import Segment
@@ -77,11 +78,17 @@ class QuantizedPart:
         nested = self.nested[index.clamp_(max=len(self.nested) - 1)]
         return nf4.dequantize_scales(scales, nested, self.offset)
 
-    def write_values(self, out: Tensor, first: int, stop: int) -> None:
-        """Write the values of rows [first, stop), of which the first is even, to `out` [rows, columns]."""
-        count = (stop - first) * self.columns
-        packed = self.codes[first * self.columns // 2 : -(-stop * self.columns // 2)]
-        values, scales = nf4.values_of(packed, count), self.block_scales(first, stop)
+    def write_values(self, out: Tensor, first: int) -> None:
+        """Write the values of the rows from `first` on to `out` [rows, columns]."""
+        rows = max(AT_ONCE // self.columns, 1)
+        for row in range(0, len(out), rows):
+            self._write_some(out[row : row + rows], first + row)
+
+    def _write_some(self, out: Tensor, first: int) -> None:
+        stop, (start, end) = first + len(out), (first * self.columns, (first + len(out)) * self.columns)
+        packed = self.codes[start // 2 : -(-end // 2)]  # an odd start is in the middle of a byte
+        values = nf4.values_of(packed, start % 2 + end - start)[start % 2 :]
+        scales = self.block_scales(first, stop)
         if self.whole_blocks:
             blocks = values.view(*scales.shape, BLOCK)
             out.copy_(blocks.mul_(scales.unsqueeze(-1)).view(out.shape))
@@ -112,14 +119,9 @@ class QuantizedMatmuls(Matmuls):
 
     def values(self) -> Tensor:
         """Return the values, [out, in], in new memory."""
-        tensor = self.tensor
-        out, row = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), 0
-        rows = max(AT_ONCE // tensor.shape[1] // 2 * 2, 2)
-        for part in self.parts:
-            for first in range(0, part.rows, rows):
-                stop = min(first + rows, part.rows)
-                part.write_values(out[row + first : row + stop], first, stop)
-            row += part.rows
+        out = self.tensor.new_empty(self.tensor.shape)
+        for part, own in zip(self.parts, out.split([part.rows for part in self.parts]), strict=True):
+            part.write_values(own, 0)
         return out
 
     def forward(self, x: Operand, bias: Tensor | None = None) -> Tensor:
@@ -134,3 +136,33 @@ class QuantizedMatmuls(Matmuls):
         self, grad: Tensor, grad_output: Tensor, inputs: Operand, groups: Groups | None, overwrite: bool
     ) -> None:
         raise AssertionError("a quantized matrix is frozen")
+
+
+class QuantizedExpertMatmuls(QuantizedMatmuls, ExpertMatmuls):
+    """Matmuls of the stacked matrices of experts in codes. One matrix at a time has values.
+
+    On a GPU the host waits for the numbers of rows.
+    """
+
+    def experts_forward(self, rows: Tensor, groups: Groups) -> Tensor:
+        out = rows.new_empty(len(rows), len(self.tensor) // len(groups))
+        for own, into, matrix in self._each_used(rows, out, groups):
+            torch.mm(own, matrix.t(), out=into)
+        return out
+
+    def experts_input_gradient(self, grad: Tensor, groups: Groups) -> Tensor:
+        out = grad.new_empty(len(grad), self.tensor.shape[1])
+        for own, into, matrix in self._each_used(grad, out, groups):
+            torch.mm(own, matrix, out=into)
+        return out
+
+    def _each_used(
+        self, rows: Tensor, out: Tensor, groups: Groups
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield the rows, the rows of the result and the values of each expert that has rows."""
+        ((part,), length) = self.parts, len(self.tensor) // len(groups)
+        for number, (own, into) in enumerate(zip(groups.split(rows), groups.split(out), strict=True)):
+            if len(own):
+                matrix = self.tensor.new_empty(length, self.tensor.shape[1])
+                part.write_values(matrix, number * length)
+                yield own, into, matrix
