@@ -35,15 +35,16 @@ TABLE = (
 
 
 @functools.lru_cache(maxsize=8)
-def _table(device: torch.device) -> Tensor:
+def table(device: torch.device) -> Tensor:
+    """Return the 16 values of codes, [16] fp32."""
     return torch.tensor(TABLE, device=device)
 
 
 @functools.lru_cache(maxsize=8)
 def _pairs(device: torch.device) -> Tensor:
     """Return the two values of each byte, [256, 2] fp32."""
-    table, byte = _table(device), torch.arange(256, device=device)
-    return torch.stack((table[byte >> 4], table[byte & 15]), 1)
+    values, byte = table(device), torch.arange(256, device=device)
+    return torch.stack((values[byte >> 4], values[byte & 15]), 1)
 
 
 @functools.lru_cache(maxsize=8)
@@ -70,12 +71,12 @@ class Blocks(NamedTuple):
 
 def quantize(values: Tensor) -> Blocks:
     """Quantize consecutive elements of a flattened matrix, [n], from the start of a block on."""
-    count, table = values.numel(), _table(values.device)
+    count, values_of_codes = values.numel(), table(values.device)
     blocks = F.pad(values.float(), (0, -count % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(1)
     # a block of zeros has the code of zero
     inverse = torch.where(scales > 0, 1 / scales, 0.0)
-    midpoints = (table[1:] + table[:-1]) / 2
+    midpoints = (values_of_codes[1:] + values_of_codes[:-1]) / 2
     codes = torch.bucketize(blocks * inverse.unsqueeze(1), midpoints, out_int32=True).to(torch.uint8)
     return Blocks(codes.view(-1)[:count], scales)
 
@@ -96,19 +97,23 @@ def values_of(packed: Tensor, count: int) -> Tensor:
     return _pairs(packed.device).index_select(0, packed.int()).view(-1)[:count]
 
 
-def rounded(matrix: Tensor, double: bool) -> Tensor:
+def rounded(matrix: Tensor, double: bool, nested: NestedScales | None = None) -> Tensor:
     """Return the values of a matrix after it was quantized, in fp32.
 
     Args:
         double: whether its scales are quantized, too.
+        nested: these, if they are known.
     """
     codes, scales = quantize(matrix.reshape(-1))
     if double:
-        nested = quantize_scales(scales)
-        each = nested.scales.repeat_interleave(NESTED)[: len(scales)]
-        scales = dequantize_scales(nested.codes, each, nested.offset)
-    each = scales.repeat_interleave(BLOCK)[: matrix.numel()]
-    return (values_of(pack(codes), matrix.numel()) * each).view(matrix.shape)
+        scales = (nested or quantize_scales(scales)).values()
+    values = values_of(pack(codes), matrix.numel())
+    return values.mul_(of_elements(scales, matrix.numel())).view(matrix.shape)
+
+
+def of_elements(scales: Tensor, count: int) -> Tensor:
+    """Return the scale of each of `count` elements, from the start of a block on, [count]."""
+    return scales.repeat_interleave(BLOCK)[:count]
 
 
 class NestedScales(NamedTuple):
@@ -123,6 +128,11 @@ class NestedScales(NamedTuple):
     codes: Tensor
     scales: Tensor
     offset: Tensor
+
+    def values(self) -> Tensor:
+        """Return the scales that the codes are, [blocks] fp32."""
+        each = self.scales.repeat_interleave(NESTED)[: len(self.codes)]
+        return dequantize_scales(self.codes, each, self.offset)
 
 
 def quantize_scales(scales: Tensor) -> NestedScales:

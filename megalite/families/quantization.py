@@ -1,7 +1,7 @@
-"""Quantized weights that are read in bf16, by the quantization_config of a config.json.
+"""Quantized weights that are read in bf16 or fp32, by the quantization_config of a config.json.
 
-The field says nothing about the model: a run computes in its own precision. See `megalite.huggingface.fp8`
-and `mxfp4`.
+The field says nothing about the model: a run computes in its own precision. See `megalite.huggingface.fp8`,
+`mxfp4` and `nf4`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,14 @@ _FP8: dict[str, tuple[Any, ...]] = {
 }
 """Fields of weights in fp8 with a scale for each block (DeepSeek-V3) → the values that are read; the first
 one if a field is missing."""
+_NF4: dict[str, tuple[Any, ...]] = {
+    "quant_method": ("bitsandbytes",),
+    "load_in_4bit": (True,),
+    "load_in_8bit": (False,),
+    "bnb_4bit_quant_type": ("nf4",),
+    "bnb_4bit_quant_storage": ("uint8",),
+}
+"""Fields of weights in 4 bits by bitsandbytes → the values that are read. Others say how it computes."""
 _MODULES = ("modules_to_not_convert", "ignored_layers", "modules_to_convert", "dequantize")
 """Fields that say which modules are quantized, as the tensors of the files do."""
 _MXFP4 = ("gpt_oss",)
@@ -34,6 +42,8 @@ def check_quantization(given: Any, family: str) -> None:
             "bf16."
         )
     legal = {"quant_method": ("mxfp4",)} if family in _MXFP4 else _FP8
+    if given["quant_method"] == "bitsandbytes":
+        legal = _NF4
     for name, value in given.items():
         if name in legal and value not in legal[name]:
             raise _refuse(name, value, f"Legal values: {', '.join(map(repr, legal[name]))}.")

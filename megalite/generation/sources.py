@@ -29,7 +29,7 @@ from megalite.data.tokenizer.identity import TokenizerIdentity, of_tokenizer
 from megalite.data.tokenizer.run_copy import is_there
 from megalite.data.tokenizer.tokenizers import Tokenizer
 from megalite.families.model_config import end_ids
-from megalite.huggingface.base_weights import beside_base, rows_by
+from megalite.huggingface.base_weights import base_of
 from megalite.huggingface.companions import recorded_tokenizer
 from megalite.huggingface.convert import HF, HuggingFaceSource, origin, starting_weights
 from megalite.model.kinds import dispatch_of
@@ -78,7 +78,10 @@ class ModelSource:
 
     def read_base(self, parts: Parts) -> None:
         """Fill the quantized matrices of a rank, if it has any. Raises CheckpointError."""
-        quantize_base(parts.store, rows_by(self.read, self.name))
+        if self.config.lora.base != "none":
+            directory = Path(self.name)
+            state = checkpoint.manifest_of(directory).state
+            quantize_base(parts.store, base_of(self.config, state, directory))
 
 
 def open_source(name: Path | str, average: bool = False) -> ModelSource:
@@ -107,7 +110,7 @@ def open_source(name: Path | str, average: bool = False) -> ModelSource:
             "megalite convert."
         )
     config = from_dict(manifest.state["config"])
-    read = beside_base(config, manifest, partial(checkpoint.load, manifest, convert=True))
+    read = partial(checkpoint.load, manifest, convert=True)
     step, companions = manifest.state.get("step", 0), origin(directory, config.model)
     return ModelSource(str(directory), config, step, read, companions, recorded_tokenizer(manifest))
 

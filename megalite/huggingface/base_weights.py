@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +28,48 @@ from megalite.checkpoint.resized_embeddings import Read, of_checkpoint
 from megalite.config.load import from_dict
 from megalite.config.schema import Config
 from megalite.huggingface import convert as converting
+from megalite.huggingface.nf4 import Nf4Tensors
 from megalite.huggingface.weights_identity import weights_identity
 from megalite.model.adapter_parameters import with_adapters
 from megalite.model.parameters import model_specs
-from megalite.parallel.quantized.reading import BASE, ReadRows
+from megalite.parallel.quantized.reading import BASE
 from megalite.parallel.spec import Rectangle, Segment
 from megalite.system import rng
 
 
-def read_base(config: Config) -> Read:
-    """Return a function that fills rectangles of the weights from which a run started, without its adapter.
+class BaseWeights:
+    """The weights from which a run started, without its adapter (`quantized.reading.BaseSource`)."""
 
-    The function raises CheckpointError.
-    """
+    def __init__(self, config: Config):
+        start = config.model.initial_weights
+        self.name = f"random weights of run.seed = {config.run.seed}" if start is None else start
+        self._read = _reader(config)
+        hf = start is not None and start.startswith(converting.HF)
+        self._directory = Path(str(start).removeprefix(converting.HF)) if hf else None
+
+    def rows(self, matrix: Segment, first: int, stop: int) -> Tensor:
+        values = torch.empty(stop - first, *matrix.shape[1:])
+        offsets = first, *(0 for _ in matrix.shape[1:])
+        part = Rectangle(WEIGHT + matrix.name, matrix.shape, offsets, values)
+        self._read([part])
+        reject(self.name, {part.name: nonfinite(values)})
+        return values
+
+    def nested(self, matrix: Segment) -> nf4.NestedScales | None:
+        if self._source is None:
+            return None
+        place, weights = self._source.places[matrix.name], self._source.weights
+        # parts of a fused matrix have no scales of their own
+        whole = place.rows == range(place.shape[0]) and not place.transposed and len(place.tensors) == 1
+        return weights.nested(place.theirs) if whole and isinstance(weights, Nf4Tensors) else None
+
+    @cached_property
+    def _source(self) -> converting.HuggingFaceSource | None:
+        return None if self._directory is None else converting.HuggingFaceSource.of(self._directory)
+
+
+def _reader(config: Config) -> Read:
+    """Return a function that fills rectangles of the weights of step 0. It raises CheckpointError."""
     start = config.model.initial_weights
     if start is None:
         return _drawn(config)
@@ -89,28 +118,15 @@ def _drawn(config: Config) -> Read:
     return read
 
 
-def beside_base(config: Config, manifest: Manifest, read: Read) -> Read:
-    """Return a function that reads what a checkpoint has, and its base from where the run started.
+def base_of(config: Config, state: Mapping[str, Any], directory: Path) -> BaseWeights:
+    """Return the base of a checkpoint. Raises CheckpointError if it is another one than it was.
 
     Args:
-        config: of the run that has written it.
-        read: reads from the checkpoint.
+        config: of the run that has written the checkpoint.
+        state: of the checkpoint in `directory`.
     """
-    if config.lora.base == "none":
-        return read
-
-    @cache
-    def start() -> Read:
-        check_same(config, identity(config), manifest.state, manifest.directory)
-        return read_base(config)
-
-    def read_both(rectangles: Sequence[Rectangle]) -> None:
-        base = [part for part in rectangles if part.name not in manifest.tensors]
-        read([part for part in rectangles if part.name in manifest.tensors])
-        if base:
-            start()(base)
-
-    return read_both
+    check_same(config, identity(config), state, directory)
+    return BaseWeights(config)
 
 
 def with_base(manifest: Manifest) -> Manifest:
@@ -122,14 +138,13 @@ def with_base(manifest: Manifest) -> Manifest:
     config = from_dict(manifest.state.get("config", {}))
     if config.lora.base == "none":
         return manifest
-    check_same(config, identity(config), manifest.state, manifest.directory)
+    base = base_of(config, manifest.state, manifest.directory)
     dtype, tensors, matrices = DTYPES[config.train.precision], dict(manifest.tensors), {}
     for spec in with_adapters(model_specs(config.model), config.lora):
         for segment in spec.segments if spec.base is not None else ():
             name, sizes = WEIGHT + segment.name, segment.shape
             chunk = Chunk((0, 0), sizes, name, 0, segment.numel * dtype.itemsize, "")
             tensors[name], matrices[name] = StoredTensor(dtype_name(dtype), sizes, [chunk]), segment
-    base = rows_by(read_base(config), config.model.initial_weights or "the start of the run")
     return WithBase(
         manifest.directory, manifest.state, tensors, manifest.files, matrices, base, config.lora.double_quant
     )
@@ -143,7 +158,7 @@ class WithBase(Manifest):
     """
 
     matrices: dict[str, Segment]
-    rows: ReadRows
+    base: BaseWeights
     double: bool
 
     def read(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, NDArray[np.uint8]]]:
@@ -151,25 +166,7 @@ class WithBase(Manifest):
         yield from super().read([chunk for chunk in own if chunk.file not in self.matrices])
         for chunk in (each for each in own if each.file in self.matrices):
             segment = self.matrices[chunk.file]
-            values = nf4.rounded(self.rows(segment, 0, segment.shape[0]), self.double)
+            whole = self.base.rows(segment, 0, segment.shape[0])
+            values = nf4.rounded(whole, self.double, self.base.nested(segment))
             dtype = getattr(torch, self.tensors[chunk.file].dtype)
             yield chunk, values.to(dtype).view(-1).view(torch.uint8).numpy()
-
-
-def rows_by(read: Read, source: str) -> ReadRows:
-    """Return a function that reads rows of a matrix.
-
-    Args:
-        source: where they are from, for the message about values that are not finite.
-    """
-
-    def rows(segment: Segment, first: int, stop: int) -> Tensor:
-        values = torch.empty(stop - first, *segment.shape[1:])
-        part = Rectangle(
-            WEIGHT + segment.name, segment.shape, (first, *(0 for _ in segment.shape[1:])), values
-        )
-        read([part])
-        reject(source, {part.name: nonfinite(values)})
-        return values
-
-    return rows

@@ -180,6 +180,10 @@ class TensorFiles(Mapping[str, Tensor]):
             )
         return tensor
 
+    def raw(self, name: str) -> Tensor:
+        """Return a tensor of any type as it is stored."""
+        return self._files[name][name]
+
     def experts(self, name: str, first: int, stop: int) -> Tensor:
         """Return a range of experts of a tensor that contains all experts of a layer."""
         return self[name][first:stop]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor
 from megalite.checkpoint import find, manifest_of
 from megalite.checkpoint.manifest import WEIGHT
 from megalite.huggingface.convert import HF
-from megalite.huggingface.files import ConversionError, TensorFiles
+from megalite.huggingface.files import TensorFiles
 
 PIECES, PIECE = 4, 1 << 12
 """Of a tensor of a Hugging Face model, which has no checksums: number of pieces that are read, spread over
@@ -35,8 +34,7 @@ def weights_identity(name: str) -> str:
         tensors = TensorFiles(Path(name.removeprefix(HF)))
         for tensor in sorted(tensors):
             hasher.update(json.dumps([tensor, tensors.shape(tensor)]).encode())
-            with suppress(ConversionError):  # no weight: a mask of attention
-                _add(tensors[tensor], hasher)
+            _add(tensors.raw(tensor), hasher)
         return hasher.hexdigest()
     entries = manifest_of(find(Path(name))).tensors
     for tensor in sorted(each for each in entries if each.startswith(WEIGHT)):

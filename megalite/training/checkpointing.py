@@ -225,8 +225,7 @@ def load_base(trainer: Trainer, resumed: checkpoint.Manifest | None = None) -> N
     own = trainer.store.base_identity = base_weights.identity(config)
     if resumed is not None:
         base_weights.check_same(config, own, resumed.state, resumed.directory)
-    start = config.model.initial_weights or "the start of the run"
-    quantize_base(trainer.store, base_weights.rows_by(base_weights.read_base(config), start))
+    quantize_base(trainer.store, base_weights.BaseWeights(config))
 
 
 def _has_reward_head(config: Config, source: str, known: Collection[str] | None) -> bool:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megalite.assembly.parts import make_mesh
@@ -16,6 +20,7 @@ from megalite.data.indexed import IndexedTokens
 from megalite.evaluation.logits import load_stage, our_logits
 from megalite.families.model_config import hf_shape
 from megalite.generation.sources import open_source
+from megalite.huggingface.files import ConversionError
 from megalite.training.trainer import Trainer
 from tests.huggingface.hf_models import CASES, VOCAB, Case, logits_of, random_ids, write
 from tests.support.configs import write_tokens
@@ -139,3 +144,58 @@ def quantized_logits(directory: Path, adapter: Path, double: bool, ids: Tensor) 
     model = PeftModel.from_pretrained(by_bitsandbytes(directory, double), adapter).eval()
     with torch.no_grad():
         return model(input_ids=ids, use_cache=False).logits
+
+
+@pytest.fixture(scope="module")
+def saved(models, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """The model as transformers saves it in four bits, by double quantization."""
+    place = tmp_path_factory.mktemp("quantized")
+    for double in (False, True):
+        by_bitsandbytes(models["llama"], double).save_pretrained(place / str(double))
+    return {double: place / str(double) for double in (False, True)}
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_a_directory_in_four_bits_is_read_and_has_the_same_codes_again(double, models, saved, prefix, tmp_path: Path):
+    ids = random_ids(tokens=SEQUENCE)
+    model = by_bitsandbytes(models["llama"], double)
+    with torch.no_grad():
+        wanted = model(input_ids=ids, use_cache=False).logits
+    assert (our_logits(load_stage(open_source(f"hf:{saved[double]}")), ids) - wanted).abs().max() <= 1e-5
+    losses = []
+    for number, directory in enumerate((models["llama"], saved[double])):
+        trainer = trainer_of(directory, prefix, tmp_path / str(number), double_quant=double)
+        losses.append([trainer.step().loss for _ in range(3)])
+        trainer.close()
+    assert losses[0] == losses[1]
+
+
+MATRIX = "model.layers.1.mlp.up_proj.weight"
+STATE = f"{MATRIX}.quant_state.bitsandbytes__nf4"
+
+
+def _with_state(tensors: dict[str, Tensor], **changes: Any) -> None:
+    state = json.loads(bytes(tensors[STATE].tolist())) | changes
+    tensors[STATE] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda t: t.update({MATRIX: t[MATRIX][:-1].clone()}), f"{MATRIX} has 4,095 elements, expected 4,096"),
+        (lambda t: t.pop(f"{MATRIX}.absmax"), f"{MATRIX}.absmax is missing"),
+        (lambda t: t[f"{MATRIX}.absmax"].view(-1)[3:4].fill_(-1), f"{MATRIX} has a negative, infinite or NaN absmax"),
+        (lambda t: _with_state(t, blocksize=128), "says blocksize = 128, which is not supported. Supported: 64"),
+        (lambda t: _with_state(t, quant_type="fp4"), "says quant_type = 'fp4', which is not supported"),
+        (lambda t: _with_state(t, shape=[64, 64]), "has 4,096 elements, expected 2,048"),
+        (lambda t: t[f"{MATRIX}.quant_map"].neg_(), f"{MATRIX}.quant_map has other values than the format nf4"),
+        (lambda t: t.update({STATE: t[STATE][:-3].clone()}), "is not the state of a quantized matrix"),
+    ],
+)
+def test_a_damaged_directory_is_refused_by_name(break_it, message, saved, tmp_path: Path):
+    directory = Path(shutil.copytree(saved[False], tmp_path / "damaged"))
+    tensors = load_file(directory / "model.safetensors")
+    break_it(tensors)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConversionError, match=re.escape(message)):
+        load_stage(open_source(f"hf:{directory}"))

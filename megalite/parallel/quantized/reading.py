@@ -7,8 +7,8 @@ quantization it reads all rows, because the scales of a matrix are quantized tog
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from megalite_kernels import nf4
@@ -24,21 +24,28 @@ if TYPE_CHECKING:
 
 BASE = "base"
 """Key of what identifies a base in the state of a checkpoint, which does not have it."""
-ReadRows = Callable[[Segment, int, int], Tensor]
-"""(matrix, first row, last row + 1) -> these rows, [rows, columns] in fp32, on the CPU."""
+
+
+class BaseSource(Protocol):
+    """Where the matrices are read from, on the CPU."""
+
+    def rows(self, matrix: Segment, first: int, stop: int) -> Tensor:
+        """Return rows [first, stop) of a matrix, [rows, columns] in fp32. Raises CheckpointError."""
+
+    def nested(self, matrix: Segment) -> nf4.NestedScales | None:
+        """Return the quantized scales of a matrix that is read in this form; None: they are computed."""
 
 
 @torch.no_grad()
-def quantize_base(store: ParameterStore, read: ReadRows) -> None:
+def quantize_base(store: ParameterStore, source: BaseSource) -> None:
     """Fill the quantized matrices that a rank keeps.
 
-    Args:
-        read: called in turn for the rows of a matrix; with double quantization for each row once.
+    The rows of a matrix are read in order, a range at a time.
     """
     for bucket in store.buckets:
         if isinstance(bucket.codes, QuantizedBuffers):
             for part in (part for parts in bucket.codes.parts for part in parts):
-                (_quantize_double if part.double else _quantize)(bucket.codes, part, read)
+                (_quantize_double if part.double else _quantize)(bucket.codes, part, source)
 
 
 def _row_ranges(first: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
@@ -47,7 +54,7 @@ def _row_ranges(first: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
     yield from ((row, min(row + rows, stop)) for row in range(first, stop, rows))
 
 
-def _quantize(buffers: QuantizedBuffers, part: QuantizedPart, read: ReadRows) -> None:
+def _quantize(buffers: QuantizedBuffers, part: QuantizedPart, source: BaseSource) -> None:
     for first, stop in _row_ranges(0, part.rows, part.width):
         low, high = first * part.columns // 2, -(-stop * part.columns // 2)
         wanted = part.place.codes.start + low, part.place.codes.start + high
@@ -55,24 +62,24 @@ def _quantize(buffers: QuantizedBuffers, part: QuantizedPart, read: ReadRows) ->
         scales = part.place.scales.start + first * row, part.place.scales.start + stop * row
         if not (buffers.keeps(*wanted) or buffers.keeps(*scales)):
             continue
-        blocks, start = _blocks(part, part.first_row + first, part.first_row + stop, read)
+        blocks, start = _blocks(part, part.first_row + first, part.first_row + stop, source)
         _write_codes(buffers, part, first, stop, blocks, start)
         _write_scales(buffers, part, first, stop, blocks.scales, start // BLOCK)
 
 
-def _quantize_double(buffers: QuantizedBuffers, part: QuantizedPart, read: ReadRows) -> None:
+def _quantize_double(buffers: QuantizedBuffers, part: QuantizedPart, source: BaseSource) -> None:
     """Quantize all of a matrix, and then its scales."""
     length, end = part.segment.shape[0], part.first_row + part.rows
     scales = list[Tensor]()
     edges = sorted({0, part.first_row, end, length})
     for low, high in zip(edges, edges[1:], strict=False):
         for first, stop in _row_ranges(low, high, part.width):
-            blocks, start = _blocks(part, first, stop, read)
+            blocks, start = _blocks(part, first, stop, source)
             done = sum(map(len, scales))
             scales.append(blocks.scales[done - start // BLOCK :])  # a cut block is quantized twice
             if part.first_row <= first < end:
                 _write_codes(buffers, part, first - part.first_row, stop - part.first_row, blocks, start)
-    nested = nf4.quantize_scales(torch.cat(scales))
+    nested = source.nested(part.segment) or nf4.quantize_scales(torch.cat(scales))
     for first, stop in _row_ranges(0, part.rows, part.width):
         _write_scales(buffers, part, first, stop, nested.codes, 0)
     of_rows = nested.scales[part.first_nested() :][: len(part.nested)]
@@ -80,7 +87,7 @@ def _quantize_double(buffers: QuantizedBuffers, part: QuantizedPart, read: ReadR
     buffers.write(*part.in_memory(part.place.offset, nested.offset.view(1)))
 
 
-def _blocks(part: QuantizedPart, first: int, stop: int, read: ReadRows) -> tuple[nf4.Blocks, int]:
+def _blocks(part: QuantizedPart, first: int, stop: int, source: BaseSource) -> tuple[nf4.Blocks, int]:
     """Quantize the blocks that rows [first, stop) of the matrix touch.
 
     Returns:
@@ -90,7 +97,7 @@ def _blocks(part: QuantizedPart, first: int, stop: int, read: ReadRows) -> tuple
     start = first * width // BLOCK * BLOCK
     end = min(-(-stop * width // BLOCK) * BLOCK, numel)
     low, high = start // width, -(-end // width)
-    values = read(part.segment, low, high).reshape(-1)
+    values = source.rows(part.segment, low, high).reshape(-1)
     return nf4.quantize(values[start - low * width : end - low * width]), start
 
 
