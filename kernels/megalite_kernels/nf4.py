@@ -97,20 +97,6 @@ def values_of(packed: Tensor, count: int) -> Tensor:
     return _pairs(packed.device).index_select(0, packed.int()).view(-1)[:count]
 
 
-def rounded(matrix: Tensor, double: bool, nested: NestedScales | None = None) -> Tensor:
-    """Return the values of a matrix after it was quantized, in fp32.
-
-    Args:
-        double: whether its scales are quantized, too.
-        nested: these, if they are known.
-    """
-    codes, scales = quantize(matrix.reshape(-1))
-    if double:
-        scales = (nested or quantize_scales(scales)).values()
-    values = values_of(pack(codes), matrix.numel())
-    return values.mul_(of_elements(scales, matrix.numel())).view(matrix.shape)
-
-
 def of_elements(scales: Tensor, count: int) -> Tensor:
     """Return the scale of each of `count` elements, from the start of a block on, [count]."""
     return scales.repeat_interleave(BLOCK)[:count]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megalite_kernels import nf4
+from megalite_kernels import block_formats
 from torch import Tensor
 
 from megalite import checkpoint
@@ -31,6 +31,7 @@ from megalite.huggingface.files import ConversionError, TensorFiles
 from megalite.huggingface.merging import adapted, parts_of
 from megalite.huggingface.peft_modules import EMBEDDING, AdaptedModule, FusedExperts, modules_of, saved_keys
 from megalite.model.adapter_parameters import MAGNITUDE, A, name_of
+from megalite.parallel.quantized.layout import BaseForm
 from megalite.parallel.spec import Rectangle
 
 OFF = """alora_invocation_tokens arrow_config kasa_config layer_replication lora_bias megatron_config
@@ -222,7 +223,8 @@ class PeftAdapter:
         weight = torch.empty(rows, columns, dtype=dtype)
         self.base([Rectangle(WEIGHT + name, (rows, columns), (0, 0), weight)])
         if self.lora.base != "none":
-            weight = nf4.rounded(weight, self.lora.double_quant).to(dtype)
+            form = BaseForm(self.lora.base, self.lora.double_quant)
+            weight = block_formats.rounded(weight, form.name, form.block(columns), form.double).to(dtype)
         return torch.linalg.vector_norm(weight, dim=1, dtype=torch.promote_types(dtype, torch.float32))
 
     def _scale(self, module: AdaptedModule, rank: int) -> float:

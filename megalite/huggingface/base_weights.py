@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from megalite_kernels import nf4
+from megalite_kernels import block_formats, nf4
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -32,6 +32,7 @@ from megalite.huggingface.nf4 import Nf4Tensors
 from megalite.huggingface.weights_identity import weights_identity
 from megalite.model.adapter_parameters import with_adapters
 from megalite.model.parameters import model_specs
+from megalite.parallel.quantized.layout import BaseForm
 from megalite.parallel.quantized.reading import BASE
 from megalite.parallel.spec import Rectangle, Segment
 from megalite.system import rng
@@ -139,15 +140,14 @@ def with_base(manifest: Manifest) -> Manifest:
     if config.lora.base == "none":
         return manifest
     base = base_of(config, manifest.state, manifest.directory)
+    form = BaseForm(config.lora.base, config.lora.double_quant)
     dtype, tensors, matrices = DTYPES[config.train.precision], dict(manifest.tensors), {}
     for spec in with_adapters(model_specs(config.model), config.lora):
         for segment in spec.segments if spec.base is not None else ():
             name, sizes = WEIGHT + segment.name, segment.shape
             chunk = Chunk((0, 0), sizes, name, 0, segment.numel * dtype.itemsize, "")
             tensors[name], matrices[name] = StoredTensor(dtype_name(dtype), sizes, [chunk]), segment
-    return WithBase(
-        manifest.directory, manifest.state, tensors, manifest.files, matrices, base, config.lora.double_quant
-    )
+    return WithBase(manifest.directory, manifest.state, tensors, manifest.files, matrices, base, form)
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class WithBase(Manifest):
 
     matrices: dict[str, Segment]
     base: BaseWeights
-    double: bool
+    form: BaseForm
 
     def read(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, NDArray[np.uint8]]]:
         own = [*chunks]
@@ -167,6 +167,8 @@ class WithBase(Manifest):
         for chunk in (each for each in own if each.file in self.matrices):
             segment = self.matrices[chunk.file]
             whole = self.base.rows(segment, 0, segment.shape[0])
-            values = nf4.rounded(whole, self.double, self.base.nested(segment))
+            block = self.form.block(segment.shape[1])
+            nested = self.base.nested(segment) if self.form.double else None
+            values = block_formats.rounded(whole, self.form.name, block, self.form.double, nested)
             dtype = getattr(torch, self.tensors[chunk.file].dtype)
             yield chunk, values.to(dtype).view(-1).view(torch.uint8).numpy()

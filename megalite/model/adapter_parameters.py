@@ -55,12 +55,17 @@ def _frozen(spec: ParamSpec, trained_roles: Sequence[str]) -> ParamSpec:
 def _quantized(spec: ParamSpec, lora: LoraConfig) -> ParamSpec:
     """Return the spec of a frozen tensor in the form of `lora.base`, if it is a matrix of a layer.
 
-    The matrices of a layer's experts are quantized as one, stacked.
+    The matrices of a layer's experts are quantized as one, stacked. If rows are not whole blocks, which mxfp4
+    needs, a matrix keeps the compute precision.
     """
-    matrix = all(segment.role in (*PROJECTIONS, *EXPERTS) for segment in spec.segments)
-    if lora.base == "none" or not matrix or len(spec.segments[0].shape) != 2:
+    if lora.base == "none":
         return spec
-    return replace(spec, base=BaseForm(lora.base, lora.double_quant))
+    form = BaseForm(lora.base, lora.double_quant)
+    quantized = all(
+        segment.role in (*PROJECTIONS, *EXPERTS) and len(segment.shape) == 2 and form.fits(segment.shape[1])
+        for segment in spec.segments
+    )
+    return replace(spec, base=form) if quantized else spec
 
 
 def _adapters(spec: ParamSpec, lora: LoraConfig, partial_axis: str | None) -> list[ParamSpec]:

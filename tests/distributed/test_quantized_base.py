@@ -1,4 +1,4 @@
-"""A quantized base (`lora.base`): every layout has the codes that bitsandbytes finds for the whole matrix, trains the
+"""A quantized base (`lora.base`): every layout has the values that others find for the whole matrix, trains the
 adapters that one process trains, and resumes on another layout; memory and traffic are those that are planned."""
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ ODD = {"hidden_size": 33, "intermediate_size": 66, "num_attention_heads": 4, "he
 """Rows of an odd number of elements, which share bytes, and blocks across rows and parts."""
 WHOLE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
 """Rows and parts of whole blocks."""
+CUT = {"hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 4}
+"""Rows of whole blocks of 32, which parts cut."""
 LAYOUTS: dict[str, tuple[Case, dict[str, Any], dict[str, Any]]] = {
     "tp 2": ({"tp": 2}, ODD, {}),
     "tp 2, double": ({"tp": 2, "sequence_parallel": True}, ODD | {"hidden_size": 34}, {"double_quant": True}),
@@ -30,6 +32,10 @@ LAYOUTS: dict[str, tuple[Case, dict[str, Any], dict[str, Any]]] = {
         {"double_quant": True},
     ),
     "dp 4, ZeRO-3, offloaded parameters": ({"dp": 4, "zero": 3, "offload": "cpu"}, WHOLE, {"double_quant": True}),
+    "int8, tp 2, pp 2": ({"tp": 2, "pp": 2, "microbatches": 2}, ODD, {"base": "int8"}),
+    "int8, dp 2, ZeRO-3": ({"dp": 2, "zero": 3}, ODD, {"base": "int8"}),
+    "mxfp4, tp 4": ({"tp": 4, "microbatches": 2}, CUT, {"base": "mxfp4"}),
+    "mxfp4, tp 2, dp 2, ZeRO-3": ({"tp": 2, "dp": 2, "zero": 3}, CUT, {"base": "mxfp4", "dora": True}),
     "ep 2, tp 2, ZeRO-3, experts": (
         {"dp": 2, "tp": 2, "sequence_parallel": True, "zero": 3, "microbatches": 2},
         ODD | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 33},
@@ -63,12 +69,23 @@ def world(case: Case) -> int:
     return size["tp"] * size["pp"] * size["dp"]
 
 
-def by_bitsandbytes(matrix: Tensor, double: bool) -> Tensor:
-    """Values after quantization of a flattened matrix: for two dimensions there are faster routes, of which that for
-    AVX-512 is wrong where rows are no whole blocks."""
-    from bitsandbytes import functional  # imports transformers' kernels, which other tests need not
+def by_others(matrix: Tensor, base: str, double: bool) -> Tensor:
+    """Values of a matrix after quantization by bitsandbytes, or torchao.
 
-    flat = matrix.float().reshape(-1)
+    nf4 is given flattened: for two dimensions there are faster routes, of which that for AVX-512 is wrong where rows
+    are no whole blocks."""
+    matrix = matrix.float()
+    if base == "mxfp4":
+        from torchao.prototype.mx_formats.mx_tensor import MXTensor, ScaleCalculationMode
+
+        mode = ScaleCalculationMode.RCEIL
+        return MXTensor.to_mx(matrix.contiguous(), torch.float4_e2m1fn_x2, 32, mode).dequantize(torch.float32)
+    from bitsandbytes import functional  # takes seconds
+
+    if base == "int8":
+        codes, scales, _ = functional.int8_vectorwise_quant(matrix.half())
+        return codes.float().mul_(scales.unsqueeze(1).mul(1.0 / 127.0))
+    flat = matrix.reshape(-1)
     packed, state = functional.quantize_4bit(flat, quant_type="nf4", blocksize=64, compress_statistics=double)
     return functional.dequantize_4bit(packed, state).view(matrix.shape)
 
@@ -84,7 +101,8 @@ def test_every_layout_has_the_values_of_the_whole_matrix_and_trains_like_one_pro
         for name, ((row, column), own) in values.items():
             whole = seen.get(name)
             if whole is None:
-                whole = seen[name] = by_bitsandbytes(matrices[f"weight/{name}"], lora.get("double_quant", False))
+                form = lora.get("base", "nf4"), lora.get("double_quant", False)
+                whole = seen[name] = by_others(matrices[f"weight/{name}"], *form)
             rows, columns = own.shape
             assert torch.equal(own, whole[row : row + rows, column : column + columns].to(own.dtype)), name
     assert len(seen) == (6 if "num_experts" in shape else 7) * MODEL["layers"]

@@ -61,8 +61,8 @@ def trainer_of(directory: Path, prefix: str, place: Path, load: str = "none", **
     return Trainer(config, make_mesh(config))
 
 
-def by_bitsandbytes(directory: Path, double: bool) -> Any:
-    """The model as transformers loads it in four bits.
+def by_bitsandbytes(directory: Path, double: bool, base: str = "nf4") -> Any:
+    """The model as transformers loads it in four or eight bits.
 
     On CPUs that have it, bitsandbytes would multiply in bf16, whatever the compute dtype is.
     """
@@ -70,7 +70,9 @@ def by_bitsandbytes(directory: Path, double: bool) -> Any:
     from bitsandbytes.nn import Linear4bit
 
     quantized = transformers.BitsAndBytesConfig(
-        load_in_4bit=True,
+        load_in_8bit=base == "int8",
+        llm_int8_threshold=0.0,
+        load_in_4bit=base == "nf4",
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=double,
         bnb_4bit_compute_dtype=torch.float32,
@@ -84,18 +86,21 @@ def by_bitsandbytes(directory: Path, double: bool) -> Any:
     return model
 
 
-@pytest.mark.parametrize(("double", "dora"), [(False, False), (True, True)])
-def test_one_step_is_one_step_of_peft(double, dora, models, prefix, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("base", "double", "dora"), [("nf4", False, False), ("nf4", True, True), ("int8", False, False)]
+)
+def test_one_step_is_one_step_of_peft(base, double, dora, models, prefix, tmp_path: Path):
     import peft
 
     start = tmp_path / "start"
-    first = trainer_of(models["llama"], prefix, tmp_path / "first", double_quant=double, dora=dora)
+    options = {"base": base, "double_quant": double, "dora": dora}
+    first = trainer_of(models["llama"], prefix, tmp_path / "first", **options)
     first.step()  # B is not zero
     assert convert.main(["adapter-export", str(first.save()), str(start)]) == 0
     first.close()
-    base = by_bitsandbytes(models["llama"], double)
-    model = peft.PeftModel.from_pretrained(base, start, is_trainable=True)
-    trainer = trainer_of(models["llama"], prefix, tmp_path, double_quant=double, dora=dora, init_from=str(start))
+    model = peft.PeftModel.from_pretrained(by_bitsandbytes(models["llama"], double, base), start, is_trainable=True)
+    model.train()  # in eight bits only then with inputs that are not quantized
+    trainer = trainer_of(models["llama"], prefix, tmp_path, **options, init_from=str(start))
     result = trainer.step()
     saved = trainer.save()
     trainer.close()

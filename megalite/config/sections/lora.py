@@ -56,12 +56,13 @@ class LoraConfig:
     """Ranks of single projections, {down: 4}. null: all have rank."""
     alphas: dict[str, float] | None = option(None, POSITIVE)
     """Alphas of single projections, {down: 8}. null: all have alpha."""
-    base: Literal["none", "nf4"] = "none"
+    base: Literal["none", "nf4", "int8", "mxfp4"] = "none"
     """Form in which the frozen matrices of layers are stored and gathered: nf4 has 4 bits and a scale for 64
-    elements, quantized as bitsandbytes does (QLoRA, Dettmers et al. 2023). Embedding, head, norms and routers
-    keep train.precision. none: all do."""
+    elements (QLoRA, Dettmers et al. 2023), int8 has a scale for each row, both as bitsandbytes quantizes;
+    mxfp4 has 4 bits and a power of two for 32 elements. Embedding, head, norms and routers keep
+    train.precision. none: all do."""
     double_quant: bool = False
-    """Also quantize the scales of lora.base, to 8 bits."""
+    """Also quantize the scales of nf4, to 8 bits."""
     dora: bool = False
     """Also train the length of every row of the adapted weights (DoRA, Liu et al. 2024)."""
     modules_to_save: list[str] | None = None
@@ -149,7 +150,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "scales that are quantized",
         "lora.double_quant",
-        lambda c: c.lora.double_quant and c.lora.base == "none",
+        lambda c: c.lora.double_quant and c.lora.base != "nf4",
         message="has no effect with {lora.base}",
         legal="Set lora.base to nf4, or remove it.",
     ),

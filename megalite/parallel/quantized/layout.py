@@ -1,9 +1,10 @@
 """Where the codes and scales of quantized frozen matrices are in the memory of a rank (`lora.base`).
 
 The matrix that is quantized is a global tensor of the model, a segment: flattened row by row and cut into
-blocks of 64 elements, so that no layout changes a code or a scale. A rank keeps the codes of its part, and of
-each row of the part the scales of the blocks that the row touches; a block that the part cuts is on both
-neighbours. All of them are one run of bytes for a bucket, so that ZeRO-3 shards and gathers them together:
+blocks that share a scale, so that no layout changes a code or a scale. A rank keeps the codes of its part,
+and of each row of the part the scales of the blocks that the row touches; a block that the part cuts is on
+both neighbours. All of them are one run of bytes for a bucket, so that ZeRO-3 shards and gathers them
+together:
 
     bucket    [ matrix 0 | matrix 1 | … | padding ]
     matrix    [ codes of its segments | their scales | scales of scales and offsets ]
@@ -22,10 +23,32 @@ from typing import NamedTuple
 from megalite.mesh.layout import Coordinates
 from megalite.parallel.spec import ParamSpec, Segment
 
-BLOCK = 64  # elements that share a scale
 NESTED = 256  # scales that share a scale of their own (double quantization)
 ALIGN = 16  # bytes: every array of a matrix starts at a multiple
 FP32 = 4  # bytes
+
+
+class FormSizes(NamedTuple):
+    """Sizes of a form (`megalite_kernels.block_formats`).
+
+    Attributes:
+        block: elements that share a scale; None: a row.
+        codes: codes in a byte.
+        scale: bytes of a scale.
+        in_rows: whether a block may not reach into another row.
+    """
+
+    block: int | None
+    codes: int
+    scale: int
+    in_rows: bool = True
+
+
+FORMS = {
+    "nf4": FormSizes(64, 2, FP32, in_rows=False),
+    "int8": FormSizes(None, 1, FP32),
+    "mxfp4": FormSizes(32, 2, 1),
+}
 
 
 class BaseForm(NamedTuple):
@@ -33,6 +56,18 @@ class BaseForm(NamedTuple):
 
     name: str
     double: bool = False
+
+    @property
+    def sizes(self) -> FormSizes:
+        return FORMS[self.name]
+
+    def block(self, width: int) -> int:
+        """Return the number of elements of a block in a matrix of this many columns."""
+        return self.sizes.block or width
+
+    def fits(self, width: int) -> bool:
+        """Return whether a matrix of this many columns has whole blocks."""
+        return not self.sizes.in_rows or width % self.block(width) == 0
 
 
 class Bytes(NamedTuple):
@@ -82,15 +117,20 @@ def _touched(count: int, size: int, aligned: bool) -> int:
     return count // size if aligned and count % size == 0 else (count + size - 2) // size + 1
 
 
-def _scales(rows: int, columns: int, segment: Segment) -> tuple[int, int]:
+def _scales(form: BaseForm, rows: int, columns: int, segment: Segment) -> tuple[int, int]:
     """Return how many blocks a row of a part touches, and how many blocks of scales its rows touch."""
     width = segment.shape[1]
-    aligned = width % BLOCK == 0  # parts are equal: they start at multiples of `columns`
-    if rows == segment.shape[0]:
-        nested = _divided(_divided(segment.numel, BLOCK), NESTED)
+    block = form.block(width)
+    if form.sizes.block is None:
+        return 1, 0
+    aligned = width % block == 0  # parts are equal: they start at multiples of `columns`
+    if not form.double:
+        nested = 0
+    elif rows == segment.shape[0]:
+        nested = _divided(_divided(segment.numel, block), NESTED)
     else:
-        nested = _touched(_touched(rows * width, BLOCK, aligned), NESTED, False)
-    return _touched(columns, BLOCK, aligned), nested
+        nested = _touched(_touched(rows * width, block, aligned), NESTED, False)
+    return _touched(columns, block, aligned), nested
 
 
 def _divided(value: int, divisor: int) -> int:
@@ -115,10 +155,11 @@ def matrix_bytes(spec: ParamSpec, at: Coordinates, start: int) -> MatrixBytes:
 
     shapes = [segment.local(at).shape for segment in spec.segments]
     counts = [
-        _scales(shape[0], shape[1], segment) for shape, segment in zip(shapes, spec.segments, strict=True)
+        _scales(form, shape[0], shape[1], segment)
+        for shape, segment in zip(shapes, spec.segments, strict=True)
     ]
-    width = 1 if form.double else FP32
-    codes = take([_divided(prod(shape), 2) for shape in shapes])
+    width = 1 if form.double else form.sizes.scale
+    codes = take([_divided(prod(shape), form.sizes.codes) for shape in shapes])
     scales = take([shape[0] * touched * width for shape, (touched, _) in zip(shapes, counts, strict=True)])
     nested = take([number * FP32 * form.double for _, number in counts])
     offsets = take([FP32 * form.double for _ in shapes])

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from megalite_kernels import nf4
+from megalite_kernels.block_formats import FORMATS
 from torch import Tensor
 
 from megalite.mesh.layout import Coordinates
 from megalite.parallel.expert.grouped_matmul import ExpertMatmuls
 from megalite.parallel.matmuls import Matmuls
-from megalite.parallel.quantized.layout import BLOCK, NESTED, Bytes, PartBytes
+from megalite.parallel.quantized.layout import NESTED, BaseForm, Bytes, PartBytes
 from megalite.parallel.spec import Segment
 
 if TYPE_CHECKING:
@@ -38,21 +39,25 @@ class QuantizedPart:
     Args:
         memory: the bytes of the bucket, [bytes] uint8. Views of it stay valid while it has no memory.
         place: where the arrays of the part are in it.
+
+    Attributes:
+        block: number of elements of a block.
     """
 
-    def __init__(self, segment: Segment, at: Coordinates, place: PartBytes, memory: Tensor):
+    def __init__(self, segment: Segment, at: Coordinates, form: BaseForm, place: PartBytes, memory: Tensor):
         part = segment.local(at)
-        self.segment, self.place = segment, place
+        self.segment, self.place, self.double = segment, place, form.double
         self.width = segment.shape[1]
+        self.block, self.format = form.block(self.width), FORMATS[form.name]
         (self.first_row, self.first_column), (self.rows, self.columns) = part.offsets, part.shape
-        self.codes = memory[slice(*place.codes)]
+        self.codes, self.codes_in_byte = memory[slice(*place.codes)], form.sizes.codes
         scales = memory[slice(*place.scales)]
-        self.double = place.offset.size > 0
-        self.scales = (scales if self.double else scales.view(torch.float32)).view(self.rows, place.touched)
+        dtype = torch.uint8 if self.double else self.format.scale_dtype
+        self.scales = scales.view(dtype).view(self.rows, place.touched)
         self.nested = memory[slice(*place.nested)].view(torch.float32)
         self.offset = memory[slice(*place.offset)].view(torch.float32)
         # whether each row consists of whole blocks
-        self.whole_blocks = self.columns == place.touched * BLOCK
+        self.whole_blocks = self.columns == place.touched * self.block
 
     def starts(self, first: int, stop: int) -> Tensor:
         """Return where rows [first, stop) of the part begin in the flattened matrix, [rows] int64."""
@@ -61,22 +66,28 @@ class QuantizedPart:
 
     def first_nested(self) -> int:
         """Return the block of scales that `nested` starts with."""
-        return self.first_row * self.width // BLOCK // NESTED
+        return self.first_row * self.width // self.block // NESTED
 
     def blocks(self, first: int, stop: int) -> Tensor:
         """Return the blocks that rows [first, stop) touch in the matrix, [rows, touched] int64."""
         touched = torch.arange(self.place.touched, device=self.codes.device)
-        return (self.starts(first, stop) // BLOCK).unsqueeze(1) + touched
+        return (self.starts(first, stop) // self.block).unsqueeze(1) + touched
 
     def block_scales(self, first: int, stop: int) -> Tensor:
         """Return the scales of rows [first, stop), [rows, touched] fp32."""
         scales = self.scales[first:stop]
         if not self.double:
-            return scales
+            return self.format.scales(scales)
         index = self.blocks(first, stop) // NESTED - self.first_nested()
         # of the last rows, `scales` may have room for blocks beyond the end of the matrix
         nested = self.nested[index.clamp_(max=len(self.nested) - 1)]
         return nf4.dequantize_scales(scales, nested, self.offset)
+
+    def packed(self, start: int, end: int) -> tuple[Tensor, int]:
+        """Return the bytes of codes [start, end), and how many codes to skip in the first byte."""
+        return self.codes[
+            start // self.codes_in_byte : -(-end // self.codes_in_byte)
+        ], start % self.codes_in_byte
 
     def write_values(self, out: Tensor, first: int) -> None:
         """Write the values of the rows from `first` on to `out` [rows, columns]."""
@@ -86,15 +97,15 @@ class QuantizedPart:
 
     def _write_some(self, out: Tensor, first: int) -> None:
         stop, (start, end) = first + len(out), (first * self.columns, (first + len(out)) * self.columns)
-        packed = self.codes[start // 2 : -(-end // 2)]  # an odd start is in the middle of a byte
-        values = nf4.values_of(packed, start % 2 + end - start)[start % 2 :]
+        packed, skipped = self.packed(start, end)
+        values = self.format.values(packed, skipped, end - start)
         scales = self.block_scales(first, stop)
         if self.whole_blocks:
-            blocks = values.view(*scales.shape, BLOCK)
+            blocks = values.view(*scales.shape, self.block)
             out.copy_(blocks.mul_(scales.unsqueeze(-1)).view(out.shape))
             return
         columns = torch.arange(self.columns, device=out.device)
-        index = ((self.starts(first, stop) % BLOCK).unsqueeze(1) + columns) // BLOCK
+        index = ((self.starts(first, stop) % self.block).unsqueeze(1) + columns) // self.block
         out.copy_(values.view(out.shape).mul_(scales.gather(1, index)))
 
     def in_memory(self, array: Bytes, values: Tensor, first: int = 0) -> tuple[int, Tensor]:

@@ -15,7 +15,6 @@ from megalite_kernels import nf4
 from torch import Tensor
 
 from megalite.parallel.quantized.buffers import QuantizedBuffers
-from megalite.parallel.quantized.layout import BLOCK
 from megalite.parallel.quantized.matmuls import AT_ONCE, QuantizedPart
 from megalite.parallel.spec import Segment
 
@@ -56,7 +55,7 @@ def _row_ranges(first: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
 
 def _quantize(buffers: QuantizedBuffers, part: QuantizedPart, source: BaseSource) -> None:
     for first, stop in _row_ranges(0, part.rows, part.width):
-        low, high = first * part.columns // 2, -(-stop * part.columns // 2)
+        low, high = first * part.columns // part.codes_in_byte, -(-stop * part.columns // part.codes_in_byte)
         wanted = part.place.codes.start + low, part.place.codes.start + high
         row = part.place.touched * part.scales.itemsize
         scales = part.place.scales.start + first * row, part.place.scales.start + stop * row
@@ -64,7 +63,7 @@ def _quantize(buffers: QuantizedBuffers, part: QuantizedPart, source: BaseSource
             continue
         blocks, start = _blocks(part, part.first_row + first, part.first_row + stop, source)
         _write_codes(buffers, part, first, stop, blocks, start)
-        _write_scales(buffers, part, first, stop, blocks.scales, start // BLOCK)
+        _write_scales(buffers, part, first, stop, blocks.scales, start // part.block)
 
 
 def _quantize_double(buffers: QuantizedBuffers, part: QuantizedPart, source: BaseSource) -> None:
@@ -76,7 +75,7 @@ def _quantize_double(buffers: QuantizedBuffers, part: QuantizedPart, source: Bas
         for first, stop in _row_ranges(low, high, part.width):
             blocks, start = _blocks(part, first, stop, source)
             done = sum(map(len, scales))
-            scales.append(blocks.scales[done - start // BLOCK :])  # a cut block is quantized twice
+            scales.append(blocks.scales[done - start // part.block :])  # a cut block is quantized twice
             if part.first_row <= first < end:
                 _write_codes(buffers, part, first - part.first_row, stop - part.first_row, blocks, start)
     nested = source.nested(part.segment) or nf4.quantize_scales(torch.cat(scales))
@@ -94,11 +93,11 @@ def _blocks(part: QuantizedPart, first: int, stop: int, source: BaseSource) -> t
         the codes and scales of whole blocks, and the first element of these in the flattened matrix.
     """
     width, numel = part.width, part.segment.numel
-    start = first * width // BLOCK * BLOCK
-    end = min(-(-stop * width // BLOCK) * BLOCK, numel)
+    start = first * width // part.block * part.block
+    end = min(-(-stop * width // part.block) * part.block, numel)
     low, high = start // width, -(-end // width)
     values = source.rows(part.segment, low, high).reshape(-1)
-    return nf4.quantize(values[start - low * width : end - low * width]), start
+    return part.format.quantize(values[start - low * width : end - low * width], part.block), start
 
 
 def _write_codes(
@@ -108,7 +107,8 @@ def _write_codes(
     low = (part.first_row + first) * part.width - start
     rows = blocks.codes[low : low + (stop - first) * part.width].view(stop - first, part.width)
     own = rows[:, part.first_column : part.first_column + part.columns].reshape(-1)
-    buffers.write(*part.in_memory(part.place.codes, nf4.pack(own), first * part.columns // 2))
+    byte = first * part.columns // part.codes_in_byte
+    buffers.write(*part.in_memory(part.place.codes, part.format.pack(own), byte))
 
 
 def _write_scales(

@@ -1,0 +1,154 @@
+"""Formats in which frozen matrices are kept: codes of few bits, and a scale for each block of elements.
+
+A matrix is flattened row by row, and cut into blocks of consecutive elements.
+
+    nf4     4 bits, 64 elements of any rows; fp32 scales, which may be quantized, too (`nf4`)
+    int8    8 bits, a row; fp32 scales, the largest magnitude of the row in fp16, as bitsandbytes has them
+            value = code · (scale · (1 / 127))
+    mxfp4   4 bits (E2M1), 32 elements of a row; a power of two as an E8M0 byte, rounded up so that no element
+            saturates (OCP Microscaling Formats 1.0; RCEIL, as torchao's to_mx)
+            value = E2M1(code) · 2^(scale − 127)
+
+Values are computed in fp32 and rounded once to the dtype of the result.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalite_kernels import nf4
+from megalite_kernels.nf4 import Blocks
+
+
+class BlockFormat(NamedTuple):
+    """A format of codes and scales.
+
+    Attributes:
+        quantize: (consecutive elements [n] from the start of a block on, elements of a block) -> their codes,
+            one a byte, and scales of blocks.
+        pack: codes [n] -> bytes.
+        values: (bytes, number of codes to skip, number of codes) -> values in units of scales, fp32.
+        scale_dtype: of scales.
+        scales: scales as they are kept -> in fp32.
+    """
+
+    quantize: Callable[[Tensor, int], Blocks]
+    pack: Callable[[Tensor], Tensor]
+    values: Callable[[Tensor, int, int], Tensor]
+    scale_dtype: torch.dtype
+    scales: Callable[[Tensor], Tensor]
+
+
+def _nf4_values(packed: Tensor, skipped: int, count: int) -> Tensor:
+    return nf4.values_of(packed, skipped + count)[skipped:]
+
+
+# ---- int8
+
+_STEPS = 127
+
+
+def _int8_quantize(values: Tensor, block: int) -> Blocks:
+    rows = values.to(torch.float16).view(-1, block)
+    scales = rows.abs().amax(1).float()
+    factors = torch.where(scales > 0, _STEPS / scales, 0.0)
+    codes = torch.round(rows * factors.unsqueeze(1)).to(torch.int8)
+    return Blocks(codes.view(-1).view(torch.uint8), scales)
+
+
+def _int8_values(packed: Tensor, skipped: int, count: int) -> Tensor:
+    return packed[skipped : skipped + count].view(torch.int8).float()
+
+
+# ---- mxfp4
+
+_LARGEST, _BIAS = 6.0, 127
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@functools.lru_cache(maxsize=8)
+def _e2m1_pairs(device: torch.device) -> Tensor:
+    """Return the two values of each byte, the first in its low bits, [256, 2] fp32."""
+    values = torch.tensor((*_MAGNITUDES, *(-each for each in _MAGNITUDES)), device=device)
+    byte = torch.arange(256, device=device)
+    return torch.stack((values[byte & 15], values[byte >> 4]), 1)
+
+
+def _mxfp4_quantize(values: Tensor, block: int) -> Blocks:
+    blocks = values.float().view(-1, block)
+    exponents = torch.ceil(torch.log2(blocks.abs().amax(1) / _LARGEST)).clamp_(-_BIAS, _BIAS)
+    scaled = torch.ldexp(blocks, -exponents.unsqueeze(1).int())
+    magnitudes = torch.tensor(_MAGNITUDES, device=values.device)
+    midpoints = (magnitudes[1:] + magnitudes[:-1]) / 2
+    sizes = scaled.abs()
+    codes = torch.bucketize(sizes, midpoints, out_int32=True)
+    # of two equally near values that with an even code
+    tied = sizes == F.pad(midpoints, (0, 1), value=torch.inf)[codes]
+    codes += tied & (codes % 2 == 1)
+    codes |= torch.signbit(scaled).int() << 3
+    return Blocks(codes.view(-1).to(torch.uint8), (exponents + _BIAS).to(torch.uint8))
+
+
+def _mxfp4_pack(codes: Tensor) -> Tensor:
+    pairs = F.pad(codes, (0, codes.numel() % 2)).view(-1, 2)
+    return pairs[:, 1] << 4 | pairs[:, 0]
+
+
+def _mxfp4_values(packed: Tensor, skipped: int, count: int) -> Tensor:
+    pairs = _e2m1_pairs(packed.device).index_select(0, packed.int())
+    return pairs.view(-1)[skipped : skipped + count]
+
+
+def _mxfp4_scales(scales: Tensor) -> Tensor:
+    return torch.ldexp(torch.ones((), device=scales.device), scales.int() - _BIAS)
+
+
+FORMATS = {
+    "nf4": BlockFormat(
+        lambda values, block: nf4.quantize(values),
+        nf4.pack,
+        _nf4_values,
+        torch.float32,
+        lambda scales: scales,
+    ),
+    "int8": BlockFormat(
+        _int8_quantize,
+        lambda codes: codes,
+        _int8_values,
+        torch.float32,
+        lambda scales: scales * (1.0 / _STEPS),
+    ),
+    "mxfp4": BlockFormat(_mxfp4_quantize, _mxfp4_pack, _mxfp4_values, torch.uint8, _mxfp4_scales),
+}
+
+
+def quantize(matrix: Tensor, name: str, block: int) -> Blocks:
+    """Return the codes and scales of a whole matrix.
+
+    Args:
+        block: elements of a block.
+    """
+    return FORMATS[name].quantize(matrix.reshape(-1), block)
+
+
+def rounded(
+    matrix: Tensor, name: str, block: int, double: bool = False, nested: nf4.NestedScales | None = None
+) -> Tensor:
+    """Return the values of a matrix after it was quantized, in fp32.
+
+    Args:
+        block: elements of a block.
+        double: whether the scales of nf4 are quantized, too.
+        nested: these, if they are known.
+    """
+    form, count = FORMATS[name], matrix.numel()
+    codes, scales = quantize(matrix, name, block)
+    in_fp32 = (nested or nf4.quantize_scales(scales)).values() if double else form.scales(scales)
+    values = form.values(form.pack(codes), 0, count)
+    return values.mul_(in_fp32.repeat_interleave(block)[:count]).view(matrix.shape)
