@@ -41,6 +41,7 @@ from megalite.config.sections.parallel import ContextMethod
 from megalite.launch.exit_status import ExitStatus
 from megalite.model.kinds import dispatch_of
 from megalite.parallel.pipeline.generator import SCHEDULES
+from megalite.parallel.quantized.layout import FORMS
 from megalite.planner.api import Device, HardwareError, find_device, known_devices
 from megalite.planner.plans import (
     Plan,
@@ -141,6 +142,13 @@ def parser() -> Parser:
         choices=("none", "block", "mxfp8"),
         help="multiply the matrices of layers in fp8, as train.fp8 (default: the configuration's)",
     )
+    add("--lora_rank", type=positive, metavar="R", help="train adapters of this rank, as lora.rank")
+    add(
+        "--lora_base",
+        choices=("none", *FORMS),
+        help="form of the frozen matrices under adapters, as lora.base (default: the configuration's)",
+    )
+    add("--lora_double_quant", action="store_true", help="quantize the scales of nf4, as lora.double_quant")
     for name in ("tp", "cp", "ep", "pp", "dp", "micro_batch_size", "virtual_stages"):
         add(f"--{name}", type=positive, metavar="N", help="fix this choice")
     add(
@@ -256,7 +264,13 @@ def base_config(options: argparse.Namespace) -> Config:
         precision=options.precision or config.train.precision,
         fp8=options.fp8 or config.train.fp8,
     )
-    return replace(config, data=data, train=train)
+    lora = replace(
+        config.lora,
+        rank=options.lora_rank or config.lora.rank,
+        base=options.lora_base or config.lora.base,
+        double_quant=options.lora_double_quant or config.lora.double_quant,
+    )
+    return replace(config, data=data, train=train, lora=lora)
 
 
 def answer(options: argparse.Namespace, progress: Report = silent) -> tuple[dict[str, Any], str]:

@@ -65,6 +65,14 @@ class BaseForm(NamedTuple):
         """Return the number of elements of a block in a matrix of this many columns."""
         return self.sizes.block or width
 
+    @property
+    def bytes_per_element(self) -> float:
+        """Return the bytes of an element and its part of scales, in a large matrix."""
+        code, scale = 1 / self.sizes.codes, self.sizes.scale if self.sizes.block else 0.0
+        if self.double:
+            scale = 1 + FP32 / NESTED
+        return code + scale / (self.sizes.block or 1)
+
     def fits(self, width: int) -> bool:
         """Return whether a matrix of this many columns has whole blocks."""
         return not self.sizes.in_rows or width % self.block(width) == 0

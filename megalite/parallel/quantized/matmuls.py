@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from megalite.parallel.matmuls import Operand
 
-AT_ONCE = 1 << 22
+AT_ONCE = 1 << 20
 """Elements whose values are computed at a time, which bounds temporary tensors in fp32."""
 
 

@@ -5,6 +5,7 @@ Computed by following a rank's list of actions as the runtime does, so they hold
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -21,6 +22,7 @@ from megalite.parallel.pipeline.send_recv_actions import (
     receive_before,
 )
 from megalite.parallel.sharding.buckets import BucketLayout
+from megalite.parallel.spec import ParamSpec
 from megalite.planner.memory.states import DeviceType, Sharing, Widths
 
 NARROW = 2  # bytes of a bf16 element: gradients may be reduced in bf16
@@ -112,6 +114,22 @@ def gathered_bytes(schedule: Schedule, rank: int, buckets: Sequence[BucketLayout
             most = max(most, sum(sizes[number] for number in whole))
             carry_out(unit.number, ActionKind.RESHARD)
     return most
+
+
+def values_bytes(buckets: Sequence[BucketLayout], widths: Widths) -> int:
+    """Return the bytes of the values of the largest quantized matrix, while it is multiplied (`lora.base`).
+
+    Of experts, whose matrices are stacked, one has values at a time.
+    """
+    slots = [slot for bucket in buckets if bucket.quantized_bytes for slot in bucket.slots]
+    largest = max((math.prod(slot.shape) // _experts(slot.spec, slot.shape) for slot in slots), default=0)
+    return largest * widths.compute
+
+
+def _experts(spec: ParamSpec, shape: tuple[int, ...]) -> int:
+    """Return the number of experts whose matrices are stacked in this rank's part."""
+    segment = spec.segments[0]
+    return max(segment.experts * shape[0] // segment.shape[0], 1)
 
 
 def open_gradients(

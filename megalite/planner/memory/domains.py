@@ -20,7 +20,7 @@ class Parameters(NamedTuple):
     """Numbers of parameters on one rank before ZeRO shards them: all and trained; of these, experts'.
 
     Adapters are included. quantized: those that multiply in fp8; coded: those of them whose codes ZeRO-3
-    gathers.
+    gathers, or those in a quantized base (`lora.base`).
     """
 
     stored: float
@@ -82,7 +82,9 @@ class Parameters(NamedTuple):
 
     @staticmethod
     def _coded(matmuls: Sequence[Matmul], units: Units) -> float:
-        """Return the elements of weights that multiply in fp8 only (`block`)."""
+        """Return the elements of weights that multiply in fp8 only (`block`), or are in a quantized base."""
+        if units.lora.base != "none":
+            return sum(each.local_weights for each in matmuls if each.frozen)
         whole = (each for each in matmuls if each.fp8.input_gradient and units.fp8.recipe == "block")
         return sum(each.local_weights for each in whole)
 

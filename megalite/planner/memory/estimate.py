@@ -28,7 +28,13 @@ from megalite.parallel.pipeline.schedule import ActionKind, Schedule
 from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.planner.cost.muon_exchange import exchange
 from megalite.planner.memory.activations import Activations, HeldBytes
-from megalite.planner.memory.buffers import channel_bytes, gathered_bytes, message_bytes, open_gradients
+from megalite.planner.memory.buffers import (
+    channel_bytes,
+    gathered_bytes,
+    message_bytes,
+    open_gradients,
+    values_bytes,
+)
 from megalite.planner.memory.peak_passes import loads, moments_of
 from megalite.planner.memory.states import DeviceType, States, Widths, model_states
 from megalite.planner.memory.teacher import teacher_bytes
@@ -226,9 +232,10 @@ class Standing:
                 exchange(config, buckets).buffers,
             )
         states, gradients, exchanging = self._known[key]
+        widths = Widths.of(config)
         communication = Communication(
             message_bytes(schedule, pp_rank, self.activations.message),
-            gathered_bytes(schedule, pp_rank, buckets, Widths.of(config)),
+            gathered_bytes(schedule, pp_rank, buckets, widths) + values_bytes(buckets, widths),
             gradients,
             channel_bytes(config, schedule, pp_rank) if device == "cuda" else 0,
         )

@@ -30,6 +30,7 @@ from megalite.parallel.fp8_choice import NO_FP8, Fp8Options
 from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.orders import RECIPES
 from megalite.parallel.pipeline.partition import balanced
+from megalite.parallel.quantized.layout import BaseForm
 from megalite.planner.cost import muon_exchange
 from megalite.planner.cost.context_exchange import WHOLE, Rows
 from megalite.planner.cost.operations import OURS, Operations, PassTimes, Software
@@ -183,7 +184,8 @@ class PlannedJob:
         of_teacher = 0 if teacher is None else 1 if objective is None else passes - objective.needs_baseline
         return PlannedJob(
             config.model,
-            device if fp8.recipe == "none" else replace(device, compared=False),  # no such run has been
+            # no such run has been
+            device if fp8.recipe == config.lora.base == "none" else replace(device, compared=False),
             config.data.sequence_length,
             config.train.global_batch_size,
             config.train.precision,
@@ -245,6 +247,11 @@ class Stepper:
             job.device, job.model, job.precision, job.software, job.lora, job.rows, job.fp8
         )
         self.operations.scores_sequences = job.scores_sequences
+        # bytes of a code that is gathered, with its part of a scale
+        self.quantized_base = job.lora is not None and job.lora.base != "none"
+        self.code = 1.0
+        if job.lora is not None and self.quantized_base:
+            self.code = BaseForm(job.lora.base, job.lora.double_quant).bytes_per_element
         self.fp8_times, units = self.operations.fp8_times, self.operations.units(Share(job.sequence_length))
         self.kinds = [units.alike(index) for index in range(layer_count(job.model))]
         self.layers_of_stages = functools.lru_cache(maxsize=None)(self._layers_of_stages)
@@ -530,10 +537,11 @@ class Stepper:
         for domain in domains(self.device, choice, size):
             reduce += layers * fabric.half(domain.trained / layers * self.job.gradient_bytes, domain.shard)
             if choice.zero == 3 and choice.dims.shard > 1:
-                coded = 0.0 if choice.offload_parameters else domain.coded * (width - 1)
+                coded = 0.0 if choice.offload_parameters else domain.coded * (width - self.code)
                 gather += layers * fabric.half((domain.stored * width - coded) / layers, domain.shard)
             if choice.offload_parameters:  # its shard comes from the host first
-                gather += domain.stored * width / domain.shard.size / self.device.host.bandwidth
+                coded = domain.coded * (width - self.code) if self.quantized_base else 0.0
+                gather += (domain.stored * width - coded) / domain.shard.size / self.device.host.bandwidth
         return reduce, gather
 
     def _beside(self, computation: float, communication: float) -> float:
