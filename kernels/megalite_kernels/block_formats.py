@@ -73,9 +73,14 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @functools.lru_cache(maxsize=8)
+def _e2m1(device: torch.device) -> Tensor:
+    return torch.tensor((*_MAGNITUDES, *(-each for each in _MAGNITUDES)), device=device)
+
+
+@functools.lru_cache(maxsize=8)
 def _e2m1_pairs(device: torch.device) -> Tensor:
     """Return the two values of each byte, the first in its low bits, [256, 2] fp32."""
-    values = torch.tensor((*_MAGNITUDES, *(-each for each in _MAGNITUDES)), device=device)
+    values = _e2m1(device)
     byte = torch.arange(256, device=device)
     return torch.stack((values[byte & 15], values[byte >> 4]), 1)
 
@@ -106,7 +111,7 @@ def _mxfp4_values(packed: Tensor, skipped: int, count: int) -> Tensor:
 
 
 def _mxfp4_scales(scales: Tensor) -> Tensor:
-    return torch.ldexp(torch.ones((), device=scales.device), scales.int() - _BIAS)
+    return torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - _BIAS)
 
 
 FORMATS = {
@@ -126,6 +131,11 @@ FORMATS = {
     ),
     "mxfp4": BlockFormat(_mxfp4_quantize, _mxfp4_pack, _mxfp4_values, torch.uint8, _mxfp4_scales),
 }
+
+
+def code_values(name: str, device: torch.device) -> Tensor:
+    """Return the 16 values of codes of 4 bits, fp32; those of nf4 where codes have 8 bits."""
+    return _e2m1(device) if name == "mxfp4" else nf4.table(device)
 
 
 def quantize(matrix: Tensor, name: str, block: int) -> Blocks:

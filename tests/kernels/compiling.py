@@ -48,6 +48,7 @@ SCALED = {"_mx_matmul": r"mma\.\S*kind::mxf8f6f4\.block_scale\.scale_vec::1X"}
 """Kernel → those that multiply by the scales too."""
 MULTIPLY = (
     *("attention_triton", "attention_part_triton", "grouped_weight_grad_triton", "recurrence_triton"),
+    "block_matmul_triton",
     *(
         "fp8_matmul_triton",
         "fp8_mx_matmul_triton",
@@ -65,9 +66,9 @@ BY_NUMBERS = re.compile(rf"{FP64}|sum of parts, .*")
 """Launches of these modules that multiply numbers, or only add."""
 FEW_BITS = 128  # of one thread: scalars of a row, such as its target or its mean
 FEW = {"dropout_triton": 257, "causal_conv_triton": 3329, "recurrence_triton": 2305}
-FEW |= {"index_scores_triton": 1153, "sparse_attention_triton": 1409}
+FEW |= {"index_scores_triton": 1153, "sparse_attention_triton": 1409, "block_matmul_triton": 4993}
 """Sample and position of a thread's two rows; the documents of a thread's rows, those that they see, and their
-decays; the rows that a query selects, and the positions of rows."""
+decays; the rows that a query selects, and the positions of rows; the values of codes."""
 SPILLS = {
     ("sm_100", r"dk dv bf16 80 channels softcap window documents dropout, runs"): 16,
     ("sm_100", r"backward gate_first bf16, 6144 wide, by group"): 16,

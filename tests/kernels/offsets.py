@@ -14,6 +14,7 @@ from megalite_kernels import (
     attention,
     attention_part,
     backend,
+    block_formats,
     causal_conv,
     cross_entropy,
     dropout,
@@ -23,6 +24,7 @@ from megalite_kernels import (
     grad_norm,
     grouped_weight_grad,
     index_scores,
+    nf4,
     norm,
     ordered_sum,
     permutation,
@@ -199,6 +201,21 @@ def adamw_triton() -> None:
         adamw.adamw_(*([tensor] for tensor in each), **options)
     for got, expected in zip(tensors[:1] + tensors[2:], exact[:1] + exact[2:], strict=True):
         torch.testing.assert_close(got[-LAST:], expected.float())
+
+
+def block_matmul_triton() -> None:
+    from megalite_kernels import block_matmul_triton as kernels
+
+    rows = 2**31 // 128 + LAST
+    x, matrix = torch.empty(rows, 128).bfloat16(), torch.randn(128, 128)
+    x[-LAST:] = torch.randn(LAST, 128).bfloat16()
+    codes, scales = block_formats.quantize(matrix, "nf4", 64)
+    read = nf4.pack(codes), scales.view(128, 2), block_formats.code_values("nf4", x.device), "nf4", 64
+    values = block_formats.rounded(matrix, "nf4", 64).bfloat16().double()
+    exact = x[-LAST:].double()
+    for kernel, expected in (("block_matmul", exact @ values.t()), ("block_transposed_matmul", exact @ values)):
+        computed = getattr(kernels, kernel)(x, *read)
+        torch.testing.assert_close(computed[-LAST:].double(), expected, rtol=2**-8, atol=1e-2)
 
 
 def fp8_triton() -> None:
@@ -386,6 +403,7 @@ if __name__ == "__main__":
         adamw_triton,
         attention_part_triton,
         attention_triton,
+        block_matmul_triton,
         causal_conv_triton,
         cross_entropy_triton,
         dropout_triton,

@@ -178,6 +178,21 @@ def of_fp8(module: Any) -> Calls:
     yield ("quantize 1 x 32",), partial(module.quantize_mx, x)
 
 
+def of_block_matmul(module: Any) -> Calls:
+    table = torch.empty(16)
+    for form, codes, block in (("nf4", 2, 64), ("int8", 1, 0), ("mxfp4", 2, 32)):
+        for dtype in (BF16, FP16):
+            packed, scales = (
+                torch.empty(4096 * 1024 // codes, dtype=torch.uint8),
+                torch.empty(4096, 1024 // (block or 1024)),
+            )
+            matrix = packed, scales, table, form, block
+            label = f"{form}, {NAMES[dtype]}"
+            yield (f"x W, {label}",), partial(module.block_matmul, torch.empty(ROWS, 1024, dtype=dtype), *matrix)
+            call = partial(module.block_transposed_matmul, torch.empty(ROWS, 4096, dtype=dtype), *matrix)
+            yield (f"dy W, {label}",), call
+
+
 def of_fp8_matmul(module: Any) -> Calls:
     a, b = torch.empty(ROWS, 4096, dtype=FP8), torch.empty(256, 4096, dtype=FP8)
     scales, b_scales, ends = torch.empty(ROWS, 32), torch.empty(2, 32), torch.empty(2, dtype=torch.int32)
@@ -403,6 +418,7 @@ LISTS = {
     "adamw_triton": of_adamw,
     "attention_part_triton": of_attention_part,
     "attention_triton": of_attention,
+    "block_matmul_triton": of_block_matmul,
     "causal_conv_triton": of_causal_conv,
     "cross_entropy_triton": of_cross_entropy,
     "dropout_triton": of_dropout,

@@ -2,8 +2,9 @@
 
     y = x Wᵀ + b        dx = dy W        W = the values of codes and scales, rounded once to the compute dtype
 
-A frozen matrix has no weight gradient, so these two are all. W exists while it is multiplied, and is computed
-again in the backward. Where its memory is, says `parallel.quantized.layout`; who fills it,
+A frozen matrix has no weight gradient, so these two are all. On a GPU a kernel computes the values tile by
+tile (`block_matmul_triton`). Elsewhere, and where rows are not whole blocks, W exists while it is multiplied,
+and is computed again in the backward. Where its memory is, says `parallel.quantized.layout`; who fills it,
 `parallel.quantized.reading`. No communication.
 """
 
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from megalite_kernels import nf4
-from megalite_kernels.block_formats import FORMATS
+from megalite_kernels.backend import takes_triton
+from megalite_kernels.block_formats import FORMATS, code_values
 from torch import Tensor
 
 from megalite.mesh.layout import Coordinates
@@ -29,6 +31,10 @@ if TYPE_CHECKING:
 
     from megalite.parallel.matmuls import Operand
 
+MULTIPLE = 128
+"""Of which the kernels need the columns of a matrix to be a multiple."""
+IN_KERNEL = (torch.bfloat16, torch.float16)
+"""Dtypes that the kernels multiply: in fp32 they would spill registers."""
 AT_ONCE = 1 << 20
 """Elements whose values are computed at a time, which bounds temporary tensors in fp32."""
 
@@ -46,7 +52,8 @@ class QuantizedPart:
 
     def __init__(self, segment: Segment, at: Coordinates, form: BaseForm, place: PartBytes, memory: Tensor):
         part = segment.local(at)
-        self.segment, self.place, self.double = segment, place, form.double
+        self.segment, self.place, self.form, self.double = segment, place, form, form.double
+        self.memory = memory
         self.width = segment.shape[1]
         self.block, self.format = form.block(self.width), FORMATS[form.name]
         (self.first_row, self.first_column), (self.rows, self.columns) = part.offsets, part.shape
@@ -128,6 +135,20 @@ class QuantizedMatmuls(Matmuls):
         super().__init__(tensor)
         self.parts = parts
 
+    def in_kernel(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, str, int] | None:
+        """Return what the kernels read of the matrix to multiply x: codes, scales in fp32, values of codes.
+
+        None: they do not run for x, or rows are not whole blocks.
+        """
+        first, last, width = self.parts[0], self.parts[-1], self.tensor.shape[1]
+        whole = width % MULTIPLE == 0 and all(part.whole_blocks for part in self.parts)
+        if not whole or x.dtype not in IN_KERNEL or not takes_triton(x):
+            return None
+        codes = first.memory[first.place.codes.start : last.place.codes.stop]
+        scales = torch.cat([part.block_scales(0, part.rows) for part in self.parts])
+        block = 0 if first.form.sizes.block is None else first.block
+        return codes, scales, code_values(first.form.name, x.device), first.form.name, block
+
     def values(self) -> Tensor:
         """Return the values, [out, in], in new memory."""
         out = self.tensor.new_empty(self.tensor.shape)
@@ -137,11 +158,21 @@ class QuantizedMatmuls(Matmuls):
 
     def forward(self, x: Operand, bias: Tensor | None = None) -> Tensor:
         assert isinstance(x, Tensor)
-        return F.linear(x, self.values(), bias)
+        if (matrix := self.in_kernel(x)) is None:
+            return F.linear(x, self.values(), bias)
+        from megalite_kernels.block_matmul_triton import block_matmul
+
+        out = block_matmul(x.reshape(-1, x.shape[-1]), *matrix).view(*x.shape[:-1], -1)
+        return out if bias is None else out.add_(bias)
 
     def input_gradient(self, grad: Operand) -> Tensor:
         assert isinstance(grad, Tensor)
-        return torch.matmul(grad, self.values())
+        if (matrix := self.in_kernel(grad)) is None:
+            return torch.matmul(grad, self.values())
+        from megalite_kernels.block_matmul_triton import block_transposed_matmul
+
+        rows = grad.reshape(-1, grad.shape[-1])
+        return block_transposed_matmul(rows, *matrix).view(*grad.shape[:-1], -1)
 
     def add_weight_gradient(
         self, grad: Tensor, grad_output: Tensor, inputs: Operand, groups: Groups | None, overwrite: bool
