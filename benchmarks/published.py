@@ -38,7 +38,11 @@ UNITS = {
 
 @dataclass(frozen=True)
 class PublishedComparison:
-    """A published figure and its prediction. step: the predicted step."""
+    """A published figure and its prediction.
+
+    Attributes:
+        step: the predicted step.
+    """
 
     name: str
     unit: str

@@ -260,7 +260,11 @@ def default_name(device: str | None) -> str:
 
 
 def path_of(name: str, directory: Path, machine_name: str) -> Path:
-    """Return the path of a benchmark's results. `machine_name`: see `default_name`."""
+    """Return the path of a benchmark's results.
+
+    Args:
+        machine_name: see `default_name`.
+    """
     return directory / f"{machine_name}-{name}.json"
 
 

@@ -2,16 +2,16 @@
 
 `--rehearse` runs the same code on a CPU.
 
-parts.py         the seven parts in order, and their time limits
-run.py           the main process: starts each part, writes its rows as they arrive, ends it at its limit
-part.py          the process of a part
-rows.py          the rows that a part reports
-machine.py       1  versions, topology, clocks; known.yaml: known issues
-values.py        2  kernels against float64, and the tests marked gpu
-step.py          3  a training step; routes.py: routes of attention and of the weight gradient's matmul, and
-                    the table of the fastest ones
-layouts.py       4  layouts against one process; layout_rank.py is one of their ranks
-exchange.py      5  bandwidth and latency of links; exchange_rank.py is a rank
-speeds.py        6  all kernels against the limits of the device and their peers
-predictions.py   7  predictions of the planner compared with the measurements
+    parts.py        the seven parts in order, and their time limits
+    run.py          the main process: starts each part, writes its rows as they arrive, ends it at its limit
+    part.py         the process of a part
+    rows.py         the rows that a part reports
+    machine.py      1  versions, topology, clocks; known.yaml: known issues
+    values.py       2  kernels against float64, and the tests marked gpu
+    step.py         3  a training step; routes.py: routes of attention and of the weight gradient's matmul,
+                       and the table of the fastest ones
+    layouts.py      4  layouts against one process; layout_rank.py is one of their ranks
+    exchange.py     5  bandwidth and latency of links; exchange_rank.py is a rank
+    speeds.py       6  all kernels against the limits of the device and their peers
+    predictions.py  7  predictions of the planner compared with the measurements
 """

@@ -63,7 +63,11 @@ def _visible_keys(
     starts: Tensor | None,
     device: torch.device,
 ) -> Iterator[_SegmentBlock]:
-    """Yield the blocks of some queries; starts: [queries, B]."""
+    """Yield the blocks of some queries.
+
+    Args:
+        starts: [queries, B].
+    """
     first = max(queries.start - window + 1, 0) if window else 0
     if starts is not None and starts.is_cpu:  # on a GPU reading the value would synchronize
         first = max(first, int(starts.min()))

@@ -76,8 +76,8 @@ def add_fp8_gradient(
 
     Args:
         grad: [groups, n, m] fp32, contiguous; n and m are multiples of 128.
-        left, right: codes, [rows, n] and [rows, m], in memory transposed, otherwise they are copied; scales:
-            [rows / 128, n] and [rows / 128, m].
+        left, right: codes, [rows, n] and [rows, m], in memory transposed, otherwise they are copied.
+        left_scales, right_scales: [rows / 128, n] and [rows / 128, m].
         ends: [groups] int32, the end of each group's rows, multiples of 128; None: one group has all rows.
     """
     groups, height, width = grad.shape

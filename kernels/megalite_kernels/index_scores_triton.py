@@ -170,7 +170,11 @@ def _readable(x: Tensor) -> Tensor:
 
 
 def _by_row(x: Tensor | None, like: Tensor) -> tuple[Tensor, list[int]]:
-    """Return a table […, batch or 1], and its strides; `like`: passed in place of none."""
+    """Return a table […, batch or 1], and its strides.
+
+    Args:
+        like: passed in place of none.
+    """
     if x is None:
         return like, [0, 0]
     return x, [x.stride(0), x.stride(1) if x.shape[1] > 1 else 0]

@@ -187,7 +187,6 @@ class _Chunks:
         q, k, v, beta: the inputs; beta is [batch, heads, chunks, tokens, 1].
         between: exp(Gᵢ − Gⱼ) of each token i and a token j of its document up to itself, else 0: [.., i, j],
             with a last dimension for the channels if these decay each by itself.
-        earlier: the same without j = i.
         scores: [.., i, j], how much of the value added by token j token i reads.
         reading: what token i reads the state before the chunk with.
         writing: what token j's value is added to the state after the chunk with.

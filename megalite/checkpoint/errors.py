@@ -11,9 +11,7 @@ LISTED = 5  # problems that a message lists
 class CheckpointError(RuntimeError):
     """Raised if a checkpoint cannot be written, found or used.
 
-    The message states the file, the expected content and the actual content.
-
-    The message names the file, the expected content and the actual one.
+    The message names the file, the expected content and the actual content.
     """
 
 

@@ -32,7 +32,8 @@ SAFETENSORS = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16":
 class Entry:
     """One checkpoint of a run.
 
-    `problem`: damage visible from its manifest and the sizes of its files, or None.
+    Attributes:
+        problem: damage visible from its manifest and the sizes of its files, or None.
     """
 
     name: str

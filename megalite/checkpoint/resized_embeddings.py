@@ -115,9 +115,7 @@ class ResizedEmbeddings:
     def _mean(self, name: str) -> Tensor:
         """Return the mean of the stored rows, [1, hidden] in fp64.
 
-        All columns are summed at once, so that a sum does not depend on the columns of a rank.
-
-        All columns at once, so that a sum does not depend on the columns that a rank holds.
+        All columns are summed at once, so that a sum does not depend on the columns that a rank holds.
         """
         width = self._tables[name].shape[1]
         length = max(1, BLOCK // (8 * width))

@@ -2,8 +2,6 @@
 
 Each rank writes its own file. The only communication is one message to rank 0.
 
-Each rank writes its own file; the only communication is one message to rank 0.
-
 torch.distributed.checkpoint is not used: importing it costs every rank 0.6 seconds of processor time.
 """
 

@@ -2,10 +2,9 @@
 executes.
 
     megalite bubble --pp 4 --microbatches 8 --schedule zb-h1 [--timeline zb-h1.html] [--print]
-    megalite bubble --pp 4 --microbatches 8 --compare                       every schedule
-    megalite bubble --pp 4 --sweep microbatches=4,8,16,32 --compare         at several sizes
-    megalite bubble --from_run runs/demo [--compare]                        with the durations that a run
-    measured
+    megalite bubble --pp 4 --microbatches 8 --compare                   every schedule
+    megalite bubble --pp 4 --sweep microbatches=4,8,16,32 --compare     at several sizes
+    megalite bubble --from_run runs/demo [--compare]                    with the durations that a run measured
 
 Durations are for one microbatch on a whole stage, one rank's share of the model; with several stages per
 rank, each takes a fraction of it. Papers define the bubble in three ways, and all three are printed:

@@ -1,8 +1,7 @@
 """Print a script with which a shell completes the commands, options and choices of megalite, and files.
 
     bash    megalite completion bash > ~/.local/share/bash-completion/completions/megalite
-    zsh     megalite completion zsh > DIR/_megalite                     DIR: one of $fpath, for example
-    ~/.zfunc
+    zsh     megalite completion zsh > DIR/_megalite                 DIR: one of $fpath, for example ~/.zfunc
     fish    megalite completion fish > ~/.config/fish/completions/megalite.fish
 
 The script holds everything, so that completing starts no Python. Print it again after an update.

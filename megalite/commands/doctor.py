@@ -60,7 +60,11 @@ def parser() -> Parser:
 
 
 def examine(directory: Path, *, quick: bool = False, report: Report = silent) -> Iterator[Finding]:
-    """Run all checks. quick: skip those that start processes with torch."""
+    """Run all checks.
+
+    Args:
+        quick: skip those that start processes with torch.
+    """
     checks: list[tuple[str, Check, float]] = [
         ("software", software.findings, SHORT_S),
         ("GPUs", host.gpus, SHORT_S),

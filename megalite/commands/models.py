@@ -41,8 +41,9 @@ class NamedModel:
     """A model by its name.
 
     Attributes:
-        kind: "config.json" is such a file alone, under another name; or no file at all. name: of a preset;
-        else the path of the configuration, of the Hugging Face directory, or of the run or checkpoint.
+        kind: "config.json" is such a file alone, under another name; or no file at all.
+        name: of a preset; else the path of the configuration, of the Hugging Face directory, or of the run or
+            checkpoint.
     """
 
     kind: Literal["preset", "configuration", "huggingface", "config.json", "checkpoint"]
@@ -117,10 +118,10 @@ def config_of(
         world_size: the number of ranks.
         option: where the name was given, for messages.
         replacing: options that replace those of a configuration, such as data.sequence_length; its number of
-        tokens counts steps of that
-            size.
-        precision: train.precision where the configuration has none; None: the option's default. auto:
-        train.precision where the configuration says auto; None: `precision`, or else that of this machine.
+            tokens counts steps of that size.
+        precision: train.precision where the configuration has none; None: the option's default.
+        auto: train.precision where the configuration says auto; None: `precision`, or else that of this
+            machine.
 
     Raises:
         ConfigError: there is no such model, or it cannot be read.
@@ -254,8 +255,12 @@ def add_average_option(add: Callable[..., Any]) -> None:
 
 
 def add_layout_options(add: Callable[..., Any], size: Callable[[str], int], rows: str) -> None:
-    """Declare the layout and precision of a forward pass. `size` parses a number of ranks; `rows` names what
-    context parallelism divides."""
+    """Declare the layout and precision of a forward pass.
+
+    Args:
+        size: parses a number of ranks.
+        rows: names what context parallelism divides.
+    """
     add("--tp", type=size, default=1, help="tensor-parallel ranks (default 1)")
     add("--pp", type=size, default=1, help="pipeline stages (default 1)")
     add(
@@ -272,8 +277,14 @@ def add_layout_options(add: Callable[..., Any], size: Callable[[str], int], rows
 
 
 def layout_of(options: argparse.Namespace, others: Sequence[str] = ()) -> dict[str, Any]:
-    """The layout of a model for forward passes that a command was given. `others`: further axes that the
-    command has. Raises ConfigError if it does not match the started ranks."""
+    """The layout of a model for forward passes that a command was given.
+
+    Args:
+        others: further axes that the command has.
+
+    Raises:
+        ConfigError: it does not match the started ranks.
+    """
     layout = {axis: getattr(options, axis) for axis in (*AXES, *others)}
     ranks = prod(layout.values())
     world = int(os.environ.get("WORLD_SIZE", ranks))

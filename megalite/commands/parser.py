@@ -124,7 +124,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str | Exception, output: Path | None = None) -> NoReturn:
         """Exit with a message, or the message of an exception.
 
-        output: the path that the command writes, for operating system errors.
+        Args:
+            output: the path that the command writes, for operating system errors.
         """
         self.exit(2, f"{self.prog}: {message if isinstance(message, str) else said(message, output)}\n")
 
@@ -145,7 +146,8 @@ def said(error: Exception, output: Path | None = None) -> str:
     """The message of an exception, for users: of the system's errors the reason and the path, without numbers
     and names of hidden files.
 
-    output: what was being written. The system does not say in which file a disk was full.
+    Args:
+        output: what was being written. The system does not say in which file a disk was full.
     """
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error)

@@ -2,13 +2,10 @@
 explanation of the best.
 
     megalite plan --model llama-3-70b --gpus 512 --gpu h100 --sequence_length 8192 --global_batch_size 1024
-    [--explain]
-    megalite plan --model config.json --gpus 8 --gpu a100 … --tp 2 --schedule zb-v             some choices
-    fixed
-    megalite plan … --tokens 15e12 --price_per_hour 2.5 --write run.yaml                       days, dollars,
-    a configuration to run
-    megalite plan --calibrate here.yaml                                                  measure this machine;
-    then --gpu here.yaml
+        [--explain]
+    megalite plan --model config.json --gpus 8 --gpu a100 … --tp 2 --schedule zb-v    some choices fixed
+    megalite plan … --tokens 15e12 --price_per_hour 2.5 --write run.yaml    days, dollars, a configuration
+    megalite plan --calibrate here.yaml    measure this machine; then --gpu here.yaml
 
 Ctrl-C ends the search and prints the plans found so far, which are the fastest; the exit status is then 130.
 Memory is from `megalite.planner.api.estimate`, bubbles are from the simulator; docs/planner.md describes

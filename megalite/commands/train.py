@@ -118,7 +118,7 @@ def check_run(
 
     Args:
         choice: what train.precision = auto has become. Changed in the configuration if torch sees another
-        device than was expected.
+            device than was expected.
     """
     import torch
 
@@ -272,7 +272,11 @@ def ignored_fields(config: Config) -> list[str]:
 def end_run(
     error: Exception, config: Config, device: torch.device, mesh: Mesh, job: Job, status: ExitStatus | None
 ) -> NoReturn:
-    """End the process with one message. `status`: set if every rank ends with the same error."""
+    """End the process with one message.
+
+    Args:
+        status: set if every rank ends with the same error.
+    """
     import torch
 
     from megalite.launch.process import exit_after_failure
@@ -299,7 +303,11 @@ def end_hanging(message: str, lost: Lost, config: Config, mesh: Mesh, job: Job) 
 def report_crash(
     message: str, lost: Lost | None, config: Config, mesh: Mesh, job: Job, trace: str = ""
 ) -> None:
-    """Write this rank's part of crash.md. lost: what it has lost; None: it failed by itself."""
+    """Write this rank's part of crash.md.
+
+    Args:
+        lost: what it has lost; None: it failed by itself.
+    """
     from megalite.launch import crash
 
     failed = partial(

@@ -18,8 +18,14 @@ if TYPE_CHECKING:
 
 
 def read_tree(path: str, option: str) -> Any:
-    """The content of a YAML file; option: the option that names it, for messages. Raises ConfigError if it
-    cannot be read."""
+    """The content of a YAML file.
+
+    Args:
+        option: the option that names it, for messages.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
     try:
         return parse_yaml(Path(path).read_text(encoding="utf-8"), path, option)
     except (OSError, UnicodeDecodeError) as error:
@@ -36,8 +42,14 @@ def is_of_run(path: str) -> bool:
 
 
 def parse_yaml(text: str, path: str, option: str) -> Any:
-    """The content of a YAML text. Raises ConfigError if it is none; path, option: where it is from, for
-    messages."""
+    """The content of a YAML text.
+
+    Args:
+        path, option: where it is from, for messages.
+
+    Raises:
+        ConfigError: it is none.
+    """
     import yaml
 
     class Loader(yaml.SafeLoader):

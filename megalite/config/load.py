@@ -145,8 +145,10 @@ def tell_torchrun(message: str, **known: Any) -> None:
     """Let torchrun's report, which is the last thing on the screen, end with a message instead of a hint at a
     traceback.
 
-    The format is that of torch.distributed.elastic.multiprocessing.errors. known: further data for a launcher
-    of ours.
+    The format is that of torch.distributed.elastic.multiprocessing.errors.
+
+    Args:
+        known: further data for a launcher of ours.
     """
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"timestamp": str(int(time.time())), "written": time.time(), **known}
@@ -191,7 +193,7 @@ def to_yaml(config: Config, origins: Mapping[str, str] | None = None) -> str:
 
     Args:
         origins: section.key → where the value is from, written as a comment beside it; an option that is not
-        listed has its default.
+            listed has its default.
     """
     import yaml
 
@@ -371,8 +373,11 @@ def _origins(
     config: Config,
     choice: "PrecisionChoice | None",
 ) -> dict[str, str]:
-    """section.key → where its value is from. before: those of DERIVED, as files, command line and shape gave
-    them."""
+    """section.key → where its value is from.
+
+    Args:
+        before: those of DERIVED, as files, command line and shape gave them.
+    """
     values, said = merged.values, {option: source.name for option, source in merged.origins.items()}
     which = "preset" if values.get("model.preset") is not None else "from_hf"
     reasons = {

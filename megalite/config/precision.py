@@ -30,7 +30,11 @@ BF16_UNITS = {"x86_64": ("amx_bf16", "avx512_bf16"), "aarch64": ("bf16",)}
 
 @dataclass(frozen=True)
 class PrecisionChoice:
-    """What auto stands for in a run. device: None if the resumed run decided."""
+    """What auto stands for in a run.
+
+    Attributes:
+        device: None if the resumed run decided.
+    """
 
     precision: str
     device: Device | None
@@ -41,8 +45,11 @@ class PrecisionChoice:
 
 
 def chosen(config: Config, device: Device | None = None) -> PrecisionChoice:
-    """The precision for a configuration with train.precision = auto. device: default: that of this
-    machine."""
+    """The precision for a configuration with train.precision = auto.
+
+    Args:
+        device: default: that of this machine.
+    """
     return _recorded(config) or of_device(device or this_device())
 
 

@@ -28,11 +28,12 @@ Legal = Sequence[Any] | str
 
 @dataclass(frozen=True)
 class Rule:
-    """One check: `broken` returns a true value if it is violated; the error is "option = value message. legal
-    values or way out".
+    """One check: the error is "option = value message. legal values or way out".
 
-    value: the value to show; None: the option's value.
-    message: what is wrong; {section.key} is replaced by "section.key = value".
+    Attributes:
+        broken: returns a true value if the rule is violated.
+        value: the value to show; None: the option's value.
+        message: what is wrong; {section.key} is replaced by "section.key = value".
     """
 
     name: str

@@ -74,7 +74,8 @@ def resume_steps(config: Config, saved: Config, step: int) -> None:
     """Count the steps again after those that a checkpoint's run has done, if its batches were others: the
     finished samples, and the rest.
 
-    saved: the checkpoint's configuration, as of `with_batches`.
+    Args:
+        saved: the checkpoint's configuration, as of `with_batches`.
     """
     resume_at(config.train, saved.train, step)
     _count_steps(config)

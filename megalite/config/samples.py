@@ -37,10 +37,16 @@ class DataError(ConfigError):
 class TokenIndex:
     """PREFIX.idx.
 
-    Attributes: `dtype` of a token, `sizes` (in tokens) and `pointers` (in bytes) of the sequences,
-    `documents` (marks). Raises DataError if the file is missing, damaged or empty.
+    Args:
+        dtypes: token type code → numpy type, of the types that are expected.
 
-    dtypes: token type code → numpy type, of the types that are expected.
+    Attributes:
+        dtype: of a token.
+        sizes, pointers: of the sequences, in tokens and in bytes.
+        documents: marks.
+
+    Raises:
+        DataError: the file is missing, damaged or empty.
     """
 
     def __init__(self, prefix: str | Path, dtypes: Mapping[int, str] = DTYPES):
@@ -108,8 +114,9 @@ def _read_index(path: Path, dtypes: Mapping[int, str]) -> tuple[np.dtype, np.nda
 class Member(NamedTuple):
     """Token files that are read from beginning to end, and again.
 
-    Attributes: `samples`, their number of samples; `share`, the share of all samples of the dataset that are
-    theirs.
+    Attributes:
+        samples: their number of samples.
+        share: the share of all samples of the dataset that are theirs.
     """
 
     name: str
@@ -214,7 +221,9 @@ def whole_samples(tokens: int, sequence_length: int, names: str) -> int:
 class Documents(NamedTuple):
     """Consecutive whole documents of a token file.
 
-    Attributes: `first`, the number in the file of the first one; `sizes`, their numbers of tokens.
+    Attributes:
+        first: the number in the file of the first one.
+        sizes: their numbers of tokens.
     """
 
     prefix: str

@@ -153,7 +153,8 @@ def fit_vocabulary(config: "Config", fixed: bool) -> None:
     """Give the model the vocabulary of the training data if it has none, or if `model.resize_embeddings` lets
     it grow; adapters then train the embedding and the head, whose new rows would not be trained.
 
-    fixed: model.vocab_size is given, and stays.
+    Args:
+        fixed: model.vocab_size is given, and stays.
     """
     model, lora, known = config.model, config.lora, data_vocab_size(config)
     if model.vocab_size is None:

@@ -77,7 +77,8 @@ def add_options(
 ) -> None:
     """Add one argument per option, of the type of its field, in a group for each section.
 
-    docs: option → help text.
+    Args:
+        docs: option → help text.
     """
     # a section is a name, too
     short = {option: [f"--{name}"] for name, option in SHORT.items() if not option.startswith(f"{name}.")}

@@ -51,10 +51,15 @@ def companion(prefix: str | Path, ending: str) -> Path:
 class IndexedTokens(TokenIndex):
     """A memory-mapped token file: opening costs the same for a megabyte and a terabyte.
 
-    Attributes, besides those of its index: `tokens` (all of them, flat), `metadata` (PREFIX.json) and its
-    `vocab_size`, `eos` and `preference`, `loss` (PREFIX.loss for chat data, where each document is one
-    sequence; else None). Raises DataError if the files are missing, damaged, empty or do not belong together,
-    ConfigError if PREFIX.json is broken.
+    Attributes:
+        tokens: all of them, flat.
+        metadata: PREFIX.json.
+        vocab_size, eos, preference: those of PREFIX.json.
+        loss: PREFIX.loss for chat data, where each document is one sequence; else None.
+
+    Raises:
+        DataError: the files are missing, damaged, empty or do not belong together.
+        ConfigError: PREFIX.json is broken.
     """
 
     def __init__(self, prefix: str | Path, dtypes: Mapping[int, str] = DTYPES):

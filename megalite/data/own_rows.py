@@ -16,7 +16,8 @@ class OwnRows(ShuffledRows):
 
     Args:
         source: NAME:ARGUMENT.
-        without: number of rows that are left out at the end; `alone`: only these are read.
+        without: number of rows that are left out at the end.
+        alone: read only these.
     """
 
     def __init__(

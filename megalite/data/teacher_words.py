@@ -119,7 +119,8 @@ class TeacherWords:
     def begin(self, rows: str, new: RowSet) -> int:
         """Record rows that are to be scored, from the first if their files are missing or damaged.
 
-        Returns: the number of rows that are done.
+        Returns:
+            the number of rows that are done.
         """
         known = self.sets.get(rows, new)
         if not self._whole(rows, new) or known.reset_positions != new.reset_positions:

@@ -5,8 +5,8 @@ stride of S, the first window predicts t(1) … t(N). Each further window predic
 one the rest) and has as inputs the N tokens before its last target, so each token except the first N is
 predicted from N − S + 1 to N tokens. Then
 
-    loss = − Σ ln p(t(i) | its context) / n,    perplexity = exp(loss),    bits per byte = loss · n / (ln 2 ·
-    bytes of the text in UTF-8)
+    loss = − Σ ln p(t(i) | its context) / n        perplexity = exp(loss)
+    bits per byte = loss · n / (ln 2 · bytes of the text in UTF-8)
 
 The windows are those of transformers' guide on perplexity
 (https://huggingface.co/docs/transformers/perplexity), and, for S = N, those of lm-evaluation-harness. A
@@ -83,8 +83,12 @@ def measure(
 ) -> Text:
     """Compute the perplexity of a text.
 
-    tokens: the token that begins a document, then the text; size: bytes of the text. Raises ConfigError if
-    the loss is not finite or too large.
+    Args:
+        tokens: the token that begins a document, then the text.
+        size: bytes of the text.
+
+    Raises:
+        ConfigError: the loss is not finite or too large.
     """
     rows = list(windows(tokens, length, stride))
     nats = -math.fsum(scored.log_probability for scored in score(model, rows, batch_size, progress))

@@ -61,7 +61,11 @@ def score(
 def _score_batch(
     model: LanguageModel, inputs: list[tuple[int, ...]], columns: dict[int, int], rows: Sequence[ScoredTokens]
 ) -> dict[int, Score]:
-    """Score one batch. columns: the index of a row → the column of its inputs in the batch."""
+    """Score one batch.
+
+    Args:
+        columns: the index of a row → the column of its inputs in the batch.
+    """
     places, targets = [], list[int]()
     for number, column in columns.items():
         tokens, count = rows[number]

@@ -79,10 +79,12 @@ def directory(name: str, part: Part, shown: str = "") -> str:
 
 
 def with_directories(options: dict[str, Any], *, weights: bool) -> dict[str, Any]:
-    """model.init_from and model.from_hf with directories in place of ids. weights: fetch those of
-    model.init_from; else it is left alone.
+    """model.init_from and model.from_hf with directories in place of ids.
 
     The weights come first: both are then of one revision.
+
+    Args:
+        weights: fetch those of model.init_from; else it is left alone.
     """
     start, shape = options.get("model.init_from"), options.get("model.from_hf")
     directories: dict[str, Any] = {}
@@ -149,8 +151,14 @@ def _is_unfinished(name: str) -> bool:
 
 
 def _fetched(name: str, part: Part, shown: str) -> Path:
-    """Fetch a repository, or wait until local rank 0 has. shown: what messages begin with. Raises
-    ConfigError."""
+    """Fetch a repository, or wait until local rank 0 has.
+
+    Args:
+        shown: what messages begin with.
+
+    Raises:
+        ConfigError: the repository cannot be fetched.
+    """
     try:
         from filelock import FileLock
 

@@ -23,5 +23,9 @@ def experts_per_token(given: dict[str, Any]) -> int:
 
 
 def expert_fields(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the field of an export. values: a model's `meaning`."""
+    """Return the field of an export.
+
+    Args:
+        values: a model's `meaning`.
+    """
     return {"moe_topk": values["num_experts_per_tok"]}

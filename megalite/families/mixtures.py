@@ -28,7 +28,11 @@ def topk_group(given: dict[str, Any]) -> int:
 
 
 def chosen_groups(given: dict[str, Any], number: int | None) -> int:
-    """The number of groups that a token's experts are of. number: of all groups; None: there are none."""
+    """The number of groups that a token's experts are of.
+
+    Args:
+        number: of all groups; None: there are none.
+    """
     if number is None:
         return 1
     if given["topk_group"] is None:

@@ -43,8 +43,7 @@ class Names:
             parts, which are not read.
         nested: what follows `base` in files of a multimodal model.
         kept: prefixes of tensors that transformers does not read with the language model. A conversion keeps
-            them aside, and an export has them again.
-            {} is the number of layers.
+            them aside, and an export has them again. {} is the number of layers.
         spellings: parts of names that files have in place of those in the table, and the latter.
         memory: parts of names in files, and what transformers' modules, and so PEFT, have in their place.
         by_head: modules whose rows are stored by head: the first head's rows of all parts, then the next

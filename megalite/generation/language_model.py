@@ -5,12 +5,12 @@ Every rank runs the same calls in the same order (SPMD). Tokens and lengths are 
 are not communicated. Forward passes only; they communicate
 
     in each pass   activations from stage to stage, through the mesh's forward channel, and the tp reductions
-    within a stage
+                   within a stage
     at its end     the parts of the vocabulary's logits, all-gathered over tp on the last stage
     with cp        of whole rows, keys and values in each layer and the last stage's activations, all-gathered
-    over cp; in a layer with a state, states and ends of segments
+                   over cp; in a layer with a state, states and ends of segments
     at each draw   the last stage's first rank draws the tokens and broadcasts them: rounding cannot make two
-    ranks disagree
+                   ranks disagree
 
 A cp rank computes its part of whole rows: of prompts, and of texts that are scored. A token that continues a
 row is a single position: all cp ranks compute it, each from its own copy of the cache.
@@ -140,8 +140,11 @@ class LanguageModel:
         all ranks.
 
         A row that exceeds `longest` positions continues with the later half of its context, read again from
-        position 0. prompts: each has at least one token. vocab_size: only tokens below it are drawn, for a
-        tokenizer with fewer tokens than the model.
+        position 0.
+
+        Args:
+            prompts: each has at least one token.
+            vocab_size: only tokens below it are drawn, for a tokenizer with fewer tokens than the model.
         """
         rows = [list(prompt) for prompt in prompts]
         starts = [max(len(row) - self.longest, 0) for row in rows]  # where the context of each row starts
@@ -239,8 +242,13 @@ class LanguageModel:
         """For each target, its log-probability after rows[row][: position + 1], and whether it is the most
         likely token there.
 
-        places: (position, row) of each target. Returns two tensors [targets] on every rank, the first in at
-        least fp32. Only the logits at `places` are computed.
+        Only the logits at `places` are computed.
+
+        Args:
+            places: (position, row) of each target.
+
+        Returns:
+            two tensors [targets] on every rank, the first in at least fp32.
         """
         tokens, state = self._padded(rows)
         x = self._activations(tokens, state)

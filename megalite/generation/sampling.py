@@ -25,8 +25,7 @@ class Sampling:
         temperature: divisor of the logits; 0: always the most likely token.
         top_k: draw among this many most likely tokens; 0: among all.
         top_p: of those, draw among the smallest set of most likely tokens with at least this total
-        probability (Holtzman et al. 2020);
-            1: among all.
+            probability (Holtzman et al. 2020); 1: among all.
         seed: seed of the draws.
     """
 
@@ -44,7 +43,8 @@ def uniform(seed: int, row: int, position: int) -> float:
 def draw(logits: Tensor, sampling: Sampling, numbers: Sequence[float]) -> Tensor:
     """Draw one token per row of logits [rows, vocabulary]: [rows] int64.
 
-    numbers: a uniform random number per row.
+    Args:
+        numbers: a uniform random number per row.
     """
     if sampling.temperature == 0:
         return logits.argmax(-1)

@@ -55,7 +55,8 @@ class ModelSource:
         step: the step after which it was saved; 0 if that is not known.
         read: fills a rank's rectangles of the weights, reading only their bytes. Raises CheckpointError.
         companions: the Hugging Face directory with the tokenizer and generation settings that came with the
-        weights, or None. tokenizer: the tokenizer that the weights were trained with, as far as it is known.
+            weights, or None.
+        tokenizer: the tokenizer that the weights were trained with, as far as it is known.
     """
 
     name: str
@@ -87,8 +88,11 @@ class ModelSource:
 def open_source(name: Path | str, average: bool = False) -> ModelSource:
     """Open a checkpoint, a run directory (its newest checkpoint) or hf:DIR without reading weights.
 
-    average: with the moving average of the weights (`train.ema_decay`) in their place. Raises CheckpointError
-    or ConfigError.
+    Args:
+        average: with the moving average of the weights (`train.ema_decay`) in their place.
+
+    Raises:
+        CheckpointError, ConfigError: it cannot be opened.
     """
     if str(name).startswith(HF):
         if average:
@@ -216,8 +220,12 @@ def tokenizer_of(
 
     The tokenizer of the training data is read from the copy in the run if its original is gone.
 
-    allow_change: accept another tokenizer than the weights were trained with; `tell` is called with a line
-    about it. Raises ConfigError if there is no tokenizer or it does not fit the model.
+    Args:
+        allow_change: accept another tokenizer than the weights were trained with.
+        tell: called with a line about such a change.
+
+    Raises:
+        ConfigError: there is no tokenizer or it does not fit the model.
     """
     tokenizer = tokenizing.load(name) if name is not None else _own_tokenizer(source)
     vocabulary = source.config.model.vocabulary
@@ -299,8 +307,12 @@ def chat_template(source: ModelSource, tokenizer: Tokenizer, named: bool, file: 
 
     It is read from the given file, else the training data, else the tokenizer, else our default.
 
-    named: whether the tokenizer was given by name, whose own template then goes before that of the training
-    data. Raises ConfigError if a file cannot be read, or if the template of the training data is gone.
+    Args:
+        named: whether the tokenizer was given by name, whose own template then goes before that of the
+            training data.
+
+    Raises:
+        ConfigError: a file cannot be read, or the template of the training data is gone.
     """
     prefix = None if named else _training_data(source)
     if file is not None:

@@ -26,7 +26,8 @@ class Reply:
     Attributes:
         tokens: all drawn tokens, including the one that ended it.
         text: the text that may be shown so far.
-        ended: whether a token of `ends` has ended it; `stopped`: whether a text of `stops` has.
+        ended: whether a token of `ends` has ended it.
+        stopped: whether a text of `stops` has.
     """
 
     def __init__(

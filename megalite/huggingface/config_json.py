@@ -38,10 +38,14 @@ _MIXTURE = (
 def to_hf_config(model: ModelConfig, family: str | None = None) -> dict[str, Any]:
     """Return the config.json of a model, which every version of transformers can read.
 
-    family: the architecture; by default the first one that supports the model.
+    Dropouts and auxiliary losses that a family does not have are left out: they do not change what the
+    trained model computes.
 
-    Raises ConfigError naming the first field that the family cannot express. Dropouts and auxiliary losses
-    that a family does not have are left out: they do not change what the trained model computes.
+    Args:
+        family: the architecture; by default the first one that supports the model.
+
+    Raises:
+        ConfigError: naming the first field that the family cannot express.
     """
     if family is None:
         reasons = {name: misfit(model, row) for name, row in families().rows.items()}
@@ -315,7 +319,8 @@ They are the inverse of the table in `megalite.families.model_config`.
 def _write_rope(model: ModelConfig, row: Family, values: dict[str, Any]) -> dict[str, Any]:
     """Return the rotary fields of transformers 4, which most other readers support, and of transformers 5.
 
-    values: a model's `meaning`.
+    Args:
+        values: a model's `meaning`.
     """
     if row.layer_ropes:
         return layer_shapes.rope_fields(values)
@@ -355,7 +360,11 @@ def _write_rope(model: ModelConfig, row: Family, values: dict[str, Any]) -> dict
 
 
 def _write_window(values: dict[str, Any], row: Family) -> dict[str, Any]:
-    """Return the sliding-window fields. values: a model's `meaning`."""
+    """Return the sliding-window fields.
+
+    Args:
+        values: a model's `meaning`.
+    """
     window, local = values["sliding_window"], values["sliding_window_layers"]
     if row.window == "every_layer":
         return {"sliding_window": window}

@@ -2,10 +2,8 @@
 
 One block of a tensor is in memory at a time.
 
-One block of a tensor is in memory at a time.
-
     import     the tensors, views of memory-mapped files, are appended block by block to one file, described
-    by a manifest
+               by a manifest
     export     each stored chunk is written to its place in a safetensors file
     start      each rank copies its parts out of the memory-mapped files
 
@@ -129,10 +127,13 @@ class HuggingFaceSource:
     def of(directory: Path, mtp: bool = True) -> HuggingFaceSource:
         """Open a directory without reading weights.
 
-        Raises ConfigError if its model is not supported, ConversionError if a file is damaged.
+        Args:
+            mtp: with its modules of multi-token prediction, if it has them: transformers keeps their number
+                and drops their weights.
 
-        mtp: with its modules of multi-token prediction, if it has them: transformers keeps their number and
-        drops their weights.
+        Raises:
+            ConfigError: its model is not supported.
+            ConversionError: a file is damaged.
         """
         config = hf_config(directory)
         model, family = ModelConfig(**from_hf_config(config)), str(config["model_type"])
@@ -231,8 +232,11 @@ def _bound(
 ) -> dict[str, TensorPlace]:
     """Return the places with the stored names.
 
-    Raises ConversionError for tensors that are missing, unknown or have another shape. unread: prefixes of
-    tensors that are ignored.
+    Args:
+        unread: prefixes of tensors that are ignored.
+
+    Raises:
+        ConversionError: tensors are missing, unknown or have another shape.
     """
     names = names_of(model, family)
     stored = _prefix(weights, names)
@@ -286,7 +290,8 @@ def _bound(
 def _spelled(place: TensorPlace, names: Names, stored: Callable[[str], str], there: set[str]) -> TensorPlace:
     """Return the place with the spelling of its name that a file has.
 
-    there: the names in the file.
+    Args:
+        there: the names in the file.
     """
     if any(stored(theirs) in there for theirs in place.tensors):
         return place
@@ -428,9 +433,13 @@ def import_model(
 ) -> dict[str, Any]:
     """Import the weights of a Hugging Face directory as a checkpoint, and return a summary for display.
 
-    Weights keep their dtypes. mtp: include multi-token prediction modules, if there are any.
+    Weights keep their dtypes. The checkpoint is published only when it is complete.
 
-    Raises ConfigError or CheckpointError; the checkpoint is published only when it is complete.
+    Args:
+        mtp: include multi-token prediction modules, if there are any.
+
+    Raises:
+        ConfigError, CheckpointError: the import failed.
     """
     directories.check_free(directory)
     _check_no_adapter(source)
@@ -667,8 +676,6 @@ def new_directory(target: Path) -> Iterator[Path]:
     """Yield a temporary directory, which is renamed when the block ends without an error.
 
     Raises ConversionError if it cannot be created or renamed.
-
-    Raises ConversionError where it cannot.
     """
     temporary = target.with_name(f".{target.name}.new")
     try:
@@ -742,7 +749,8 @@ def head_of(model: ModelConfig, directory: Path) -> str:
 def family_of(model: ModelConfig, directory: Path) -> str:
     """Return the original family of a model, or the first one that supports it.
 
-    directory: directory of the checkpoint.
+    Args:
+        directory: directory of the checkpoint.
     """
     like = origin(directory, model)
     return str(to_hf_config(model, _family_like(model, hf_config(like) if like else {}))["model_type"])

@@ -117,8 +117,6 @@ class PickledFile:
     """A file written by torch.save, loaded without running code from its pickle.
 
     Raises ConversionError.
-
-    Raises ConversionError.
     """
 
     def __init__(self, path: Path):
@@ -150,8 +148,10 @@ class PickledFile:
 class TensorFiles(Mapping[str, Tensor]):
     """All tensors of a directory, from a single file or from the files of an index.
 
-    As in transformers, the last file wins if several contain the same name. names: files and indices in order
-    of preference.
+    As in transformers, the last file wins if several contain the same name.
+
+    Args:
+        names: files and indices in order of preference.
     """
 
     def __init__(self, directory: Path, names: Sequence[str] = MODEL):

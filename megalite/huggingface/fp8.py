@@ -37,9 +37,6 @@ def _scaled_down(codes: Tensor) -> Tensor:
 
     This is faster than a cast: shifted left by seven bits, they are fp16 numbers, whose exponent has one bit
     more and a bias that is larger by 8. NaN becomes 480 * 2 ** -8.
-
-    Faster than a cast: seven places to the left their bits are those of an fp16, whose exponent has one bit
-    more and a bias that is larger by 8. NaN becomes 480 * 2 ** -8.
     """
     bits = codes.view(torch.int8).to(torch.int16) << 7  # with the sign twice
     return (bits & ~(1 << 14)).view(torch.float16).float()
@@ -48,9 +45,7 @@ def _scaled_down(codes: Tensor) -> Tensor:
 class Fp8Tensors(TensorFiles):
     """The tensors of a directory, with fp8 matrices dequantized under their own names.
 
-    Raises ConversionError for a matrix whose scales do not match it.
-
-    Raises ConversionError naming a matrix whose scales do not fit it.
+    Raises ConversionError naming a matrix whose scales do not match it.
     """
 
     def __init__(self, weights: TensorFiles):

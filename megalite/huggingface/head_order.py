@@ -15,10 +15,14 @@ from functools import cache
 def rotated_channels(
     head_dim: int, rotary_dim: int, interleaved: bool, backwards: bool = False
 ) -> Sequence[int]:
-    """Return a head's channels in a Hugging Face file, in our order: the first channels of the pairs that
-    rotate, then the second ones, each followed by half of the channels that do not rotate. interleaved:
-    neighbouring channels are pairs; backwards: they rotate in the opposite direction, as pairs do whose
-    channels are exchanged.
+    """Return a head's channels in a Hugging Face file, in our order.
+
+    These are the first channels of the pairs that rotate, then the second ones, each followed by half of the
+    channels that do not rotate.
+
+    Args:
+        interleaved: neighbouring channels are pairs.
+        backwards: they rotate in the opposite direction, as pairs do whose channels are exchanged.
     """
     half, middle = rotary_dim // 2, (rotary_dim + head_dim) // 2
     first, second = (
@@ -66,8 +70,6 @@ def by_head(heads: int, width: int, before: int, channels: tuple[int, ...]) -> t
 @cache
 def rows_of(heads: tuple[int, ...], channels: tuple[int, ...], start: int) -> tuple[int, ...]:
     """Return the rows of the channels of some heads in a matrix whose first head begins at row `start`.
-
-    Layers share one tuple.
 
     Layers share one tuple.
     """

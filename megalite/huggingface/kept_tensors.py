@@ -29,7 +29,11 @@ _DTYPE = ("dtype", "torch_dtype")
 
 
 def kept_names(weights: Iterable[str], names: Names, mtp: bool = True) -> list[str]:
-    """Return the names of a directory's tensors that are kept aside. mtp: with those of MTP modules."""
+    """Return the names of a directory's tensors that are kept aside.
+
+    Args:
+        mtp: with those of MTP modules.
+    """
     prefixes = tuple(prefix for prefix in names.kept if mtp or not any(part in prefix for part in _MTP))
     return [name for name in weights if name.startswith(prefixes)]
 

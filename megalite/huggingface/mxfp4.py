@@ -25,8 +25,6 @@ def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
     """Dequantize uint8 […, groups, 16] with scales […, groups] to bf16 […, groups · 32].
 
     The result is exact: bf16 has more bits than E2M1, and the same exponents.
-
-    Exact: bf16 has more bits than E2M1, and the same exponents.
     """
     codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2).long()  # […, groups, 32]
     return torch.ldexp(VALUES[codes], scales.unsqueeze(-1).int() - 127).flatten(-2)

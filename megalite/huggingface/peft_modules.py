@@ -3,9 +3,8 @@
 PEFT has one A and one B for each module of a Hugging Face model, in any floating-point dtype; with DoRA also
 the lengths of the adapted rows; and modules that are trained in full:
 
-    base_model.model.MODULE.lora_A.weight  [rank, in]        base_model.model.MODULE.lora_B.weight  [out,
-    rank]
-    base_model.model.MODULE.lora_magnitude_vector  [out]     base_model.model.MODULE.weight
+    base_model.model.MODULE.lora_A.weight  [rank, in]      base_model.model.MODULE.lora_B.weight  [out, rank]
+    base_model.model.MODULE.lora_magnitude_vector  [out]   base_model.model.MODULE.weight
 
 If a module fuses n of our projections (Phi-3's qkv_proj, GPT-2's c_attn), the rank of its adapter is the sum
 of theirs: A is our A's concatenated by rows, and B is block-diagonal with our B's. An import also accepts a
@@ -14,10 +13,10 @@ single A for all of them, which each of our projections copies.
 The experts of a layer are two fused parameters there, gate and up together and down, each with an adapter of
 its own (target_parameters). Rows of B are those of the parameter, in gpt-oss gate and up in turns:
 
-    base_model.model.MODULE.base_layer.lora_A.weight  [experts · rank, in]      …lora_B.weight  [out, rank ·
-    experts], a column an expert
+    base_model.model.MODULE.base_layer.lora_A.weight  [experts · rank, in]
+    base_model.model.MODULE.base_layer.lora_B.weight  [out, rank · experts], a column an expert
     base_model.model.MODULE.lora_A.weight             the same of down, or of the only parameter that has an
-    adapter
+                                                      adapter
 
 In families whose experts transformers 5 fuses, PEFT takes gate_proj, up_proj and down_proj in target_modules
 for those experts, whatever is before them, and adapts no module of these names (`_convert_peft_config_moe` in
@@ -101,7 +100,8 @@ class AdaptedModule:
 class FusedExperts(AdaptedModule):
     """A fused parameter of a layer's experts.
 
-    `inner`: the other parameter also has an adapter, which PEFT wraps around this one.
+    Attributes:
+        inner: the other parameter also has an adapter, which PEFT wraps around this one.
     """
 
     inner: bool
@@ -173,8 +173,9 @@ def saved_keys(
 
     A per-head norm has several names.
 
-    head: the module of the model's head. A tied one is stored next to the embedding, with the same values, as
-    PEFT does.
+    Args:
+        head: the module of the model's head. A tied one is stored next to the embedding, with the same
+            values, as PEFT does.
     """
     keys = {name: [PREFIX + theirs for theirs in places[name].tensors] for name in saved(model, lora)}
     if model.tied_head and EMBEDDING in keys:

@@ -169,7 +169,11 @@ def _is_same(one: TokenizerIdentity, other: TokenizerIdentity) -> bool | None:
 
 
 def _template(exported: ExportedTokenizer, trained: list[str], expected: str | None) -> str | None:
-    """Return the chat template of the training data, or None for texts. expected: its recorded hash."""
+    """Return the chat template of the training data, or None for texts.
+
+    Args:
+        expected: its recorded hash.
+    """
     chats = [metadata(prefix).get("chat") for prefix in trained]
     templates = [
         chat["template"] for chat in chats if isinstance(chat, dict) and isinstance(chat.get("template"), str)
@@ -202,8 +206,9 @@ def token_ids(exported: ExportedTokenizer, config: Config, base: Path | None) ->
 
     eos_token_id is a list if several tokens end a text.
 
-    base: the directory that the weights came from, whose ids hold if its tokenizer is the one that is
-    exported.
+    Args:
+        base: the directory that the weights came from, whose ids hold if its tokenizer is the one that is
+            exported.
     """
     tokenizer = exported.tokenizer
     shape = {} if base is None else hf_config(base)
@@ -257,11 +262,10 @@ def write_generation(
 def write_tokenizer(directory: Path, exported: ExportedTokenizer, step: int) -> TokenizerIdentity | None:
     """Write the tokenizer's files, its template, and megalite.json with its identity.
 
-    Returns the identity, or None without a tokenizer.
-
-    Return its identity, or None if there is none.
-
     It is noted if transformers, which reads config.json too, does not read the same tokenizer from them.
+
+    Returns:
+        the identity, or None without a tokenizer.
     """
     identity = exported.identity
     if exported.name is not None:

@@ -25,8 +25,6 @@ def converted(tokenizer: ByteTokenizer | SentencePieceTokenizer) -> Files:
     """Return tokenizer.json and tokenizer_config.json.
 
     Raises ConversionError if the tokenizers library does not support the model.
-
-    Raises ConversionError if the tokenizers library cannot express the model.
     """
     if isinstance(tokenizer, ByteTokenizer):
         return {"tokenizer.json": _of_bytes(), "tokenizer_config.json": _settings(eos_token=BYTE_EOS)}

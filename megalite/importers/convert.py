@@ -161,7 +161,8 @@ def convert(tree: Any, dp: int | None = None, linked: Any = None, project: str |
         linked: content of the file that `linked_file` names.
         project: a name of PROJECTS; by default the project is recognized by the keys.
 
-    Raises ConfigError if the project is not recognized, or the content contradicts itself.
+    Raises:
+        ConfigError: the project is not recognized, or the content contradicts itself.
     """
     leaves = leaves_of(tree)
     module = PROJECTS[project or recognize(leaves)]
@@ -319,7 +320,8 @@ def _check_rule(imported: Imported, rule: Rule, known: dict[str, Any]) -> None:
     A rule that reads what the file leaves open does not judge: a run checks it with the model and the data;
     what else is to be set is reported.
 
-    known: further options, of the model that the file names and its ranks.
+    Args:
+        known: further options, of the model that the file names and its ranks.
     """
     options = known | imported.options
     options |= with_own_names(options)

@@ -81,7 +81,8 @@ def commands(
 ) -> list[str]:
     """Return a command for each group of datasets with the same options.
 
-    chat_options: additional options for conversations.
+    Args:
+        chat_options: additional options for conversations.
     """
     groups = [[*group] for _, group in groupby(datasets, lambda dataset: dataset.options)]
     lines = []
@@ -122,7 +123,8 @@ def prepared(
 def packing(value: object, text: bool, document_mask: bool = True) -> Verdict:
     """Return the verdict on a packing switch.
 
-    document_mask: packed documents do not attend to each other in the project.
+    Args:
+        document_mask: packed documents do not attend to each other in the project.
     """
     on = word(value) == "TRUE"
     if not text:

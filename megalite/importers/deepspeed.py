@@ -90,7 +90,9 @@ def _weight_decay(value: Any, source: ImportedFile) -> Verdict:
 def offload_parameters(stage: str, default: int) -> KeyRule:
     """Return the row of a parameter-offload key.
 
-    stage: the key of the ZeRO stage, which must be 3; default: its default.
+    Args:
+        stage: the key of the ZeRO stage, which must be 3.
+        default: its default.
     """
 
     def judge(value: Any, source: ImportedFile) -> Verdict:
@@ -111,7 +113,8 @@ def offload_parameters(stage: str, default: int) -> KeyRule:
 def nvme_path(device: str) -> KeyRule:
     """Return the row of an offload directory, which is used only if the device is NVME.
 
-    device: the key of the device.
+    Args:
+        device: the key of the device.
     """
     away = harmless("no offloading to disk")
     return KeyRule(

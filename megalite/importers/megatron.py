@@ -94,7 +94,9 @@ def parse(text: str, read: Callable[[str], str | None] = lambda path: None, name
 
     The value is true for a switch, and a list for several values.
 
-    read: the text of another script that this one names, None if there is none; name: the script's own path.
+    Args:
+        read: path of another script that this one names → its text; None if there is none.
+        name: the script's own path.
     """
     return megatron_script.parse(text, MARKS, SWITCHES, read, name)
 

@@ -155,8 +155,6 @@ def _probabilities(value: Any, source: ImportedFile) -> Verdict:
 
     If the softmax comes last, it is computed over the chosen experts, which divides their probabilities by
     their sum.
-
-    If the softmax is computed over the chosen experts, their probabilities are divided by their sum.
     """
     if source.word("moe-router-score-function", "softmax") == "SIGMOID":
         return harmless("the scores are sigmoids")

@@ -180,7 +180,8 @@ def _chosen_layers(
 ) -> KeyRule:
     """Return a row for a pattern of layers: the last of every N, or a list such as ([0]*3+[1])*8.
 
-    needs: the reason why it has no effect, or an empty string.
+    Args:
+        needs: the reason why it has no effect, or an empty string.
     """
 
     def judge(value: Any, source: ImportedFile) -> Verdict:

@@ -36,12 +36,16 @@ def parse(
 ) -> dict[str, Any]:
     """Return the arguments of the training command: name → value.
 
-    The value is true for a switch, and a list for several values.
+    The value is true for a switch, and a list for several values. A value with a part that is not known is a
+    Word, which has the reason. Arguments that are not known at all are keys, such as ${MORE}.
 
-    marks: arguments by which the training command is found; switches: arguments without a value; read, name:
-    as in `shell.script.commands`. A value with a part that is not known is a Word, which has the reason.
-    Arguments that are not known at all are keys, such as ${MORE}. Raises ConfigError if the text has no
-    training command.
+    Args:
+        marks: arguments by which the training command is found.
+        switches: arguments without a value.
+        read, name: as in `shell.script.commands`.
+
+    Raises:
+        ConfigError: the text has no training command.
     """
     result = commands(text, lambda words: _start(words, marks) is not None, read, name)
     runs = [run for run in result.runs if any(word.startswith("--") for word in run.words)]

@@ -70,7 +70,8 @@ def dpo(names: Any, weights: Any) -> Verdict:
 def smoothing(key: str) -> KeyRule:
     """Return the row of DPO's label smoothing, which TRL reads with two losses.
 
-    key: that of the loss.
+    Args:
+        key: that of the loss.
     """
 
     def judge(value: Any, source: ImportedFile) -> Verdict:
@@ -100,7 +101,8 @@ def limits(length: int | None, too_long: str = "drop") -> list[str]:
 def precomputed(model: str) -> KeyRule:
     """Return the row of log-probabilities of the reference that are computed before training.
 
-    model: the key of the model from which training starts.
+    Args:
+        model: the key of the model from which training starts.
     """
 
     def judge(value: Any, source: ImportedFile) -> Verdict:

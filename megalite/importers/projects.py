@@ -22,7 +22,7 @@ from megalite.importers.verdict import ImportedFile, Table
 class Project(Protocol):
     """The interface of a project's module.
 
-    defaults: the project's values of keys that the file does not have, where they differ from ours.
+    `defaults` returns the project's values of keys that the file does not have, where they differ from ours.
     """
 
     NAME: str

@@ -89,7 +89,8 @@ def _watched(
 ) -> Any:
     """Return a copy of an object that adds names[attribute] to `reads` when an attribute is read.
 
-    parts: attributes with other values.
+    Args:
+        parts: attributes with other values.
     """
 
     class Watched(type(value)):  # type: ignore[misc]

@@ -230,7 +230,11 @@ DATASETS = {"c4": ("hf:allenai/c4:en", "train"), "c4_validation": ("hf:allenai/c
 
 
 def _data(option: str) -> KeyRule:
-    """Return the row of a dataset and its path. option: data.train or data.validation."""
+    """Return the row of a dataset and its path.
+
+    Args:
+        option: data.train or data.validation.
+    """
     section = TRAINING if option == "data.train" else "validation."
 
     def judge(value: Any, source: ImportedFile) -> Verdict:

@@ -126,7 +126,8 @@ def across_hosts(ends: Iterable[_H], losses: Iterable[int | None] = ()) -> list[
     Times tell which of a host's ends is its first. Of the first ones the cause is, within a kind, the one on
     the host whose ranks most others have lost; times of different hosts count only if that tells nothing.
 
-    losses: the rank that was lost first by what each rank says that has lost one.
+    Args:
+        losses: the rank that was lost first by what each rank says that has lost one.
     """
     ordered = by_cause(ends)
     host_of = {end.rank: end.host for end in ordered}

@@ -300,7 +300,11 @@ def completed(parts: Iterable[RankReport]) -> list[RankReport]:
 
 
 def report(config: Config, parts: Sequence[RankReport], reason: str | None = None) -> str:
-    """Return the text of crash.md. reason: the launcher's description of the failure."""
+    """Return the text of crash.md.
+
+    Args:
+        reason: the launcher's description of the failure.
+    """
     ordered = completed(parts)
     reasons = [part.reason for part in ordered[:1] if part.reason not in (reason or "")]
     rows = [

@@ -27,7 +27,7 @@ MOST_FLOPS = 1e8  # of a measured matmul, about 1 ms on one core: a larger one i
 
 
 class MatmulShape(NamedTuple):
-    """A matmul that a step computes `times` times.
+    """A matmul of a step.
 
     The shape is [batch, rows, inner] · [batch, inner, columns], or two-dimensional if `batch` is 0.
 
@@ -92,7 +92,7 @@ def candidates(option: str, rounded: bool) -> tuple[Path, ...]:
 
 
 def measure(matmuls: Sequence[MatmulShape], paths: Sequence[Path]) -> dict[Path, float]:
-    """Measure the processor seconds of a step's matmuls in each library, in about 0.2 s.
+    """Measure the processor seconds of a step's matmuls in each library.
 
     This takes about 0.2 processor seconds for any model. The libraries alternate matmul by matmul, the list
     is repeated, and the best time of each counts. All threads of the process are counted, so that ranks that

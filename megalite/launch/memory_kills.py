@@ -29,7 +29,7 @@ class MemoryKills:
 
     Args:
         own, groups, log: where the kernel says in which group this process is, has the groups, and has its
-        log.
+            log.
     """
 
     def __init__(self, own: Path = OWN, groups: Path = GROUPS, log: Path = LOG):
@@ -42,7 +42,8 @@ class MemoryKills:
         The log names the process. The counters are those of all processes of the group: what they say may be
         true of another one.
 
-        pid: of the process that was killed; None: only the counters are read.
+        Args:
+            pid: of the process that was killed; None: only the counters are read.
         """
         if pid is not None and re.search(rf"Killed process {pid}\b", self._messages()):
             return f"out of memory, killed by the kernel ({self._log})"

@@ -391,7 +391,11 @@ class Peers:
         self._wake.set()
 
     def close(self, left: bool) -> None:
-        """Stop the threads. left: this rank exits as planned and is not reported as lost."""
+        """Stop the threads.
+
+        Args:
+            left: this rank exits as planned and is not reported as lost.
+        """
         if left:
             self.own = {"left": True}
         self._closed.set()

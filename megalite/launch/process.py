@@ -100,8 +100,7 @@ def start_process_group(device: torch.device, timeout: str, meet: Callable[..., 
     Args:
         timeout: a duration, see run.timeout.
         meet: called before the process group exists, with the rendezvous store, this rank and the number of
-        ranks; without them if there
-            is one process.
+            ranks; without them if there is one process.
     """
     if world_size() == 1:
         if meet is not None:
@@ -174,7 +173,8 @@ def exit_after_failure(
 def _origin(error: object, reason: str) -> str:
     """Describe the rank that failed first, as far as the ranks have stored it.
 
-    reason: why this rank failed, if it is the first.
+    Args:
+        reason: why this rank failed, if it is the first.
     """
     import torch.distributed as dist
 

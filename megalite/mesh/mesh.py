@@ -103,8 +103,7 @@ class Mesh:
             group of its own, so that the count needs no device; otherwise it is the data axis.
         background_saves: whether saves communicate during training: gives `saving` a gloo group of its own;
             otherwise it is the world.
-        timeout: time after which an operation fails if its peers do not answer;
-        default: torch's.
+        timeout: time after which an operation fails if its peers do not answer; default: torch's.
 
     Raises:
         ValueError: the number of processes is not the product of the axes' sizes.

@@ -57,8 +57,8 @@ class ForwardState:
         selections: layer → the rows that its indexer has selected, which recomputation and later layers use.
         counted: as `Queries.counted`.
         query_scale: the factor of losses that are means over all tokens, those without a target included.
-        lengths: in generation, the number of tokens of each row in it; None: in
-            training, where all rows have as many as there are positions.
+        lengths: in generation, the number of tokens of each row in it; None: in training, where all
+            rows have as many as there are positions.
     """
 
     samples: Tensor

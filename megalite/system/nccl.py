@@ -20,8 +20,7 @@ def options(kind: Literal["channel", "urgent"]) -> Any:
 
     Args:
         kind: a pipeline channel gets few thread blocks; for an urgent group, whose collectives computation
-        waits for, the device starts
-            their blocks before those of queued computations.
+            waits for, the device starts their blocks before those of queued computations.
     """
     import torch.distributed as dist
 

@@ -1,8 +1,8 @@
 """How far a command is: a bar on a terminal, otherwise a line after 2 seconds and then every 10. Only on
 stderr, and only on rank 0.
 
-with Progress() as progress:
-    progress("reading", done, total, "B")
+    with Progress() as progress:
+        progress("reading", done, total, "B")
 """
 
 from __future__ import annotations
@@ -27,8 +27,12 @@ class Report(Protocol):
     """Callback that library functions use to report progress."""
 
     def __call__(self, what: str, done: int = 0, total: int | None = None, unit: str = "") -> None:
-        """what: the phase. done, total: of its work, in bytes if unit is "B", else counted; total None:
-        unknown."""
+        """Report progress.
+
+        Args:
+            what: the phase.
+            done, total: of its work, in bytes if unit is "B", else counted; total None: unknown.
+        """
 
 
 def silent(what: str, done: int = 0, total: int | None = None, unit: str = "") -> None:
@@ -37,7 +41,11 @@ def silent(what: str, done: int = 0, total: int | None = None, unit: str = "") -
 
 @dataclass
 class Phase:
-    """A phase of a command. `start`: the amount done when it was first reported, if the command resumes."""
+    """A phase of a command.
+
+    Attributes:
+        start: the amount done when it was first reported, if the command resumes.
+    """
 
     what: str
     since: float

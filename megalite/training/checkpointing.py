@@ -294,11 +294,11 @@ def resume(trainer: Trainer, directory: Path) -> None:
 def begin_save(trainer: Trainer, best: bool = False, timed: bool = False) -> Save:
     """Start a save, which continues in the background with `checkpoint.async_save`.
 
+    Errors are returned by `saver.take_ended`.
+
     Args:
         best: whether this checkpoint has the lowest validation loss so far.
         timed: whether `checkpoint.minutes` is the only reason to save.
-
-    Errors are returned by `saver.take_ended`.
     """
     trainer.drain()  # an unconfirmed step must not be saved
     trainer.mesh.activity.enter(SAVING)

@@ -124,7 +124,7 @@ def attach_stored_words(config: Config, data: Sequence[Dataset | None]) -> None:
 
     Raises:
         ConfigError: they have another vocabulary or temperature, are of other rows, end early, or are
-        damaged.
+            damaged.
     """
     directory, options = stored_teacher(config.distillation), config.distillation
     assert directory is not None, "the teacher is stored"

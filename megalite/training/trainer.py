@@ -186,11 +186,11 @@ class Trainer:
     def begin_save(self, best: bool = False, timed: bool = False) -> Save:
         """Start a save, which continues in the background with `checkpoint.async_save`.
 
+        Errors are returned by `saver.take_ended`.
+
         Args:
             best: whether this checkpoint has the lowest validation loss so far.
             timed: whether `checkpoint.minutes` is the only reason to save.
-
-        Errors are returned by `saver.take_ended`.
         """
         return checkpointing.begin_save(self, best, timed)
 

@@ -16,7 +16,8 @@ class Horizon(NamedTuple):
 
     Attributes:
         samples: those of the whole run, if its length was given in tokens or epochs; None if it was given in
-        steps. warmup: the warm-up as a share of the run; None if it was given in steps.
+            steps.
+        warmup: the warm-up as a share of the run; None if it was given in steps.
     """
 
     samples: int | None = None

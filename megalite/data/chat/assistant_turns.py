@@ -85,8 +85,6 @@ class TurnFinder:
         """Locate the assistant's message i in `whole`, the rendered messages.
 
         Raises NotLocated or DataError.
-
-        Raises NotLocated or DataError.
         """
         before, opened = [self._write(messages[:i], prompt) if i else "" for prompt in (False, True)]
         after = self._write(messages[: i + 1], False)
@@ -167,12 +165,10 @@ class TurnFinder:
     def _content(self, messages: list[Message], body: str, earlier: int) -> int:
         """Return the start of the content of the last message.
 
-        White space before it is included if there is nothing else. Raises NotLocated.
+        White space before it is included if there is nothing else. The message is rendered again with PROBE
+        as the content: unlike a short content, PROBE cannot occur in the header.
 
         Raises NotLocated.
-
-        The message is rendered again with PROBE as the content: unlike a short content, PROBE cannot occur in
-        the header.
         """
         probed = self._write([*messages[:-1], {**messages[-1], "content": PROBE}], False)
         start = probed.find(PROBE, earlier)

@@ -31,7 +31,8 @@ Record = Mapping[str, Any]
 def for_texts(record: Record) -> str:
     """Return a hint for a record without the requested text, or an empty string.
 
-    record: a record, or None for each of its keys if only these are known.
+    Args:
+        record: a record, or None for each of its keys if only these are known.
     """
     if preferred := _preference(record, "--chat "):
         return preferred

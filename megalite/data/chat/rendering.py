@@ -30,7 +30,8 @@ class Renderer:
         special_tokens: the names that the source uses for control tokens.
         name: the template's name in messages.
 
-    Attributes: `has_marks` is whether the source has {% generation %} marks.
+    Attributes:
+        has_marks: whether the source has {% generation %} marks.
     """
 
     def __init__(self, source: str, special_tokens: dict[str, Any], name: str):

@@ -64,8 +64,6 @@ def _list(value: Any, name: str, item: str) -> list[Fields] | None:
     """Return a list of objects, parsing JSON text of the list or its items.
 
     None and an empty text result in None.
-
-    None, or an empty text, is None.
     """
     if value is None or value == "":
         return None

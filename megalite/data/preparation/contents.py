@@ -48,9 +48,9 @@ class Damage(Exception):
 
 
 def compression(path: Path) -> str | None:
-    """Return the compression of a file, or None. Raises OSError if the file cannot be read.
+    """Return the compression of a file, or None.
 
-    Raises OSError if it cannot be read.
+    Raises OSError if the file cannot be read.
     """
     with path.open("rb") as file:
         start = file.read(6)

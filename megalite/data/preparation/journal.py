@@ -66,7 +66,8 @@ class Journal:
     def save(self, state: dict[str, Any], others: list[Path]) -> None:
         """Save the state atomically.
 
-        others: temporary files of other names, which a preparation with another key removes.
+        Args:
+            others: temporary files of other names, which a preparation with another key removes.
         """
         with replacing(self._path, temporary(self._prefix, "journal.new")) as fresh:
             write_synced(

@@ -84,7 +84,8 @@ class PreparationSummary:
     def add(self, part: Encoded, replaced_before: bool) -> None:
         """Add the counts of a result.
 
-        replaced_before: the document that it continues has already been counted for replaced bytes.
+        Args:
+            replaced_before: the document that it continues has already been counted for replaced bytes.
         """
         self.documents += len(part.sizes) - part.continues
         self.tokens += len(part.tokens)
@@ -105,7 +106,9 @@ class PreparationSummary:
 class _Job:
     """A preparation.
 
-    loaded: the current path of the tokenizer; named: its final path, which PREFIX.json records.
+    Attributes:
+        loaded: the current path of the tokenizer.
+        named: its final path, which PREFIX.json records.
     """
 
     sources: list[InputSource]
@@ -270,8 +273,6 @@ def _write_parts(
     job: _Job, vocabulary: tokenizing.Tokenizer, writer: IndexedWriter, summary: PreparationSummary
 ) -> None:
     """Append the results of all tasks, and save the journal periodically.
-
-    Raises DataError if there are too many bad records.
 
     Raises DataError if there are too many bad records.
     """

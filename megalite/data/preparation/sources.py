@@ -112,9 +112,10 @@ class InputSource(Protocol):
 def _unusable(path: Path, size: int, lines: bool = False) -> Task | None:
     """Return a task with one bad record if a file cannot be opened or is not text, or None if it can be read.
 
-    lines: it holds records, each of which is checked: NUL bytes may be one bad line, as a crash of the
-    machine that wrote it leaves them.
-        If it is compressed, its beginning is not read, as what comes before any damage counts.
+    Args:
+        lines: it holds records, each of which is checked: NUL bytes may be one bad line, as a crash of the
+            machine that wrote it leaves them. If it is compressed, its beginning is not read, as what comes
+            before any damage counts.
     """
     try:
         with opened(path) as (plain, file):
@@ -214,8 +215,6 @@ class JsonDocument:
     """A JSON file with a list of records, as in Alpaca and ShareGPT data, or a single record.
 
     If it is neither, its only task is an error.
-
-    If it is neither, its only task says so.
     """
 
     uses_text_key = True
@@ -252,8 +251,6 @@ class Csv:
     """A .csv or, with tabs, .tsv file with a header row.
 
     Raises DataError if it has no header row.
-
-    Raises DataError if it has no such row.
     """
 
     uses_text_key = True
@@ -449,14 +446,13 @@ def open_inputs(
 ) -> list[InputSource]:
     """Open the sources of `--input`, in order. A file that is listed twice is read once.
 
-    Raises DataError on bad input.
-
-    Raises DataError on a bad input.
-
     Args:
         text_key: the key of a record's text; None for whole records.
         skip_bad: a damaged parquet file becomes a bad record.
         note: called with a line for the user if files of JSON are read as text.
+
+    Raises:
+        DataError: on bad input.
     """
     paths = dict.fromkeys(item for name in names for item in _expand(name))
     kept = [p for p in paths if not any(fnmatch.fnmatch(p, pattern) for pattern in exclude)]
@@ -582,7 +578,8 @@ def _format_of_records(path: Path, text_key: str | None, said: bool = True) -> s
     Several objects are records. One alone is a record if it has a text, and so are the objects of a file
     whose name does not say JSON. Strings are records where the name says JSON.
 
-    said: the name says JSON.
+    Args:
+        said: the name says JSON.
     """
     records = records_in(path)
     if records is None or (records.strings and not said):  # a line of text may be in quotation marks

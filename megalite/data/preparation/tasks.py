@@ -1,8 +1,6 @@
 """Tasks: plain data from which workers create documents.
 
-Workers read the files of a task themselves.
-
-Files are named by it and read by the worker, not sent to it.
+A task names files, which the worker reads itself: they are not sent to it.
 """
 
 from __future__ import annotations
@@ -86,7 +84,9 @@ class LineAt:
 class BadRecords:
     """The bad records of a task. With `skip` false, the first one ends the preparation.
 
-    Attributes: `count`, and `first`, the first SHOWN of them.
+    Attributes:
+        count: their number.
+        first: the first SHOWN of them.
     """
 
     skip: bool
@@ -124,8 +124,6 @@ def lines_of(span: ByteRange) -> Iterator[tuple[int, bytes]]:
 
 def documents(task: Task, text_key: str, bad: BadRecords) -> Iterator[tuple[str, bool]]:
     """Yield the documents of a task, and whether invalid Unicode in them was replaced by U+FFFD.
-
-    Pieces of long texts are not read.
 
     Pieces of long texts are not read.
     """

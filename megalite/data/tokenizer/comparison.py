@@ -25,7 +25,8 @@ OPTION = "data.allow_tokenizer_change=true"
 class Tokenized:
     """A tokenizer, or an object that was made with one.
 
-    what: option and value of the object, for messages.
+    Attributes:
+        what: option and value of the object, for messages.
     """
 
     what: str
@@ -170,8 +171,6 @@ def one_tokenizer(data: DataConfig) -> list[str]:
     """Check that all token files of training and validation data were made with the same tokenizer.
 
     Returns lines for the user. Raises ConfigError.
-
-    Raises ConfigError; returns lines for the user.
     """
     files = [
         (option, prefix) for option in ("train", "validation") for prefix in prefixes(getattr(data, option))

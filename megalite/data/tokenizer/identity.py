@@ -100,8 +100,6 @@ class TokenizerIdentity:
         """Return the fingerprint, which is computed if it is not stored, or None if it is unknown.
 
         Raises DataError if files cannot be read.
-
-        Raises DataError if files cannot be read.
         """
         if self.fingerprint is None and self.name is not None and self.can_be_known:
             return fingerprint_of(self.name, self.digest)
@@ -109,8 +107,6 @@ class TokenizerIdentity:
 
     def is_same(self, other: TokenizerIdentity) -> bool | None:
         """Return whether both tokenizers are the same, or None if that is unknown.
-
-        Raises DataError as `known`.
 
         Raises DataError as `known`.
         """
@@ -163,8 +159,6 @@ def of_token_file(prefix: str | Path) -> TokenizerIdentity:
     """Return the identity of the tokenizer of a token file, as recorded in PREFIX.json.
 
     Raises ConfigError if PREFIX.json is broken.
-
-    Raises ConfigError if that is broken.
     """
     facts = metadata(prefix)
     name = facts.get("tokenizer")
@@ -192,7 +186,8 @@ def place_of(name: str | Path) -> str | Path:
 def tokenizer_files(name: str | Path) -> list[Path]:
     """Return the sorted files of a tokenizer; empty if there are none.
 
-    name: `byte`, FILE.model, tokenizer.json or a Hugging Face directory.
+    Args:
+        name: `byte`, FILE.model, tokenizer.json or a Hugging Face directory.
     """
     path = Path(name)
     if str(name) == "byte" or not path.is_dir():
@@ -239,8 +234,6 @@ def fingerprint_of(name: str, digest: str | None) -> str:
     """Return the fingerprint of the tokenizer with these files, computed once for each content.
 
     Raises DataError if the files cannot be read.
-
-    Raises DataError if they cannot be read.
     """
     # training needs it only where it cannot rely on what is recorded
     from megalite.data.tokenizer.tokenizers import load

@@ -39,14 +39,22 @@ Placed = list[tuple[int, int, int]]
 class Tokenizer(Protocol):
     """The interface that preparation, generation and evaluation use.
 
-    Attributes: `name` is the argument of `load`; `vocab_size` counts every id, special ones included, and
-    `unused_ids` those without a token; `eos` ends a document; `bos` begins a text, None if the tokenizer has
-    no such token; `adds_bos` is whether its library adds `bos` to every text; `files` are those that it was
-    read from. `chat_template` is its own, or None; `special_tokens` maps the names that a template uses to
-    control tokens; `controls` are all texts that `encode_rendered` encodes as control tokens, `added` those
-    of all tokens that were added to the vocabulary, and `ends` those of the tokens that end the model's texts
-    by its configuration; `other_templates` are the names of its templates that are not the default. `decode`
-    leaves control tokens out, and `spell` spells them.
+    `decode` leaves control tokens out, and `spell` spells them.
+
+    Attributes:
+        name: the argument of `load`.
+        vocab_size: number of ids, special ones included.
+        unused_ids: number of ids without a token.
+        eos: ends a document.
+        bos: begins a text; None if the tokenizer has no such token.
+        adds_bos: whether its library adds `bos` to every text.
+        files: those that it was read from.
+        chat_template: its own, or None.
+        special_tokens: the names that a template uses → control tokens.
+        controls: all texts that `encode_rendered` encodes as control tokens.
+        other_templates: the names of its templates that are not the default.
+        added: texts of all tokens that were added to the vocabulary.
+        ends: texts of the tokens that end the model's texts by its configuration.
     """
 
     name: str
@@ -221,8 +229,6 @@ class HuggingFaceTokenizer:
         """Encode a rendered text. Text between OPEN and CLOSE never becomes a control token.
 
         Raises DataError if the tokenizer has no offsets.
-
-        Raises DataError if the tokenizer has no offsets.
         """
         if self._backend is None and not self._tokenizer.is_fast:
             raise DataError(
@@ -238,7 +244,11 @@ class HuggingFaceTokenizer:
         return placed_tokens
 
     def _with_offsets(self, text: str, plain: bool) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return tokens and their character offsets. plain: the text contains no control tokens."""
+        """Return tokens and their character offsets.
+
+        Args:
+            plain: the text contains no control tokens.
+        """
         if self._backend is None:
             options = {"add_special_tokens": False, "split_special_tokens": plain, "verbose": False}
             encoded = self._tokenizer(text, return_offsets_mapping=True, **options)
@@ -313,11 +323,10 @@ def _read(path: Path) -> Any:
 
 
 def _backend(tokenizer: Any) -> Any:
-    """Return a copy of the wrapped tokenizer of the `tokenizers` library, or None.
+    """Return a copy of the wrapped tokenizer of the `tokenizers` library.
 
-    The result is None if there is none, or if the class in transformers changes texts.
-
-    It gives the same tokens in less time, and a process can use it without importing transformers.
+    It gives the same tokens in less time, and a process can use it without importing transformers. The result
+    is None if there is none, or if the class in transformers changes texts.
     """
     from transformers import PreTrainedTokenizerFast as Base
 
@@ -351,8 +360,6 @@ def _only_eos() -> tuple[list[str], list[str], list[str]]:
     """Return `controls`, `added` and `ends` of such a tokenizer.
 
     A text cannot spell its EOS, so `controls` does not contain it.
-
-    A text cannot spell its EOS, so `controls` leaves it out.
     """
     return [], [EOS_TEXT], [EOS_TEXT]
 
@@ -365,8 +372,6 @@ def load(name: str | Path) -> Tokenizer:
     """Load `byte`, a sentencepiece FILE.model, a tokenizer.json, or a Hugging Face directory.
 
     Raises DataError if it does not exist.
-
-    Raises DataError if there is none.
     """
     path = Path(place_of(name))
     if str(name) == "byte":
@@ -436,9 +441,8 @@ PASSAGE = 4096  # characters; sentencepiece skips longer sentences
 
 
 def _passages(texts: Iterable[str]) -> Iterator[str]:
-    """Yield passages of whole lines with their newlines, so that pieces such as ")\n" are learned across
-    lines.
-    """
+    """Yield passages of whole lines with their newlines, so that pieces such as ")\\n" are learned across
+    lines."""
     for text in texts:
         start = 0
         while start < len(text):

@@ -84,10 +84,14 @@ _UNARY: dict[str, Callable[[int], int]] = {
 
 
 def calculate(text: str, read: Callable[[str], str | None], write: Callable[[str, str], None]) -> int:
-    """Evaluate an expression and apply its assignments. Raises NotKnown.
+    """Evaluate an expression and apply its assignments.
 
-    read: a variable's text, None if it is not known; an element of an array is NAME[NUMBER]. write: sets a
-    variable.
+    Args:
+        read: a variable's text, None if it is not known; an element of an array is NAME[NUMBER].
+        write: sets a variable.
+
+    Raises:
+        NotKnown: it cannot be computed.
     """
     return _Expression(text, read, write, 0).value()
 

@@ -162,7 +162,8 @@ def _associative(node: Node, expander: Expander) -> dict[str, str]:
 def _indexed(node: Node, expander: Expander, first: int) -> IndexedArray:
     """Index the elements of (a [3]=b c), where an element without an index follows the previous one.
 
-    first: index of the first element.
+    Args:
+        first: index of the first element.
     """
     elements: dict[int, str] = {}
     place = first

@@ -207,7 +207,11 @@ class Commands:
         return True
 
     def _file(self, path: str, arguments: list[str], state: ShellState, new: bool) -> bool:
-        """Run a script that this one has written, or one beside it. new: in a process of its own."""
+        """Run a script that this one has written, or one beside it.
+
+        Args:
+            new: in a process of its own.
+        """
         known = re.split(f"[{chr(FIRST)}-{chr(LAST)}]", path)
         text = self.script.content(
             path if len(known) == 1 or path in self.script.files else known[-1].lstrip("/")

@@ -37,9 +37,11 @@ def both(left: bool | None, right: bool | None) -> bool | None:
 class Condition:
     """A parser of the tokens of one condition.
 
-    double: whether it is [[ … ]], where == compares with a pattern.
+    Args:
+        double: whether it is [[ … ]], where == compares with a pattern.
 
-    groups: what a regular expression of the condition and its parentheses have matched; None without one.
+    Attributes:
+        groups: what a regular expression of the condition and its parentheses have matched; None without one.
     """
 
     def __init__(self, tokens: list[Token], double: bool) -> None:

@@ -65,7 +65,11 @@ Expanded = str | list[str] | Alternative
 
 
 class Expander:
-    """The expansion of words in one state. output: the output of the commands in $(…)."""
+    """The expansion of words in one state.
+
+    Args:
+        output: the output of the commands in $(…).
+    """
 
     def __init__(
         self, state: ShellState, unknowns: Unknowns, output: Callable[[Node, ShellState], str]
@@ -159,7 +163,11 @@ class Expander:
         return [*words, word] if word is not None else words
 
     def pieces(self, node: Node, quoted: bool) -> Iterator[WordPiece]:
-        """Yield the parts of a word. quoted: whether it is inside of double quotes."""
+        """Yield the parts of a word.
+
+        Args:
+            quoted: whether it is inside of double quotes.
+        """
         text = grammar.text_of(node)
         match node.type:
             case "string" | "translated_string":

@@ -73,7 +73,11 @@ def parts(node: Node, opening: int = 0, closing: int = 0) -> Iterator[str | Node
 
 
 def open_quote(error: Node, end: int) -> bool:
-    """Return whether an invalid part is an unterminated quote. end: length of the script."""
+    """Return whether an invalid part is an unterminated quote.
+
+    Args:
+        end: length of the script.
+    """
     if error.is_missing:
         return error.type in ('"', "'")
     return text_of(error)[:1] in ("'", '"') and error.end_byte >= end

@@ -76,7 +76,8 @@ def commands(
         read: path of another file → its text; None if there is none.
         name: the script's own path.
 
-    Raises ConfigError for a script that does not end, or is nested without end.
+    Raises:
+        ConfigError: the script does not end, or is nested without end.
     """
     script = Script(wanted, read)
     state = ShellState(program=name)
@@ -256,7 +257,11 @@ class Script:
         return self.block(node.named_children, state) if handler is None else handler(node, state)
 
     def run_command(self, node: Node, state: ShellState, further: Iterable[Node] = ()) -> Status:
-        """Run a simple command. further: words of it that the grammar counts to its redirections."""
+        """Run a simple command.
+
+        Args:
+            further: words of it that the grammar counts to its redirections.
+        """
         self.substitution_status = True
         expander = self.expander(state)
         assignments = [child for child in node.named_children if child.type == "variable_assignment"]

@@ -16,7 +16,8 @@ class Finding:
 
     Attributes:
         verdict: `bad` if training cannot work with it; `note` if it may be slow, or if something optional is
-        missing. advice: what to do; empty if it is good.
+            missing.
+        advice: what to do; empty if it is good.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """One of two processes that try what a run needs: torch and its GPUs, gloo, and Triton's compiler. Prints a
 line of JSON for each.
 
-python -m megalite.launch.checkup.rank RANK STORE_FILE
+    python -m megalite.launch.checkup.rank RANK STORE_FILE
 """
 
 from __future__ import annotations

@@ -63,9 +63,9 @@ class Flops:
 
     Attributes:
         convention: palm counts all positions for attention (Chowdhery et al. 2022, Megatron-LM), causal only
-        those that the mask leaves. layers: the matmuls with the layers' weights, those of modules of
-        multi-token prediction included. attention: query · key and probabilities · value; recurrences; scores
-        of indexers, and their loss.
+            those that the mask leaves.
+        layers: the matmuls with the layers' weights, those of modules of multi-token prediction included.
+        attention: query · key and probabilities · value; recurrences; scores of indexers, and their loss.
         head: the matmul with the vocabulary, once for each token that is predicted.
         embedding: the lookup counted as a matmul with the vocabulary; 0 if it is not counted.
         recomputed: what backward computes again.
@@ -141,9 +141,10 @@ def per_token(
 
     Args:
         recompute: as train.recompute. selective recomputes the scores (query · key), full a layer's whole
-        forward. embedding: count the embedding as a matmul with the vocabulary, as the rule 6 · parameters
-        does. flash: attention runs a kernel that keeps no probabilities: every backward recomputes the
-        scores. lora: adapters. Frozen weights have no weight gradient: two matmuls instead of three.
+            forward.
+        embedding: count the embedding as a matmul with the vocabulary, as the rule 6 · parameters does.
+        flash: attention runs a kernel that keeps no probabilities: every backward recomputes the scores.
+        lora: adapters. Frozen weights have no weight gradient: two matmuls instead of three.
     """
     units = Units(model, Share(1), lora)  # one token
     further = units.further_losses()

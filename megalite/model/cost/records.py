@@ -218,8 +218,9 @@ class Matmul:
         split: the dimension that is split over tp ranks.
         frozen: the weight has no gradient (LoRA).
         adapter_rank: outputs of the adapters' first factors A, which are stored together; 0 without adapters.
-        adapter_weights: elements of both factors of the adapters, over all tp ranks. adapter_outputs: outputs
-        that adapters keep, on this rank: with trained row lengths (DoRA) all of them.
+        adapter_weights: elements of both factors of the adapters, over all tp ranks.
+        adapter_outputs: outputs that adapters keep, on this rank: with trained row lengths (DoRA) all of
+            them.
         fp8: what of it multiplies in fp8.
         splits_sequence: sequence parallelism.
     """
@@ -479,7 +480,8 @@ class DetachedMatmul(LocalMatmul):
 class EmbeddingLookup:
     """A lookup of one row of a stored table per token.
 
-    local_weights: elements of the tables on this rank.
+    Attributes:
+        local_weights: elements of the tables on this rank.
     """
 
     rows: int

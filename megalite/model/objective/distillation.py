@@ -99,8 +99,7 @@ class _OfTopWords:
 
     Args:
         length: number of positions of this rank. Under sequence parallelism a chunk has the same of them of
-        every tp
-            rank's part.
+            every tp rank's part.
     """
 
     def __init__(self, top: TopWords, length: int, divergence: TopWordsDivergence):

@@ -63,7 +63,10 @@ class RewardLosses(ObjectiveLosses):
     def _places(self, microbatch: Microbatch) -> Tensor:
         """Return the sequence that ends with each token of this rank, and their number for other tokens.
 
-        Returns: [seq (/tp), batch]. The last token of a sequence has no target.
+        The last token of a sequence has no target.
+
+        Returns:
+            [seq (/tp), batch].
         """
         sequences, last = sequences_of(microbatch), microbatch.targets == IGNORE_INDEX
         index = torch.where(sequences.index < 0, sequences.count, sequences.index)  # padding has none either

@@ -104,8 +104,8 @@ def between_ranks(parts: Sequence[PositionSegments], starts: Counts, windows: Wi
 def imbalance(microbatches: Sequence[Counts], method: str) -> float:
     """Return the time of attention relative to that with equal shares, at least 1.
 
-    gather: the time of the slowest rank. ring: ranks wait for each other at each hop, so that it is the sum
-    of the slowest rank's time over all hops.
+    With gather it is the time of the slowest rank. In a ring, ranks wait for each other at each hop, so that
+    it is the sum of the slowest rank's time over all hops.
 
     Args:
         microbatches: the tiles of each microbatch, from `between_ranks`.

@@ -44,7 +44,11 @@ class Gatherer(Protocol):
     """
 
     def begin_run(self, planned: bool) -> None:
-        """Prepare for executing a schedule. `planned`: its list contains gathers and reshards."""
+        """Prepare for executing a schedule.
+
+        Args:
+            planned: its list contains gathers and reshards.
+        """
 
     def gather(self, bucket: int, unit: int | None) -> None:
         """Gather a bucket when the next computation reaches a unit of the model, or immediately for None."""

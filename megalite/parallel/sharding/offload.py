@@ -95,10 +95,12 @@ class _Staging:
     """Pinned memory between a GPU and the optimizer on the CPU.
 
     It has two buffers in each direction, so that copies overlap with updates.
+
+    Args:
+        widest: dtype of the widest weights.
     """
 
     def __init__(self, grads: Tensor, widest: torch.dtype):
-        """widest: dtype of the widest weights."""
         self._grads, self._weights = (
             [torch.empty(WINDOW, dtype=dtype, pin_memory=True) for _ in range(2)]
             for dtype in (grads.dtype, widest)

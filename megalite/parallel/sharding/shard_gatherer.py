@@ -1,9 +1,9 @@
 """Gathering of weights that are stored as shards (ZeRO-3).
 
 A rank keeps its shard of each bucket, and full weights, or their fp8 codes (`sharding.weight_codes`), only
-exist while they are used. The schedule decides
-when (`pipeline.gather_actions`): a gather or reshard precedes, in the list, the computation during which it
-is executed. `gather` and `reshard` record it, and the units of the model execute it when they begin and end:
+exist while they are used. The schedule decides when (`pipeline.gather_actions`): a gather or reshard
+precedes, in the list, the computation during which it is executed. `gather` and `reshard` record it, and the
+units of the model execute it when they begin and end:
 
     forward   start: wait for the unit's weights, start the gathers recorded for the unit
               end:   free the buckets recorded for the unit

@@ -55,9 +55,9 @@ class StateMemory:
 
         The caller updates the masters and weights of a part before it requests the next one. By default there
         are two parts, with and without weight decay; those whose masters are the weights are parts of their
-        own. If the weights are on another device than their masters
-        (ZeRO-3 with `offload_parameters`), parts are windows of UPLOAD elements: one call updates tensors of
-        one device, so that the new weights are written to a temporary and copied.
+        own. If the weights are on another device than their masters (ZeRO-3 with `offload_parameters`), parts
+        are windows of UPLOAD elements: one call updates tensors of one device, so that the new weights are
+        written to a temporary and copied.
         """
         for decays in (True, False):
             group = [each for each in ranges if each.decays is decays]

@@ -106,7 +106,11 @@ class WeightGatherer:
             self.wait_for(unit)
 
     def begin_run(self, planned: bool) -> None:
-        """Prepare for executing a schedule. `planned`: its list contains gathers and reshards."""
+        """Prepare for executing a schedule.
+
+        Args:
+            planned: its list contains gathers and reshards.
+        """
 
     def gather(self, bucket: int, unit: int | None) -> None:
         """Record that a bucket is gathered when the next computation reaches a unit.

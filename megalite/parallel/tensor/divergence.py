@@ -91,7 +91,8 @@ class TokenDivergence(ABC):
             known: what `of_tokens` has returned.
             scale: [tokens].
 
-        Returns: [tokens, columns without padding].
+        Returns:
+            [tokens, columns without padding].
         """
 
     def scaled(self, logits: Tensor) -> Tensor:

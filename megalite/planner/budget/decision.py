@@ -79,8 +79,11 @@ GPU = "h100"  # of a GPU that profiling.hardware does not name
 def budget_bytes(config: Config, memory: float | None = None) -> int:
     """Return train.memory_budget in bytes.
 
-    memory: bytes of the device, if the budget is a fraction of it. Raises ConfigError if they are
-    unknown.
+    Args:
+        memory: bytes of the device, if the budget is a fraction of it.
+
+    Raises:
+        ConfigError: these are needed, and unknown.
     """
     budget = config.train.memory_budget
     assert budget is not None
@@ -101,7 +104,8 @@ def resolve_budget(config: Config, device: DeviceType = "cuda", memory: float | 
 
     The dp of the configuration must be resolved. Raises ConfigError.
 
-    memory: bytes of the device.
+    Args:
+        memory: bytes of the device.
     """
     if config.train.recompute != BUDGET:
         return config
@@ -356,7 +360,8 @@ class BudgetProblem:
 
         It shares the programs of this one.
 
-        schedule: has the same passes.
+        Args:
+            schedule: has the same passes.
         """
         problem = copy(self)
         problem.config, problem.schedule = _keeping_all(config, ParallelDims.of(self.config).world), schedule
@@ -434,7 +439,8 @@ class BudgetProblem:
     def _programme(self, rank: int, scores: bool) -> _Programme:
         """Return the program of a rank.
 
-        scores: whether every layer recomputes attention probabilities one block at a time.
+        Args:
+            scores: whether every layer recomputes attention probabilities one block at a time.
         """
         if (rank, scores) not in self._programmes:
             self._programmes[rank, scores] = self._posed(self.schedule.stages_of(rank), scores)
@@ -531,7 +537,8 @@ class BudgetProblem:
 class _Choice(NamedTuple):
     """Alternatives to keeping a group: (operations, seconds, bytes freed).
 
-    kept: bytes of the group if none is chosen.
+    Attributes:
+        kept: bytes of the group if none is chosen.
     """
 
     options: tuple[tuple[tuple[str, ...], float, int], ...]

@@ -73,7 +73,8 @@ def solve(kinds: Sequence[ItemGroup], needs: Sequence[int], exact: bool = True) 
 
     For a large program the cost is within `GAP` of the optimum.
 
-    exact: False takes a good choice, and is fast.
+    Args:
+        exact: False takes a good choice, and is fast.
     """
     wanted = [index for index, need in enumerate(needs) if need > 0]
     if not wanted:
@@ -300,7 +301,8 @@ class _Bound:
     def least(self, left: Array) -> Array:
         """Return a lower bound of the cost of freeing `left` bytes, or infinity where that is impossible.
 
-        left: [..., constraints].
+        Args:
+            left: [..., constraints].
         """
         bound = np.zeros(left.shape[:-1])
         for index, (freed, costs, rates) in enumerate(

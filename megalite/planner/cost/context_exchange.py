@@ -1,13 +1,14 @@
 """The time of context parallelism's exchange in one layer: what is not hidden behind attention.
 
-ulysses     all-to-all before attention and after it, in both passes: nothing runs beside them
-gather      all-gather of keys and values, in both passes, and reduce-scatter of their gradients: nothing runs
-beside them
-ring        each hop runs beside the attention to one part; the last hop of gradients, and merging partial
-results, run alone
-states      all-gathers of the ends of segments and of what these do to a state, and of the gradients of both
-latents     all-gather of them and reduce-scatter of their gradient, as with gather; the matmuls with them
-are steps of the layer
+    ulysses    all-to-all before attention and after it, in both passes: nothing runs beside them
+    gather     all-gather of keys and values, in both passes, and reduce-scatter of their gradients: nothing
+               runs beside them
+    ring       each hop runs beside the attention to one part; the last hop of gradients, and merging partial
+               results, run alone
+    states     all-gathers of the ends of segments and of what these do to a state, and of the gradients of
+               both
+    latents    all-gather of them and reduce-scatter of their gradient, as with gather; the matmuls with them
+               are steps of the layer
 
 Where rows hold documents, ranks that attend with their own positions wait for the one that has the most to
 compute. The planner does not know the documents' lengths: it assumes log-normal ones with a median of an
@@ -36,7 +37,8 @@ UNEVEN = 1.25
 class Rows:
     """Properties of rows that determine the time of context parallelism besides the layout.
 
-    documents: whether a row may hold several documents, which do not attend to each other.
+    Attributes:
+        documents: whether a row may hold several documents, which do not attend to each other.
     """
 
     documents: bool = False

@@ -57,7 +57,8 @@ def exposed(fabric: Fabric, dispatch: Dispatch, share: Share, width: int) -> tup
 
     Experts wait for their rows, so nothing overlaps with the exchange.
 
-    width: bytes of an element of the rows.
+    Args:
+        width: bytes of an element of the rows.
     """
     ranks, k = group(fabric.device, share.ep, 1), dispatch.choices
     own = share.own_tokens * dispatch.width * width

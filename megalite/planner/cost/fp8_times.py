@@ -97,7 +97,8 @@ class Fp8Times:
     def time(self, m: float, n: float, k: float, batch: float = 1, written: float | None = None) -> float:
         """Return the time of `batch` matmuls of codes, [m, k] and [k, n].
 
-        written: as for `kernels.matmul`.
+        Args:
+            written: as for `kernels.matmul`.
         """
         written = ELEMENTWISE_BYTES[self.precision] if written is None else written
         if (rate := self._rate) is not None:

@@ -51,11 +51,11 @@ class Software:
         flash: attention never writes its scores; otherwise every score goes to memory, several times.
         attention: speed of its attention relative to ours.
         fp8: recipe in which all matrices of layers multiply (`fp8_times.RECIPES`); none: as the job says.
-        masks: dropout writes its masks to memory, and its forward adds to the residual stream
-        in the same kernel. Ours does neither. loss_bytes: memory traffic of the loss per logit, forward and
-        backward. Ours reads and overwrites 16-bit logits; PyTorch's casts to
-            fp32 and takes a log-softmax; Megatron-LM's subtracts, exponentiates, sums and divides in passes
-            of their own.
+        masks: dropout writes its masks to memory, and its forward adds to the residual stream in the same
+            kernel. Ours does neither.
+        loss_bytes: memory traffic of the loss per logit, forward and backward. Ours reads and overwrites
+            16-bit logits; PyTorch's casts to fp32 and takes a log-softmax; Megatron-LM's subtracts,
+            exponentiates, sums and divides in passes of their own.
         fp32_accumulation: weight gradients are added to fp32 accumulators.
         hides_tensor: the input gradient's reduction overlaps with the weight gradient's matmul.
         async_tensor: forward collectives overlap with their own matmul, part by part.
@@ -428,7 +428,8 @@ class Operations:
     def again(self, share: Share, index: int, mode: str) -> tuple[float, float]:
         """Return the kernel time and exposed communication that a layer's backward recomputes.
 
-        mode: as train.recompute.
+        Args:
+            mode: as train.recompute.
         """
         if mode in ("none", "full"):
             forward, wait = self.layer(share, index).forward, self.layer(share, index).forward_wait

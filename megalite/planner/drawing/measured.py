@@ -24,7 +24,9 @@ PASSES = ("forward", "input_backward", "weight_backward")
 class MeasuredRun:
     """A run's schedule, simulated with its measured durations (seconds), and its measured bubbles by name.
 
-    steps: those that were recorded; layout: the ranks along each axis, None in files of earlier versions.
+    Attributes:
+        steps: those that were recorded.
+        layout: the ranks along each axis, None in files of earlier versions.
     """
 
     plan: BubblePlan

@@ -112,7 +112,10 @@ def _by_rank(values: Sequence[float]) -> str:
 def table(plans: Sequence[BubblePlan], axis: str = "schedule") -> str:
     """Return a table with one row per plan, labelled by the size that varies.
 
-    axis: schedule, pp or microbatches. If ranks differ, the largest value is shown.
+    If ranks differ, the largest value is shown.
+
+    Args:
+        axis: schedule, pp or microbatches.
     """
     gathering = ["gathered", "stalled"] if plans[0].weights else []
     rows = [[axis, "v", "makespan", "longest_span", *BUBBLES, "peak", "with stash", "messages", *gathering]]
@@ -135,7 +138,10 @@ def table(plans: Sequence[BubblePlan], axis: str = "schedule") -> str:
 def grid(plans: Sequence[BubblePlan], axis: str, measure: str) -> str:
     """Return a table of one measure: schedules as columns, sizes as rows.
 
-    axis: the size that varies. Peaks are those of the fullest rank.
+    Peaks are those of the fullest rank.
+
+    Args:
+        axis: the size that varies.
     """
     names = list(dict.fromkeys(plan.schedule.name for plan in plans))
     rows = [[axis, *names]]

@@ -353,7 +353,8 @@ PAGE = """<!doctype html>
 def svg(drawn: Picture, hover: Callable[[Box], tuple[str, str]] | None = None) -> str:
     """Return the picture as SVG.
 
-    hover: returns a box's attributes and content; by default a title, which viewers show as a tooltip.
+    Args:
+        hover: returns a box's attributes and content; by default a title, which viewers show as a tooltip.
     """
     hover = hover or (lambda box: ("", f"<title>{escape(box.hover)}</title>" if box.hover else ""))
     width, height = drawn.width, drawn.height

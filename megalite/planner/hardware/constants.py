@@ -15,16 +15,19 @@ class Constants:
 
     Attributes:
         stream: fraction of the data sheet's bandwidth that memory-bound kernels reach; a plain copy of
-        gigabytes reaches 0.9. overlap: slowdown of computation while communication runs beside it: NCCL's
-        kernels take multiprocessors, bandwidth and power
-            (Lee et al. 2025, arXiv 2507.03114: 0.19 on average, 0.4 at most).
+            gigabytes reaches 0.9.
+        overlap: slowdown of computation while communication runs beside it: NCCL's kernels take
+            multiprocessors, bandwidth and power (Lee et al. 2025, arXiv 2507.03114: 0.19 on average, 0.4 at
+            most).
         attention: speed of attention kernels relative to matmuls at the sustained rate with half of the
-        softmax hidden. links: bandwidth of collectives in a run relative to nccl-tests with large messages on
-        an idle network. slowest: speed of the slowest of many devices, for which all others wait, relative to
-        a typical one: devices of one kind differ by
-            8 % on average (Sinha et al. 2022, "Not All GPUs Are Created Equal").
+            softmax hidden.
+        links: bandwidth of collectives in a run relative to nccl-tests with large messages on an idle
+            network.
+        slowest: speed of the slowest of many devices, for which all others wait, relative to a typical one:
+            devices of one kind differ by 8 % on average (Sinha et al. 2022, "Not All GPUs Are Created
+            Equal").
         delay: seconds that a node is late in a step, on average: at the step's collectives all wait for the
-        latest node.
+            latest node.
     """
 
     stream: float = 0.78

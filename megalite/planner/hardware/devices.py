@@ -30,8 +30,12 @@ class HardwareError(ValueError):
 
 @dataclass(frozen=True)
 class Link:
-    """A link between devices. bandwidth: bytes/s in one direction that large messages reach; latency: seconds
-    per hop."""
+    """A link between devices.
+
+    Attributes:
+        bandwidth: bytes/s in one direction that large messages reach.
+        latency: seconds per hop.
+    """
 
     name: str
     bandwidth: float
@@ -45,21 +49,31 @@ class Device:
     Attributes:
         peaks: precision → dense peak, FLOP/s.
         sustained: fraction of the peak that large matmuls reach.
-        multiprocessors: number of units that a matmul's tiles are assigned to. memory: bytes; bandwidth:
-        bytes/s of the memory, from the data sheet or measured. within, between: links inside a node and
-        between nodes; per_node: devices per node. host: the link to the host; host_memory: bytes/s of the
-        host's memory, host_size: its bytes, disk: bytes/s, each per device. price: US dollars per hour, None
-        if unknown.
+        multiprocessors: number of units that a matmul's tiles are assigned to.
+        memory: bytes.
+        bandwidth: bytes/s of the memory, from the data sheet or measured.
+        within, between: links inside a node and between nodes.
+        per_node: devices per node.
+        host: the link to the host.
+        host_memory, host_size, disk: bytes/s of the host's memory, its bytes, and bytes/s of the disk, each
+            per device.
+        price: US dollars per hour, None if unknown.
         fp8: format that its tensor cores multiply (e4m3, or mxfp8 with scales) → dense peak, FLOP/s.
-        rates: measured matmuls, (cube root of m·n·k, FLOP/s) in ascending order; if present, they replace
-        the model of tiles. attention: if measured, FLOP/s of its forward and of its backward. loss: if
-        measured, bytes/s of the loss and its gradient, which read the logits once and overwrite them with
-        their gradient. kernel: seconds of overhead per kernel; host_time: seconds of the host per operation.
+        rates: measured matmuls, (cube root of m·n·k, FLOP/s) in ascending order; if present, they replace the
+            model of tiles.
+        attention: if measured, FLOP/s of its forward and of its backward.
+        loss: if measured, bytes/s of the loss and its gradient, which read the logits once and overwrite them
+            with their gradient.
+        kernel: seconds of overhead per kernel.
+        host_time: seconds of the host per operation.
         tensor, messages: if measured, separate links inside a node for tensor parallelism and for messages
-        between stages. cpu: whether it is a CPU, whose cores do not overlap communication and computation,
-        and for which there are no custom kernels. constants: of the time model.
-        measured: whether the bandwidth was reached by kernels, not taken from a data sheet. compared: whether
-        published runs on it have been compared with predictions, so that their error is known.
+            between stages.
+        constants: of the time model.
+        cpu: whether it is a CPU, whose cores do not overlap communication and computation, and for which
+            there are no custom kernels.
+        measured: whether the bandwidth was reached by kernels, not taken from a data sheet.
+        compared: whether published runs on it have been compared with predictions, so that their error is
+            known.
     """
 
     name: str
@@ -257,8 +271,9 @@ def _peaks(row: dict[str, Any]) -> dict[str, float]:
 def read_link(value: str | Mapping[str, Any], in_runs: bool = False) -> Link:
     """Read a link from its name in the table or from its values.
 
-    in_runs: use the bandwidth that collectives reach in a run. It applies to links of the table; others
-    are measured.
+    Args:
+        in_runs: use the bandwidth that collectives reach in a run. It applies to links of the table; others
+            are measured.
     """
     links = _table()["links"]
     if isinstance(value, str) and value not in links:

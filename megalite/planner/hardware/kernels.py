@@ -54,9 +54,9 @@ def matmul(
 ) -> float:
     """Return the time of `batch` matmuls of [m, k] and [k, n].
 
-    written: bytes moved per element of the result, by default one write at the precision; 8 for a gradient
-    that is added to an fp32
-        accumulator, which is read and written.
+    Args:
+        written: bytes moved per element of the result, by default one write at the precision; 8 for a
+            gradient that is added to an fp32 accumulator, which is read and written.
     """
     size = ELEMENTWISE_BYTES[precision]
     written = size if written is None else written
@@ -77,7 +77,8 @@ def matmul_at(
 ) -> float:
     """Return the time of `batch` matmuls with a peak in FLOP/s and `size` bytes per element of both factors.
 
-    faster: speed relative to measured rates, if the device has these.
+    Args:
+        faster: speed relative to measured rates, if the device has these.
     """
     memory = batch * (size * (m * k + k * n) + written * m * n) / reached_bandwidth(device)
     if device.rates:

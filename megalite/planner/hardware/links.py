@@ -36,8 +36,8 @@ def group(device: Device, size: int, stride: int, world: int = 0) -> Group:
 
     Args:
         world: number of ranks that consecutive groups of this kind fill. If a node does not hold whole
-        groups, some groups span two nodes,
-            and all others wait for them. By default, a group that fits into a node is inside one.
+            groups, some groups span two nodes, and all others wait for them. By default, a group that fits
+            into a node is inside one.
     """
     return placed(device.per_node, size, stride, world)
 

@@ -44,12 +44,14 @@ class HeldBytes:
 
     Attributes:
         saved: kept from the forward to the backward.
-        recomputed: additional while its own backward runs, which recomputes it. recorded: additional until
-        its own forward ends, which only then drops what is recomputed by name. stash: kept from a split
-        backward to the weight pass. stash_peak: the most that its backward has stashed beyond what it has
-        freed, at any time. logits, logits_stash: the same as `saved` and `stash`, for the logits and their
-        gradient; `logits_chunk`: while the forward runs. workspace: an estimate of the largest temporaries
-        of its backward: gradients of activations, gathered inputs.
+        recomputed: additional while its own backward runs, which recomputes it.
+        recorded: additional until its own forward ends, which only then drops what is recomputed by name.
+        stash: kept from a split backward to the weight pass.
+        stash_peak: the most that its backward has stashed beyond what it has freed, at any time.
+        logits, logits_stash: the same as `saved` and `stash`, for the logits and their gradient.
+        logits_chunk: the logits of a chunk, while the forward runs.
+        workspace: an estimate of the largest temporaries of its backward: gradients of activations, gathered
+            inputs.
     """
 
     saved: int = 0
@@ -207,8 +209,8 @@ class Activations:
     def stage(self, numbers: Sequence[int]) -> list[HeldBytes]:
         """Return the bytes of a stage's units, first to last.
 
-        Parts of further losses count as units. If positions depend on documents,
-        each microbatch keeps its own tables.
+        Parts of further losses count as units. If positions depend on documents, each microbatch keeps its
+        own tables.
         """
         units = [self.unit(number) for number in numbers]
         if head_unit(self.model) in numbers:

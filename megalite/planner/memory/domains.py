@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 class Parameters(NamedTuple):
     """Numbers of parameters on one rank before ZeRO shards them: all and trained; of these, experts'.
 
-    Adapters are included. quantized: those that multiply in fp8; coded: those of them whose codes ZeRO-3
-    gathers, or those in a quantized base (`lora.base`).
+    Adapters are included.
+
+    Attributes:
+        quantized: those that multiply in fp8.
+        coded: those of them whose codes ZeRO-3 gathers, or those in a quantized base (`lora.base`).
     """
 
     stored: float
@@ -45,7 +48,8 @@ class Parameters(NamedTuple):
     ) -> Parameters:
         """Return the parameters of some layers, optionally with the embedding and the head's matrix.
 
-        further: include the parameters of the head's further losses, without their layers.
+        Args:
+            further: include the parameters of the head's further losses, without their layers.
         """
         kinds = {units.alike(index): index for index in layers}
         each = {kind: cls._of(units.layer(index), units) for kind, index in kinds.items()}

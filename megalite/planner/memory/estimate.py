@@ -2,11 +2,11 @@
 ranks.
 
     states          weights, gradients, master weights, moments: as the store's buckets allocate them
-    (`states.py`)
+                    (`states.py`)
     activations     what each unit keeps per microbatch (`activations.py`), summed along the schedule's list
-    of actions
+                    of actions
     communication   gradient buckets in flight, gathered weights (ZeRO-3), pipeline messages, NCCL's
-    connections (`buffers.py`)
+                    connections (`buffers.py`)
 
 tp and dp ranks of one pipeline rank use equal memory, because vocabularies and buckets are padded to equal
 parts, so there is one result per pipeline rank. See `docs/memory.md` for the formulas and measurements.
@@ -130,7 +130,8 @@ def estimate(
     Args:
         config: complete and validated for this number of ranks.
         device: what the ranks compute on. It determines the attention kernel, the default loss chunk, and
-        where offloaded state is stored. schedule: `plan.schedule(config, …)`, if the caller has it already.
+            where offloaded state is stored.
+        schedule: `plan.schedule(config, …)`, if the caller has it already.
         pp_ranks: the pipeline ranks to compute, by default all.
     """
     config = resolve_layout(config, world_size)
@@ -201,8 +202,9 @@ class Standing:
     them are found once.
 
     Args:
-        activations: of the configuration; their device is that of the ranks. buckets: those of configurations
-        that split parameters over as many ranks, tensor, expert and data parallel, if the caller has them.
+        activations: of the configuration; their device is that of the ranks.
+        buckets: those of configurations that split parameters over as many ranks, tensor, expert and data
+            parallel, if the caller has them.
     """
 
     def __init__(

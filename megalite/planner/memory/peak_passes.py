@@ -25,7 +25,8 @@ class Moment(NamedTuple):
     Attributes:
         place: of its stage among those of the rank.
         held: for each stage, the microbatches between forward and backward, with that of a backward, without
-        that of a forward. deferred: for each stage, those between backward and weight pass.
+            that of a forward.
+        deferred: for each stage, those between backward and weight pass.
     """
 
     kind: ActionKind
@@ -41,9 +42,9 @@ class Moment(NamedTuple):
 def fullest(passes: Iterable[tuple[ActionKind, int]], stages: int, splits: bool) -> tuple[Moment, ...]:
     """Return the moments that no other moment covers.
 
-    passes: of a rank, in order, each with the place of its stage among `stages`.
-
-    splits: whether backwards defer a weight pass.
+    Args:
+        passes: of a rank, in order, each with the place of its stage among `stages`.
+        splits: whether backwards defer a weight pass.
     """
     held, deferred = [0] * stages, [0] * stages
     by_pass: dict[tuple[ActionKind, int], dict[Moment, None]] = {}

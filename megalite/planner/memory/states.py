@@ -151,15 +151,15 @@ class States:
 
     Attributes:
         weights: in the compute dtype, or at least fp32; with ZeRO-3 also codes and scales of those that it
-        gathers in fp8.
+            gathers in fp8.
         gradients: in the dtype they accumulate in.
         master: master weights, 0 if the weights themselves are updated.
         moments: the optimizer's state besides them: AdamW's two moments, Muon's one of matrices, and the
-        average of the weights. powersgd: errors and factors of compressed gradients.
+            average of the weights.
+        powersgd: errors and factors of compressed gradients.
         codes: weights in fp8 with their scales, besides those in the compute dtype, without ZeRO-3.
-        copies: transient: copies of the optimizer state under schedules that update before the norm is known,
-        and PowerSGD's new errors
-            and factors.
+        copies: transient copies of the optimizer state under schedules that update before the norm is known,
+            and PowerSGD's new errors and factors.
         host, disk: the part of the above that is stored in CPU memory or in a file instead of on the device.
     """
 
@@ -199,7 +199,8 @@ def model_states(
 
     Args:
         device: the device that computes; offloading to CPU memory moves state off the device only if this is
-        "cuda". shard: its index on the shard axis; default: that with the most state.
+            "cuda".
+        shard: its index on the shard axis; default: that with the most state.
     """
     shard = fullest_shard(config, buckets) if shard is None else shard
     total = sum((_bucket(config, bucket, device, shard) for bucket in buckets), States())

@@ -22,7 +22,8 @@ from megalite.planner.time.traffic import ring
 def zero2_hint(config: Config, world_size: int, per_node: int) -> str | None:
     """Return a line if ZeRO-2 reduces several microbatches between nodes.
 
-    per_node: number of ranks on a node.
+    Args:
+        per_node: number of ranks on a node.
     """
     parallel, dims = config.parallel, ParallelDims.of(config, world_size)
     # ranks of a group of data = dp · cp on a node: tp is innermost, then cp, then dp

@@ -40,8 +40,10 @@ AHEAD = 2  # memory is followed for this many times pp microbatches in flight: n
 class _StageBytes(NamedTuple):
     """Bytes of a stage and one microbatch.
 
-    saved: kept until its backward; stash: kept until its weight pass; largest: at most during its backward,
-    which goes through its layers in reverse.
+    Attributes:
+        saved: kept until its backward.
+        stash: kept until its weight pass.
+        largest: at most during its backward, which goes through its layers in reverse.
     """
 
     saved: float
@@ -52,7 +54,9 @@ class _StageBytes(NamedTuple):
 class _Peak(NamedTuple):
     """Largest load of a rank.
 
-    bytes: its size; held: for each stage, the microbatches whose tensors are kept for backward.
+    Attributes:
+        bytes: its size.
+        held: for each stage, the microbatches whose tensors are kept for backward.
     """
 
     bytes: float
@@ -364,8 +368,9 @@ class _Order:
     Attributes:
         own: the stages of the rank.
         warmup, drained: for each of them, the forwards before the first backward, and the backwards after the
-        last forward. first_backward, last_forward, last_backward: the stages of these passes. alternates:
-        whether a forward follows the first backward.
+            last forward.
+        first_backward, last_forward, last_backward: the stages of these passes.
+        alternates: whether a forward follows the first backward.
         moments: at which its memory can be largest.
     """
 

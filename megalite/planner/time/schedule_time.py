@@ -52,7 +52,12 @@ class ScheduleTime:
 
 
 class PipelineShape(NamedTuple):
-    """Arguments of a schedule. virtual_stages: as in the configuration; forward_only: without backwards."""
+    """Arguments of a schedule.
+
+    Attributes:
+        virtual_stages: as in the configuration.
+        forward_only: without backwards.
+    """
 
     name: str
     ranks: int
@@ -155,7 +160,8 @@ class _Replay:
     def time(self, durations: Sequence[float], message: float) -> ScheduleTime:
         """Return the times of a step.
 
-        durations: of each pass, in the order of `passes`.
+        Args:
+            durations: of each pass, in the order of `passes`.
         """
         free, ended = [0.0] * self.ranks, list[float]()
         starts: list[float | None] = [None] * self.ranks

@@ -51,8 +51,14 @@ OFFLOAD_WIRE = (4.0, 2.0)
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """One layout of a model over ranks. virtual_stages: stages per rank; the names of methods are as in
-    `parallel`, those of context count with cp > 1 and that of experts with ep > 1; dp_shard: as there, too.
+    """One layout of a model over ranks.
+
+    The names of methods are as in `parallel`; those of context count with cp > 1 and that of experts with ep
+    > 1.
+
+    Attributes:
+        virtual_stages: stages per rank.
+        dp_shard: as in `parallel`.
     """
 
     tp: int = 1
@@ -230,7 +236,9 @@ def recomputed_share(recompute: str) -> float:
 class _Left(NamedTuple):
     """Communication of a rank that its own passes do not hide, in seconds.
 
-    gradients: reduction after its last backward; weights: gathering at the start of its first forward.
+    Attributes:
+        gradients: reduction after its last backward.
+        weights: gathering at the start of its first forward.
     """
 
     gradients: float
@@ -287,8 +295,9 @@ class Stepper:
     def _reference(self, choice: LayoutChoice, passes: list[PassTimes]) -> float:
         """Return the time of the forward passes before a step: of a reference model, or of a teacher.
 
-        passes: of the step's stages, whose forwards take as long, but for adapters and the gradients of loss
-        chunks.
+        Args:
+            passes: of the step's stages, whose forwards take as long, but for adapters and the gradients of
+                loss chunks.
         """
         total = self.job.reference_passes * self.forward(choice, passes) if self.job.reference_passes else 0.0
         if self.teacher is not None:
@@ -445,7 +454,8 @@ class Stepper:
     ) -> tuple[PassTimes, Parameters, float]:
         """Return one stage, given the kind of each layer and its recomputation.
 
-        whole: as in `recomputed_share`.
+        Args:
+            whole: as in `recomputed_share`.
         """
         # layers of the model that are alike
         model, own = self.job.model, [self.kinds.index(kind) for kind, _ in layers]
@@ -510,7 +520,11 @@ class Stepper:
         self, choice: LayoutChoice, passes: list[PassTimes], sizes: list[Parameters], layers: list[int]
     ) -> tuple[list[PassTimes], list[float]]:
         """Passes of some stages with the exposed communication of ZeRO-2 and 3 per microbatch added, and its
-        seconds per stage. layers: the number of each stage."""
+        seconds per stage.
+
+        Args:
+            layers: the number of each stage.
+        """
         if choice.zero < 2 or (
             choice.data == 1 and choice.dims.expert_data == 1 and not choice.offload_parameters
         ):

@@ -72,7 +72,8 @@ def heads_of(units: Units, layer: int) -> Heads:
 def scaled_queries(units: Units, query: int) -> tuple[int, ...]:
     """Return the values that factors on queries move; none where all factors are 1.
 
-    query: values of a token's queries.
+    Args:
+        query: values of a token's queries.
     """
     acts = units.share.row > (units.model.query_scale_positions or units.share.row)
     return (2 * units.share.tokens * query,) if acts else ()

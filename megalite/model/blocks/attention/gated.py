@@ -1,9 +1,9 @@
 """Attention with a gate on its output: out(attention · f(gate)).
 
 f is σ (Qwen3-Next) or softplus (Laguna), and the gate has a value for each channel of each query head, or for
-each head. It comes from the same projection as queries, keys
-and values: its rows are the last of the packed weight. Each tp rank has the gates of its own heads, and each
-cp rank those of its own tokens, which multiply the output when that is back. Communicates as `Attention`.
+each head. It comes from the same projection as queries, keys and values: its rows are the last of the packed
+weight. Each tp rank has the gates of its own heads, and each cp rank those of its own tokens, which multiply
+the output when that is back. Communicates as `Attention`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 These are index_head_dim more numbers a token in layers with an indexer. Prompts are read as in training. The
 next token of a row, or the next part of a prompt, is scored with the cached keys of its row, and attends to
 the selected latents in the absorbed form of `latent_attention.cache`. Shared layers have the selection of the
-pass in its state.
-Communication: that of the cache over cp.
+pass in its state. Communication: that of the cache over cp.
 """
 
 from __future__ import annotations

@@ -85,8 +85,8 @@ class WholeKeys(torch.autograd.Function):
     """Gathers the keys of whole rows: [seq/cp (/tp), batch, dim] -> [seq, batch, dim].
 
     Forward: all-gather over cp, and over tp under sequence parallelism. Backward: reduce-scatter over the
-        same axes, over cp in at least fp32. Without sequence parallelism every tp rank has the same queries,
-        and the complete gradient.
+    same axes, over cp in at least fp32. Without sequence parallelism every tp rank has the same queries, and
+    the complete gradient.
     """
 
     @staticmethod

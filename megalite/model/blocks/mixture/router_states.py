@@ -1,8 +1,7 @@
 """States of a model's routers, and metrics of their load balance.
 
-A step's statistics, summed over all ranks (`balance`), arrive with the gradient norm. Every
-rank computes the same new states of all layers from them, so a checkpoint stores them once. A skipped step
-changes nothing.
+A step's statistics, summed over all ranks (`balance`), arrive with the gradient norm. Every rank computes the
+same new states of all layers from them, so a checkpoint stores them once. A skipped step changes nothing.
 
 The host, which has read the sums, computes the new states and copies them to the device: it does not wait for
 the optimizer, which the device runs at that time.
