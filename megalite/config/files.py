@@ -5,16 +5,13 @@ import re
 from difflib import get_close_matches
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megalite.config import run_files
 from megalite.config.checkout import CONFIGS
 from megalite.config.errors import ConfigError
 from megalite.config.rule import suggestion
 from megalite.families.presets import presets
-
-if TYPE_CHECKING:
-    pass
 
 
 def read_tree(path: str, option: str) -> Any:
