@@ -79,25 +79,22 @@ def _e2m1(device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _e2m1_pairs(device: torch.device) -> Tensor:
-    """Return the two values of each byte, the first in its low bits, [256, 2] fp32."""
-    values = _e2m1(device)
-    byte = torch.arange(256, device=device)
-    return torch.stack((values[byte & 15], values[byte >> 4]), 1)
+    """Return the two values of each byte, the first in its low bits, [256] of 64 bits."""
+    values, byte = _e2m1(device), torch.arange(256, device=device)
+    return torch.stack((values[byte & 15], values[byte >> 4]), 1).view(torch.int64).view(-1)
 
 
 def _mxfp4_quantize(values: Tensor, block: int) -> Blocks:
     blocks = values.float().view(-1, block)
     exponents = torch.ceil(torch.log2(blocks.abs().amax(1) / _LARGEST)).clamp_(-_BIAS, _BIAS)
-    scaled = torch.ldexp(blocks, -exponents.unsqueeze(1).int())
-    magnitudes = torch.tensor(_MAGNITUDES, device=values.device)
-    midpoints = (magnitudes[1:] + magnitudes[:-1]) / 2
+    inverse = torch.ldexp(torch.ones_like(exponents), -exponents.int())
+    scaled, codes = blocks * inverse.unsqueeze(1), torch.zeros_like(blocks, dtype=torch.uint8)
     sizes = scaled.abs()
-    codes = torch.bucketize(sizes, midpoints, out_int32=True)
-    # of two equally near values that with an even code
-    tied = sizes == F.pad(midpoints, (0, 1), value=torch.inf)[codes]
-    codes += tied & (codes % 2 == 1)
-    codes |= torch.signbit(scaled).int() << 3
-    return Blocks(codes.view(-1).to(torch.uint8), (exponents + _BIAS).to(torch.uint8))
+    for lower, (one, other) in enumerate(zip(_MAGNITUDES, _MAGNITUDES[1:], strict=False)):
+        middle = (one + other) / 2
+        codes += sizes >= middle if lower % 2 else sizes > middle  # a tie goes to the even code
+    codes |= torch.signbit(scaled).to(torch.uint8) << 3
+    return Blocks(codes.view(-1), (exponents + _BIAS).to(torch.uint8))
 
 
 def _mxfp4_pack(codes: Tensor) -> Tensor:
@@ -107,7 +104,7 @@ def _mxfp4_pack(codes: Tensor) -> Tensor:
 
 def _mxfp4_values(packed: Tensor, skipped: int, count: int) -> Tensor:
     pairs = _e2m1_pairs(packed.device).index_select(0, packed.int())
-    return pairs.view(-1)[skipped : skipped + count]
+    return pairs.view(torch.float32)[skipped : skipped + count]
 
 
 def _mxfp4_scales(scales: Tensor) -> Tensor:

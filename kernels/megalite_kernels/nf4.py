@@ -41,10 +41,17 @@ def table(device: torch.device) -> Tensor:
 
 
 @functools.lru_cache(maxsize=8)
+def _midpoints() -> tuple[float, ...]:
+    """Return the 15 numbers between neighbouring values, computed in fp32."""
+    values = table(torch.device("cpu"))
+    return tuple(((values[1:] + values[:-1]) / 2).tolist())
+
+
+@functools.lru_cache(maxsize=8)
 def _pairs(device: torch.device) -> Tensor:
-    """Return the two values of each byte, [256, 2] fp32."""
+    """Return the two values of each byte, [256] of 64 bits: one is looked up for two codes."""
     values, byte = table(device), torch.arange(256, device=device)
-    return torch.stack((values[byte >> 4], values[byte & 15]), 1)
+    return torch.stack((values[byte >> 4], values[byte & 15]), 1).view(torch.int64).view(-1)
 
 
 @functools.lru_cache(maxsize=8)
@@ -71,13 +78,14 @@ class Blocks(NamedTuple):
 
 def quantize(values: Tensor) -> Blocks:
     """Quantize consecutive elements of a flattened matrix, [n], from the start of a block on."""
-    count, values_of_codes = values.numel(), table(values.device)
+    count = values.numel()
     blocks = F.pad(values.float(), (0, -count % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(1)
     # a block of zeros has the code of zero
     inverse = torch.where(scales > 0, 1 / scales, 0.0)
-    midpoints = (values_of_codes[1:] + values_of_codes[:-1]) / 2
-    codes = torch.bucketize(blocks * inverse.unsqueeze(1), midpoints, out_int32=True).to(torch.uint8)
+    scaled, codes = blocks * inverse.unsqueeze(1), torch.zeros_like(blocks, dtype=torch.uint8)
+    for midpoint in _midpoints():  # on a CPU a third of the time of torch.bucketize
+        codes += scaled > midpoint
     return Blocks(codes.view(-1)[:count], scales)
 
 
@@ -94,7 +102,7 @@ def unpack(packed: Tensor, count: int) -> Tensor:
 
 def values_of(packed: Tensor, count: int) -> Tensor:
     """Return the values of the first `count` codes in units of their scales, [count] fp32."""
-    return _pairs(packed.device).index_select(0, packed.int()).view(-1)[:count]
+    return _pairs(packed.device).index_select(0, packed.int()).view(torch.float32)[:count]
 
 
 def of_elements(scales: Tensor, count: int) -> Tensor:

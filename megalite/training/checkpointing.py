@@ -225,7 +225,7 @@ def load_base(trainer: Trainer, resumed: checkpoint.Manifest | None = None) -> N
     own = trainer.store.base_identity = base_weights.identity(config)
     if resumed is not None:
         base_weights.check_same(config, own, resumed.state, resumed.directory)
-    quantize_base(trainer.store, base_weights.BaseWeights(config))
+    quantize_base(trainer.store, base_weights.BaseWeights(config), _threads())
 
 
 def _has_reward_head(config: Config, source: str, known: Collection[str] | None) -> bool:

@@ -7,20 +7,25 @@ quantization it reads all rows, because the scales of a matrix are quantized tog
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from megalite_kernels import nf4
 from torch import Tensor
 
 from megalite.parallel.quantized.buffers import QuantizedBuffers
-from megalite.parallel.quantized.matmuls import AT_ONCE, QuantizedPart
+from megalite.parallel.quantized.matmuls import QuantizedPart
 from megalite.parallel.spec import Segment
 
 if TYPE_CHECKING:
     from megalite.parallel.sharding.store import ParameterStore
 
+AT_ONCE = 1 << 19
+"""Elements that a thread quantizes at a time, which bounds temporary tensors in fp32."""
+MOST_THREADS = 8
 BASE = "base"
 """Key of what identifies a base in the state of a checkpoint, which does not have it."""
 
@@ -36,15 +41,69 @@ class BaseSource(Protocol):
 
 
 @torch.no_grad()
-def quantize_base(store: ParameterStore, source: BaseSource) -> None:
+def quantize_base(store: ParameterStore, source: BaseSource, threads: int = 1) -> None:
     """Fill the quantized matrices that a rank keeps.
 
     The rows of a matrix are read in order, a range at a time.
+
+    Args:
+        threads: number of ranges that are quantized at the same time.
     """
-    for bucket in store.buckets:
-        if isinstance(bucket.codes, QuantizedBuffers):
-            for part in (part for parts in bucket.codes.parts for part in parts):
-                (_quantize_double if part.double else _quantize)(bucket.codes, part, source)
+    with ThreadPoolExecutor(min(threads, MOST_THREADS)) as pool:
+        for bucket in store.buckets:
+            if isinstance(bucket.codes, QuantizedBuffers):
+                for part in (part for parts in bucket.codes.parts for part in parts):
+                    quantized = _Quantization(part, source, pool, threads)
+                    (_quantize_double if part.double else _quantize)(bucket.codes, quantized)
+
+
+class QuantizedRows(NamedTuple):
+    """Rows [first, stop) of a matrix, quantized with all blocks that they touch.
+
+    Attributes:
+        start: the first element of `blocks` in the flattened matrix.
+    """
+
+    first: int
+    stop: int
+    blocks: nf4.Blocks
+    start: int
+
+
+class _Quantization:
+    """Quantizes ranges of the rows of a matrix."""
+
+    def __init__(self, part: QuantizedPart, source: BaseSource, pool: ThreadPoolExecutor, threads: int):
+        self.part, self.source, self.pool, self.threads = part, source, pool, threads
+
+    def rows(self, ranges: Iterable[tuple[int, int]]) -> Iterator[QuantizedRows]:
+        """Yield ranges of rows in their order. They are read by this thread, and quantized by others."""
+        waiting: deque[tuple[int, int, int, Future[nf4.Blocks]]] = deque()
+        for first, stop in ranges:
+            values, start = self._read(first, stop)
+            quantized = self.pool.submit(self.part.format.quantize, values, self.part.block)
+            waiting.append((first, stop, start, quantized))
+            if len(waiting) > self.threads:
+                yield self._next(waiting)
+        while waiting:
+            yield self._next(waiting)
+
+    def _next(self, waiting: deque[tuple[int, int, int, Future[nf4.Blocks]]]) -> QuantizedRows:
+        first, stop, start, quantized = waiting.popleft()
+        return QuantizedRows(first, stop, quantized.result(), start)
+
+    def _read(self, first: int, stop: int) -> tuple[Tensor, int]:
+        """Read the whole blocks that rows [first, stop) touch.
+
+        Returns:
+            their elements, and the place of the first in the flattened matrix.
+        """
+        part, width = self.part, self.part.width
+        start = first * width // part.block * part.block
+        end = min(-(-stop * width // part.block) * part.block, part.segment.numel)
+        low, high = start // width, -(-end // width)
+        values = self.source.rows(part.segment, low, high).reshape(-1)
+        return values[start - low * width : end - low * width], start
 
 
 def _row_ranges(first: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
@@ -53,32 +112,42 @@ def _row_ranges(first: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
     yield from ((row, min(row + rows, stop)) for row in range(first, stop, rows))
 
 
-def _quantize(buffers: QuantizedBuffers, part: QuantizedPart, source: BaseSource) -> None:
-    for first, stop in _row_ranges(0, part.rows, part.width):
-        low, high = first * part.columns // part.codes_in_byte, -(-stop * part.columns // part.codes_in_byte)
-        wanted = part.place.codes.start + low, part.place.codes.start + high
-        row = part.place.touched * part.scales.itemsize
-        scales = part.place.scales.start + first * row, part.place.scales.start + stop * row
-        if not (buffers.keeps(*wanted) or buffers.keeps(*scales)):
-            continue
-        blocks, start = _blocks(part, part.first_row + first, part.first_row + stop, source)
-        _write_codes(buffers, part, first, stop, blocks, start)
-        _write_scales(buffers, part, first, stop, blocks.scales, start // part.block)
+def _quantize(buffers: QuantizedBuffers, quantized: _Quantization) -> None:
+    part = quantized.part
+    last = part.first_row + part.rows
+    ranges = (each for each in _row_ranges(part.first_row, last, part.width) if _keeps(buffers, part, *each))
+    for each in quantized.rows(ranges):
+        _write_codes(buffers, part, each)
+        own = each.first - part.first_row, each.stop - part.first_row
+        _write_scales(buffers, part, *own, each.blocks.scales, each.start // part.block)
 
 
-def _quantize_double(buffers: QuantizedBuffers, part: QuantizedPart, source: BaseSource) -> None:
+def _keeps(buffers: QuantizedBuffers, part: QuantizedPart, first: int, stop: int) -> bool:
+    """Return whether a rank keeps any code or scale of rows [first, stop) of a matrix."""
+    low, high = first - part.first_row, stop - part.first_row
+    codes, scales = part.place.codes.start, part.place.scales.start
+    each, row = part.codes_in_byte, part.place.touched * part.scales.itemsize
+    return buffers.keeps(codes + low * part.columns // each, codes - (-high * part.columns // each)) or (
+        buffers.keeps(scales + low * row, scales + high * row)
+    )
+
+
+def _quantize_double(buffers: QuantizedBuffers, quantized: _Quantization) -> None:
     """Quantize all of a matrix, and then its scales."""
-    length, end = part.segment.shape[0], part.first_row + part.rows
-    scales = list[Tensor]()
-    edges = sorted({0, part.first_row, end, length})
-    for low, high in zip(edges, edges[1:], strict=False):
-        for first, stop in _row_ranges(low, high, part.width):
-            blocks, start = _blocks(part, first, stop, source)
-            done = sum(map(len, scales))
-            scales.append(blocks.scales[done - start // part.block :])  # a cut block is quantized twice
-            if part.first_row <= first < end:
-                _write_codes(buffers, part, first - part.first_row, stop - part.first_row, blocks, start)
-    nested = source.nested(part.segment) or nf4.quantize_scales(torch.cat(scales))
+    part, scales = quantized.part, list[Tensor]()
+    end = part.first_row + part.rows
+    edges = sorted({0, part.first_row, end, part.segment.shape[0]})
+    ranges = (
+        each
+        for low, high in zip(edges, edges[1:], strict=False)
+        for each in _row_ranges(low, high, part.width)
+    )
+    for each in quantized.rows(ranges):
+        done = sum(map(len, scales))
+        scales.append(each.blocks.scales[done - each.start // part.block :])  # a cut block is there already
+        if part.first_row <= each.first < end:
+            _write_codes(buffers, part, each)
+    nested = quantized.source.nested(part.segment) or nf4.quantize_scales(torch.cat(scales))
     for first, stop in _row_ranges(0, part.rows, part.width):
         _write_scales(buffers, part, first, stop, nested.codes, 0)
     of_rows = nested.scales[part.first_nested() :][: len(part.nested)]
@@ -86,28 +155,13 @@ def _quantize_double(buffers: QuantizedBuffers, part: QuantizedPart, source: Bas
     buffers.write(*part.in_memory(part.place.offset, nested.offset.view(1)))
 
 
-def _blocks(part: QuantizedPart, first: int, stop: int, source: BaseSource) -> tuple[nf4.Blocks, int]:
-    """Quantize the blocks that rows [first, stop) of the matrix touch.
-
-    Returns:
-        the codes and scales of whole blocks, and the first element of these in the flattened matrix.
-    """
-    width, numel = part.width, part.segment.numel
-    start = first * width // part.block * part.block
-    end = min(-(-stop * width // part.block) * part.block, numel)
-    low, high = start // width, -(-end // width)
-    values = source.rows(part.segment, low, high).reshape(-1)
-    return part.format.quantize(values[start - low * width : end - low * width], part.block), start
-
-
-def _write_codes(
-    buffers: QuantizedBuffers, part: QuantizedPart, first: int, stop: int, blocks: nf4.Blocks, start: int
-) -> None:
-    """Write the codes of rows [first, stop) of a part, of blocks that begin at element `start`."""
-    low = (part.first_row + first) * part.width - start
+def _write_codes(buffers: QuantizedBuffers, part: QuantizedPart, quantized: QuantizedRows) -> None:
+    """Write this rank's columns of the codes of rows of its part."""
+    first, stop, blocks, start = quantized
+    low = first * part.width - start
     rows = blocks.codes[low : low + (stop - first) * part.width].view(stop - first, part.width)
     own = rows[:, part.first_column : part.first_column + part.columns].reshape(-1)
-    byte = first * part.columns // part.codes_in_byte
+    byte = (first - part.first_row) * part.columns // part.codes_in_byte
     buffers.write(*part.in_memory(part.place.codes, part.format.pack(own), byte))
 
 
