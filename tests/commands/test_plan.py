@@ -63,17 +63,21 @@ def free_connections():
         yield
 
 
-def small_search(wanted: int, model: dict[str, Any] | None = None, **fixed: int | str) -> Search:
+def small_search(
+    wanted: int, model: dict[str, Any] | None = None, lora: dict[str, Any] | None = None, **fixed: int | str
+) -> Search:
     """A small model on four devices that hold about half of its layouts."""
     base = from_dict(
         {
             "model": SMALL | (model or {}),
+            "lora": lora or {},
             "data": {"sequence_length": SEQUENCE},
             "train": {"global_batch_size": BATCH, "precision": "bf16"},
         }
     )
     device = replace(find_device("a100"), memory=2.4e6 / 0.93, per_node=2)
-    return Search(PlannedJob(base.model, device, SEQUENCE, BATCH), base, GPUS, fixed, wanted)
+    job = PlannedJob(base.model, device, SEQUENCE, BATCH, lora=base.lora if lora else None)
+    return Search(job, base, GPUS, fixed, wanted)
 
 
 @pytest.fixture(scope="module")
@@ -315,6 +319,20 @@ def test_adapters_are_planned(tool, tmp_path):
     ((full,), (frozen,)) = (json.loads(tool("--model", model, *fixed))["plans"] for model in ("llama-3.2-1b", own))
     assert 0.6 * full["step_time_s"] < frozen["step_time_s"] < full["step_time_s"]
     assert frozen["memory"]["optimizer"] < 0.05 * full["memory"]["optimizer"]
+    base = ("--lora_base", "nf4", "--lora_double_quant")
+    ((quantized,),) = (json.loads(tool("--model", own, *fixed, *base))["plans"],)
+    assert quantized["memory"]["parameters"] < 0.6 * frozen["memory"]["parameters"], "the embedding stays"
+    assert quantized["step_time_interval_s"] is None, "no such run has been compared"
+
+
+@pytest.mark.parametrize("base", ["nf4", "int8", "mxfp4"])
+def test_a_quantized_base_is_bounded_by_what_it_needs(base):
+    """A layout is not given up for a bound that a quantized base does not reach."""
+    lora = {"rank": 4, "base": base}
+    search = small_search(1, {"num_hidden_layers": 8}, lora, recompute="none", offload="none", micro_batch_size=1)
+    plans = [search.plan(choice) for core in search.cores() for choice in search.variants(core)]
+    assert all(search.bounds.memory(plan.choice) <= plan.memory.total * 1.02 for plan in plans)
+    assert any(plan.choice.zero == 3 for plan in plans) and any(plan.choice.tp == 4 for plan in plans)
 
 
 def test_fp8_is_planned_and_its_effect_is_said(tool):

@@ -161,6 +161,7 @@ ALONE = {
     "mamba without norms": {"model": MAMBA | {"mamba_norm": "none"}},
     "a reward model": REWARD,
     "adapters": {"lora": LORA},
+    "adapters over a quantized base": {"lora": LORA | {"base": "nf4", "double_quant": True}},
     "adapters of some projections": {"lora": SOME},
     "DoRA": {"lora": DORA | {"targets": ["q", "o", "down"]}, "model": GPT2},
     "latents, factors on queries": {"model": LATENTS | FACTORS},

@@ -88,7 +88,7 @@ class Parameters(NamedTuple):
     def _coded(matmuls: Sequence[Matmul], units: Units) -> float:
         """Return the elements of weights that multiply in fp8 only (`block`), or are in a quantized base."""
         if units.lora.base != "none":
-            return sum(each.local_weights for each in matmuls if each.frozen)
+            return sum(each.local_weights for each in matmuls if each.frozen and each.name != "head")
         whole = (each for each in matmuls if each.fp8.input_gradient and units.fp8.recipe == "block")
         return sum(each.local_weights for each in whole)
 

@@ -301,6 +301,11 @@ class LayoutBounds:
         size, width = self.stepper.operations.size, self._gradient
         master, moments = 0 if size == 4 else 4, 8 if self.job.muon is None else 4
         two = min(2 / rank.layers, 1.0)
+        spared = size - self.stepper.code if self.stepper.quantized_base else 0.0
+
+        def bytes_of(elements: tuple[float, float, float]) -> float:
+            return elements[0] * size - elements[2] * spared
+
         total = 0.0
         for share, whole, layers in zip(
             shares(choice), rank.parameters.domains, rank.of_layers.domains, strict=False
@@ -310,9 +315,9 @@ class LayoutBounds:
             )
             weights = 0.0 if choice.offload_parameters else size / weights_share
             state = (moments + master) / state_share if choice.offload == "none" else 0.0
-            total += whole[0] * weights + whole[1] * (width / gradients_share + state)
+            total += bytes_of(whole) * weights / size + whole[1] * (width / gradients_share + state)
             total += layers[1] * width * (1.0 if choice.splits else two) if gradients_share > 1 else 0.0
-            total += layers[0] * size * two if weights_share > 1 else 0.0
+            total += bytes_of(layers) * two if weights_share > 1 else 0.0
         return total
 
     @staticmethod
