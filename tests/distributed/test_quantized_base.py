@@ -69,17 +69,23 @@ def world(case: Case) -> int:
     return size["tp"] * size["pp"] * size["dp"]
 
 
+def mxfp4(matrix: Tensor) -> Tensor:
+    """The nearest of all values by a search in fp64; `tests/kernels/test_block_formats.py` has the codes of torchao."""
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+    blocks = matrix.double().reshape(-1, 32)
+    scales = 2.0 ** torch.ceil(torch.log2(blocks.abs().amax(1, keepdim=True) / 6))
+    nearest = ((blocks.abs() / scales).unsqueeze(-1) - magnitudes).abs().argmin(-1)
+    return (magnitudes[nearest] * blocks.sign() * scales).view(matrix.shape).float()
+
+
 def by_others(matrix: Tensor, base: str, double: bool) -> Tensor:
-    """Values of a matrix after quantization by bitsandbytes, or torchao.
+    """Values of a matrix after quantization by bitsandbytes, or of the definition.
 
     nf4 is given flattened: for two dimensions there are faster routes, of which that for AVX-512 is wrong where rows
     are no whole blocks."""
     matrix = matrix.float()
     if base == "mxfp4":
-        from torchao.prototype.mx_formats.mx_tensor import MXTensor, ScaleCalculationMode
-
-        mode = ScaleCalculationMode.RCEIL
-        return MXTensor.to_mx(matrix.contiguous(), torch.float4_e2m1fn_x2, 32, mode).dequantize(torch.float32)
+        return mxfp4(matrix)
     from bitsandbytes import functional  # takes seconds
 
     if base == "int8":
