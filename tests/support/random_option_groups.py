@@ -130,6 +130,7 @@ def _adapters(random: Random, options: Options) -> Options:
         "lora.targets": random.choice((None, random.sample(roles, random.randint(1, len(roles))))),
         "lora.scaling": random.choice(("standard", "rslora")),
         "lora.dora": random.choice((False, True)),
+        "lora.base": random.choice(("none", "none", "nf4", "int8")),
         "lora.modules_to_save": random.choice((None, ["embedding"], ["embedding", "head", "norms"])),
     }
     if "model.num_experts" in options and adapters["lora.targets"]:
