@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from megalite.assembly.parts import make_mesh
 from megalite.commands import score
 from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict, to_dict
@@ -23,6 +24,7 @@ from megalite.data.sequence_scores import SequenceScores, attach_scores
 from megalite.objectives.find import objective_of
 from megalite.training.reference import attach_stored
 from megalite.training.resume_checks import check_resume
+from megalite.training.trainer import Trainer
 from tests.objectives.conftest import LENGTHS, documents_of
 from tests.support.jobs_objectives import score_preferences, train_and_validate
 from tests.support.pool import RankContext
@@ -63,6 +65,18 @@ def test_the_command_scores_as_transformers_does(expected, model, prefix, tmp_pa
     for _ in range(2):  # the second one finds that all is done
         assert score.main(words) == 0
         assert capsys.readouterr().out == f"{tmp_path / 'x'}: 12 completions\n"
+    np.testing.assert_allclose(stored(tmp_path / "x", prefix), expected, rtol=0, atol=1e-5)
+
+
+def test_scores_have_no_other_terms_of_the_training_loss(expected, model, prefix, tmp_path):
+    """Of a checkpoint whose run had them."""
+    tree = configuration(model, prefix, tmp_path)
+    tree["train"] |= {"objective": "cross_entropy", "z_loss": 0.01, "label_smoothing": 0.1}
+    config = from_dict(tree)
+    trainer = Trainer(config, make_mesh(config))
+    directory = str(trainer.save())
+    trainer.close()
+    assert score.main([directory, "--data", prefix, "--output", str(tmp_path / "x"), "--precision", "fp32"]) == 0
     np.testing.assert_allclose(stored(tmp_path / "x", prefix), expected, rtol=0, atol=1e-5)
 
 
