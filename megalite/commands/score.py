@@ -30,6 +30,7 @@ from megalite.config.load import exit_with
 
 if TYPE_CHECKING:
     from megalite.config.schema import Config
+    from megalite.config.sections.data import DataConfig
     from megalite.data.teacher_words import TeacherWords
     from megalite.evaluation.stored_passes import RowOptions
 
@@ -155,7 +156,19 @@ def check_words(options: argparse.Namespace, config: Config) -> None:
         )
     rows = rows_of(options, config)
     for prefix in options.data:
-        build(pass_config(config, prefix, rows).data, 0)
+        data = pass_config(config, prefix, rows).data
+        build(data, 0)
+        if (reason := why_not_reset(data)) is not None:
+            raise ConfigError(f"--reset_positions is not supported with --data {prefix}: {reason}")
+
+
+def why_not_reset(data: DataConfig) -> str | None:
+    """Return why data is not read with data.reset_positions, as runs say it; None: it can be."""
+    from megalite.config.rules.context import RuleContext
+    from megalite.config.sections.data import RESETS_POSITIONS
+
+    facts = RuleContext(data=data)
+    return RESETS_POSITIONS.describe(facts) if RESETS_POSITIONS.broken(facts) else None
 
 
 def rows_of(options: argparse.Namespace, config: Config) -> RowOptions:

@@ -147,7 +147,7 @@ class TeacherWords:
         """Return the complete words of a dataset.
 
         Args:
-            reset_positions: that of the run. Conversations do not depend on it.
+            reset_positions: that of the run.
 
         Raises:
             ConfigError: they are of other rows, end early, or are damaged.
@@ -160,7 +160,7 @@ class TeacherWords:
                 "Tokens, data.sequence_length, data.packing and what is held out must be the same. Run "
                 "`megalite score --top_k` with these."
             )
-        if known.reset_positions != reset_positions and not data.chat:
+        if known.reset_positions != reset_positions:
             raise ConfigError(
                 f"{option} has words of {data.names} with data.reset_positions = {known.reset_positions}. "
                 "Set it so, or score the data again."

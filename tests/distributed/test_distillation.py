@@ -22,6 +22,7 @@ from megalite.commands import score
 from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict
 from megalite.data.dataset import build as open_data
+from megalite.data.preparation.writer import IndexedWriter
 from megalite.data.teacher_words import TeacherWords
 from megalite.families.model_config import hf_shape
 from megalite.parallel.microbatch import IGNORE_INDEX
@@ -388,6 +389,28 @@ def test_bad_options_of_the_command(options, said, models, prefix, tmp_path, cap
     with pytest.raises(SystemExit):
         score.main([*words, "--top_k", "4", *options])
     assert said in capsys.readouterr().err
+
+
+def write_chats(prefix: Path, lengths: list[int], seed: int = 0) -> str:
+    """Random conversations with EOS in the middle and at the end; returns PREFIX."""
+    random = np.random.default_rng(seed)
+    with IndexedWriter(prefix, VOCAB, masked=True) as writer:
+        for length in lengths:
+            tokens = random.integers(1, VOCAB, length)
+            tokens[[length // 2, -1]] = EOS
+            writer.add(tokens, [length], np.repeat(np.uint8([0, 1]), [2, length - 2]))
+        writer.finish({"vocab_size": VOCAB, "eos": EOS, "chat": {}})
+    return str(prefix)
+
+
+def test_positions_of_conversations_are_not_reset(models, tmp_path, capsys):
+    """The command rejects it as a run does, with the words of data.reset_positions."""
+    chats = write_chats(tmp_path / "chats", [9, 12])
+    options = ["--output", str(tmp_path / "x"), "--sequence_length", str(S), "--top_k", "4", "--reset_positions"]
+    with pytest.raises(SystemExit):
+        score.main([f"hf:{models[1]}", "--data", chats, *options])
+    said = capsys.readouterr().err
+    assert f"--reset_positions is not supported with --data {chats}: data.reset_positions = true requires text" in said
 
 
 def test_the_command_stores_words(words, models, prefix, tmp_path, capsys):

@@ -147,6 +147,7 @@ def _end_of_document_rule(option: str) -> Rule:
     )
 
 
+RESETS_POSITIONS = _end_of_document_rule("data.reset_positions")
 RULES: tuple[Rule, ...] = (
     Rule(
         "training data is given",
@@ -203,6 +204,6 @@ RULES: tuple[Rule, ...] = (
         message="has no effect, because data.train is text, which fills every row",
         legal="Set it to false, or prepare conversations with megalite prepare --chat.",
     ),
-    _end_of_document_rule("data.reset_positions"),
+    RESETS_POSITIONS,
     _end_of_document_rule("data.eod_mask_loss"),
 )
