@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from megalite.config.extensions import is_own_objective
 from megalite.config.rule import Rule
 from megalite.config.rules.context import RuleContext
 from megalite.config.sections.data import all_prefixes
@@ -116,6 +117,13 @@ RULES: tuple[Rule, ...] = (
             f"Set it to {_head(c)}"
             + (", or train.objective to reward." if c.model.output_head == "reward" else ".")
         ),
+    ),
+    Rule(
+        "rewards have no likelihoods",
+        "preference.nll_weight",
+        lambda c: c.preference.nll_weight and is_own_objective(c.train.objective) and _head(c) == "reward",
+        message="has no effect with {train.objective}, which reads rewards and no log-probabilities",
+        legal="Remove it.",
     ),
     Rule(
         "a reward model has no head of tokens to save",
