@@ -123,6 +123,12 @@ def test_a_registered_objective_may_read_every_option(option, value, file, tmp_p
         check(from_dict(configuration(file, data, objective) | {"preference": {option: value}}), 1)
 
 
+def test_a_source_has_no_preferences(file):
+    load_extensions([str(file)])
+    with pytest.raises(ConfigError, match=r"squared_hinge needs other data than counting:61.*Use token files of"):
+        check(from_dict(configuration(file, f"counting:{VOCAB}", "squared_hinge")), 1)
+
+
 @pytest.mark.parametrize(
     "attributes, said",
     [

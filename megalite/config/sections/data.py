@@ -119,6 +119,11 @@ def all_prefixes(c: "RuleContext") -> list[str]:
     return prefixes(c.data.train) + prefixes(c.data.validation)
 
 
+def own_sources(c: "RuleContext") -> list[str]:
+    """The data sources of the user, whose rows are text."""
+    return [str(source) for source in (c.data.train, c.data.validation) if is_source(source)]
+
+
 def _vocabularies(c: "RuleContext") -> str:
     return ", ".join(
         f"{prefix} has {metadata(prefix).get('vocab_size')} tokens"
@@ -128,8 +133,7 @@ def _vocabularies(c: "RuleContext") -> str:
 
 def _end_of_document_rule(option: str) -> Rule:
     def without(c: "RuleContext") -> list[str]:
-        own = [str(source) for source in (c.data.train, c.data.validation) if is_source(source)]
-        return own + [
+        return own_sources(c) + [
             prefix for prefix in all_prefixes(c) if metadata(prefix).get("eos") is None or is_chat(prefix)
         ]
 
