@@ -6,7 +6,7 @@ from typing import Any
 from megalite.config.extensions import is_own_objective, is_source
 from megalite.config.rule import Rule
 from megalite.config.rules.context import RuleContext
-from megalite.config.sections.data import all_prefixes, own_sources
+from megalite.config.sections.data import own_sources, present_prefixes
 from megalite.config.sections.distillation import distils
 from megalite.config.sections.preference import scores_directory
 from megalite.config.token_files import preference
@@ -35,7 +35,7 @@ def _reads(c: RuleContext) -> str:
 def _other_data(c: RuleContext) -> str | None:
     """The first token file or data source that is not what the objective needs."""
     needed = objective_class(c.train.objective).data
-    named = (*own_sources(c), *all_prefixes(c))
+    named = (*own_sources(c), *present_prefixes(c))
     return next((each for each in named if (preference(each) or "tokens") != needed), None)
 
 
