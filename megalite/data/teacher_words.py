@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.rule import show
 from megalite.data.dataset import Dataset, TokenFiles
 from megalite.data.stored_record import record_errors
-from megalite.system.files import replace_synced
+from megalite.system.files import replace_synced, reserve
 
 RECORD, FORMAT = "words.json", 1
 CHECKED = 64  # rows whose probabilities are checked when a run starts
@@ -121,18 +122,44 @@ class TeacherWords:
 
         Returns:
             the number of rows that are done.
+
+        Raises:
+            ConfigError: there is no room for them.
         """
         known = self.sets.get(rows, new)
         if not self._whole(rows, new) or known.reset_positions != new.reset_positions:
             known = new
-            for array, kind in ARRAYS.items():
-                empty = self.directory / f"{rows}.{array}.partial"
-                with open(empty, "wb") as file:
-                    file.truncate(self._bytes(array, kind, new))
-                os.replace(empty, self.directory / f"{rows}.{array}")
+            self._reserve(rows, new)
         self.sets[rows] = replace(known, name=new.name)
         self.save()
         return known.done
+
+    def _reserve(self, rows: str, new: RowSet) -> None:
+        """Create the files of rows, with their space on the disk.
+
+        A disk that is full later would end the process with a bus error, as the files are written through
+        maps.
+        """
+        sizes = {
+            self.directory / f"{rows}.{array}": self._bytes(array, ARRAYS[array], new) for array in ARRAYS
+        }
+        for path in sizes:
+            path.unlink(missing_ok=True)
+        try:
+            for path, size in sizes.items():
+                with open(path.with_name(f"{path.name}.partial"), "wb") as file:
+                    reserve(file.fileno(), size)
+        except OSError as error:
+            for path in sizes:
+                path.with_name(f"{path.name}.partial").unlink(missing_ok=True)
+            free = shutil.disk_usage(self.directory).free
+            raise ConfigError(
+                f"--output {self.directory} has no room for the words of {new.name}, which take "
+                f"{sum(sizes.values()):,} bytes: {free:,} are free ({error.strerror}). Free some space, "
+                "choose a directory on a larger disk, or set --top_k to less."
+            ) from None
+        for path in sizes:
+            os.replace(path.with_name(f"{path.name}.partial"), path)
 
     def arrays(self, rows: str, mode: Literal["r", "r+"] = "r+") -> TopRow:
         """Return maps of the files of rows: [rows, seq, k], [rows, seq, k], [rows, seq]."""

@@ -3,7 +3,9 @@ process."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from math import prod
 from pathlib import Path
@@ -419,6 +421,36 @@ def test_the_command_stores_words(words, models, prefix, tmp_path, capsys):
     own, expected = stored(tmp_path / "x"), stored(words / "some")
     assert capsys.readouterr().out == f"{tmp_path / 'x'}: {len(own[0])} rows\n"
     np.testing.assert_allclose(own[1], expected[1], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("files", [2, 0])
+def test_without_room_for_words_nothing_is_stored(files, models, prefix, tmp_path, monkeypatch, capsys):
+    """The disk is full after some of the files."""
+    reserve, left = os.posix_fallocate, iter(range(files))
+
+    def full(*arguments: int) -> None:
+        if next(left, None) is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        reserve(*arguments)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    output, options = tmp_path / "x", ["--sequence_length", str(S), "--precision", "fp32", "--top_k", "4"]
+    with pytest.raises(SystemExit):
+        score.main([f"hf:{models[1]}", "--data", prefix, "--output", str(output), *options])
+    said = capsys.readouterr().err
+    assert f"{output} has no room for the words of {prefix}, which take 23,680 bytes:" in said
+    assert list(output.iterdir()) == []
+
+
+def test_words_are_stored_where_room_cannot_be_reserved(words, models, prefix, tmp_path, monkeypatch):
+    def unsupported(*arguments: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "posix_fallocate", unsupported)
+    output = str(tmp_path / "x")
+    jobs_distillation.score_words(RankContext(0, 1), models[1], prefix, output, {}, 4, 1.0, S)
+    for own, expected in zip(stored(tmp_path / "x"), stored(words / "some"), strict=True):
+        np.testing.assert_array_equal(own, expected)
 
 
 BAD: dict[str, tuple[dict[str, Any], int, str]] = {
