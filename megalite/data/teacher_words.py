@@ -124,12 +124,19 @@ class TeacherWords:
             the number of rows that are done.
 
         Raises:
-            ConfigError: there is no room for them.
+            ConfigError: they are there with the other `reset_positions`, or there is no room for them.
         """
         known = self.sets.get(rows, new)
-        if not self._whole(rows, new) or known.reset_positions != new.reset_positions:
+        if not self._whole(rows, new):
             known = new
             self._reserve(rows, new)
+        elif known.reset_positions != new.reset_positions:
+            way_out = "Leave out" if new.reset_positions else "Pass"
+            raise ConfigError(
+                f"--output {self.directory} has words of {known.name} with --reset_positions = "
+                f"{show(known.reset_positions)}, and they would be replaced by those with "
+                f"{show(new.reset_positions)}. {way_out} --reset_positions, or choose another directory."
+            )
         self.sets[rows] = replace(known, name=new.name)
         self.save()
         return known.done

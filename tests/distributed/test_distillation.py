@@ -423,6 +423,18 @@ def test_the_command_stores_words(words, models, prefix, tmp_path, capsys):
     np.testing.assert_allclose(own[1], expected[1], rtol=0, atol=1e-4)
 
 
+def test_words_are_not_replaced_by_those_of_other_positions(words, models, prefix, tmp_path, capsys):
+    shutil.copytree(words / "some", output := tmp_path / "x")
+    options = ["--sequence_length", str(S), "--held_out", "0.3", "--precision", "fp32", "--top_k", "4"]
+    with pytest.raises(SystemExit):
+        score.main([f"hf:{models[1]}", "--data", prefix, "--output", str(output), *options, "--reset_positions"])
+    said = capsys.readouterr().err
+    assert f"--output {output} has words of {prefix} with --reset_positions = false, and they would be" in said
+    assert "Leave out --reset_positions, or choose another directory" in said
+    for file in (words / "some").iterdir():
+        assert (output / file.name).read_bytes() == file.read_bytes(), file.name
+
+
 @pytest.mark.parametrize("files", [2, 0])
 def test_without_room_for_words_nothing_is_stored(files, models, prefix, tmp_path, monkeypatch, capsys):
     """The disk is full after some of the files."""
