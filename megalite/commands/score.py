@@ -30,7 +30,6 @@ from megalite.config.load import exit_with
 
 if TYPE_CHECKING:
     from megalite.config.schema import Config
-    from megalite.config.sections.data import DataConfig
     from megalite.data.teacher_words import TeacherWords
     from megalite.evaluation.stored_passes import RowOptions
 
@@ -138,6 +137,8 @@ def check(options: argparse.Namespace) -> list[str]:
 
 def check_words(options: argparse.Namespace, config: Config) -> None:
     """Raise ConfigError for an option that does not fit --top_k."""
+    from megalite.config.rules.context import RuleContext
+    from megalite.config.sections.data import RULES as DATA_RULES
     from megalite.data.dataset import build
     from megalite.evaluation.stored_passes import pass_config
 
@@ -154,21 +155,19 @@ def check_words(options: argparse.Namespace, config: Config) -> None:
             f"--sequence_length {options.sequence_length} is more than the {longest:,} positions of "
             f"{options.model}. Set it to at most {longest}."
         )
-    rows = rows_of(options, config)
-    for prefix in options.data:
-        data = pass_config(config, prefix, rows).data
-        build(data, 0)
-        if (reason := why_not_reset(data)) is not None:
-            raise ConfigError(f"--reset_positions is not supported with --data {prefix}: {reason}")
-
-
-def why_not_reset(data: DataConfig) -> str | None:
-    """Return why data is not read with data.reset_positions, as runs say it; None: it can be."""
-    from megalite.config.rules.context import RuleContext
-    from megalite.config.sections.data import RESETS_POSITIONS
-
+    (files,) = passes_of(options)
+    data = pass_config(config, files, rows_of(options, config)).data
     facts = RuleContext(data=data)
-    return RESETS_POSITIONS.describe(facts) if RESETS_POSITIONS.broken(facts) else None
+    for rule in DATA_RULES:
+        if rule.broken(facts):
+            raise ConfigError(f"--data {' '.join(options.data)} has no such rows: {rule.describe(facts)}")
+    build(data, 0)
+
+
+def passes_of(options: argparse.Namespace) -> list[Any]:
+    """Return data.train of each pass: a file of preferences, or for words all files as a blend, whose
+    held-out parts are one text."""
+    return options.data if options.top_k is None else [dict.fromkeys(options.data, 1.0)]
 
 
 def rows_of(options: argparse.Namespace, config: Config) -> RowOptions:
@@ -187,6 +186,7 @@ def rows_of(options: argparse.Namespace, config: Config) -> RowOptions:
         options.packing,
         options.reset_positions,
         options.held_out,
+        options.allow_tokenizer_change,
     )
 
 
@@ -225,7 +225,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     precision = options.precision or ("bf16" if device.type == "cuda" else "fp32")
     config = for_inference(source.config, **model_axes(options), precision=precision)
     rows = rows_of(options, config)
-    configs = [pass_config(config, prefix, rows) for prefix in options.data]
+    configs = [pass_config(config, files, rows) for files in passes_of(options)]
     try:
         mesh = build.make_mesh(configs[0])
         with progress_of(options.json or mesh.rank > 0) as progress:

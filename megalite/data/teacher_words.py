@@ -192,7 +192,7 @@ class TeacherWords:
             raise ConfigError(
                 f"{option} has no words for the rows of {data.names}: it has those of {others or 'no data'}. "
                 "Tokens, data.sequence_length, data.packing and what is held out must be the same. Run "
-                "`megalite score --top_k` with these."
+                "`megalite score --top_k` with these, and with these files together as --data, in this order."
             )
         if known.reset_positions != reset_positions:
             raise ConfigError(

@@ -110,16 +110,16 @@ class WordScorer(StoredPasses):
                 stage.sequence_losses = TopWordsOf(stage.head, number, temperature)
 
     def run(self, config: Config, words: TeacherWords, progress: Report) -> None:
-        """Score the rest of the rows of a token file, and of what is held out of it. Collective.
+        """Score the rest of the rows of each token file, and of what is held out of all. Collective.
 
         Args:
-            config: of the passes over it.
+            config: of the passes over them.
             words: on rank 0, where they are stored.
         """
-        for data in datasets.build(config.data, config.run.seed):
-            if data is not None:
-                assert isinstance(data, TokenFiles), "the data is one token file"
-                self._run(config.data, data, words, progress)
+        for data in filter(None, datasets.build(config.data, config.run.seed)):
+            for part in data.parts:
+                assert isinstance(part, TokenFiles), "the data is a blend of token files"
+                self._run(config.data, part, words, progress)
 
     def _run(self, options: DataConfig, data: TokenFiles, words: TeacherWords, progress: Report) -> None:
         new = RowSet(

@@ -1167,6 +1167,18 @@ ROWS = [
         {"distillation.divergence": "forward"},
         ("distillation.teacher = scores:x",),
     ),
+    *(
+        Row(
+            f"words are stored for {option}",
+            DISTILLATION | {"distillation.teacher": "scores:x", option: ["tokens", "bare"]},
+            {option: fixed},
+            ("distillation.teacher = scores:x",),
+        )
+        for option, fixed in (
+            ("data.train", {"tokens": 1.0, "bare": 1.0}),
+            ("data.validation", {"one": "tokens", "two": "bare"}),
+        )
+    ),
     Row(
         "labels that may be wrong",
         DPO | {"preference.loss": "exo_pair"},

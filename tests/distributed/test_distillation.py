@@ -412,7 +412,7 @@ def test_positions_of_conversations_are_not_reset(models, tmp_path, capsys):
     with pytest.raises(SystemExit):
         score.main([f"hf:{models[1]}", "--data", chats, *options])
     said = capsys.readouterr().err
-    assert f"--reset_positions is not supported with --data {chats}: data.reset_positions = true requires text" in said
+    assert f"--data {chats} has no such rows: data.reset_positions = true requires text" in said
 
 
 def test_the_command_stores_words(words, models, prefix, tmp_path, capsys):
@@ -421,6 +421,26 @@ def test_the_command_stores_words(words, models, prefix, tmp_path, capsys):
     own, expected = stored(tmp_path / "x"), stored(words / "some")
     assert capsys.readouterr().out == f"{tmp_path / 'x'}: {len(own[0])} rows\n"
     np.testing.assert_allclose(own[1], expected[1], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_blend_with_a_held_out_fraction(packing, models, tmp_path):
+    """Its validation data is what is held out of all files, in their order."""
+    lengths = {"a": [9, 12, 10, 8, 14, 11, 9, 13], "b": [8, 9, 10, 11, 12, 13]}
+    one, two = (write_chats(tmp_path / name, own, seed) for seed, (name, own) in enumerate(lengths.items()))
+    output = tmp_path / "x"
+    options = ["--sequence_length", str(S), "--held_out", "0.3", "--top_k", "4"] + ["--packing"] * packing
+    assert score.main([f"hf:{models[1]}", "--data", one, two, "--output", str(output), *options]) == 0
+    tree = configuration(one, models, "forward", teacher=f"scores:{output}")
+    tree["distillation"]["temperature"] = 1.0
+    tree["data"] = {"sequence_length": S, "packing": packing, "validation": 0.3, "train": {one: 0.7, two: 0.3}}
+    config = from_dict(tree)
+    train, validation = open_data(config.data, config.run.seed)
+    attach_stored(config, train, validation)
+    assert train.has_top and validation is not None and validation.has_top
+    config.data.train = {two: 0.3, one: 0.7}
+    with pytest.raises(ConfigError, match=f"the rows of {two}, {one}: .* together as --data, in this order"):
+        attach_stored(config, *open_data(config.data, config.run.seed))
 
 
 def test_words_are_not_replaced_by_those_of_other_positions(words, models, prefix, tmp_path, capsys):

@@ -165,7 +165,6 @@ def _end_of_document_rule(option: str) -> Rule:
     )
 
 
-RESETS_POSITIONS = _end_of_document_rule("data.reset_positions")
 RULES: tuple[Rule, ...] = (
     Rule(
         "training data is given",
@@ -222,6 +221,6 @@ RULES: tuple[Rule, ...] = (
         message="has no effect, because data.train is text, which fills every row",
         legal="Set it to false, or prepare conversations with megalite prepare --chat.",
     ),
-    RESETS_POSITIONS,
+    _end_of_document_rule("data.reset_positions"),
     _end_of_document_rule("data.eod_mask_loss"),
 )
