@@ -72,7 +72,8 @@ class TeacherWords:
 
     Args:
         model: the name of the teacher.
-        weights: what identifies its weights (`huggingface.weights_identity`).
+        weights, architecture: what identifies it (`huggingface.weights_identity`); the latter is None in
+            older records.
         number: k.
         vocabulary: number of words of the teacher.
         sets: by `TokenFiles.rows`.
@@ -86,11 +87,12 @@ class TeacherWords:
         number: int,
         temperature: float,
         vocabulary: int,
+        architecture: dict[str, Any] | None = None,
         sets: dict[str, RowSet] | None = None,
     ):
         self.directory, self.model, self.weights = directory, model, weights
         self.number, self.temperature, self.vocabulary = number, temperature, vocabulary
-        self.sets = sets or {}
+        self.architecture, self.sets = architecture, sets or {}
 
     @staticmethod
     def of(directory: Path) -> TeacherWords:
@@ -114,7 +116,8 @@ class TeacherWords:
 
     def save(self) -> None:
         sets = {rows: asdict(each) for rows, each in self.sets.items()}
-        record = {"format": FORMAT, "model": self.model, **self.facts(), "sets": sets}
+        known = {"model": self.model, "architecture": self.architecture}
+        record = {"format": FORMAT, **known, **self.facts(), "sets": sets}
         replace_synced(self.directory / RECORD, json.dumps(record, indent=2) + "\n")
 
     def begin(self, rows: str, new: RowSet) -> int:

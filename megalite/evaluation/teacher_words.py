@@ -24,7 +24,7 @@ from megalite.data.stored_record import is_new
 from megalite.data.teacher_words import RECORD, RowSet, TeacherWords
 from megalite.evaluation.stored_passes import StoredPasses
 from megalite.generation.sources import ModelSource
-from megalite.huggingface.weights_identity import weights_identity
+from megalite.huggingface.weights_identity import architecture_of, changes, weights_identity
 from megalite.mesh.mesh import Mesh
 from megalite.model.forward_state import ForwardState
 from megalite.model.objective.losses import HeadLosses
@@ -176,7 +176,8 @@ def open_words(output: Path, model: str, number: int, temperature: float, vocabu
         raise ConfigError(
             f"--top_k {number} is more than the {vocabulary:,} words of {model}. Set it to at most that."
         )
-    new = TeacherWords(output, model, weights_identity(model), number, temperature, vocabulary)
+    weights, own = weights_identity(model), architecture_of(model)
+    new = TeacherWords(output, model, weights, number, temperature, vocabulary, own)
     if is_new(output, RECORD, "words"):
         return new
     known = TeacherWords.of(output)
@@ -184,5 +185,10 @@ def open_words(output: Path, model: str, number: int, temperature: float, vocabu
         raise ConfigError(
             f"--output {output} has words of {known.model} with another {different[0]}. Choose another "
             "directory."
+        )
+    if changed := changes(known.architecture, own):
+        raise ConfigError(
+            f"--output {output} has words of {known.model} with the same weights, but {changed}. Choose "
+            "another directory."
         )
     return known
