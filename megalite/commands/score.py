@@ -137,6 +137,8 @@ def check(options: argparse.Namespace) -> list[str]:
 
 def check_words(options: argparse.Namespace, config: Config) -> None:
     """Raise ConfigError for an option that does not fit --top_k."""
+    from megalite.config.rules.context import RuleContext
+    from megalite.config.sections.data import RULES as DATA_RULES
     from megalite.data.dataset import build
     from megalite.evaluation.stored_passes import pass_config
 
@@ -153,9 +155,19 @@ def check_words(options: argparse.Namespace, config: Config) -> None:
             f"--sequence_length {options.sequence_length} is more than the {longest:,} positions of "
             f"{options.model}. Set it to at most {longest}."
         )
-    rows = rows_of(options, config)
-    for prefix in options.data:
-        build(pass_config(config, prefix, rows).data, 0)
+    (files,) = passes_of(options)
+    data = pass_config(config, files, rows_of(options, config)).data
+    facts = RuleContext(data=data)
+    for rule in DATA_RULES:
+        if rule.broken(facts):
+            raise ConfigError(f"--data {' '.join(options.data)} has no such rows: {rule.describe(facts)}")
+    build(data, 0)
+
+
+def passes_of(options: argparse.Namespace) -> list[Any]:
+    """Return data.train of each pass: a file of preferences, or for words all files as a blend, whose
+    held-out parts are one text."""
+    return options.data if options.top_k is None else [dict.fromkeys(options.data, 1.0)]
 
 
 def rows_of(options: argparse.Namespace, config: Config) -> RowOptions:
@@ -174,6 +186,7 @@ def rows_of(options: argparse.Namespace, config: Config) -> RowOptions:
         options.packing,
         options.reset_positions,
         options.held_out,
+        options.allow_tokenizer_change,
     )
 
 
@@ -212,7 +225,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     precision = options.precision or ("bf16" if device.type == "cuda" else "fp32")
     config = for_inference(source.config, **model_axes(options), precision=precision)
     rows = rows_of(options, config)
-    configs = [pass_config(config, prefix, rows) for prefix in options.data]
+    configs = [pass_config(config, files, rows) for files in passes_of(options)]
     try:
         mesh = build.make_mesh(configs[0])
         with progress_of(options.json or mesh.rank > 0) as progress:

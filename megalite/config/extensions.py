@@ -162,6 +162,11 @@ def is_source(source: Any) -> bool:
     return isinstance(source, str) and source.partition(":")[0] in EXTENSIONS.sources
 
 
+def is_own_objective(name: str) -> bool:
+    """Return whether train.objective names an objective of the user: FILE:CLASS, or a registered name."""
+    return ".py:" in name or name in EXTENSIONS.objectives
+
+
 @lru_cache(maxsize=8)
 def source_of(source: str, sequence_length: int) -> DataSource:
     """Return the data source that data.train or data.validation names.

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,12 +50,21 @@ class SequenceScores:
 
     Args:
         model: the name of the model that they are of.
-        weights: what identifies its weights (`huggingface.weights_identity`).
+        weights, architecture: what identifies it (`huggingface.weights_identity`); the latter is None in
+            older records.
         files: by the content of the token file (`content_of`).
     """
 
-    def __init__(self, directory: Path, model: str, weights: str, files: dict[str, ScoredFile] | None = None):
+    def __init__(
+        self,
+        directory: Path,
+        model: str,
+        weights: str,
+        architecture: dict[str, Any] | None = None,
+        files: dict[str, ScoredFile] | None = None,
+    ):
         self.directory, self.model, self.weights, self.files = directory, model, weights, files or {}
+        self.architecture = architecture
 
     @staticmethod
     def of(directory: Path) -> SequenceScores:
@@ -69,12 +79,14 @@ class SequenceScores:
             if record["format"] != FORMAT:
                 raise ConfigError(f"{path} has format {record['format']}, which this version does not read.")
             files = {content: ScoredFile(**file) for content, file in record["files"].items()}
-            return SequenceScores(directory, record["model"], record["weights"], files)
+            known = (record["model"], record["weights"], record.get("architecture"))
+            return SequenceScores(directory, *known, files)
 
     def save(self) -> None:
         """Write the record."""
         files = {content: asdict(file) for content, file in self.files.items()}
-        record = {"format": FORMAT, "model": self.model, "weights": self.weights, "files": files}
+        known = {"model": self.model, "weights": self.weights, "architecture": self.architecture}
+        record = {"format": FORMAT, **known, "files": files}
         replace_synced(self.directory / RECORD, json.dumps(record, indent=2) + "\n")
 
     def path(self, content: str) -> Path:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.rule import show
 from megalite.data.dataset import Dataset, TokenFiles
 from megalite.data.stored_record import record_errors
-from megalite.system.files import replace_synced
+from megalite.system.files import replace_synced, reserve
 
 RECORD, FORMAT = "words.json", 1
 CHECKED = 64  # rows whose probabilities are checked when a run starts
@@ -71,7 +72,8 @@ class TeacherWords:
 
     Args:
         model: the name of the teacher.
-        weights: what identifies its weights (`huggingface.weights_identity`).
+        weights, architecture: what identifies it (`huggingface.weights_identity`); the latter is None in
+            older records.
         number: k.
         vocabulary: number of words of the teacher.
         sets: by `TokenFiles.rows`.
@@ -85,11 +87,12 @@ class TeacherWords:
         number: int,
         temperature: float,
         vocabulary: int,
+        architecture: dict[str, Any] | None = None,
         sets: dict[str, RowSet] | None = None,
     ):
         self.directory, self.model, self.weights = directory, model, weights
         self.number, self.temperature, self.vocabulary = number, temperature, vocabulary
-        self.sets = sets or {}
+        self.architecture, self.sets = architecture, sets or {}
 
     @staticmethod
     def of(directory: Path) -> TeacherWords:
@@ -113,7 +116,8 @@ class TeacherWords:
 
     def save(self) -> None:
         sets = {rows: asdict(each) for rows, each in self.sets.items()}
-        record = {"format": FORMAT, "model": self.model, **self.facts(), "sets": sets}
+        known = {"model": self.model, "architecture": self.architecture}
+        record = {"format": FORMAT, **known, **self.facts(), "sets": sets}
         replace_synced(self.directory / RECORD, json.dumps(record, indent=2) + "\n")
 
     def begin(self, rows: str, new: RowSet) -> int:
@@ -121,18 +125,51 @@ class TeacherWords:
 
         Returns:
             the number of rows that are done.
+
+        Raises:
+            ConfigError: they are there with the other `reset_positions`, or there is no room for them.
         """
         known = self.sets.get(rows, new)
-        if not self._whole(rows, new) or known.reset_positions != new.reset_positions:
+        if not self._whole(rows, new):
             known = new
-            for array, kind in ARRAYS.items():
-                empty = self.directory / f"{rows}.{array}.partial"
-                with open(empty, "wb") as file:
-                    file.truncate(self._bytes(array, kind, new))
-                os.replace(empty, self.directory / f"{rows}.{array}")
+            self._reserve(rows, new)
+        elif known.reset_positions != new.reset_positions:
+            way_out = "Leave out" if new.reset_positions else "Pass"
+            raise ConfigError(
+                f"--output {self.directory} has words of {known.name} with --reset_positions = "
+                f"{show(known.reset_positions)}, and they would be replaced by those with "
+                f"{show(new.reset_positions)}. {way_out} --reset_positions, or choose another directory."
+            )
         self.sets[rows] = replace(known, name=new.name)
         self.save()
         return known.done
+
+    def _reserve(self, rows: str, new: RowSet) -> None:
+        """Create the files of rows, with their space on the disk.
+
+        A disk that is full later would end the process with a bus error, as the files are written through
+        maps.
+        """
+        sizes = {
+            self.directory / f"{rows}.{array}": self._bytes(array, ARRAYS[array], new) for array in ARRAYS
+        }
+        for path in sizes:
+            path.unlink(missing_ok=True)
+        try:
+            for path, size in sizes.items():
+                with open(path.with_name(f"{path.name}.partial"), "wb") as file:
+                    reserve(file.fileno(), size)
+        except OSError as error:
+            for path in sizes:
+                path.with_name(f"{path.name}.partial").unlink(missing_ok=True)
+            free = shutil.disk_usage(self.directory).free
+            raise ConfigError(
+                f"--output {self.directory} has no room for the words of {new.name}, which take "
+                f"{sum(sizes.values()):,} bytes: {free:,} are free ({error.strerror}). Free some space, "
+                "choose a directory on a larger disk, or set --top_k to less."
+            ) from None
+        for path in sizes:
+            os.replace(path.with_name(f"{path.name}.partial"), path)
 
     def arrays(self, rows: str, mode: Literal["r", "r+"] = "r+") -> TopRow:
         """Return maps of the files of rows: [rows, seq, k], [rows, seq, k], [rows, seq]."""
@@ -147,7 +184,7 @@ class TeacherWords:
         """Return the complete words of a dataset.
 
         Args:
-            reset_positions: that of the run. Conversations do not depend on it.
+            reset_positions: that of the run.
 
         Raises:
             ConfigError: they are of other rows, end early, or are damaged.
@@ -158,9 +195,9 @@ class TeacherWords:
             raise ConfigError(
                 f"{option} has no words for the rows of {data.names}: it has those of {others or 'no data'}. "
                 "Tokens, data.sequence_length, data.packing and what is held out must be the same. Run "
-                "`megalite score --top_k` with these."
+                "`megalite score --top_k` with these, and with these files together as --data, in this order."
             )
-        if known.reset_positions != reset_positions and not data.chat:
+        if known.reset_positions != reset_positions:
             raise ConfigError(
                 f"{option} has words of {data.names} with data.reset_positions = {known.reset_positions}. "
                 "Set it so, or score the data again."

@@ -34,7 +34,7 @@ from megalite.data.tokenizer.comparison import Tokenized, compare
 from megalite.data.tokenizer.identity import of_token_file
 from megalite.evaluation.stored_passes import StoredPasses
 from megalite.generation.sources import ALLOW, ModelSource
-from megalite.huggingface.weights_identity import weights_identity
+from megalite.huggingface.weights_identity import architecture_of, changes, weights_identity
 from megalite.mesh.mesh import Mesh
 from megalite.objectives.simpo import SimPO
 from megalite.parallel.collectives import all_reduce
@@ -158,13 +158,18 @@ def open_scores(output: Path, model: str) -> SequenceScores:
     Raises:
         ConfigError: the directory has those of another model, or other files.
     """
-    weights = weights_identity(model)
+    weights, own = weights_identity(model), architecture_of(model)
     if is_new(output, RECORD, "scores"):
-        return SequenceScores(output, model, weights)
+        return SequenceScores(output, model, weights, own)
     scores = SequenceScores.of(output)
     if scores.weights != weights:
         raise ConfigError(
             f"--output {output} has scores of {scores.model}, whose weights differ from those of {model}. "
             "Choose another directory."
+        )
+    if changed := changes(scores.architecture, own):
+        raise ConfigError(
+            f"--output {output} has scores of {scores.model} with the same weights, but {changed}. Choose "
+            "another directory."
         )
     return scores

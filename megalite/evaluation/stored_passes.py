@@ -38,13 +38,15 @@ class RowOptions:
     packing: bool = False
     reset_positions: bool = False
     held_out: float = 0.0
+    allow_tokenizer_change: bool = False
 
 
-def pass_config(config: Config, prefix: str, rows: RowOptions) -> Config:
-    """Return the configuration of forward passes over the rows of a token file.
+def pass_config(config: Config, files: str | dict[str, float], rows: RowOptions) -> Config:
+    """Return the configuration of forward passes over the rows of token files.
 
     Args:
         config: of forward passes of the model (`generation.sources.for_inference`).
+        files: a token file, or those of a blend.
     """
     train = replace(
         config.train,
@@ -53,12 +55,13 @@ def pass_config(config: Config, prefix: str, rows: RowOptions) -> Config:
         rampup_batch_size=None,
     )
     data = DataConfig(
-        train=prefix,
+        train=files,
         validation=rows.held_out or None,
         sequence_length=rows.sequence_length,
         shuffle=False,
         packing=rows.packing,
         reset_positions=rows.reset_positions,
+        allow_tokenizer_change=rows.allow_tokenizer_change,
     )
     return replace(config, parallel=replace(config.parallel, dp=rows.dp), train=train, data=data)
 

@@ -24,7 +24,7 @@ from megalite.data.stored_record import is_new
 from megalite.data.teacher_words import RECORD, RowSet, TeacherWords
 from megalite.evaluation.stored_passes import StoredPasses
 from megalite.generation.sources import ModelSource
-from megalite.huggingface.weights_identity import weights_identity
+from megalite.huggingface.weights_identity import architecture_of, changes, weights_identity
 from megalite.mesh.mesh import Mesh
 from megalite.model.forward_state import ForwardState
 from megalite.model.objective.losses import HeadLosses
@@ -110,16 +110,16 @@ class WordScorer(StoredPasses):
                 stage.sequence_losses = TopWordsOf(stage.head, number, temperature)
 
     def run(self, config: Config, words: TeacherWords, progress: Report) -> None:
-        """Score the rest of the rows of a token file, and of what is held out of it. Collective.
+        """Score the rest of the rows of each token file, and of what is held out of all. Collective.
 
         Args:
-            config: of the passes over it.
+            config: of the passes over them.
             words: on rank 0, where they are stored.
         """
-        for data in datasets.build(config.data, config.run.seed):
-            if data is not None:
-                assert isinstance(data, TokenFiles), "the data is one token file"
-                self._run(config.data, data, words, progress)
+        for data in filter(None, datasets.build(config.data, config.run.seed)):
+            for part in data.parts:
+                assert isinstance(part, TokenFiles), "the data is a blend of token files"
+                self._run(config.data, part, words, progress)
 
     def _run(self, options: DataConfig, data: TokenFiles, words: TeacherWords, progress: Report) -> None:
         new = RowSet(
@@ -176,7 +176,8 @@ def open_words(output: Path, model: str, number: int, temperature: float, vocabu
         raise ConfigError(
             f"--top_k {number} is more than the {vocabulary:,} words of {model}. Set it to at most that."
         )
-    new = TeacherWords(output, model, weights_identity(model), number, temperature, vocabulary)
+    weights, own = weights_identity(model), architecture_of(model)
+    new = TeacherWords(output, model, weights, number, temperature, vocabulary, own)
     if is_new(output, RECORD, "words"):
         return new
     known = TeacherWords.of(output)
@@ -184,5 +185,10 @@ def open_words(output: Path, model: str, number: int, temperature: float, vocabu
         raise ConfigError(
             f"--output {output} has words of {known.model} with another {different[0]}. Choose another "
             "directory."
+        )
+    if changed := changes(known.architecture, own):
+        raise ConfigError(
+            f"--output {output} has words of {known.model} with the same weights, but {changed}. Choose "
+            "another directory."
         )
     return known

@@ -157,7 +157,8 @@ def for_inference(
     """Return the configuration of the same model for forward passes only, on its own layout.
 
     It is independent of the training layout, computes in one precision, attends to selected rows also after
-    a warm-up of indexers, and has no modules of multi-token prediction, which only training uses.
+    a warm-up of indexers, and has no modules of multi-token prediction, which only training uses. A loss of
+    it is minus the log-probability of the target.
 
     cp ranks gather keys and values: the key-value cache needs them whole in any case.
 
@@ -179,6 +180,8 @@ def for_inference(
         fp8="none",
         indexer="sparse",
         objective="cross_entropy",
+        label_smoothing=0.0,
+        z_loss=0.0,
     )
     train.precision = precision  # type: ignore[assignment]
     saving = replace(config.checkpoint, async_save=False)

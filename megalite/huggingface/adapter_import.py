@@ -30,7 +30,9 @@ from megalite.huggingface.convert import head_of, places_of
 from megalite.huggingface.files import ConversionError, TensorFiles
 from megalite.huggingface.merging import adapted, parts_of
 from megalite.huggingface.peft_modules import EMBEDDING, AdaptedModule, FusedExperts, modules_of, saved_keys
+from megalite.huggingface.tensor_places import TensorPlace
 from megalite.model.adapter_parameters import MAGNITUDE, A, name_of
+from megalite.model.spec_builder import REWARD
 from megalite.parallel.quantized.layout import BaseForm
 from megalite.parallel.spec import Rectangle
 
@@ -47,6 +49,9 @@ Others, such as pissa and olora, change the weights that the adapter is applied 
 """
 
 
+REWARD_HEAD = f"{REWARD}.weight"
+
+
 def starting_weights(config: Config) -> Read:
     """Return a function that fills a rank's rectangles from hf:DIR or an adapter.
 
@@ -61,8 +66,32 @@ def starting_weights(config: Config) -> Read:
     return base
 
 
+def has_reward_head(config: Config) -> bool:
+    """Return whether the adapter of lora.init_from has the head of a reward model, as that of one has.
+
+    Raises:
+        ConversionError: it cannot be read.
+    """
+    tensors, start = TensorFiles(Path(config.lora.init_from or ""), ADAPTER), _start(config)
+    return REWARD_HEAD in _saved_in(tensors, config, places_of(config.model, start))
+
+
+def _start(config: Config) -> Path:
+    return Path(config.model.initial_weights or "")
+
+
+def _saved_in(tensors: TensorFiles, config: Config, places: dict[str, TensorPlace]) -> dict[str, list[str]]:
+    """Return `saved_keys` of a run, without the head of a reward model if the adapter does not have it."""
+    saved = saved_keys(config.model, config.lora, places, head_of(config.model, _start(config)))
+    return {
+        name: keys
+        for name, keys in saved.items()
+        if name != REWARD_HEAD or all(key in tensors for key in keys)
+    }
+
+
 def _fill(config: Config, base: Read | None, rectangles: Sequence[Rectangle]) -> None:
-    start = Path(config.model.initial_weights or "")
+    start = _start(config)
     if base is None:
         manifest = checkpoint.manifest_of(start)
         if config.checkpoint.verify == "full":
@@ -104,7 +133,7 @@ class PeftAdapter:
         self.tensors = TensorFiles(self.directory, ADAPTER)
         self.places, self.roles = places_of(config.model, start), adapted(config.model, config.lora)
         self.modules = modules_of(self.places, self.roles)
-        self.saved = saved_keys(config.model, config.lora, self.places, head_of(config.model, start))
+        self.saved = _saved_in(self.tensors, config, self.places)
         self.tied = config.model.tied_head
         self._where = {
             name_of(weight, part): (module, weight, part)

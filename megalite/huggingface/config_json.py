@@ -15,7 +15,7 @@ from megalite.families.model_config import Family, families, from_hf_config
 from megalite.families.module_names import FAMILY_NAMES
 from megalite.families.query_scale import query_scale_entries
 
-_TRAINING_ONLY = (
+TRAINING_ONLY = (
     *("embedding_dropout", "attention_dropout", "residual_dropout"),
     *("router_aux_loss_coef", "router_z_loss_coef", "expert_capacity_factor", "mtp_layers"),
     "index_loss_coef",
@@ -76,7 +76,7 @@ def misfit(model: ModelConfig, row: Family) -> str | None:
         return str(error).removeprefix("config.json: ").rstrip(".")
     actual, expected = meaning(model), meaning(again)
     for name, value in actual.items():
-        if not _equal(value, expected[name]) and (name not in _TRAINING_ONLY or name in mapped):
+        if not _equal(value, expected[name]) and (name not in TRAINING_ONLY or name in mapped):
             return f"model.{name} = {value!r} where {row.model_type} has {expected[name]!r}"
     return None
 
@@ -388,5 +388,5 @@ def without_training_options(model: ModelConfig) -> ModelConfig:
     """Return the model without dropout, losses besides cross-entropy, limits on the tokens of experts, and
     biases of routers that steps move: its training then follows from its logits."""
     neutral = ModelConfig()
-    values = {name: getattr(neutral, name) for name in _TRAINING_ONLY}
+    values = {name: getattr(neutral, name) for name in TRAINING_ONLY}
     return replace(model, router_balance="global", **values)

@@ -1,23 +1,34 @@
-"""What identifies the weights of a model, so that what one has computed is not taken for another's."""
+"""What identifies the weights of a model and its architecture, so that what one has computed is not taken for
+another's."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalite.checkpoint import find, manifest_of
 from megalite.checkpoint.manifest import WEIGHT
+from megalite.config.load import from_dict
+from megalite.config.rule import show
+from megalite.config.sections.model import ModelConfig
+from megalite.families.model_config import hf_shape
+from megalite.huggingface.config_json import TRAINING_ONLY, meaning
 from megalite.huggingface.convert import HF
 from megalite.huggingface.files import TensorFiles
 
 PIECES, PIECE = 4, 1 << 12
 """Of a tensor of a Hugging Face model, which has no checksums: number of pieces that are read, spread over
 it, and their bytes."""
+
+WITHOUT_EFFECT = (*TRAINING_ONLY, "router_bias_rate", "initializer_range", "max_position_embeddings")
+"""Fields of a model that do not change what it computes for the tokens of a row."""
 
 
 def weights_identity(name: str) -> str:
@@ -42,6 +53,46 @@ def weights_identity(name: str) -> str:
         chunks = ((*each["offsets"], *each["sizes"], each["crc32c"]) for each in stored.pop("chunks"))
         hasher.update(json.dumps([tensor, stored, sorted(chunks)]).encode())
     return hasher.hexdigest()
+
+
+def architecture(model: ModelConfig) -> dict[str, Any]:
+    """Return the options that determine what weights compute, if they are not the default, as JSON reads
+    them. Those that have one derived from others have its value."""
+    default, values = ModelConfig(), meaning(model)
+    known = {
+        name: value
+        for name, value in values.items()
+        if name not in WITHOUT_EFFECT and value != getattr(default, name)
+    }
+    content: dict[str, Any] = json.loads(json.dumps(known))
+    return content
+
+
+def architecture_of(name: str) -> dict[str, Any]:
+    """Return the `architecture` of what `weights_identity` takes.
+
+    Raises:
+        CheckpointError, ConfigError: it cannot be read.
+    """
+    if name.startswith(HF):
+        return architecture(ModelConfig(**hf_shape(name.removeprefix(HF))))
+    return architecture(from_dict(manifest_of(find(Path(name))).state["config"]).model)
+
+
+def changes(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
+    """Describe the difference of two architectures; empty if there is none, or if the first is not known."""
+    if before is None:
+        return ""
+    default = ModelConfig()
+    was, is_now = (
+        {name: each.get(name, getattr(default, name)) for name in sorted({*before, *now})}
+        for each in (before, now)
+    )
+    return ", ".join(
+        f"model.{name} was {show(value)}, is {show(is_now[name])}"
+        for name, value in was.items()
+        if value != is_now[name]
+    )
 
 
 def _add(tensor: Tensor, hasher: blake2b) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,6 +48,20 @@ def replace_synced(path: Path, text: str) -> None:
     temporary = path.with_name(f"{path.name}.partial")
     write_synced(temporary, text)
     os.replace(temporary, path)
+
+
+def reserve(file: int, size: int) -> None:
+    """Extend an empty file to a size, with its space on the disk if the file system can reserve it.
+
+    Raises:
+        OSError: there is not so much room.
+    """
+    try:
+        os.posix_fallocate(file, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        os.truncate(file, size)
 
 
 def os_error_text(error: OSError, path: Path | None = None) -> str:

@@ -171,13 +171,12 @@ def load_weights(trainer: Trainer, source: str) -> None:
     from megalite.checkpoint.finite import nonfinite, reject
 
     trainer.mesh.activity.enter(LOADING)
+    config = replace(trainer.config, model=replace(trainer.config.model, init_from=source))
     statistics, known = trainer.parts.statistics, None
     if source.startswith("hf:") or trainer.config.lora.init_from is not None:
         from megalite.huggingface.adapter_import import starting_weights  # imported only where it is needed
 
-        read = starting_weights(
-            replace(trainer.config, model=replace(trainer.config.model, init_from=source))
-        )
+        read = starting_weights(config)
     else:
         from megalite.checkpoint.resized_embeddings import of_checkpoint
         from megalite.training.resume_checks import without_adapters
@@ -191,8 +190,9 @@ def load_weights(trainer: Trainer, source: str) -> None:
     drawn = [ADAPTER] if trainer.config.lora.rank and trainer.config.lora.init_from is None else []
     if trainer.config.train.indexer == "warmup" and not any(f".{INDEXER}." in name for name in known or ()):
         drawn.append(INDEXER)  # a dense model, which is given indexers
-    if trainer.config.model.output_head == "reward" and not _has_reward_head(trainer.config, source, known):
-        drawn.append(REWARD)
+    if config.model.output_head == "reward":
+        with raise_on_all_ranks(trainer.mesh, CheckpointError):
+            drawn += [] if _has_reward_head(config, source, known) else [REWARD]
     if drawn:
         trainer.store.draw(trainer.config.run.seed, _threads(), drawn)
     started = perf_counter()
@@ -232,13 +232,19 @@ def _has_reward_head(config: Config, source: str, known: Collection[str] | None)
     """Return whether the head of a reward model is among initial weights.
 
     Args:
+        config: whose model starts from `source`.
         known: the tensors of a checkpoint; None: `source` is a Hugging Face directory, or the run starts
-            from an adapter.
+            from an adapter, which has the head if it is one of a reward model.
     """
+    if known is None and config.lora.init_from is not None:
+        from megalite.huggingface.adapter_import import has_reward_head
+
+        if has_reward_head(config):
+            return True
+        if not source.startswith("hf:"):
+            known = checkpoint.manifest_of(Path(source)).tensors
     if known is not None:
         return f"{WEIGHT}score.weight" in known
-    if config.lora.init_from is not None:
-        return True  # adapters of reward models have it
     from megalite.families.model_config import hf_shape
 
     return hf_shape(source.removeprefix("hf:")).get("output_head") == "reward"

@@ -80,7 +80,7 @@ def stored_scores(config: Config) -> SequenceScores | None:
             f"{option}, but training starts from {'random weights' if start is None else 'an adapter'}. "
             f"Start from that model (model.init_from), {accept}."
         )
-    from megalite.huggingface.weights_identity import weights_identity
+    from megalite.huggingface.weights_identity import architecture, changes, weights_identity
 
     try:
         weights = weights_identity(start)
@@ -94,6 +94,11 @@ def stored_scores(config: Config) -> SequenceScores | None:
         raise ConfigError(
             f"{option}, whose weights differ from those of model.init_from = {start}, from which training "
             f"starts. Score the data with the latter, {accept}."
+        )
+    if changed := changes(scores.architecture, architecture(config.model)):
+        raise ConfigError(
+            f"{option}, whose weights this run starts from, but {changed}. Set it as it was, score the data "
+            f"with a checkpoint of a model that has it as it is, {accept}."
         )
     return scores
 

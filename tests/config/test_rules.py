@@ -1107,6 +1107,12 @@ ROWS = [
         ("which reads log-probabilities",),
     ),
     Row(
+        "rewards have no likelihoods",
+        REWARD | {"train.objective": "own.py:Own", "preference.nll_weight": 0.1},
+        {"preference.nll_weight": None},
+        ("train.objective = own.py:Own",),
+    ),
+    Row(
         "a reward model has no head of tokens to save",
         REWARD | {"lora.rank": 4, "lora.modules_to_save": ["head", "norms"]},
         {"lora.modules_to_save": ["norms"]},
@@ -1160,6 +1166,18 @@ ROWS = [
         DISTILLATION | {"distillation.teacher": "scores:x", "distillation.divergence": "reverse"},
         {"distillation.divergence": "forward"},
         ("distillation.teacher = scores:x",),
+    ),
+    *(
+        Row(
+            f"words are stored for {option}",
+            DISTILLATION | {"distillation.teacher": "scores:x", option: ["tokens", "bare"]},
+            {option: fixed},
+            ("distillation.teacher = scores:x",),
+        )
+        for option, fixed in (
+            ("data.train", {"tokens": 1.0, "bare": 1.0}),
+            ("data.validation", {"one": "tokens", "two": "bare"}),
+        )
     ),
     Row(
         "labels that may be wrong",
@@ -1648,7 +1666,7 @@ ROWS = [
 @pytest.fixture(autouse=True)
 def token_files(tmp_path, monkeypatch):
     """tokens: 257 tokens and an EOS; chat: conversations; other: another vocabulary; bare: by a tool that says nothing;
-    pairs, labelled: preferences. Triton compiles."""
+    pairs, labelled: preferences. Own is an objective of rewards. Triton compiles."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for prefix in ("tokens", "chat", "other", "bare", "pairs", "other pairs", "labelled"):
@@ -1662,6 +1680,7 @@ def token_files(tmp_path, monkeypatch):
         about = {"vocab_size": 257, "eos": 256, "chat": {}, "preference": prefix.removeprefix("other ")}
         (tmp_path / f"{prefix}.json").write_text(json.dumps(about))
     (tmp_path / "other.json").write_text(json.dumps({"vocab_size": 300, "eos": 0}))
+    (tmp_path / "own.py").write_text("from megalite.objectives.reward import Reward\n\n\nclass Own(Reward): pass\n")
 
 
 def configure(options: dict[str, Any]) -> Config:

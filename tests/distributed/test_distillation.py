@@ -3,7 +3,9 @@ process."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from math import prod
 from pathlib import Path
@@ -22,6 +24,7 @@ from megalite.commands import score
 from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict
 from megalite.data.dataset import build as open_data
+from megalite.data.preparation.writer import IndexedWriter
 from megalite.data.teacher_words import TeacherWords
 from megalite.families.model_config import hf_shape
 from megalite.parallel.microbatch import IGNORE_INDEX
@@ -390,12 +393,96 @@ def test_bad_options_of_the_command(options, said, models, prefix, tmp_path, cap
     assert said in capsys.readouterr().err
 
 
+def write_chats(prefix: Path, lengths: list[int], seed: int = 0) -> str:
+    """Random conversations with EOS in the middle and at the end; returns PREFIX."""
+    random = np.random.default_rng(seed)
+    with IndexedWriter(prefix, VOCAB, masked=True) as writer:
+        for length in lengths:
+            tokens = random.integers(1, VOCAB, length)
+            tokens[[length // 2, -1]] = EOS
+            writer.add(tokens, [length], np.repeat(np.uint8([0, 1]), [2, length - 2]))
+        writer.finish({"vocab_size": VOCAB, "eos": EOS, "chat": {}})
+    return str(prefix)
+
+
+def test_positions_of_conversations_are_not_reset(models, tmp_path, capsys):
+    """The command rejects it as a run does, with the words of data.reset_positions."""
+    chats = write_chats(tmp_path / "chats", [9, 12])
+    options = ["--output", str(tmp_path / "x"), "--sequence_length", str(S), "--top_k", "4", "--reset_positions"]
+    with pytest.raises(SystemExit):
+        score.main([f"hf:{models[1]}", "--data", chats, *options])
+    said = capsys.readouterr().err
+    assert f"--data {chats} has no such rows: data.reset_positions = true requires text" in said
+
+
 def test_the_command_stores_words(words, models, prefix, tmp_path, capsys):
     options = ["--sequence_length", str(S), "--held_out", "0.3", "--precision", "fp32", "--top_k", "4"]
     assert score.main([f"hf:{models[1]}", "--data", prefix, "--output", str(tmp_path / "x"), *options]) == 0
     own, expected = stored(tmp_path / "x"), stored(words / "some")
     assert capsys.readouterr().out == f"{tmp_path / 'x'}: {len(own[0])} rows\n"
     np.testing.assert_allclose(own[1], expected[1], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_blend_with_a_held_out_fraction(packing, models, tmp_path):
+    """Its validation data is what is held out of all files, in their order."""
+    lengths = {"a": [9, 12, 10, 8, 14, 11, 9, 13], "b": [8, 9, 10, 11, 12, 13]}
+    one, two = (write_chats(tmp_path / name, own, seed) for seed, (name, own) in enumerate(lengths.items()))
+    output = tmp_path / "x"
+    options = ["--sequence_length", str(S), "--held_out", "0.3", "--top_k", "4"] + ["--packing"] * packing
+    assert score.main([f"hf:{models[1]}", "--data", one, two, "--output", str(output), *options]) == 0
+    tree = configuration(one, models, "forward", teacher=f"scores:{output}")
+    tree["distillation"]["temperature"] = 1.0
+    tree["data"] = {"sequence_length": S, "packing": packing, "validation": 0.3, "train": {one: 0.7, two: 0.3}}
+    config = from_dict(tree)
+    train, validation = open_data(config.data, config.run.seed)
+    attach_stored(config, train, validation)
+    assert train.has_top and validation is not None and validation.has_top
+    config.data.train = {two: 0.3, one: 0.7}
+    with pytest.raises(ConfigError, match=f"the rows of {two}, {one}: .* together as --data, in this order"):
+        attach_stored(config, *open_data(config.data, config.run.seed))
+
+
+def test_words_are_not_replaced_by_those_of_other_positions(words, models, prefix, tmp_path, capsys):
+    shutil.copytree(words / "some", output := tmp_path / "x")
+    options = ["--sequence_length", str(S), "--held_out", "0.3", "--precision", "fp32", "--top_k", "4"]
+    with pytest.raises(SystemExit):
+        score.main([f"hf:{models[1]}", "--data", prefix, "--output", str(output), *options, "--reset_positions"])
+    said = capsys.readouterr().err
+    assert f"--output {output} has words of {prefix} with --reset_positions = false, and they would be" in said
+    assert "Leave out --reset_positions, or choose another directory" in said
+    for file in (words / "some").iterdir():
+        assert (output / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+@pytest.mark.parametrize("files", [2, 0])
+def test_without_room_for_words_nothing_is_stored(files, models, prefix, tmp_path, monkeypatch, capsys):
+    """The disk is full after some of the files."""
+    reserve, left = os.posix_fallocate, iter(range(files))
+
+    def full(*arguments: int) -> None:
+        if next(left, None) is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        reserve(*arguments)
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    output, options = tmp_path / "x", ["--sequence_length", str(S), "--precision", "fp32", "--top_k", "4"]
+    with pytest.raises(SystemExit):
+        score.main([f"hf:{models[1]}", "--data", prefix, "--output", str(output), *options])
+    said = capsys.readouterr().err
+    assert f"{output} has no room for the words of {prefix}, which take 23,680 bytes:" in said
+    assert list(output.iterdir()) == []
+
+
+def test_words_are_stored_where_room_cannot_be_reserved(words, models, prefix, tmp_path, monkeypatch):
+    def unsupported(*arguments: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "posix_fallocate", unsupported)
+    output = str(tmp_path / "x")
+    jobs_distillation.score_words(RankContext(0, 1), models[1], prefix, output, {}, 4, 1.0, S)
+    for own, expected in zip(stored(tmp_path / "x"), stored(words / "some"), strict=True):
+        np.testing.assert_array_equal(own, expected)
 
 
 BAD: dict[str, tuple[dict[str, Any], int, str]] = {

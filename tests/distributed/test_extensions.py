@@ -114,6 +114,22 @@ def test_a_configuration_names_what_a_file_registers(file, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "option, value", [("beta", 0.2), ("nll_weight", 0.1), ("gamma", 0.1), ("desirable_weight", 0.5)]
+)
+def test_a_registered_objective_may_read_every_option(option, value, file, tmp_path):
+    data = write_preferences(tmp_path / "x", [(2, 3, 4)])
+    load_extensions([str(file)])
+    for objective in ("squared_hinge", f"{file}:SquaredHingeOfMeans"):
+        check(from_dict(configuration(file, data, objective) | {"preference": {option: value}}), 1)
+
+
+def test_a_source_has_no_preferences(file):
+    load_extensions([str(file)])
+    with pytest.raises(ConfigError, match=r"squared_hinge needs other data than counting:61.*Use token files of"):
+        check(from_dict(configuration(file, f"counting:{VOCAB}", "squared_hinge")), 1)
+
+
+@pytest.mark.parametrize(
     "attributes, said",
     [
         ("data, reads = 'labelled', 'rewards'", "reads rewards, which only pairs without"),

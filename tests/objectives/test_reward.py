@@ -25,9 +25,11 @@ PAD = VOCAB - 1
 ADAPTERS = {"rank": 4, "alpha": 16.0}
 
 
-def train_here(model: Path, prefix: str, place: Path, lora: dict[str, Any]) -> list[StepResult]:
+def train_here(
+    model: Path, prefix: str, place: Path, lora: dict[str, Any], start: str | None = None
+) -> list[StepResult]:
     """Train a step more than TRL. Export the weights before, and after its steps."""
-    shape = {"from_hf": str(model), "init_from": f"hf:{model}", "output_head": "reward"}
+    shape = {"from_hf": str(model), "init_from": start or f"hf:{model}", "output_head": "reward"}
     config = from_dict(
         {
             "run": {"dir": str(place), "name": "run"},
@@ -134,6 +136,32 @@ def test_an_exported_reward_model_is_read_again(model, prefix, tmp_path, capsys)
     next_run = train_here(after, prefix, tmp_path / "next", {})
     theirs = rewards(classifier(after, after, False), documents_of(prefix))
     assert next_run[0].of_model["rewards/chosen"] == pytest.approx(theirs[0::2].mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_an_adapter_of_a_language_model_is_a_start(imported, model, prefix, tmp_path):
+    """With the head that a start without it draws."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    options = LoraConfig(
+        r=4, lora_alpha=16, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    get_peft_model(AutoModelForCausalLM.from_pretrained(model), options).save_pretrained(tmp_path / "adapter")
+    start = str(tmp_path / "imported") if imported else None
+    if imported:
+        assert convert_hf.main(["import", str(model), str(start)]) == 0
+    for place in ("alone", "adapted"):
+        lora = ADAPTERS | ({"init_from": str(tmp_path / "adapter")} if place == "adapted" else {})
+        train_here(model, prefix, tmp_path / place, lora, start)
+    drawn, expected, adapter = (
+        load_file(tmp_path / place / "adapter_model.safetensors")
+        for place in ("adapted/before", "alone/before", "adapter")
+    )
+    head = "base_model.model.score.weight"
+    assert drawn.keys() == {*adapter, head} and torch.equal(drawn[head], expected[head])
+    for name, value in adapter.items():
+        torch.testing.assert_close(drawn[name], value, rtol=0, atol=0, msg=name)
 
 
 def test_families_with_classifiers():

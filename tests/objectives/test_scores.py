@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from megalite.assembly.parts import make_mesh
 from megalite.commands import score
 from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict, to_dict
@@ -23,6 +24,7 @@ from megalite.data.sequence_scores import SequenceScores, attach_scores
 from megalite.objectives.find import objective_of
 from megalite.training.reference import attach_stored
 from megalite.training.resume_checks import check_resume
+from megalite.training.trainer import Trainer
 from tests.objectives.conftest import LENGTHS, documents_of
 from tests.support.jobs_objectives import score_preferences, train_and_validate
 from tests.support.pool import RankContext
@@ -63,6 +65,18 @@ def test_the_command_scores_as_transformers_does(expected, model, prefix, tmp_pa
     for _ in range(2):  # the second one finds that all is done
         assert score.main(words) == 0
         assert capsys.readouterr().out == f"{tmp_path / 'x'}: 12 completions\n"
+    np.testing.assert_allclose(stored(tmp_path / "x", prefix), expected, rtol=0, atol=1e-5)
+
+
+def test_scores_have_no_other_terms_of_the_training_loss(expected, model, prefix, tmp_path):
+    """Of a checkpoint whose run had them."""
+    tree = configuration(model, prefix, tmp_path)
+    tree["train"] |= {"objective": "cross_entropy", "z_loss": 0.01, "label_smoothing": 0.1}
+    config = from_dict(tree)
+    trainer = Trainer(config, make_mesh(config))
+    directory = str(trainer.save())
+    trainer.close()
+    assert score.main([directory, "--data", prefix, "--output", str(tmp_path / "x"), "--precision", "fp32"]) == 0
     np.testing.assert_allclose(stored(tmp_path / "x", prefix), expected, rtol=0, atol=1e-5)
 
 
@@ -188,6 +202,7 @@ def test_other_scores_are_rejected(scores, model, prefix, tmp_path):
     other = write_preferences(tmp_path / "other", LENGTHS, seed=1)
     assert f"has no scores of {other}, as it is now: it has those of {prefix}" in message(scores, other)
     assert "training starts from random weights" in message(scores, init_from=None)
+    assert "but model.rope_theta was 10000.0, is 500000.0. Set it as it was" in message(scores, rope_theta=5e5)
     theirs = tmp_path / "theirs"
     shutil.copytree(scores, theirs)
     record = json.loads((theirs / "scores.json").read_text())
@@ -214,6 +229,13 @@ def test_other_scores_are_rejected(scores, model, prefix, tmp_path):
     assert "is not a record of scores" in message(theirs)
     assert "cannot be read: No such file or directory. Make it with" in message(tmp_path / "none")
     assert "cannot be compared with those of model.init_from" in message(scores, init_from=f"hf:{tmp_path}")
+
+
+def test_options_without_an_effect_on_scores_may_differ(scores, model, prefix, tmp_path):
+    tree = configuration(model, prefix, tmp_path, preference={"reference": f"scores:{scores}"})
+    tree["model"] |= {"max_position_embeddings": 64, "residual_dropout": 0.1, "initializer_range": 0.5, "head_dim": 8}
+    config = from_dict(tree)
+    attach_stored(config, *build(config.data, 0))
 
 
 def test_options_of_a_teacher_are_rejected_without_one(model, prefix, tmp_path, capsys):
@@ -245,6 +267,12 @@ def test_the_command_rejects_what_it_cannot_score(scores, model, prefix, tmp_pat
     weights["model.norm.weight"].fill_(1e30)
     save_file(weights, broken / "model.safetensors", {"format": "pt"})
     assert "whose weights differ from those of" in message(source=broken, output=scores)
+    shutil.copytree(model, other := tmp_path / "another base")
+    shape = json.loads((other / "config.json").read_text())
+    shape["rope_parameters"]["rope_theta"] = 5e5
+    (other / "config.json").write_text(json.dumps(shape))
+    said = message(source=other, output=scores)
+    assert "with the same weights, but model.rope_theta was 10000.0, is 500000.0. Choose" in said
     weights["lm_head.weight"].mul_(1e30)
     save_file(weights, broken / "model.safetensors", {"format": "pt"})
     assert "has the log-probability nan with --precision fp32" in message(source=broken)

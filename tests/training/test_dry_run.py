@@ -115,6 +115,12 @@ def test_a_disagreement_is_one_message(say, monkeypatch, capsys):
     assert end.value.code == 1 and matches
 
 
+@pytest.mark.parametrize("option, value", [("train.objective", "simpo"), ("data.packing", "true")])
+def test_the_kind_of_data_that_is_elsewhere_is_not_judged(option, value, say):
+    options = {"model.preset": "tiny", "model.vocab_size": 100, "parallel.dp": 1, "data.train": "elsewhere/pairs"}
+    assert "built on the meta device" in say(options | {option: value})
+
+
 def test_the_rules_that_it_leaves_out_exist():
     assert {rule.name for rule in RULES} >= dry_run.ABOUT_FILES
 

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+from megalite.config.extensions import is_own_objective, is_source
 from megalite.config.rule import Rule
 from megalite.config.rules.context import RuleContext
-from megalite.config.sections.data import all_prefixes
+from megalite.config.sections.data import own_sources, present_prefixes
 from megalite.config.sections.distillation import distils
 from megalite.config.sections.preference import scores_directory
 from megalite.config.token_files import preference
@@ -32,9 +33,10 @@ def _reads(c: RuleContext) -> str:
 
 
 def _other_data(c: RuleContext) -> str | None:
-    """The first token file that is not what the objective needs."""
+    """The first token file or data source that is not what the objective needs."""
     needed = objective_class(c.train.objective).data
-    return next((each for each in all_prefixes(c) if (preference(each) or "tokens") != needed), None)
+    named = (*own_sources(c), *present_prefixes(c))
+    return next((each for each in named if (preference(each) or "tokens") != needed), None)
 
 
 def _contents(c: RuleContext) -> str:
@@ -46,6 +48,10 @@ def _contents(c: RuleContext) -> str:
 def _way_to_data(c: RuleContext) -> str:
     if _of_sequences(c):
         needed, present = objective_class(c.train.objective).data, preference(_other_data(c) or "")
+        if is_source(_other_data(c)):
+            return (
+                "Use token files of `megalite prepare --preference`, or set train.objective to cross_entropy."
+            )
         if not present:
             return "Prepare it with `megalite prepare --preference`, or set train.objective to cross_entropy."
         option = (
@@ -116,6 +122,13 @@ RULES: tuple[Rule, ...] = (
             f"Set it to {_head(c)}"
             + (", or train.objective to reward." if c.model.output_head == "reward" else ".")
         ),
+    ),
+    Rule(
+        "rewards have no likelihoods",
+        "preference.nll_weight",
+        lambda c: c.preference.nll_weight and is_own_objective(c.train.objective) and _head(c) == "reward",
+        message="has no effect with {train.objective}, which reads rewards and no log-probabilities",
+        legal="Remove it.",
     ),
     Rule(
         "a reward model has no head of tokens to save",

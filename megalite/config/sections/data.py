@@ -119,6 +119,25 @@ def all_prefixes(c: "RuleContext") -> list[str]:
     return prefixes(c.data.train) + prefixes(c.data.validation)
 
 
+def present_prefixes(c: "RuleContext") -> list[str]:
+    """The token files of which something is known on this machine. A dry run needs none of them."""
+    return [
+        prefix
+        for prefix in all_prefixes(c)
+        if any(os.path.isfile(f"{prefix}{end}") for end in (".json", ".bin"))
+    ]
+
+
+def own_sources(c: "RuleContext") -> list[str]:
+    """The data sources of the user, whose rows are text."""
+    return [str(source) for source in (c.data.train, c.data.validation) if is_source(source)]
+
+
+def _is_text(c: "RuleContext") -> bool:
+    """Whether what is known of the data is text alone."""
+    return bool(own_sources(c) or present_prefixes(c)) and not any(map(is_chat, all_prefixes(c)))
+
+
 def _vocabularies(c: "RuleContext") -> str:
     return ", ".join(
         f"{prefix} has {metadata(prefix).get('vocab_size')} tokens"
@@ -128,8 +147,7 @@ def _vocabularies(c: "RuleContext") -> str:
 
 def _end_of_document_rule(option: str) -> Rule:
     def without(c: "RuleContext") -> list[str]:
-        own = [str(source) for source in (c.data.train, c.data.validation) if is_source(source)]
-        return own + [
+        return own_sources(c) + [
             prefix for prefix in all_prefixes(c) if metadata(prefix).get("eos") is None or is_chat(prefix)
         ]
 
@@ -199,7 +217,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "packing of conversations",
         "data.packing",
-        lambda c: c.data.packing and not any(map(is_chat, all_prefixes(c))),
+        lambda c: c.data.packing and _is_text(c),
         message="has no effect, because data.train is text, which fills every row",
         legal="Set it to false, or prepare conversations with megalite prepare --chat.",
     ),

@@ -1,6 +1,7 @@
 """Learning from the distributions of a teacher (`train.objective` = distillation)."""
 
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
 from megalite.config.option import NOT_NEGATIVE, POSITIVE, Bounds, option
@@ -60,6 +61,21 @@ def _unused(name: str) -> Rule:
     )
 
 
+def _no_stored_list(option: str, legal: str) -> Rule:
+    return Rule(
+        f"words are stored for {option}",
+        option,
+        lambda c: (
+            distils(c)
+            and stored_teacher(c.distillation)
+            and isinstance(attrgetter(option)(c), list)
+            and len(attrgetter(option)(c)) > 1
+        ),
+        message="is one text of several files, and {distillation.teacher} has the words of each file apart",
+        legal=legal,
+    )
+
+
 RULES: tuple[Rule, ...] = (
     *(_unused(field.name) for field in fields(DistillationConfig)),
     Rule(
@@ -76,6 +92,8 @@ RULES: tuple[Rule, ...] = (
         message="is not supported with {distillation.teacher}, which knows the words of the teacher alone",
         legal="Set it to forward.",
     ),
+    _no_stored_list("data.train", "Write {PREFIX: weight} for a blend, or prepare one token file."),
+    _no_stored_list("data.validation", "Write {NAME: PREFIX} for several sets, or prepare one token file."),
     Rule(
         "the mixture of jsd",
         "distillation.beta",

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
+from megalite.config.extensions import is_own_objective
 from megalite.config.option import NOT_NEGATIVE, POSITIVE, Bounds, option
 from megalite.config.rule import Rule
 
@@ -96,10 +97,6 @@ def _changed(c: "RuleContext", name: str) -> bool:
     return bool(getattr(c.preference, name) != default)
 
 
-def _is_own(c: "RuleContext") -> bool:
-    return ".py:" in c.train.objective
-
-
 def _unused(name: str) -> Rule:
     readers = USED_BY.get(name)
     names = "an objective over preferences, such as dpo" if readers is None else " or ".join(readers)
@@ -107,7 +104,7 @@ def _unused(name: str) -> Rule:
     def broken(c: "RuleContext") -> bool:
         others = ("cross_entropy", "distillation")
         read = c.train.objective not in others if readers is None else c.train.objective in readers
-        return _changed(c, name) and not read and not _is_own(c)
+        return _changed(c, name) and not read and not is_own_objective(c.train.objective)
 
     return Rule(
         f"preference.{name} is read",
