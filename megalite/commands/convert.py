@@ -108,9 +108,10 @@ def parser() -> Parser:
     )
     add(
         "--dtype",
-        choices=["float32", "bfloat16", "float16", "fp8"],
+        choices=["float32", "bfloat16", "float16", "fp8", "nf4"],
         help="dtype of the tensors, except those that transformers keeps in fp32 (default: as stored); fp8: "
-        "matrices of layers with a scale per block of 128 x 128, all others in bfloat16",
+        "matrices of layers with a scale per block of 128 x 128, nf4: in 4 bits as bitsandbytes; all others "
+        "in bfloat16",
     )
     add(
         "--ema",
@@ -199,8 +200,7 @@ def bring_out(options: argparse.Namespace) -> Answer:
     from megalite.huggingface.convert import export_model
 
     start_copying()
-    name = {None: None, "fp8": "float8_e4m3fn"}.get(options.dtype, options.dtype)
-    dtype = None if name is None else getattr(torch, name)
+    dtype = options.dtype if options.dtype in (None, "fp8", "nf4") else getattr(torch, options.dtype)
     requested = {"like": like, "family": options.family, "dtype": dtype, "shard": options.shard_size}
     requested |= {"tokenizer": options.tokenizer, "allow_tokenizer_change": options.allow_tokenizer_change}
     with progress_of(options.json) as progress:

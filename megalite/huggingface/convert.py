@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -509,7 +509,7 @@ def export_model(
     *,
     like: Path | None = None,
     family: str | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | Literal["fp8", "nf4"] | None = None,
     shard: int = SHARD,
     tokenizer: str | None = None,
     allow_tokenizer_change: bool = False,
@@ -523,8 +523,8 @@ def export_model(
         like: Hugging Face directory whose family, token ids, tokenizer and generation settings are exported;
             by default the one that the checkpoint was imported from.
         dtype: dtype of the tensors; by default the stored one. Router biases are in fp32 in any case, and
-            modules that transformers keeps in fp32 are not rounded. torch.float8_e4m3fn: matrices in fp8
-            (`huggingface.fp8_export`), others in bf16.
+            modules that transformers keeps in fp32 are not rounded. A name: matrices of layers in fp8
+            (`huggingface.fp8_export`) or in 4 bits (`nf4_export`), others in bf16.
         shard: maximum number of bytes of a file.
         tokenizer: byte, FILE.model or a directory; by default the tokenizer of the training data, otherwise
             of `like`.
@@ -552,7 +552,7 @@ def export_model(
     stored = _stored(manifest, by_name)
     for theirs, ours in copies(model, config["model_type"]).items():
         by_name[theirs], stored[theirs] = replace(by_name[ours], theirs=theirs), stored[ours]
-    in_fp8, dtype = dtype is torch.float8_e4m3fn, torch.bfloat16 if dtype is torch.float8_e4m3fn else dtype
+    quantized, dtype = (dtype, torch.bfloat16) if isinstance(dtype, str) else (None, dtype)
     dtypes, common = _dtypes(stored, dtype, names_of(model, config["model_type"]).fp32)
     ids, of_padding = token_ids(found_tokenizer, from_dict(manifest.state["config"]), like), list[str]()
     if model.output_head == "reward":
@@ -576,9 +576,11 @@ def export_model(
         biases = to_export(manifest, model, config["model_type"])
         biases |= xielu_constants(model, config["model_type"], common)
         _write_weights(temporary, manifest, stored, by_name, dtypes, biases, kept, shard, progress)
-        if in_fp8:
-            config["quantization_config"] = _in_fp8(temporary, model, by_name, progress)
-            summary["dtypes"] = [dtype_name(torch.float8_e4m3fn), *summary["dtypes"]]
+        changed = list[str]()
+        if quantized is not None:
+            progress(f"quantizing to {quantized}")
+            config["quantization_config"], changed = _quantize(quantized, temporary, model, by_name)
+            summary["dtypes"] = [quantized, *summary["dtypes"]]
         progress("writing the tokenizer")
         whole = config
         if nested and like is not None:
@@ -607,21 +609,28 @@ def export_model(
         *without,
         *found_tokenizer.notes,
         *of_padding,
+        *changed,
         *_rounded(from_dict(manifest.state["config"]), common, like, base),
     ]
     return summary | {"like": like and str(like), "tokenizer": found_tokenizer.name, "notes": notes}
 
 
-def _in_fp8(
-    directory: Path, model: ModelConfig, by_name: dict[str, TensorPlace], progress: Report
-) -> dict[str, Any]:
-    """Quantize the matrices of an export to fp8; return the quantization_config."""
-    from megalite.huggingface.fp8_export import fp8_matrices, quantize_files
+def _quantize(
+    form: Literal["fp8", "nf4"], directory: Path, model: ModelConfig, by_name: dict[str, TensorPlace]
+) -> tuple[dict[str, Any], list[str]]:
+    """Quantize the matrices of an export.
 
-    progress("quantizing to fp8")
-    shapes = {theirs: shape for place in by_name.values() for theirs, shape in place.tensors.items()}
-    linears = [theirs for theirs, shape in shapes.items() if len(shape) == 2 and theirs.endswith(".weight")]
-    return quantize_files(directory, fp8_matrices(model, by_name), linears)
+    Returns:
+        the quantization_config of its config.json, and notes.
+    """
+    if form == "fp8":
+        from megalite.huggingface import fp8_export
+
+        return fp8_export.quantize_export(directory, model, by_name), []
+    from megalite.huggingface import nf4_export
+
+    settings, changed = nf4_export.quantize_export(directory, model, by_name)
+    return settings, [changed]
 
 
 def _kept(like: Path | None, base: dict[str, Any], config: dict[str, Any], names: Names) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from megalite_kernels import block_formats
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from megalite.evaluation.logits import load_stage, our_logits
 from megalite.families.model_config import hf_shape
 from megalite.generation.sources import open_source
 from megalite.huggingface.files import ConversionError
+from megalite.parallel.spec import Rectangle
 from megalite.training.trainer import Trainer
 from tests.huggingface.hf_models import CASES, VOCAB, Case, logits_of, random_ids, write
 from tests.support.configs import write_tokens
@@ -28,6 +30,7 @@ from tests.support.configs import write_tokens
 SEQUENCE, BATCH, LR, DECAY, EPS = 24, 4, 1e-3, 0.1, 1e-8
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 """Rows of whole blocks: bitsandbytes' route for AVX-512 is wrong for others."""
+MATRIX, OURS = "model.layers.1.mlp.up_proj.weight", "layers.1.mlp.up.weight"
 MODELS = {
     "llama": Case("Llama", CASES["llama, one key-value head"].fields | SIZES),
     "phi3": Case("Phi3", CASES["phi3"].fields | SIZES),
@@ -175,7 +178,31 @@ def test_a_directory_in_four_bits_is_read_and_has_the_same_codes_again(double, m
     assert losses[0] == losses[1]
 
 
-MATRIX = "model.layers.1.mlp.up_proj.weight"
+def test_a_merged_model_in_four_bits_is_read_by_transformers_and_here(models, prefix, tmp_path: Path, capsys):
+    import transformers
+    from bitsandbytes import functional
+
+    trainer = trainer_of(models["llama"], prefix, tmp_path)
+    trainer.step(), trainer.step()
+    saved = trainer.save()
+    trainer.close()
+    assert convert.main(["export", str(saved), str(tmp_path / "nf4"), "--dtype", "nf4"]) == 0
+    assert re.search(r"nf4 has changed the matrices of layers by [0-9.]+%", capsys.readouterr().out)
+    assert convert.main(["export", str(saved), str(tmp_path / "merged"), "--dtype", "bfloat16"]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "nf4", attn_implementation="eager")
+    assert type(model.lm_head).__name__ == "Linear"
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    quantized = {f"{name}.weight": each for name, each in model.named_modules() if type(each).__name__ == "Linear4bit"}
+    assert len(quantized) == 7 * model.config.num_hidden_layers
+    for name, module in quantized.items():
+        values = functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+        assert torch.equal(values, block_formats.rounded(merged[name].float(), "nf4", 64).bfloat16()), name
+    ours = open_source(f"hf:{tmp_path / 'nf4'}")
+    part = Rectangle(f"weight/{OURS}", merged[MATRIX].shape, (0, 0), torch.empty(merged[MATRIX].shape))
+    ours.read([part])
+    assert torch.equal(part.tensor, block_formats.rounded(merged[MATRIX].float(), "nf4", 64))
+
+
 STATE = f"{MATRIX}.quant_state.bitsandbytes__nf4"
 
 
