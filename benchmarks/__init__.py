@@ -3,8 +3,8 @@
 step.py, overhead.py     one comparison each: its runs, their order, and the figures computed from them
 peers.py                 ratios to other programs at equal settings, each measured by a module named `…_peer`
 kernels.py               all kernels on a GPU: kernel_run.py measures kernel_cases.py, attention_cases.py,
-                         expert_cases.py, fp8_cases.py, hybrid_cases.py and sparse_cases.py; tuning.py tries
-                         other settings; kernel_page.py: docs/kernels.md
+                         expert_cases.py, fp8_cases.py, hybrid_cases.py, quantized_cases.py and
+                         sparse_cases.py; tuning.py tries other settings; kernel_page.py: docs/kernels.md
 host.py                  the host's part of a step of small models, against transformers; counting.py counts
                          the operations and autograd nodes, launches_run.py those of the Triton path
 scaling.py               one training on increasing numbers of ranks

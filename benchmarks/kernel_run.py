@@ -17,7 +17,16 @@ import torch
 import triton
 from megalite_kernels import backend
 
-from benchmarks import attention_cases, expert_cases, fp8_cases, hybrid_cases, profiled, sparse_cases, tuning
+from benchmarks import (
+    attention_cases,
+    expert_cases,
+    fp8_cases,
+    hybrid_cases,
+    profiled,
+    quantized_cases,
+    sparse_cases,
+    tuning,
+)
 from benchmarks.kernel_cases import CASES, Function, KernelCase, Sizes
 from benchmarks.measure import read_spec, timed
 from benchmarks.report import ROW, version
@@ -56,6 +65,7 @@ def main() -> None:
                 "attention": attention_cases.cases,
                 "experts": expert_cases.cases,
                 "fp8": fp8_cases.cases,
+                "quantized": quantized_cases.cases,
                 "hybrid": hybrid_cases.cases,
                 "sparse": sparse_cases.cases,
             }[group](sizes),

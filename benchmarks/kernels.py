@@ -27,6 +27,7 @@ GROUPS = (
     "attention",
     "experts",
     "fp8",
+    "quantized",
     "hybrid",
     "sparse",
 )

@@ -150,6 +150,10 @@ SETTINGS[("selected_rows_triton", "_sum")] = [
     for channels in (64, 128, 256)
     for w in (2, 4)
 ]
+for _kernel in ("_matmul", "_transposed_matmul"):
+    SETTINGS[("block_matmul_triton", _kernel)] = [
+        Setting({"TILE": rows}, w, s) for rows, w in ((64, 4), (128, 4), (128, 8)) for s in (2, 3, 4)
+    ]
 SETTINGS[("fp8_matmul_triton", "_matmul")] = [
     Setting({"TILE_ROWS": rows}, w, s)
     for rows, w in ((64, 4), (128, 4), (128, 8), (256, 8))
