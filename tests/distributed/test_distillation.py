@@ -373,6 +373,26 @@ def test_other_words_are_rejected(words, prefix, models, tmp_path):
     assert "cannot be read: No such file or directory" in message(tmp_path / "none")
 
 
+def test_other_words_are_not_taken_for_those_of_before(words, prefix, models, tmp_path):
+    """The directory of a run that resumes has the words of another teacher."""
+    theirs = tmp_path / "some"
+    shutil.copytree(words / "some", theirs)
+    tree = from_words(tmp_path, "some", prefix, models) | {
+        "run": {"dir": str(tmp_path)},
+        "checkpoint": {},
+    }
+    config = from_dict(tree)
+    trainer = Trainer(config, build.make_mesh(config))
+    trainer.step()
+    trainer.save()
+    trainer.close()
+    Trainer(config, build.make_mesh(config)).close()  # it resumes
+    record = theirs / "words.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"model": "hf:other", "weights": "0"}))
+    with pytest.raises(ConfigError, match=r"of hf:.*teacher, and is the 4 most probable words of hf:other\. To go on"):
+        Trainer(config, build.make_mesh(config))
+
+
 @pytest.mark.parametrize(
     "options, said",
     [

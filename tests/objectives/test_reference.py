@@ -65,6 +65,31 @@ def test_a_run_that_named_no_copy_does_not_go_on_with_one(model, prefix, tmp_pat
         trainer_of(configuration(model, prefix, tmp_path))
 
 
+def test_a_second_model_that_has_changed_is_not_taken_for_that_of_before(model, prefix, tmp_path):
+    """A run that has saved another checkpoint, and files of Hugging Face. Checkpoints can be named instead."""
+    files = tmp_path / "files"
+    shutil.copytree(model, files)
+    first = trainer_of(configuration(model, prefix, tmp_path, run={"name": "first"}))
+    steps, trees = [first.save()], []
+    for name, reference in (("of run", str(tmp_path / "first")), ("of files", f"hf:{files}")):
+        trees.append(configuration(model, prefix, tmp_path, run={"name": name}, preference={"reference": reference}))
+        saved_run(trees[-1])
+        trainer_of(trees[-1]).close()  # it would resume
+    first.step()
+    steps.append(first.save())
+    first.close()
+    changed = AutoModelForCausalLM.from_pretrained(files)
+    with torch.no_grad():
+        changed.model.norm.weight[0] += 1e-3
+    changed.save_pretrained(files)
+    with pytest.raises(ConfigError, match=f"and is {steps[1]}.*set preference.reference to {steps[0]} while"):
+        trainer_of(trees[0])
+    with pytest.raises(ConfigError, match=f"it was hf:{files}, with other weights.* restore its files"):
+        trainer_of(trees[1])
+    for step in steps:
+        trainer_of(trees[0] | {"preference": {"reference": str(step)}}).close()
+
+
 def test_the_copy_is_a_second_model_saved_at_the_start(model, prefix, tmp_path):
     """Of experts whose routers learn biases besides the weights."""
     routers = {"num_experts": 4, "router_scores": "sigmoid", "router_balance": "bias", "router_bias_rate": 0.5}

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from megalite.assembly.parts import make_mesh
 from megalite.commands import score
 from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict, to_dict
@@ -23,6 +24,7 @@ from megalite.data.sequence_scores import SequenceScores, attach_scores
 from megalite.objectives.find import objective_of
 from megalite.training.reference import attach_stored
 from megalite.training.resume_checks import check_resume
+from megalite.training.trainer import Trainer
 from tests.objectives.conftest import LENGTHS, documents_of
 from tests.support.jobs_objectives import score_preferences, train_and_validate
 from tests.support.pool import RankContext
@@ -121,6 +123,14 @@ def configuration(model: Path, prefix: str, place: Path, **sections: Any) -> dic
     }
 
 
+def train_and_save(tree: dict[str, Any]) -> None:
+    config = from_dict(tree)
+    trainer = Trainer(config, make_mesh(config))
+    trainer.step()
+    trainer.save()
+    trainer.close()
+
+
 def test_training_with_scores_is_training_with_the_model(scores, model, prefix, tmp_path, ranks):
     """With adapters the same as without scores; and in full the same on two layouts, with validation."""
     adapters = {"lora": {"rank": 4}}
@@ -214,6 +224,20 @@ def test_other_scores_are_rejected(scores, model, prefix, tmp_path):
     assert "is not a record of scores" in message(theirs)
     assert "cannot be read: No such file or directory. Make it with" in message(tmp_path / "none")
     assert "cannot be compared with those of model.init_from" in message(scores, init_from=f"hf:{tmp_path}")
+
+
+def test_other_scores_are_not_taken_for_those_of_before(scores, model, prefix, tmp_path):
+    """The directory of a run that resumes has scores of another model."""
+    theirs = tmp_path / "theirs"
+    shutil.copytree(scores, theirs)
+    options = {"reference": f"scores:{theirs}", "allow_reference_change": True}
+    tree = configuration(model, prefix, tmp_path, preference=options) | {"checkpoint": {"load": "auto"}}
+    train_and_save(tree)
+    train_and_save(tree)  # it resumes
+    record = theirs / "scores.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"weights": "0"}))
+    with pytest.raises(ConfigError, match=f"it was scores of hf:{model}, with other weights.* score the data"):
+        train_and_save(tree)
 
 
 def test_options_of_a_teacher_are_rejected_without_one(model, prefix, tmp_path, capsys):
