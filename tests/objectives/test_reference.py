@@ -17,6 +17,7 @@ from megalite.config.load import from_dict
 from megalite.families.model_config import hf_shape
 from megalite.training import teacher
 from megalite.training.trainer import Trainer
+from tests.support.preferences import write_preferences
 
 
 def configuration(model: Path, prefix: str, place: Path, **changes: dict[str, Any]) -> dict[str, Any]:
@@ -109,7 +110,10 @@ BAD: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     "no directory": ({"preference": {"reference": "hf:nowhere"}}, "nowhere"),
     "no checkpoint": ({"preference": {"reference": "nowhere"}}, "nowhere"),
     "vocabulary": ({"model": {"vocab_size": 100}}, "but model.vocab_size = 100: both models need the same tokens"),
-    "positions": ({"data": {"sequence_length": 33}}, "or use another reference"),
+    "rows": (
+        {"data": {"sequence_length": 33}, "train": {"objective": "kto"}},
+        "but data.sequence_length = 33. Set data.sequence_length to 32, or use another reference",
+    ),
 }
 
 
@@ -122,6 +126,25 @@ def test_a_model_that_is_no_reference_is_rejected(name, model, prefix, tmp_path)
     with pytest.raises(ConfigError, match="preference.reference = ") as error:
         teacher.check(from_dict(tree), 1)
     assert says in str(error.value)
+
+
+def test_documents_are_as_long_as_the_positions_of_a_reference(model, prefix, tmp_path):
+    """Rows may be longer: positions start again with each document. Here the reference is the start itself."""
+    longer = {"model": {"max_position_embeddings": 64}, "data": {"sequence_length": 60, "packing": True}}
+    losses = []
+    for reference in (None, f"hf:{model}"):
+        tree = configuration(model, prefix, tmp_path, preference={"reference": reference}, checkpoint={"load": "none"})
+        for section, values in longer.items():
+            tree[section] = tree[section] | values
+        tree["train"] |= {"global_batch_size": 2, "micro_batch_size": 1}
+        teacher.check(from_dict(tree), 1)
+        trainer = trainer_of(tree)
+        losses.append([trainer.step().loss for _ in range(3)])
+        trainer.close()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6) and abs(losses[0][-1] - losses[0][0]) > 0.01
+    tree["data"]["train"] = write_preferences(tmp_path / "long", [(20, 13, 3)])
+    with pytest.raises(ConfigError, match=r"reads up to 32 positions, but a document of the data has 33\. Prepare"):
+        teacher.check(from_dict(tree), 1)
 
 
 def test_a_reference_with_another_tokenizer_is_rejected(model, prefix, tmp_path):
