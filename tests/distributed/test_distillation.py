@@ -117,6 +117,27 @@ def test_divergence_from_top_words_of_a_split_vocabulary(tp, number, ranks):
         torch.testing.assert_close(own, gradient.chunk(tp, dim=1)[rank], rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_student_that_is_sure_of_a_word_has_a_gradient(tp, ranks):
+    """Where its probability of all other words together is too small for fp32, against the same in fp64."""
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = (3 * torch.randn(9, 13, dtype=torch.float64, generator=generator) for _ in range(2))
+    student[:, 0] += 30
+    teacher /= 10
+    teacher[:, 0] += 1
+    weights, options = torch.ones(9, dtype=torch.float64), {"temperature": 0.1, "top": 4}
+    words = (teacher / 0.1).topk(4).indices
+    rest = (student / 0.1).log_softmax(1).scatter(1, words, -torch.inf).logsumexp(1)
+    assert rest.max() < -110
+    targets, logits = torch.zeros(9, dtype=torch.long), (student, teacher)
+    exact = ranks.run(tp, jobs_distillation.divergence, *logits, targets, weights, 20, options)
+    single = [each.float() for each in logits]
+    got = ranks.run(tp, jobs_distillation.divergence, *single, targets, weights.float(), 20, options)
+    for (value, own), (expected, gradient) in zip(got, exact, strict=True):
+        assert value.item() == pytest.approx(expected.item(), rel=1e-5)
+        torch.testing.assert_close(own.double(), gradient, rtol=1e-4, atol=1e-6)
+
+
 # ---- a run with a teacher
 
 
