@@ -20,6 +20,7 @@ from megalite.config.schema import Config
 from megalite.config.sections.distillation import DistillationConfig, distils, stored_teacher
 from megalite.config.sections.model import ModelConfig
 from megalite.config.sections.preference import PreferenceConfig, reference_model
+from megalite.data.stored_record import words_record
 from megalite.families.model_config import hf_shape
 from megalite.model.kinds import windows
 from megalite.model.mtp.losses import without_further_losses
@@ -35,6 +36,22 @@ def second_model(config: Config) -> tuple[str, str] | None:
         return None if name is None else ("distillation.teacher", name)
     name = reference_model(config.preference)
     return None if name is None or not _referred(config) else ("preference.reference", name)
+
+
+def stored_words(config: Config) -> int | None:
+    """Return the number of a teacher's words that a run reads for each token; None: it reads none.
+
+    Raises:
+        ConfigError: their directory cannot be read.
+    """
+    directory = stored_teacher(config.distillation) if distils(config) else None
+    return None if directory is None else _number_of_words(directory)
+
+
+@lru_cache(maxsize=4)
+def _number_of_words(directory: str) -> int:
+    with words_record(Path(directory)) as record:
+        return int(record["number"])
 
 
 def keeps_start(config: Config) -> bool:
