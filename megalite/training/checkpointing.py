@@ -94,7 +94,7 @@ def _check_reference(trainer: Trainer, state: dict[str, Any], directory: Path) -
     if copy is not None and copy.number is None:
         _initial_weights(trainer)
         copy.keep()
-    if trainer.config.preference.reference is None and trainer.other is not None:
+    if trainer.config.preference.reference is None and isinstance(trainer.other, reference.Reference):
         with raise_on_all_ranks(trainer.mesh):
             check_start(trainer.config, None if copy is None else copy.number, state, directory)
 

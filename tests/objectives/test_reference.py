@@ -17,7 +17,8 @@ from megalite.config.load import from_dict
 from megalite.families.model_config import hf_shape
 from megalite.training import teacher
 from megalite.training.trainer import Trainer
-from tests.support.preferences import write_preferences
+from tests.support.configs import write_tokens
+from tests.support.preferences import VOCAB, write_preferences
 
 
 def configuration(model: Path, prefix: str, place: Path, **changes: dict[str, Any]) -> dict[str, Any]:
@@ -64,6 +65,19 @@ def test_a_run_that_named_no_copy_does_not_go_on_with_one(model, prefix, tmp_pat
     saved_run(configuration(model, prefix, tmp_path, preference={"reference": f"hf:{model}"}))
     with pytest.raises(ConfigError, match="is of a run that had another reference"):
         trainer_of(configuration(model, prefix, tmp_path))
+
+
+def test_a_run_with_a_copy_may_change_to_a_teacher(model, prefix, tmp_path):
+    """Which has no start to compare; that the objective is another one is listed."""
+    tree = configuration(model, prefix, tmp_path)
+    saved_run(tree)
+    tree["train"] |= {"objective": "distillation"}
+    tree["data"] |= {"train": write_tokens(tmp_path, VOCAB)}
+    tree |= {"distillation": {"teacher": f"hf:{model}"}, "checkpoint": {"allow": ["data"]}}
+    trainer = trainer_of(tree)
+    trainer.step()
+    trainer.close()
+    assert any("train.objective" in note and "distillation" in note for note in trainer.notes)
 
 
 def test_a_second_model_that_has_changed_is_not_taken_for_that_of_before(model, prefix, tmp_path):
