@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from megalite.assembly.parts import make_mesh
 from megalite.config.errors import ConfigError
+from megalite.config.extensions import EXTENSIONS, load_extensions
 from megalite.config.load import from_dict
 from megalite.families.model_config import hf_shape
 from megalite.training import teacher
@@ -78,6 +79,24 @@ def test_a_run_with_a_copy_may_change_to_a_teacher(model, prefix, tmp_path):
     trainer.step()
     trainer.close()
     assert any("train.objective" in note and "distillation" in note for note in trainer.notes)
+
+
+def test_the_objective_of_an_extension_that_is_not_named_any_more(model, prefix, tmp_path, monkeypatch):
+    monkeypatch.setattr(EXTENSIONS, "objectives", {})
+    monkeypatch.setattr(EXTENSIONS, "files", {})
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from megalite.config.extensions import objective\nfrom megalite.objectives.dpo import DPO\n"
+        "@objective('own')\nclass Own(DPO): pass\n"
+    )
+    tree = configuration(model, prefix, tmp_path, run={"extensions": [str(file)]}, train={"objective": "own"})
+    load_extensions([str(file)])
+    saved_run(tree)
+    EXTENSIONS.objectives.clear()
+    del tree["run"]["extensions"]
+    tree["train"] |= {"objective": "dpo"}
+    with pytest.raises(ConfigError, match=rf'Name the file again \(run.extensions was \["{file}"\]\)'):
+        trainer_of(tree)
 
 
 def test_a_second_model_that_has_changed_is_not_taken_for_that_of_before(model, prefix, tmp_path):
