@@ -497,6 +497,11 @@ FIELDS: dict[str, tuple[str, dict, dict]] = {
         {"stage": "dpo", "pref_loss": "hinge", "pref_ftx": 0.3, "ref_model": "org/ref"},
         DPO | {"preference.loss": "hinge", "preference.nll_weight": 0.3, "preference.reference": "hf:org/ref"},
     ),
+    "LLaMA-Factory, orpo with a likelihood": (
+        "llama-factory",
+        {"stage": "dpo", "pref_loss": "orpo", "pref_ftx": 0.5},
+        {"train.objective": "orpo", "preference.nll_weight": 1.5},
+    ),
     "LLaMA-Factory, ipo": ("llama-factory", {"stage": "dpo", "pref_loss": "ipo"}, {"train.objective": "ipo"}),
     "LLaMA-Factory, simpo": (
         "llama-factory",
