@@ -556,6 +556,11 @@ def test_objectives_of_other_programs(name):
         ("llama-factory", {"stage": "ppo"}, "train with TRL, verl, OpenRLHF or NeMo-RL"),
         ("llama-factory", {"stage": "dpo", "pref_loss": "kto_pair"}, "use stage: kto"),
         ("trl-dpo", {"loss_type": "aot"}, "a loss that is not supported"),
+        (
+            "trl-dpo",
+            {"loss_type": ["sigmoid", "sft"], "loss_weights": [0.0, 1.0]},
+            "the weight of sigmoid is 0, which leaves no loss of pairs",
+        ),
         ("trl-dpo", {"ld_alpha": 0.5}, "after the shorter completion's length"),
         ("trl-dpo", {"f_divergence_type": "js_divergence"}, "the divergence reverse_kl"),
         ("trl-gkd", {"lmbda": 0.5}, "train with TRL, verl, OpenRLHF or NeMo-RL"),
