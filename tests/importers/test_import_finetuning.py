@@ -571,6 +571,19 @@ def test_what_an_objective_lacks_is_named(project, fields, says):
     assert [why for kind, why in said.values() if kind == "lost" and says in why]
 
 
+@pytest.mark.parametrize("project", ["trl-dpo", "trl-kto", "trl-reward"])
+def test_no_limit_of_trl_is_no_default(project):
+    """max_length: null, for which a row is as long as the data needs."""
+    content = {"model_name_or_path": "m", "dataset_name": "org/pairs"}
+    options, said = judged(project, content | {"max_length": None})
+    assert "data.sequence_length" not in options and "--max_length" not in said["dataset_name"][1]
+    assert said["max_length"][0] == "open" and "that `megalite prepare` prints" in said["max_length"][1]
+    options, said = judged(project, content)
+    assert (
+        said["max_length"] == ("assumed", "default of the project") and "--max_length 1024" in said["dataset_name"][1]
+    )
+
+
 def test_trainers_that_generate_are_rejected_in_one_message():
     with pytest.raises(ConfigError, match="Arguments of TRL: losses that generate text .* NeMo-RL"):
         convert({"per_device_train_batch_size": 4, "num_generations": 8})
