@@ -491,6 +491,23 @@ FIELDS: dict[str, tuple[str, dict, dict]] = {
         {"reward_model": True, "num_labels": 1, "center_rewards_coefficient": 0.01},
         PAIRS | {"train.objective": "reward", "model.output_head": "reward", "preference.center_rewards": 0.01},
     ),
+    "torchtune, dpo": (
+        "torchtune",
+        {"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss", "beta": 0.05, "label_smoothing": 0.1}}
+        | {"tokenizer": {"max_seq_len": 1024}},
+        {"data.sequence_length": 2048, "train.objective": "dpo", "preference.loss": "sigmoid"}
+        | {"preference.beta": 0.05, "preference.label_smoothing": 0.1},
+    ),
+    "torchtune, rso": (
+        "torchtune",
+        {"loss": {"_component_": "torchtune.rlhf.loss.RSOLoss"}, "ref_checkpointer": {"checkpoint_dir": "other"}},
+        {"preference.loss": "hinge", "preference.beta": 0.1, "preference.reference": "hf:other"},
+    ),
+    "torchtune, simpo": (
+        "torchtune",
+        {"loss": {"_component_": "torchtune.rlhf.loss.SimPOLoss", "gamma": 1.0}},
+        {"train.objective": "simpo", "preference.beta": 2.0, "preference.gamma": 1.0},
+    ),
     "LLaMA-Factory, defaults": ("llama-factory", {"stage": "dpo"}, PAIRS | DPO),
     "LLaMA-Factory, hinge": (
         "llama-factory",
@@ -536,6 +553,7 @@ FIELDS: dict[str, tuple[str, dict, dict]] = {
 BASICS = {
     "axolotl": {"base_model": "m", "sequence_len": 1024},
     "llama-factory": {"model_name_or_path": "m", "cutoff_len": 1024},
+    "torchtune": {"checkpointer": {"checkpoint_dir": "m"}},
 }
 
 
@@ -555,6 +573,11 @@ def test_objectives_of_other_programs(name):
         ("axolotl", {"kd_trainer": True}, "files of a teacher's log-probabilities are not read"),
         ("llama-factory", {"stage": "ppo"}, "train with TRL, verl, OpenRLHF or NeMo-RL"),
         ("llama-factory", {"stage": "dpo", "pref_loss": "kto_pair"}, "use stage: kto"),
+        (
+            "torchtune",
+            {"loss": {"_component_": "torchtune.rlhf.loss.IPOLoss", "tau": 0.1}},
+            "are sums over a completion",
+        ),
         ("trl-dpo", {"loss_type": "aot"}, "a loss that is not supported"),
         (
             "trl-dpo",
