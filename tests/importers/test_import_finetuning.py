@@ -488,8 +488,11 @@ FIELDS: dict[str, tuple[str, dict, dict]] = {
     ),
     "axolotl, reward": (
         "axolotl",
-        {"reward_model": True, "num_labels": 1, "center_rewards_coefficient": 0.01},
-        PAIRS | {"train.objective": "reward", "model.output_head": "reward", "preference.center_rewards": 0.01},
+        {"reward_model": True, "num_labels": 1, "center_rewards_coefficient": 0.01}
+        | {"adapter": "lora", "lora_r": 8, "lora_dropout": 0.1},
+        PAIRS
+        | {"lora.dropout": 0.0, "model.residual_dropout": 0.0}
+        | {"train.objective": "reward", "model.output_head": "reward", "preference.center_rewards": 0.01},
     ),
     "torchtune, dpo": (
         "torchtune",
