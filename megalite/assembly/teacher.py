@@ -15,10 +15,12 @@ from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict
 from megalite.config.rules import LAYOUT_RULES, MODEL_RULES
 from megalite.config.rules.context import RuleContext
+from megalite.config.samples import longest_inputs
 from megalite.config.schema import Config
 from megalite.config.sections.distillation import DistillationConfig, distils, stored_teacher
 from megalite.config.sections.model import ModelConfig
 from megalite.config.sections.preference import PreferenceConfig, reference_model
+from megalite.data.stored_record import words_record
 from megalite.families.model_config import hf_shape
 from megalite.model.kinds import windows
 from megalite.model.mtp.losses import without_further_losses
@@ -34,6 +36,22 @@ def second_model(config: Config) -> tuple[str, str] | None:
         return None if name is None else ("distillation.teacher", name)
     name = reference_model(config.preference)
     return None if name is None or not _referred(config) else ("preference.reference", name)
+
+
+def stored_words(config: Config) -> int | None:
+    """Return the number of a teacher's words that a run reads for each token; None: it reads none.
+
+    Raises:
+        ConfigError: their directory cannot be read.
+    """
+    directory = stored_teacher(config.distillation) if distils(config) else None
+    return None if directory is None else _number_of_words(directory)
+
+
+@lru_cache(maxsize=4)
+def _number_of_words(directory: str) -> int:
+    with words_record(Path(directory)) as record:
+        return int(record["number"])
 
 
 def keeps_start(config: Config) -> bool:
@@ -116,6 +134,16 @@ def _saved(option: str, name: str) -> Config:
     return from_dict(state["config"])
 
 
+def _positions(config: Config, model: ModelConfig) -> int:
+    """Return the largest number of positions that a second model reads in a row."""
+    length, objective = config.data.sequence_length, objective_class(config.train.objective)
+    # a prompt with the completion of another example is as long as a row, and so is padding, for which
+    # learned positions must exist
+    if length <= model.max_position_embeddings or objective.needs_baseline or model.position == "learned":
+        return length
+    return longest_inputs(config.data)
+
+
 def check_teacher(config: Config, world_size: int) -> None:
     """Raise ConfigError if the second model does not fit the run: its vocabulary, positions or layout."""
     teacher, named = teacher_of(config), second_model(config)
@@ -133,11 +161,13 @@ def check_teacher(config: Config, world_size: int) -> None:
         raise ConfigError(
             f"{option} is a reward model, which has no log-probabilities. Use a language model."
         )
-    if (length := config.data.sequence_length) > model.max_position_embeddings:
+    if (length := _positions(config, model)) > (most := model.max_position_embeddings):
+        what, way = f"data.sequence_length = {length:,}", f"Set data.sequence_length to {most}"
+        if length < config.data.sequence_length:
+            what = f"a document of the data has {length:,}"
+            way = f"Prepare the data again with --max_length {most}"
         raise ConfigError(
-            f"{option} reads up to {model.max_position_embeddings:,} positions, but data.sequence_length "
-            f"= {length:,}. Set data.sequence_length to {model.max_position_embeddings}, or use another "
-            f"{role}."
+            f"{option} reads up to {most:,} positions, but {what}. {way}, or use another {role}."
         )
     if config.parallel.cp > 1 and windows(model) != windows(own):
         raise ConfigError(

@@ -28,6 +28,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.extensions import load_extensions
 from megalite.config.files import config_file, is_of_run, read_tree, shipped_configs
 from megalite.config.help import help_text
+from megalite.config.repository_id import OF_HUB
 from megalite.config.rule import Mistakes, show
 from megalite.config.rules import check
 from megalite.config.schema import OPTIONS, SECTIONS, Config
@@ -316,7 +317,7 @@ def resolved(
         option: with_home(value) for option, value in values.items() if OPTIONS[option].metadata.get("path")
     }
     load_extensions(values.get("run.extensions"))  # options may name what these register
-    if values.get("model.init_from") or values.get("model.from_hf"):
+    if any(values.get(option) for option in OF_HUB):
         from megalite.families.hub import with_directories
 
         values |= with_directories(values, weights=weights)

@@ -4,6 +4,9 @@ import re
 from pathlib import Path
 
 ID = re.compile(r"(?!.*(?:--|\.\.|\.git$))[A-Za-z0-9](?:[\w.-]*\w)?/\w(?:[\w.-]{0,94}\w)?", re.ASCII)
+SECOND_MODELS = ("distillation.teacher", "preference.reference")
+OF_HUB = ("model.init_from", "model.from_hf", *SECOND_MODELS)
+"""Options that may name a model of the Hub."""
 FILE_ENDINGS = (".model", ".json", ".yaml", ".yml")
 
 

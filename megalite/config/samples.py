@@ -244,6 +244,16 @@ def inputs_of(sizes: NDArray[np.integer], together: int) -> NDArray[np.integer]:
     return sizes if together > 1 else sizes - 1
 
 
+def longest_inputs(data: DataConfig) -> int:
+    """The largest number of positions in a row of the data: those of its longest document where all of it has
+    documents, whose positions restart, and else those of a row. Raises DataError if a file cannot be read."""
+    files = [*prefixes(data.train), *prefixes(data.validation)]
+    if not files or not all(map(is_chat, files)):
+        return data.sequence_length
+    longest = max(int(inputs_of(TokenIndex(file).sizes, together(file)).max()) for file in files)
+    return min(longest, data.sequence_length)
+
+
 def rows_of(
     parts: Sequence[Documents], sequence_length: int, packing: bool, names: str, together: int = 1
 ) -> NDArray[np.int64]:

@@ -17,13 +17,18 @@ from megalite.parallel.microbatch import IGNORE_INDEX
 def mismatched(read: Callable[[int], Sample], first: int, count: int, sample: int) -> Sample:
     """Return the prompt of a sample with the completion of the sample before it, in a batch cyclically.
 
+    Samples with the same prompt are passed over: the completions of a pair, which data has side by side, are
+    of one prompt. A batch with a single prompt has no other, and the completion is of the sample before.
+
     Args:
         read: returns a row with a single document.
         first: the first sample of the global batch.
         count: the number of its samples.
     """
     prompt, _ = _parts(read(sample))
-    row = read(first + (sample - first - 1) % count)
+    before = [first + (sample - first - back) % count for back in range(1, count + 1)]
+    others = (row for row in map(read, before) if not np.array_equal(_parts(row)[0], prompt))
+    row = next(others, None) or read(before[0])
     _, completion = _parts(row)
     assert row.sequences is not None, "preferences have sequences"
     length = len(row.tokens)

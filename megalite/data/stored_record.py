@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from megalite.config.errors import ConfigError
+
+WORDS, WORDS_FORMAT = "words.json", 1
+"""The record of a teacher's most probable words (`data.teacher_words`)."""
 
 
 @contextmanager
@@ -37,3 +42,18 @@ def is_new(output: Path, record: str, what: str) -> bool:
     if not (output / record).exists():
         raise ConfigError(f"--output {output} is not empty and has no {what}. Choose another directory.")
     return False
+
+
+@contextmanager
+def words_record(directory: Path) -> Iterator[dict[str, Any]]:
+    """Give the block the record of a directory of a teacher's words, without its format.
+
+    Raises:
+        ConfigError: there is none, or the block finds it damaged.
+    """
+    path = directory / WORDS
+    with record_errors(path, "words", "megalite score --top_k K"):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record.pop("format") != WORDS_FORMAT:
+            raise ConfigError(f"{path} has a format that this version does not read.")
+        yield record

@@ -22,10 +22,9 @@ from numpy.typing import NDArray
 from megalite.config.errors import ConfigError
 from megalite.config.rule import show
 from megalite.data.dataset import Dataset, TokenFiles
-from megalite.data.stored_record import record_errors
+from megalite.data.stored_record import WORDS, WORDS_FORMAT, words_record
 from megalite.system.files import replace_synced, reserve
 
-RECORD, FORMAT = "words.json", 1
 CHECKED = 64  # rows whose probabilities are checked when a run starts
 ARRAYS = {"words": "<i4", "log_p": "<f4", "rest": "<f8"}
 
@@ -101,11 +100,7 @@ class TeacherWords:
         Raises:
             ConfigError: it has none, or a damaged one.
         """
-        path = directory / RECORD
-        with record_errors(path, "words", "megalite score --top_k K"):
-            record = json.loads(path.read_text(encoding="utf-8"))
-            if record.pop("format") != FORMAT:
-                raise ConfigError(f"{path} has a format that this version does not read.")
+        with words_record(directory) as record:
             sets = {rows: RowSet(**each) for rows, each in record.pop("sets").items()}
             return TeacherWords(directory, **record, sets=sets)
 
@@ -117,8 +112,8 @@ class TeacherWords:
     def save(self) -> None:
         sets = {rows: asdict(each) for rows, each in self.sets.items()}
         known = {"model": self.model, "architecture": self.architecture}
-        record = {"format": FORMAT, **known, **self.facts(), "sets": sets}
-        replace_synced(self.directory / RECORD, json.dumps(record, indent=2) + "\n")
+        record = {"format": WORDS_FORMAT, **known, **self.facts(), "sets": sets}
+        replace_synced(self.directory / WORDS, json.dumps(record, indent=2) + "\n")
 
     def begin(self, rows: str, new: RowSet) -> int:
         """Record rows that are to be scored, from the first if their files are missing or damaged.

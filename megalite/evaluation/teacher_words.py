@@ -20,8 +20,8 @@ from megalite.config.schema import Config
 from megalite.config.sections.data import DataConfig
 from megalite.data import dataset as datasets
 from megalite.data.dataset import TokenFiles
-from megalite.data.stored_record import is_new
-from megalite.data.teacher_words import RECORD, RowSet, TeacherWords
+from megalite.data.stored_record import WORDS, is_new
+from megalite.data.teacher_words import RowSet, TeacherWords
 from megalite.evaluation.stored_passes import StoredPasses
 from megalite.generation.sources import ModelSource
 from megalite.huggingface.weights_identity import architecture_of, changes, weights_identity
@@ -178,7 +178,7 @@ def open_words(output: Path, model: str, number: int, temperature: float, vocabu
         )
     weights, own = weights_identity(model), architecture_of(model)
     new = TeacherWords(output, model, weights, number, temperature, vocabulary, own)
-    if is_new(output, RECORD, "words"):
+    if is_new(output, WORDS, "words"):
         return new
     known = TeacherWords.of(output)
     if different := [name for name, value in known.facts().items() if value != new.facts()[name]]:

@@ -21,7 +21,7 @@ from threading import Event, Thread
 from typing import Any, Literal
 
 from megalite.config.errors import ConfigError
-from megalite.config.repository_id import is_repository_id
+from megalite.config.repository_id import SECOND_MODELS, is_repository_id
 from megalite.families.weight_files import ADAPTER_SETTINGS, MODEL
 
 Part = Literal["shape", "tokenizer", "weights"]
@@ -79,20 +79,21 @@ def directory(name: str, part: Part, shown: str = "") -> str:
 
 
 def with_directories(options: dict[str, Any], *, weights: bool) -> dict[str, Any]:
-    """model.init_from and model.from_hf with directories in place of ids.
+    """Return the options that name models with directories in place of ids.
 
-    The weights come first: both are then of one revision.
+    The weights come first: they and model.from_hf are then of one revision.
 
     Args:
-        weights: fetch those of model.init_from; else it is left alone.
+        weights: fetch those of model.init_from, which else is left alone, and those of a second model, of
+            which else the shape is enough.
     """
-    start, shape = options.get("model.init_from"), options.get("model.from_hf")
     directories: dict[str, Any] = {}
-    if start is not None and start.startswith("hf:") and weights:
-        directories["model.init_from"] = (
-            f"hf:{directory(start.removeprefix('hf:'), 'weights', f'model.init_from = {start}')}"
-        )
-    if shape is not None:
+    for name in ("model.init_from", *SECOND_MODELS):
+        model = options.get(name)
+        if model is not None and model.startswith("hf:") and (weights or name in SECOND_MODELS):
+            part: Part = "weights" if weights else "shape"
+            directories[name] = f"hf:{directory(model.removeprefix('hf:'), part, f'{name} = {model}')}"
+    if (shape := options.get("model.from_hf")) is not None:
         directories["model.from_hf"] = directory(
             shape.removeprefix("hf:"), "shape", f"model.from_hf = {shape}"
         )

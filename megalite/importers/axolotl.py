@@ -233,7 +233,7 @@ def _length(value: Any, source: ImportedFile) -> Verdict:
 
 
 def _lora_dropout(value: Any, source: ImportedFile) -> Verdict:
-    if source.word("rl") in axolotl_data.PREFERENCES and value:
+    if source.on("disable_dropout") and value:
         return honoured({"lora.dropout": 0.0}, "TRL's disable_dropout turns it off with preferences")
     return honoured({"lora.dropout": value})
 
@@ -435,6 +435,7 @@ TABLE: Table = {
     "precompute_ref_log_probs": preferences.precomputed("base_model"),
     "rl_adapter_ref_model": never("the reference is the model from which training starts"),
     "max_prompt_len": preferences.REFERENCES["max_prompt_len"],
+    "disable_dropout": preferences.DROPOUT,
     "reward_model": KeyRule(_reward, "train.objective"),
     "num_labels": only("1", "a reward model has one output"),
     "center_rewards_coefficient": sets("preference.center_rewards"),
@@ -494,14 +495,14 @@ def _default_accumulation(source: ImportedFile) -> dict[str, Any]:
 
 
 def _preference_defaults(source: ImportedFile) -> dict[str, Any]:
-    """Return the numbers of TRL that axolotl leaves as they are, and the packing of the data."""
-    objective = source.word("rl")
+    """Return the numbers and switches of TRL that axolotl leaves as they are, and the packing of the data."""
+    objective, switches = source.word("rl"), {"sample_packing": False, "disable_dropout": True}
     if objective not in axolotl_data.PREFERENCES:
-        return {"sample_packing": False} if source.on("reward_model") else {}
+        return switches if source.on("reward_model") else {}
     beta = {} if objective == "ORPO" and source.get("orpo_alpha") is not None else {"rl_beta": 0.1}
     numbers: dict[str, dict[str, Any]] = {
         "DPO": {"dpo_loss_type": ["sigmoid"], "dpo_label_smoothing": 0.0},
         "SIMPO": {"simpo_gamma": 0.5, "cpo_alpha": 1.0},
         "KTO": {"kto_desirable_weight": 1.0, "kto_undesirable_weight": 1.0},
     }
-    return {"sample_packing": False, **beta, **numbers.get(objective, {})}
+    return {**switches, **beta, **numbers.get(objective, {})}

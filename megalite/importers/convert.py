@@ -36,6 +36,7 @@ from megalite.importers.verdict import (
     ImportedFile,
     KeyRule,
     Kind,
+    Table,
     Verdict,
     harmless,
     left,
@@ -197,6 +198,9 @@ def _judge(imported: Imported, module: Project, source: ImportedFile, prefix: st
     source = replace(source, dp=module.ranks(source))
     source = replace(source, defaults=module.defaults(source))
     table = module.table(source)
+    nulls = _of_nulls(table, written)
+    defaults = {key: value for key, value in source.defaults.items() if key not in nulls}
+    source = replace(source, defaults=defaults)
     rest = {key: value for key, value in source.defaults.items() if key not in source.leaves}
     for key, value in (source.leaves | rest).items():
         row = row_of(table, key)
@@ -208,11 +212,20 @@ def _judge(imported: Imported, module: Project, source: ImportedFile, prefix: st
         else:
             verdict = _verdict(value, row, module, source)
             imported.add(prefix + key, verdict, row.option if row else None, given=key in source.leaves)
+    for key, (verdict, option) in nulls.items():
+        imported.values[prefix + key] = None
+        imported.add(prefix + key, verdict, option, given=True)
     for key in (prefix + key for key, value in written.items() if value is None):
         if key not in imported.values:
             imported.values[key] = None
             imported.remark(key, "harmless", "empty value")
     return source
+
+
+def _of_nulls(table: Table, written: dict[str, Any]) -> dict[str, tuple[Verdict, str | None]]:
+    """Return the verdicts on empty keys to which that has a meaning of its own, and their options."""
+    rows = {key: row_of(table, key) for key, value in written.items() if value is None}
+    return {key: (row.of_null, row.option) for key, row in rows.items() if row and row.of_null}
 
 
 def _verdict(value: Any, row: KeyRule | None, module: Project, source: ImportedFile) -> Verdict:

@@ -20,6 +20,7 @@ from megalite.importers.verdict import (
     missing,
     never,
     only,
+    rounded,
     sets,
     to_do,
     word,
@@ -98,7 +99,12 @@ def _likelihood(value: Any, source: ImportedFile) -> Verdict:
         return harmless("disabled")
     if source.word("stage") == "KTO":
         return lost("kto has no likelihood of good completions beside its loss")
-    return honoured({"preference.nll_weight": value}, "a mean over the tokens of a batch, not over pairs")
+    mean = "a mean over the tokens of a batch, not over pairs"
+    if source.word("pref_loss") == "ORPO" and type(value) in (int, float):  # whose loss has it already
+        return honoured(
+            {"preference.nll_weight": rounded(1 + value)}, f"beside the likelihood of orpo; {mean}"
+        )
+    return honoured({"preference.nll_weight": value}, mean)
 
 
 def _reference(value: Any, source: ImportedFile) -> Verdict:

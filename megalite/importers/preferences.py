@@ -58,6 +58,10 @@ def dpo(names: Any, weights: Any) -> Verdict:
     (kind,) = others
     if kind != "ipo" and kind not in LOSSES:
         return lost(f"a loss that is not supported: preference.loss is one of {', '.join(LOSSES)}")
+    if not both[kind]:
+        return lost(
+            f"the weight of {kind} is 0, which leaves no loss of pairs: train on chosen completions alone"
+        )
     options: dict[str, Any] = {"train.objective": "ipo"}
     if kind != "ipo":
         options = {"train.objective": "dpo", "preference.loss": kind}

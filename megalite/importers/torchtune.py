@@ -9,7 +9,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from megalite.importers import data, finetuning, torchtune_data
+from megalite.importers import data, finetuning, preferences, torchtune_data
 from megalite.importers.batch import Batch
 from megalite.importers.verdict import (
     ImportedFile,
@@ -99,10 +99,56 @@ def _schedule(value: Any, source: ImportedFile) -> Verdict:
     )
 
 
+PREFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "DPOLoss": (
+        {"train.objective": "dpo", "preference.loss": "sigmoid"},
+        {"beta": 0.1, "label_smoothing": 0.0},
+    ),
+    "RSOLoss": ({"train.objective": "dpo", "preference.loss": "hinge"}, {"gamma": 0.1}),
+    "SimPOLoss": ({"train.objective": "simpo"}, {"beta": 2.0, "gamma": 0.5, "label_smoothing": 0.0}),
+}
+"""Loss of pairs → its options, and the defaults of its numbers."""
+
+
 def _loss(value: Any, source: ImportedFile) -> Verdict:
-    if "CrossEntropy" in component(source, "loss") or component(source, "loss").startswith("CE"):
+    name = component(source, "loss")
+    if "CrossEntropy" in name or name.startswith("CE"):
         return harmless("the loss is always cross-entropy; use train.loss_chunk to compute it in chunks")
+    if name in PREFERENCES:
+        return honoured(PREFERENCES[name][0])
+    if name == "IPOLoss":
+        return lost("its log-ratios are sums over a completion, and those of train.objective: ipo are means")
     return lost(finetuning.OBJECTIVE)
+
+
+def _of_pairs(option: str) -> KeyRule:
+    """Return the row of a number of a loss of pairs."""
+    row = sets(option)
+    return KeyRule(
+        lambda value, source: (
+            row.judge(value, source)
+            if component(source, "loss") in PREFERENCES
+            else lost(finetuning.OBJECTIVE)
+        ),
+        option,
+    )
+
+
+def _gamma(value: Any, source: ImportedFile) -> Verdict:
+    """Map gamma: the margin of SimPO, and of RSO what others call beta."""
+    option = "beta" if component(source, "loss") == "RSOLoss" else "gamma"
+    return _of_pairs(f"preference.{option}").judge(value, source)
+
+
+def _reference(value: Any, source: ImportedFile) -> Verdict:
+    """Map the reference of a recipe that trains all parameters. Its own start needs no name."""
+    if component(source, "loss") not in PREFERENCES:
+        return lost(finetuning.OBJECTIVE)
+    if component(source, "loss") == "SimPOLoss":
+        return harmless("there is no reference")
+    if str(value).rstrip("/") == str(source.get("checkpointer.checkpoint_dir")).rstrip("/"):
+        return harmless("the reference is the model from which training starts")
+    return honoured({"preference.reference": f"hf:{str(value).rstrip('/')}"})
 
 
 def _divergence(value: Any, source: ImportedFile) -> Verdict:
@@ -169,7 +215,7 @@ def _datasets(value: Any, source: ImportedFile) -> Verdict:
 
 
 def _length(value: Any, source: ImportedFile) -> Verdict:
-    return honoured({"data.sequence_length": value})
+    return honoured(preferences.row_length(value, component(source, "loss") in PREFERENCES))
 
 
 def _sharded(value: Any, source: ImportedFile) -> Verdict:
@@ -273,7 +319,12 @@ TABLE: Table = {
     f"lr_scheduler.{COMPONENT}": KeyRule(_schedule, "optimizer.decay"),
     "lr_scheduler.num_warmup_steps": sets("optimizer.warmup_steps"),
     "lr_scheduler.num_cycles": only("0.5", "the cosine schedule has no further cycles"),
-    f"loss.{COMPONENT}": KeyRule(_loss),
+    f"loss.{COMPONENT}": KeyRule(_loss, "train.objective"),
+    "loss.beta": _of_pairs("preference.beta"),
+    "loss.gamma": KeyRule(_gamma, "preference.gamma"),
+    "loss.label_smoothing": _of_pairs("preference.label_smoothing"),
+    "ref_checkpointer.checkpoint_dir": KeyRule(_reference, "preference.reference"),
+    "ref_checkpointer.*": never("determined by preference.reference"),
     f"kd_loss.{COMPONENT}": KeyRule(_divergence, "train.objective"),
     "kd_loss.num_output_chunks": never("use train.loss_chunk, a number of tokens"),
     "kd_ratio": KeyRule(_ratio, "distillation.cross_entropy_weight"),
@@ -383,4 +434,6 @@ def defaults(source: ImportedFile) -> dict[str, Any]:
         else {f"lr_scheduler.{COMPONENT}": "torch.optim.lr_scheduler.ConstantLR"}
     )
     ratio = {"kd_ratio": 0.5} if f"kd_loss.{COMPONENT}" in source.leaves else {}
-    return {**adam, **schedule, **ratio, "clip_grad_norm": 0, "fsdp_reshard_after_forward": True}
+    _, numbers = PREFERENCES.get(component(source, "loss"), ({}, {}))
+    pairs = {f"loss.{name}": value for name, value in numbers.items()}
+    return {**adam, **schedule, **ratio, **pairs, "clip_grad_norm": 0, "fsdp_reshard_after_forward": True}

@@ -30,6 +30,7 @@ from megalite.importers.verdict import (
 )
 
 BATCH = Batch("", "per_device_train_batch_size", "gradient_accumulation_steps")
+UNLIMITED = "nothing is cut: set data.sequence_length to the length of rows that `megalite prepare` prints"
 TOO_LONG = {"KEEP_START": "truncate", "KEEP_END": "keep_end"}
 
 
@@ -238,7 +239,7 @@ class TRL:
         self.method, self.NAME = method, f"TRL ({method})"
         self.TABLE: Table = {
             **TABLE,
-            "max_length": KeyRule(self._length, "data.sequence_length"),
+            "max_length": KeyRule(self._length, "data.sequence_length", left(UNLIMITED)),
             "dataset_name": KeyRule(self._dataset, "data.train"),
             "datasets": KeyRule(self._datasets, "data.train"),
             **_METHODS[method][0],

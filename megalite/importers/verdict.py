@@ -23,10 +23,15 @@ class Verdict(NamedTuple):
 
 
 class KeyRule(NamedTuple):
-    """The function that converts a key's value, and the option that corresponds to the key."""
+    """The function that converts a key's value, and the option that corresponds to the key.
+
+    Attributes:
+        of_null: the verdict on a key that the file leaves empty; None: such a key has its default.
+    """
 
     judge: Callable[[Any, ImportedFile], Verdict]
     option: str | None = None
+    of_null: Verdict | None = None
 
 
 Table = dict[str, KeyRule]

@@ -37,7 +37,7 @@ from megalite.parallel.spec import EMA, Rectangle
 from megalite.system.activity import LOADING, SAVING
 from megalite.training import reference
 from megalite.training.best import resume_state, state_to_save
-from megalite.training.start_copy import STATE, check_start
+from megalite.training.start_copy import check_start
 
 if TYPE_CHECKING:
     from megalite.training.trainer import StepResult, Trainer
@@ -83,12 +83,18 @@ def _initial_weights(trainer: Trainer) -> None:
 
 
 def _check_reference(trainer: Trainer, state: dict[str, Any], directory: Path) -> None:
-    """Read the start of a run that resumes, if it is the reference, and check that it is still the same."""
+    """Read the start of a run that resumes, if it is the reference, and check that it is still the same.
+
+    A second model must have the weights of before, too.
+    """
+    if (other := reference.identity_of(trainer)) is not None:
+        with raise_on_all_ranks(trainer.mesh):
+            other.check(state, directory)
     copy = reference.start_of(trainer)
     if copy is not None and copy.number is None:
         _initial_weights(trainer)
         copy.keep()
-    if trainer.config.preference.reference is None and trainer.other is not None:
+    if trainer.config.preference.reference is None and isinstance(trainer.other, reference.Reference):
         with raise_on_all_ranks(trainer.mesh):
             check_start(trainer.config, None if copy is None else copy.number, state, directory)
 
@@ -321,7 +327,7 @@ def begin_save(trainer: Trainer, best: bool = False, timed: bool = False) -> Sav
         "software": software(),
         **batches_done(trainer.config),
         **({"loop": state_to_save(trainer)} if trainer.loop_state else {}),
-        **({} if (copy := reference.start_of(trainer)) is None else {STATE: copy.number}),
+        **reference.to_save(trainer),
         **({BASE: base} if (base := trainer.store.base_identity) else {}),
         **({TIMED: True} if timed else {}),
     }

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,6 +30,8 @@ from megalite.objectives.objective import Objective
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.microbatch import Microbatch
 from megalite.parallel.pipeline.schedule import Schedule
+from megalite.training import other_identity, start_copy
+from megalite.training.other_identity import OtherIdentity, Stored
 from megalite.training.start_copy import StartCopy
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from megalite.training.trainer import Trainer
 
 
-def other_of(trainer: Trainer) -> Teacher | Reference | None:
+def other_of(trainer: Trainer) -> Teacher | Reference | Stored | None:
     """Return what runs before the steps of a run: the teacher or the reference of its objective, or nothing.
 
     Collective: it loads the weights of a second model.
@@ -47,11 +49,14 @@ def other_of(trainer: Trainer) -> Teacher | Reference | None:
         from megalite.training.teacher import Teacher, use_stored_words  # not needed by other objectives
 
         if stored_teacher(config.distillation) is not None:
-            use_stored_words(trainer.parts, config)
-            return None
+            return use_stored_words(trainer.parts, config)
         return Teacher(config, trainer.parts, trainer.mesh, trainer.device)
-    if objective is None or not objective.runs_reference:
+    if objective is None or not objective.needs_reference:
         return None
+    if (directory := scores_directory(config.preference)) is not None:
+        scores, name = SequenceScores.of(Path(directory)), str(config.preference.reference)
+        model = f"scores of {scores.model}"
+        return Stored(OtherIdentity("preference.reference", name, model, scores.weights))
     return Reference(trainer, reference_of(config, trainer.parts, trainer.mesh, objective))
 
 
@@ -59,6 +64,21 @@ def start_of(trainer: Trainer) -> StartCopy | None:
     """Return the copy of the start of a run, if that is its reference."""
     model = trainer.other.model if isinstance(trainer.other, Reference) else None
     return model if isinstance(model, StartCopy) else None
+
+
+def identity_of(trainer: Trainer) -> OtherIdentity | None:
+    """Return the identity of the teacher or the reference of a run; None: it has none, or is its start."""
+    model = trainer.other.model if isinstance(trainer.other, Reference) else trainer.other
+    return None if model is None or isinstance(model, StartCopy) else model.identity
+
+
+def to_save(trainer: Trainer) -> dict[str, Any]:
+    """Return what checkpoints keep of the model besides the one that is trained."""
+    start, other = start_of(trainer), identity_of(trainer)
+    return {
+        **({} if start is None else {start_copy.STATE: start.number}),
+        **({} if other is None else {other_identity.STATE: other.state()}),
+    }
 
 
 def stored_scores(config: Config) -> SequenceScores | None:

@@ -20,6 +20,7 @@ from megalite.config.schema import Config
 from megalite.model.kinds import dispatch_of
 from megalite.model.parameters import embedding_uses, model_specs
 from megalite.objectives.find import objective_class
+from megalite.objectives.objective import Objective
 
 FREE = ("preset", "from_hf", "init_from", "resize_embeddings", "dropout")
 """Options of model and lora that do not affect the content of a checkpoint."""
@@ -80,7 +81,8 @@ def check_resume(config: Config, fingerprint: str, state: dict[str, Any], direct
         )
     if (before := saved.train.objective) != config.train.objective:
         needs = objective_class(config.train.objective).needs_reference
-        if needs and not objective_class(before).needs_reference and config.preference.reference is None:
+        unnamed = needs and config.preference.reference is None
+        if unnamed and not _objective_before(config, saved, directory).needs_reference:
             raise ConfigError(
                 f"train.objective={config.train.objective} does not match checkpoint.load={directory} "
                 f"(train.objective={before}): its reference is the model from which training starts, and "
@@ -108,6 +110,26 @@ def check_resume(config: Config, fingerprint: str, state: dict[str, Any], direct
             f"{directory} ({show(ramp)}). Resuming would change the batch sizes and learning "
             "rates; to do so anyway, set checkpoint.allow=[horizon]."
         )
+
+
+def _objective_before(config: Config, saved: Config, directory: Path) -> type[Objective]:
+    """Return the class of the objective of a checkpoint.
+
+    Raises:
+        ConfigError: it is of an extension that the run does not name any more.
+    """
+    try:
+        return objective_class(saved.train.objective)
+    except ConfigError:
+        if not saved.run.extensions:
+            raise
+        raise ConfigError(
+            f"train.objective={config.train.objective} has the model from which training starts as its "
+            f"reference, and checkpoint.load={directory} was trained with {saved.train.objective}, of an "
+            f"extension that is not there to say whether that run kept it. Name the file again "
+            f"(run.extensions was {show(saved.run.extensions)}), or name the reference with "
+            "preference.reference."
+        ) from None
 
 
 def continue_steps(config: Config, state: dict[str, Any]) -> None:

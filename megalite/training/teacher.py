@@ -31,6 +31,7 @@ from megalite.model.objective.distillation import DistillationLosses, StoredLoss
 from megalite.objectives.objective import Objective
 from megalite.parallel.microbatch import Microbatch
 from megalite.system.activity import LOADING
+from megalite.training.other_identity import OtherIdentity, Stored, resolved
 
 
 def check(config: Config, world_size: int) -> list[str]:
@@ -61,16 +62,20 @@ class SecondModel:
     Args:
         config: of the run, with a second model.
         objective: over sequences, whose scores its last stage computes.
+
+    Attributes:
+        identity: of its weights.
     """
 
     def __init__(self, config: Config, mesh: Mesh, device: torch.device, objective: Objective | None = None):
-        own, named = teacher_of(config), second_model(config)
-        assert own is not None and named is not None, "the run has a second model"
+        config, self.identity = resolved(config, mesh)
+        own = teacher_of(config)
+        assert own is not None, "the run has a second model"
         self.config = own
         self.parts = build.build_parts(own, mesh, device, training=False, objective=objective)
         mesh.activity.enter(LOADING)
         with raise_on_all_ranks(mesh, CheckpointError):
-            source = open_source(named[1])
+            source = open_source(self.identity.model)
         load_into(self.parts, source, mesh)
 
 
@@ -112,11 +117,14 @@ class Teacher(SecondModel):
             gatherer.acquire(self._head_unit)  # until the next run: the loss computes the teacher's logits
 
 
-def use_stored_words(parts: build.Parts, config: Config) -> None:
+def use_stored_words(parts: build.Parts, config: Config) -> Stored:
     """Let the losses of the last stage be those of a distillation from stored words."""
     for stage in parts.stages.values():
         if stage.head is not None:
             stage.sequence_losses = StoredLosses(stage.head, config.distillation)
+    (words, _), name = _words_of(config), str(config.distillation.teacher)
+    model = f"the {words.number} most probable words of {words.model}"
+    return Stored(OtherIdentity("distillation.teacher", name, model, f"{words.number} of {words.weights}"))
 
 
 def attach_stored_words(config: Config, data: Sequence[Dataset | None]) -> None:
@@ -126,9 +134,7 @@ def attach_stored_words(config: Config, data: Sequence[Dataset | None]) -> None:
         ConfigError: they have another vocabulary or temperature, are of other rows, end early, or are
             damaged.
     """
-    directory, options = stored_teacher(config.distillation), config.distillation
-    assert directory is not None, "the teacher is stored"
-    words, option = TeacherWords.of(Path(directory)), f"distillation.teacher = {options.teacher}"
+    options, (words, option) = config.distillation, _words_of(config)
     if words.vocabulary != config.model.vocabulary:
         raise ConfigError(
             f"{option} has the words of {words.model}, whose vocabulary has {words.vocabulary:,} tokens, but "
@@ -143,3 +149,10 @@ def attach_stored_words(config: Config, data: Sequence[Dataset | None]) -> None:
     for dataset in data:
         if dataset is not None:
             attach_words(dataset, lambda each: words.of_rows(each, config.data.reset_positions, option))
+
+
+def _words_of(config: Config) -> tuple[TeacherWords, str]:
+    """Return the stored words of the teacher of a run, and the option that names them, with its value."""
+    directory = stored_teacher(config.distillation)
+    assert directory is not None, "the teacher is stored"
+    return TeacherWords.of(Path(directory)), f"distillation.teacher = {config.distillation.teacher}"

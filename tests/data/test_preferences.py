@@ -17,6 +17,8 @@ from megalite.data.chat.preference_records import PreferenceReader
 from megalite.data.chat.records import BadRecord
 from megalite.data.dataset import build
 from megalite.data.indexed import CHOSEN, REJECTED, IndexedTokens
+from megalite.data.loader import Loader
+from megalite.mesh.layout import AxisPlace
 from tests.data.chats import CHATML, CONTROLS, unmarked, write_lines
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
@@ -237,6 +239,31 @@ def test_conversations_with_labels(run):
     run([{"messages": [SKY, said("a"), THANKS, said("b")], "label": True}])
     (_, loss), (_, first) = documents()[0], expected[0]
     assert loss.count(CHOSEN) == first.count(CHOSEN), "the last answer alone"
+
+
+def test_completions_are_mismatched_with_other_prompts(run):
+    """Those of one prompt, which `--preference labelled` writes side by side, are passed over."""
+
+    def mismatched(records: list[Any]) -> list[tuple[int, ...]]:
+        """(document of the prompt, document of the completion) of each row of a batch of all documents."""
+        run(records, "--preference", "labelled")
+        texts = [(tokens[: loss.count(0)], tokens[loss.count(0) :]) for tokens, loss in documents()]
+        data, _ = build(DataConfig(train="x", sequence_length=120, shuffle=False, packing=False), seed=0)
+        place = AxisPlace(size=1, rank=0)
+        loader = Loader(data, global_batch_size=len(texts), micro_batch_size=1, dp=place, samples=len(texts))
+        loader.mismatches = True
+        rows = [each.mismatched for each in next(loader.epoch())]
+        loader.close()
+        completions = []
+        for own, row in enumerate(rows):
+            prompt = texts[own][0]
+            text = [*row.tokens[:1, 0].tolist(), *row.targets[row.targets >= 0].tolist()]
+            assert text[: len(prompt)] == prompt
+            completions.append([text[len(prompt) :] == completion for _, completion in texts].index(True))
+        return list(enumerate(completions))
+
+    assert mismatched(PLAIN) == [(0, 5), (1, 5), (2, 1), (3, 1), (4, 3), (5, 3)]
+    assert mismatched(PLAIN[:1]) == [(0, 1), (1, 0)], "there is no other prompt"
 
 
 def test_the_prompt_is_cut_first(run):

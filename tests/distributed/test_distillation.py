@@ -23,11 +23,14 @@ from megalite.commands import convert as convert_hf
 from megalite.commands import score
 from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict
+from megalite.config.schema import Config
 from megalite.data.dataset import build as open_data
 from megalite.data.preparation.writer import IndexedWriter
 from megalite.data.teacher_words import TeacherWords
 from megalite.families.model_config import hf_shape
 from megalite.parallel.microbatch import IGNORE_INDEX
+from megalite.parallel.top_words import TopWords
+from megalite.planner.memory.estimate import estimate
 from megalite.planner.time.traffic import traffic
 from megalite.training import meta_device as meta
 from megalite.training import teacher
@@ -118,6 +121,27 @@ def test_divergence_from_top_words_of_a_split_vocabulary(tp, number, ranks):
     for rank, (value, own) in enumerate(got):
         assert value.item() == pytest.approx(loss.item(), rel=1e-12, abs=1e-12)
         torch.testing.assert_close(own, gradient.chunk(tp, dim=1)[rank], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_student_that_is_sure_of_a_word_has_a_gradient(tp, ranks):
+    """Where its probability of all other words together is too small for fp32, against the same in fp64."""
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = (3 * torch.randn(9, 13, dtype=torch.float64, generator=generator) for _ in range(2))
+    student[:, 0] += 30
+    teacher /= 10
+    teacher[:, 0] += 1
+    weights, options = torch.ones(9, dtype=torch.float64), {"temperature": 0.1, "top": 4}
+    words = (teacher / 0.1).topk(4).indices
+    rest = (student / 0.1).log_softmax(1).scatter(1, words, -torch.inf).logsumexp(1)
+    assert rest.max() < -110
+    targets, logits = torch.zeros(9, dtype=torch.long), (student, teacher)
+    exact = ranks.run(tp, jobs_distillation.divergence, *logits, targets, weights, 20, options)
+    single = [each.float() for each in logits]
+    got = ranks.run(tp, jobs_distillation.divergence, *single, targets, weights.float(), 20, options)
+    for (value, own), (expected, gradient) in zip(got, exact, strict=True):
+        assert value.item() == pytest.approx(expected.item(), rel=1e-5)
+        torch.testing.assert_close(own.double(), gradient, rtol=1e-4, atol=1e-6)
 
 
 # ---- a run with a teacher
@@ -376,6 +400,26 @@ def test_other_words_are_rejected(words, prefix, models, tmp_path):
     assert "cannot be read: No such file or directory" in message(tmp_path / "none")
 
 
+def test_other_words_are_not_taken_for_those_of_before(words, prefix, models, tmp_path):
+    """The directory of a run that resumes has the words of another teacher."""
+    theirs = tmp_path / "some"
+    shutil.copytree(words / "some", theirs)
+    tree = from_words(tmp_path, "some", prefix, models) | {
+        "run": {"dir": str(tmp_path)},
+        "checkpoint": {},
+    }
+    config = from_dict(tree)
+    trainer = Trainer(config, build.make_mesh(config))
+    trainer.step()
+    trainer.save()
+    trainer.close()
+    Trainer(config, build.make_mesh(config)).close()  # it resumes
+    record = theirs / "words.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"model": "hf:other", "weights": "0"}))
+    with pytest.raises(ConfigError, match=r"of hf:.*teacher, and is the 4 most probable words of hf:other\. To go on"):
+        Trainer(config, build.make_mesh(config))
+
+
 @pytest.mark.parametrize(
     "options, said",
     [
@@ -538,6 +582,54 @@ def test_traffic_is_what_a_step_sends(name, models, prefix, monkeypatch):
         own = teacher.Teacher(config, stepping.parts, mesh, torch.device("cpu"))
         sent.bytes = 0.0  # the initial weights were gathered
         own.run(stepping.batches)
+        stepping.step(1)
+    planned = traffic(config, world)[0]
+    assert sum(planned.to_dict().values()) == pytest.approx(sent.bytes, rel=1e-9)
+
+
+def of_stored_words(prefix: str, models: tuple[str, str], place: Path, number: int, **options: Any) -> dict[str, Any]:
+    """A run whose teacher has `number` stored words of 1,001."""
+    TeacherWords(place, "hf:x", "x", number, 1.0, 1001).save()
+    tree = configuration(prefix, models, "forward", teacher=f"scores:{place}", **options)
+    tree["model"] |= {"vocab_size": 1001}
+    tree["distillation"] |= {"temperature": 1.0}
+    return tree
+
+
+def stepping_with_words(config: Config, tree: dict[str, Any], number: int) -> jobs_memory.Stepping:
+    stepping = jobs_memory.Stepping(RankContext(0, 1), tree)
+    teacher.use_stored_words(stepping.parts, config)
+    for batch in stepping.batches:
+        words = torch.rand(*batch.tokens.shape, 1001).topk(number).indices.int()
+        batch.top = TopWords(words, torch.full(words.shape, -7.0), torch.full(batch.tokens.shape, 0.5).double())
+    return stepping
+
+
+@pytest.mark.parametrize("number", [1, 256])
+@pytest.mark.parametrize("chunk", [0, 16])
+def test_memory_of_stored_words_is_what_the_allocator_gives(chunk, number, models, prefix, tmp_path):
+    """With temporaries, which are estimates; without the words and the tables of the loss it is less than a half."""
+    tree = of_stored_words(prefix, models, tmp_path, number, chunk=chunk, precision="fp32")
+    config = from_dict(tree)
+    (planned,) = estimate(config, 1, "cpu")
+    stepping = stepping_with_words(config, tree, number)
+    kept = sum(each.nbytes for batch in stepping.batches for each in batch.top or ())
+    allocated = kept + jobs_memory.allocated_by(stepping)
+    assert planned.total - planned.states.device == pytest.approx(allocated, rel=0.1)
+
+
+@pytest.mark.parametrize("name", STORED_LAYOUTS)
+@pytest.mark.parametrize("weight", [0.0, 0.5])
+def test_traffic_of_stored_words_is_what_a_step_sends(weight, name, models, prefix, monkeypatch, tmp_path):
+    tree = of_stored_words(prefix, models, tmp_path, 4, **STORED_LAYOUTS[name])
+    tree["distillation"] |= {"cross_entropy_weight": weight}
+    config = from_dict(tree)
+    world = build.layout(config).world
+    with meta.fake_process(0, world), Sent() as sent:
+        mesh = build.make_mesh(config)
+        monkeypatch.setattr(jobs_memory, "mesh_of", lambda context, config: mesh)
+        stepping = stepping_with_words(config, tree, 4)
+        sent.bytes = 0.0  # the initial weights were gathered
         stepping.step(1)
     planned = traffic(config, world)[0]
     assert sum(planned.to_dict().values()) == pytest.approx(sent.bytes, rel=1e-9)

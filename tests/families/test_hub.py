@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,21 @@ def test_a_run_takes_shape_and_weights_from_the_hub(cache: Path, monkeypatch: py
     store(cache, "org/name", {"model.safetensors": ""})
     monkeypatch.setattr("megalite.config.load.check", lambda *words: None)
     assert load_config(options, world_size=1).model.init_from == f"hf:{stored}"
+
+
+@pytest.mark.parametrize(
+    "option, objective", [("distillation.teacher", "distillation"), ("preference.reference", "dpo")]
+)
+def test_a_run_takes_a_second_model_from_the_hub(
+    option: str, objective: str, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    options = ["--model.preset", "tiny", "--train.objective", objective, f"--{option}", "hf:org/name"]
+    monkeypatch.setattr("megalite.config.load.check", lambda *words: None)
+    with pytest.raises(SystemExit):
+        load_config(options, world_size=1)
+    assert f"{option} = hf:org/name is neither a directory here nor in the cache" in capsys.readouterr().err
+    stored = store(cache, "org/name", {**SHAPE, **TOKENIZER, "model.safetensors": ""})
+    assert attrgetter(option)(load_config(options, world_size=1)) == f"hf:{stored}"
 
 
 def test_the_hub_is_asked_once_and_briefly(monkeypatch: pytest.MonkeyPatch):

@@ -488,14 +488,39 @@ FIELDS: dict[str, tuple[str, dict, dict]] = {
     ),
     "axolotl, reward": (
         "axolotl",
-        {"reward_model": True, "num_labels": 1, "center_rewards_coefficient": 0.01},
-        PAIRS | {"train.objective": "reward", "model.output_head": "reward", "preference.center_rewards": 0.01},
+        {"reward_model": True, "num_labels": 1, "center_rewards_coefficient": 0.01}
+        | {"adapter": "lora", "lora_r": 8, "lora_dropout": 0.1},
+        PAIRS
+        | {"lora.dropout": 0.0, "model.residual_dropout": 0.0}
+        | {"train.objective": "reward", "model.output_head": "reward", "preference.center_rewards": 0.01},
+    ),
+    "torchtune, dpo": (
+        "torchtune",
+        {"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss", "beta": 0.05, "label_smoothing": 0.1}}
+        | {"tokenizer": {"max_seq_len": 1024}},
+        {"data.sequence_length": 2048, "train.objective": "dpo", "preference.loss": "sigmoid"}
+        | {"preference.beta": 0.05, "preference.label_smoothing": 0.1},
+    ),
+    "torchtune, rso": (
+        "torchtune",
+        {"loss": {"_component_": "torchtune.rlhf.loss.RSOLoss"}, "ref_checkpointer": {"checkpoint_dir": "other"}},
+        {"preference.loss": "hinge", "preference.beta": 0.1, "preference.reference": "hf:other"},
+    ),
+    "torchtune, simpo": (
+        "torchtune",
+        {"loss": {"_component_": "torchtune.rlhf.loss.SimPOLoss", "gamma": 1.0}},
+        {"train.objective": "simpo", "preference.beta": 2.0, "preference.gamma": 1.0},
     ),
     "LLaMA-Factory, defaults": ("llama-factory", {"stage": "dpo"}, PAIRS | DPO),
     "LLaMA-Factory, hinge": (
         "llama-factory",
         {"stage": "dpo", "pref_loss": "hinge", "pref_ftx": 0.3, "ref_model": "org/ref"},
         DPO | {"preference.loss": "hinge", "preference.nll_weight": 0.3, "preference.reference": "hf:org/ref"},
+    ),
+    "LLaMA-Factory, orpo with a likelihood": (
+        "llama-factory",
+        {"stage": "dpo", "pref_loss": "orpo", "pref_ftx": 0.5},
+        {"train.objective": "orpo", "preference.nll_weight": 1.5},
     ),
     "LLaMA-Factory, ipo": ("llama-factory", {"stage": "dpo", "pref_loss": "ipo"}, {"train.objective": "ipo"}),
     "LLaMA-Factory, simpo": (
@@ -531,6 +556,7 @@ FIELDS: dict[str, tuple[str, dict, dict]] = {
 BASICS = {
     "axolotl": {"base_model": "m", "sequence_len": 1024},
     "llama-factory": {"model_name_or_path": "m", "cutoff_len": 1024},
+    "torchtune": {"checkpointer": {"checkpoint_dir": "m"}},
 }
 
 
@@ -550,7 +576,17 @@ def test_objectives_of_other_programs(name):
         ("axolotl", {"kd_trainer": True}, "files of a teacher's log-probabilities are not read"),
         ("llama-factory", {"stage": "ppo"}, "train with TRL, verl, OpenRLHF or NeMo-RL"),
         ("llama-factory", {"stage": "dpo", "pref_loss": "kto_pair"}, "use stage: kto"),
+        (
+            "torchtune",
+            {"loss": {"_component_": "torchtune.rlhf.loss.IPOLoss", "tau": 0.1}},
+            "are sums over a completion",
+        ),
         ("trl-dpo", {"loss_type": "aot"}, "a loss that is not supported"),
+        (
+            "trl-dpo",
+            {"loss_type": ["sigmoid", "sft"], "loss_weights": [0.0, 1.0]},
+            "the weight of sigmoid is 0, which leaves no loss of pairs",
+        ),
         ("trl-dpo", {"ld_alpha": 0.5}, "after the shorter completion's length"),
         ("trl-dpo", {"f_divergence_type": "js_divergence"}, "the divergence reverse_kl"),
         ("trl-gkd", {"lmbda": 0.5}, "train with TRL, verl, OpenRLHF or NeMo-RL"),
@@ -559,6 +595,19 @@ def test_objectives_of_other_programs(name):
 def test_what_an_objective_lacks_is_named(project, fields, says):
     _, said = judged(project, BASICS.get(project, {"model_name_or_path": "m"}) | fields)
     assert [why for kind, why in said.values() if kind == "lost" and says in why]
+
+
+@pytest.mark.parametrize("project", ["trl-dpo", "trl-kto", "trl-reward"])
+def test_no_limit_of_trl_is_no_default(project):
+    """max_length: null, for which a row is as long as the data needs."""
+    content = {"model_name_or_path": "m", "dataset_name": "org/pairs"}
+    options, said = judged(project, content | {"max_length": None})
+    assert "data.sequence_length" not in options and "--max_length" not in said["dataset_name"][1]
+    assert said["max_length"][0] == "open" and "that `megalite prepare` prints" in said["max_length"][1]
+    options, said = judged(project, content)
+    assert (
+        said["max_length"] == ("assumed", "default of the project") and "--max_length 1024" in said["dataset_name"][1]
+    )
 
 
 def test_trainers_that_generate_are_rejected_in_one_message():

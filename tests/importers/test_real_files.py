@@ -376,8 +376,11 @@ REAL = {
         dp=1,
     ),
     "torchtune/lora-dpo.yaml": Real(
-        {"train.steps": 1000, "optimizer.weight_decay": 0.05},
-        lost={"loss._component_": OBJECTIVE, "loss.beta": OBJECTIVE, "dataset._component_": "is not supported"},
+        {
+            **{"train.steps": 1000, "optimizer.weight_decay": 0.05, "train.objective": "dpo"},
+            **{"preference.loss": "sigmoid", "preference.beta": 0.1, "preference.label_smoothing": 0},
+        },
+        lost={"dataset._component_": "is not supported"},
         dp=1,
     ),
     "torchtitan/deepseek-16b.toml": Real(

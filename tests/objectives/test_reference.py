@@ -13,10 +13,13 @@ from transformers import AutoModelForCausalLM
 
 from megalite.assembly.parts import make_mesh
 from megalite.config.errors import ConfigError
+from megalite.config.extensions import EXTENSIONS, load_extensions
 from megalite.config.load import from_dict
 from megalite.families.model_config import hf_shape
 from megalite.training import teacher
 from megalite.training.trainer import Trainer
+from tests.support.configs import write_tokens
+from tests.support.preferences import VOCAB, write_preferences
 
 
 def configuration(model: Path, prefix: str, place: Path, **changes: dict[str, Any]) -> dict[str, Any]:
@@ -65,6 +68,62 @@ def test_a_run_that_named_no_copy_does_not_go_on_with_one(model, prefix, tmp_pat
         trainer_of(configuration(model, prefix, tmp_path))
 
 
+def test_a_run_with_a_copy_may_change_to_a_teacher(model, prefix, tmp_path):
+    """Which has no start to compare; that the objective is another one is listed."""
+    tree = configuration(model, prefix, tmp_path)
+    saved_run(tree)
+    tree["train"] |= {"objective": "distillation"}
+    tree["data"] |= {"train": write_tokens(tmp_path, VOCAB)}
+    tree |= {"distillation": {"teacher": f"hf:{model}"}, "checkpoint": {"allow": ["data"]}}
+    trainer = trainer_of(tree)
+    trainer.step()
+    trainer.close()
+    assert any("train.objective" in note and "distillation" in note for note in trainer.notes)
+
+
+def test_the_objective_of_an_extension_that_is_not_named_any_more(model, prefix, tmp_path, monkeypatch):
+    monkeypatch.setattr(EXTENSIONS, "objectives", {})
+    monkeypatch.setattr(EXTENSIONS, "files", {})
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from megalite.config.extensions import objective\nfrom megalite.objectives.dpo import DPO\n"
+        "@objective('own')\nclass Own(DPO): pass\n"
+    )
+    tree = configuration(model, prefix, tmp_path, run={"extensions": [str(file)]}, train={"objective": "own"})
+    load_extensions([str(file)])
+    saved_run(tree)
+    EXTENSIONS.objectives.clear()
+    del tree["run"]["extensions"]
+    tree["train"] |= {"objective": "dpo"}
+    with pytest.raises(ConfigError, match=rf'Name the file again \(run.extensions was \["{file}"\]\)'):
+        trainer_of(tree)
+
+
+def test_a_second_model_that_has_changed_is_not_taken_for_that_of_before(model, prefix, tmp_path):
+    """A run that has saved another checkpoint, and files of Hugging Face. Checkpoints can be named instead."""
+    files = tmp_path / "files"
+    shutil.copytree(model, files)
+    first = trainer_of(configuration(model, prefix, tmp_path, run={"name": "first"}))
+    steps, trees = [first.save()], []
+    for name, reference in (("of run", str(tmp_path / "first")), ("of files", f"hf:{files}")):
+        trees.append(configuration(model, prefix, tmp_path, run={"name": name}, preference={"reference": reference}))
+        saved_run(trees[-1])
+        trainer_of(trees[-1]).close()  # it would resume
+    first.step()
+    steps.append(first.save())
+    first.close()
+    changed = AutoModelForCausalLM.from_pretrained(files)
+    with torch.no_grad():
+        changed.model.norm.weight[0] += 1e-3
+    changed.save_pretrained(files)
+    with pytest.raises(ConfigError, match=f"and is {steps[1]}.*set preference.reference to {steps[0]} while"):
+        trainer_of(trees[0])
+    with pytest.raises(ConfigError, match=f"it was hf:{files}, with other weights.* restore its files"):
+        trainer_of(trees[1])
+    for step in steps:
+        trainer_of(trees[0] | {"preference": {"reference": str(step)}}).close()
+
+
 def test_the_copy_is_a_second_model_saved_at_the_start(model, prefix, tmp_path):
     """Of experts whose routers learn biases besides the weights."""
     routers = {"num_experts": 4, "router_scores": "sigmoid", "router_balance": "bias", "router_bias_rate": 0.5}
@@ -84,7 +143,10 @@ BAD: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     "no directory": ({"preference": {"reference": "hf:nowhere"}}, "nowhere"),
     "no checkpoint": ({"preference": {"reference": "nowhere"}}, "nowhere"),
     "vocabulary": ({"model": {"vocab_size": 100}}, "but model.vocab_size = 100: both models need the same tokens"),
-    "positions": ({"data": {"sequence_length": 33}}, "or use another reference"),
+    "rows": (
+        {"data": {"sequence_length": 33}, "train": {"objective": "kto"}},
+        "but data.sequence_length = 33. Set data.sequence_length to 32, or use another reference",
+    ),
 }
 
 
@@ -97,6 +159,25 @@ def test_a_model_that_is_no_reference_is_rejected(name, model, prefix, tmp_path)
     with pytest.raises(ConfigError, match="preference.reference = ") as error:
         teacher.check(from_dict(tree), 1)
     assert says in str(error.value)
+
+
+def test_documents_are_as_long_as_the_positions_of_a_reference(model, prefix, tmp_path):
+    """Rows may be longer: positions start again with each document. Here the reference is the start itself."""
+    longer = {"model": {"max_position_embeddings": 64}, "data": {"sequence_length": 60, "packing": True}}
+    losses = []
+    for reference in (None, f"hf:{model}"):
+        tree = configuration(model, prefix, tmp_path, preference={"reference": reference}, checkpoint={"load": "none"})
+        for section, values in longer.items():
+            tree[section] = tree[section] | values
+        tree["train"] |= {"global_batch_size": 2, "micro_batch_size": 1}
+        teacher.check(from_dict(tree), 1)
+        trainer = trainer_of(tree)
+        losses.append([trainer.step().loss for _ in range(3)])
+        trainer.close()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6) and abs(losses[0][-1] - losses[0][0]) > 0.01
+    tree["data"]["train"] = write_preferences(tmp_path / "long", [(20, 13, 3)])
+    with pytest.raises(ConfigError, match=r"reads up to 32 positions, but a document of the data has 33\. Prepare"):
+        teacher.check(from_dict(tree), 1)
 
 
 def test_a_reference_with_another_tokenizer_is_rejected(model, prefix, tmp_path):

@@ -135,6 +135,14 @@ def configuration(model: Path, prefix: str, place: Path, **sections: Any) -> dic
     }
 
 
+def train_and_save(tree: dict[str, Any]) -> None:
+    config = from_dict(tree)
+    trainer = Trainer(config, make_mesh(config))
+    trainer.step()
+    trainer.save()
+    trainer.close()
+
+
 def test_training_with_scores_is_training_with_the_model(scores, model, prefix, tmp_path, ranks):
     """With adapters the same as without scores; and in full the same on two layouts, with validation."""
     adapters = {"lora": {"rank": 4}}
@@ -236,6 +244,20 @@ def test_options_without_an_effect_on_scores_may_differ(scores, model, prefix, t
     tree["model"] |= {"max_position_embeddings": 64, "residual_dropout": 0.1, "initializer_range": 0.5, "head_dim": 8}
     config = from_dict(tree)
     attach_stored(config, *build(config.data, 0))
+
+
+def test_other_scores_are_not_taken_for_those_of_before(scores, model, prefix, tmp_path):
+    """The directory of a run that resumes has scores of another model."""
+    theirs = tmp_path / "theirs"
+    shutil.copytree(scores, theirs)
+    options = {"reference": f"scores:{theirs}", "allow_reference_change": True}
+    tree = configuration(model, prefix, tmp_path, preference=options) | {"checkpoint": {"load": "auto"}}
+    train_and_save(tree)
+    train_and_save(tree)  # it resumes
+    record = theirs / "scores.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"weights": "0"}))
+    with pytest.raises(ConfigError, match=f"it was scores of hf:{model}, with other weights.* score the data"):
+        train_and_save(tree)
 
 
 def test_options_of_a_teacher_are_rejected_without_one(model, prefix, tmp_path, capsys):

@@ -10,7 +10,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from megalite.assembly import parts as build
 from megalite.config.load import from_dict
 from megalite.mesh.mesh import Mesh
+from megalite.planner.hardware.devices import find_device
 from megalite.planner.memory.estimate import estimate
+from megalite.planner.report.explanation import illegal
+from megalite.planner.search.best_first import Search
+from megalite.planner.time.step import PlannedJob
 from megalite.planner.time.traffic import traffic
 from megalite.training import meta_device as meta
 from megalite.training.start_copy import StartCopy
@@ -59,3 +63,17 @@ def test_a_reference_is_planned_to_the_byte(case, second, monkeypatch):
         kept = sum((bucket.weights if bucket.shard is None else bucket.shard).nbytes for bucket in buckets)
     assert estimate(parsed, world, "cpu")[0].teacher == kept > 0
     assert sum(traffic(parsed, world)[0].to_dict().values()) == pytest.approx(sent.bytes, rel=1e-9)
+
+
+def test_layouts_that_a_second_model_does_not_fit_are_not_planned(second):
+    """It has 2 layers and 4 heads, the model 8 and 8."""
+    shape = {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8}
+    base = from_dict(tree(model=MODEL | shape, train={"objective": "dpo"}) | {"preference": {"reference": second}})
+
+    def search(**fixed: int) -> Search:
+        return Search(PlannedJob.of(base, find_device("h100")), base, 8, fixed, wanted=3)
+
+    cores = {(core.pp, core.tp) for core in search().cores()}
+    assert (max(pp for pp, _ in cores), max(tp for _, tp in cores)) == (2, 4)
+    assert len(search().plans()) == 3
+    assert not search(pp=4).plans() and "preference.reference = " in illegal(search(pp=4))

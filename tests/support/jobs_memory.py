@@ -210,10 +210,14 @@ class Stepping:
 
 
 def most_allocated(context: Any, config: dict[str, Any]) -> int:
+    """`allocated_by` a rank."""
+    return allocated_by(Stepping(context, config))
+
+
+def allocated_by(rank: Stepping) -> int:
     """The most bytes that the allocator has given to a step beyond what was there before it, the second step of two."""
     from torch.profiler import ProfilerActivity, profile
 
-    rank = Stepping(context, config)
     rank.step(1)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         rank.step(2)

@@ -175,11 +175,12 @@ class TopWordsDivergence(TokenDivergence):
     All other words are one more outcome, with p_r of the teacher and q_r = Σ q of the student:
 
         Σ_K p (log p − log q) + p_r (log p_r − log q_r)
-        by z: q − p inside K, q (1 − p_r / q_r) outside, both divided by τ
+        by z: q − p inside K, q − p_r (q / q_r) outside, both divided by τ
 
-    q_r is a sum over the words outside, since 1 − Σ_K q has no digits where the student is sure. Forward: one
-    all-gather over tp of four numbers per token: the largest logit, the sums of exponentials of all words and
-    of those outside, and Σ_K p z. Backward: no communication.
+    log q_r is a log-sum-exp of the words outside, with a maximum of their own: 1 − Σ_K q has no digits where
+    the student is sure, and q_r may be too small for a number of its own. Forward: one all-gather over tp of
+    four numbers per token: the largest logit, the sum of exponentials, the log-sum-exp of the words outside,
+    and Σ_K p z. Backward: no communication.
     """
 
     def of_tokens(self, student: Tensor, *teacher: Tensor) -> tuple[Tensor, ...]:
@@ -187,17 +188,15 @@ class TopWordsDivergence(TokenDivergence):
         place, inside = self._places(top, student)
         p = top.log_p.to(z.dtype).exp()
         largest, total = _maximum_and_sum(z)
-        outside, products = torch.zeros_like(total), torch.zeros_like(total)
+        outside, products = torch.full_like(total, -torch.inf), torch.zeros_like(total)
         if z.shape[1]:
-            exponentials = (z - largest.unsqueeze(1)).exp()
-            # words of other ranks are written to a column that is not summed
-            kept = torch.ones(len(z), z.shape[1] + 1, dtype=z.dtype, device=z.device).scatter_(1, place, 0.0)
-            outside = (exponentials * kept[:, :-1]).sum(1)
             products = (p * z.gather(1, place.clamp(max=z.shape[1] - 1)) * inside).sum(1)
+            # words of other ranks are written to a column of their own
+            outside = F.pad(z, (0, 1)).scatter_(1, place, -torch.inf)[:, :-1].logsumexp(1)
         packed, tp = torch.stack([largest, total, outside, products]), self.cross_entropy.tp
         stats = all_gather(packed, tp).wait().view(tp.size, *packed.shape)  # [tp, 4, tokens]
         lse = _log_sum_exp(stats[:, 0], stats[:, 1])
-        log_rest = _log_sum_exp(stats[:, 0], stats[:, 2]) - lse  # log q_r
+        log_rest = stats[:, 2].logsumexp(0) - lse  # log q_r
         known, rest = p.sum(1), top.rest.to(z.dtype)
         values = torch.xlogy(p, p).sum(1) - stats[:, 3].sum(0) + known * lse
         values = values + torch.where(rest > 0, torch.xlogy(rest, rest) - rest * log_rest, 0)
@@ -208,15 +207,14 @@ class TopWordsDivergence(TokenDivergence):
     ) -> Tensor:
         top, (_, lse, log_rest) = TopWords(*teacher), known
         place, _ = self._places(top, student)
-        q = (self.scaled(student) - lse.unsqueeze(1)).exp()
-        p, rest = top.log_p.to(q.dtype).exp(), top.rest.to(q.dtype)
-        mass = p.sum(1) + rest
-        slope = torch.where(rest > 0, rest * (-log_rest).exp(), 0)  # p_r / q_r
-        # inside: mass · q − p; outside: (mass − p_r / q_r) q
-        padded = F.pad((mass - slope).unsqueeze(1) * q, (0, 1))
+        log_q = self.scaled(student) - lse.unsqueeze(1)
+        q, p, rest = log_q.exp(), top.log_p.to(log_q.dtype).exp(), top.rest.to(log_q.dtype).unsqueeze(1)
+        mass = p.sum(1, keepdim=True) + rest
         of_words = F.pad(q, (0, 1)).gather(1, place)
-        padded.scatter_(1, place, mass.unsqueeze(1) * of_words - p)
-        return padded[:, :-1] * (scale / self.temperature).unsqueeze(1)
+        # outside: mass · q − p_r (q / q_r); inside, where q / q_r may be infinite: mass · q − p
+        of_rest = log_q.sub_(log_rest.unsqueeze(1)).exp_().mul_(rest)
+        padded = F.pad(q.mul_(mass).sub_(of_rest), (0, 1)).scatter_(1, place, mass * of_words - p)
+        return padded[:, :-1].mul_((scale / self.temperature).unsqueeze(1))
 
     def _places(self, top: TopWords, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the column of each word on this rank, and whether it is here; others are past the last."""

@@ -11,6 +11,8 @@ from textwrap import wrap
 from types import MappingProxyType
 from typing import Any
 
+from megalite.assembly.teacher import check_teacher
+from megalite.config.errors import ConfigError
 from megalite.config.help import field_docs
 from megalite.config.load import to_dict
 from megalite.config.recompute import BUDGET, shown
@@ -81,13 +83,20 @@ def to_run_config(base: Config, choice: LayoutChoice, room: float) -> Config:
 
 
 def first_broken_rule(config: Config, world_size: int) -> str | None:
-    """Return the message of the first broken rule about options that a plan sets; None if there is none."""
+    """Return the message of the first broken rule about options that a plan sets; None if there is none.
+
+    A second model must fit the layout as well.
+    """
     facts = RuleContext(
         **{section.name: getattr(config, section.name) for section in fields(Config)}, world_size=world_size
     )
     for rule in RULES:
         if not rule.option.startswith(ELSEWHERE) and rule.broken(facts):
             return rule.describe(facts)
+    try:
+        check_teacher(config, world_size)
+    except ConfigError as error:
+        return str(error)
     return None
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from megalite.assembly import plan
-from megalite.assembly.teacher import keeps_start, teacher_of
+from megalite.assembly.teacher import keeps_start, stored_words, teacher_of
 from megalite.config.dims import ParallelDims
 from megalite.config.schema import Config
 from megalite.config.sections.distillation import distils
@@ -98,6 +98,10 @@ def _rank(config: Config, schedule: Schedule, pp_rank: int) -> Traffic:
     if objective is not None and objective.needs_baseline and schedule.placement[-1] == pp_rank:
         numbers = 2 * ring(NUMBERS_OF_BASELINE, ParallelDims.of(config).data)
         step = step.plus(Traffic(0, round(numbers), 0))
+    if stored_words(config) is not None and head_unit(config.model) in own:
+        # without a cross-entropy its three numbers are not sent
+        numbers = 4 - (0 if config.distillation.cross_entropy_weight else 3)
+        return step.plus(Traffic(round(schedule.microbatches * tensor.gathered(numbers)), 0, 0))
     if teacher is None or not distils(config):
         return step
     return step.plus(_teacher(config, teacher, schedule.microbatches, pp_rank))
