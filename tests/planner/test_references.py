@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megalite.assembly import parts as build
 from megalite.config.load import from_dict
+from megalite.families.model_config import hf_shape
 from megalite.mesh.mesh import Mesh
 from megalite.planner.hardware.devices import find_device
 from megalite.planner.memory.estimate import estimate
@@ -19,8 +20,10 @@ from megalite.planner.time.traffic import traffic
 from megalite.training import meta_device as meta
 from megalite.training.start_copy import StartCopy
 from megalite.training.teacher import ReferenceModel
+from megalite.training.trainer import Trainer
 from tests.planner.test_memory import MODEL, Sent, tree
 from tests.support import jobs_memory
+from tests.support.configs import write_tokens
 
 BF16 = {"train": {"precision": "bf16"}}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -29,6 +32,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "start, saved modules, tp 2": {"tp": 2, "lora": {"rank": 4, "modules_to_save": ["embedding"]}},
     "second, tp 2, split sequence": {"tp": 2, "sequence_parallel": True},
     "second, bf16, ZeRO-3, pp 2": {"dp": 2, "zero": 3, "pp": 2, **BF16},
+    "quantized, ZeRO-3": {"dp": 2, "zero": 3},
 }
 
 
@@ -40,12 +44,28 @@ def second(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"hf:{place}"
 
 
+@pytest.fixture(scope="module")
+def quantized(second, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint of adapters over that model in 4 bits."""
+    config = tree(lora={"rank": 2, "base": "nf4"})
+    place = tmp_path_factory.mktemp("quantized")
+    config["run"] = {"dir": str(place), "name": "run"}
+    config["data"]["train"] = write_tokens(place, MODEL["vocab_size"])
+    config["model"] |= hf_shape(second.removeprefix("hf:")) | {"init_from": second}
+    parsed = from_dict(config)
+    trainer = Trainer(parsed, build.make_mesh(parsed))
+    directory = trainer.save()
+    trainer.close()
+    return str(directory)
+
+
 @pytest.mark.parametrize("case", LAYOUTS)
-def test_a_reference_is_planned_to_the_byte(case, second, monkeypatch):
+def test_a_reference_is_planned_to_the_byte(case, second, quantized, monkeypatch):
     """What rank 0 keeps of it, and what a step of KTO with both passes of the reference sends."""
     options = LAYOUTS[case]
     config = tree(**options | {"train": {"objective": "kto"} | options.get("train", {})})
-    config["preference"] = {"reference": second} if case.startswith("second") else {}
+    names = {"second": second, "quantized": quantized}
+    config["preference"] = {"reference": names.get(case.partition(",")[0])}
     parsed = from_dict(config)
     world = build.layout(parsed).world
     with meta.fake_process(0, world), Sent() as sent:
@@ -60,7 +80,7 @@ def test_a_reference_is_planned_to_the_byte(case, second, monkeypatch):
     else:
         assert isinstance(reference, ReferenceModel)
         buckets = reference.parts.store.buckets
-        kept = sum((bucket.weights if bucket.shard is None else bucket.shard).nbytes for bucket in buckets)
+        kept = sum((bucket.full if bucket.shard is None else bucket.shard).nbytes for bucket in buckets)
     assert estimate(parsed, world, "cpu")[0].teacher == kept > 0
     assert sum(traffic(parsed, world)[0].to_dict().values()) == pytest.approx(sent.bytes, rel=1e-9)
 

@@ -98,6 +98,6 @@ def _weights(config: Config, buckets: Sequence[BucketLayout]) -> int:
     widths, total = Widths.of(config), 0
     for bucket in buckets:
         sharing = Sharing.of(config, bucket.domain)
-        kept = bucket.size // sharing.shard if sharing.weights_sharded else bucket.size
-        total += kept * widths.weights(bucket)
+        size = bucket.quantized_bytes or bucket.size * widths.weights(bucket)
+        total += size // sharing.shard if sharing.weights_sharded else size
     return total
