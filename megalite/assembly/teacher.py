@@ -60,7 +60,8 @@ def keeps_start(config: Config) -> bool:
     Adapters that start at 0 need none if nothing else is trained: the start is the model without them.
     """
     lora = config.lora
-    off = lora.rank and lora.init_from is None and not lora.modules_to_save
+    at_zero = lora.init_from is None and lora.start == "default"
+    off = lora.rank and at_zero and not lora.modules_to_save
     return _referred(config) and config.preference.reference is None and not off
 
 

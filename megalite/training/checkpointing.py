@@ -80,6 +80,8 @@ def _initial_weights(trainer: Trainer) -> None:
         trainer.store.initialize(trainer.config.run.seed, _threads())
         with raise_on_all_ranks(trainer.mesh, CheckpointError):
             load_base(trainer)
+        if trainer.config.lora.start != "default":
+            trainer.store.publish()  # adapters that have been computed from the base
 
 
 def _check_reference(trainer: Trainer, state: dict[str, Any], directory: Path) -> None:
@@ -231,7 +233,12 @@ def load_base(trainer: Trainer, resumed: checkpoint.Manifest | None = None) -> N
     own = trainer.store.base_identity = base_weights.identity(config)
     if resumed is not None:
         base_weights.check_same(config, own, resumed.state, resumed.directory)
-    quantize_base(trainer.store, base_weights.BaseWeights(config), _threads())
+    base = base_weights.BaseWeights(config)
+    quantize_base(trainer.store, base, _threads())
+    if config.lora.start == "loftq" and resumed is None:
+        from megalite.huggingface.loftq import LoftqStart
+
+        LoftqStart(config, base).fill(trainer.store.to_load())
 
 
 def _has_reward_head(config: Config, source: str, known: Collection[str] | None) -> bool:

@@ -393,6 +393,16 @@ ROWS = [
     Row("lora has a rank", {"lora.targets": ["q"]}, {"lora.rank": 4}, ("trains the model itself",)),
     Row("lora has a rank", {"lora.dropout": 0.1}, {"lora.rank": 4}),
     Row("lora has a rank", {"lora.base": "nf4"}, {"lora.rank": 4}),
+    Row(
+        "adapters that start at what quantization has lost",
+        {"lora.rank": 4, "lora.start": "loftq"},
+        {"lora.base": "nf4"},
+    ),
+    Row(
+        "adapters that start at what quantization has lost",
+        {"lora.rank": 4, "lora.start": "loftq", "lora.base": "nf4", "lora.dora": True},
+        {"lora.dora": False},
+    ),
     Row("scales that are quantized", {"lora.rank": 4, "lora.double_quant": True}, {"lora.base": "nf4"}),
     Row(
         "a quantized base and fp8",

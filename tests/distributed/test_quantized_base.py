@@ -29,7 +29,7 @@ LAYOUTS: dict[str, tuple[Case, dict[str, Any], dict[str, Any]]] = {
     "tp 2, dp 2, ZeRO-3, double, recomputed": (
         {"tp": 2, "dp": 2, "zero": 3, "microbatches": 2, "recompute": "full"},
         ODD,
-        {"double_quant": True},
+        {"double_quant": True, "start": "loftq"},
     ),
     "dp 4, ZeRO-3, offloaded parameters": ({"dp": 4, "zero": 3, "offload": "cpu"}, WHOLE, {"double_quant": True}),
     "int8, tp 2, pp 2": ({"tp": 2, "pp": 2, "microbatches": 2}, ODD, {"base": "int8"}),
@@ -99,7 +99,9 @@ def by_others(matrix: Tensor, base: str, double: bool) -> Tensor:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_has_the_values_of_the_whole_matrix_and_trains_like_one_process(layout, ranks, references, prefix):
     case, shape, lora = LAYOUTS[layout]
-    plain = configuration({}, prefix, shape, "fp32", **(lora | {"base": "none", "double_quant": False}))
+    plain = configuration(
+        {}, prefix, shape, "fp32", **(lora | {"base": "none", "double_quant": False, "start": "default"})
+    )
     matrices = references.run(jobs_training.train_with_initial_weights, plain, 0)["before"]
     config = configuration(case, prefix, shape, **lora)
     seen = dict[str, Tensor]()

@@ -24,6 +24,7 @@ from megalite.generation.sources import open_source
 from megalite.huggingface.files import ConversionError
 from megalite.parallel.spec import Rectangle
 from megalite.training.trainer import Trainer
+from megalite.training.verify import global_tensors
 from tests.huggingface.hf_models import CASES, VOCAB, Case, logits_of, random_ids, write
 from tests.support.configs import write_tokens
 
@@ -152,6 +153,31 @@ def quantized_logits(directory: Path, adapter: Path, double: bool, ids: Tensor) 
     model = PeftModel.from_pretrained(by_bitsandbytes(directory, double), adapter).eval()
     with torch.no_grad():
         return model(input_ids=ids, use_cache=False).logits
+
+
+def test_adapters_start_at_what_quantization_has_lost(models, prefix, tmp_path: Path):
+    """A and B of PEFT's decomposition of the same matrix, up to the sign of singular vectors."""
+    from peft.utils.loftq_utils import _low_rank_decomposition
+
+    lora = {"start": "loftq", "double_quant": True, "alpha": 6.0}
+    trainer = trainer_of(models["llama"], prefix, tmp_path, **lora)
+    ours = global_tensors(trainer)
+    first = trainer.step().loss
+    saved = trainer.save()
+    trainer.close()
+    matrix = load_file(models["llama"] / "model.safetensors")[MATRIX]
+    residual = matrix - block_formats.rounded(matrix, "nf4", 64, double=True)
+    theirs = _low_rank_decomposition(residual, 4)
+    a, b = (ours[f"weight/{OURS.removesuffix('weight')}lora_{half}"] for half in "ab")
+    assert (6.0 / 4 * b @ a - theirs["L"] @ theirs["R"]).abs().max() <= 1e-5
+    assert (residual - 6.0 / 4 * b @ a).norm() < 0.95 * residual.norm()
+    plain = trainer_of(models["llama"], prefix, tmp_path / "plain", double_quant=True)
+    assert plain.step().loss != first
+    plain.close()
+    again = trainer_of(models["llama"], prefix, tmp_path, str(saved), **lora)
+    resumed = global_tensors(again)
+    again.close()
+    assert not torch.equal(resumed[f"weight/{OURS.removesuffix('weight')}lora_a"], a), "trained, not started again"
 
 
 @pytest.fixture(scope="module")

@@ -63,6 +63,9 @@ class LoraConfig:
     train.precision. none: all do."""
     double_quant: bool = False
     """Also quantize the scales of nf4, to 8 bits."""
+    start: Literal["default", "loftq"] = "default"
+    """Initial A and B: A random and B zero (default), or the best approximation of what the quantization of
+    lora.base has lost (loftq; Li et al. 2023, one iteration)."""
     dora: bool = False
     """Also train the length of every row of the adapted weights (DoRA, Liu et al. 2024)."""
     modules_to_save: list[str] | None = None
@@ -94,7 +97,7 @@ def _without_rank(c: "RuleContext") -> bool:
     names = ("dropout", "targets", "init_from", "ranks", "alphas", "dora", "modules_to_save", "scaling")
     return not c.lora.rank and any(
         (getattr(c.lora, name) or None) != (getattr(plain, name) or None)
-        for name in (*names, "base", "double_quant")
+        for name in (*names, "base", "double_quant", "start")
     )
 
 
@@ -139,6 +142,14 @@ _WITH_EXPERTS = tuple(
     for option, off in (("dropout", "0"), ("dora", "false"))
 )
 
+
+def _has_nothing_lost(c: "RuleContext") -> bool:
+    """Whether lora.start: loftq has no quantized base to start at, or another start is given."""
+    lora = c.lora
+    other = lora.base == "none" or lora.init_from is not None or lora.dora or bool(expert_target(c))
+    return lora.start == "loftq" and other
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         "lora has a rank",
@@ -153,6 +164,14 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.lora.double_quant and c.lora.base != "nf4",
         message="has no effect with {lora.base}",
         legal="Set lora.base to nf4, or remove it.",
+    ),
+    Rule(
+        "adapters that start at what quantization has lost",
+        "lora.start",
+        _has_nothing_lost,
+        message="needs a quantized base whose adapters have no other start, without DoRA and experts",
+        legal="Set it to default, or set lora.base, lora.init_from to null, lora.dora to false, and remove "
+        f"{' and '.join(EXPERTS)} from lora.targets.",
     ),
     _unknown("targets", _adaptable),
     _unknown("ranks", _adaptable),
