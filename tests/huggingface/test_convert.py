@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from megalite_kernels import block_formats
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -250,6 +251,7 @@ def test_experts_in_mxfp4_are_those_of_transformers(tmp_path: Path) -> None:
     name, part = "layers.1.mlp.experts.in.weight", ([150, 3], [250, 40])  # rows of three experts
     whole = source.read(name, [0, 0], source.places[name].shape)
     assert torch.equal(source.read(name, *part), whole[150:400, 3:43])
+    assert torch.equal(block_formats.rounded(whole.float(), "mxfp4", 32), whole.float()), "as a base they stay"
     assert convert_hf.main(["import", str(packed), str(tmp_path / "ours")]) == 0
     assert convert_hf.main(["export", str(tmp_path / "ours"), str(out)]) == 0
     assert same_bytes(stored(out), expected) and "quantization_config" not in hf_config(out)
