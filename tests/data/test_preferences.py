@@ -213,6 +213,27 @@ OTHERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         (),
     ),
     "a column of texts": ({"prompt": [BRIEF, SKY], "chosen": "a", "rejected": "b"}, ()),
+    "UltraFeedback's": (
+        {
+            "prompt": SKY["content"],
+            "chosen": [BRIEF, SKY, said("a")],
+            "rejected": [BRIEF, SKY, said("b")],
+            "messages": [BRIEF, SKY, said("a")],
+        },
+        (),
+    ),
+    "a whole conversation beside a prompt": (
+        {"prompt": [BRIEF, SKY], "chosen": "a", "rejected": "b", "messages": [SKY, said("a")]},
+        (),
+    ),
+    "a whole conversation beside an instruction": (
+        {"system": "Be brief.", "instruction": SKY["content"], "chosen": "a", "rejected": "b", "messages": [said("a")]},
+        (),
+    ),
+    "a system text beside messages": (
+        {"system": "Be brief.", "chosen": [SKY, said("a")], "rejected": [SKY, said("b")]},
+        (),
+    ),
 }
 
 
@@ -234,6 +255,9 @@ def test_conversations_with_labels(run):
     bad = {"system": "Be brief.", "instruction": SKY["content"], "output": "b", "label": 0}
     run([{"system": "Be brief.", "conversations": turns, "kto_tag": True}, bad])
     assert documents() == expected
+    whole = {"prompt": [BRIEF, SKY], "completion": "a", "label": True, "messages": [BRIEF, SKY, said("a")]}
+    run([whole, bad])
+    assert documents() == expected, "a prompt comes before a whole conversation"
     run([{"messages": [SKY, said("a"), THANKS, said("b")], "label": True}])
     (_, loss), (_, first) = documents()[0], expected[0]
     assert loss.count(CHOSEN) == first.count(CHOSEN), "the last answer alone"
@@ -289,6 +313,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "a weight": ({"prompt": [SKY], "chosen": [{**said("a"), "weight": 2}], "rejected": "b"}, "of chosen has a weight"),
     "options": ({"prompt": "a", "chosen": "b", "rejected": "c", "chat_template_kwargs": {"a": 1}}, "not supported"),
     "system": ({"system": "a", "prompt": "a", "chosen": "b", "rejected": "c"}, "--keys instruction=prompt"),
+    "an answered prompt": ({"messages": [SKY, said("a")], "chosen": "a", "rejected": "b"}, "end in a turn of the"),
     "no object": ("a", " is a str, not an object"),
 }
 
