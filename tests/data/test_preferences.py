@@ -314,6 +314,17 @@ BAD: dict[str, tuple[Any, str]] = {
     "options": ({"prompt": "a", "chosen": "b", "rejected": "c", "chat_template_kwargs": {"a": 1}}, "not supported"),
     "system": ({"system": "a", "prompt": "a", "chosen": "b", "rejected": "c"}, "--keys instruction=prompt"),
     "an answered prompt": ({"messages": [SKY, said("a")], "chosen": "a", "rejected": "b"}, "end in a turn of the"),
+    "an unread question": (
+        {"system": "Be brief.", "question": "Add 1 and 2.", "chosen": "3", "rejected": "4"},
+        "its keys system, question are not.*--keys instruction=question",
+    ),
+    "an unread input": ({"input": "Add 1 and 2.", "chosen": "3", "rejected": "4"}, "--keys instruction=input"),
+    "a question that both leave out": (
+        {"question": "Add 1 and 2.", "chosen": "It is 3", "rejected": "It is 4"},
+        "its keys question are not",
+    ),
+    "unread messages": ({"convo": [SKY], "chosen": said("a"), "rejected": said("b")}, "--keys messages=convo"),
+    "an unread question of a label": ({"question": "Why so?", "completion": "b", "label": 1}, "instruction=question"),
     "no object": ("a", " is a str, not an object"),
 }
 
@@ -323,6 +334,23 @@ def test_bad_records_are_named(name):
     record, problem = BAD[name]
     with pytest.raises(BadRecord, match=f"line 3.*{problem}"):
         PreferenceReader().read(record, "line 3")
+
+
+def test_pairs_without_anything_else_have_no_prompt(run):
+    run([{"chosen": "yes", "rejected": "no", "id": 3, "url": "https://example.com"}])
+    assert documents()[0][1][:2] == [0, CHOSEN], "BOS alone comes before them"
+
+
+def test_names_that_no_record_has_are_told(run, capsys):
+    options = ["--keys", "messages=convo,content=said,instruction=question"]
+    run([{"question": "Why?", "chosen": "a", "rejected": "b"}], *options)
+    command.main()  # again: `run` has read what it printed
+    printed = capsys.readouterr().err
+    assert (
+        "messages=convo has no effect" in printed
+        and "content=said has no effect" in printed
+        and "question=" not in printed
+    )
 
 
 def test_bad_input(run, capsys):

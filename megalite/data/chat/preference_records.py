@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Literal
 
-from megalite.data.chat.record_hints import for_preferences
+from megalite.data.chat.record_hints import for_preferences, for_prompts
 from megalite.data.chat.records import (
     KEYS_OF_RECORDS,
     BadRecord,
@@ -29,6 +29,8 @@ WAY_OUT = (
     "true}), with their prompt in prompt, instruction, messages or conversations; or a conversation with a "
     "label. Use --keys to map other key names to these."
 )
+KEYS_OF_ANSWERS = ("chosen", "rejected", "tools", "functions")
+"""Keys of a pair that are read without a prompt."""
 LABELS = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -105,9 +107,7 @@ class PreferenceReader:
             )
         # some data sets have the text of a prompt beside messages that begin with it
         if prompt is None or (isinstance(prompt, str) and not isinstance(chosen, str)):
-            prompt, chosen, rejected = _split(chosen, rejected, where)
-            if isinstance(prompt, list):
-                prompt = system_of(record, prompt, where) + prompt
+            prompt, chosen, rejected = _split(chosen, rejected, record, where)
             form = "implicit"
         tools = tools_in(record, where)
         return Preference(f"{form}-chosen-rejected", prompt, (chosen, rejected), (True, False), tools)
@@ -127,7 +127,8 @@ class PreferenceReader:
         prompt, form = self._prompt(record, where, () if answer is None else (answer,))
         if answer is not None:
             if prompt is None:
-                raise BadRecord(where, f" has {answer} but no prompt.", WAY_OUT)
+                _, keys = for_prompts(record, "", (*KEYS_OF_ANSWERS, answer))
+                raise BadRecord(where, f" has {answer} but no prompt.", f"Pass {keys}." if keys else WAY_OUT)
             completion = self._completion(record, answer, prompt, where)
             if isinstance(prompt, str) is not isinstance(completion, str):
                 kinds = f"{type(record['prompt']).__name__} and {type(record[answer]).__name__}"
@@ -240,20 +241,37 @@ def _check_completion(completion: Said, key: str, where: object) -> None:
         raise BadRecord(where, f": {key} is empty.", "Remove the record.")
 
 
-def _split(chosen: Said, rejected: Said, where: object) -> tuple[Said, Said, Said]:
-    """Return the prompt that both completions begin with, and what follows it in each.
+def _split(chosen: Said, rejected: Said, record: dict[str, Any], where: object) -> tuple[Said, Said, Said]:
+    """Split completions that begin with their prompt.
 
-    As in TRL, it leaves at least one message or character of each, and the space before a word belongs to the
-    word.
+    As in TRL, the prompt leaves at least one message or character of each, and the space before a word
+    belongs to the word.
+
+    Returns:
+        The prompt that both completions begin with, and what follows it in each.
+
+    Raises:
+        BadRecord: there is none although messages or other keys of the record need one.
     """
     common = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)))
     shared = min(common, len(chosen) - 1, len(rejected) - 1)
     if shared == common and shared and chosen[shared - 1] == " ":
         shared -= 1
-    if isinstance(chosen, list) and not shared:
+    prompt = chosen[:shared]
+    if isinstance(prompt, list):
+        if not prompt:
+            _, keys = for_prompts(record, "", KEYS_OF_ANSWERS)
+            raise BadRecord(
+                where,
+                ": chosen and rejected begin with different messages, so there is no prompt.",
+                f"{f'Pass {keys}' if keys else 'Add the messages before both'}, or add a prompt.",
+            )
+        return system_of(record, prompt, where) + prompt, chosen[shared:], rejected[shared:]
+    unread, keys = for_prompts(record, prompt, KEYS_OF_ANSWERS)
+    if unread:
         raise BadRecord(
             where,
-            ": chosen and rejected begin with different messages, so there is no prompt.",
-            "Add the messages before both, or a prompt.",
+            f" has no prompt that is read: its keys {', '.join(unread)} are not.",
+            f"{f'Pass {keys}' if keys else 'Add a prompt'}, or add the key prompt, empty if there is none.",
         )
-    return chosen[:shared], chosen[shared:], rejected[shared:]
+    return prompt, chosen[shared:], rejected[shared:]
