@@ -8,6 +8,12 @@ from pathlib import Path
 
 from megalite.config.errors import ConfigError
 
+RECORDS = {
+    "scores.json": ("log-probabilities of completions", "megalite score"),
+    "words.json": ("the words of a teacher", "megalite score --top_k K"),
+}
+"""File → what a directory with it has, and the command that makes it."""
+
 
 @contextmanager
 def record_errors(path: Path, what: str, command: str) -> Iterator[None]:

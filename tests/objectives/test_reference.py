@@ -99,6 +99,17 @@ def test_a_model_that_is_no_reference_is_rejected(name, model, prefix, tmp_path)
     assert says in str(error.value)
 
 
+def test_a_name_without_its_beginning_is_completed(model, prefix, tmp_path):
+    (tmp_path / "scores.json").touch()
+    for path, begins, options in (
+        (model, "hf:", {"preference": {"reference": str(model)}}),
+        (tmp_path, "scores:", {"preference": {"reference": str(tmp_path)}}),
+        (model, "hf:", {"train": {"objective": "distillation"}, "distillation": {"teacher": str(model)}}),
+    ):
+        with pytest.raises(ConfigError, match=f"Set it to {begins}{path}"):
+            teacher.check(from_dict(configuration(model, prefix, tmp_path, **options)), 1)
+
+
 def test_a_reference_with_another_tokenizer_is_rejected(model, prefix, tmp_path):
     named = str(tmp_path / "tokens")
     for file in Path(prefix).parent.glob(Path(prefix).name + ".*"):
