@@ -57,14 +57,16 @@ class SequenceScores:
         self.directory, self.model, self.weights, self.files = directory, model, weights, files or {}
 
     @staticmethod
-    def of(directory: Path) -> SequenceScores:
+    def of(directory: Path, option: str = "") -> SequenceScores:
         """Read the record of a directory.
+
+        Args:
+            option: the option that names it, with its value, for messages.
 
         Raises:
             ConfigError: it has none, or a damaged one.
         """
-        path = directory / RECORD
-        with record_errors(path, "scores", "megalite score"):
+        with record_errors(directory, RECORD, option or str(directory)) as path:
             record = json.loads(path.read_text(encoding="utf-8"))
             if record["format"] != FORMAT:
                 raise ConfigError(f"{path} has format {record['format']}, which this version does not read.")

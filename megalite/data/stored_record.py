@@ -16,19 +16,41 @@ RECORDS = {
 
 
 @contextmanager
-def record_errors(path: Path, what: str, command: str) -> Iterator[None]:
+def record_errors(directory: Path, record: str, option: str) -> Iterator[Path]:
     """Raise ConfigError for a record that is missing or damaged.
 
     Args:
-        what: what the directory has.
-        command: the command that makes it.
+        record: name of its file, one of RECORDS.
+        option: the option that names the directory, with its value, or the directory alone.
+
+    Yields:
+        its path.
     """
+    (what, command), path = RECORDS[record], directory / record
     try:
-        yield
+        yield path
+    except FileNotFoundError:
+        raise ConfigError(f"{option}: {_missing(directory, record)}") from None
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}. Make it with `{command}`.") from None
+        raise ConfigError(f"{option}: {path} cannot be read: {error.strerror}.") from None
     except (ValueError, TypeError, LookupError, AttributeError) as error:
-        raise ConfigError(f"{path} is not a record of {what} ({error!r}). Score the data again.") from None
+        raise ConfigError(
+            f"{option}: {path} is not a record of {what} ({error!r}). Make it again with `{command}`."
+        ) from None
+
+
+def _missing(directory: Path, record: str) -> str:
+    """Say what a directory without a record is, and the way out."""
+    what, command = RECORDS[record]
+    source = f"`{command}` makes a directory with {what}"
+    if not directory.is_dir():
+        return f"there is no directory {directory}. Correct its path: {source}."
+    for other, (present, _) in RECORDS.items():
+        if (directory / other).is_file():
+            return f"{directory} has {present}, not {what}. Use another directory: {source}."
+    if (directory / "config.json").is_file():
+        return f"{directory} is a model, whose name begins with hf:. Use hf:{directory}; {source}."
+    return f"{directory} has no {record}. Correct its path: {source}."
 
 
 def is_new(output: Path, record: str, what: str) -> bool:

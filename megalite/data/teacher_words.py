@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 
 from megalite.config.errors import ConfigError
 from megalite.config.rule import show
+from megalite.config.samples import held_out_fraction
+from megalite.config.sections.data import DataConfig
 from megalite.data.dataset import Dataset, TokenFiles
 from megalite.data.stored_record import record_errors
 from megalite.system.files import replace_synced
@@ -92,14 +94,16 @@ class TeacherWords:
         self.sets = sets or {}
 
     @staticmethod
-    def of(directory: Path) -> TeacherWords:
+    def of(directory: Path, option: str = "") -> TeacherWords:
         """Read the record of a directory.
+
+        Args:
+            option: the option that names it, with its value, for messages.
 
         Raises:
             ConfigError: it has none, or a damaged one.
         """
-        path = directory / RECORD
-        with record_errors(path, "words", "megalite score --top_k K"):
+        with record_errors(directory, RECORD, option or str(directory)) as path:
             record = json.loads(path.read_text(encoding="utf-8"))
             if record.pop("format") != FORMAT:
                 raise ConfigError(f"{path} has a format that this version does not read.")
@@ -143,24 +147,26 @@ class TeacherWords:
             *(np.memmap(files[array], kind, mode, shape=shapes[array]) for array, kind in ARRAYS.items())
         )
 
-    def of_rows(self, data: TokenFiles, reset_positions: bool, option: str) -> TopRow:
+    def of_rows(self, data: TokenFiles, options: DataConfig, option: str) -> TopRow:
         """Return the complete words of a dataset.
 
         Args:
-            reset_positions: that of the run. Conversations do not depend on it.
+            options: those of the run. Conversations do not depend on reset_positions.
 
         Raises:
             ConfigError: they are of other rows, end early, or are damaged.
         """
         known = self.sets.get(data.rows)
         if known is None:
-            others = ", ".join(dict.fromkeys(map(str, self.sets.values())))
+            others = list(dict.fromkeys(map(str, self.sets.values())))
+            wanted = str(rows_of(data, options))
+            changed = ", whose tokens were others" if wanted in others else ""
             raise ConfigError(
-                f"{option} has no words for the rows of {data.names}: it has those of {others or 'no data'}. "
-                "Tokens, data.sequence_length, data.packing and what is held out must be the same. Run "
-                "`megalite score --top_k` with these."
+                f"{option} has no words for the rows of {wanted}: it has those of "
+                f"{', '.join(others) or 'no data'}{changed}. Run `{self._command(data, options)}`, or set "
+                "the options of the run to those."
             )
-        if known.reset_positions != reset_positions and not data.chat:
+        if known.reset_positions != options.reset_positions and not data.chat:
             raise ConfigError(
                 f"{option} has words of {data.names} with data.reset_positions = {known.reset_positions}. "
                 "Set it so, or score the data again."
@@ -184,6 +190,21 @@ class TeacherWords:
                 )
         return arrays
 
+    def _command(self, data: TokenFiles, options: DataConfig) -> str:
+        """Return the command that adds the words of a dataset to the directory."""
+        held_out = held_out_fraction(options)
+        return " ".join(
+            [
+                f"megalite score {self.model} --data {data.names.replace(', ', ' ')} --top_k {self.number}",
+                f"--sequence_length {options.sequence_length}",
+                *([f"--temperature {self.temperature:g}"] if self.temperature != 1 else []),
+                *(["--packing"] if options.packing else []),
+                *(["--reset_positions"] if options.reset_positions else []),
+                *([f"--held_out {held_out:g}"] if held_out else []),
+                f"--output {self.directory}",
+            ]
+        )
+
     def _shape(self, array: str, rows: RowSet) -> tuple[int, ...]:
         positions = rows.rows, rows.sequence_length
         return positions if array == "rest" else (*positions, self.number)
@@ -197,6 +218,18 @@ class TeacherWords:
             path.exists() and path.stat().st_size == self._bytes(array, ARRAYS[array], known)
             for array, path in paths.items()
         )
+
+
+def rows_of(data: TokenFiles, options: DataConfig) -> RowSet:
+    """Return what determines the rows of a dataset."""
+    return RowSet(
+        data.names,
+        data.samples_per_epoch,
+        options.sequence_length,
+        options.reset_positions,
+        options.packing,
+        held_out_fraction(options),
+    )
 
 
 def _are_probabilities(row: TopRow) -> bool:

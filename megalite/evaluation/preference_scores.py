@@ -161,7 +161,7 @@ def open_scores(output: Path, model: str) -> SequenceScores:
     weights = weights_identity(model)
     if is_new(output, RECORD, "scores"):
         return SequenceScores(output, model, weights)
-    scores = SequenceScores.of(output)
+    scores = SequenceScores.of(output, f"--output {output}")
     if scores.weights != weights:
         raise ConfigError(
             f"--output {output} has scores of {scores.model}, whose weights differ from those of {model}. "

@@ -15,13 +15,12 @@ from torch import Tensor
 
 from megalite.checkpoint.agreement import on_rank_0
 from megalite.config.errors import ConfigError
-from megalite.config.samples import held_out_fraction
 from megalite.config.schema import Config
 from megalite.config.sections.data import DataConfig
 from megalite.data import dataset as datasets
 from megalite.data.dataset import TokenFiles
 from megalite.data.stored_record import is_new
-from megalite.data.teacher_words import RECORD, RowSet, TeacherWords
+from megalite.data.teacher_words import RECORD, TeacherWords, rows_of
 from megalite.evaluation.stored_passes import StoredPasses
 from megalite.generation.sources import ModelSource
 from megalite.huggingface.weights_identity import weights_identity
@@ -35,6 +34,8 @@ from megalite.parallel.top_words import TopWords
 from megalite.system.progress import Report
 
 CHUNK = 256  # positions whose logits exist at a time
+COMMON = {"number": "--top_k", "temperature": "--temperature"}
+"""What all words of a directory have in common besides the teacher, and the option that says it."""
 
 
 class TopWordsOf(HeadLosses):
@@ -122,14 +123,7 @@ class WordScorer(StoredPasses):
                 self._run(config.data, data, words, progress)
 
     def _run(self, options: DataConfig, data: TokenFiles, words: TeacherWords, progress: Report) -> None:
-        new = RowSet(
-            data.names,
-            data.samples_per_epoch,
-            options.sequence_length,
-            options.reset_positions,
-            options.packing,
-            held_out_fraction(options),
-        )
+        new = rows_of(data, options)
         done = on_rank_0(self.mesh, lambda: words.begin(data.rows, new))
         arrays = words.arrays(data.rows) if self.mesh.rank == 0 else None
 
@@ -179,10 +173,17 @@ def open_words(output: Path, model: str, number: int, temperature: float, vocabu
     new = TeacherWords(output, model, weights_identity(model), number, temperature, vocabulary)
     if is_new(output, RECORD, "words"):
         return new
-    known = TeacherWords.of(output)
-    if different := [name for name, value in known.facts().items() if value != new.facts()[name]]:
+    known = TeacherWords.of(output, f"--output {output}")
+    before, now = known.facts(), new.facts()
+    if before["weights"] != now["weights"]:
         raise ConfigError(
-            f"--output {output} has words of {known.model} with another {different[0]}. Choose another "
-            "directory."
+            f"--output {output} has words of {known.model}, whose weights differ from those of {model}. "
+            "Choose another directory."
         )
+    for name, option in COMMON.items():
+        if before[name] != now[name]:
+            raise ConfigError(
+                f"--output {output} has words with {option} {before[name]}, not {now[name]}. Choose "
+                f"another directory, or set it to {before[name]}."
+            )
     return known

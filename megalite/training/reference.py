@@ -70,10 +70,11 @@ def stored_scores(config: Config) -> SequenceScores | None:
     directory = scores_directory(config.preference)
     if directory is None:
         return None
-    scores, start = SequenceScores.of(Path(directory)), config.model.initial_weights
+    option, start = f"preference.reference = {config.preference.reference}", config.model.initial_weights
+    scores = SequenceScores.of(Path(directory), option)
     if config.preference.allow_reference_change:
         return scores
-    option = f"preference.reference = {config.preference.reference} has scores of {scores.model}"
+    option = f"{option} has scores of {scores.model}"
     accept = "or set preference.allow_reference_change to true"
     if start is None or config.lora.init_from is not None:
         raise ConfigError(

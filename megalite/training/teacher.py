@@ -128,7 +128,8 @@ def attach_stored_words(config: Config, data: Sequence[Dataset | None]) -> None:
     """
     directory, options = stored_teacher(config.distillation), config.distillation
     assert directory is not None, "the teacher is stored"
-    words, option = TeacherWords.of(Path(directory)), f"distillation.teacher = {options.teacher}"
+    option = f"distillation.teacher = {options.teacher}"
+    words = TeacherWords.of(Path(directory), option)
     if words.vocabulary != config.model.vocabulary:
         raise ConfigError(
             f"{option} has the words of {words.model}, whose vocabulary has {words.vocabulary:,} tokens, but "
@@ -142,4 +143,4 @@ def attach_stored_words(config: Config, data: Sequence[Dataset | None]) -> None:
         )
     for dataset in data:
         if dataset is not None:
-            attach_words(dataset, lambda each: words.of_rows(each, config.data.reset_positions, option))
+            attach_words(dataset, lambda each: words.of_rows(each, config.data, option))

@@ -211,8 +211,10 @@ def test_other_scores_are_rejected(scores, model, prefix, tmp_path):
         score_preferences(ALONE, str(model), prefix, str(theirs), {})
         assert file.read_bytes() == (scores / file.name).read_bytes()
     (theirs / "scores.json").write_text("{")
-    assert "is not a record of scores" in message(theirs)
-    assert "cannot be read: No such file or directory. Make it with" in message(tmp_path / "none")
+    assert "is not a record of log-probabilities" in message(theirs)
+    assert f"preference.reference = scores:{tmp_path}/none: there is no directory" in message(tmp_path / "none")
+    (theirs / "scores.json").rename(theirs / "words.json")
+    assert "has the words of a teacher, not log-probabilities of completions" in message(theirs)
     assert "cannot be compared with those of model.init_from" in message(scores, init_from=f"hf:{tmp_path}")
 
 
