@@ -34,7 +34,7 @@ from megalite.data.tokenizer.comparison import Tokenized, compare
 from megalite.data.tokenizer.identity import of_token_file
 from megalite.evaluation.stored_passes import StoredPasses
 from megalite.generation.sources import ALLOW, ModelSource
-from megalite.huggingface.weights_identity import weights_identity
+from megalite.huggingface.weights_identity import other_weights, weights_identity
 from megalite.mesh.mesh import Mesh
 from megalite.objectives.simpo import SimPO
 from megalite.parallel.collectives import all_reduce
@@ -164,7 +164,7 @@ def open_scores(output: Path, model: str) -> SequenceScores:
     scores = SequenceScores.of(output, f"--output {output}")
     if scores.weights != weights:
         raise ConfigError(
-            f"--output {output} has scores of {scores.model}, whose weights differ from those of {model}. "
-            "Choose another directory."
+            f"--output {output} has scores of {other_weights(scores.model, model, model)}. Choose another "
+            "directory."
         )
     return scores

@@ -23,7 +23,7 @@ from megalite.data.stored_record import is_new
 from megalite.data.teacher_words import RECORD, TeacherWords, rows_of
 from megalite.evaluation.stored_passes import StoredPasses
 from megalite.generation.sources import ModelSource
-from megalite.huggingface.weights_identity import weights_identity
+from megalite.huggingface.weights_identity import other_weights, weights_identity
 from megalite.mesh.mesh import Mesh
 from megalite.model.forward_state import ForwardState
 from megalite.model.objective.losses import HeadLosses
@@ -177,8 +177,8 @@ def open_words(output: Path, model: str, number: int, temperature: float, vocabu
     before, now = known.facts(), new.facts()
     if before["weights"] != now["weights"]:
         raise ConfigError(
-            f"--output {output} has words of {known.model}, whose weights differ from those of {model}. "
-            "Choose another directory."
+            f"--output {output} has words of {other_weights(known.model, model, model)}. Choose another "
+            "directory."
         )
     for name, option in COMMON.items():
         if before[name] != now[name]:

@@ -74,27 +74,27 @@ def stored_scores(config: Config) -> SequenceScores | None:
     scores = SequenceScores.of(Path(directory), option)
     if config.preference.allow_reference_change:
         return scores
-    option = f"{option} has scores of {scores.model}"
     accept = "or set preference.allow_reference_change to true"
     if start is None or config.lora.init_from is not None:
         raise ConfigError(
-            f"{option}, but training starts from {'random weights' if start is None else 'an adapter'}. "
-            f"Start from that model (model.init_from), {accept}."
+            f"{option} has scores of {scores.model}, but training starts from "
+            f"{'random weights' if start is None else 'an adapter'}. Start from that model "
+            f"(model.init_from), {accept}."
         )
-    from megalite.huggingface.weights_identity import weights_identity
+    from megalite.huggingface.weights_identity import other_weights, weights_identity
 
     try:
         weights = weights_identity(start)
     except CheckpointError as error:
         reason = str(error).removesuffix(".")
         raise ConfigError(
-            f"{option}, which cannot be compared with those of model.init_from = {start}: {reason}. Start "
-            f"from that model, {accept}."
+            f"{option} has scores of {scores.model}, which cannot be compared with those of "
+            f"model.init_from = {start}: {reason}. Start from that model, {accept}."
         ) from None
     if weights != scores.weights:
         raise ConfigError(
-            f"{option}, whose weights differ from those of model.init_from = {start}, from which training "
-            f"starts. Score the data with the latter, {accept}."
+            f"{option} has scores of {other_weights(scores.model, start, f'model.init_from = {start}')}. "
+            f"Score the data with the model from which training starts, into another directory, {accept}."
         )
     return scores
 

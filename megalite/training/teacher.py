@@ -69,9 +69,12 @@ class SecondModel:
         self.config = own
         self.parts = build.build_parts(own, mesh, device, training=False, objective=objective)
         mesh.activity.enter(LOADING)
-        with raise_on_all_ranks(mesh, CheckpointError):
-            source = open_source(named[1])
-        load_into(self.parts, source, mesh)
+        try:
+            with raise_on_all_ranks(mesh, CheckpointError):
+                source = open_source(named[1])
+            load_into(self.parts, source, mesh)
+        except CheckpointError as error:
+            raise CheckpointError(f"{' = '.join(named)}: {error}") from None
 
 
 class ReferenceModel(SecondModel):

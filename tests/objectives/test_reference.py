@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megalite.assembly.parts import make_mesh
+from megalite.checkpoint import CheckpointError
 from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict
 from megalite.families.model_config import hf_shape
@@ -97,6 +98,16 @@ def test_a_model_that_is_no_reference_is_rejected(name, model, prefix, tmp_path)
     with pytest.raises(ConfigError, match="preference.reference = ") as error:
         teacher.check(from_dict(tree), 1)
     assert says in str(error.value)
+
+
+def test_a_reference_without_finite_weights_is_named(model, prefix, tmp_path):
+    broken = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        broken.model.norm.weight[0] = torch.nan
+    broken.save_pretrained(tmp_path / "broken")
+    tree = configuration(model, prefix, tmp_path, preference={"reference": f"hf:{tmp_path}/broken"})
+    with pytest.raises(CheckpointError, match="preference.reference = hf:.*contains NaN"):
+        trainer_of(tree)
 
 
 def test_a_name_without_its_beginning_is_completed(model, prefix, tmp_path):
