@@ -15,6 +15,8 @@ from megalite.config.load import from_dict, load_config
 from megalite.config.rules import check
 from megalite.config.sections.data import DataConfig
 from megalite.data.dataset import build
+from megalite.data.loader import Loader
+from megalite.mesh.layout import AxisPlace
 from megalite.objectives.find import objective_class
 from tests.structure.sources import ROOT
 from tests.support.jobs_objectives import observe, train_and_validate
@@ -101,6 +103,23 @@ def test_rows_of_a_source(file):
     assert not is_source("data/book") and is_source("counting:7")
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_an_id_outside_the_vocabulary_is_named_by_its_row(shuffle, tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(
+        "from megalite.config.extensions import DataSource, data_source\n"
+        "@data_source('one')\nclass One(DataSource):\n"
+        "    def __len__(self): return 8\n"
+        "    def row(self, index): return [9 if index == 5 else 1] * (self.sequence_length + 1)\n"
+    )
+    load_extensions([str(path)])
+    data, _ = build(DataConfig(train="one:x", sequence_length=6, shuffle=shuffle), 0)
+    loader = Loader(data, global_batch_size=8, micro_batch_size=2, dp=AxisPlace(0, 1), vocab_size=9)
+    with pytest.raises(ConfigError, match="^row 5 of one:x contains token id 9, .*Correct One.row"):
+        loader.step(0)
+    loader.close()
+
+
 def test_a_configuration_names_what_a_file_registers(file, tmp_path):
     words = ["--config", "quickstart", "--run.extensions", f"[{file}]", "--run.dir", str(tmp_path)]
     config = load_config([*words, "--data.train", "counting:97", "--train.epochs", "1"], world_size=1)
@@ -181,6 +200,8 @@ def test_bad_sources_and_objectives(tmp_path):
     data, _ = build(DataConfig(train="short:3", sequence_length=6), 0)
     with pytest.raises(ConfigError, match=r"row \d of short:3 has shape \[2\] and type float64. Short.row must"):
         data[0]
+    with pytest.raises(ConfigError, match="run.extensions .registered: short.. Nearest: short"):
+        check(from_dict({"data": {"train": "shor:3"}}), 1)
     tree = {"data": {"train": "short:3", "reset_positions": True}, "run": {"extensions": [str(path)]}}
     for changed, said in (
         ({}, "data.reset_positions = true"),
@@ -191,5 +212,5 @@ def test_bad_sources_and_objectives(tmp_path):
             check(facts, 1)
     with pytest.raises(ConfigError, match="nothing: Nothing is not a class that is derived from Objective"):
         objective_class("nothing")
-    with pytest.raises(ConfigError, match="nothin is unknown.*Nearest: nothing"):
+    with pytest.raises(ConfigError, match="nothin is unknown.*run.extensions registers.*Nearest: nothing"):
         objective_class("nothin")
