@@ -51,10 +51,19 @@ class SequenceScores:
         model: the name of the model that they are of.
         weights: what identifies its weights (`huggingface.weights_identity`).
         files: by the content of the token file (`content_of`).
+        precision: in which the model has computed them; None: not known, as in records of older versions.
     """
 
-    def __init__(self, directory: Path, model: str, weights: str, files: dict[str, ScoredFile] | None = None):
+    def __init__(
+        self,
+        directory: Path,
+        model: str,
+        weights: str,
+        files: dict[str, ScoredFile] | None = None,
+        precision: str | None = None,
+    ):
         self.directory, self.model, self.weights, self.files = directory, model, weights, files or {}
+        self.precision = precision
 
     @staticmethod
     def of(directory: Path, option: str = "") -> SequenceScores:
@@ -71,12 +80,14 @@ class SequenceScores:
             if record["format"] != FORMAT:
                 raise ConfigError(f"{path} has format {record['format']}, which this version does not read.")
             files = {content: ScoredFile(**file) for content, file in record["files"].items()}
-            return SequenceScores(directory, record["model"], record["weights"], files)
+            model, weights = record["model"], record["weights"]
+            return SequenceScores(directory, model, weights, files, record.get("precision"))
 
     def save(self) -> None:
         """Write the record."""
         files = {content: asdict(file) for content, file in self.files.items()}
-        record = {"format": FORMAT, "model": self.model, "weights": self.weights, "files": files}
+        about = {"model": self.model, "weights": self.weights, "precision": self.precision}
+        record = {"format": FORMAT, **about, "files": files}
         replace_synced(self.directory / RECORD, json.dumps(record, indent=2) + "\n")
 
     def path(self, content: str) -> Path:

@@ -65,3 +65,16 @@ def is_new(output: Path, record: str, what: str) -> bool:
     if not (output / record).exists():
         raise ConfigError(f"--output {output} is not empty and has no {what}. Choose another directory.")
     return False
+
+
+def check_precision(option: str, stored: str | None, precision: str | None) -> None:
+    """Raise ConfigError if a directory would get results in two precisions.
+
+    Args:
+        stored, precision: those in the directory, and of the command; None: not known.
+    """
+    if stored is not None and precision is not None and stored != precision:
+        raise ConfigError(
+            f"{option} has results of --precision {stored}, not {precision}. Pass --precision {stored}, or "
+            "choose another directory."
+        )

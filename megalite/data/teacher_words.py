@@ -77,6 +77,7 @@ class TeacherWords:
         number: k.
         vocabulary: number of words of the teacher.
         sets: by `TokenFiles.rows`.
+        precision: in which the teacher has computed; None: not known, as in records of older versions.
     """
 
     def __init__(
@@ -88,10 +89,11 @@ class TeacherWords:
         temperature: float,
         vocabulary: int,
         sets: dict[str, RowSet] | None = None,
+        precision: str | None = None,
     ):
         self.directory, self.model, self.weights = directory, model, weights
         self.number, self.temperature, self.vocabulary = number, temperature, vocabulary
-        self.sets = sets or {}
+        self.sets, self.precision = sets or {}, precision
 
     @staticmethod
     def of(directory: Path, option: str = "") -> TeacherWords:
@@ -117,7 +119,8 @@ class TeacherWords:
 
     def save(self) -> None:
         sets = {rows: asdict(each) for rows, each in self.sets.items()}
-        record = {"format": FORMAT, "model": self.model, **self.facts(), "sets": sets}
+        about = {"model": self.model, **self.facts(), "precision": self.precision}
+        record = {"format": FORMAT, **about, "sets": sets}
         replace_synced(self.directory / RECORD, json.dumps(record, indent=2) + "\n")
 
     def begin(self, rows: str, new: RowSet) -> int:

@@ -29,7 +29,7 @@ from megalite.data.sequence_scores import (
     content_of,
     no_log_probabilities,
 )
-from megalite.data.stored_record import is_new
+from megalite.data.stored_record import check_precision, is_new
 from megalite.data.tokenizer.comparison import Tokenized, compare
 from megalite.data.tokenizer.identity import of_token_file
 from megalite.evaluation.stored_passes import StoredPasses
@@ -152,19 +152,23 @@ class Scorer(StoredPasses):
         return documents, sums
 
 
-def open_scores(output: Path, model: str) -> SequenceScores:
+def open_scores(output: Path, model: str, precision: str | None) -> SequenceScores:
     """Return the scores in a directory, or new ones.
 
+    Args:
+        precision: in which the model computes; None: not known yet.
+
     Raises:
-        ConfigError: the directory has those of another model, or other files.
+        ConfigError: the directory has those of another model or precision, or other files.
     """
     weights = weights_identity(model)
     if is_new(output, RECORD, "scores"):
-        return SequenceScores(output, model, weights)
+        return SequenceScores(output, model, weights, precision=precision)
     scores = SequenceScores.of(output, f"--output {output}")
     if scores.weights != weights:
         raise ConfigError(
             f"--output {output} has scores of {other_weights(scores.model, model, model)}. Choose another "
             "directory."
         )
+    check_precision(f"--output {output}", scores.precision, precision)
     return scores

@@ -19,7 +19,7 @@ from megalite.config.schema import Config
 from megalite.config.sections.data import DataConfig
 from megalite.data import dataset as datasets
 from megalite.data.dataset import TokenFiles
-from megalite.data.stored_record import is_new
+from megalite.data.stored_record import check_precision, is_new
 from megalite.data.teacher_words import RECORD, TeacherWords, rows_of
 from megalite.evaluation.stored_passes import StoredPasses
 from megalite.generation.sources import ModelSource
@@ -159,18 +159,24 @@ class WordScorer(StoredPasses):
         return TopWords(*(all_reduce(each, self.mesh.world).wait() for each in whole))
 
 
-def open_words(output: Path, model: str, number: int, temperature: float, vocabulary: int) -> TeacherWords:
+def open_words(
+    output: Path, model: str, number: int, temperature: float, vocabulary: int, precision: str | None
+) -> TeacherWords:
     """Return the words in a directory, or new ones.
 
+    Args:
+        precision: in which the teacher computes; None: not known yet.
+
     Raises:
-        ConfigError: the directory has those of another model, temperature or number, or other files; or there
-            are fewer words than `number`.
+        ConfigError: the directory has those of another model, temperature, number or precision, or other
+            files; or there are fewer words than `number`.
     """
     if number > vocabulary:
         raise ConfigError(
             f"--top_k {number} is more than the {vocabulary:,} words of {model}. Set it to at most that."
         )
-    new = TeacherWords(output, model, weights_identity(model), number, temperature, vocabulary)
+    weights = weights_identity(model)
+    new = TeacherWords(output, model, weights, number, temperature, vocabulary, precision=precision)
     if is_new(output, RECORD, "words"):
         return new
     known = TeacherWords.of(output, f"--output {output}")
@@ -186,4 +192,5 @@ def open_words(output: Path, model: str, number: int, temperature: float, vocabu
                 f"--output {output} has words with {option} {before[name]}, not {now[name]}. Choose "
                 f"another directory, or set it to {before[name]}."
             )
+    check_precision(f"--output {output}", known.precision, precision)
     return known

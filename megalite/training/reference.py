@@ -22,7 +22,7 @@ from megalite.checkpoint.errors import CheckpointError
 from megalite.config.errors import ConfigError
 from megalite.config.schema import Config
 from megalite.config.sections.distillation import distils, stored_teacher
-from megalite.config.sections.preference import scores_directory
+from megalite.config.sections.preference import SCORES, scores_directory
 from megalite.data.dataset import Dataset
 from megalite.data.sequence_scores import SequenceScores, attach_scores
 from megalite.mesh.mesh import Mesh
@@ -31,6 +31,9 @@ from megalite.parallel.collectives import all_reduce
 from megalite.parallel.microbatch import Microbatch
 from megalite.parallel.pipeline.schedule import Schedule
 from megalite.training.start_copy import StartCopy
+
+SCORED_IN = ("fp32", "bf16")
+"""Precisions of `megalite score`."""
 
 if TYPE_CHECKING:
     from megalite.training.teacher import ReferenceModel, Teacher
@@ -117,6 +120,30 @@ def attach_stored(config: Config, *data: Dataset | None) -> None:
     for dataset in data:
         if dataset is not None:
             attach_scores(dataset, lambda file: scores.of_file(file, option))
+
+
+def stored_precision(config: Config) -> list[str]:
+    """Return a note if a run computes in another precision than its stored scores or words.
+
+    Raises:
+        ConfigError: their record cannot be read.
+    """
+    words = stored_teacher(config.distillation) if distils(config) else None
+    scores = scores_directory(config.preference)
+    stored: str | None = None
+    if words is not None:
+        from megalite.data.teacher_words import TeacherWords
+
+        name, stored = f"distillation.teacher = {SCORES}{words}", TeacherWords.of(Path(words)).precision
+    elif scores is not None:
+        name, stored = f"preference.reference = {SCORES}{scores}", SequenceScores.of(Path(scores)).precision
+    if stored is None or stored == (own := config.train.precision):
+        return []
+    way_out = f": megalite score --precision {own} has the run's" if own in SCORED_IN else ""
+    return [
+        f"{name} was computed in {stored}, and train.precision = {own}: the first losses differ by "
+        f"their rounding{way_out}"
+    ]
 
 
 def reference_of(

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megalite.commands import score
+from megalite.commands.train import check_run
 from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict, to_dict
 from megalite.config.sections.data import DataConfig
@@ -64,6 +65,14 @@ def test_the_command_scores_as_transformers_does(expected, model, prefix, tmp_pa
         assert score.main(words) == 0
         assert capsys.readouterr().out == f"{tmp_path / 'x'}: 12 completions\n"
     np.testing.assert_allclose(stored(tmp_path / "x", prefix), expected, rtol=0, atol=1e-5)
+    with pytest.raises(SystemExit):
+        score.main([*words[:-1], "bf16"])
+    assert "has results of --precision fp32, not bf16" in capsys.readouterr().err
+    tree = configuration(model, prefix, tmp_path, preference={"reference": f"scores:{tmp_path / 'x'}"})
+    for precision, notes in (("bf16", 1), ("fp32", 0)):
+        tree["train"]["precision"] = precision
+        said = [line for line in check_run(from_dict(tree))[2] if "was computed in fp32" in line]
+        assert len(said) == notes, "a run says if its precision is another one"
 
 
 @pytest.fixture(scope="module")
