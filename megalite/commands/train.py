@@ -153,7 +153,7 @@ def check_run(
         remarks = [choice.describe()] if choice is not None else []
         remarks += check_tokenizers(config, data.fingerprint) + token_files.remarks(config)
         remarks += teacher.check(config, world_size()) + describe_fp8(config)
-        remarks += reference.stored_precision(config)
+        remarks += reference.describe(config)
     except ConfigError as error:
         exit_with(str(error))
     return device, hardware, remarks

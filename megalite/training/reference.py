@@ -22,10 +22,12 @@ from megalite.checkpoint.errors import CheckpointError
 from megalite.config.errors import ConfigError
 from megalite.config.schema import Config
 from megalite.config.sections.distillation import distils, stored_teacher
-from megalite.config.sections.preference import SCORES, scores_directory
+from megalite.config.sections.preference import scores_directory
 from megalite.data.dataset import Dataset
 from megalite.data.sequence_scores import SequenceScores, attach_scores
+from megalite.data.teacher_words import TeacherWords
 from megalite.mesh.mesh import Mesh
+from megalite.objectives.find import objective_class
 from megalite.objectives.objective import Objective
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.microbatch import Microbatch
@@ -122,28 +124,35 @@ def attach_stored(config: Config, *data: Dataset | None) -> None:
             attach_scores(dataset, lambda file: scores.of_file(file, option))
 
 
-def stored_precision(config: Config) -> list[str]:
-    """Return a note if a run computes in another precision than its stored scores or words.
+def describe(config: Config) -> list[str]:
+    """Return lines for the user about the reference or the teacher of a run.
 
     Raises:
-        ConfigError: their record cannot be read.
+        ConfigError: a record of stored scores or words cannot be read.
     """
-    words = stored_teacher(config.distillation) if distils(config) else None
-    scores = scores_directory(config.preference)
-    stored: str | None = None
-    if words is not None:
-        from megalite.data.teacher_words import TeacherWords
+    teaches, objective = distils(config), config.train.objective
+    role = "teacher" if teaches else f"reference of {objective}"
+    if (named := second_model(config)) is not None:
+        return [f"{role}: {named[1]}, a second model that is not trained"]
+    directory = stored_teacher(config.distillation) if teaches else scores_directory(config.preference)
+    if directory is not None:
+        kind: type[SequenceScores] | type[TeacherWords] = TeacherWords if teaches else SequenceScores
+        stored = kind.of(Path(directory))
+        line = f"{role}: what {stored.model} has said once, in {directory}"
+        return [line + _other_precision(stored.precision, config.train.precision)]
+    if keeps_start(config):
+        return [f"{role}: the start of the run, a copy of what is trained"]
+    if objective_class(objective).needs_reference:
+        return [f"{role}: the start of the run, the model with its adapters off"]
+    return []
 
-        name, stored = f"distillation.teacher = {SCORES}{words}", TeacherWords.of(Path(words)).precision
-    elif scores is not None:
-        name, stored = f"preference.reference = {SCORES}{scores}", SequenceScores.of(Path(scores)).precision
-    if stored is None or stored == (own := config.train.precision):
-        return []
-    way_out = f": megalite score --precision {own} has the run's" if own in SCORED_IN else ""
-    return [
-        f"{name} was computed in {stored}, and train.precision = {own}: the first losses differ by "
-        f"their rounding{way_out}"
-    ]
+
+def _other_precision(stored: str | None, own: str) -> str:
+    """Return what to add about stored results if a run computes in another precision."""
+    if stored is None or stored == own:
+        return ""
+    way_out = f"; megalite score --precision {own} computes in that of the run" if own in SCORED_IN else ""
+    return f", in {stored}: train.precision = {own}, so the first losses differ by rounding{way_out}"
 
 
 def reference_of(

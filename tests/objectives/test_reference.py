@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from megalite.assembly.parts import make_mesh
 from megalite.checkpoint import CheckpointError
+from megalite.commands.train import check_run
 from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict
 from megalite.families.model_config import hf_shape
@@ -98,6 +99,16 @@ def test_a_model_that_is_no_reference_is_rejected(name, model, prefix, tmp_path)
     with pytest.raises(ConfigError, match="preference.reference = ") as error:
         teacher.check(from_dict(tree), 1)
     assert says in str(error.value)
+
+
+def test_a_run_says_which_reference_it_has(model, prefix, tmp_path):
+    for changes, said in (
+        ({}, "reference of dpo: the start of the run, a copy of what is trained"),
+        ({"lora": {"rank": 4}}, "reference of dpo: the start of the run, the model with its adapters off"),
+        ({"preference": {"reference": f"hf:{model}"}}, f"reference of dpo: hf:{model}, a second model"),
+    ):
+        _, _, remarks = check_run(from_dict(configuration(model, prefix, tmp_path, **changes)))
+        assert any(line.startswith(said) for line in remarks), said
 
 
 def test_a_reference_without_finite_weights_is_named(model, prefix, tmp_path):

@@ -71,7 +71,7 @@ def test_the_command_scores_as_transformers_does(expected, model, prefix, tmp_pa
     tree = configuration(model, prefix, tmp_path, preference={"reference": f"scores:{tmp_path / 'x'}"})
     for precision, notes in (("bf16", 1), ("fp32", 0)):
         tree["train"]["precision"] = precision
-        said = [line for line in check_run(from_dict(tree))[2] if "was computed in fp32" in line]
+        said = [line for line in check_run(from_dict(tree))[2] if ", in fp32: train.precision = bf16" in line]
         assert len(said) == notes, "a run says if its precision is another one"
 
 
