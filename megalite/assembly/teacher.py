@@ -19,8 +19,8 @@ from megalite.config.samples import longest_inputs
 from megalite.config.schema import Config
 from megalite.config.sections.distillation import DistillationConfig, distils, stored_teacher
 from megalite.config.sections.model import ModelConfig
-from megalite.config.sections.preference import PreferenceConfig, reference_model
-from megalite.data.stored_record import words_record
+from megalite.config.sections.preference import SCORES, PreferenceConfig, reference_model
+from megalite.data.stored_record import RECORDS, words_record
 from megalite.families.model_config import hf_shape
 from megalite.model.kinds import windows
 from megalite.model.mtp.losses import without_further_losses
@@ -122,6 +122,9 @@ def _saved(option: str, name: str) -> Config:
         except ConfigError as error:
             reason = str(error).removeprefix(f"model.from_hf = {directory}: ")
             raise ConfigError(f"{option}: {reason}") from None
+    if (scheme := _scheme_of(Path(name))) is not None:
+        what = "a Hugging Face directory" if scheme == HF else "a directory that megalite score has made"
+        raise ConfigError(f"{option} is {what}. Set it to {scheme}{name}.")
     checkpoints = import_module("megalite.checkpoint")  # reading a manifest needs no torch, writing one does
     try:
         state = checkpoints.manifest_of(checkpoints.find(Path(name))).state
@@ -143,6 +146,13 @@ def _positions(config: Config, model: ModelConfig) -> int:
     if length <= model.max_position_embeddings or objective.needs_baseline or model.position == "learned":
         return length
     return longest_inputs(config.data)
+
+
+def _scheme_of(place: Path) -> str | None:
+    """Return what the name of a directory should begin with; None: nothing, or it is not known."""
+    if any((place / record).is_file() for record in RECORDS):
+        return SCORES
+    return HF if (place / "config.json").is_file() else None
 
 
 def check_teacher(config: Config, world_size: int) -> None:

@@ -39,6 +39,7 @@ from megalite.data.chat.records import RecordReader, parsed_keys
 from megalite.data.chat.template import read_template
 from megalite.data.indexed import DataError
 from megalite.data.preparation.chats import Chats
+from megalite.data.preparation.first_records import unknown_names
 from megalite.data.preparation.preferences import PreferenceEncoder
 from megalite.data.preparation.prepare import PreparationSummary, prepare
 from megalite.data.preparation.sources import InputSource, open_inputs
@@ -199,6 +200,8 @@ def main() -> None:
             options.input, exclude=options.exclude, text_key=text_key if chat is None else None, **reading
         )
         check_used(options, sources)
+        for line in unknown_names(sources, parsed_keys(options.keys)):
+            say(line)
         with progress_of(options.json) as progress:
             summary = prepare(
                 sources,

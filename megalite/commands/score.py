@@ -129,9 +129,9 @@ def check(options: argparse.Namespace) -> list[str]:
     notes = [line for prefix in options.data for line in check_tokenizer(prefix, source, allow)]
     if os.environ.get("RANK", "0") == "0":
         if options.top_k is None:
-            open_scores(Path(options.output), options.model)
+            open_scores(Path(options.output), options.model, options.precision)
         else:
-            words_of(options, config)
+            words_of(options, config, options.precision)
     return notes
 
 
@@ -190,11 +190,11 @@ def rows_of(options: argparse.Namespace, config: Config) -> RowOptions:
     )
 
 
-def words_of(options: argparse.Namespace, config: Config) -> TeacherWords:
+def words_of(options: argparse.Namespace, config: Config, precision: str | None) -> TeacherWords:
     from megalite.evaluation.teacher_words import open_words
 
-    vocabulary = config.model.vocabulary
-    return open_words(Path(options.output), options.model, options.top_k, options.temperature, vocabulary)
+    output, vocabulary = Path(options.output), config.model.vocabulary
+    return open_words(output, options.model, options.top_k, options.temperature, vocabulary, precision)
 
 
 def model_axes(options: argparse.Namespace) -> dict[str, Any]:
@@ -231,12 +231,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         with progress_of(options.json or mesh.rank > 0) as progress:
             progress(f"opening {options.model}")
             if options.top_k is not None:
-                words = words_of(options, config)
+                words = words_of(options, config, precision)
                 teacher = WordScorer(configs[0], source, mesh, device, options.top_k, options.temperature)
                 for each in configs:
                     teacher.run(each, words, progress)
                 return {"output": str(options.output), "rows": sum(each.rows for each in words.sets.values())}
-            scores = open_scores(Path(options.output), options.model)
+            scores = open_scores(Path(options.output), options.model, precision)
             scorer = Scorer(configs[0], source, mesh, device)
             for each in configs:
                 scorer.run(each, scores, progress)

@@ -133,6 +133,7 @@ def check_run(
     from megalite.monitoring.metrics import check_packages
     from megalite.planner.api import device_of_run
     from megalite.training import recompute_budget, reference, teacher
+    from megalite.training.objective_trial import try_objective
     from megalite.training.tokenizer_checks import check_tokenizers
 
     try:
@@ -142,6 +143,7 @@ def check_run(
             choice = of_device("cuda" if device.type == "cuda" else "cpu")
             config.train.precision = choice.precision  # type: ignore[assignment]
         check(config, world_size(), int(device.type == "cuda"))
+        try_objective(config)
         check_packages(config.logging)
         build.check_offload(config, device, local_world_size() / world_size())
         check_fp8(config, device)
@@ -153,6 +155,7 @@ def check_run(
         remarks = [choice.describe()] if choice is not None else []
         remarks += check_tokenizers(config, data.fingerprint) + token_files.remarks(config)
         remarks += teacher.check(config, world_size()) + describe_fp8(config)
+        remarks += reference.describe(config)
     except ConfigError as error:
         exit_with(str(error))
     return device, hardware, remarks

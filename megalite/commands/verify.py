@@ -58,8 +58,13 @@ def main(argv: list[str] | None = None) -> int:
         exit_with("--fp8 requires a run in fp8, but train.fp8 = none. Set --train.fp8 block or mxfp8.")
     import torch
 
+    from megalite.training.objective_trial import try_objective
     from megalite.training.verify import compare, run_ranks, single_process
 
+    try:
+        try_objective(config)
+    except ConfigError as error:
+        exit_with(str(error))
     on_cpu = torch.cuda.device_count() < world  # both runs use the same kind of device
     if own.fp8 is not None:
         return compare_fp8(config, steps, layout, on_cpu, own.json)

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from megalite.data.dataset import Dataset, Sample
 from megalite.data.document_boundaries import boundaries, document_starts
-from megalite.data.indexed import DataError
 from megalite.mesh.layout import AxisPlace
 from megalite.parallel.microbatch import IGNORE_INDEX, Microbatch
 
@@ -156,11 +155,10 @@ class Loader:
         tokens, targets = np.stack([row.tokens for row in rows]), np.stack([row.targets for row in rows])
         of_rows = [row.starts for row in rows if row.starts is not None]
         starts = np.stack(of_rows) if of_rows else None
-        if self._vocab_size is not None and (largest := max(tokens.max(), targets.max())) >= self._vocab_size:
-            raise DataError(
-                f"the data contains token id {largest}, which is out of range for "
-                f"model.vocab_size={self._vocab_size}. Set model.vocab_size to the size of the tokenizer."
-            )
+        if self._vocab_size is not None and max(tokens.max(), targets.max()) >= self._vocab_size:
+            from megalite.data.outside_vocabulary import outside
+
+            raise outside(self._dataset, np.minimum(samples, last), rows, self._vocab_size)
         if self._reset_positions and self._dataset.eos is not None:
             starts = document_starts(tokens, self._dataset.eos)
         past_end = samples > last

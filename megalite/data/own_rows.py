@@ -47,15 +47,25 @@ class OwnRows(ShuffledRows):
         ]
         self.fingerprint = digest(json.dumps(options).encode())
 
+    @property
+    def kind(self) -> str:
+        """Return the name of the source's class."""
+        return type(self._source).__name__
+
+    def place(self, index: int) -> str:
+        """Return which row of the source a sample is."""
+        return f"row {self._row(index)} of {self._name}"
+
+    def _row(self, index: int) -> int:
+        return self._first + self._unshuffled(index)
+
     def __getitem__(self, index: int) -> Sample:
-        row = self._first + self._unshuffled(index)
-        tokens = np.asarray(self._source.row(row))
+        tokens = np.asarray(self._source.row(self._row(index)))
         if tokens.shape != (self._length + 1,) or tokens.dtype.kind not in "iu" or tokens.min() < 0:
             raise DataError(
-                f"row {row} of {self._name} has shape {list(tokens.shape)} and type {tokens.dtype}. "
-                f"{type(self._source).__name__}.row must return {self._length + 1} token ids "
-                "(data.sequence_length + "
-                "1), integers from 0."
+                f"{self.place(index)} has shape {list(tokens.shape)} and type {tokens.dtype}. "
+                f"{self.kind}.row must return {self._length + 1} token ids (data.sequence_length + 1), "
+                "integers from 0."
             )
         whole = tokens.astype(np.int64)
         return Sample(whole[:-1], whole[1:])

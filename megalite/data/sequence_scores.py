@@ -53,6 +53,7 @@ class SequenceScores:
         weights, architecture: what identifies it (`huggingface.weights_identity`); the latter is None in
             older records.
         files: by the content of the token file (`content_of`).
+        precision: in which the model has computed them; None: not known, as in records of older versions.
     """
 
     def __init__(
@@ -62,30 +63,34 @@ class SequenceScores:
         weights: str,
         architecture: dict[str, Any] | None = None,
         files: dict[str, ScoredFile] | None = None,
+        precision: str | None = None,
     ):
         self.directory, self.model, self.weights, self.files = directory, model, weights, files or {}
-        self.architecture = architecture
+        self.architecture, self.precision = architecture, precision
 
     @staticmethod
-    def of(directory: Path) -> SequenceScores:
+    def of(directory: Path, option: str = "") -> SequenceScores:
         """Read the record of a directory.
+
+        Args:
+            option: the option that names it, with its value, for messages.
 
         Raises:
             ConfigError: it has none, or a damaged one.
         """
-        path = directory / RECORD
-        with record_errors(path, "scores", "megalite score"):
+        with record_errors(directory, RECORD, option or str(directory)) as path:
             record = json.loads(path.read_text(encoding="utf-8"))
             if record["format"] != FORMAT:
                 raise ConfigError(f"{path} has format {record['format']}, which this version does not read.")
             files = {content: ScoredFile(**file) for content, file in record["files"].items()}
             known = (record["model"], record["weights"], record.get("architecture"))
-            return SequenceScores(directory, *known, files)
+            return SequenceScores(directory, *known, files, record.get("precision"))
 
     def save(self) -> None:
         """Write the record."""
         files = {content: asdict(file) for content, file in self.files.items()}
         known = {"model": self.model, "weights": self.weights, "architecture": self.architecture}
+        known["precision"] = self.precision
         record = {"format": FORMAT, **known, "files": files}
         replace_synced(self.directory / RECORD, json.dumps(record, indent=2) + "\n")
 

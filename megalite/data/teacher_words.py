@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 
 from megalite.config.errors import ConfigError
 from megalite.config.rule import show
+from megalite.config.samples import held_out_fraction
+from megalite.config.sections.data import DataConfig
 from megalite.data.dataset import Dataset, TokenFiles
 from megalite.data.stored_record import WORDS, WORDS_FORMAT, words_record
 from megalite.system.files import replace_synced, reserve
@@ -76,6 +78,7 @@ class TeacherWords:
         number: k.
         vocabulary: number of words of the teacher.
         sets: by `TokenFiles.rows`.
+        precision: in which the teacher has computed; None: not known, as in records of older versions.
     """
 
     def __init__(
@@ -88,19 +91,23 @@ class TeacherWords:
         vocabulary: int,
         architecture: dict[str, Any] | None = None,
         sets: dict[str, RowSet] | None = None,
+        precision: str | None = None,
     ):
         self.directory, self.model, self.weights = directory, model, weights
         self.number, self.temperature, self.vocabulary = number, temperature, vocabulary
-        self.architecture, self.sets = architecture, sets or {}
+        self.architecture, self.sets, self.precision = architecture, sets or {}, precision
 
     @staticmethod
-    def of(directory: Path) -> TeacherWords:
+    def of(directory: Path, option: str = "") -> TeacherWords:
         """Read the record of a directory.
+
+        Args:
+            option: the option that names it, with its value, for messages.
 
         Raises:
             ConfigError: it has none, or a damaged one.
         """
-        with words_record(directory) as record:
+        with words_record(directory, option) as record:
             sets = {rows: RowSet(**each) for rows, each in record.pop("sets").items()}
             return TeacherWords(directory, **record, sets=sets)
 
@@ -111,7 +118,7 @@ class TeacherWords:
 
     def save(self) -> None:
         sets = {rows: asdict(each) for rows, each in self.sets.items()}
-        known = {"model": self.model, "architecture": self.architecture}
+        known = {"model": self.model, "architecture": self.architecture, "precision": self.precision}
         record = {"format": WORDS_FORMAT, **known, **self.facts(), "sets": sets}
         replace_synced(self.directory / WORDS, json.dumps(record, indent=2) + "\n")
 
@@ -175,24 +182,26 @@ class TeacherWords:
             *(np.memmap(files[array], kind, mode, shape=shapes[array]) for array, kind in ARRAYS.items())
         )
 
-    def of_rows(self, data: TokenFiles, reset_positions: bool, option: str) -> TopRow:
+    def of_rows(self, data: TokenFiles, options: DataConfig, option: str) -> TopRow:
         """Return the complete words of a dataset.
 
         Args:
-            reset_positions: that of the run.
+            options: those of the run. Conversations do not depend on reset_positions.
 
         Raises:
             ConfigError: they are of other rows, end early, or are damaged.
         """
         known = self.sets.get(data.rows)
         if known is None:
-            others = ", ".join(dict.fromkeys(map(str, self.sets.values())))
+            others = list(dict.fromkeys(map(str, self.sets.values())))
+            wanted = str(rows_of(data, options))
+            changed = ", whose tokens were others" if wanted in others else ""
             raise ConfigError(
-                f"{option} has no words for the rows of {data.names}: it has those of {others or 'no data'}. "
-                "Tokens, data.sequence_length, data.packing and what is held out must be the same. Run "
-                "`megalite score --top_k` with these, and with these files together as --data, in this order."
+                f"{option} has no words for the rows of {wanted}: it has those of "
+                f"{', '.join(others) or 'no data'}{changed}. Run `{self._command(data, options)}`, or set "
+                "the options of the run to those."
             )
-        if known.reset_positions != reset_positions:
+        if known.reset_positions != options.reset_positions and not data.chat:
             raise ConfigError(
                 f"{option} has words of {data.names} with data.reset_positions = {known.reset_positions}. "
                 "Set it so, or score the data again."
@@ -216,6 +225,21 @@ class TeacherWords:
                 )
         return arrays
 
+    def _command(self, data: TokenFiles, options: DataConfig) -> str:
+        """Return the command that adds the words of a dataset to the directory."""
+        held_out = held_out_fraction(options)
+        return " ".join(
+            [
+                f"megalite score {self.model} --data {data.names.replace(', ', ' ')} --top_k {self.number}",
+                f"--sequence_length {options.sequence_length}",
+                *([f"--temperature {self.temperature:g}"] if self.temperature != 1 else []),
+                *(["--packing"] if options.packing else []),
+                *(["--reset_positions"] if options.reset_positions else []),
+                *([f"--held_out {held_out:g}"] if held_out else []),
+                f"--output {self.directory}",
+            ]
+        )
+
     def _shape(self, array: str, rows: RowSet) -> tuple[int, ...]:
         positions = rows.rows, rows.sequence_length
         return positions if array == "rest" else (*positions, self.number)
@@ -229,6 +253,18 @@ class TeacherWords:
             path.exists() and path.stat().st_size == self._bytes(array, ARRAYS[array], known)
             for array, path in paths.items()
         )
+
+
+def rows_of(data: TokenFiles, options: DataConfig) -> RowSet:
+    """Return what determines the rows of a dataset."""
+    return RowSet(
+        data.names,
+        data.samples_per_epoch,
+        options.sequence_length,
+        options.reset_positions,
+        options.packing,
+        held_out_fraction(options),
+    )
 
 
 def _are_probabilities(row: TopRow) -> bool:

@@ -29,12 +29,12 @@ from megalite.data.sequence_scores import (
     content_of,
     no_log_probabilities,
 )
-from megalite.data.stored_record import is_new
+from megalite.data.stored_record import check_precision, is_new
 from megalite.data.tokenizer.comparison import Tokenized, compare
 from megalite.data.tokenizer.identity import of_token_file
 from megalite.evaluation.stored_passes import StoredPasses
 from megalite.generation.sources import ALLOW, ModelSource
-from megalite.huggingface.weights_identity import architecture_of, changes, weights_identity
+from megalite.huggingface.weights_identity import architecture_of, changes, other_weights, weights_identity
 from megalite.mesh.mesh import Mesh
 from megalite.objectives.simpo import SimPO
 from megalite.parallel.collectives import all_reduce
@@ -152,24 +152,28 @@ class Scorer(StoredPasses):
         return documents, sums
 
 
-def open_scores(output: Path, model: str) -> SequenceScores:
+def open_scores(output: Path, model: str, precision: str | None) -> SequenceScores:
     """Return the scores in a directory, or new ones.
 
+    Args:
+        precision: in which the model computes; None: not known yet.
+
     Raises:
-        ConfigError: the directory has those of another model, or other files.
+        ConfigError: the directory has those of another model or precision, or other files.
     """
     weights, own = weights_identity(model), architecture_of(model)
     if is_new(output, RECORD, "scores"):
-        return SequenceScores(output, model, weights, own)
-    scores = SequenceScores.of(output)
+        return SequenceScores(output, model, weights, own, precision=precision)
+    scores = SequenceScores.of(output, f"--output {output}")
     if scores.weights != weights:
         raise ConfigError(
-            f"--output {output} has scores of {scores.model}, whose weights differ from those of {model}. "
-            "Choose another directory."
+            f"--output {output} has scores of {other_weights(scores.model, model, model)}. Choose another "
+            "directory."
         )
     if changed := changes(scores.architecture, own):
         raise ConfigError(
             f"--output {output} has scores of {scores.model} with the same weights, but {changed}. Choose "
             "another directory."
         )
+    check_precision(f"--output {output}", scores.precision, precision)
     return scores

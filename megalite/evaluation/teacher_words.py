@@ -15,16 +15,15 @@ from torch import Tensor
 
 from megalite.checkpoint.agreement import on_rank_0
 from megalite.config.errors import ConfigError
-from megalite.config.samples import held_out_fraction
 from megalite.config.schema import Config
 from megalite.config.sections.data import DataConfig
 from megalite.data import dataset as datasets
 from megalite.data.dataset import TokenFiles
-from megalite.data.stored_record import WORDS, is_new
-from megalite.data.teacher_words import RowSet, TeacherWords
+from megalite.data.stored_record import WORDS, check_precision, is_new
+from megalite.data.teacher_words import TeacherWords, rows_of
 from megalite.evaluation.stored_passes import StoredPasses
 from megalite.generation.sources import ModelSource
-from megalite.huggingface.weights_identity import architecture_of, changes, weights_identity
+from megalite.huggingface.weights_identity import architecture_of, changes, other_weights, weights_identity
 from megalite.mesh.mesh import Mesh
 from megalite.model.forward_state import ForwardState
 from megalite.model.objective.losses import HeadLosses
@@ -35,6 +34,8 @@ from megalite.parallel.top_words import TopWords
 from megalite.system.progress import Report
 
 CHUNK = 256  # positions whose logits exist at a time
+COMMON = {"number": "--top_k", "temperature": "--temperature"}
+"""What all words of a directory have in common besides the teacher, and the option that says it."""
 
 
 class TopWordsOf(HeadLosses):
@@ -122,14 +123,7 @@ class WordScorer(StoredPasses):
                 self._run(config.data, part, words, progress)
 
     def _run(self, options: DataConfig, data: TokenFiles, words: TeacherWords, progress: Report) -> None:
-        new = RowSet(
-            data.names,
-            data.samples_per_epoch,
-            options.sequence_length,
-            options.reset_positions,
-            options.packing,
-            held_out_fraction(options),
-        )
+        new = rows_of(data, options)
         done = on_rank_0(self.mesh, lambda: words.begin(data.rows, new))
         arrays = words.arrays(data.rows) if self.mesh.rank == 0 else None
 
@@ -165,25 +159,32 @@ class WordScorer(StoredPasses):
         return TopWords(*(all_reduce(each, self.mesh.world).wait() for each in whole))
 
 
-def open_words(output: Path, model: str, number: int, temperature: float, vocabulary: int) -> TeacherWords:
+def open_words(
+    output: Path, model: str, number: int, temperature: float, vocabulary: int, precision: str | None
+) -> TeacherWords:
     """Return the words in a directory, or new ones.
 
+    Args:
+        precision: in which the teacher computes; None: not known yet.
+
     Raises:
-        ConfigError: the directory has those of another model, temperature or number, or other files; or there
-            are fewer words than `number`.
+        ConfigError: the directory has those of another model, temperature, number or precision, or other
+            files; or there are fewer words than `number`.
     """
     if number > vocabulary:
         raise ConfigError(
             f"--top_k {number} is more than the {vocabulary:,} words of {model}. Set it to at most that."
         )
     weights, own = weights_identity(model), architecture_of(model)
-    new = TeacherWords(output, model, weights, number, temperature, vocabulary, own)
+    facts = (weights, number, temperature, vocabulary, own)
+    new = TeacherWords(output, model, *facts, precision=precision)
     if is_new(output, WORDS, "words"):
         return new
-    known = TeacherWords.of(output)
-    if different := [name for name, value in known.facts().items() if value != new.facts()[name]]:
+    known = TeacherWords.of(output, f"--output {output}")
+    before, now = known.facts(), new.facts()
+    if before["weights"] != now["weights"]:
         raise ConfigError(
-            f"--output {output} has words of {known.model} with another {different[0]}. Choose another "
+            f"--output {output} has words of {other_weights(known.model, model, model)}. Choose another "
             "directory."
         )
     if changed := changes(known.architecture, own):
@@ -191,4 +192,11 @@ def open_words(output: Path, model: str, number: int, temperature: float, vocabu
             f"--output {output} has words of {known.model} with the same weights, but {changed}. Choose "
             "another directory."
         )
+    for name, option in COMMON.items():
+        if before[name] != now[name]:
+            raise ConfigError(
+                f"--output {output} has words with {option} {before[name]}, not {now[name]}. Choose "
+                f"another directory, or set it to {before[name]}."
+            )
+    check_precision(f"--output {output}", known.precision, precision)
     return known

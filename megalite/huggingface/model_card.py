@@ -29,7 +29,7 @@ _ADAPTER = """\
 from peft import PeftModel
 from transformers import {loader}, {reader}
 
-base = {loader}.from_pretrained("{base}", dtype="auto")
+base = {loader}.from_pretrained("{base}", {labels}dtype="auto")
 model = PeftModel.from_pretrained(base, "{name}")
 {tokenizer}```
 """
@@ -56,10 +56,10 @@ def write_card(
     """
     state, config = manifest.state, from_dict(manifest.state["config"])
     name = directory.name.removeprefix(".").removesuffix(".new")
-    adapter = base is not None
+    adapter, reward = base is not None, config.model.output_head == "reward"
     about = {
         "library_name": "peft" if adapter else "transformers",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": "text-classification" if reward else "text-generation",
         "tags": ["megalite"],
     }
     head = "".join(
@@ -69,8 +69,9 @@ def write_card(
     rows = dict(facts) | _trained(config, state) | _tokenizer(tokenizer) | {"megalite": _version(state)}
     table = "".join(f"| {key} | {value} |\n" for key, value in rows.items())
     reads = f'tokenizer = {reader}.from_pretrained("{name}")\n' if tokenizer is not None else ""
+    labels = "num_labels=1, " if reward else ""  # a base that is a language model does not say it
     usage = (_ADAPTER if adapter else _MODEL).format(
-        name=name, base=base, tokenizer=reads, reader=reader, loader=loader
+        name=name, base=base, tokenizer=reads, reader=reader, loader=loader, labels=labels
     )
     parts = [f"---\n{head}---\n\n# {name}\n", f"| | |\n|---|---|\n{table}", usage]
     if config.data.train is not None:

@@ -95,6 +95,23 @@ def changes(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str:
     )
 
 
+def other_weights(scored: str, model: str, named: str) -> str:
+    """Say that what is stored of a model is not of the weights that a model has now.
+
+    Args:
+        scored: name of the former.
+        model: name of the latter.
+        named: what to call the latter.
+    """
+    if _place(scored) == _place(model):
+        return f"{scored}, which has changed since it was scored: {named} has other weights now"
+    return f"{scored}, whose weights differ from those of {named}"
+
+
+def _place(name: str) -> Path:
+    return Path(name.removeprefix(HF)).expanduser().resolve()
+
+
 def _add(tensor: Tensor, hasher: blake2b) -> None:
     content = tensor.reshape(-1).view(torch.uint8)
     hasher.update(str(tensor.dtype).encode())

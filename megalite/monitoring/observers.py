@@ -6,9 +6,11 @@ step, and out_of_memory.py suggests changes after an out-of-memory error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from megalite.config.errors import ConfigError
 from megalite.config.extensions import EXTENSIONS
 from megalite.monitoring.metrics import StepMetrics
 
@@ -50,6 +52,30 @@ class Observer:
     def finish(self) -> list[str]:
         """Return lines that rank 0 prints at the end of the run."""
         return []
+
+
+def numbers_of(
+    observers: Sequence[Observer], metrics: StepMetrics, known: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the further keys of the line of a step.
+
+    Args:
+        known: those that the step itself has given, which are included.
+
+    Raises:
+        ConfigError: an observer of the user returns a key that the line has already.
+    """
+    given = [(observer, observer.numbers(metrics)) for observer in observers]
+    numbers, own = dict(known), tuple(EXTENSIONS.observers)
+    for observer, values in sorted(given, key=lambda each: isinstance(each[0], own)):
+        taken = {*asdict(metrics), *numbers, "val_loss"}
+        if isinstance(observer, own) and (twice := sorted(taken & values.keys())):
+            raise ConfigError(
+                f"{type(observer).__name__}.numbers of run.extensions returns {', '.join(twice)}, which "
+                "metrics.jsonl already has. Use another name."
+            )
+        numbers |= values
+    return numbers
 
 
 def observers(

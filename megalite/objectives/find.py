@@ -46,7 +46,10 @@ def objective_class(name: str) -> type[Objective]:
     file, separator, own = name.rpartition(":")
     if not (separator and file.endswith(".py")):
         names = (*OBJECTIVES, *EXTENSIONS.objectives)
-        legal = f"Legal values: {', '.join(names)}, or FILE:CLASS for your own."
+        legal = (
+            f"Legal values: {', '.join(names)}, FILE:CLASS for your own, or a name that a file in "
+            "run.extensions registers."
+        )
         raise ConfigError(f"{option} is unknown. {legal}{suggestion(name, names)}")
     path = Path(file).expanduser()
     if (objective := getattr(import_file(path, option), own, None)) is None:

@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
+from megalite.config.errors import ConfigError
 from megalite.config.sections.preference import PreferenceConfig, scores_directory
 
 if TYPE_CHECKING:
@@ -162,9 +163,10 @@ class PairObjective(Objective):
         chosen, rejected = scores.pairs()
         losses = self.losses(chosen, rejected)
         if losses.shape != chosen.completion.shape:
-            raise ValueError(
+            raise ConfigError(
                 f"{type(self).__name__}.losses must return the loss of each pair, not their sum or mean: "
-                f"expected shape {list(chosen.completion.shape)}, got {list(losses.shape)}"
+                f"expected shape {list(chosen.completion.shape)}, got {list(losses.shape)}. Leave "
+                "out sum() or mean()."
             )
         terms = [losses.sum()]
         if self._nll_weight:

@@ -63,7 +63,8 @@ ABOUT_FILES = {
 }
 """Rules that check files, vocabulary and kernels, and are skipped in a dry run."""
 UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
-COLUMNS = ("parameters", "gradients", "optimizer", "activations", "logits", "communication", "total")
+PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "teacher", "communication")
+"""Columns of the table; that of a teacher or a reference is there if a rank has one."""
 AXES = ("tp", "cp", "dp", "pp")
 
 
@@ -238,20 +239,21 @@ def describe(config: Config, content: dict[str, Any]) -> list[str]:
 
 def table(rows: list[dict[str, Any]], unit: int) -> list[str]:
     """Return one table row per group of consecutive pipeline ranks with equal numbers."""
-    groups: list[list[dict[str, Any]]] = []
+    parts = [part for part in PARTS if part != "teacher" or any(row["teacher"] for row in rows)]
+    columns, groups = [*parts, "total"], list[list[dict[str, Any]]]()
     for row in rows:
-        same = [*(row[name] for name in COLUMNS), row["bytes_sent"]]
-        if groups and same == [*(groups[-1][0][name] for name in COLUMNS), groups[-1][0]["bytes_sent"]]:
+        same = [*(row[name] for name in columns), row["bytes_sent"]]
+        if groups and same == [*(groups[-1][0][name] for name in columns), groups[-1][0]["bytes_sent"]]:
             groups[-1].append(row)
         else:
             groups.append([row])
     axes = [axis for axis in AXES if axis != "cp" or any(row["bytes_sent"]["cp"] for row in rows)]
-    names = ["pp rank", "ranks", *COLUMNS[:-1], "peak", *(f"{axis} sent" for axis in axes)]
+    names = ["pp rank", "ranks", *parts, "peak", *(f"{axis} sent" for axis in axes)]
     cells = [
         [
             span(group[0]["pp_rank"], group[-1]["pp_rank"]),
             span(group[0]["first_rank"], group[-1]["first_rank"] + group[-1]["ranks"] - 1),
-            *(f"{group[0][name] / unit:,.2f}" for name in COLUMNS),
+            *(f"{group[0][name] / unit:,.2f}" for name in columns),
             *(f"{group[0]['bytes_sent'][axis] / unit:,.2f}" for axis in axes),
         ]
         for group in groups

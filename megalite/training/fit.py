@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from time import monotonic
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -19,13 +19,11 @@ from megalite.config.schema import Config
 from megalite.launch.exit_status import ExitStatus
 from megalite.monitoring.console import Console
 from megalite.monitoring.metrics import MetricsWriter, StepMetrics, peak_memory_bytes, throughput
+from megalite.monitoring.observers import Observer, numbers_of
 from megalite.system.activity import AWAITING_SAVES, BETWEEN, REPORTING
 from megalite.training.checkpointing import rate
 from megalite.training.stop_requests import SaveTimer, StopRequest, requested_end
 from megalite.training.trainer import StepResult, Trainer
-
-if TYPE_CHECKING:
-    from megalite.monitoring.observers import Observer
 
 
 def fit(
@@ -140,10 +138,7 @@ def report_results(
     """Print and record each result. Only rank 0 has a writer."""
     for result in results if writer is not None else ():
         metrics = measured(trainer, result)
-        numbers = {
-            **result.of_model,
-            **{name: number for observer in observers for name, number in observer.numbers(metrics).items()},
-        }
+        numbers = numbers_of(observers, metrics, result.of_model)
         console.step(metrics, result.fault, numbers)
         assert writer is not None
         writer.step(metrics, numbers)

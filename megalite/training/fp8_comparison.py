@@ -34,6 +34,7 @@ from megalite.config.schema import Config
 from megalite.launch.process import choose_device, configure_process, shutdown, start_process_group
 from megalite.parallel.fp8 import PRODUCTS, Fp8Format, Fp8Matmuls, OperandName
 from megalite.training.trainer import Trainer
+from megalite.training.verify import config_in
 
 ACCUMULATION = 2.0**-10
 """Largest error of a product, relative to the sum of its terms' magnitudes: that of 16,384 terms in fp32."""
@@ -294,7 +295,7 @@ def _read(file: Path) -> Any:
 def main() -> None:
     """Run one rank of a recorded run, as `verify.main`."""
     directory = Path(sys.argv[1])
-    record(from_dict(_read(directory / "config.json")), int(sys.argv[2]), directory)
+    record(config_in(directory), int(sys.argv[2]), directory)
     shutdown()
 
 

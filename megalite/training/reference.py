@@ -25,7 +25,9 @@ from megalite.config.sections.distillation import distils, stored_teacher
 from megalite.config.sections.preference import scores_directory
 from megalite.data.dataset import Dataset
 from megalite.data.sequence_scores import SequenceScores, attach_scores
+from megalite.data.teacher_words import TeacherWords
 from megalite.mesh.mesh import Mesh
+from megalite.objectives.find import objective_class
 from megalite.objectives.objective import Objective
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.microbatch import Microbatch
@@ -33,6 +35,9 @@ from megalite.parallel.pipeline.schedule import Schedule
 from megalite.training import other_identity, start_copy
 from megalite.training.other_identity import OtherIdentity, Stored
 from megalite.training.start_copy import StartCopy
+
+SCORED_IN = ("fp32", "bf16")
+"""Precisions of `megalite score`."""
 
 if TYPE_CHECKING:
     from megalite.training.teacher import ReferenceModel, Teacher
@@ -90,30 +95,36 @@ def stored_scores(config: Config) -> SequenceScores | None:
     directory = scores_directory(config.preference)
     if directory is None:
         return None
-    scores, start = SequenceScores.of(Path(directory)), config.model.initial_weights
+    option, start = f"preference.reference = {config.preference.reference}", config.model.initial_weights
+    scores = SequenceScores.of(Path(directory), option)
     if config.preference.allow_reference_change:
         return scores
-    option = f"preference.reference = {config.preference.reference} has scores of {scores.model}"
     accept = "or set preference.allow_reference_change to true"
     if start is None or config.lora.init_from is not None:
         raise ConfigError(
-            f"{option}, but training starts from {'random weights' if start is None else 'an adapter'}. "
-            f"Start from that model (model.init_from), {accept}."
+            f"{option} has scores of {scores.model}, but training starts from "
+            f"{'random weights' if start is None else 'an adapter'}. Start from that model "
+            f"(model.init_from), {accept}."
         )
-    from megalite.huggingface.weights_identity import architecture, changes, weights_identity
+    from megalite.huggingface.weights_identity import (
+        architecture,
+        changes,
+        other_weights,
+        weights_identity,
+    )
 
     try:
         weights = weights_identity(start)
     except CheckpointError as error:
         reason = str(error).removesuffix(".")
         raise ConfigError(
-            f"{option}, which cannot be compared with those of model.init_from = {start}: {reason}. Start "
-            f"from that model, {accept}."
+            f"{option} has scores of {scores.model}, which cannot be compared with those of "
+            f"model.init_from = {start}: {reason}. Start from that model, {accept}."
         ) from None
     if weights != scores.weights:
         raise ConfigError(
-            f"{option}, whose weights differ from those of model.init_from = {start}, from which training "
-            f"starts. Score the data with the latter, {accept}."
+            f"{option} has scores of {other_weights(scores.model, start, f'model.init_from = {start}')}. "
+            f"Score the data with the model from which training starts, into another directory, {accept}."
         )
     if changed := changes(scores.architecture, architecture(config.model)):
         raise ConfigError(
@@ -141,6 +152,37 @@ def attach_stored(config: Config, *data: Dataset | None) -> None:
     for dataset in data:
         if dataset is not None:
             attach_scores(dataset, lambda file: scores.of_file(file, option))
+
+
+def describe(config: Config) -> list[str]:
+    """Return lines for the user about the reference or the teacher of a run.
+
+    Raises:
+        ConfigError: a record of stored scores or words cannot be read.
+    """
+    teaches, objective = distils(config), config.train.objective
+    role = "teacher" if teaches else f"reference of {objective}"
+    if (named := second_model(config)) is not None:
+        return [f"{role}: {named[1]}, a second model that is not trained"]
+    directory = stored_teacher(config.distillation) if teaches else scores_directory(config.preference)
+    if directory is not None:
+        kind: type[SequenceScores] | type[TeacherWords] = TeacherWords if teaches else SequenceScores
+        stored = kind.of(Path(directory))
+        line = f"{role}: what {stored.model} has said once, in {directory}"
+        return [line + _other_precision(stored.precision, config.train.precision)]
+    if keeps_start(config):
+        return [f"{role}: the start of the run, a copy of what is trained"]
+    if objective_class(objective).needs_reference:
+        return [f"{role}: the start of the run, the model with its adapters off"]
+    return []
+
+
+def _other_precision(stored: str | None, own: str) -> str:
+    """Return what to add about stored results if a run computes in another precision."""
+    if stored is None or stored == own:
+        return ""
+    way_out = f"; megalite score --precision {own} computes in that of the run" if own in SCORED_IN else ""
+    return f", in {stored}: train.precision = {own}, so the first losses differ by rounding{way_out}"
 
 
 def reference_of(

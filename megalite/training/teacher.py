@@ -74,9 +74,14 @@ class SecondModel:
         self.config = own
         self.parts = build.build_parts(own, mesh, device, training=False, objective=objective)
         mesh.activity.enter(LOADING)
-        with raise_on_all_ranks(mesh, CheckpointError):
-            source = open_source(self.identity.model)
-        load_into(self.parts, source, mesh)
+        named = second_model(config)
+        try:
+            with raise_on_all_ranks(mesh, CheckpointError):
+                source = open_source(self.identity.model)
+            load_into(self.parts, source, mesh)
+        except CheckpointError as error:
+            assert named is not None, "the run has a second model"
+            raise CheckpointError(f"{' = '.join(named)}: {error}") from None
 
 
 class ReferenceModel(SecondModel):
@@ -148,11 +153,12 @@ def attach_stored_words(config: Config, data: Sequence[Dataset | None]) -> None:
         )
     for dataset in data:
         if dataset is not None:
-            attach_words(dataset, lambda each: words.of_rows(each, config.data.reset_positions, option))
+            attach_words(dataset, lambda each: words.of_rows(each, config.data, option))
 
 
 def _words_of(config: Config) -> tuple[TeacherWords, str]:
     """Return the stored words of the teacher of a run, and the option that names them, with its value."""
     directory = stored_teacher(config.distillation)
     assert directory is not None, "the teacher is stored"
-    return TeacherWords.of(Path(directory)), f"distillation.teacher = {config.distillation.teacher}"
+    option = f"distillation.teacher = {config.distillation.teacher}"
+    return TeacherWords.of(Path(directory), option), option

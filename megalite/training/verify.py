@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megalite.assembly import parts as build
 from megalite.config.errors import ConfigError
+from megalite.config.extensions import load_extensions
 from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import Config
 from megalite.config.sections.parallel import ParallelConfig
@@ -162,6 +163,13 @@ def run_ranks(
             )
 
 
+def config_in(directory: Path) -> Config:
+    """Return the configuration that `run_ranks` wrote. It may name what its extensions register."""
+    config = from_dict(json.loads((directory / "config.json").read_text(encoding="utf-8")))
+    load_extensions(config.run.extensions)
+    return config
+
+
 def compare(directory: Path, reference: Path, relative: float, absolute: float) -> FirstDifference | None:
     """Return the first difference between two recorded runs that exceeds the tolerances.
 
@@ -212,8 +220,7 @@ def main() -> None:
     The command-line arguments are the directory with its config.json, and the number of steps.
     """
     directory = Path(sys.argv[1])
-    config = from_dict(json.loads((directory / "config.json").read_text(encoding="utf-8")))
-    record(config, int(sys.argv[2]), directory)
+    record(config_in(directory), int(sys.argv[2]), directory)
     shutdown()
 
 

@@ -19,6 +19,7 @@ from megalite.training.fp8_comparison import Fp8Difference
 from megalite.training.verify import compare, single_process
 from tests.support import forked_programs
 from tests.support.configs import config_of, write_tokens
+from tests.support.preferences import VOCAB, write_preferences
 from tests.support.spaces.layouts import NAMED, with_layers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +55,21 @@ def test_a_run_with_graphs_is_compared_with_one_without(prefix: str) -> None:
 
 def test_equal_runs_have_no_difference(recordings):
     assert compare(*recordings, relative=1e-5, absolute=2e-5) is None
+
+
+def test_ranks_know_the_objective_of_an_extension(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from megalite.config.extensions import objective\n"
+        "from megalite.objectives.simpo import SimPO\n\n@objective('mine')\nclass Mine(SimPO):\n    pass\n"
+    )
+    case = with_layers(
+        {**NAMED, "pp": 1, "dp": 1, "microbatches": 1, "zero": 0, "tp": 1, "vocab_size": VOCAB, "masked": False}
+    )
+    data = write_preferences(tmp_path / "pairs", [(2, 3, 4)] * 4)
+    config = config_of(case, data, train={"objective": "mine"})
+    config["run"] = {"extensions": [str(tmp_path / "own.py")]}
+    recording = recorded(from_dict(config), 1, tmp_path / "recording")
+    assert len(json.loads((recording / "scalars.json").read_text())) == STEPS
 
 
 def test_names_the_step_tensor_and_rank_that_differ(recordings, tmp_path):

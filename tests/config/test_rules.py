@@ -10,6 +10,7 @@ from operator import attrgetter
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -19,7 +20,9 @@ from megalite.config.layer_blocks import LAYER_BLOCKS, BlockOption
 from megalite.config.rules import RULES, all_rules, check
 from megalite.config.schema import OPTIONS, Config
 from megalite.config.sections.model import ModelConfig
+from megalite.data.preparation.writer import IndexedWriter
 from megalite.parallel.pipeline.orders import RECIPES
+from tests.support.preferences import write_labelled, write_preferences
 
 
 @dataclass
@@ -1842,6 +1845,25 @@ def test_durations():
     assert duration_seconds("90m") == 5400
     assert duration_seconds("1h1s") == 3601
     assert [duration_seconds(text) for text in ("", "5", "1m1h", "-1s", "1d", "1.5h")] == [None] * 6
+
+
+def test_positions_are_those_of_documents_that_begin_at_0(tmp_path):
+    """Two documents of 20 tokens, and one of 33 where a row of 40 still has a position too many."""
+    pairs, long = write_preferences(tmp_path / "a", [(8, 12, 12)]), write_preferences(tmp_path / "b", [(8, 25, 12)])
+    with IndexedWriter(tmp_path / "text", 257) as writer:
+        writer.add(np.arange(41), [20, 21])
+        writer.finish({"vocab_size": 257, "eos": 256, "preparation": {}})
+    rows = {"data.sequence_length": 40, "model.max_position_embeddings": 32, "train.objective": "orpo"}
+    assert verdict(rows | {"data.train": pairs}) is None
+    assert "the longest document has 33 positions" in (verdict(rows | {"data.train": long}) or "")
+    assert "exceeds" in (verdict(rows | {"data.train": pairs, "data.validation": long}) or "")
+    assert "exceeds" in (verdict(rows | {"data.train": pairs, "model.position": "learned"}) or ""), "padding reads it"
+    text = rows | {"train.objective": "cross_entropy", "data.train": str(tmp_path / "text")}
+    assert "exceeds" in (verdict(text) or "")
+    assert verdict(text | {"data.reset_positions": True}) is None
+    labelled = write_labelled(tmp_path / "c", [(8, 12)] * 2, [True, False])
+    kto = {"train.objective": "kto", "lora.rank": 4, "data.train": labelled}
+    assert "exceeds" in (verdict(rows | kto) or ""), "prompts get other completions"
 
 
 def test_a_broken_description_of_the_data_is_named(tmp_path):

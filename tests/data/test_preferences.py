@@ -215,6 +215,27 @@ OTHERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         (),
     ),
     "a column of texts": ({"prompt": [BRIEF, SKY], "chosen": "a", "rejected": "b"}, ()),
+    "UltraFeedback's": (
+        {
+            "prompt": SKY["content"],
+            "chosen": [BRIEF, SKY, said("a")],
+            "rejected": [BRIEF, SKY, said("b")],
+            "messages": [BRIEF, SKY, said("a")],
+        },
+        (),
+    ),
+    "a whole conversation beside a prompt": (
+        {"prompt": [BRIEF, SKY], "chosen": "a", "rejected": "b", "messages": [SKY, said("a")]},
+        (),
+    ),
+    "a whole conversation beside an instruction": (
+        {"system": "Be brief.", "instruction": SKY["content"], "chosen": "a", "rejected": "b", "messages": [said("a")]},
+        (),
+    ),
+    "a system text beside messages": (
+        {"system": "Be brief.", "chosen": [SKY, said("a")], "rejected": [SKY, said("b")]},
+        (),
+    ),
 }
 
 
@@ -236,6 +257,9 @@ def test_conversations_with_labels(run):
     bad = {"system": "Be brief.", "instruction": SKY["content"], "output": "b", "label": 0}
     run([{"system": "Be brief.", "conversations": turns, "kto_tag": True}, bad])
     assert documents() == expected
+    whole = {"prompt": [BRIEF, SKY], "completion": "a", "label": True, "messages": [BRIEF, SKY, said("a")]}
+    run([whole, bad])
+    assert documents() == expected, "a prompt comes before a whole conversation"
     run([{"messages": [SKY, said("a"), THANKS, said("b")], "label": True}])
     (_, loss), (_, first) = documents()[0], expected[0]
     assert loss.count(CHOSEN) == first.count(CHOSEN), "the last answer alone"
@@ -316,6 +340,18 @@ BAD: dict[str, tuple[Any, str]] = {
     "a weight": ({"prompt": [SKY], "chosen": [{**said("a"), "weight": 2}], "rejected": "b"}, "of chosen has a weight"),
     "options": ({"prompt": "a", "chosen": "b", "rejected": "c", "chat_template_kwargs": {"a": 1}}, "not supported"),
     "system": ({"system": "a", "prompt": "a", "chosen": "b", "rejected": "c"}, "--keys instruction=prompt"),
+    "an answered prompt": ({"messages": [SKY, said("a")], "chosen": "a", "rejected": "b"}, "end in a turn of the"),
+    "an unread question": (
+        {"system": "Be brief.", "question": "Add 1 and 2.", "chosen": "3", "rejected": "4"},
+        "its keys system, question are not.*--keys instruction=question",
+    ),
+    "an unread input": ({"input": "Add 1 and 2.", "chosen": "3", "rejected": "4"}, "--keys instruction=input"),
+    "a question that both leave out": (
+        {"question": "Add 1 and 2.", "chosen": "It is 3", "rejected": "It is 4"},
+        "its keys question are not",
+    ),
+    "unread messages": ({"convo": [SKY], "chosen": said("a"), "rejected": said("b")}, "--keys messages=convo"),
+    "an unread question of a label": ({"question": "Why so?", "completion": "b", "label": 1}, "instruction=question"),
     "no object": ("a", " is a str, not an object"),
 }
 
@@ -325,6 +361,23 @@ def test_bad_records_are_named(name):
     record, problem = BAD[name]
     with pytest.raises(BadRecord, match=f"line 3.*{problem}"):
         PreferenceReader().read(record, "line 3")
+
+
+def test_pairs_without_anything_else_have_no_prompt(run):
+    run([{"chosen": "yes", "rejected": "no", "id": 3, "url": "https://example.com"}])
+    assert documents()[0][1][:2] == [0, CHOSEN], "BOS alone comes before them"
+
+
+def test_names_that_no_record_has_are_told(run, capsys):
+    options = ["--keys", "messages=convo,content=said,instruction=question"]
+    run([{"question": "Why?", "chosen": "a", "rejected": "b"}], *options)
+    command.main()  # again: `run` has read what it printed
+    printed = capsys.readouterr().err
+    assert (
+        "messages=convo has no effect" in printed
+        and "content=said has no effect" in printed
+        and "question=" not in printed
+    )
 
 
 def test_bad_input(run, capsys):

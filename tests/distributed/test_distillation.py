@@ -385,7 +385,8 @@ def test_other_words_are_rejected(words, prefix, models, tmp_path):
     some = tmp_path / "some"
     shutil.copytree(words / "some", some)
     assert "has no words for the rows of" in message(some, data={"sequence_length": 8})
-    assert "has no words for the rows of" in message(some, data={"validation": 0.2})
+    other = message(some, data={"validation": 0.2})
+    assert "0.2 held out): it has those of" in other and "--top_k 4" in other and "--held_out 0.2 " in other
     assert "with data.reset_positions = False" in message(some, data={"reset_positions": True})
     assert "at the temperature 1, but distillation.temperature = 2" in message(some, distillation={"temperature": 2.0})
     assert "vocabulary has 101 tokens, but model.vocab_size = 103" in message(some, model={"vocab_size": 103})
@@ -396,8 +397,19 @@ def test_other_words_are_rejected(words, prefix, models, tmp_path):
         file.unlink()
     assert "are missing or truncated" in message(some)
     (some / "words.json").write_text("{}")
-    assert "is not a record of words" in message(some)
-    assert "cannot be read: No such file or directory" in message(tmp_path / "none")
+    assert "is not a record of the words" in message(some)
+    assert f"distillation.teacher = scores:{tmp_path}/none: there is no directory" in message(tmp_path / "none")
+    (some / "words.json").rename(some / "scores.json")
+    assert "has log-probabilities of completions, not the words of a teacher" in message(some)
+    shutil.copytree(models[1], tmp_path / "model")
+    assert f"Use hf:{tmp_path}/model" in message(tmp_path / "model")
+
+
+def test_words_of_another_number_are_not_mixed(words, models, prefix, tmp_path, capsys):
+    options = ["--data", prefix, "--output", str(words / "some"), "--sequence_length", str(S), "--precision", "fp32"]
+    with pytest.raises(SystemExit):
+        score.main([f"hf:{models[1]}", *options, "--top_k", "8"])
+    assert "with --top_k 4, not 8" in capsys.readouterr().err
 
 
 def test_other_words_are_not_taken_for_those_of_before(words, prefix, models, tmp_path):

@@ -9,13 +9,19 @@ from typing import Any
 import pytest
 import torch
 
+from megalite.commands.train import check_run
 from megalite.config.errors import ConfigError
-from megalite.config.extensions import EXTENSIONS, is_source, load_extensions
+from megalite.config.extensions import EXTENSIONS, is_source, load_extensions, observer
 from megalite.config.load import from_dict, load_config
 from megalite.config.rules import check
 from megalite.config.sections.data import DataConfig
 from megalite.data.dataset import build
+from megalite.data.loader import Loader
+from megalite.mesh.layout import AxisPlace
+from megalite.monitoring.metrics import StepMetrics
+from megalite.monitoring.observers import Observer, numbers_of
 from megalite.objectives.find import objective_class
+from megalite.training.objective_trial import try_objective
 from tests.structure.sources import ROOT
 from tests.support.jobs_objectives import observe, train_and_validate
 from tests.support.preferences import VOCAB, write_preferences
@@ -101,6 +107,23 @@ def test_rows_of_a_source(file):
     assert not is_source("data/book") and is_source("counting:7")
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_an_id_outside_the_vocabulary_is_named_by_its_row(shuffle, tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(
+        "from megalite.config.extensions import DataSource, data_source\n"
+        "@data_source('one')\nclass One(DataSource):\n"
+        "    def __len__(self): return 8\n"
+        "    def row(self, index): return [9 if index == 5 else 1] * (self.sequence_length + 1)\n"
+    )
+    load_extensions([str(path)])
+    data, _ = build(DataConfig(train="one:x", sequence_length=6, shuffle=shuffle), 0)
+    loader = Loader(data, global_batch_size=8, micro_batch_size=2, dp=AxisPlace(0, 1), vocab_size=9)
+    with pytest.raises(ConfigError, match="^row 5 of one:x contains token id 9, .*Correct One.row"):
+        loader.step(0)
+    loader.close()
+
+
 def test_a_configuration_names_what_a_file_registers(file, tmp_path):
     words = ["--config", "quickstart", "--run.extensions", f"[{file}]", "--run.dir", str(tmp_path)]
     config = load_config([*words, "--data.train", "counting:97", "--train.epochs", "1"], world_size=1)
@@ -144,6 +167,61 @@ def test_bad_objectives_of_rewards(attributes, said, tmp_path):
     )
     with pytest.raises(ConfigError, match=said):
         objective_class(f"{path}:Own")
+
+
+PAIR = "from megalite.objectives.objective import Objective, PairObjective\nclass Own(PairObjective):\n"
+MISTAKES = {
+    "a mean": (f"{PAIR}    def losses(self, chosen, rejected): return chosen.mean.mean()\n", "not their sum or mean"),
+    "no reference": (
+        f"{PAIR}    def losses(self, chosen, rejected): return rejected.log_ratio - chosen.log_ratio\n",
+        "Set needs_reference = True in Own",
+    ),
+    "detached": (f"{PAIR}    def losses(self, chosen, rejected): return chosen.mean.detach()\n", "has no gradient"),
+    "another error": (
+        f"{PAIR}    def losses(self, chosen, rejected):\n        return chosen.means\n",
+        "AttributeError: .* line 4",
+    ),
+    "a mean of terms": (
+        f"{PAIR.replace('(PairObjective)', '(Objective)')}    data = 'pairs'\n"
+        "    def terms(self, scores): return [scores.completion.mean()]\n"
+        "    def counts(self, scores): return [scores.completion_tokens.sum()]\n",
+        "not means: term 0 is the same",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_an_objective_is_one_message_before_ranks_start(mistake, tmp_path, capsys):
+    path, (text, said) = tmp_path / "own.py", MISTAKES[mistake]
+    path.write_text(text)
+    pairs = write_preferences(tmp_path / "x", [(2, 3, 4)] * 8)
+    tree = configuration(path, pairs, f"{path}:Own")
+    tree["run"]["extensions"] = None
+    with pytest.raises(SystemExit):
+        check_run(from_dict(tree))
+    assert re.search(said, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("name", ["dpo", "ipo", "simpo", "cpo", "orpo", "kto", "reward"])
+def test_objectives_of_megalite_pass_the_trial_of_own_ones(name, tmp_path):
+    path, kind = tmp_path / "own.py", objective_class(name)
+    path.write_text(f"from {kind.__module__} import {kind.__name__}\nclass Own({kind.__name__}): pass\n")
+    try_objective(from_dict({"train": {"objective": f"{path}:Own"}}))
+
+
+@pytest.mark.parametrize("name", ["loss", "mfu", "kl", "val_loss", "time_total"])
+def test_an_observer_does_not_replace_a_number(name):
+    class Own(Observer):
+        def numbers(self, metrics):
+            return {name: 0.5}
+
+    observer(Own)
+    step = StepMetrics(1, 2.0, 1.0, 0.1, 10, 1.0, 10.0, 1.0, None, None, 0, 1.0, False)
+    if name == "time_total":
+        assert numbers_of([Own()], step, {"kl": 1.0}) == {"kl": 1.0, name: 0.5}
+        return
+    with pytest.raises(ConfigError, match=f"Own.numbers of run.extensions returns {name}"):
+        numbers_of([Own()], step, {"kl": 1.0})
 
 
 def test_the_line_of_a_mistake_in_a_relative_file(tmp_path, monkeypatch):
@@ -197,6 +275,8 @@ def test_bad_sources_and_objectives(tmp_path):
     data, _ = build(DataConfig(train="short:3", sequence_length=6), 0)
     with pytest.raises(ConfigError, match=r"row \d of short:3 has shape \[2\] and type float64. Short.row must"):
         data[0]
+    with pytest.raises(ConfigError, match="run.extensions .registered: short.. Nearest: short"):
+        check(from_dict({"data": {"train": "shor:3"}}), 1)
     tree = {"data": {"train": "short:3", "reset_positions": True}, "run": {"extensions": [str(path)]}}
     for changed, said in (
         ({}, "data.reset_positions = true"),
@@ -207,5 +287,5 @@ def test_bad_sources_and_objectives(tmp_path):
             check(facts, 1)
     with pytest.raises(ConfigError, match="nothing: Nothing is not a class that is derived from Objective"):
         objective_class("nothing")
-    with pytest.raises(ConfigError, match="nothin is unknown.*Nearest: nothing"):
+    with pytest.raises(ConfigError, match="nothin is unknown.*run.extensions registers.*Nearest: nothing"):
         objective_class("nothin")

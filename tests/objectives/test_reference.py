@@ -12,6 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megalite.assembly.parts import make_mesh
+from megalite.checkpoint import CheckpointError
+from megalite.commands.train import check_run
 from megalite.config.errors import ConfigError
 from megalite.config.extensions import EXTENSIONS, load_extensions
 from megalite.config.load import from_dict
@@ -178,6 +180,37 @@ def test_documents_are_as_long_as_the_positions_of_a_reference(model, prefix, tm
     tree["data"]["train"] = write_preferences(tmp_path / "long", [(20, 13, 3)])
     with pytest.raises(ConfigError, match=r"reads up to 32 positions, but a document of the data has 33\. Prepare"):
         teacher.check(from_dict(tree), 1)
+
+
+def test_a_run_says_which_reference_it_has(model, prefix, tmp_path):
+    for changes, said in (
+        ({}, "reference of dpo: the start of the run, a copy of what is trained"),
+        ({"lora": {"rank": 4}}, "reference of dpo: the start of the run, the model with its adapters off"),
+        ({"preference": {"reference": f"hf:{model}"}}, f"reference of dpo: hf:{model}, a second model"),
+    ):
+        _, _, remarks = check_run(from_dict(configuration(model, prefix, tmp_path, **changes)))
+        assert any(line.startswith(said) for line in remarks), said
+
+
+def test_a_reference_without_finite_weights_is_named(model, prefix, tmp_path):
+    broken = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        broken.model.norm.weight[0] = torch.nan
+    broken.save_pretrained(tmp_path / "broken")
+    tree = configuration(model, prefix, tmp_path, preference={"reference": f"hf:{tmp_path}/broken"})
+    with pytest.raises(CheckpointError, match="preference.reference = hf:.*contains NaN"):
+        trainer_of(tree)
+
+
+def test_a_name_without_its_beginning_is_completed(model, prefix, tmp_path):
+    (tmp_path / "scores.json").touch()
+    for path, begins, options in (
+        (model, "hf:", {"preference": {"reference": str(model)}}),
+        (tmp_path, "scores:", {"preference": {"reference": str(tmp_path)}}),
+        (model, "hf:", {"train": {"objective": "distillation"}, "distillation": {"teacher": str(model)}}),
+    ):
+        with pytest.raises(ConfigError, match=f"Set it to {begins}{path}"):
+            teacher.check(from_dict(configuration(model, prefix, tmp_path, **options)), 1)
 
 
 def test_a_reference_with_another_tokenizer_is_rejected(model, prefix, tmp_path):

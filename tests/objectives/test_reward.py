@@ -120,6 +120,17 @@ def test_trains_as_trl_does(lora, model, prefix, tmp_path):
     )
 
 
+@pytest.mark.parametrize("lora", [{}, ADAPTERS], ids=["full", "adapters"])
+def test_the_lines_of_a_card_load_the_export(lora, model, prefix, tmp_path, monkeypatch):
+    train_here(model, prefix, tmp_path, lora)
+    monkeypatch.chdir(tmp_path)
+    card, loaded = Path("after/README.md").read_text(), {}
+    exec(card.split("```python\n")[1].split("```")[0], loaded)
+    expected, documents = classifier(model, tmp_path / "after", bool(lora)), documents_of(prefix)
+    torch.testing.assert_close(rewards(loaded["model"], documents), rewards(expected, documents))
+    assert 'pipeline_tag: "text-classification"' in card
+
+
 def test_an_exported_reward_model_is_read_again(model, prefix, tmp_path, capsys):
     """Its import and export have equal bytes, and a run that starts from it continues with its head."""
     train_here(model, prefix, tmp_path, {})

@@ -15,6 +15,7 @@ import torch
 
 from megalite.assembly.parts import make_mesh
 from megalite.commands import score
+from megalite.commands.train import check_run
 from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict, to_dict
 from megalite.config.sections.data import DataConfig
@@ -66,6 +67,14 @@ def test_the_command_scores_as_transformers_does(expected, model, prefix, tmp_pa
         assert score.main(words) == 0
         assert capsys.readouterr().out == f"{tmp_path / 'x'}: 12 completions\n"
     np.testing.assert_allclose(stored(tmp_path / "x", prefix), expected, rtol=0, atol=1e-5)
+    with pytest.raises(SystemExit):
+        score.main([*words[:-1], "bf16"])
+    assert "has results of --precision fp32, not bf16" in capsys.readouterr().err
+    tree = configuration(model, prefix, tmp_path, preference={"reference": f"scores:{tmp_path / 'x'}"})
+    for precision, notes in (("bf16", 1), ("fp32", 0)):
+        tree["train"]["precision"] = precision
+        said = [line for line in check_run(from_dict(tree))[2] if ", in fp32: train.precision = bf16" in line]
+        assert len(said) == notes, "a run says if its precision is another one"
 
 
 def test_scores_have_no_other_terms_of_the_training_loss(expected, model, prefix, tmp_path):
@@ -215,7 +224,9 @@ def test_other_scores_are_rejected(scores, model, prefix, tmp_path):
     shutil.copytree(scores, theirs)
     record = json.loads((theirs / "scores.json").read_text())
     (theirs / "scores.json").write_text(json.dumps(record | {"weights": "0"}))
-    assert "whose weights differ from those of model.init_from" in message(theirs)
+    assert f"of hf:{model}, which has changed since it was scored" in message(theirs)
+    (theirs / "scores.json").write_text(json.dumps(record | {"weights": "0", "model": "hf:other"}))
+    assert "of hf:other, whose weights differ from those of model.init_from" in message(theirs)
     (theirs / "scores.json").write_text(json.dumps(record))
     (file,) = theirs.glob("*.f64")
     values = np.fromfile(file)
@@ -234,8 +245,10 @@ def test_other_scores_are_rejected(scores, model, prefix, tmp_path):
         score_preferences(ALONE, str(model), prefix, str(theirs), {})
         assert file.read_bytes() == (scores / file.name).read_bytes()
     (theirs / "scores.json").write_text("{")
-    assert "is not a record of scores" in message(theirs)
-    assert "cannot be read: No such file or directory. Make it with" in message(tmp_path / "none")
+    assert "is not a record of log-probabilities" in message(theirs)
+    assert f"preference.reference = scores:{tmp_path}/none: there is no directory" in message(tmp_path / "none")
+    (theirs / "scores.json").rename(theirs / "words.json")
+    assert "has the words of a teacher, not log-probabilities of completions" in message(theirs)
     assert "cannot be compared with those of model.init_from" in message(scores, init_from=f"hf:{tmp_path}")
 
 

@@ -71,7 +71,7 @@ def score_words(
     axes = {axis: size for axis, size in layout.items() if axis != "dp"}
     config = for_inference(source.config, **axes, precision="fp64")  # type: ignore[arg-type]
     config = pass_config(config, prefix, RowOptions(layout.get("dp", 1), 2, length, held_out=0.3))
-    store = open_words(Path(output), source.name, number, temperature, config.model.vocabulary)
+    store = open_words(Path(output), source.name, number, temperature, config.model.vocabulary, "fp64")
     mesh = mesh_of(context, config)
     scorer = WordScorer(config, source, mesh, torch.device("cpu"), number, temperature)
     if batches is not None:

@@ -40,7 +40,7 @@ def score_preferences(
     axes = {axis: size for axis, size in layout.items() if axis != "dp"}
     config = for_inference(source.config, **axes, precision="fp64")
     config = pass_config(config, prefix, RowOptions(layout.get("dp", 1), 1, 19, packing=True))
-    scores = open_scores(Path(output), source.name)
+    scores = open_scores(Path(output), source.name, "fp64")
     scorer = Scorer(config, source, mesh_of(context, config), torch.device("cpu"))
     batch, left = scorer._batch, iter(range(killed_after or 0))
 

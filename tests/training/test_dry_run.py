@@ -77,6 +77,14 @@ def test_it_prints_a_line_for_pipeline_ranks_that_are_alike(say):
     assert lines[-2] == f"length of the run: 100 steps, {100 * 2048 * 8192:,} tokens"
 
 
+def test_the_table_has_the_copy_of_a_reference(say):
+    options = {"model.preset": "tiny", "model.vocab_size": 100, "parallel.dp": 1}
+    assert "teacher" not in say(options)
+    lines = say({**options, "train.objective": "dpo"}).splitlines()
+    header, row = lines[3].split(), lines[4].split()
+    assert float(row[header.index("teacher") - 1]) > 0  # `pp rank` is one cell
+
+
 @pytest.mark.parametrize(
     "options, words, message",
     [

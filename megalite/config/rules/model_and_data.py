@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+from megalite.config.extensions import is_source
 from megalite.config.rule import Rule, is_checkpoint
 from megalite.config.rules.context import RuleContext
 from megalite.config.sections.data import all_prefixes
-from megalite.config.token_files import data_vocab_size, is_chat, prefixes
+from megalite.config.token_files import data_vocab_size, is_chat, metadata, prefixes
 
 
 def _first_data(c: RuleContext) -> str:
@@ -28,6 +29,46 @@ def _longer(c: RuleContext) -> str:
         and shape["max_position_embeddings"] >= c.data.sequence_length
     ]
     return f", or take the preset {' or '.join(longer)}" if longer else ""
+
+
+def _positions(c: RuleContext) -> int:
+    """The number of positions that the model sees: those of the longest document if all documents begin at
+    position 0, else those of a row.
+
+    The padding of a row, and prompts with the completions of other examples, may have more than any document.
+    Padding reads no weights but those of a learned position table.
+    """
+    row, files = c.data.sequence_length, all_prefixes(c)
+    if row <= c.model.max_position_embeddings or c.model.position == "learned":
+        return row
+    if (
+        is_source(c.data.train)
+        or is_source(c.data.validation)
+        or not all(_restarts(c, each) for each in files)
+    ):
+        return row
+    from megalite.config.samples import DataError, TokenIndex, inputs_of, together  # numpy
+
+    try:
+        longest = [
+            int((inputs_of(sizes, together(each)) if is_chat(each) else sizes).max())
+            for each in files
+            for sizes in (TokenIndex(each).sizes,)
+        ]
+    except DataError:  # not on this machine, or reported where the data is opened
+        return row
+    return min(row, max(longest, default=row))
+
+
+def _restarts(c: RuleContext, prefix: str) -> bool:
+    """Whether positions begin at 0 in each document of a token file, all of which end where the file says.
+
+    Files of other programs may have documents without an EOS.
+    """
+    facts = metadata(prefix)
+    if "chat" in facts:
+        return facts.get("preference") != "labelled"
+    return c.data.reset_positions and facts.get("eos") is not None and "preparation" in facts
 
 
 def _random_on_chat_data(c: RuleContext) -> bool:
@@ -122,8 +163,15 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "sequence within the model's positions",
         "data.sequence_length",
-        lambda c: c.data.sequence_length > c.model.max_position_embeddings,
-        message="exceeds {model.max_position_embeddings}",
+        lambda c: _positions(c) > c.model.max_position_embeddings,
+        message=lambda c: (
+            f"exceeds model.max_position_embeddings = {c.model.max_position_embeddings}"
+            + (
+                f", and the longest document has {longest} positions"
+                if (longest := _positions(c)) < c.data.sequence_length
+                else ""
+            )
+        ),
         legal=lambda c: (
             f"Legal values: up to {c.model.max_position_embeddings}. Nearest: "
             f"{c.model.max_position_embeddings}. "

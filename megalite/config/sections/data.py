@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalite.config import amounts
-from megalite.config.extensions import is_source
+from megalite.config.extensions import EXTENSIONS, is_source
 from megalite.config.option import SIZE, option
-from megalite.config.rule import Rule
+from megalite.config.rule import Rule, suggestion
 from megalite.config.token_files import is_chat, metadata, named_sets, prefixes
 
 if TYPE_CHECKING:
@@ -53,11 +53,25 @@ def _missing(source: Any) -> list[str]:
     ]
 
 
+def _unregistered(source: Any) -> str:
+    """The way out for NAME:ARGUMENT, which may be meant as a data source; empty for other names."""
+    name, colon, _ = source.partition(":") if isinstance(source, str) else ("", "", "")
+    if not colon or "/" in name or name == "hf":
+        return ""
+    names = ", ".join(EXTENSIONS.sources) or "none"
+    return (
+        f"A data source of your own is registered by a file in run.extensions (registered: {names})."
+        f"{suggestion(name, EXTENSIONS.sources)}"
+    )
+
+
 def _nearest_prefix(source: Any) -> str:
     prefix = Path(_missing(source)[0]).with_suffix("")
     others = sorted(str(path.with_suffix("")) for path in prefix.parent.glob("*.bin"))
     if near := get_close_matches(str(prefix), others, n=1):
         return f"Nearest: {near[0]}."
+    if unregistered := _unregistered(source):
+        return unregistered
     if os.path.isfile(prefix):
         return (
             f"Make them of the text in it with megalite prepare --input {prefix} --output "

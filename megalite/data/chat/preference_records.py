@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Literal
 
-from megalite.data.chat.record_hints import for_preferences
+from megalite.data.chat.record_hints import for_preferences, for_prompts
 from megalite.data.chat.records import (
     KEYS_OF_RECORDS,
     BadRecord,
@@ -29,6 +29,8 @@ WAY_OUT = (
     "true}), with their prompt in prompt, instruction, messages or conversations; or a conversation with a "
     "label. Use --keys to map other key names to these."
 )
+KEYS_OF_ANSWERS = ("chosen", "rejected", "tools", "functions")
+"""Keys of a pair that are read without a prompt."""
 LABELS = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -96,7 +98,7 @@ class PreferenceReader:
         return self._labelled(record, where)
 
     def _pair(self, record: dict[str, Any], where: object) -> Preference:
-        prompt, form = self._prompt(record, where)
+        prompt, form = self._prompt(record, where, ("chosen", "rejected"))
         chosen, rejected = (self._completion(record, key, prompt, where) for key in ("chosen", "rejected"))
         if isinstance(chosen, str) is not isinstance(rejected, str):
             kinds = f"{type(record['chosen']).__name__} and {type(record['rejected']).__name__}"
@@ -105,7 +107,7 @@ class PreferenceReader:
             )
         # some data sets have the text of a prompt beside messages that begin with it
         if prompt is None or (isinstance(prompt, str) and not isinstance(chosen, str)):
-            prompt, chosen, rejected = _split(chosen, rejected, where)
+            prompt, chosen, rejected = _split(chosen, rejected, record, where)
             form = "implicit"
         tools = tools_in(record, where)
         return Preference(f"{form}-chosen-rejected", prompt, (chosen, rejected), (True, False), tools)
@@ -121,11 +123,12 @@ class PreferenceReader:
         good = LABELS.get(str(label).lower())
         if good is None:
             raise BadRecord(where, f" has an invalid label {label!r}.", "It must be true or false.")
-        prompt, form = self._prompt(record, where)
         answer = next((key for key in ("completion", "output") if record.get(key) is not None), None)
+        prompt, form = self._prompt(record, where, () if answer is None else (answer,))
         if answer is not None:
             if prompt is None:
-                raise BadRecord(where, f" has {answer} but no prompt.", WAY_OUT)
+                _, keys = for_prompts(record, "", (*KEYS_OF_ANSWERS, answer))
+                raise BadRecord(where, f" has {answer} but no prompt.", f"Pass {keys}." if keys else WAY_OUT)
             completion = self._completion(record, answer, prompt, where)
             if isinstance(prompt, str) is not isinstance(completion, str):
                 kinds = f"{type(record['prompt']).__name__} and {type(record[answer]).__name__}"
@@ -141,27 +144,62 @@ class PreferenceReader:
             raise BadRecord(where, " has a completion but no message before it.", "Add a prompt.")
         return Preference(f"{form}-label", prompt, (completion,), (good,), tools_in(record, where))
 
-    def _prompt(self, record: dict[str, Any], where: object) -> tuple[Said | None, str]:
-        """Return the prompt of a record, or None if it has none apart from its completions, and its form."""
-        for key in ("messages", "conversations"):
-            if record.get(key):
-                read = self.records.messages(record[key], key, where)
-                return system_of(record, read.messages, where) + read.messages, key
+    def _prompt(
+        self, record: dict[str, Any], where: object, answers: tuple[str, ...]
+    ) -> tuple[Said | None, str]:
+        """Find the prompt of a record apart from its completions.
+
+        Messages with a completion may be a whole conversation, as in UltraFeedback. They are a prompt only if
+        nothing else is one and nobody has answered the last of them.
+
+        Args:
+            answers: keys of the completions; none if the last message is one.
+
+        Returns:
+            The prompt, or None if the completions begin with it or it has none, and its form.
+
+        Raises:
+            BadRecord: a prompt that cannot be read, or messages whose last one is an answer already.
+        """
         prompt = record.get("prompt")
+        whole = next((key for key in ("messages", "conversations") if record.get(key)), None)
+        if not answers and whole:
+            return self._messages(record, whole, where), whole
         if isinstance(prompt, list) and prompt:
-            messages = self.records.messages(prompt, "prompt", where).messages
-            return system_of(record, messages, where) + messages, "prompt"
+            return self._messages(record, "prompt", where), "prompt"
+        texts = all(isinstance(value, str) for value in (prompt, *map(record.get, answers)))
+        if prompt and texts and "instruction" not in record:
+            return _text_of(record, where), "prompt"
+        if self._begin_with_prompt(record, where):
+            return None, "prompt"
+        said = self._messages(record, whole, where) if whole else []
+        if whole and said[-1]["role"] != "assistant":
+            return said, whole
         if "instruction" in record:
             return instruction_of(record, where), "instruction"
-        if prompt is not None and not isinstance(prompt, str):
-            raise BadRecord(where, ": prompt is neither a text nor a list of messages.", WAY_OUT)
-        if prompt is not None and record.get("system"):
+        if whole and prompt is None:
             raise BadRecord(
                 where,
-                " has a system text, but its prompt is a text, to which no chat template is applied.",
-                "Pass --keys instruction=prompt to apply the chat template.",
+                f": {whole} end in a turn of the assistant, so they are no prompt of {answers[0]}.",
+                "Remove that turn, or add the prompt alone.",
             )
-        return prompt, "prompt"
+        return _text_of(record, where), "prompt"
+
+    def _messages(self, record: dict[str, Any], key: str, where: object) -> list[dict[str, Any]]:
+        """Return the messages of a record, after its system text if they have none."""
+        messages = self.records.messages(record[key], key, where).messages
+        return system_of(record, messages, where) + messages
+
+    def _begin_with_prompt(self, record: dict[str, Any], where: object) -> bool:
+        """Return whether both completions are messages of which the first is the same and not an answer.
+
+        Raises BadRecord if it cannot be read.
+        """
+        chosen, rejected = record.get("chosen"), record.get("rejected")
+        if not (isinstance(chosen, list) and isinstance(rejected, list) and chosen[:1] == rejected[:1]):
+            return False
+        first = self.records.messages(chosen[:1], "chosen", where).messages[0]
+        return first["role"] not in ("assistant", "tool")
 
     def _completion(self, record: dict[str, Any], key: str, prompt: Said | None, where: object) -> Said:
         """Return a completion: messages, or a text if the prompt is no list of messages."""
@@ -182,6 +220,20 @@ class PreferenceReader:
         return completion
 
 
+def _text_of(record: dict[str, Any], where: object) -> str | None:
+    """Return the text of a prompt. Raises BadRecord if it is something else or has a system text."""
+    prompt = record.get("prompt")
+    if prompt is not None and not isinstance(prompt, str):
+        raise BadRecord(where, ": prompt is neither a text nor a list of messages.", WAY_OUT)
+    if prompt is not None and record.get("system"):
+        raise BadRecord(
+            where,
+            " has a system text, but its prompt is a text, to which no chat template is applied.",
+            "Pass --keys instruction=prompt to apply the chat template.",
+        )
+    return prompt
+
+
 def _check_completion(completion: Said, key: str, where: object) -> None:
     """Raise BadRecord if a completion is empty."""
     said = [completion] if isinstance(completion, str) else completion
@@ -189,20 +241,37 @@ def _check_completion(completion: Said, key: str, where: object) -> None:
         raise BadRecord(where, f": {key} is empty.", "Remove the record.")
 
 
-def _split(chosen: Said, rejected: Said, where: object) -> tuple[Said, Said, Said]:
-    """Return the prompt that both completions begin with, and what follows it in each.
+def _split(chosen: Said, rejected: Said, record: dict[str, Any], where: object) -> tuple[Said, Said, Said]:
+    """Split completions that begin with their prompt.
 
-    As in TRL, it leaves at least one message or character of each, and the space before a word belongs to the
-    word.
+    As in TRL, the prompt leaves at least one message or character of each, and the space before a word
+    belongs to the word.
+
+    Returns:
+        The prompt that both completions begin with, and what follows it in each.
+
+    Raises:
+        BadRecord: there is none although messages or other keys of the record need one.
     """
     common = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False)))
     shared = min(common, len(chosen) - 1, len(rejected) - 1)
     if shared == common and shared and chosen[shared - 1] == " ":
         shared -= 1
-    if isinstance(chosen, list) and not shared:
+    prompt = chosen[:shared]
+    if isinstance(prompt, list):
+        if not prompt:
+            _, keys = for_prompts(record, "", KEYS_OF_ANSWERS)
+            raise BadRecord(
+                where,
+                ": chosen and rejected begin with different messages, so there is no prompt.",
+                f"{f'Pass {keys}' if keys else 'Add the messages before both'}, or add a prompt.",
+            )
+        return system_of(record, prompt, where) + prompt, chosen[shared:], rejected[shared:]
+    unread, keys = for_prompts(record, prompt, KEYS_OF_ANSWERS)
+    if unread:
         raise BadRecord(
             where,
-            ": chosen and rejected begin with different messages, so there is no prompt.",
-            "Add the messages before both, or a prompt.",
+            f" has no prompt that is read: its keys {', '.join(unread)} are not.",
+            f"{f'Pass {keys}' if keys else 'Add a prompt'}, or add the key prompt, empty if there is none.",
         )
-    return chosen[:shared], chosen[shared:], rejected[shared:]
+    return prompt, chosen[shared:], rejected[shared:]

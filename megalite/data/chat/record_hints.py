@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 TEXT_KEY = "text"
@@ -63,12 +63,7 @@ def _conversation(record: Record) -> str:
     if any(form <= record.keys() for form in forms):
         return "--chat"
     for key, value in record.items():
-        if (
-            isinstance(value, list)
-            and value
-            and isinstance(value[0], dict)
-            and (names := _names_in_message(value[0])) is not None
-        ):
+        if (names := _names_of_messages(value)) is not None:
             return f"--chat --keys {','.join([f'messages={key}', *names])}"
     question = next((key for key in QUESTIONS if _is_text(record, key)), None)
     answer = next((key for key in ANSWERS if _is_text(record, key)), None)
@@ -110,6 +105,44 @@ def for_preferences(record: Record) -> str:
     if not names:
         return ""
     return f"The records look like preferences with different key names: add --keys {','.join(names)}."
+
+
+def for_prompts(record: Record, shared: str, read: Sequence[str]) -> tuple[list[str], str]:
+    """Find what a pair of completions without a prompt may have as its prompt.
+
+    Args:
+        shared: the text that both completions begin with.
+        read: keys whose values are no prompt.
+
+    Returns:
+        Keys with texts or messages that are not read, and the option that reads one of them, or "". With a
+        shared text these are only keys with the name of a question and a sentence that is not in the text.
+    """
+    unread = [
+        key
+        for key, value in record.items()
+        if key not in read and isinstance(value, str) and not NOT_TEXT.fullmatch(value.strip())
+    ]
+    if shared:
+        named = [key for key in unread if key in (*QUESTIONS, "system") and " " in record[key].strip()]
+        unread = [key for key in named if record[key].strip() not in shared]
+    else:
+        unread += [key for key in record if key not in read and _names_of_messages(record[key]) is not None]
+    messages = next((key for key in unread if not _is_text(record, key)), None)
+    if messages is not None:
+        names = [f"messages={messages}", *(_names_of_messages(record[messages]) or [])]
+        return unread, f"--keys {','.join(names)}"
+    questions = [key for key in unread if key != "system"]
+    longest = max(questions, key=lambda key: len(record[key]), default="")
+    question = next((key for key in QUESTIONS if key in questions), longest)
+    return unread, f"--keys instruction={question}" if question else ""
+
+
+def _names_of_messages(value: Any) -> list[str] | None:
+    """Return `_names_in_message` of the first of a list of messages, or None for another value."""
+    if not isinstance(value, list) or not value or not isinstance(value[0], dict):
+        return None
+    return _names_in_message(value[0])
 
 
 def _preference(record: Record, chat: str) -> str:
