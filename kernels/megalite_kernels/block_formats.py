@@ -155,6 +155,8 @@ def rounded(
         nested: these, if they are known.
     """
     form, count = FORMATS[name], matrix.numel()
+    if nested is not None:
+        matrix = nf4.without_signs(matrix.reshape(-1).float(), nested.values()).view(matrix.shape)
     codes, scales = quantize(matrix, name, block)
     in_fp32 = (nested or nf4.quantize_scales(scales)).values() if double else form.scales(scales)
     values = form.values(form.pack(codes), 0, count)

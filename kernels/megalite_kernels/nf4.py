@@ -147,6 +147,20 @@ def quantize_scales(scales: Tensor) -> NestedScales:
     return NestedScales(codes.view(-1)[:count], largest, offset)
 
 
+def without_signs(values: Tensor, scales: Tensor) -> Tensor:
+    """Return consecutive elements with other signs where the scales of their blocks are negative.
+
+    Scales that were quantized may be below 0, if those of their neighbours are much larger. The codes of such
+    a block are those of the elements with other signs.
+
+    Args:
+        values: [n], from the start of a block on.
+        scales: of these blocks.
+    """
+    signs = torch.where(scales < 0, -1.0, 1.0)
+    return values * of_elements(signs, values.numel()) if (scales < 0).any() else values
+
+
 def mean(scales: Tensor) -> Tensor:
     """Return the mean of scales as torch computes it on one thread: its last bit depends on their number."""
     threads = torch.get_num_threads()

@@ -32,6 +32,7 @@ from megalite.families.model_config import end_ids
 from megalite.huggingface.base_weights import base_of
 from megalite.huggingface.companions import recorded_tokenizer
 from megalite.huggingface.convert import HF, HuggingFaceSource, origin, starting_weights
+from megalite.launch.machine import local_world_size, usable_cores
 from megalite.model.kinds import dispatch_of
 from megalite.model.mtp.losses import without_further_losses
 from megalite.parallel.quantized.reading import quantize_base
@@ -82,7 +83,8 @@ class ModelSource:
         if self.config.lora.base != "none":
             directory = Path(self.name)
             state = checkpoint.manifest_of(directory).state
-            quantize_base(parts.store, base_of(self.config, state, directory))
+            _, base = base_of(self.config, state, directory)
+            quantize_base(parts.store, base, usable_cores() // local_world_size() or 1)
 
 
 def open_source(name: Path | str, average: bool = False) -> ModelSource:

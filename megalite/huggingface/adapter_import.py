@@ -8,12 +8,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from megalite_kernels import block_formats
 from torch import Tensor
 
 from megalite import checkpoint
@@ -26,6 +25,7 @@ from megalite.config.rule import show
 from megalite.config.schema import Config
 from megalite.families.weight_files import ADAPTER, ADAPTER_SETTINGS
 from megalite.huggingface import convert as converting
+from megalite.huggingface.base_weights import BaseWeights, quantized_matrices
 from megalite.huggingface.convert import head_of, places_of
 from megalite.huggingface.files import ConversionError, TensorFiles
 from megalite.huggingface.merging import adapted, parts_of
@@ -33,7 +33,6 @@ from megalite.huggingface.peft_modules import EMBEDDING, AdaptedModule, FusedExp
 from megalite.huggingface.tensor_places import TensorPlace
 from megalite.model.adapter_parameters import MAGNITUDE, A, name_of
 from megalite.model.spec_builder import REWARD
-from megalite.parallel.quantized.layout import BaseForm
 from megalite.parallel.spec import Rectangle
 
 OFF = """alora_invocation_tokens arrow_config kasa_config layer_replication lora_bias megatron_config
@@ -129,6 +128,7 @@ class PeftAdapter:
     def __init__(self, config: Config, start: Path, base: Read):
         self.lora, self.directory, self.base = config.lora, Path(config.lora.init_from or ""), base
         self.dtype = DTYPES[config.train.precision]
+        self.config, self.quantized = config, quantized_matrices(config)
         self.settings = _read_settings(self.directory, self.lora.dora)
         self.tensors = TensorFiles(self.directory, ADAPTER)
         self.places, self.roles = places_of(config.model, start), adapted(config.model, config.lora)
@@ -246,14 +246,18 @@ class PeftAdapter:
                 "(model.tie_word_embeddings)"
             )
 
+    @cached_property
+    def _weights(self) -> BaseWeights:
+        return BaseWeights(self.config, self.config.model.initial_weights)
+
     def _row_lengths(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return the row lengths of a weight as a run of this dtype stores it, in at least fp32."""
         rows, columns = len(self.places[name].rows), self.places[name].numel // len(self.places[name].rows)
         weight = torch.empty(rows, columns, dtype=dtype)
-        self.base([Rectangle(WEIGHT + name, (rows, columns), (0, 0), weight)])
-        if self.lora.base != "none":
-            form = BaseForm(self.lora.base, self.lora.double_quant)
-            weight = block_formats.rounded(weight, form.name, form.block(columns), form.double).to(dtype)
+        if name in self.quantized:
+            weight = self._weights.quantized(*self.quantized[name]).to(dtype)
+        else:
+            self.base([Rectangle(WEIGHT + name, (rows, columns), (0, 0), weight)])
         return torch.linalg.vector_norm(weight, dim=1, dtype=torch.promote_types(dtype, torch.float32))
 
     def _scale(self, module: AdaptedModule, rank: int) -> float:

@@ -7,7 +7,7 @@ larger than what is trained. Whoever opens such a checkpoint reads the base agai
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from megalite.checkpoint.checksummed_chunks import Chunk, dtype_name
 from megalite.checkpoint.finite import nonfinite, reject
 from megalite.checkpoint.manifest import WEIGHT, StoredTensor
 from megalite.checkpoint.resized_embeddings import Read, of_checkpoint
+from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict
 from megalite.config.schema import Config
 from megalite.huggingface import convert as converting
@@ -37,24 +38,44 @@ from megalite.parallel.quantized.reading import BASE
 from megalite.parallel.spec import Rectangle, Segment
 from megalite.system import rng
 
+READ = 1 << 23
+"""Elements that are read at a time, whole rows, of which parts are then quantized."""
+
 
 class BaseWeights:
-    """The weights from which a run started, without its adapter (`quantized.reading.BaseSource`)."""
+    """The weights from which a run started, without its adapter (`quantized.reading.BaseSource`).
 
-    def __init__(self, config: Config):
-        start = config.model.initial_weights
+    Args:
+        start: hf:DIR or a checkpoint; None: they are drawn from the seed of the run.
+    """
+
+    def __init__(self, config: Config, start: str | None):
         self.name = f"random weights of run.seed = {config.run.seed}" if start is None else start
-        self._read = _reader(config)
+        self._read = _reader(config, start)
         hf = start is not None and start.startswith(converting.HF)
         self._directory = Path(str(start).removeprefix(converting.HF)) if hf else None
+        # the rows that were read last: (name, first row), rows
+        self._last: tuple[tuple[str, int], Tensor] | None = None
 
     def rows(self, matrix: Segment, first: int, stop: int) -> Tensor:
-        values = torch.empty(stop - first, *matrix.shape[1:])
-        offsets = first, *(0 for _ in matrix.shape[1:])
-        part = Rectangle(WEIGHT + matrix.name, matrix.shape, offsets, values)
-        self._read([part])
-        reject(self.name, {part.name: nonfinite(values)})
-        return values
+        length, parts = max(READ // matrix.shape[1], 1), list[Tensor]()
+        while first < stop:
+            start = first // length * length
+            block = self._block(matrix, start, min(start + length, matrix.shape[0]))
+            parts.append(block[first - start : stop - start])
+            first = start + length
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _block(self, matrix: Segment, first: int, stop: int) -> Tensor:
+        key = matrix.name, first
+        if self._last is None or self._last[0] != key:
+            self._last = None  # freed before the next are read
+            values = torch.empty(stop - first, *matrix.shape[1:])
+            part = Rectangle(WEIGHT + matrix.name, matrix.shape, (first, 0), values)
+            self._read([part])
+            reject(self.name, {part.name: nonfinite(values)})
+            self._last = key, values
+        return self._last[1]
 
     def nested(self, matrix: Segment) -> nf4.NestedScales | None:
         if self._source is None:
@@ -68,39 +89,23 @@ class BaseWeights:
     def _source(self) -> converting.HuggingFaceSource | None:
         return None if self._directory is None else converting.HuggingFaceSource.of(self._directory)
 
+    def quantized(self, matrix: Segment, form: BaseForm) -> Tensor:
+        """Return the values of a whole matrix in a base of this form, in fp32."""
+        nested = self.nested(matrix) if form.double else None
+        whole = self.rows(matrix, 0, matrix.shape[0])
+        return block_formats.rounded(whole, form.name, form.block(matrix.shape[1]), form.double, nested)
 
-def _reader(config: Config) -> Read:
+
+def _reader(config: Config, start: str | None) -> Read:
     """Return a function that fills rectangles of the weights of step 0. It raises CheckpointError."""
-    start = config.model.initial_weights
     if start is None:
         return _drawn(config)
     if start.startswith(converting.HF):
-        read = converting.starting_weights(config.model, config.run.seed, beside_adapter=True)
+        model = replace(config.model, init_from=start)
+        read = converting.starting_weights(model, config.run.seed, beside_adapter=True)
         assert read is not None
         return read
     return of_checkpoint(config.model, config.run.seed, checkpoint.manifest_of(checkpoint.find(Path(start))))
-
-
-def identity(config: Config) -> str:
-    """Return what identifies the base of a run, for its checkpoints. Raises CheckpointError."""
-    start = config.model.initial_weights
-    return f"random, run.seed = {config.run.seed}" if start is None else weights_identity(start)
-
-
-def check_same(config: Config, own: str, state: Mapping[str, Any], directory: Path) -> None:
-    """Raise CheckpointError if a base is not the one of a checkpoint.
-
-    Args:
-        own: `identity` of the base.
-        state: of the checkpoint in `directory`.
-    """
-    if own != state.get(BASE, own):
-        start = config.model.initial_weights or f"random weights of run.seed = {config.run.seed}"
-        raise CheckpointError(
-            f"{directory} has adapters, and no base ({config.lora.base}), which was of other weights than "
-            f"{start} has now. Restore these, or name the directory with the weights of before in "
-            "model.init_from."
-        )
 
 
 def _drawn(config: Config) -> Read:
@@ -119,15 +124,52 @@ def _drawn(config: Config) -> Read:
     return read
 
 
-def base_of(config: Config, state: Mapping[str, Any], directory: Path) -> BaseWeights:
-    """Return the base of a checkpoint. Raises CheckpointError if it is another one than it was.
+def quantized_matrices(config: Config) -> dict[str, tuple[Segment, BaseForm]]:
+    """Return the matrices of a quantized base by name, with their form."""
+    return {
+        segment.name: (segment, spec.base)
+        for spec in with_adapters(model_specs(config.model), config.lora)
+        for segment in spec.segments
+        if spec.base is not None
+    }
+
+
+def record(config: Config, start: str | None) -> dict[str, str | None]:
+    """Return what a checkpoint keeps of a base: where it was read from, and what identifies its weights.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    identity = f"random, run.seed = {config.run.seed}" if start is None else weights_identity(start)
+    return {"source": start, "identity": identity}
+
+
+def base_of(config: Config, state: Mapping[str, Any], directory: Path) -> tuple[str | None, BaseWeights]:
+    """Return where the base of a checkpoint is, and the base.
+
+    It is where it was read from before, or where `model.init_from` says now.
 
     Args:
-        config: of the run that has written the checkpoint.
+        config: of the run that has written the checkpoint, or that resumes from it.
         state: of the checkpoint in `directory`.
+
+    Raises:
+        CheckpointError: the weights of before are in neither.
     """
-    check_same(config, identity(config), state, directory)
-    return BaseWeights(config)
+    before, problems = state[BASE], list[str]()
+    for start in dict.fromkeys((before["source"], config.model.initial_weights)):
+        name = f"random weights of run.seed = {config.run.seed}" if start is None else start
+        try:
+            if record(config, start)["identity"] == before["identity"]:
+                return start, BaseWeights(config, start)
+            problems.append(f"{name} has other weights now")
+        except (CheckpointError, ConfigError, OSError) as error:
+            problems.append(f"{name} cannot be read: {str(error).removesuffix('.')}")
+    raise CheckpointError(
+        f"{directory} has adapters, and no base ({config.lora.base}), which is read from where the run "
+        f"started. {'; '.join(problems)}. Restore these weights, or resume the run with their new place in "
+        "model.init_from, which its next checkpoint records."
+    )
 
 
 def with_base(manifest: Manifest) -> Manifest:
@@ -139,15 +181,13 @@ def with_base(manifest: Manifest) -> Manifest:
     config = from_dict(manifest.state.get("config", {}))
     if config.lora.base == "none":
         return manifest
-    base = base_of(config, manifest.state, manifest.directory)
-    form = BaseForm(config.lora.base, config.lora.double_quant)
-    dtype, tensors, matrices = DTYPES[config.train.precision], dict(manifest.tensors), {}
-    for spec in with_adapters(model_specs(config.model), config.lora):
-        for segment in spec.segments if spec.base is not None else ():
-            name, sizes = WEIGHT + segment.name, segment.shape
-            chunk = Chunk((0, 0), sizes, name, 0, segment.numel * dtype.itemsize, "")
-            tensors[name], matrices[name] = StoredTensor(dtype_name(dtype), sizes, [chunk]), segment
-    return WithBase(manifest.directory, manifest.state, tensors, manifest.files, matrices, base, form)
+    _, base = base_of(config, manifest.state, manifest.directory)
+    dtype, tensors = DTYPES[config.train.precision], dict(manifest.tensors)
+    matrices = {WEIGHT + name: each for name, each in quantized_matrices(config).items()}
+    for name, (segment, _) in matrices.items():
+        chunk = Chunk((0, 0), segment.shape, name, 0, segment.numel * dtype.itemsize, "")
+        tensors[name] = StoredTensor(dtype_name(dtype), segment.shape, [chunk])
+    return WithBase(manifest.directory, manifest.state, tensors, manifest.files, matrices, base)
 
 
 @dataclass(frozen=True)
@@ -157,18 +197,13 @@ class WithBase(Manifest):
     A matrix of the base is one chunk, whose file is its name.
     """
 
-    matrices: dict[str, Segment]
+    matrices: dict[str, tuple[Segment, BaseForm]]
     base: BaseWeights
-    form: BaseForm
 
     def read(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, NDArray[np.uint8]]]:
         own = [*chunks]
         yield from super().read([chunk for chunk in own if chunk.file not in self.matrices])
         for chunk in (each for each in own if each.file in self.matrices):
-            segment = self.matrices[chunk.file]
-            whole = self.base.rows(segment, 0, segment.shape[0])
-            block = self.form.block(segment.shape[1])
-            nested = self.base.nested(segment) if self.form.double else None
-            values = block_formats.rounded(whole, self.form.name, block, self.form.double, nested)
+            values = self.base.quantized(*self.matrices[chunk.file])
             dtype = getattr(torch, self.tensors[chunk.file].dtype)
             yield chunk, values.to(dtype).view(-1).view(torch.uint8).numpy()

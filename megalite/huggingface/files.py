@@ -209,6 +209,8 @@ def _size_of(path: Path) -> int:
 
 def _files_of(directory: Path, names: Sequence[str]) -> dict[str, list[str]]:
     """Return file → its tensors in the index; the list is empty without an index. Raises ConversionError."""
+    if not directory.is_dir():
+        raise ConversionError(f"There is no directory {directory}")
     file = weights_file(directory, names)
     if file is None:
         whole = [name for name in names if not name.endswith(INDEX)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from megalite_kernels import block_formats
 from torch import Tensor
 
 from megalite.checkpoint.manifest import WEIGHT
@@ -48,15 +47,9 @@ class LoftqStart:
     def _of(self, matrix: Segment) -> dict[str, Tensor]:
         if matrix.name not in self._factors:
             values = self.base.rows(matrix, 0, matrix.shape[0])
-            quantized = block_formats.rounded(
-                values,
-                self.form.name,
-                self.form.block(matrix.shape[1]),
-                self.form.double,
-                self.base.nested(matrix) if self.form.double else None,
-            )
+            quantized = self.base.quantized(matrix, self.form)
             self._factors[matrix.name] = decomposed(
-                values.sub_(quantized), self.lora.rank_of(matrix.role), self.lora.scale_of(matrix.role)
+                values - quantized, self.lora.rank_of(matrix.role), self.lora.scale_of(matrix.role)
             )
         return self._factors[matrix.name]
 

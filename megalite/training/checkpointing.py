@@ -79,7 +79,7 @@ def _initial_weights(trainer: Trainer) -> None:
     else:
         trainer.store.initialize(trainer.config.run.seed, _threads())
         with raise_on_all_ranks(trainer.mesh, CheckpointError):
-            load_base(trainer)
+            load_base(trainer, None)
         if trainer.config.lora.start != "default":
             trainer.store.publish()  # adapters that have been computed from the base
 
@@ -210,35 +210,54 @@ def load_weights(trainer: Trainer, source: str) -> None:
         # tensors are checked when they are read, under their own names
         if not source.startswith("hf:"):
             reject(source, {part.name: nonfinite(part.tensor) for part in rectangles})
-        load_base(trainer)
+        load_base(trainer, source)
     if (seconds := perf_counter() - started) >= LONG_S:
         trainer.notes.append(f"read the weights of {source} in {seconds:.1f} s")
     trainer.store.publish()  # the load fills master weights: copy them to the weights and gather
 
 
-def load_base(trainer: Trainer, resumed: checkpoint.Manifest | None = None) -> None:
+def load_base(trainer: Trainer, start: str | None) -> None:
     """Read and quantize the frozen matrices of layers, if `lora.base` says so.
 
     Args:
-        resumed: the checkpoint of a run that resumes, which has none, and must be of the same.
+        start: where they are, hf:DIR or a checkpoint, the same on every rank; None: they are drawn.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    config, store = trainer.config, trainer.store
+    if config.lora.base == "none" or store.base is not None:
+        return  # nothing changes them: a run that goes back has them
+    from megalite.huggingface import base_weights  # imported only where it is needed
+
+    base = base_weights.BaseWeights(config, start)
+    quantize_base(store, base, _threads())
+    store.base = base_weights.record(config, start)
+    if config.lora.start == "loftq":
+        from megalite.huggingface.loftq import LoftqStart
+
+        LoftqStart(config, base).fill(store.to_load())
+
+
+def resume_base(trainer: Trainer, resumed: checkpoint.Manifest) -> None:
+    """Read and quantize the frozen matrices on which a checkpoint was trained, if `lora.base` says so.
 
     Raises:
         CheckpointError: they cannot be read, or are others than those of the checkpoint.
     """
-    if trainer.config.lora.base == "none":
+    config, store = trainer.config, trainer.store
+    if config.lora.base == "none":
         return
     from megalite.huggingface import base_weights  # imported only where it is needed
 
-    config = trainer.config
-    own = trainer.store.base_identity = base_weights.identity(config)
-    if resumed is not None:
-        base_weights.check_same(config, own, resumed.state, resumed.directory)
-    base = base_weights.BaseWeights(config)
-    quantize_base(trainer.store, base, _threads())
-    if config.lora.start == "loftq" and resumed is None:
-        from megalite.huggingface.loftq import LoftqStart
-
-        LoftqStart(config, base).fill(trainer.store.to_load())
+    if store.base is not None and store.base["identity"] == resumed.state[BASE]["identity"]:
+        return
+    try:
+        start, base = base_weights.base_of(config, resumed.state, resumed.directory)
+        quantize_base(store, base, _threads())
+    except DamagedError as error:  # of the base: an older checkpoint would not help
+        raise CheckpointError(f"the base of {resumed.directory}: {error}") from None
+    store.base = base_weights.record(config, start)
 
 
 def _has_reward_head(config: Config, source: str, known: Collection[str] | None) -> bool:
@@ -281,7 +300,7 @@ def resume(trainer: Trainer, directory: Path) -> None:
         resume_checks.check_resume(trainer.config, trainer.train_data.fingerprint, state, directory)
     _check_reference(trainer, state, directory)
     with raise_on_all_ranks(trainer.mesh, CheckpointError):
-        load_base(trainer, manifest)
+        resume_base(trainer, manifest)
         learned = [] if trainer.parts.statistics is None else trainer.parts.statistics.rectangles()
         without = () if manifest.has_averages else (EMA,)
         checkpoint.load(manifest, [*trainer.optimizer.state.to_load(without), *learned])
@@ -335,7 +354,7 @@ def begin_save(trainer: Trainer, best: bool = False, timed: bool = False) -> Sav
         **batches_done(trainer.config),
         **({"loop": state_to_save(trainer)} if trainer.loop_state else {}),
         **reference.to_save(trainer),
-        **({BASE: base} if (base := trainer.store.base_identity) else {}),
+        **({} if trainer.store.base is None else {BASE: trainer.store.base}),
         **({TIMED: True} if timed else {}),
     }
     # first, because optimizer state lost by a disk must not replace a good checkpoint

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megalite.assembly.parts import make_mesh
+from megalite.checkpoint import CheckpointError
 from megalite.commands import convert
 from megalite.config.load import from_dict
 from megalite.data.indexed import IndexedTokens
@@ -23,6 +24,7 @@ from megalite.families.model_config import hf_shape
 from megalite.generation.sources import open_source
 from megalite.huggingface.files import ConversionError
 from megalite.parallel.spec import Rectangle
+from megalite.training import checkpointing
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
 from tests.huggingface.hf_models import CASES, VOCAB, Case, logits_of, random_ids, write
@@ -49,15 +51,29 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_tokens(tmp_path_factory.mktemp("tokens"), VOCAB, count=2000)
 
 
-def trainer_of(directory: Path, prefix: str, place: Path, load: str = "none", **lora: Any) -> Trainer:
+def trainer_of(
+    directory: Path,
+    prefix: str,
+    place: Path,
+    load: str = "none",
+    weights: str | None = None,
+    precision: str = "fp32",
+    **lora: Any,
+) -> Trainer:
     config = from_dict(
         {
             "run": {"dir": str(place), "name": "run"},
-            "model": hf_shape(str(directory)) | {"init_from": f"hf:{directory}", "from_hf": str(directory)},
-            "lora": {"rank": 4, "alpha": 6.0, "base": "nf4"} | lora,
+            "model": hf_shape(str(directory)) | {"init_from": weights or f"hf:{directory}", "from_hf": str(directory)},
+            "lora": ({"rank": 4, "alpha": 6.0, "base": "nf4"} | lora) if lora.get("rank") != 0 else {},
             "parallel": {"dp": 1},
             "data": {"train": prefix, "sequence_length": SEQUENCE, "shuffle": False},
-            "train": {"steps": 4, "global_batch_size": BATCH, "micro_batch_size": BATCH, "grad_clip": 0.0},
+            "train": {
+                "steps": 4,
+                "global_batch_size": BATCH,
+                "micro_batch_size": BATCH,
+                "grad_clip": 0.0,
+                "precision": precision,
+            },
             "optimizer": {"lr": LR, "decay": "constant", "weight_decay": DECAY, "eps": EPS},
             "checkpoint": {"load": load},
         }
@@ -155,6 +171,24 @@ def quantized_logits(directory: Path, adapter: Path, double: bool, ids: Tensor) 
         return model(input_ids=ids, use_cache=False).logits
 
 
+@pytest.mark.parametrize(("base", "precision", "width"), [("nf4", "bf16", 128), ("mxfp4", "fp32", 100)])
+def test_lengths_of_rows_are_those_of_the_base(base, precision, width, prefix, tmp_path: Path):
+    """In another precision than the file's, and where a matrix has no whole blocks."""
+    directory = write(Case("Llama", MODELS["llama"].fields | {"intermediate_size": width}), tmp_path / "model")
+    lora = {"base": base, "dora": True}
+    trainer = trainer_of(directory, prefix, tmp_path, precision=precision, **lora)
+    trainer.step(), trainer.step()
+    assert convert.main(["adapter-export", str(trainer.save()), str(tmp_path / "adapter")]) == 0
+    trained = global_tensors(trainer)
+    trainer.close()
+    adapter = str(tmp_path / "adapter")
+    again = trainer_of(directory, prefix, tmp_path / "again", precision=precision, init_from=adapter, **lora)
+    for name, value in global_tensors(again).items():
+        if name.endswith("magnitude"):
+            assert (value - trained[name]).abs().max() <= 1e-6, name
+    again.close()
+
+
 def test_adapters_start_at_what_quantization_has_lost(models, prefix, tmp_path: Path):
     """A and B of PEFT's decomposition of the same matrix, up to the sign of singular vectors."""
     from peft.utils.loftq_utils import _low_rank_decomposition
@@ -227,6 +261,32 @@ def test_a_merged_model_in_four_bits_is_read_by_transformers_and_here(models, pr
     part = Rectangle(f"weight/{OURS}", merged[MATRIX].shape, (0, 0), torch.empty(merged[MATRIX].shape))
     ours.read([part])
     assert torch.equal(part.tensor, block_formats.rounded(merged[MATRIX].float(), "nf4", 64))
+
+
+def test_a_base_is_that_of_the_start_whatever_its_run_does_later(models, prefix, tmp_path: Path):
+    """A run directory names another checkpoint later. A base that has moved is named again. A run that goes back does
+    not read it again."""
+    source = trainer_of(models["llama"], prefix, tmp_path / "source", base="none", rank=0)
+    source.save()
+    trainer = trainer_of(models["llama"], prefix, tmp_path, weights=str(tmp_path / "source" / "run"))
+    trainer.step()
+    saved = trainer.save()
+    second = trainer.step().loss
+    source.step()
+    newer = source.save()
+    source.close()
+    first = tmp_path / "source" / "run" / "checkpoints" / "step_00000000"
+    assert trainer.store.base is not None and trainer.store.base["source"] == str(first)
+    again = trainer_of(models["llama"], prefix, tmp_path, str(saved), weights=str(tmp_path / "source" / "run"))
+    assert again.step().loss == second
+    again.close()
+    first.rename(tmp_path / "moved")
+    checkpointing.resume(trainer, saved)
+    with pytest.raises(CheckpointError, match="step_00000000 cannot be read.*has other weights now"):
+        load_stage(open_source(saved))
+    moved = trainer_of(models["llama"], prefix, tmp_path, str(saved), weights=str(tmp_path / "moved"))
+    trainer.close(), moved.close()
+    assert newer != first
 
 
 STATE = f"{MATRIX}.quant_state.bitsandbytes__nf4"

@@ -75,3 +75,13 @@ def test_a_value_is_quantized_to_itself():
     for name, block in (("nf4", 64), ("mxfp4", 32)):
         values = block_formats.rounded(x, name, block)
         assert torch.equal(block_formats.rounded(values, name, block), values), name
+
+
+def test_a_negative_scale_has_the_codes_of_other_signs():
+    """Of a small block beside large ones, whose scales have been quantized together."""
+    x = numbers(64 * 256, torch.float32).view(256, 64)
+    x[::2] *= 1e-4
+    nested = nf4.quantize_scales(nf4.quantize(x.view(-1)).scales)
+    assert (nested.values() < 0).any()
+    values = block_formats.rounded(x, "nf4", 64, double=True)
+    assert torch.equal(block_formats.rounded(values, "nf4", 64, True, nested), values)

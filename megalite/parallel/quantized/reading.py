@@ -75,6 +75,8 @@ class _Quantization:
 
     def __init__(self, part: QuantizedPart, source: BaseSource, pool: ThreadPoolExecutor, threads: int):
         self.part, self.source, self.pool, self.threads = part, source, pool, threads
+        self.nested = source.nested(part.segment) if part.double else None
+        self.scales = None if self.nested is None else self.nested.values()
 
     def rows(self, ranges: Iterable[tuple[int, int]]) -> Iterator[QuantizedRows]:
         """Yield ranges of rows in their order. They are read by this thread, and quantized by others."""
@@ -103,7 +105,12 @@ class _Quantization:
         end = min(-(-stop * width // part.block) * part.block, part.segment.numel)
         low, high = start // width, -(-end // width)
         values = self.source.rows(part.segment, low, high).reshape(-1)
-        return values[start - low * width : end - low * width], start
+        values = values[start - low * width : end - low * width]
+        if self.scales is not None:
+            values = nf4.without_signs(
+                values, self.scales[start // part.block :][: -(-len(values) // part.block)]
+            )
+        return values, start
 
 
 def _row_ranges(first: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
@@ -147,7 +154,7 @@ def _quantize_double(buffers: QuantizedBuffers, quantized: _Quantization) -> Non
         scales.append(each.blocks.scales[done - each.start // part.block :])  # a cut block is there already
         if part.first_row <= each.first < end:
             _write_codes(buffers, part, each)
-    nested = quantized.source.nested(part.segment) or nf4.quantize_scales(torch.cat(scales))
+    nested = quantized.nested or nf4.quantize_scales(torch.cat(scales))
     for first, stop in _row_ranges(0, part.rows, part.width):
         _write_scales(buffers, part, first, stop, nested.codes, 0)
     of_rows = nested.scales[part.first_nested() :][: len(part.nested)]

@@ -16,7 +16,7 @@ on this rank. Its gatherer and reducer do the communication.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import TYPE_CHECKING
@@ -98,7 +98,8 @@ class ParameterStore:
         weight_grads: queue of weight-gradient matmuls.
         gatherer: makes the full weights of a unit available before it computes.
         reducer: reduces gradients.
-        base_identity: identifies the weights that were quantized (`lora.base`); None: there are none.
+        base: where the weights that were quantized are, and what identifies them (`lora.base`); None: there
+            are none, or they have not been read.
 
     Raises:
         ValueError: zero is 0 but the mesh's shard axis has several ranks.
@@ -132,7 +133,7 @@ class ParameterStore:
         self.weight_grads, self.log = WeightGradQueue(), TransferLog()
         self.reducer = GradientReducer(mesh, self.log, options.reduce_dtype, powersgd)
         self.weights: dict[str, Weight] = {}
-        self.base_identity: str | None = None
+        self.base: Mapping[str, str | None] | None = None
         owners = {name: mesh.domain(name).owners for name in dict.fromkeys(spec.domain for spec in specs)}
         layouts = bucket_layout(specs, self.at, owners, options.bucket_bytes)
         master_dtype = torch.promote_types(options.dtype, torch.float32)
