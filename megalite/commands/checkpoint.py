@@ -79,7 +79,8 @@ def list_run(options: argparse.Namespace) -> Answer:
 
 
 def inspect(options: argparse.Namespace) -> Answer:
-    content = inspecting.describe(opened(options.checkpoint))
+    manifest = opened(options.checkpoint)
+    content = inspecting.describe(manifest)
     state = {name: value for name, value in content["state"].items() if name != "config"}
     lines = [
         content["checkpoint"],
@@ -91,6 +92,7 @@ def inspect(options: argparse.Namespace) -> Answer:
             f"{counted(tensor['chunks'], 'chunk')}"
             for name, tensor in content["tensors"].items()
         ),
+        *_without_base(manifest),
     ]
     return content, lines, 0
 
@@ -143,7 +145,15 @@ def consolidate(options: argparse.Namespace) -> Answer:
         "bytes": size,
         "optimizer": options.optimizer,
     }
-    return content, [f"wrote {options.file}, {_size(size)}"], 0
+    return content, [f"wrote {options.file}, {_size(size)}", *_without_base(manifest)], 0
+
+
+def _without_base(manifest: Manifest) -> list[str]:
+    """Return a line if a checkpoint has no base, because it is quantized (`lora.base`)."""
+    base = manifest.state.get("base")
+    if base is None:
+        return []
+    return [f"the matrices of layers are not in it: they are those of {base['source'] or 'random weights'}"]
 
 
 def _size(count: int | None) -> str:

@@ -33,6 +33,7 @@ from megalite.huggingface.peft_modules import EMBEDDING, AdaptedModule, FusedExp
 from megalite.huggingface.tensor_places import TensorPlace
 from megalite.model.adapter_parameters import MAGNITUDE, A, name_of
 from megalite.model.spec_builder import REWARD
+from megalite.parallel.quantized.reading import BASE
 from megalite.parallel.spec import Rectangle
 
 OFF = """alora_invocation_tokens arrow_config kasa_config layer_replication lora_bias megatron_config
@@ -95,6 +96,11 @@ def _fill(config: Config, base: Read | None, rectangles: Sequence[Rectangle]) ->
         manifest = checkpoint.manifest_of(start)
         if config.checkpoint.verify == "full":
             manifest.verify(0, 1)
+        if BASE in manifest.state:
+            raise ConversionError(
+                f"model.init_from={start} has adapters over a quantized base, and not the base. Set "
+                f"model.init_from to the weights of that run, {manifest.state[BASE]['source']}."
+            )
         base = of_checkpoint(config.model, config.run.seed, manifest)
     adapter = PeftAdapter(config, start, base)
     base([part for part in rectangles if part.name.removeprefix(WEIGHT) not in adapter.names])

@@ -159,6 +159,8 @@ def test_resumes_bitwise_without_a_base_in_its_checkpoint_and_merges_with_what_i
     ours = our_logits(load_stage(open_source(saved)), ids)
     assert convert.main(["adapter-export", str(saved), str(tmp_path / "adapter")]) == 0
     assert (quantized_logits(models[name], tmp_path / "adapter", double, ids) - ours).abs().max() <= 1e-4
+    with pytest.raises(CheckpointError, match=f"not the base. Set model.init_from to .* hf:{models[name]}"):
+        trainer_of(models[name], prefix, tmp_path / "on it", weights=str(saved), init_from=str(tmp_path / "adapter"))
     assert convert.main(["export", str(saved), str(tmp_path / "merged")]) == 0
     assert (logits_of(tmp_path / "merged", ids) - ours).abs().max() <= 1e-4
 
