@@ -64,7 +64,6 @@ MODELS = ("base_model", "model_name_or_path", "checkpointer.checkpoint_dir")
 FROM_SCRATCH = ("reinit_weights", "train_from_scratch")
 HELD_OUT = ("val_set_size", "val_size")
 VALIDATED = ("test_datasets", "eval_dataset")
-QUANTIZED = "quantized training is not supported: use parallel.zero: 3 and parallel.offload to save memory"
 ATTENTION = "attention is always fused"
 ADDED_TOKENS = (
     "add them to the tokenizer (add_tokens, save_pretrained), prepare the data with it, and set "

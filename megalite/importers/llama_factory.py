@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megalite.importers import data, finetuning, preferences
+from megalite.importers import data, finetuning, preferences, quantization
 from megalite.importers.batch import Batch
 from megalite.importers.data import ImportedDataset
 from megalite.importers.verdict import (
@@ -251,7 +251,8 @@ TABLE: Table = {
         "", "upcast_layernorm upcast_lmhead_output", never("norms and the loss are always computed in fp32")
     ),
     "train_from_scratch": never("model.init_from: none is set instead"),
-    **each("", "quantization_* double_quantization", missing(finetuning.QUANTIZED)),
+    "quantization_bit": KeyRule(quantization.factory, "lora.base"),
+    **each("", "quantization_* double_quantization", never("only used with quantization_bit")),
     "stage": KeyRule(_stage),
     **each(
         "",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megalite.importers import data, finetuning, preferences
+from megalite.importers import data, finetuning, preferences, quantization
 from megalite.importers.batch import Batch
 from megalite.importers.data import ImportedDataset
 from megalite.importers.verdict import (
@@ -185,8 +185,9 @@ TABLE: Table = {
         "trust_remote_code dtype torch_dtype attn_implementation ignore_bias_buffers",
         never("config.json and the model files are read directly"),
     ),
-    **each("", "load_in_8bit load_in_4bit", missing(finetuning.QUANTIZED)),
-    **each("", "bnb_4bit_quant_* use_bnb_nested_quant", never("only used with load_in_4bit")),
+    "load_in_4bit": KeyRule(quantization.trl_in_4_bits, "lora.base"),
+    "load_in_8bit": KeyRule(quantization.trl_in_8_bits, "lora.base"),
+    **each("", "bnb_4bit_quant_* use_bnb_nested_quant", quantization.part_of("load_in_4bit")),
     "use_peft": KeyRule(_rank, "lora.rank"),
     "lora_r": _adapter(sets("lora.rank")),
     "lora_alpha": _adapter(sets("lora.alpha")),

@@ -196,7 +196,7 @@ def test_axolotl(written, tmp_path, capsys):
         and config.data.validation == 0.05
         and config.data.sequence_length == 4096
     )
-    assert lost.keys() == {"load_in_8bit", "optimizer", "made_up"}
+    assert lost.keys() == {"optimizer", "made_up"} and config.lora.base == "int8"
     samples = (int(TOKENS * 0.95) - 1) // 4096
     assert config.train.steps == math.ceil(4 * samples / 32) and config.optimizer.warmup_steps == math.ceil(
         0.1 * config.train.steps
@@ -595,6 +595,46 @@ def test_objectives_of_other_programs(name):
 def test_what_an_objective_lacks_is_named(project, fields, says):
     _, said = judged(project, BASICS.get(project, {"model_name_or_path": "m"}) | fields)
     assert [why for kind, why in said.values() if kind == "lost" and says in why]
+
+
+ADAPTERS: dict[str, dict] = {
+    "trl-dpo": {"use_peft": True},
+    "axolotl": {"adapter": "qlora", "lora_r": 8, "load_in_4bit": True},
+    "llama-factory": {"stage": "sft", "quantization_bit": 4},
+}
+SINGLE = {"bnb_config_kwargs": {"bnb_4bit_use_double_quant": False}}
+
+
+@pytest.mark.parametrize(
+    ("project", "fields", "expected"),
+    [
+        ("trl-dpo", {"load_in_4bit": True}, ("nf4", False)),
+        ("trl-dpo", {"load_in_4bit": True, "use_bnb_nested_quant": True}, ("nf4", True)),
+        ("trl-dpo", {"load_in_8bit": True}, ("int8", None)),
+        ("trl-dpo", {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "codes of fp4 are not supported"),
+        ("trl-dpo", {"load_in_4bit": True, "use_peft": False}, "only frozen weights under adapters"),
+        ("axolotl", {}, ("nf4", True)),
+        ("axolotl", SINGLE, ("nf4", False)),
+        ("axolotl", {"bnb_config_kwargs": {"bnb_4bit_quant_type": "fp4"}}, "codes of fp4 are not supported"),
+        ("axolotl", {"adapter": "lora"}, "use adapter: qlora"),
+        ("axolotl", {"adapter": "lora", "load_in_4bit": False, "load_in_8bit": True}, ("int8", None)),
+        ("llama-factory", {}, ("nf4", True)),
+        ("llama-factory", {"double_quantization": False, "quantization_method": "bnb"}, ("nf4", False)),
+        ("llama-factory", {"quantization_bit": 8}, ("int8", None)),
+        ("llama-factory", {"quantization_method": "hqq"}, "this quantization is not supported"),
+        ("llama-factory", {"quantization_type": "fp4"}, "codes of fp4 are not supported"),
+        ("torchtune", {"model": {"lora_rank": 8, "quantize_base": True}}, ("nf4", True)),
+    ],
+)
+def test_the_base_under_adapters_has_the_form_of_the_other_project(project, fields, expected):
+    content = BASICS.get(project, {"model_name_or_path": "m"}) | ADAPTERS.get(project, {}) | fields
+    options, said = judged(project, content)
+    form = (options.get("lora.base"), options.get("lora.double_quant"))
+    lost = [why for kind, why in said.values() if kind == "lost"]
+    if isinstance(expected, str):
+        assert form == (None, None) and [why for why in lost if expected in why]
+    else:
+        assert form == expected and not lost
 
 
 @pytest.mark.parametrize("project", ["trl-dpo", "trl-kto", "trl-reward"])

@@ -70,7 +70,7 @@ REAL = {
                 "optimizer.weight_decay": 0,
             },
         },
-        lost={"load_in_8bit": "quantized training is not supported", "optimizer": MOMENTS},
+        lost={"optimizer": MOMENTS},
         said={
             "datasets": "`megalite prepare --chat --input hf:example/recipes-alpaca --tokenizer "
             "example/llama-3-8b-mirror --output PREFIX`"
@@ -296,8 +296,7 @@ REAL = {
             **{"train.recompute": "full", "train.precision": "bf16", "train.epochs": 1, "model.attention_dropout": 0.0},
         },
         lost={
-            **{"load_in_4bit": "quantized training", "max_prompt_length": "limited together"},
-            **{"sync_ref_model": "does not change during a run"},
+            **{"max_prompt_length": "limited together", "sync_ref_model": "does not change during a run"},
         },
         said={
             "dataset_name": "--preference --split train_prefs --max_length 2048 --too_long keep_end "
@@ -358,8 +357,8 @@ REAL = {
     ),
     "torchtune/qlora-2b-single.yaml": Real(
         {"lora.rank": 32, "lora.targets": ["q", "v", "o", "gate", "up", "down"], "optimizer.warmup_steps": 10},
-        lost={"model._component_": "quantized training is not supported", "optimizer._component_": "adamw or muon"},
-        said={"output_dir": "does not set oc.env:SCRATCH"},
+        lost={"optimizer._component_": "adamw or muon"},
+        said={"model._component_": "torchao rounds", "output_dir": "does not set oc.env:SCRATCH"},
         without=("run.dir",),
         dp=1,
     ),
