@@ -88,9 +88,8 @@ def _stage(value: Any, source: ImportedFile) -> Verdict:
 def _preference_loss(value: Any, source: ImportedFile) -> Verdict:
     name = word(value)
     if name not in OBJECTIVES:
-        return lost(
-            "kto takes single completions with labels: use stage: kto" if name == "KTO_PAIR" else LOSS
-        )
+        why = "kto takes single completions with labels: use stage: kto" if name == "KTO_PAIR" else LOSS
+        return preferences.without_loss("dpo", why)
     return honoured(OBJECTIVES[name], NLL_OF_PROMPTS if name == "ORPO" else "")
 
 

@@ -13,7 +13,6 @@ from megalite.importers.verdict import (
     harmless,
     honoured,
     left,
-    lost,
     missing,
     never,
     only,
@@ -47,6 +46,14 @@ def listed(value: Any) -> list[Any]:
     return [] if value is None else [part.strip() for part in str(value).split(",")]
 
 
+def without_loss(objective: str, why: str) -> Verdict:
+    """Return the verdict on a loss that does not exist here.
+
+    The objective stays, so that its numbers and its data are judged as those of the other project.
+    """
+    return Verdict("lost", {"train.objective": objective}, why)
+
+
 def dpo(names: Any, weights: Any) -> Verdict:
     """Map DPO's loss: a name, or several with weights, of which one may be the likelihood (sft)."""
     kinds = [str(name).lower() for name in listed(names)]
@@ -54,13 +61,16 @@ def dpo(names: Any, weights: Any) -> Verdict:
     both = dict(zip(kinds, factors, strict=False))
     others = [kind for kind in kinds if kind != "sft"]
     if len(others) != 1 or len(both) < len(kinds):
-        return lost("one loss of pairs, alone or with sft, is supported: set preference.loss")
+        return without_loss("dpo", "one loss of pairs, alone or with sft, is supported: set preference.loss")
     (kind,) = others
     if kind != "ipo" and kind not in LOSSES:
-        return lost(f"a loss that is not supported: preference.loss is one of {', '.join(LOSSES)}")
+        return without_loss(
+            "dpo", f"a loss that is not supported: preference.loss is one of {', '.join(LOSSES)}"
+        )
     if not both[kind]:
-        return lost(
-            f"the weight of {kind} is 0, which leaves no loss of pairs: train on chosen completions alone"
+        return without_loss(
+            "dpo",
+            f"the weight of {kind} is 0, which leaves no loss of pairs: train on chosen completions alone",
         )
     options: dict[str, Any] = {"train.objective": "ipo"}
     if kind != "ipo":

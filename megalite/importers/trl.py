@@ -76,7 +76,15 @@ def _cpo(value: Any, source: ImportedFile) -> Verdict:
         return honoured({"train.objective": "simpo"})
     if name in ("SIGMOID", "HINGE"):
         return honoured({"train.objective": "cpo", "preference.loss": name.lower()})
-    return lost("set train.objective to cpo or simpo: CPO's ipo and alphapo are not supported")
+    return preferences.without_loss(
+        "cpo", "set train.objective to cpo or simpo: CPO's ipo and alphapo are not supported"
+    )
+
+
+def _kto(value: Any, source: ImportedFile) -> Verdict:
+    if word(value) == "KTO":
+        return honoured({"train.objective": "kto"})
+    return preferences.without_loss("kto", f"the loss {value} is not supported: kto's own is the closest")
 
 
 def _gamma(value: Any, source: ImportedFile) -> Verdict:
@@ -120,11 +128,7 @@ _METHODS: dict[str, tuple[Table, dict[str, Any]]] = {
     "kto": (
         {
             **preferences.REFERENCES,
-            "loss_type": sets(
-                "train.objective",
-                {"KTO": "kto"},
-                "apo_zero_unpaired is not supported: use kto",
-            ),
+            "loss_type": KeyRule(_kto, "train.objective"),
             "desirable_weight": sets("preference.desirable_weight"),
             "undesirable_weight": sets("preference.undesirable_weight"),
             "precompute_ref_log_probs": missing("kto also scores prompts with other completions"),

@@ -597,6 +597,23 @@ def test_what_an_objective_lacks_is_named(project, fields, says):
     assert [why for kind, why in said.values() if kind == "lost" and says in why]
 
 
+@pytest.mark.parametrize(
+    ("project", "fields", "objective"),
+    [
+        ("trl-dpo", {"loss_type": "aot_pair", "beta": 0.05}, "dpo"),
+        ("trl-dpo", {"loss_type": ["sigmoid", "bco_pair", "sft"], "beta": 0.05}, "dpo"),
+        ("trl-kto", {"loss_type": "apo_zero_unpaired"}, "kto"),
+        ("trl-cpo", {"loss_type": "alphapo"}, "cpo"),
+        ("axolotl", {"rl": "dpo", "dpo_loss_type": ["kto_pair"]}, "dpo"),
+        ("llama-factory", {"stage": "dpo", "pref_loss": "kto_pair"}, "dpo"),
+    ],
+)
+def test_a_loss_that_is_missing_leaves_its_objective(project, fields, objective):
+    options, said = judged(project, BASICS.get(project, {"model_name_or_path": "m"}) | fields)
+    lost = [key for key, (kind, _) in said.items() if kind == "lost"]
+    assert options["train.objective"] == objective and options["preference.beta"] and len(lost) == 1
+
+
 ADAPTERS: dict[str, dict] = {
     "trl-dpo": {"use_peft": True},
     "axolotl": {"adapter": "qlora", "lora_r": 8, "load_in_4bit": True},
