@@ -139,6 +139,10 @@ NOT_TOGETHER = "prompts and completions are limited together, by --max_length of
 REFERENCES: Table = {
     "sync_ref_model": missing("the reference does not change during a run"),
     **each("", "ref_model_mixup_alpha ref_model_sync_steps", never("only used with sync_ref_model")),
+    "force_use_ref_model": missing(
+        "it names a second model as the reference beside adapters: set preference.reference to hf:DIR"
+    ),
+    "ref_model_init_kwargs.*": never("preference.reference reads its files and computes in train.precision"),
     "reference_free": missing("use train.objective: cpo with preference.nll_weight: 0"),
     "precompute_ref_batch_size": never("`megalite score` has its own batch size"),
     "ld_alpha": missing("weights of the tokens after the shorter completion's length are not supported"),

@@ -54,7 +54,7 @@ def _rank(value: Any, source: ImportedFile) -> Verdict:
 
 
 def _datasets(value: Any, source: ImportedFile, preference: bool) -> list[ImportedDataset]:
-    """Return dataset_name, or the entries of datasets."""
+    """Return dataset_name, or the entries of datasets, in the form of TRL or of the alignment handbook."""
     if not isinstance(value, list):
         inputs = data.located(value, None, source.get("dataset_config"))
         split = str(source.get("dataset_train_split", "train"))
@@ -62,11 +62,22 @@ def _datasets(value: Any, source: ImportedFile, preference: bool) -> list[Import
     datasets = []
     for entry in value:
         entry = entry if isinstance(entry, dict) else {"path": entry}
-        inputs = data.located(entry.get("path"), entry.get("data_files"), entry.get("name"))
-        others = [key for key in ("data_dir", "columns", "fraction") if entry.get(key)]
-        without = f"without {', '.join(others)}" if others else ""
+        name = entry.get("name") or entry.get("config")
+        inputs = data.located(entry.get("path") or entry.get("id"), entry.get("data_files"), name)
+        weight = entry.get("fraction", entry.get("weight"))
+        without = "without data_dir" if entry.get("data_dir") else ""
+        if type(entry.get("weight")) in (int, float):  # a share of its records, and not of the samples
+            without = "multiply each weight by the number of records that `megalite prepare` prints"
         split = str(entry.get("split") or "train")
-        datasets.append(ImportedDataset(inputs, preference=preference, split=split, without=without))
+        datasets.append(
+            ImportedDataset(
+                inputs,
+                preference=preference,
+                split=split,
+                weight=weight if type(weight) in (int, float) else None,
+                without=without,
+            )
+        )
     return datasets
 
 
@@ -218,7 +229,8 @@ TABLE: Table = {
         "padding_value is_encoder_decoder",
         never("data is preprocessed by `megalite prepare`"),
     ),
-    "test_split_size": sets("data.validation"),
+    **each("", "test_split_size dataset_mixture.test_split_size", sets("data.validation")),
+    **each("dataset_mixture.", "streaming seed", never("token files are read in an order of run.seed")),
     "chat_template_path": finetuning.TEMPLATE,
     "train_sampling_strategy": sets(
         "data.shuffle",
@@ -246,7 +258,7 @@ class TRL:
             **TABLE,
             "max_length": KeyRule(self._length, "data.sequence_length", left(UNLIMITED)),
             "dataset_name": KeyRule(self._dataset, "data.train"),
-            "datasets": KeyRule(self._datasets, "data.train"),
+            **each("", "datasets dataset_mixture.datasets", KeyRule(self._datasets, "data.train")),
             **_METHODS[method][0],
         }
 
@@ -299,7 +311,10 @@ class TRL:
 
     def _dataset(self, value: Any, source: ImportedFile) -> Verdict:
         """Map dataset_name, which datasets replaces."""
-        return harmless("overridden by datasets") if source.get("datasets") else self._datasets(value, source)
+        for key in ("datasets", "dataset_mixture.datasets"):
+            if source.get(key):
+                return harmless(f"overridden by {key}")
+        return self._datasets(value, source)
 
 
 PROJECTS = {f"trl-{method}": TRL(method) for method in _METHODS}

@@ -614,6 +614,27 @@ def test_a_loss_that_is_missing_leaves_its_objective(project, fields, objective)
     assert options["train.objective"] == objective and options["preference.beta"] and len(lost) == 1
 
 
+def test_mixtures_of_trl_are_blends():
+    """TRL's fraction is a share of the samples; the handbook's weight is one of the records of a dataset."""
+    basics, ids = {"model_name_or_path": "m"}, ("org/a", "org/b")
+    for entries in ("datasets", "dataset_mixture"):
+        fractions = [{"path": name, "fraction": share} for name, share in zip(ids, (0.75, 0.25), strict=True)]
+        content = fractions if entries == "datasets" else {"datasets": fractions, "test_split_size": 0.1}
+        said = {why for _, why in judged("trl-dpo", basics | {entries: content})[1].values()}
+        (why,) = [why for why in said if "megalite prepare" in why and "hf:org/b" in why]
+        assert why.count("`megalite prepare --preference") == 2 and "{PREFIX-1: 0.75, PREFIX-2: 0.25}" in why
+    handbook = {"datasets": [{"id": "org/a", "config": "c", "weight": 0.5}, {"id": "org/b"}]}
+    kind, why = judged("trl-dpo", basics | {"dataset_mixture": handbook})[1]["dataset_mixture.datasets"]
+    assert kind == "open" and "{PREFIX-1: 0.5, PREFIX-2: 1}" in why and "hf:org/a:c" in why and "multiply" in why
+
+
+def test_arguments_of_trls_reference_are_known():
+    fields = {"force_use_ref_model": True, "ref_model_init_kwargs": {"dtype": "bfloat16"}}
+    _, said = judged("trl-dpo", {"model_name_or_path": "m"} | fields)
+    assert "set preference.reference to hf:DIR" in said["force_use_ref_model"][1]
+    assert said["ref_model_init_kwargs.dtype"][0] == "harmless"
+
+
 ADAPTERS: dict[str, dict] = {
     "trl-dpo": {"use_peft": True},
     "axolotl": {"adapter": "qlora", "lora_r": 8, "load_in_4bit": True},
