@@ -13,6 +13,7 @@ from megalite.importers.verdict import (
     harmless,
     honoured,
     left,
+    lost,
     missing,
     never,
     only,
@@ -35,6 +36,8 @@ LOSSES = (
 """Names of DPO's losses in TRL that preference.loss has, too."""
 SMOOTHED = ("robust", "exo_pair")
 """Those that read label_smoothing in TRL."""
+TRL_VERSION = "1.16"
+"""The version of TRL whose losses these are."""
 PAIRS = ("dpo", "ipo", "simpo", "cpo", "orpo", "reward")
 REWARD = {"train.objective": "reward", "model.output_head": "reward"}
 
@@ -93,7 +96,10 @@ def smoothing(key: str) -> KeyRule:
             return honoured({"preference.label_smoothing": value})
         if not value:
             return honoured({"preference.label_smoothing": 0.0})
-        return harmless(f"TRL reads it with {' and '.join(SMOOTHED)} only")
+        return lost(
+            f"TRL {TRL_VERSION} reads it with {' and '.join(SMOOTHED)} only; set preference.label_smoothing "
+            "to smooth sigmoid or sigmoid_norm"
+        )
 
     return KeyRule(judge, "preference.label_smoothing")
 

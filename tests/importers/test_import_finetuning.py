@@ -588,6 +588,8 @@ def test_objectives_of_other_programs(name):
             "the weight of sigmoid is 0, which leaves no loss of pairs",
         ),
         ("trl-dpo", {"ld_alpha": 0.5}, "after the shorter completion's length"),
+        ("trl-dpo", {"label_smoothing": 0.1}, "TRL 1.16 reads it with robust and exo_pair only"),
+        ("axolotl", {"rl": "dpo", "dpo_label_smoothing": 0.1}, "set preference.label_smoothing to smooth sigmoid"),
         ("trl-dpo", {"f_divergence_type": "js_divergence"}, "the divergence reverse_kl"),
         ("trl-gkd", {"lmbda": 0.5}, "train with TRL, verl, OpenRLHF or NeMo-RL"),
     ],

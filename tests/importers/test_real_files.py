@@ -297,12 +297,12 @@ REAL = {
         },
         lost={
             **{"max_prompt_length": "limited together", "sync_ref_model": "does not change during a run"},
+            "label_smoothing": "TRL 1.16 reads it with robust and exo_pair only; set preference.label_smoothing",
         },
         said={
             "dataset_name": "--preference --split train_prefs --max_length 2048 --too_long keep_end "
             "--input hf:example/feedback",
             "precompute_ref_log_probs": "`megalite score hf:example/zephyr-sft --data PREFIX --output DIR`",
-            "label_smoothing": "robust and exo_pair only",
         },
         dp=2,
         project="trl-dpo",
