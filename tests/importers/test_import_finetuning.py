@@ -637,6 +637,38 @@ def test_arguments_of_trls_reference_are_known():
     assert said["ref_model_init_kwargs.dtype"][0] == "harmless"
 
 
+def test_datasets_that_llama_factory_lists(tmp_path):
+    """The command has the file or the name on the Hub, and the names of the columns."""
+    listed = {
+        "pairs": {
+            "file_name": "pairs.json",
+            "ranking": True,
+            "formatting": "sharegpt",
+            "columns": {"messages": "talk"},
+        },
+        "hub": {
+            "hf_hub_url": "org/pairs",
+            "subset": "c",
+            "ranking": True,
+            "columns": {"prompt": "q", "chosen": "good"},
+        },
+        "talk": {"file_name": "t.json", "formatting": "sharegpt", "tags": {"role_tag": "who", "content_tag": "said"}},
+        "texts": {"file_name": "texts.jsonl", "columns": {"prompt": "text"}},
+    }
+    (tmp_path / "dataset_info.json").write_text(json.dumps(listed))
+    basics = BASICS["llama-factory"] | {"dataset_dir": str(tmp_path)}
+
+    def said(stage: str, names: str) -> str:
+        return judged("llama-factory", basics | {"stage": stage, "dataset": names})[1]["dataset"][1]
+
+    pairs = said("dpo", "pairs, hub")
+    assert f"--keys messages=talk --max_length 1024 --too_long truncate --input {tmp_path}/pairs.json " in pairs
+    assert "--keys instruction=q,chosen=good" in pairs and "--input hf:org/pairs:c " in pairs and "FILE" not in pairs
+    assert f"--chat --keys role=who,content=said --input {tmp_path}/t.json" in said("sft", "talk")
+    assert f"megalite prepare --input {tmp_path}/texts.jsonl" in said("pt", "texts")
+    assert "--input FILE" in (why := said("sft", "talk,other")) and "lists for other" in why
+
+
 ADAPTERS: dict[str, dict] = {
     "trl-dpo": {"use_peft": True},
     "axolotl": {"adapter": "qlora", "lora_r": 8, "load_in_4bit": True},
