@@ -669,6 +669,13 @@ def test_datasets_that_llama_factory_lists(tmp_path):
     assert "--input FILE" in (why := said("sft", "talk,other")) and "lists for other" in why
 
 
+def test_a_timeout_of_years_is_none():
+    content = {"model_name_or_path": "m", "stage": "sft"}
+    options, said = judged("llama-factory", content | {"ddp_timeout": 180000000})
+    assert "run.timeout" not in options and "keeps its default" in said["ddp_timeout"][1]
+    assert judged("llama-factory", content | {"ddp_timeout": 86400})[0]["run.timeout"] == "86400s"
+
+
 ADAPTERS: dict[str, dict] = {
     "trl-dpo": {"use_peft": True},
     "axolotl": {"adapter": "qlora", "lora_r": 8, "load_in_4bit": True},

@@ -223,7 +223,7 @@ REAL = {
                 "run.overwrite": True,
             },
         },
-        lost={"max_samples": "reduce the input"},
+        lost={"max_samples": "reduce the input", "ddp_timeout": "above 24 hours"},
         said={"dataset": "`megalite prepare --input FILE --tokenizer example/qwen3-4b --output PREFIX`"},
         without=("data.packing", "data.reset_positions"),
         dp=4,
@@ -239,6 +239,7 @@ REAL = {
             },
             **{"validation.interval": 100, "checkpoint.keep": 3, "lora.rank": 0, "train.global_batch_size": 2 * 8},
         },
+        lost={"ddp_timeout": "above 24 hours"},
         said={
             "model_name_or_path": "set model.from_hf",
             "eval_dataset": "set data.validation",
