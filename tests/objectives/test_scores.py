@@ -193,7 +193,8 @@ def test_a_run_may_change_to_an_objective_with_scores(scores, model, prefix, tmp
     before = configuration(model, prefix, tmp_path, **lora)
     before["train"]["objective"] = "simpo"
     state = {"config": to_dict(from_dict(before)), "fingerprint": "x"}
-    check_resume(from_dict(configuration(model, prefix, tmp_path, **lora, **by_scores)), "x", state, tmp_path)
+    changed = configuration(model, prefix, tmp_path, **lora, **by_scores)
+    check_resume(from_dict(changed | {"checkpoint": {"allow": ["objective"]}}), "x", state, tmp_path)
     with pytest.raises(ConfigError, match="already trained it.*name the reference with preference.reference"):
         check_resume(from_dict(configuration(model, prefix, tmp_path, **lora)), "x", state, tmp_path)
 
