@@ -161,6 +161,10 @@ def test_training_with_scores_is_training_with_the_model(scores, model, prefix, 
             pytest.approx(expected["losses"], rel=1e-9),
             pytest.approx(expected["validation"], rel=1e-9),
         )
+        held_out = expected["held_out"]
+        assert held_out.keys() == expected["metrics"][0].keys() and got["held_out"] == pytest.approx(held_out, rel=1e-9)
+        assert held_out["rewards/margins"] == pytest.approx(held_out["rewards/chosen"] - held_out["rewards/rejected"])
+        assert 0 < held_out["rewards/accuracies"] <= 1
         for name, value in expected["tensors"].items():
             torch.testing.assert_close(got["tensors"][name], value, rtol=0, atol=1e-9, msg=name)
 
