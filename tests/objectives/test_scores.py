@@ -269,6 +269,10 @@ def test_options_of_a_teacher_are_rejected_without_one(model, prefix, tmp_path, 
     with pytest.raises(SystemExit):
         score.main([f"hf:{model}", "--data", prefix, "--output", str(tmp_path / "x"), "--packing"])
     assert "--packing has no effect without --top_k" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        score.main([f"hf:{model}", "--data", prefix, "--output", str(tmp_path / "x"), "--top_k", "4"])
+    assert "--top_k requires --sequence_length" in capsys.readouterr().err
+    assert "longest pair); required with --top_k" in " ".join(score.parser().format_help().split())
 
 
 def test_the_command_rejects_what_it_cannot_score(scores, model, prefix, tmp_path, capsys):
