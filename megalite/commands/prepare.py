@@ -356,7 +356,7 @@ def report(summary: PreparationSummary, seconds: float, as_json: bool, too_long:
         print("\n".join(_about_conversations(summary)))
     noun = "preference" if summary.chosen + summary.rejected else "conversation"
     for count, what in (
-        (summary.too_long, f"longer than --max_length: {'dropped' if too_long == 'drop' else 'cut'}"),
+        (summary.too_long, _about_too_long(summary, too_long)),
         (summary.without_loss, "without tokens in the loss: dropped"),
     ):
         if count:
@@ -372,6 +372,12 @@ def report(summary: PreparationSummary, seconds: float, as_json: bool, too_long:
             f"{summary.replaced_documents:,} documents contain invalid UTF-8; each invalid byte was "
             "replaced with U+FFFD"
         )
+
+
+def _about_too_long(summary: PreparationSummary, too_long: str) -> str:
+    least = f" (at least {summary.shortest_too_long:,} tokens)" if summary.shortest_too_long else ""
+    fate = "dropped; --too_long truncate keeps their beginning" if too_long == "drop" else "cut"
+    return f"longer than --max_length{least}: {fate}"
 
 
 def _about_conversations(summary: PreparationSummary) -> list[str]:

@@ -79,7 +79,7 @@ def parser() -> Parser:
         "--sequence_length",
         type=positive,
         metavar="N",
-        help="tokens per row (default: 2048, or the longest pair)",
+        help="tokens per row (default: 2048, or the longest pair); required with --top_k",
     )
     add("--top_k", type=positive, metavar="K", help="store the K most probable words at every position")
     add(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megalite.importers import accelerate, axolotl_data, data, finetuning, preferences
+from megalite.importers import accelerate, axolotl_data, data, finetuning, preferences, quantization
 from megalite.importers.batch import Batch
 from megalite.importers.verdict import (
     ImportedFile,
@@ -52,8 +52,7 @@ def _adapter(value: Any, source: ImportedFile) -> Verdict:
         return harmless("full fine-tuning")
     if name not in ("LORA", "QLORA"):
         return lost("only LoRA adapters are supported: set lora.rank")
-    rank = honoured({"lora.rank": source.get("lora_r")} if source.size("lora_r") else {})
-    return rank if name == "LORA" else rank._replace(kind="approximate", why=finetuning.QUANTIZED)
+    return honoured({"lora.rank": source.get("lora_r")} if source.size("lora_r") else {})
 
 
 def _with_adapter(row: KeyRule) -> KeyRule:
@@ -273,14 +272,18 @@ TABLE: Table = {
     "revision_of_model": to_do("download that revision and set model.from_hf to its directory"),
     **each(
         "",
-        "load_in_8bit load_in_4bit gptq gptq_* bnb_config_kwargs.* qat.* llmcompressor.*",
-        missing(finetuning.QUANTIZED),
+        "gptq gptq_* bnb_config_kwargs.* qat.* llmcompressor.*",
+        missing(quantization.UNSUPPORTED),
     ),
     **each(
         "",
-        "quantize_moe_experts model_quantization_config model_quantization_config_kwargs.*",
-        missing(finetuning.QUANTIZED),
+        "model_quantization_config model_quantization_config_kwargs.*",
+        missing(quantization.UNSUPPORTED),
     ),
+    "quantize_moe_experts": only("TRUE", "lora.base includes the matrices of experts"),
+    "load_in_4bit": KeyRule(quantization.axolotl_in_4_bits, "lora.base"),
+    "load_in_8bit": KeyRule(quantization.axolotl_in_8_bits, "lora.base"),
+    **quantization.AXOLOTL_KWARGS,
     **each(
         "",
         "model_config.* overrides_of_model_config.* overrides_of_model_kwargs.*",

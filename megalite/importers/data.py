@@ -29,6 +29,7 @@ class ImportedDataset:
         keys: `OURS=THEIRS`, names of keys in the records of conversations or preferences.
         split: split of a dataset of the Hub.
         loss_on_all: prompts count in the loss, too.
+        weight: its share of the samples of a run; None: all of its records count.
         without: what the command does not express.
     """
 
@@ -39,6 +40,7 @@ class ImportedDataset:
     keys: tuple[str, ...] = ()
     split: str = "train"
     loss_on_all: bool = False
+    weight: float | None = None
     without: str = ""
 
     @property
@@ -73,18 +75,37 @@ def located(name: object, files: object = None, configuration: object = None) ->
     return (f"hf:{path}:{configuration}" if configuration else f"hf:{path}",)
 
 
+def _groups(datasets: Sequence[ImportedDataset]) -> list[list[ImportedDataset]]:
+    """Return the datasets that are prepared together. One with a weight has token files of its own."""
+    if any(dataset.weight is not None for dataset in datasets):
+        return [[dataset] for dataset in datasets]
+    return [[*group] for _, group in groupby(datasets, lambda dataset: dataset.options)]
+
+
+def _prefixes(datasets: Sequence[ImportedDataset], output: str) -> str:
+    """Return the value of data.train for the prefixes that the commands write."""
+    groups = _groups(datasets)
+    if len(groups) == 1:
+        return output
+    names = [f"{output}-{number}" for number in range(1, len(groups) + 1)]
+    if all(group[0].weight is None for group in groups):
+        return f"[{', '.join(names)}]"
+    weights = (1 if group[0].weight is None else group[0].weight for group in groups)
+    return f"{{{', '.join(f'{name}: {weight}' for name, weight in zip(names, weights, strict=True))}}}"
+
+
 def commands(
     datasets: Sequence[ImportedDataset],
     tokenizer: object,
     chat_options: Sequence[str] = (),
     output: str = "PREFIX",
 ) -> list[str]:
-    """Return a command for each group of datasets with the same options.
+    """Return a command for each group of datasets with the same options, or for each one with a weight.
 
     Args:
         chat_options: additional options for conversations.
     """
-    groups = [[*group] for _, group in groupby(datasets, lambda dataset: dataset.options)]
+    groups = _groups(datasets)
     lines = []
     for number, group in enumerate(groups, 1):
         inputs = [shlex.quote(name) for dataset in group for name in dataset.inputs]
@@ -112,11 +133,7 @@ def prepared(
     remark = f"; {without}" if without else ""
     if len({dataset.text for dataset in datasets}) > 1:
         return lost(f"conversations and text cannot be mixed in one run: choose between {shown}{remark}")
-    prefixes = (
-        output
-        if len(lines) == 1
-        else f"[{', '.join(f'{output}-{number}' for number in range(1, len(lines) + 1))}]"
-    )
+    prefixes = _prefixes(datasets, output)
     return left(f"prepare token files with {shown}, then set {option} to {prefixes}{remark}")
 
 

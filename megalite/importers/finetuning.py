@@ -20,6 +20,7 @@ from megalite.importers.verdict import (
     missing,
     never,
     only,
+    plain,
     rounded,
     sets,
     to_do,
@@ -64,7 +65,6 @@ MODELS = ("base_model", "model_name_or_path", "checkpointer.checkpoint_dir")
 FROM_SCRATCH = ("reinit_weights", "train_from_scratch")
 HELD_OUT = ("val_set_size", "val_size")
 VALIDATED = ("test_datasets", "eval_dataset")
-QUANTIZED = "quantized training is not supported: use parallel.zero: 3 and parallel.offload to save memory"
 ATTENTION = "attention is always fused"
 ADDED_TOKENS = (
     "add them to the tokenizer (add_tokens, save_pretrained), prepare the data with it, and set "
@@ -284,6 +284,19 @@ def _decay_steps(value: Any, source: ImportedFile) -> Verdict:
     return honoured({"optimizer.wsd_decay_fraction": rounded(value / steps)})
 
 
+def _timeout(value: Any, source: ImportedFile) -> Verdict:
+    """Map the timeout of collectives in seconds, which some files set to years to have none."""
+    seconds = plain(value)
+    if type(seconds) in (int, float) and seconds > LONGEST_TIMEOUT:
+        return lost(
+            "above 24 hours a run that hangs would not end: run.timeout keeps its default, 10 minutes, of "
+            "which saves and loads may take more"
+        )
+    return honoured({"run.timeout": f"{value}s"})
+
+
+LONGEST_TIMEOUT = 24 * 3600
+"""Seconds of a timeout that still ends a run."""
 SCHEDULE = "lr_scheduler_kwargs."
 TRAINER: Table = {
     f"{SCHEDULE}min_lr": sets("optimizer.min_lr"),
@@ -329,7 +342,7 @@ TRAINER: Table = {
         )
     ),
     "overwrite_output_dir": sets("run.overwrite"),
-    "ddp_timeout": KeyRule(lambda value, _: honoured({"run.timeout": f"{value}s"}), "run.timeout"),
+    "ddp_timeout": KeyRule(_timeout, "run.timeout"),
     "run_name": sets("run.name"),
     "report_to": KeyRule(
         lambda value, _: (

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megalite.importers import data, finetuning, preferences
+from megalite.importers import data, finetuning, llama_factory_data, preferences, quantization
 from megalite.importers.batch import Batch
-from megalite.importers.data import ImportedDataset
+from megalite.importers.llama_factory_data import PREFERENCES, is_text
 from megalite.importers.verdict import (
     ImportedFile,
     KeyRule,
@@ -28,8 +28,6 @@ from megalite.importers.verdict import (
 
 NAME = "LLaMA-Factory"
 BATCH = Batch("", "per_device_train_batch_size", "gradient_accumulation_steps")
-PREFERENCES = ("DPO", "KTO", "RM")
-"""Values of `stage` whose data is preferences."""
 MARKS = ("finetuning_type", "cutoff_len", "stage", "template", "lora_target")
 
 
@@ -88,9 +86,8 @@ def _stage(value: Any, source: ImportedFile) -> Verdict:
 def _preference_loss(value: Any, source: ImportedFile) -> Verdict:
     name = word(value)
     if name not in OBJECTIVES:
-        return lost(
-            "kto takes single completions with labels: use stage: kto" if name == "KTO_PAIR" else LOSS
-        )
+        why = "kto takes single completions with labels: use stage: kto" if name == "KTO_PAIR" else LOSS
+        return preferences.without_loss("dpo", why)
     return honoured(OBJECTIVES[name], NLL_OF_PROMPTS if name == "ORPO" else "")
 
 
@@ -139,18 +136,11 @@ def _lora_dropout(value: Any, source: ImportedFile) -> Verdict:
     return honoured({"lora.dropout": value})
 
 
-def _is_text(source: ImportedFile) -> bool:
-    return source.word("stage") == "PT"
-
-
 def _datasets(value: Any, source: ImportedFile) -> Verdict:
-    """Map the dataset names, whose files dataset_info.json lists."""
+    """Map the dataset names, whose files and columns dataset_info.json lists."""
     if source.word("stage", "sft") not in ("SFT", "PT", *PREFERENCES):
         return lost(preferences.GENERATES)
     preference = source.word("stage", "sft") in PREFERENCES
-    names = ", ".join(
-        str(name).strip() for name in (value if isinstance(value, list) else str(value).split(","))
-    )
     chosen = [
         ["--loss_on", kind]
         for key, kind in (("train_on_prompt", "all"), ("mask_history", "last"))
@@ -159,17 +149,9 @@ def _datasets(value: Any, source: ImportedFile) -> Verdict:
     options = [word for part in chosen[:1] for word in part]
     if preference:
         options = preferences.limits(source.size("cutoff_len"), "truncate")
-    verdict = data.prepared(
-        [ImportedDataset(text=_is_text(source), preference=preference)],
-        source.get("model_name_or_path"),
-        options,
-    )
-    columns = " and the keys of its columns with --keys" if preference else ""
-    where = f"{source.get('dataset_dir', 'data')}/dataset_info.json"
-    return verdict._replace(
-        why=f"{verdict.why}; replace FILE with the files or hf:NAME that {where} lists for {names}, "
-        f"separated by spaces{columns}"
-    )
+    datasets, hint = llama_factory_data.datasets(value, source)
+    verdict = data.prepared(datasets, source.get("model_name_or_path"), options)
+    return verdict._replace(why=f"{verdict.why}; {hint}") if hint else verdict
 
 
 def _validation(value: Any, source: ImportedFile) -> Verdict:
@@ -191,9 +173,9 @@ def _packing(value: Any, source: ImportedFile) -> Verdict:
     on = source.on("packing") or source.on("neat_packing")
     if word(value) != "TRUE" and on:
         return harmless("enabled by the other of packing and neat_packing")
-    if _is_text(source) and source.get("packing") is None:
+    if is_text(source) and source.get("packing") is None:
         return harmless("documents are always concatenated to fill every row")
-    return data.packing(value, _is_text(source), document_mask=source.on("neat_packing"))
+    return data.packing(value, is_text(source), document_mask=source.on("neat_packing"))
 
 
 def _length(value: Any, source: ImportedFile) -> Verdict:
@@ -203,7 +185,7 @@ def _length(value: Any, source: ImportedFile) -> Verdict:
     """
     if source.word("stage") in PREFERENCES:
         return honoured(preferences.row_length(value, source.word("stage") != "KTO"))
-    packed = (source.on("packing") or source.on("neat_packing")) and not _is_text(source)
+    packed = (source.on("packing") or source.on("neat_packing")) and not is_text(source)
     return honoured({"data.sequence_length": value - 1 if packed and type(value) is int else value})
 
 
@@ -251,7 +233,8 @@ TABLE: Table = {
         "", "upcast_layernorm upcast_lmhead_output", never("norms and the loss are always computed in fp32")
     ),
     "train_from_scratch": never("model.init_from: none is set instead"),
-    **each("", "quantization_* double_quantization", missing(finetuning.QUANTIZED)),
+    "quantization_bit": KeyRule(quantization.factory, "lora.base"),
+    **each("", "quantization_* double_quantization", never("only used with quantization_bit")),
     "stage": KeyRule(_stage),
     **each(
         "",

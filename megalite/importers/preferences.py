@@ -36,6 +36,8 @@ LOSSES = (
 """Names of DPO's losses in TRL that preference.loss has, too."""
 SMOOTHED = ("robust", "exo_pair")
 """Those that read label_smoothing in TRL."""
+TRL_VERSION = "1.16"
+"""The version of TRL whose losses these are."""
 PAIRS = ("dpo", "ipo", "simpo", "cpo", "orpo", "reward")
 REWARD = {"train.objective": "reward", "model.output_head": "reward"}
 
@@ -47,6 +49,14 @@ def listed(value: Any) -> list[Any]:
     return [] if value is None else [part.strip() for part in str(value).split(",")]
 
 
+def without_loss(objective: str, why: str) -> Verdict:
+    """Return the verdict on a loss that does not exist here.
+
+    The objective stays, so that its numbers and its data are judged as those of the other project.
+    """
+    return Verdict("lost", {"train.objective": objective}, why)
+
+
 def dpo(names: Any, weights: Any) -> Verdict:
     """Map DPO's loss: a name, or several with weights, of which one may be the likelihood (sft)."""
     kinds = [str(name).lower() for name in listed(names)]
@@ -54,13 +64,16 @@ def dpo(names: Any, weights: Any) -> Verdict:
     both = dict(zip(kinds, factors, strict=False))
     others = [kind for kind in kinds if kind != "sft"]
     if len(others) != 1 or len(both) < len(kinds):
-        return lost("one loss of pairs, alone or with sft, is supported: set preference.loss")
+        return without_loss("dpo", "one loss of pairs, alone or with sft, is supported: set preference.loss")
     (kind,) = others
     if kind != "ipo" and kind not in LOSSES:
-        return lost(f"a loss that is not supported: preference.loss is one of {', '.join(LOSSES)}")
+        return without_loss(
+            "dpo", f"a loss that is not supported: preference.loss is one of {', '.join(LOSSES)}"
+        )
     if not both[kind]:
-        return lost(
-            f"the weight of {kind} is 0, which leaves no loss of pairs: train on chosen completions alone"
+        return without_loss(
+            "dpo",
+            f"the weight of {kind} is 0, which leaves no loss of pairs: train on chosen completions alone",
         )
     options: dict[str, Any] = {"train.objective": "ipo"}
     if kind != "ipo":
@@ -83,7 +96,10 @@ def smoothing(key: str) -> KeyRule:
             return honoured({"preference.label_smoothing": value})
         if not value:
             return honoured({"preference.label_smoothing": 0.0})
-        return harmless(f"TRL reads it with {' and '.join(SMOOTHED)} only")
+        return lost(
+            f"TRL {TRL_VERSION} reads it with {' and '.join(SMOOTHED)} only; set preference.label_smoothing "
+            "to smooth sigmoid or sigmoid_norm"
+        )
 
     return KeyRule(judge, "preference.label_smoothing")
 
@@ -129,6 +145,10 @@ NOT_TOGETHER = "prompts and completions are limited together, by --max_length of
 REFERENCES: Table = {
     "sync_ref_model": missing("the reference does not change during a run"),
     **each("", "ref_model_mixup_alpha ref_model_sync_steps", never("only used with sync_ref_model")),
+    "force_use_ref_model": missing(
+        "it names a second model as the reference beside adapters: set preference.reference to hf:DIR"
+    ),
+    "ref_model_init_kwargs.*": never("preference.reference reads its files and computes in train.precision"),
     "reference_free": missing("use train.objective: cpo with preference.nll_weight: 0"),
     "precompute_ref_batch_size": never("`megalite score` has its own batch size"),
     "ld_alpha": missing("weights of the tokens after the shorter completion's length are not supported"),

@@ -9,7 +9,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from megalite.importers import data, finetuning, preferences, torchtune_data
+from megalite.importers import data, finetuning, preferences, quantization, torchtune_data
 from megalite.importers.batch import Batch
 from megalite.importers.verdict import (
     ImportedFile,
@@ -69,10 +69,14 @@ def _model(value: Any, source: ImportedFile) -> Verdict:
     """
     name = component(source, "model")
     if name.startswith("qlora"):
-        return lost(finetuning.QUANTIZED)
+        return quantization.torchtune()
     if name.startswith("dora"):
         return honoured({"lora.dora": True})
     return harmless("the architecture is determined by model.from_hf")
+
+
+def _quantized(value: Any, source: ImportedFile) -> Verdict:
+    return quantization.torchtune() if word(value) == "TRUE" else harmless("disabled")
 
 
 def _targets(value: Any, source: ImportedFile) -> Verdict:
@@ -290,7 +294,7 @@ TABLE: Table = {
     **each("model.", "lora_attn_modules apply_lora_to_mlp", KeyRule(_targets, "lora.targets")),
     "model.apply_lora_to_output": missing("the head is always frozen with LoRA"),
     "model.use_dora": finetuning.DORA,
-    "model.quantize_base": missing(finetuning.QUANTIZED),
+    "model.quantize_base": KeyRule(_quantized, "lora.base"),
     "model.*": to_do("the architecture is determined by model.from_hf: set model.* to change it"),
     f"checkpointer.{COMPONENT}": never("weights are always read from Hugging Face files"),
     "checkpointer.checkpoint_dir": KeyRule(_directory, "model.from_hf"),
@@ -331,7 +335,7 @@ TABLE: Table = {
     "teacher_checkpointer.checkpoint_dir": KeyRule(_teacher, "distillation.teacher"),
     **each("", "teacher_model.* teacher_checkpointer.*", never("determined by distillation.teacher")),
     **each("", "loss.* teacher_* kd_* ref_* reward_* value_* policy_*", missing(finetuning.OBJECTIVE)),
-    "quantizer.*": missing(finetuning.QUANTIZED),
+    "quantizer.*": missing(quantization.UNSUPPORTED),
     "loss.num_output_chunks": never("use train.loss_chunk, a number of tokens"),
     "clip_grad_norm": KeyRule(_clip, "train.grad_clip"),
     "compile": sets("train.compile"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megalite.importers import data, finetuning, preferences
+from megalite.importers import data, finetuning, preferences, quantization
 from megalite.importers.batch import Batch
 from megalite.importers.data import ImportedDataset
 from megalite.importers.verdict import (
@@ -54,7 +54,7 @@ def _rank(value: Any, source: ImportedFile) -> Verdict:
 
 
 def _datasets(value: Any, source: ImportedFile, preference: bool) -> list[ImportedDataset]:
-    """Return dataset_name, or the entries of datasets."""
+    """Return dataset_name, or the entries of datasets, in the form of TRL or of the alignment handbook."""
     if not isinstance(value, list):
         inputs = data.located(value, None, source.get("dataset_config"))
         split = str(source.get("dataset_train_split", "train"))
@@ -62,11 +62,22 @@ def _datasets(value: Any, source: ImportedFile, preference: bool) -> list[Import
     datasets = []
     for entry in value:
         entry = entry if isinstance(entry, dict) else {"path": entry}
-        inputs = data.located(entry.get("path"), entry.get("data_files"), entry.get("name"))
-        others = [key for key in ("data_dir", "columns", "fraction") if entry.get(key)]
-        without = f"without {', '.join(others)}" if others else ""
+        name = entry.get("name") or entry.get("config")
+        inputs = data.located(entry.get("path") or entry.get("id"), entry.get("data_files"), name)
+        weight = entry.get("fraction", entry.get("weight"))
+        without = "without data_dir" if entry.get("data_dir") else ""
+        if type(entry.get("weight")) in (int, float):  # a share of its records, and not of the samples
+            without = "multiply each weight by the number of records that `megalite prepare` prints"
         split = str(entry.get("split") or "train")
-        datasets.append(ImportedDataset(inputs, preference=preference, split=split, without=without))
+        datasets.append(
+            ImportedDataset(
+                inputs,
+                preference=preference,
+                split=split,
+                weight=weight if type(weight) in (int, float) else None,
+                without=without,
+            )
+        )
     return datasets
 
 
@@ -76,7 +87,15 @@ def _cpo(value: Any, source: ImportedFile) -> Verdict:
         return honoured({"train.objective": "simpo"})
     if name in ("SIGMOID", "HINGE"):
         return honoured({"train.objective": "cpo", "preference.loss": name.lower()})
-    return lost("set train.objective to cpo or simpo: CPO's ipo and alphapo are not supported")
+    return preferences.without_loss(
+        "cpo", "set train.objective to cpo or simpo: CPO's ipo and alphapo are not supported"
+    )
+
+
+def _kto(value: Any, source: ImportedFile) -> Verdict:
+    if word(value) == "KTO":
+        return honoured({"train.objective": "kto"})
+    return preferences.without_loss("kto", f"the loss {value} is not supported: kto's own is the closest")
 
 
 def _gamma(value: Any, source: ImportedFile) -> Verdict:
@@ -120,11 +139,7 @@ _METHODS: dict[str, tuple[Table, dict[str, Any]]] = {
     "kto": (
         {
             **preferences.REFERENCES,
-            "loss_type": sets(
-                "train.objective",
-                {"KTO": "kto"},
-                "apo_zero_unpaired is not supported: use kto",
-            ),
+            "loss_type": KeyRule(_kto, "train.objective"),
             "desirable_weight": sets("preference.desirable_weight"),
             "undesirable_weight": sets("preference.undesirable_weight"),
             "precompute_ref_log_probs": missing("kto also scores prompts with other completions"),
@@ -185,8 +200,9 @@ TABLE: Table = {
         "trust_remote_code dtype torch_dtype attn_implementation ignore_bias_buffers",
         never("config.json and the model files are read directly"),
     ),
-    **each("", "load_in_8bit load_in_4bit", missing(finetuning.QUANTIZED)),
-    **each("", "bnb_4bit_quant_* use_bnb_nested_quant", never("only used with load_in_4bit")),
+    "load_in_4bit": KeyRule(quantization.trl_in_4_bits, "lora.base"),
+    "load_in_8bit": KeyRule(quantization.trl_in_8_bits, "lora.base"),
+    **each("", "bnb_4bit_quant_* use_bnb_nested_quant", quantization.part_of("load_in_4bit")),
     "use_peft": KeyRule(_rank, "lora.rank"),
     "lora_r": _adapter(sets("lora.rank")),
     "lora_alpha": _adapter(sets("lora.alpha")),
@@ -213,7 +229,8 @@ TABLE: Table = {
         "padding_value is_encoder_decoder",
         never("data is preprocessed by `megalite prepare`"),
     ),
-    "test_split_size": sets("data.validation"),
+    **each("", "test_split_size dataset_mixture.test_split_size", sets("data.validation")),
+    **each("dataset_mixture.", "streaming seed", never("token files are read in an order of run.seed")),
     "chat_template_path": finetuning.TEMPLATE,
     "train_sampling_strategy": sets(
         "data.shuffle",
@@ -241,7 +258,7 @@ class TRL:
             **TABLE,
             "max_length": KeyRule(self._length, "data.sequence_length", left(UNLIMITED)),
             "dataset_name": KeyRule(self._dataset, "data.train"),
-            "datasets": KeyRule(self._datasets, "data.train"),
+            **each("", "datasets dataset_mixture.datasets", KeyRule(self._datasets, "data.train")),
             **_METHODS[method][0],
         }
 
@@ -294,7 +311,10 @@ class TRL:
 
     def _dataset(self, value: Any, source: ImportedFile) -> Verdict:
         """Map dataset_name, which datasets replaces."""
-        return harmless("overridden by datasets") if source.get("datasets") else self._datasets(value, source)
+        for key in ("datasets", "dataset_mixture.datasets"):
+            if source.get(key):
+                return harmless(f"overridden by {key}")
+        return self._datasets(value, source)
 
 
 PROJECTS = {f"trl-{method}": TRL(method) for method in _METHODS}

@@ -98,13 +98,35 @@ class Console(ExitStack):
             self.message("  ".join(filter(None, parts)), alarm=marker != "")
         self._show("loss", metrics.loss, metrics.step)
 
-    def validation(self, step: int, loss: float, by_set: Mapping[str, float] | None = None) -> None:
-        """Print the line of a validation, with the losses by set and the last training loss."""
+    def validation(
+        self,
+        step: int,
+        loss: float,
+        by_set: Mapping[str, float] | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Print the line of a validation, with the losses by set and the last training loss.
+
+        Args:
+            metrics: those of the objective.
+        """
         sets = (f"{name} {value:.4f}" for name, value in (by_set or {}).items())
         beside = f"training loss {self._losses['loss']:.4f}" if "loss" in self._losses else ""
         marker = "" if isfinite(loss) else "VALIDATION LOSS NaN"
         self.message(
-            "  ".join(filter(None, [self._step(step), f"validation loss {loss:.4f}", *sets, beside, marker])),
+            "  ".join(
+                filter(
+                    None,
+                    [
+                        self._step(step),
+                        f"validation loss {loss:.4f}",
+                        *sets,
+                        *_accuracy(metrics or {}),
+                        beside,
+                        marker,
+                    ],
+                )
+            ),
             alarm=marker != "",
         )
         self._show("validation", loss, step)
@@ -145,8 +167,7 @@ class Console(ExitStack):
             parts.append(f"mfu {metrics.mfu:.1%}")
         if metrics.bubble_fraction is not None and metrics.bubble_fraction >= 0.005:
             parts.append(f"bubble {metrics.bubble_fraction:.0%}")
-        if (accuracy := numbers.get(f"{REWARDS}accuracies")) is not None:
-            parts.append(f"accuracy {accuracy:.0%}")
+        parts += _accuracy(numbers)
         if (loss := numbers.get("indexer_loss")) is not None:
             parts.append(f"indexer loss {loss:.4f}")
         for phase in ("data", "communication"):  # only shown if they take a visible fraction of the step
@@ -235,6 +256,12 @@ def _bar(stream: TextIO) -> Any:
     return Progress(
         *columns, TimeRemainingColumn(), console=console, refresh_per_second=2, speed_estimate_period=300
     )
+
+
+def _accuracy(numbers: Mapping[str, Any]) -> list[str]:
+    """Return the share of the pairs whose chosen completion has the higher reward, if known."""
+    accuracy = numbers.get(f"{REWARDS}accuracies")
+    return [] if accuracy is None else [f"accuracy {accuracy:.0%}"]
 
 
 def _thousands(value: float) -> str:

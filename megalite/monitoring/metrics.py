@@ -37,6 +37,8 @@ SOURCE, VALIDATED = "loss/", "val_loss/"
 """Prefixes of the keys for training losses by member of a blend, and for validation losses by set."""
 REWARDS, LOGPS = "rewards/", "logps/"
 """Prefixes of the keys of objectives over preferences: rewards and log-probabilities of completions."""
+HELD_OUT = "val_"
+"""Prefix of the keys of an objective in a validation."""
 SATURATED, FLUSHED, ROUNDING = "fp8_saturated", "fp8_flushed", "fp8_error"
 """Keys of fp8 matmuls: KEY/OPERAND is the mean of all matrices, KEY_by_layer/MATRIX.OPERAND lists layers."""
 BY_LAYER = "_by_layer"
@@ -155,15 +157,23 @@ class MetricsWriter(ExitStack):
         """
         self._write(asdict(metrics) | dict(numbers or {}))
 
-    def validation(self, step: int, loss: float, by_set: Mapping[str, float] | None = None) -> None:
+    def validation(
+        self,
+        step: int,
+        loss: float,
+        by_set: Mapping[str, float] | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
         """Write the line of a validation.
 
         Args:
             by_set: the losses of validation sets by name.
+            metrics: those of the objective, whose names get the prefix val_.
         """
         self._write(
             {"step": step, "val_loss": loss}
             | {f"{VALIDATED}{name}": value for name, value in (by_set or {}).items()}
+            | {f"{HELD_OUT}{name}": value for name, value in (metrics or {}).items()}
         )
 
     def _write(self, record: dict[str, Any]) -> None:

@@ -87,8 +87,12 @@ def _initial_weights(trainer: Trainer) -> None:
 def _check_reference(trainer: Trainer, state: dict[str, Any], directory: Path) -> None:
     """Read the start of a run that resumes, if it is the reference, and check that it is still the same.
 
-    A second model must have the weights of before, too.
+    A second model must have the weights of before, too. Another reference needs consent.
     """
+    from megalite.training.resume_checks import check_reference
+
+    with raise_on_all_ranks(trainer.mesh):
+        check_reference(trainer.config, reference.identity_of(trainer), state, directory)
     if (other := reference.identity_of(trainer)) is not None:
         with raise_on_all_ranks(trainer.mesh):
             other.check(state, directory)

@@ -201,9 +201,9 @@ def validate(trainer: Trainer, console: Console, writer: MetricsWriter | None) -
     from megalite.training.validation import losses
 
     results = losses(trainer)
-    console.validation(trainer.step_done, results.mean, results.by_set)
+    console.validation(trainer.step_done, results.mean, results.by_set, results.metrics)
     if writer is not None:
-        writer.validation(trainer.step_done, results.mean, results.by_set)
+        writer.validation(trainer.step_done, results.mean, results.by_set, results.metrics)
     return follows_loss(trainer.config) and best.note(trainer, results)
 
 

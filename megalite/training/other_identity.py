@@ -65,7 +65,8 @@ class OtherIdentity:
         raise ConfigError(
             f"{self.option} = {self.name} is another model than at checkpoint.load={directory}: it was {was}"
             f"{', with other weights' if same else f', and is {self.model}'}. To go on with the model of "
-            f"before, {restore}; to go on with another one, name it by another path."
+            f"before, {restore}; to go on with another one, name it by another path"
+            f"{' and set checkpoint.allow=[objective]' if self.option == 'preference.reference' else ''}."
         )
 
 

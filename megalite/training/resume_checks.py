@@ -21,6 +21,8 @@ from megalite.model.kinds import dispatch_of
 from megalite.model.parameters import embedding_uses, model_specs
 from megalite.objectives.find import objective_class
 from megalite.objectives.objective import Objective
+from megalite.training.other_identity import STATE as OTHER
+from megalite.training.other_identity import OtherIdentity
 
 FREE = ("preset", "from_hf", "init_from", "resize_embeddings", "dropout")
 """Options of model and lora that do not affect the content of a checkpoint."""
@@ -89,6 +91,11 @@ def check_resume(config: Config, fingerprint: str, state: dict[str, Any], direct
                 "that run has already trained it. Export it with megalite convert export, and start another "
                 "run from hf:DIR with model.init_from, or name the reference with preference.reference."
             )
+        if "objective" not in allow:
+            raise ConfigError(
+                f"train.objective={config.train.objective} does not match checkpoint.load={directory} "
+                f"(train.objective={before}). {_CONSENT}"
+            )
     check_resumed_tokenizer(config, fingerprint, state, directory)
     if state["fingerprint"] != fingerprint and "data" not in allow:
         what = other_samples(config, saved)
@@ -110,6 +117,37 @@ def check_resume(config: Config, fingerprint: str, state: dict[str, Any], direct
             f"{directory} ({show(ramp)}). Resuming would change the batch sizes and learning "
             "rates; to do so anyway, set checkpoint.allow=[horizon]."
         )
+
+
+_CONSENT = (
+    "Resuming would go on with the optimizer state of the loss of before; to do so anyway, set "
+    "checkpoint.allow=[objective], and to train from the start, set another run.name."
+)
+
+
+def check_reference(
+    config: Config, other: OtherIdentity | None, state: dict[str, Any], directory: Path
+) -> None:
+    """Raise ConfigError if the run has another reference than a checkpoint, and does not say so.
+
+    The same weights under another name are the same reference.
+
+    Args:
+        other: the identity of the reference or the teacher of the run.
+        state: of the checkpoint.
+    """
+    saved, known = from_dict(state["config"]), state.get(OTHER)
+    was, now = saved.preference.reference, config.preference.reference
+    if was == now or "objective" in config.checkpoint.allow:
+        return
+    if known and other and known["content"] == other.content:
+        return
+    start = f" (the start of the run, model.init_from={config.model.init_from})"
+    raise ConfigError(
+        f"preference.reference={show(now)}{start if now is None else ''} does not match "
+        f"checkpoint.load={directory} (preference.reference={show(was)}{start if was is None else ''}). "
+        f"{_CONSENT}"
+    )
 
 
 def _objective_before(config: Config, saved: Config, directory: Path) -> type[Objective]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megalite.assembly.parts import Parts
 from megalite.config.errors import ConfigError
+from megalite.config.load import from_dict
 from megalite.config.schema import Config
 from megalite.mesh.mesh import Mesh
 from megalite.parallel.collectives import all_reduce
@@ -111,8 +112,9 @@ def check_start(config: Config, own: int | None, state: Mapping[str, Any], direc
         state: of the checkpoint.
     """
     before = state.get(STATE)
-    if own == before:
-        return
+    named = from_dict(state["config"]).preference.reference is not None
+    if own == before or (before is None and named and "objective" in config.checkpoint.allow):
+        return  # a run that has named another reference goes back to its start
     raise ConfigError(
         "preference.reference = null: the reference is the model from which training starts, but "
         f"checkpoint.load={directory} is of a run that had another reference, or whose start was another one "

@@ -1,6 +1,6 @@
 """Validation: the mean loss over the tokens of each validation set, or that of the run's objective.
 
-Losses are summed over all ranks and divided once.
+Losses and the metrics of the objective are summed over all ranks and divided once.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ class Losses:
     Attributes:
         mean: over the tokens of all sets.
         by_set: for each set that has a name.
+        metrics: those of the objective, over all sets, with the names that a training step has.
     """
 
     mean: float
     by_set: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def of(self, name: str | None) -> float:
         """Return the loss of a set, or the mean over all sets for None."""
@@ -48,13 +50,20 @@ def losses(trainer: Trainer) -> Losses:
     average = trainer.average if trainer.config.validation.ema else None
     sets = trainer.validation_data.sets
     with nullcontext() if average is None else average.in_use():
-        sums = torch.stack([_sums(trainer, data) for data in sets.values()])  # [sets, 2, terms]
+        sums = torch.stack([_sums(trainer, data) for data in sets.values()])  # [sets, 2, terms + metrics]
     activity.enter(REDUCING)
     sums = all_reduce(sums, trainer.mesh.world).wait()
-    means = _mean(sums).tolist()
-    mean = _mean(sums.sum(0)).item()
+    names = () if trainer.objective is None else trainer.objective.metrics
+    losses, measured = sums.split([sums.shape[-1] - len(names), len(names)], dim=-1)
+    means = _mean(losses).tolist()
+    mean = _mean(losses.sum(0)).item()
+    totals = zip(names, *measured.sum(0).tolist(), strict=True)
     activity.enter(REPORTING)
-    return Losses(mean, {name: mean for name, mean in zip(sets, means, strict=True) if name})
+    return Losses(
+        mean,
+        {name: mean for name, mean in zip(sets, means, strict=True) if name},
+        {name: total / count for name, total, count in totals if count},
+    )
 
 
 def _mean(sums: Tensor) -> Tensor:
@@ -65,8 +74,8 @@ def _mean(sums: Tensor) -> Tensor:
 def _sums(trainer: Trainer, data: Dataset) -> Tensor:
     """Return the summed loss and the token count of a set on this rank, [2, 1] fp64.
 
-    Each token is counted on one rank. With an objective over sequences: its terms and what they are divided
-    by, [2, terms].
+    Each token is counted on one rank. With an objective over sequences: its terms and its metrics, and what
+    they are divided by, [2, terms + metrics].
     """
     plan = trainer.forward_schedule
     loader = trainer.loader_of(data, data.samples_per_epoch)
@@ -101,12 +110,13 @@ def _sums_of_batch(
         counts = torch.tensor([sum(int((each.targets != IGNORE_INDEX).sum()) for each in microbatches)])
     else:
         from megalite.model.objective.counting import counts_of
-        from megalite.model.objective.statistics import TERMS
+        from megalite.model.objective.statistics import STATISTIC, TERMS
 
         counts = counts_of(trainer.objective, microbatches)
         # on the device also where there is no head
         none = statistics["loss"].new_zeros(len(counts))
-        # cp ranks have the same sequences
-        terms = statistics.get(TERMS, none) * (trainer.mesh.cp.rank == 0)
-        counts = counts * (trainer.mesh.cp.rank == 0)
+        terms = statistics.get(TERMS, none)
+        measured = statistics.get(STATISTIC, none.new_zeros(len(trainer.objective.metrics), 2))
+        sums = torch.cat([torch.stack([terms, counts.to(terms)]), measured.T.to(terms)], dim=1)
+        return sums * (trainer.mesh.cp.rank == 0)  # cp ranks have the same sequences
     return torch.stack([terms, counts.to(terms)])

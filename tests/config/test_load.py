@@ -18,6 +18,7 @@ from megalite.config.load import from_dict, load_config, to_dict, to_yaml, with_
 from megalite.config.schema import OPTIONS, Config
 from megalite.config.suggestions import other_names
 from megalite.config.token_files import unused
+from megalite.objectives.find import OBJECTIVES
 
 
 @pytest.fixture(autouse=True)
@@ -207,6 +208,13 @@ def test_a_list_in_a_file_needs_no_brackets():
     )
     config = loading.resolve(loading.read_arguments(["--config", "list.yaml"]), 1)
     assert (config.lora.targets, config.parallel.partition) == (["q", "v"], [3, 1])
+
+
+def test_help_names_every_objective(capsys):
+    with pytest.raises(SystemExit):
+        load_config(["--help", "train"], world_size=1)
+    words = set(re.findall(r"\w+", capsys.readouterr().out))
+    assert {*OBJECTIVES, "cross_entropy", "distillation", "extensions"} <= words
 
 
 def test_help_of_one_section(capsys):

@@ -1364,6 +1364,12 @@ ROWS = [
     ),
     Row("fine-tuning starts from weights", {"model.from_hf": "hf", "data.train": "chat"}, {"checkpoint.load": "."}),
     Row(
+        "an objective and its data",
+        SIMPO | {"data.train": "tokens", "data.packing": True},
+        {"data.train": "pairs"},
+        ("--preference",),
+    ),
+    Row(
         "packing of conversations",
         {"data.packing": True},
         {"data.packing": True, "data.train": "chat"},

@@ -4,6 +4,7 @@ with its record."""
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -392,7 +393,11 @@ def test_bad_input(run, capsys):
     assert len(documents()) == 3, "a pair among labelled completions is two of them"
     said_ = refused([ASKED[0], pair], "--max_length", "10", "--too_long", "truncate")
     assert "a.jsonl line 1: the prompt has " in said_ and "so --max_length 10 leaves no token" in said_
-    assert "no conversation can be trained on: 1 conversations were longer" in refused([pair], "--max_length", "3")
+    said_ = refused([pair, ASKED[0]], "--max_length", "3")
+    assert "no preference can be trained on: 2 preferences were longer than --max_length 3. Nothing was" in said_
+    assert re.search(r"The shortest of them has \d+ tokens: raise --max_length, or pass --too_long truncate\.", said_)
+    shortest = re.search(r"has (\d+) tokens", said_)[1]
+    assert len(run([pair, ASKED[0]], "--max_length", shortest)["forms"]) == 1, "that one is kept"
     assert "--chat and --preference exclude each other" in refused([pair], "--chat")
     assert "--loss_on can only be used with --chat" in refused([pair], "--loss_on", "all")
     assert "--too_long keep_end requires --max_length" in refused([pair], "--too_long", "keep_end")

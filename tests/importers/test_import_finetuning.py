@@ -196,7 +196,7 @@ def test_axolotl(written, tmp_path, capsys):
         and config.data.validation == 0.05
         and config.data.sequence_length == 4096
     )
-    assert lost.keys() == {"load_in_8bit", "optimizer", "made_up"}
+    assert lost.keys() == {"optimizer", "made_up"} and config.lora.base == "int8"
     samples = (int(TOKENS * 0.95) - 1) // 4096
     assert config.train.steps == math.ceil(4 * samples / 32) and config.optimizer.warmup_steps == math.ceil(
         0.1 * config.train.steps
@@ -588,6 +588,8 @@ def test_objectives_of_other_programs(name):
             "the weight of sigmoid is 0, which leaves no loss of pairs",
         ),
         ("trl-dpo", {"ld_alpha": 0.5}, "after the shorter completion's length"),
+        ("trl-dpo", {"label_smoothing": 0.1}, "TRL 1.16 reads it with robust and exo_pair only"),
+        ("axolotl", {"rl": "dpo", "dpo_label_smoothing": 0.1}, "set preference.label_smoothing to smooth sigmoid"),
         ("trl-dpo", {"f_divergence_type": "js_divergence"}, "the divergence reverse_kl"),
         ("trl-gkd", {"lmbda": 0.5}, "train with TRL, verl, OpenRLHF or NeMo-RL"),
     ],
@@ -595,6 +597,123 @@ def test_objectives_of_other_programs(name):
 def test_what_an_objective_lacks_is_named(project, fields, says):
     _, said = judged(project, BASICS.get(project, {"model_name_or_path": "m"}) | fields)
     assert [why for kind, why in said.values() if kind == "lost" and says in why]
+
+
+@pytest.mark.parametrize(
+    ("project", "fields", "objective"),
+    [
+        ("trl-dpo", {"loss_type": "aot_pair", "beta": 0.05}, "dpo"),
+        ("trl-dpo", {"loss_type": ["sigmoid", "bco_pair", "sft"], "beta": 0.05}, "dpo"),
+        ("trl-kto", {"loss_type": "apo_zero_unpaired"}, "kto"),
+        ("trl-cpo", {"loss_type": "alphapo"}, "cpo"),
+        ("axolotl", {"rl": "dpo", "dpo_loss_type": ["kto_pair"]}, "dpo"),
+        ("llama-factory", {"stage": "dpo", "pref_loss": "kto_pair"}, "dpo"),
+    ],
+)
+def test_a_loss_that_is_missing_leaves_its_objective(project, fields, objective):
+    options, said = judged(project, BASICS.get(project, {"model_name_or_path": "m"}) | fields)
+    lost = [key for key, (kind, _) in said.items() if kind == "lost"]
+    assert options["train.objective"] == objective and options["preference.beta"] and len(lost) == 1
+
+
+def test_mixtures_of_trl_are_blends():
+    """TRL's fraction is a share of the samples; the handbook's weight is one of the records of a dataset."""
+    basics, ids = {"model_name_or_path": "m"}, ("org/a", "org/b")
+    for entries in ("datasets", "dataset_mixture"):
+        fractions = [{"path": name, "fraction": share} for name, share in zip(ids, (0.75, 0.25), strict=True)]
+        content = fractions if entries == "datasets" else {"datasets": fractions, "test_split_size": 0.1}
+        said = {why for _, why in judged("trl-dpo", basics | {entries: content})[1].values()}
+        (why,) = [why for why in said if "megalite prepare" in why and "hf:org/b" in why]
+        assert why.count("`megalite prepare --preference") == 2 and "{PREFIX-1: 0.75, PREFIX-2: 0.25}" in why
+    handbook = {"datasets": [{"id": "org/a", "config": "c", "weight": 0.5}, {"id": "org/b"}]}
+    kind, why = judged("trl-dpo", basics | {"dataset_mixture": handbook})[1]["dataset_mixture.datasets"]
+    assert kind == "open" and "{PREFIX-1: 0.5, PREFIX-2: 1}" in why and "hf:org/a:c" in why and "multiply" in why
+
+
+def test_arguments_of_trls_reference_are_known():
+    fields = {"force_use_ref_model": True, "ref_model_init_kwargs": {"dtype": "bfloat16"}}
+    _, said = judged("trl-dpo", {"model_name_or_path": "m"} | fields)
+    assert "set preference.reference to hf:DIR" in said["force_use_ref_model"][1]
+    assert said["ref_model_init_kwargs.dtype"][0] == "harmless"
+
+
+def test_datasets_that_llama_factory_lists(tmp_path):
+    """The command has the file or the name on the Hub, and the names of the columns."""
+    listed = {
+        "pairs": {
+            "file_name": "pairs.json",
+            "ranking": True,
+            "formatting": "sharegpt",
+            "columns": {"messages": "talk"},
+        },
+        "hub": {
+            "hf_hub_url": "org/pairs",
+            "subset": "c",
+            "ranking": True,
+            "columns": {"prompt": "q", "chosen": "good"},
+        },
+        "talk": {"file_name": "t.json", "formatting": "sharegpt", "tags": {"role_tag": "who", "content_tag": "said"}},
+        "texts": {"file_name": "texts.jsonl", "columns": {"prompt": "text"}},
+    }
+    (tmp_path / "dataset_info.json").write_text(json.dumps(listed))
+    basics = BASICS["llama-factory"] | {"dataset_dir": str(tmp_path)}
+
+    def said(stage: str, names: str) -> str:
+        return judged("llama-factory", basics | {"stage": stage, "dataset": names})[1]["dataset"][1]
+
+    pairs = said("dpo", "pairs, hub")
+    assert f"--keys messages=talk --max_length 1024 --too_long truncate --input {tmp_path}/pairs.json " in pairs
+    assert "--keys instruction=q,chosen=good" in pairs and "--input hf:org/pairs:c " in pairs and "FILE" not in pairs
+    assert f"--chat --keys role=who,content=said --input {tmp_path}/t.json" in said("sft", "talk")
+    assert f"megalite prepare --input {tmp_path}/texts.jsonl" in said("pt", "texts")
+    assert "--input FILE" in (why := said("sft", "talk,other")) and "lists for other" in why
+
+
+def test_a_timeout_of_years_is_none():
+    content = {"model_name_or_path": "m", "stage": "sft"}
+    options, said = judged("llama-factory", content | {"ddp_timeout": 180000000})
+    assert "run.timeout" not in options and "keeps its default" in said["ddp_timeout"][1]
+    assert judged("llama-factory", content | {"ddp_timeout": 86400})[0]["run.timeout"] == "86400s"
+
+
+ADAPTERS: dict[str, dict] = {
+    "trl-dpo": {"use_peft": True},
+    "axolotl": {"adapter": "qlora", "lora_r": 8, "load_in_4bit": True},
+    "llama-factory": {"stage": "sft", "quantization_bit": 4},
+}
+SINGLE = {"bnb_config_kwargs": {"bnb_4bit_use_double_quant": False}}
+
+
+@pytest.mark.parametrize(
+    ("project", "fields", "expected"),
+    [
+        ("trl-dpo", {"load_in_4bit": True}, ("nf4", False)),
+        ("trl-dpo", {"load_in_4bit": True, "use_bnb_nested_quant": True}, ("nf4", True)),
+        ("trl-dpo", {"load_in_8bit": True}, ("int8", None)),
+        ("trl-dpo", {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "codes of fp4 are not supported"),
+        ("trl-dpo", {"load_in_4bit": True, "use_peft": False}, "only frozen weights under adapters"),
+        ("axolotl", {}, ("nf4", True)),
+        ("axolotl", SINGLE, ("nf4", False)),
+        ("axolotl", {"bnb_config_kwargs": {"bnb_4bit_quant_type": "fp4"}}, "codes of fp4 are not supported"),
+        ("axolotl", {"adapter": "lora"}, "use adapter: qlora"),
+        ("axolotl", {"adapter": "lora", "load_in_4bit": False, "load_in_8bit": True}, ("int8", None)),
+        ("llama-factory", {}, ("nf4", True)),
+        ("llama-factory", {"double_quantization": False, "quantization_method": "bnb"}, ("nf4", False)),
+        ("llama-factory", {"quantization_bit": 8}, ("int8", None)),
+        ("llama-factory", {"quantization_method": "hqq"}, "this quantization is not supported"),
+        ("llama-factory", {"quantization_type": "fp4"}, "codes of fp4 are not supported"),
+        ("torchtune", {"model": {"lora_rank": 8, "quantize_base": True}}, ("nf4", True)),
+    ],
+)
+def test_the_base_under_adapters_has_the_form_of_the_other_project(project, fields, expected):
+    content = BASICS.get(project, {"model_name_or_path": "m"}) | ADAPTERS.get(project, {}) | fields
+    options, said = judged(project, content)
+    form = (options.get("lora.base"), options.get("lora.double_quant"))
+    lost = [why for kind, why in said.values() if kind == "lost"]
+    if isinstance(expected, str):
+        assert form == (None, None) and [why for why in lost if expected in why]
+    else:
+        assert form == expected and not lost
 
 
 @pytest.mark.parametrize("project", ["trl-dpo", "trl-kto", "trl-reward"])

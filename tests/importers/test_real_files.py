@@ -70,7 +70,7 @@ REAL = {
                 "optimizer.weight_decay": 0,
             },
         },
-        lost={"load_in_8bit": "quantized training is not supported", "optimizer": MOMENTS},
+        lost={"optimizer": MOMENTS},
         said={
             "datasets": "`megalite prepare --chat --input hf:example/recipes-alpaca --tokenizer "
             "example/llama-3-8b-mirror --output PREFIX`"
@@ -223,7 +223,7 @@ REAL = {
                 "run.overwrite": True,
             },
         },
-        lost={"max_samples": "reduce the input"},
+        lost={"max_samples": "reduce the input", "ddp_timeout": "above 24 hours"},
         said={"dataset": "`megalite prepare --input FILE --tokenizer example/qwen3-4b --output PREFIX`"},
         without=("data.packing", "data.reset_positions"),
         dp=4,
@@ -239,6 +239,7 @@ REAL = {
             },
             **{"validation.interval": 100, "checkpoint.keep": 3, "lora.rank": 0, "train.global_batch_size": 2 * 8},
         },
+        lost={"ddp_timeout": "above 24 hours"},
         said={
             "model_name_or_path": "set model.from_hf",
             "eval_dataset": "set data.validation",
@@ -296,14 +297,13 @@ REAL = {
             **{"train.recompute": "full", "train.precision": "bf16", "train.epochs": 1, "model.attention_dropout": 0.0},
         },
         lost={
-            **{"load_in_4bit": "quantized training", "max_prompt_length": "limited together"},
-            **{"sync_ref_model": "does not change during a run"},
+            **{"max_prompt_length": "limited together", "sync_ref_model": "does not change during a run"},
+            "label_smoothing": "TRL 1.16 reads it with robust and exo_pair only; set preference.label_smoothing",
         },
         said={
             "dataset_name": "--preference --split train_prefs --max_length 2048 --too_long keep_end "
             "--input hf:example/feedback",
             "precompute_ref_log_probs": "`megalite score hf:example/zephyr-sft --data PREFIX --output DIR`",
-            "label_smoothing": "robust and exo_pair only",
         },
         dp=2,
         project="trl-dpo",
@@ -358,8 +358,8 @@ REAL = {
     ),
     "torchtune/qlora-2b-single.yaml": Real(
         {"lora.rank": 32, "lora.targets": ["q", "v", "o", "gate", "up", "down"], "optimizer.warmup_steps": 10},
-        lost={"model._component_": "quantized training is not supported", "optimizer._component_": "adamw or muon"},
-        said={"output_dir": "does not set oc.env:SCRATCH"},
+        lost={"optimizer._component_": "adamw or muon"},
+        said={"model._component_": "torchao rounds", "output_dir": "does not set oc.env:SCRATCH"},
         without=("run.dir",),
         dp=1,
     ),

@@ -82,6 +82,8 @@ def test_unknown_mfu_is_not_shown_and_bubbles_are() -> None:
     Console(2, stream=stream).step(example(1, mfu=None, bubble_fraction=0.25), numbers=accuracy)
     assert "mfu" not in stream.getvalue() and "bubble 25%" in stream.getvalue()
     assert "accuracy 75%" in stream.getvalue()
+    Console(2, stream=(validated := Pipe())).validation(1, 0.5, metrics=accuracy)
+    assert "validation loss 0.5000  accuracy 75%" in validated.getvalue()
 
 
 def test_rich_is_imported_only_on_a_terminal() -> None:

@@ -75,7 +75,7 @@ def write_run(run_dir: Path, steps: range, resume_step: int = 0, factor: float =
 def test_a_line_has_every_field_in_full_precision(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path / "run") as writer:
         writer.step(example(7))
-        writer.validation(7, 2 / 3)
+        writer.validation(7, 2 / 3, metrics={"rewards/accuracies": 0.5})
         result = lines(tmp_path / "run")  # before the file is closed: a killed run keeps its last step
     assert list(result[0]) == FIELDS
     assert (
@@ -84,7 +84,7 @@ def test_a_line_has_every_field_in_full_precision(tmp_path: Path) -> None:
         and result[0]["grad_norm"] == 1 / 3
         and result[0]["skipped"] is False
     )
-    assert result[1] == {"step": 7, "val_loss": 2 / 3}
+    assert result[1] == {"step": 7, "val_loss": 2 / 3, "val_rewards/accuracies": 0.5}
 
 
 def test_a_skipped_step_is_still_json(tmp_path: Path) -> None:

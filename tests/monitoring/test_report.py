@@ -194,7 +194,7 @@ def test_it_shows_losses_that_have_names(tmp_path: Path):
     lines = [
         line
         | (
-            {"val_loss/<prose>": 4.5, "val_loss/code": 3.75}
+            {"val_loss/<prose>": 4.5, "val_loss/code": 3.75, "val_rewards/accuracies": 0.5}
             if "val_loss" in line
             else {"loss/data/a": 2.5, "rewards/chosen": 0.5}
         )
@@ -212,6 +212,8 @@ def test_it_shows_losses_that_have_names(tmp_path: Path):
     assert [line["name"] for line in curves["Training loss of each data source: named"]["lines"]] == ["data/a"]
     rewards = curves["Rewards of completions, and their accuracy: named"]["lines"]
     assert [line["name"] for line in rewards] == ["chosen"]
+    held_out = curves["Validation: rewards of completions, and their accuracy: named"]["lines"]
+    assert [(line["name"], line["values"]) for line in held_out] == [("accuracies", [0.5])]
     assert "<prose>" not in page
     parser = Balanced()
     parser.feed(page)

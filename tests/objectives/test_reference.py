@@ -61,13 +61,32 @@ def test_a_run_whose_start_has_changed_does_not_resume(model, prefix, tmp_path):
     changed.save_pretrained(start)
     with pytest.raises(ConfigError, match="whose start was another one than model.init_from = hf:.*start"):
         trainer_of(tree)
-    trainer_of(tree | {"preference": {"reference": f"hf:{model}"}}).close()  # it names its reference
+    named = {"preference": {"reference": f"hf:{model}"}, "checkpoint": {"allow": ["objective"]}}
+    trainer_of(tree | named).close()  # it names its reference
 
 
 def test_a_run_that_named_no_copy_does_not_go_on_with_one(model, prefix, tmp_path):
     saved_run(configuration(model, prefix, tmp_path, preference={"reference": f"hf:{model}"}))
-    with pytest.raises(ConfigError, match="is of a run that had another reference"):
+    with pytest.raises(ConfigError, match=r"=null \(the start of the run, model\.init_from=hf:.*allow=\[objective\]"):
         trainer_of(configuration(model, prefix, tmp_path))
+
+
+def test_another_objective_or_reference_needs_consent(model, prefix, tmp_path):
+    """The state of the optimizer is of the loss of before. With consent the way back is open, too."""
+    consent = {"checkpoint": {"allow": ["objective"]}}
+    tree = configuration(model, prefix, tmp_path, train={"objective": "ipo"})
+    saved_run(tree)
+    dpo = configuration(model, prefix, tmp_path)
+    with pytest.raises(ConfigError, match=r"objective=dpo does not .*objective=ipo.*checkpoint\.allow=\[objective\]"):
+        trainer_of(dpo)
+    saved_run(dpo | consent)
+    other = dpo | {"preference": {"reference": f"hf:{model}"}}
+    with pytest.raises(ConfigError, match=r"reference=hf:.*\(preference\.reference=null .*allow=\[objective\]"):
+        trainer_of(other)
+    saved_run(other | consent)
+    trainer_of(other).close()  # nothing has changed
+    saved_run(dpo | consent)
+    trainer_of(dpo).close()
 
 
 def test_a_run_with_a_copy_may_change_to_a_teacher(model, prefix, tmp_path):
@@ -76,7 +95,7 @@ def test_a_run_with_a_copy_may_change_to_a_teacher(model, prefix, tmp_path):
     saved_run(tree)
     tree["train"] |= {"objective": "distillation"}
     tree["data"] |= {"train": write_tokens(tmp_path, VOCAB)}
-    tree |= {"distillation": {"teacher": f"hf:{model}"}, "checkpoint": {"allow": ["data"]}}
+    tree |= {"distillation": {"teacher": f"hf:{model}"}, "checkpoint": {"allow": ["data", "objective"]}}
     trainer = trainer_of(tree)
     trainer.step()
     trainer.close()
@@ -122,8 +141,9 @@ def test_a_second_model_that_has_changed_is_not_taken_for_that_of_before(model, 
         trainer_of(trees[0])
     with pytest.raises(ConfigError, match=f"it was hf:{files}, with other weights.* restore its files"):
         trainer_of(trees[1])
-    for step in steps:
-        trainer_of(trees[0] | {"preference": {"reference": str(step)}}).close()
+    for step, allow in zip(steps, ([], ["objective"]), strict=True):  # the first has the weights of before
+        named = {"preference": {"reference": str(step)}, "checkpoint": {"allow": allow}}
+        trainer_of(trees[0] | named).close()
 
 
 def test_the_copy_is_a_second_model_saved_at_the_start(model, prefix, tmp_path):

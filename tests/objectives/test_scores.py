@@ -170,6 +170,10 @@ def test_training_with_scores_is_training_with_the_model(scores, model, prefix, 
             pytest.approx(expected["losses"], rel=1e-9),
             pytest.approx(expected["validation"], rel=1e-9),
         )
+        held_out = expected["held_out"]
+        assert held_out.keys() == expected["metrics"][0].keys() and got["held_out"] == pytest.approx(held_out, rel=1e-9)
+        assert held_out["rewards/margins"] == pytest.approx(held_out["rewards/chosen"] - held_out["rewards/rejected"])
+        assert 0 < held_out["rewards/accuracies"] <= 1
         for name, value in expected["tensors"].items():
             torch.testing.assert_close(got["tensors"][name], value, rtol=0, atol=1e-9, msg=name)
 
@@ -202,7 +206,8 @@ def test_a_run_may_change_to_an_objective_with_scores(scores, model, prefix, tmp
     before = configuration(model, prefix, tmp_path, **lora)
     before["train"]["objective"] = "simpo"
     state = {"config": to_dict(from_dict(before)), "fingerprint": "x"}
-    check_resume(from_dict(configuration(model, prefix, tmp_path, **lora, **by_scores)), "x", state, tmp_path)
+    changed = configuration(model, prefix, tmp_path, **lora, **by_scores)
+    check_resume(from_dict(changed | {"checkpoint": {"allow": ["objective"]}}), "x", state, tmp_path)
     with pytest.raises(ConfigError, match="already trained it.*name the reference with preference.reference"):
         check_resume(from_dict(configuration(model, prefix, tmp_path, **lora)), "x", state, tmp_path)
 
@@ -277,6 +282,10 @@ def test_options_of_a_teacher_are_rejected_without_one(model, prefix, tmp_path, 
     with pytest.raises(SystemExit):
         score.main([f"hf:{model}", "--data", prefix, "--output", str(tmp_path / "x"), "--packing"])
     assert "--packing has no effect without --top_k" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        score.main([f"hf:{model}", "--data", prefix, "--output", str(tmp_path / "x"), "--top_k", "4"])
+    assert "--top_k requires --sequence_length" in capsys.readouterr().err
+    assert "longest pair); required with --top_k" in " ".join(score.parser().format_help().split())
 
 
 def test_the_command_rejects_what_it_cannot_score(scores, model, prefix, tmp_path, capsys):

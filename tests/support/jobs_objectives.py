@@ -17,17 +17,20 @@ from megalite.generation.sources import for_inference, open_source
 from megalite.launch.environment import facts
 from megalite.monitoring.observers import observers
 from megalite.training.fit import measured
+from megalite.training.validation import losses
 from megalite.training.verify import global_tensors
 from tests.support.jobs import make_trainer, mesh_of, numbers
 
 
 def train_and_validate(context: Any, config: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Train some steps: losses, gradient norms, metrics, the validation loss, and the global weights on rank 0."""
+    """Train some steps: losses, gradient norms, metrics, those of a validation, and the global weights on rank 0."""
     trainer = make_trainer(context, config)
     try:
         results = [result for step in range(steps) for result in trainer.train_step(wait=step == steps - 1)]
         report = numbers(results) | {"metrics": [result.of_model for result in results]}
-        return {**report, "validation": trainer.evaluate(), "tensors": global_tensors(trainer)}
+        held_out = losses(trainer)
+        report |= {"validation": held_out.mean, "held_out": held_out.metrics}
+        return {**report, "tensors": global_tensors(trainer)}
     finally:
         trainer.close()
 

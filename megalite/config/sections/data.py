@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalite.config import amounts
-from megalite.config.extensions import EXTENSIONS, is_source
+from megalite.config.extensions import EXTENSIONS, is_own_objective, is_source
 from megalite.config.option import SIZE, option
 from megalite.config.rule import Rule, suggestion
 from megalite.config.token_files import is_chat, metadata, named_sets, prefixes
@@ -179,6 +179,12 @@ def _end_of_document_rule(option: str) -> Rule:
     )
 
 
+def _wants_preferences(c: "RuleContext") -> bool:
+    """Whether text is no data of the objective at all, which a rule of objectives says."""
+    name = c.train.objective
+    return name not in ("cross_entropy", "distillation") and not is_own_objective(name)
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         "training data is given",
@@ -231,7 +237,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "packing of conversations",
         "data.packing",
-        lambda c: c.data.packing and _is_text(c),
+        lambda c: c.data.packing and _is_text(c) and not _wants_preferences(c),
         message="has no effect, because data.train is text, which fills every row",
         legal="Set it to false, or prepare conversations with megalite prepare --chat.",
     ),

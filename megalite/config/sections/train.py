@@ -108,8 +108,8 @@ class TrainConfig:
     objective: str = "cross_entropy"
     """What is minimized: cross_entropy of the next token; an objective over pairs of a chosen and a rejected
     completion, dpo or ipo (relative to a reference model), simpo, cpo or orpo (without one); kto, over
-    completions that are good or bad; the divergence from a teacher, distillation; or your own, FILE.py:CLASS.
-    """
+    completions that are good or bad; reward, a reward model of pairs; the divergence from a teacher,
+    distillation; or your own, FILE.py:CLASS, or a name that a file of run.extensions registers."""
     grad_clip: float = option(1.0, NOT_NEGATIVE)
     """Maximum global gradient norm. 0: no clipping."""
     ema_decay: float | None = option(None, FRACTION)

@@ -57,7 +57,8 @@ class Chats:
                 bad.add(error)
                 continue
             long = self.max_length is not None and len(ids) > self.max_length
-            done.too_long += long
+            if long:
+                done.add_too_long(len(ids))
             if long and not self.truncate:
                 continue
             ids, counts = ids[: self.max_length], counts[: self.max_length]

@@ -34,6 +34,7 @@ class Encoded:
             completion (`megalite.data.indexed`); None if all are counted.
         empty, too_long, without_loss: number of documents that were dropped because they have no text, exceed
             the maximum length, or have no token with loss.
+        shortest_too_long: the smallest maximum length with which one that exceeds it would fit; 0: none does.
         replaced: number of documents with bytes that are not valid UTF-8.
         bad, bad_first: number of bad records that were skipped, and the first of them.
         forms: formats of the conversations.
@@ -49,6 +50,7 @@ class Encoded:
     empty: int = 0
     replaced: int = 0
     too_long: int = 0
+    shortest_too_long: int = 0
     without_loss: int = 0
     bad: int = 0
     bad_first: list[BadRecord] = field(default_factory=list)
@@ -56,3 +58,8 @@ class Encoded:
     chosen: int = 0
     rejected: int = 0
     equal: int = 0
+
+    def add_too_long(self, length: int) -> None:
+        """Count a conversation or preference of `length` tokens, which exceeds the maximum length."""
+        self.too_long += 1
+        self.shortest_too_long = min(self.shortest_too_long or length, length)

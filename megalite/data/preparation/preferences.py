@@ -74,8 +74,10 @@ class PreferenceEncoder:
             try:
                 preference = self.reader.read(record, where)
                 documents = self._documents(template, preference, where)
-                long = self.max_length is not None and any(len(ids) > self.max_length for ids, _ in documents)
-                done.too_long += long
+                length = max(len(ids) for ids, _ in documents)
+                long = self.max_length is not None and length > self.max_length
+                if long:
+                    done.add_too_long(length)
                 if long and self.too_long == "drop":
                     continue
                 documents = self._cut(documents, where)

@@ -69,6 +69,7 @@ class PreparationSummary:
     loss_tokens: int = 0
     longest: int = 0
     too_long: int = 0
+    shortest_too_long: int = 0
     without_loss: int = 0
     forms: list[str] = field(default_factory=list)
     packed_rows: int = 0
@@ -94,6 +95,8 @@ class PreparationSummary:
         self.input_bytes += part.input_bytes
         self.loss_tokens += len(part.tokens) if part.mask is None else int(np.count_nonzero(part.mask))
         self.too_long += part.too_long
+        shortest = [length for length in (self.shortest_too_long, part.shortest_too_long) if length]
+        self.shortest_too_long = min(shortest, default=0)
         self.without_loss += part.without_loss
         self.chosen, self.rejected = self.chosen + part.chosen, self.rejected + part.rejected
         self.equal += part.equal
@@ -315,15 +318,20 @@ def _write_parts(
 def _check_left(summary: PreparationSummary, encoder: Chats | PreferenceEncoder) -> None:
     """Raise DataError if conversations were read but none has a token with loss."""
     if not summary.documents and summary.too_long + summary.without_loss:
-        reasons = []
+        reasons, way_out = [], ""
+        what = "conversation" if isinstance(encoder, Chats) else "preference"
         if summary.too_long:
-            reasons.append(
-                f"{summary.too_long:,} conversations were longer than --max_length {encoder.max_length}"
+            reasons.append(f"{summary.too_long:,} {what}s were longer than --max_length {encoder.max_length}")
+            cuts = encoder.truncate if isinstance(encoder, Chats) else encoder.too_long != "drop"
+            way_out = (
+                f" The shortest of them has {summary.shortest_too_long:,} tokens: raise --max_length"
+                f"{'' if cuts else ', or pass --too_long truncate'}."
             )
         if isinstance(encoder, Chats):
             reasons.append(f"{summary.without_loss:,} had no trained token with --loss_on {encoder.loss_on}")
         raise DataError(
-            f"{summary.prefix}: no conversation can be trained on: {', '.join(reasons)}. Nothing was written."
+            f"{summary.prefix}: no {what} can be trained on: {', '.join(reasons)}. Nothing was written."
+            f"{way_out}"
         )
 
 

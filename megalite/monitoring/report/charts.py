@@ -14,7 +14,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megalite.model.kinds import dispatching_layers
-from megalite.monitoring.metrics import FLUSHED, LOGPS, REWARDS, ROUNDING, SATURATED, SOURCE, VALIDATED
+from megalite.monitoring.metrics import (
+    FLUSHED,
+    HELD_OUT,
+    LOGPS,
+    REWARDS,
+    ROUNDING,
+    SATURATED,
+    SOURCE,
+    VALIDATED,
+)
 from megalite.monitoring.report.run import PHASES, RecordedRun
 
 POINTS = 600  # maximum per curve
@@ -82,7 +91,9 @@ BY_NAME = {
     VALIDATED: Named("Validation loss of each dataset"),
     SOURCE: Named("Training loss of each data source"),
     REWARDS: Named("Rewards of completions, and their accuracy", ""),
+    f"{HELD_OUT}{REWARDS}": Named("Validation: rewards of completions, and their accuracy", ""),
     LOGPS: Named("Log-probabilities of completions", "nats"),
+    f"{HELD_OUT}{LOGPS}": Named("Validation: log-probabilities of completions", "nats"),
     f"{ROUNDING}/": Named("Errors of fp8", "% of the norm", 100),
     f"{FLUSHED}/": Named("Flushed to zero in fp8", "% of elements", 100),
     f"{SATURATED}/": Named("Saturated in fp8", "% of elements", 100),
@@ -265,7 +276,7 @@ def _by_name(run: RecordedRun, prefix: str, chart: Named) -> dict[str, Any]:
         steps, values = run.curve(prefix + name)
         scaled = [value * chart.scale for value in values]
         lines.append(_line(_short(name), index, steps, scaled, _begins(run)))
-    if prefix == VALIDATED:
+    if prefix.startswith(HELD_OUT):
         lines = [line | {"dots": True} for line in lines]
     return _chart(f"{chart.title}: {_short(run.name)}", chart.unit, "lines", lines, [run])
 
