@@ -158,7 +158,7 @@ def base_of(config: Config, state: Mapping[str, Any], directory: Path) -> tuple[
     """
     before, problems = state[BASE], list[str]()
     for start in dict.fromkeys((before["source"], config.model.initial_weights)):
-        name = f"random weights of run.seed = {config.run.seed}" if start is None else start
+        name = f"the initialization by run.seed = {config.run.seed}" if start is None else start
         try:
             if record(config, start)["identity"] == before["identity"]:
                 return start, BaseWeights(config, start)

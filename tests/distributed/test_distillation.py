@@ -499,16 +499,17 @@ def test_a_blend_with_a_held_out_fraction(packing, models, tmp_path):
         attach_stored(config, *open_data(config.data, config.run.seed))
 
 
-def test_words_are_not_replaced_by_those_of_other_positions(words, models, prefix, tmp_path, capsys):
-    shutil.copytree(words / "some", output := tmp_path / "x")
-    options = ["--sequence_length", str(S), "--held_out", "0.3", "--precision", "fp32", "--top_k", "4"]
+def test_words_are_not_replaced_by_those_of_other_positions(models, prefix, tmp_path, capsys):
+    command = [f"hf:{models[1]}", "--data", prefix, "--output", str(output := tmp_path / "x")]
+    command += ["--sequence_length", str(S), "--held_out", "0.3", "--precision", "fp32", "--top_k", "4"]
+    score.main(command)
+    before = {file: file.read_bytes() for file in output.iterdir()}
     with pytest.raises(SystemExit):
-        score.main([f"hf:{models[1]}", "--data", prefix, "--output", str(output), *options, "--reset_positions"])
+        score.main([*command, "--reset_positions"])
     said = capsys.readouterr().err
     assert f"--output {output} has words of {prefix} with --reset_positions = false, and they would be" in said
     assert "Leave out --reset_positions, or choose another directory" in said
-    for file in (words / "some").iterdir():
-        assert (output / file.name).read_bytes() == file.read_bytes(), file.name
+    assert {file: file.read_bytes() for file in output.iterdir()} == before
 
 
 @pytest.mark.parametrize("files", [2, 0])

@@ -101,8 +101,8 @@ def test_sizes_are_judged_by_a_model_that_is_here(tmp_path, size, reason):
 def test_a_model_of_the_hubs_cache_is_here(tmp_path):
     with hub_cache(tmp_path) as cache:
         store(cache, "org/an-8b", {"config.json": json.dumps(LLAMA_8B)})
-        imported = convert({"model_name_or_path": "org/an-8b", "finetuning_type": "full", "cutoff_len": 16384})
-    assert "exceeds model.max_position_embeddings = 8192" in lost(imported)["cutoff_len"]
+        imported = convert({"base_model": "org/an-8b", "tensor_parallel_size": 3, "sequence_len": 4096})
+    assert "does not divide model.num_attention_heads = 32" in lost(imported)["tensor_parallel_size"]
 
 
 def test_a_named_shape_judges():

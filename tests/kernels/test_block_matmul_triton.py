@@ -53,7 +53,7 @@ def test_a_stored_matrix_is_multiplied_by_them(base, monkeypatch, device):
     config = from_dict({"model": model | {"vocab_size": 16}, "lora": lora, "train": {"precision": "bf16"}})
     parts = build_parts(config, make_mesh(config), device)
     backend.select("triton")  # which `train.kernels` has changed
-    quantize_base(parts.store, BaseWeights(config))
+    quantize_base(parts.store, BaseWeights(config, None))
     matmuls = parts.store.weights["layers.0.attention.qkv.weight"].matmuls
     x, dy = (torch.randn(3, 2, width, device=device, dtype=torch.bfloat16) for width in (128, 384))
     launched = [matmuls.forward(x), matmuls.input_gradient(dy)]

@@ -32,13 +32,13 @@ FAMILIES = {
 
 
 def stepped(case: dict[str, Any], recompute: str) -> list[torch.Tensor]:
-    """The weights after two steps."""
+    """The weights after two steps, of the buckets that keep any: matrices of a quantized base have codes alone."""
     torch.manual_seed(0)
     config = tree(**{**case, "train": {**case.get("train", {}), "recompute": recompute}})
     rank = jobs_memory.Stepping(RankContext(0, 1), config)
     for number in (1, 2):
         rank.step(number)
-    return [bucket.weights for bucket in rank.parts.store.buckets]
+    return [bucket.weights for bucket in rank.parts.store.buckets if bucket.weights.untyped_storage().size()]
 
 
 @pytest.fixture(scope="module")
