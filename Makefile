@@ -17,7 +17,7 @@ QUICK_PROOFS := 'test_model_axes.py::test_equals_one_process[gpt2-tp2-sp]' \
 	'test_resume.py::test_resuming_is_bitwise_the_run_that_never_stopped[dp2-zero2-bf16]'
 QUICK_ROOMS := assembly config model monitoring optimizer parallel planning training
 
-.PHONY: help demo quick test test-manual test-matrix rehearse pictures manual lint install
+.PHONY: help demo quick test test-manual test-components test-matrix rehearse pictures manual lint install
 .DEFAULT_GOAL := test
 
 help: ## list the targets
@@ -42,6 +42,10 @@ test: lint ## lint and every test
 # Every command of the pages in docs/, as written there: 4 minutes on two cores.
 test-manual: install ## the commands of the manual
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m manual
+
+# Programs of others, each in its own environment under .components/: servers of object stores, launchers, trackers, readers of checkpoints.
+test-components: install ## megalite beside programs whose pins conflict with ours
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m component $(COMPONENTS)
 
 # The long form, days in total on two cores: each call runs under ten minutes and the next continues. MATRIX='--part random' selects a part.
 test-matrix: install ## a slice of the long form of the proofs: MATRIX='--minutes 4 --part random'

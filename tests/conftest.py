@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import os
+from pathlib import Path
 
 
 def _has_gpu() -> bool:
@@ -33,6 +34,7 @@ settings.register_profile("any machine", deadline=None)  # an example's time dep
 settings.load_profile("any machine")
 
 
+COMPONENTS = Path(__file__).parent / "components"
 LONGEST = "test_killed_commands.py"  # it waits more than it computes: started first, it leaves processors to others
 
 
@@ -42,8 +44,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         parameters = item.callspec.params if hasattr(item, "callspec") else ()
         if "ranks" in getattr(item, "fixturenames", ()) and "ranks" not in parameters:  # the fixture
             item.add_marker("ranks")
-    if "manual" not in config.option.markexpr:
-        items[:] = [item for item in items if item.get_closest_marker("manual") is None]
+        if COMPONENTS in item.path.parents:
+            item.add_marker("component")
+    for marker in ("manual", "component"):
+        if marker not in config.option.markexpr:
+            items[:] = [item for item in items if item.get_closest_marker(marker) is None]
     items.sort(key=lambda item: item.path.name != LONGEST)
 
 
