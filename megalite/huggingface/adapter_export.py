@@ -59,6 +59,11 @@ def export_adapter(directory: Path, target: Path) -> dict[str, Any]:
             f"{directory} does not contain adapters because it was trained without lora.rank. Use `megalite "
             "convert export` instead."
         )
+    if model.mup is not None:
+        raise ConversionError(
+            f"{directory} was trained with model.mup = {model.mup}, whose factors an adapter alone "
+            "cannot carry. Use `megalite convert export`, which merges both."
+        )
     places = places_of(model, directory)
     modules = modules_of(places, adapters.pairs)
     tensors = {

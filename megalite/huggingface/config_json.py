@@ -103,7 +103,8 @@ def meaning(model: ModelConfig) -> dict[str, Any]:
         "head_dim": model.head_size,
         "attention_scale": model.attention_scale or model.head_size**-0.5,
         "embedding_scale": model.embedding_scale or 1.0,
-        "logit_scale": model.logit_scale or 1.0,
+        "logit_scale": model.logit_factor or 1.0,
+        "residual_multiplier": model.residual_factor,
         "no_rope_layers": [layer for layer in layers if not model.uses_rope(layer)],
         "delta_norm_eps": model.delta_norm_eps or (model.rms_norm_eps if has_delta else None),
         "layer_blocks": model.layer_blocks and ["".join(entry.split()) for entry in model.layer_blocks],
@@ -126,7 +127,7 @@ def meaning(model: ModelConfig) -> dict[str, Any]:
     return {
         name: value
         for name, value in values.items()
-        if name not in ("preset", "from_hf", "init_from", "resize_embeddings")
+        if name not in ("preset", "from_hf", "init_from", "resize_embeddings", "mup")
     }
 
 

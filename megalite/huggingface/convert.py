@@ -69,6 +69,7 @@ from megalite.huggingface.kept_tensors import (
 )
 from megalite.huggingface.merging import Adapters
 from megalite.huggingface.model_card import write_card
+from megalite.huggingface.mup_export import as_plain_model
 from megalite.huggingface.router_bias import PREFIX, bias_names, bias_shape, fill, states, to_export
 from megalite.huggingface.tensor_places import TensorPlace, copies, evenly_cut, places
 from megalite.huggingface.tokenizer_export import (
@@ -539,7 +540,7 @@ def export_model(
 
     manifest = with_base(source if isinstance(source, Manifest) else checkpoint.manifest_of(source))
     manifest.check_files()
-    directory, model = manifest.directory, model_of(manifest)
+    directory, (model, factors) = manifest.directory, as_plain_model(model_of(manifest))
     choice = TokenizerChoice(tokenizer, like, allow_tokenizer_change)
     like = like or origin(directory, model)
     found_tokenizer = choose(manifest, choice, like)
@@ -575,7 +576,9 @@ def export_model(
     with new_directory(target) as temporary:
         biases = to_export(manifest, model, config["model_type"])
         biases |= xielu_constants(model, config["model_type"], common)
-        _write_weights(temporary, manifest, stored, by_name, dtypes, biases, kept, shard, progress)
+        _write_weights(
+            temporary, Adapters(manifest, factors), stored, by_name, dtypes, biases, kept, shard, progress
+        )
         changed = list[str]()
         if quantized is not None:
             progress(f"quantizing to {quantized}")
@@ -774,7 +777,7 @@ def _stored(manifest: Manifest, by_name: dict[str, TensorPlace]) -> dict[str, St
 
 def _write_weights(
     directory: Path,
-    manifest: Manifest,
+    adapters: Adapters,
     stored: dict[str, StoredTensor],
     by_name: dict[str, TensorPlace],
     dtypes: dict[str, torch.dtype],
@@ -788,7 +791,7 @@ def _write_weights(
     The last file with weights contains the router biases. Tensors that were kept aside are in a file of their
     own.
     """
-    adapters, shards = Adapters(manifest), list(_shards(by_name, dtypes, limit))
+    shards = list(_shards(by_name, dtypes, limit))
     number = len(shards) + bool(kept)
     names = (
         [SAFETENSORS]

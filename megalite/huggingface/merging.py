@@ -6,6 +6,7 @@ A weight becomes W + scale · B A; with trained row lengths (DoRA) each of its r
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -78,9 +79,14 @@ class LowRankUpdate:
 
 
 class Adapters:
-    """Adapters of a checkpoint by adapted weight, in their stored dtype. Empty without lora.rank."""
+    """Adapters of a checkpoint by adapted weight, in their stored dtype. Empty without lora.rank.
 
-    def __init__(self, manifest: Manifest):
+    Args:
+        factors: of weights that are multiplied besides, adapted or not.
+    """
+
+    def __init__(self, manifest: Manifest, factors: Mapping[str, float] = {}):
+        self.multiplied = factors
         config = from_dict(manifest.state["config"])
         self.manifest, self.model, self.lora = manifest, config.model, config.lora
         self.pairs = {
@@ -114,6 +120,10 @@ class Adapters:
 
     def merged(self, name: str, chunk: Chunk, values: Tensor) -> Tensor:
         """Return the values of a chunk merged with its part of the adapter, if the weight has one."""
+        merged = self._with_adapter(name, chunk, values)
+        return merged * self.multiplied[name] if name in self.multiplied else merged
+
+    def _with_adapter(self, name: str, chunk: Chunk, values: Tensor) -> Tensor:
         if name not in self.pairs:
             return values
         pair = self.pairs[name]

@@ -93,10 +93,11 @@ def _adapters(spec: ParamSpec, lora: LoraConfig, partial_axis: str | None) -> li
         else:
             a_axis, b_axis = (partial_axis, None) if column else (None, partial_axis)
         like_a = Segment(name_of(base.name, A), (rank, inputs), 1 if row else None, role=ADAPTER)
+        like_a = replace(like_a, growth=(1.0, base.growth[1]))
         down.append(replace(like_a, grad_partial_axis=a_axis, init_std=(3 * inputs) ** -0.5))
         split = 0 if column else None
         b = Segment(name_of(base.name, B), (outputs, rank), split, base.replicas, role=ADAPTER)
-        others.append(replace(b, grad_partial_axis=b_axis))
+        others.append(replace(b, grad_partial_axis=b_axis, growth=(base.growth[0], 1.0)))
         if lora.dora:  # without weight decay, as norms: it would shrink the frozen weight
             magnitude = replace(others[-1], name=name_of(base.name, MAGNITUDE), shape=(outputs,), decay=False)
             others.append(magnitude)
@@ -111,9 +112,9 @@ def _expert_adapters(spec: ParamSpec, lora: LoraConfig) -> list[ParamSpec]:
         return []
     (outputs, inputs), rank = base.shape, lora.rank_of(base.role)
     b = replace(base, name=name_of(base.name, B), shape=(outputs, rank), fused=1, init_std=0.0)
-    b = replace(b, trainable=True, role=ADAPTER)
+    b = replace(b, trainable=True, role=ADAPTER, growth=(base.growth[0], 1.0))
     a = replace(b, name=name_of(base.name, A), shape=(base.experts * rank, inputs))
-    a = replace(a, init_std=(3 * inputs) ** -0.5)
+    a = replace(a, growth=(1.0, base.growth[1]), init_std=(3 * inputs) ** -0.5)
     return [replace(spec, name=segment.name, segments=(segment,)) for segment in (a, b)]
 
 

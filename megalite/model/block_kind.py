@@ -155,7 +155,7 @@ class BlockKind:
 
     def output_factors(self, model: ModelConfig, block: BlockSpec) -> tuple[float, float]:
         """Return the factors on the output of a block before its norm, if it has one, and before the sum."""
-        own, residual = self.output_factor(model), model.residual_multiplier
+        own, residual = self.output_factor(model), model.residual_factor
         return (own, residual) if block.output_norm else (1.0, own * residual)
 
     # ---- cost.py

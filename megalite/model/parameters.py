@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from megalite.config.mup import base_model
 from megalite.config.sections.model import ModelConfig
 from megalite.model.kinds import KINDS, blocks_of
 from megalite.model.mtp.losses import further_losses, layer_count, module_layers
 from megalite.model.mtp.parameters import module_specs
+from megalite.model.mup import with_growth
 from megalite.model.spec_builder import REWARD, SpecBuilder, one_each
 from megalite.model.unit_numbers import head_unit, unit_of
 from megalite.parallel.spec import ParamSpec, Segment, parameter_count
@@ -98,8 +100,13 @@ def model_specs(
     model: ModelConfig, *, tp: int = 1, sequence_parallel: bool = False, units: Iterable[int] | None = None
 ) -> list[ParamSpec]:
     """Return the stored parameters of units (default: all) for a tp size, in the model's order."""
+    selected = list(range(head_unit(model) + 1)) if units is None else list(units)
+    specs = _specs(model, tp, sequence_parallel, selected)
+    return specs if model.mup is None else with_growth(specs, _specs(base_model(model), 1, False, selected))
+
+
+def _specs(model: ModelConfig, tp: int, sequence_parallel: bool, selected: Sequence[int]) -> list[ParamSpec]:
     last = head_unit(model)
-    selected = list(range(last + 1)) if units is None else list(units)
     specs: list[ParamSpec] = []
     for unit in selected:
         build = SpecBuilder(model, unit, tp, sequence_parallel)

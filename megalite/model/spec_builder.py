@@ -41,7 +41,7 @@ class SpecBuilder:
         self.partial_axis = "tp" if sequence_parallel and tp > 1 else None
         self.std = model.initializer_range
         # of row-parallel weights, one of which each block adds to the residual with
-        self.out_std = self.std / sqrt(model.block_count)
+        self.out_std = self.std / sqrt(model.block_count / model.depth_growth)
 
     def norm(
         self, name: str, width: int | None = None, *, axis: str | None = None, rms: bool | None = None

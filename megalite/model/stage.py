@@ -59,9 +59,10 @@ class Head(nn.Module):
         chunk: int | None,
     ):
         super().__init__()
-        norm = make_norm(model, weights, "norm", options.ops)
+        self.plain_norm = make_norm(model, weights, "norm", options.ops)
+        self.scale = None if model.logit_factor is None else Scale(model.logit_factor)
         # cheaper than scaling the logits
-        self.norm = norm if model.logit_scale is None else Chain([norm, Scale(model.logit_scale)])
+        self.norm = self.plain_norm if self.scale is None else Chain([self.plain_norm, self.scale])
         name = "embedding.weight" if model.tied_head else "head.weight"
         self.project = ColumnParallelLinear(weights[name], None, mesh.tp, options.sequence_parallel)
         self.softcap, self.loss = model.logit_softcap, loss

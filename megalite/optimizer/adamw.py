@@ -1,8 +1,8 @@
 """AdamW (Loshchilov and Hutter 2019) over the owned ranges of flat buckets.
 
-Each bucket consists of at most two ranges, one with weight decay and one without, so a step is a few fused
-calls for any number of tensors. Ranges start and end on multiples of 32 elements: the place where a shard is
-cut changes no rounding. No communication.
+Each bucket consists of at most two ranges, one with weight decay and one without, and of few more with
+`model.mup`, so a step is a few fused calls for any number of tensors. Ranges start and end on multiples of 32
+elements: the place where a shard is cut changes no rounding. No communication.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class AdamW:
         scale = None if divisor is None else divisor.to(memory.device, non_blocking=True)
         # under offload a window at a time, whose copies overlap with updates
         for window in memory.windows(self._ranges):
+            factor = window[0].lr_factor
             adamw_(
                 [span.master for span in window],
                 [span.grads for span in window],
@@ -41,10 +42,11 @@ class AdamW:
                 # written in compute precision; else the masters are the weights
                 [span.weights for span in window if span.separate],
                 step=step,
-                lr=lr,
+                lr=lr * factor,
                 beta1=options.betas[0],
                 beta2=options.betas[1],
                 eps=options.eps,
-                weight_decay=options.weight_decay if window[0].decays else 0.0,
+                # lr · weight_decay is the same for all
+                weight_decay=options.weight_decay / factor if window[0].decays else 0.0,
                 grad_scale=scale,
             )

@@ -9,7 +9,7 @@ segment, in at least fp32. The master weight is not one of them: the store holds
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -115,14 +115,25 @@ class StateSpan:
     start: int
     stop: int
     decays: bool
+    lr_factor: float
     kinds: tuple[str, ...]
+
+
+def lr_factor(segment: Segment) -> float:
+    """Return the factor on the learning rate of optimizers that update each element by itself.
+
+    It is 1 / growth of the columns (`model.mup`): the products of a row with the input then change as in the
+    base, since changes of the elements are aligned with the input. Weight decay does not depend on it. The
+    segments of a stored tensor have one factor.
+    """
+    return 1.0 / segment.growth[1]
 
 
 def state_spans(layout: BucketLayout, start: int, stop: int, kinds: Kinds) -> Iterator[StateSpan]:
     """Yield the spans of [start, stop) of a bucket.
 
-    A new span starts where weight decay or the kinds of state change. Padding belongs to the span that
-    precedes it.
+    A new span starts where weight decay, the learning rate or the kinds of state change. Padding belongs to
+    the span that precedes it.
     """
     slots = layout.slots
     starts = [0, *(slot.start for slot in slots[1:])]
@@ -131,9 +142,10 @@ def state_spans(layout: BucketLayout, start: int, stop: int, kinds: Kinds) -> It
         low, high = max(slot_start, start), min(slot_stop, stop)
         if low >= high:
             continue
-        span = StateSpan(low, high, slot.spec.decay, kinds(slot.spec.segments[0]))
-        if last is not None and (last.decays, last.kinds) == (span.decays, span.kinds):
-            span = StateSpan(last.start, high, last.decays, last.kinds)
+        spec = slot.spec
+        span = StateSpan(low, high, spec.decay, lr_factor(spec.segments[0]), kinds(spec.segments[0]))
+        if last is not None and replace(last, start=low, stop=high) == span:
+            span = replace(last, stop=high)
         elif last is not None:
             yield last
         last = span

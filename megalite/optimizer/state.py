@@ -4,7 +4,7 @@ It consists of flat tensors over this rank's owned ranges of the buckets, next t
 
     bucket of a rank   [ q k v o gate up down | norms | padding ]
     owned range                  [ o gate up  | norms ]        this rank's shard; under ZeRO 0 the bucket
-    spans                        [ matrices   ][ norms]        cut where weight decay or the kinds change
+    spans                        [ matrices   ][ norms]        cut where decay, rate or kinds change
     tensors of a span            exp_avg, exp_avg_sq, …        one for each kind, in at least fp32
 
 The optimizer and the options of the run decide the kinds of a segment (`optimizer.registry.kinds_of`). The
@@ -32,6 +32,7 @@ class BucketSlice:
 
     Attributes:
         decays: whether weight decay applies to its weights.
+        lr_factor: factor on their learning rate (`optimizer.registry.lr_factor`).
         state: the tensor of each kind, [stop - start].
     """
 
@@ -39,6 +40,7 @@ class BucketSlice:
     start: int
     stop: int
     decays: bool
+    lr_factor: float
     state: dict[str, Tensor]
 
     @property
@@ -55,7 +57,12 @@ class BucketSlice:
         bucket, own = self.bucket, self.owned
         state = [self.state[kind] for kind in kinds]
         return StateRange(
-            self.decays, bucket.owned_weights[own], bucket.owned_grads[own], bucket.master[own], state
+            self.decays,
+            self.lr_factor,
+            bucket.owned_weights[own],
+            bucket.owned_grads[own],
+            bucket.master[own],
+            state,
         )
 
     def rectangle(self, kind: str, flat: FlatRectangle, offset: int) -> Rectangle:
@@ -91,6 +98,7 @@ class OptimizerState:
                 span.start,
                 span.stop,
                 span.decays,
+                span.lr_factor,
                 {kind: zeros(span.stop - span.start, dtype) for kind in span.kinds},
             )
             for span in state_spans(bucket.layout, bucket.start, bucket.stop, kinds)

@@ -68,6 +68,8 @@ class Segment:
         experts: number of experts, whose equal parts of the tensor are stacked along dim 0; 1: it is a single
             matrix.
         fused: number of equal matrices that each of these parts consists of (gate and up).
+        growth: rows and columns of the matrix over those of the model for which learning rates were chosen
+            (`model.mup`). A table of the vocabulary or of positions, and a vector, count as (1, 1).
     """
 
     name: str
@@ -86,6 +88,7 @@ class Segment:
     experts: int = 1
     fused: int = 1
     initial: InitialValues | None = None
+    growth: tuple[float, float] = (1.0, 1.0)
 
     @property
     def numel(self) -> int:

@@ -372,7 +372,7 @@ def test_a_walk_over_a_large_file_has_one_window_in_memory(tmp_path):
     weights, grads = torch.zeros(count, dtype=torch.bfloat16), torch.zeros(count)
     before, most = resident_file_bytes(), 0
     for _ in range(2):
-        for window in state.windows([StateRange(True, weights, grads, master, (exp_avg, exp_avg_sq))]):
+        for window in state.windows([StateRange(True, 1.0, weights, grads, master, (exp_avg, exp_avg_sq))]):
             for tensor in (window[0].master, *window[0].state):
                 tensor += 1
             most = max(most, resident_file_bytes() - before)

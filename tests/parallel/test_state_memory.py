@@ -46,10 +46,10 @@ def test_weights_elsewhere_receive_every_part(monkeypatch):
     masters = torch.arange(160.0)
     moments = [torch.zeros(160), torch.zeros(160)]
     elsewhere = StateRange(
-        True, torch.empty(160, dtype=torch.bfloat16, device="meta"), torch.ones(160), masters, moments
+        True, 1.0, torch.empty(160, dtype=torch.bfloat16, device="meta"), torch.ones(160), masters, moments
     )
     here = StateRange(
-        True, torch.empty(32, dtype=torch.bfloat16), torch.ones(32), torch.ones(32), [torch.zeros(32)] * 2
+        True, 1.0, torch.empty(32, dtype=torch.bfloat16), torch.ones(32), torch.ones(32), [torch.zeros(32)] * 2
     )
     for window in StateMemory(torch.device("cpu")).windows([elsewhere, here]):
         assert devices([[each.weights, each.grads, each.master, *each.state] for each in window]) == {"cpu"}
@@ -66,7 +66,7 @@ def test_weights_elsewhere_are_kept_by_an_update_that_skips_itself(monkeypatch):
     monkeypatch.setattr(Tensor, "copy_", lambda target, source, non_blocking=False: copied.append(source) or target)
     for dtype in (torch.bfloat16, torch.float32):
         masters = torch.linspace(-3.0, 3.0, 160)
-        elsewhere = StateRange(True, torch.empty(160, dtype=dtype, device="meta"), torch.ones(160), masters, [])
+        elsewhere = StateRange(True, 1.0, torch.empty(160, dtype=dtype, device="meta"), torch.ones(160), masters, [])
         (window,) = list(StateMemory(torch.device("cpu")).windows([elsewhere]))
         assert window[0].separate
         assert torch.equal(copied.pop(), masters.to(dtype))

@@ -23,6 +23,7 @@ from megalite.config.rules import (
     mixers,
     model,
     model_and_data,
+    mup,
     objectives,
     training,
 )
@@ -45,7 +46,7 @@ from megalite.config.sections import (
     train,
 )
 
-MODEL_RULES: tuple[Rule, ...] = (*bounds.RULES, *model.RULES, *lora.RULES, *adapters.RULES)
+MODEL_RULES: tuple[Rule, ...] = (*bounds.RULES, *model.RULES, *mup.RULES, *lora.RULES, *adapters.RULES)
 """The rules for a model and its adapters, with the bounds of all options."""
 LAYOUT_RULES: tuple[Rule, ...] = (*mesh.RULES, *mixers.RULES, *parallel.RULES)
 """The rules for the layout of a model."""

@@ -215,14 +215,6 @@ _MTP = (
         "positions of their own",
         legal="Set it to 0, or model.position to rope or none.",
     ),
-    Rule(
-        "modules of multi-token prediction and scaled logits",
-        "model.mtp_layers",
-        lambda c: c.model.mtp_layers and c.model.logit_scale is not None,
-        message="is incompatible with {model.logit_scale}: the modules read the final norm, which it would "
-        "scale",
-        legal="Set it to 0, or model.logit_scale to null.",
-    ),
 )
 
 

@@ -341,6 +341,12 @@ class ModelConfig:
     initializer_range: float = option(0.02, POSITIVE)
     """Standard deviation of the initial weights; divided by the square root of the number of blocks, two in a
     layer without layer_blocks, for output projections."""
+    mup: dict[str, Any] | None = None
+    """Maximal update parametrization (Yang et al. 2022): the learning rate that is best at base_width stays
+    so at this hidden_size. {base_width: W} is the width for which it was chosen, at which this is the plain
+    model; base_depth: L its number of layers (default: the same). Sizes of the base follow from the width:
+    inner widths and numbers of heads are in proportion to it, everything else is equal. Further keys are
+    fields of this section, as num_key_value_heads: 8, that differ from this rule in the base."""
     embedding_dropout: float = option(0.0, FRACTION)
     """Dropout probability on the embedding's output."""
     attention_dropout: float = option(0.0, FRACTION, kinds=ANY_ATTENTION)
@@ -352,6 +358,28 @@ class ModelConfig:
     def initial_weights(self) -> str | None:
         """What init_from names; None for random weights, whether they were asked for or not."""
         return None if self.init_from == "none" else self.init_from
+
+    @property
+    def width_growth(self) -> float:
+        """hidden_size over that of mup's base; 1 without mup."""
+        return self.hidden_size / self.mup["base_width"] if self.mup else 1.0
+
+    @property
+    def depth_growth(self) -> float:
+        """num_hidden_layers over that of mup's base; 1 without mup."""
+        return self.num_hidden_layers / (self.mup or {}).get("base_depth", self.num_hidden_layers)
+
+    @property
+    def logit_factor(self) -> float | None:
+        """Factor on the input of the head: that of logit_scale and of mup. None: 1."""
+        if self.width_growth == 1.0:
+            return self.logit_scale
+        return (self.logit_scale or 1.0) / self.width_growth
+
+    @property
+    def residual_factor(self) -> float:
+        """Factor on what a block adds to the residual stream: residual_multiplier and mup's for the depth."""
+        return self.residual_multiplier / self.depth_growth
 
     @property
     def rounds_normalized(self) -> bool:

@@ -143,7 +143,7 @@ class Units:
             "outputs",
             self._frozen(name),
         )
-        scale = () if model.logit_scale is None else (2 * self.own,)
+        scale = () if model.logit_factor is None else (2 * self.own,)
         kept = (Buffer("residual stream", self.own), *self._norm_buffers(matmul.keeps_input))
         norm = Elementwise((2 * self.own, *scale), (3 * self.own, *scale), kept)
         workspace = (Buffer("gradients of the norm", 2 * self.whole),)

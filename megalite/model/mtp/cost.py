@@ -20,11 +20,13 @@ def _joining(units: Units) -> UnitCost:
     """Return the norms of the embedding and of the previous output, and the matmul of their concatenation."""
     model, share, own = units.model, units.share, units.own
     hidden, statistics = model.hidden_size, share.own_tokens * (1 if model.norm == "rms" else 2)
-    kept = (
+    kept: tuple[Buffer, ...] = (
         Buffer("embedding of further tokens", own),
         Buffer("statistics of both norms", 2 * statistics, "accumulate"),
         Buffer("both, next to each other", 2 * own),
     )
+    if model.logit_factor is not None:
+        kept += (Buffer("output of the norm before its scale", own),)
     width = 2 * hidden * (2 if model.norm == "layer" and model.norm_bias else 1)
     norms = Elementwise((2 * own, 2 * own, 4 * own), (3 * own, 3 * own, 4 * own), kept, width)
     ranks = share.tokens // share.own_tokens

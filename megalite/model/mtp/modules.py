@@ -100,8 +100,11 @@ class MultiTokenPrediction(nn.Module):
         """
         assert microbatch.mtp_targets is not None, "a microbatch has the tokens that the modules read"
         head, ahead = self.head, microbatch.mtp_targets
-        hidden, targets = head.norm(x), microbatch.targets
-        own = total = head.loss_of(hidden, targets, state.loss_scale, head.loss, microbatch.weights)  # []
+        hidden, targets = head.plain_norm(x), microbatch.targets
+        scaled = head.scale or nn.Identity()
+        own = total = head.loss_of(
+            scaled(hidden), targets, state.loss_scale, head.loss, microbatch.weights
+        )  # []
         statistics = []
         for k, (module, tokens, targets) in enumerate(
             zip(self.predictors, ahead.tokens, ahead.targets, strict=True)
@@ -112,7 +115,7 @@ class MultiTokenPrediction(nn.Module):
             hidden = module(hidden, self.embedding(tokens, None), module_state)
             # The weight is part of the scale: a loss in chunks computes its gradient before the loss could be
             # multiplied.
-            loss = head.loss_of(hidden, targets, scale * self.weight, self.loss, weights)
+            loss = head.loss_of(scaled(hidden), targets, scale * self.weight, self.loss, weights)
             total = total + loss
             token_losses = loss.detach().double() / (scale * self.weight)
             statistics.append(torch.stack([token_losses, (targets != IGNORE_INDEX).sum().double()]))

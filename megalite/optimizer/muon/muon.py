@@ -82,7 +82,7 @@ class Muon:
             span.state[MOMENTUM][in_span],
             bucket.master[in_bucket],
             bucket.owned_weights[in_bucket] if bucket.has_own_master else None,
-            lr_factor(matrix.segment.shape, self.muon.adjust_lr),
+            lr_factor(matrix.segment.shape, self.muon.adjust_lr, matrix.segment.growth),
         )
 
     @torch.no_grad()

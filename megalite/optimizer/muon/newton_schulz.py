@@ -35,7 +35,16 @@ def orthogonalized(matrix: Tensor, steps: int) -> Tensor:
     return x.T if tall else x
 
 
-def lr_factor(shape: tuple[int, ...], adjust_lr: str) -> float:
-    """Return the factor of `muon.adjust_lr` on the learning rate of a whole matrix of a shape."""
+def lr_factor(shape: tuple[int, ...], adjust_lr: str, growth: tuple[float, float] = (1.0, 1.0)) -> float:
+    """Return the factor of `muon.adjust_lr` on the learning rate of a whole matrix of a shape.
+
+    Args:
+        growth: of its rows and columns (`Segment.growth`). The spectral norm of an update should grow as
+            √(rows / columns) does (Yang et al. 2023): the factor is that of the base, times this growth.
+    """
+
+    def of(rows: float, columns: float) -> float:
+        return sqrt(max(1, rows / columns)) if adjust_lr == "original" else 0.2 * sqrt(max(rows, columns))
+
     rows, columns = shape
-    return sqrt(max(1, rows / columns)) if adjust_lr == "original" else 0.2 * sqrt(max(rows, columns))
+    return of(rows / growth[0], columns / growth[1]) * sqrt(growth[0] / growth[1])

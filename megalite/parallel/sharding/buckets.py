@@ -142,8 +142,8 @@ def _round_up(value: int, multiple: int) -> int:
 
 def _bucket(specs: Sequence[ParamSpec], at: Coordinates, owners: int) -> BucketLayout:
     slots, start, byte = list[Slot](), 0, 0
-    # stable: those with decay first, each group in the model's order
-    for spec in sorted(specs, key=lambda spec: not spec.decay):
+    # stable: those with decay first, those with one learning rate together, each group in the model's order
+    for spec in sorted(specs, key=lambda spec: (not spec.decay, -spec.segments[0].growth[1])):
         quantized = None if spec.base is None else matrix_bytes(spec, at, byte)
         slots.append(Slot(spec, spec.local_shape(at), start, quantized))
         start = _round_up(slots[-1].stop, ALIGN)

@@ -23,6 +23,7 @@ class StateRange:
     """A range of a bucket that one optimizer call updates, as flat tensors of equal length."""
 
     decays: bool
+    lr_factor: float
     weights: Tensor  # as the model reads them
     grads: Tensor
     master: Tensor  # at least fp32; the weights themselves if dtype and device agree
@@ -37,7 +38,7 @@ class StateRange:
         """Split the range into pieces of at most `size` elements."""
         tensors = (self.weights, self.grads, self.master, *self.state)
         for weights, grads, master, *state in zip(*(tensor.split(size) for tensor in tensors), strict=True):
-            yield StateRange(self.decays, weights, grads, master, state)
+            yield StateRange(self.decays, self.lr_factor, weights, grads, master, state)
 
 
 class StateMemory:
@@ -53,14 +54,14 @@ class StateMemory:
     def windows(self, ranges: Sequence[StateRange]) -> Iterator[list[StateRange]]:
         """Yield parts of the ranges, each part once.
 
-        The caller updates the masters and weights of a part before it requests the next one. By default there
-        are two parts, with and without weight decay; those whose masters are the weights are parts of their
-        own. If the weights are on another device than their masters (ZeRO-3 with `offload_parameters`), parts
-        are windows of UPLOAD elements: one call updates tensors of one device, so that the new weights are
-        written to a temporary and copied.
+        The caller updates the masters and weights of a part before it requests the next one. By default
+        there are two parts, with and without weight decay, and further ones of other learning rates; those
+        whose masters are the weights are parts of their own. If the weights are on another device than their
+        masters (ZeRO-3 with `offload_parameters`), parts are windows of UPLOAD elements: one call updates
+        tensors of one device, so that the new weights are written to a temporary and copied.
         """
-        for decays in (True, False):
-            group = [each for each in ranges if each.decays is decays]
+        for alike in sorted({(not each.decays, each.lr_factor) for each in ranges}):
+            group = [each for each in ranges if (not each.decays, each.lr_factor) == alike]
             for separate in (True, False):
                 if together := [
                     each
