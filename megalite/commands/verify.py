@@ -2,9 +2,12 @@
 
     megalite verify --config configs/quickstart.yaml --tp 2 --pp 2 --dp 2 [--steps 5] [--section.key VALUE …]
     megalite verify --fp8 [5] --config … --train.fp8 block
+    megalite verify --coordinates [6] --config … [--widths 64 128 256] [--seeds 3] [--draw FILE.svg]
 
 The second form compares a run in fp8 with the same run in its compute dtype, on the same layout, and prints
 their losses, and the first matmul whose difference is not explained by the rounding of its operands.
+The third form trains the model at several widths on one process, and prints by which power of the width
+activations have changed; with model.mup it should be 0.
 It takes the options of megalite train, too, as --zero and --ep.
 Exit status: 0 if equal within the tolerances, 1 if different, 2 for an invalid configuration. With `--json`,
 stdout is one JSON object.
@@ -15,14 +18,17 @@ from __future__ import annotations
 import json
 import math
 import tempfile
+from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 
 from megalite.commands.parser import Parser, positive, progress_of
 from megalite.config.arguments import read_arguments
 from megalite.config.errors import ConfigError
 from megalite.config.load import exit_with, load_config
+from megalite.config.mup import broken_heads
 from megalite.config.schema import Config
 
 AXES = {
@@ -41,6 +47,9 @@ TOLERANCES = {  # relative (loss, norm), absolute (weights)
 
 def main(argv: list[str] | None = None) -> int:
     own, rest = parser().parse_known_args(argv)
+    if own.coordinates is not None:
+        return compare_widths(own, rest)
+    check_no_widths(own)
     if own.fp8 is not None and own.steps is not None:
         exit_with(f"--steps = {own.steps} has no effect with --fp8. Give the number of steps as --fp8 N.")
     steps = own.fp8 or (5 if own.steps is None else own.steps)
@@ -145,6 +154,63 @@ def compare_fp8(config: Config, steps: int, layout: Mapping[str, int], on_cpu: b
     return 0
 
 
+def check_no_widths(own: Namespace) -> None:
+    """Exit with a message if options of the coordinate check are given without it."""
+    if used := next((name for name in ("widths", "seeds", "draw") if getattr(own, name) is not None), None):
+        exit_with(f"--{used} has an effect only with --coordinates. Remove it, or add --coordinates.")
+
+
+def compare_widths(own: Namespace, rest: list[str]) -> int:
+    """Run the coordinate check, print the result, and return the exit status."""
+    others = ("steps", "fp8", *AXES)
+    if given := next((name for name in others if getattr(own, name) is not None), None):
+        exit_with(
+            f"--{given} = {getattr(own, given)} has no effect with --coordinates, which trains on one process "
+            "for --coordinates N steps. Remove it."
+        )
+    names = ("coordinates", "widths", "seeds", "draw", "json")
+    config = load_config(["--checkpoint.load", "none", *rest], world_size=1, own=names)
+    from megalite.training.coordinates import BOUND, WIDTHS, check_coordinates, draw
+
+    widths = sorted(set(own.widths or WIDTHS))
+    if len(widths) < 2:
+        exit_with(f"--widths = {widths[0]} is a single width. Give at least two, as 64 128 256.")
+    for width in widths:
+        if name := broken_heads(config.model, width):
+            exit_with(
+                f"--widths contains {width}, at which model.{name} = {getattr(config.model, name)} of "
+                f"model.hidden_size = {config.model.hidden_size} is no whole number. Choose other --widths, "
+                "or more heads."
+            )
+    if own.draw and find_spec("matplotlib") is None:
+        exit_with("--draw requires matplotlib. Install it: pip install 'megalite[demo]'.")
+    with progress_of(own.json) as progress:
+        found = check_coordinates(config, widths, own.coordinates, own.seeds or 3, progress)
+    broken = [each for each in found if not each.kept]
+    if own.draw:
+        draw(found, own.draw)
+    if own.json:
+        activations = [
+            {"name": each.name, "rms": each.rms, "exponent": each.exponent(each.steps)} for each in found
+        ]
+        print(json.dumps({"equal": not broken, "bound": BOUND, "activations": activations}))
+        return int(bool(broken))
+    print(f"change of activations, rms, after {own.coordinates} steps")
+    print(f"{'':32}" + "".join(f"{width:>10}" for width in widths) + "  exponent of the width")
+    for each in found:
+        values = "".join(f"{steps[-1]:10.3g}" for steps in each.rms.values())
+        print(f"{each.name:32}{values}  {each.exponent(each.steps):+.3f}")
+    if not broken:
+        print(f"equal: no exponent is beyond ±{BOUND:g}: learning rates carry over from width to width")
+        return 0
+    worst = max(broken, key=lambda each: abs(each.exponent(each.steps)))
+    print(
+        f"different: {len(broken)} of {len(found)} exponents are beyond ±{BOUND:g}, the largest that of "
+        f"{worst.name}" + ("" if config.model.mup else "; model.mup is not set")
+    )
+    return 1
+
+
 def size_of(word: str) -> int:
     """Parse a number of ranks; 1 if it is invalid, which the configuration reports."""
     return max(1, int(word)) if word.strip().isdecimal() else 1
@@ -163,5 +229,18 @@ def parser() -> Parser:
         metavar="N",
         help="compare N steps in fp8 with the same steps in the compute dtype (default 5)",
     )
+    tool.add_argument(
+        "--coordinates",
+        type=positive,
+        nargs="?",
+        const=6,
+        metavar="N",
+        help="compare the changes of activations over N steps at several widths (default 6)",
+    )
+    tool.add_argument(
+        "--widths", type=positive, nargs="+", metavar="W", help="widths (default 64 128 256 512 1024)"
+    )
+    tool.add_argument("--seeds", type=positive, metavar="N", help="initializations of each width (default 3)")
+    tool.add_argument("--draw", type=Path, metavar="FILE", help="draw the changes against the width")
     tool.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     return tool

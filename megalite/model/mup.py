@@ -4,7 +4,7 @@ Yang et al. 2022, "Tensor Programs V": weights start and change so that the elem
 changes in a step, are of one size at every width. The growth of each matrix is that of its shape over the
 shape of the same matrix in the base model (`config.mup`). It decides by itself, whatever the block:
 
-    rows, columns grow        as        initial deviation    rate of AdamW (`optimizer.registry`)  
+    rows, columns grow        as        initial deviation    rate of AdamW (`optimizer.registry`)
     both; only columns        matrix    σ / √growth          lr / growth of the columns
     only rows; neither        vector    σ                    lr
     embedding, positions      table     σ                    lr

@@ -13,8 +13,12 @@ def _not_positive(c: RuleContext) -> str | None:
     return next(wrong, None)
 
 
+def _broken(c: RuleContext) -> str | None:
+    return broken_heads(c.model, c.model.mup["base_width"]) if c.model.mup else None
+
+
 def _legal_widths(c: RuleContext) -> str:
-    name = broken_heads(c.model) or ""
+    name = _broken(c) or ""
     own, width = getattr(c.model, name), c.model.hidden_size
     legal = [width * part // own for part in range(1, own + 1) if width * part % own == 0]
     widths = ", ".join(map(str, legal))
@@ -40,10 +44,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "mup's base has whole heads",
         "model.mup",
-        lambda c: c.model.mup and broken_heads(c.model),
+        _broken,
         message=lambda c: (
-            f"gives the base a part of a head: model.{broken_heads(c.model)} = "
-            f"{getattr(c.model, broken_heads(c.model) or '')} times {c.model.mup['base_width']}"  # type: ignore[index]
+            f"gives the base a part of a head: model.{_broken(c)} = "
+            f"{getattr(c.model, _broken(c) or '')} times {c.model.mup['base_width']}"  # type: ignore[index]
             f" / {c.model.hidden_size}"
         ),
         legal=_legal_widths,

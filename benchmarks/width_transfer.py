@@ -1,0 +1,152 @@
+"""The best learning rate at three widths, with and without model.mup, on the corpus of `megalite demo`.
+
+    python -m benchmarks.width_transfer [--widths 128 256 512] [--steps 200] [--output benchmarks/results]
+
+The model has the layers of configs/quickstart.yaml with heads of 32 channels, on one process. Each width and
+parametrization is trained at every rate of one grid, at factors of two; the base of mup is the smallest width.
+Completed runs are not repeated: remove the directory of the runs to start over. Writes
+MACHINE-width-transfer.json with all losses, and a plot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.optimizers import read_curve
+from megalite.commands import demo
+from megalite.commands.demo import CONFIG
+from megalite.commands.parser import Parser, positive
+
+RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
+HEAD = 32  # channels
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Starts runs, or finds completed ones."""
+
+    directory: Path
+    steps: int
+    layers: int
+    base: int
+
+    def loss(self, width: int, rate: float, mup: bool) -> float:
+        """Return the last validation loss.
+
+        Raises:
+            BenchmarkError: the run failed.
+        """
+        label = f"{'mup' if mup else 'standard'}-{width}-{rate:g}"
+        heads = width // HEAD
+        model = {
+            "hidden_size": width,
+            "intermediate_size": width * 11 // 4,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": max(heads // 2, 1),
+            "mup": json.dumps({"base_width": self.base} if mup else None),
+        }
+        options = {f"model.{name}": value for name, value in model.items()} | {
+            "optimizer.lr": rate,
+            "optimizer.min_lr": rate / 10,
+            "optimizer.eps": 1e-12,
+            "data.sequence_length": 64,
+            "train.global_batch_size": 8,
+            "train.micro_batch_size": 8,
+            "train.steps": self.steps,
+            "validation.interval": self.steps,
+            "validation.batches": 32,
+            "parallel.sequence_parallel": "false",
+            "run.dir": self.directory,
+            "run.name": label,
+            "checkpoint.load": "none",
+        }
+        metrics = self.directory / label / "metrics.jsonl"
+        if not (metrics.exists() and self.steps in demo.read_losses(metrics)[1]):
+            print(label, file=sys.stderr, flush=True)
+            words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+            command = [sys.executable, "-m", "megalite", "train", "--config", str(CONFIG), *words]
+            run = subprocess.run(
+                command,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            if run.returncode:
+                raise report.BenchmarkError(f"{label} failed:\n{run.stderr[-2000:]}")
+        return read_curve(metrics).losses[-1]
+
+
+def sweep(runner: Runner, widths: Sequence[int], rates: Sequence[float]) -> dict[str, Any]:
+    """Return the losses of all runs, and the best rate of each width and parametrization."""
+    rows = [
+        {
+            "parametrization": name,
+            "width": width,
+            "losses": (losses := {rate: runner.loss(width, rate, name == "mup") for rate in rates}),
+            "best": min(losses, key=lambda rate: losses[rate]),
+        }
+        for name in ("mup", "standard")
+        for width in widths
+    ]
+    protocol = {"steps": runner.steps, "layers": runner.layers, "base_width": runner.base, "tokens": 8 * 64}
+    return {"protocol": protocol, "rates": list(rates), "results": rows}
+
+
+def draw(content: dict[str, Any], path: Path) -> None:
+    """Plot the losses over the rates, and mark the best rate of each width."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for panel, name in zip(panels, ("mup", "standard"), strict=True):
+        for row in content["results"]:
+            if row["parametrization"] == name:
+                losses = {float(rate): loss for rate, loss in row["losses"].items()}
+                (line,) = panel.plot(
+                    list(losses), list(losses.values()), marker=".", label=f"width {row['width']}"
+                )
+                panel.plot(row["best"], losses[row["best"]], marker="o", color=line.get_color())
+        panel.set(xscale="log", xlabel="optimizer.lr", title="model.mup" if name == "mup" else "without it")
+        panel.grid(alpha=0.3)
+    lowest = min(min(row["losses"].values()) for row in content["results"])
+    panels[0].set(ylabel="validation loss (nats per token)", ylim=(lowest - 0.05, lowest + 1.2))
+    panels[0].legend()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    tool = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    tool.add_argument("--widths", type=positive, nargs="+", default=[128, 256, 512], metavar="W")
+    tool.add_argument("--steps", type=positive, default=200, help="steps of every run (default 200)")
+    tool.add_argument("--layers", type=positive, default=2, help="layers of every model (default 2)")
+    tool.add_argument("--runs", type=Path, default=Path("runs/width-transfer"), metavar="DIR")
+    tool.add_argument("--output", type=Path, default=report.RESULTS, metavar="DIR")
+    options = tool.parse_args()
+    demo.prepare()
+    runner = Runner(options.runs, options.steps, options.layers, min(options.widths))
+    try:
+        content = sweep(runner, options.widths, RATES)
+    except report.BenchmarkError as error:
+        tool.exit(1, f"{tool.prog}: {error}\n")
+    options.output.mkdir(parents=True, exist_ok=True)
+    path = report.write("width-transfer", content, options.output, None)
+    draw(content, path.with_suffix(".png"))
+    for row in content["results"]:
+        losses = ", ".join(f"{rate:g}: {loss:.3f}" for rate, loss in row["losses"].items())
+        print(f"{row['parametrization']}, width {row['width']}: best {row['best']:g} ({losses})")
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()
