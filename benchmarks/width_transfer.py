@@ -1,10 +1,10 @@
 """The best learning rate at three widths, with and without model.mup, on the corpus of `megalite demo`.
 
-    python -m benchmarks.width_transfer [--widths 128 256 512] [--steps 200] [--output benchmarks/results]
+    python -m benchmarks.width_transfer [--widths 128 256 512] [--steps 120] [--output benchmarks/results]
 
 The model has the layers of configs/quickstart.yaml with heads of 32 channels, on one process. Each width and
-parametrization is trained at every rate of one grid, at factors of two; the base of mup is the smallest width.
-Completed runs are not repeated: remove the directory of the runs to start over. Writes
+parametrization is trained at every rate of one grid, at factors of two; the base of mup is the smallest
+width, at which both are one. Completed runs are not repeated: remove the directory of the runs to start over. Writes
 MACHINE-width-transfer.json with all losses, and a plot.
 """
 
@@ -26,7 +26,7 @@ from megalite.commands import demo
 from megalite.commands.demo import CONFIG
 from megalite.commands.parser import Parser, positive
 
-RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
+RATES = (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
 HEAD = 32  # channels
 
 
@@ -93,7 +93,11 @@ def sweep(runner: Runner, widths: Sequence[int], rates: Sequence[float]) -> dict
         {
             "parametrization": name,
             "width": width,
-            "losses": (losses := {rate: runner.loss(width, rate, name == "mup") for rate in rates}),
+            "losses": (
+                losses := {
+                    rate: runner.loss(width, rate, name == "mup" or width == runner.base) for rate in rates
+                }
+            ),
             "best": min(losses, key=lambda rate: losses[rate]),
         }
         for name in ("mup", "standard")
@@ -128,7 +132,7 @@ def draw(content: dict[str, Any], path: Path) -> None:
 def main() -> None:
     tool = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     tool.add_argument("--widths", type=positive, nargs="+", default=[128, 256, 512], metavar="W")
-    tool.add_argument("--steps", type=positive, default=200, help="steps of every run (default 200)")
+    tool.add_argument("--steps", type=positive, default=120, help="steps of every run (default 120)")
     tool.add_argument("--layers", type=positive, default=2, help="layers of every model (default 2)")
     tool.add_argument("--runs", type=Path, default=Path("runs/width-transfer"), metavar="DIR")
     tool.add_argument("--output", type=Path, default=report.RESULTS, metavar="DIR")

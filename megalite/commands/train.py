@@ -124,6 +124,7 @@ def check_run(
 
     from megalite.assembly import parts as build
     from megalite.assembly.fp8_matrices import check_fp8, describe_fp8
+    from megalite.assembly.mup_rates import describe_mup
     from megalite.config import token_files
     from megalite.config.precision import of_device
     from megalite.config.rules import check
@@ -155,6 +156,7 @@ def check_run(
         remarks = [choice.describe()] if choice is not None else []
         remarks += check_tokenizers(config, data.fingerprint) + token_files.remarks(config)
         remarks += teacher.check(config, world_size()) + describe_fp8(config)
+        remarks += describe_mup(config)
         remarks += reference.describe(config)
     except ConfigError as error:
         exit_with(str(error))

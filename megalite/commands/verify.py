@@ -165,8 +165,8 @@ def compare_widths(own: Namespace, rest: list[str]) -> int:
     others = ("steps", "fp8", *AXES)
     if given := next((name for name in others if getattr(own, name) is not None), None):
         exit_with(
-            f"--{given} = {getattr(own, given)} has no effect with --coordinates, which trains on one process "
-            "for --coordinates N steps. Remove it."
+            f"--{given} = {getattr(own, given)} has no effect with --coordinates, which trains on one "
+            "process for --coordinates N steps. Remove it."
         )
     names = ("coordinates", "widths", "seeds", "draw", "json")
     config = load_config(["--checkpoint.load", "none", *rest], world_size=1, own=names)

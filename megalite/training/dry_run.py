@@ -11,6 +11,7 @@ from typing import Any
 
 from megalite.assembly import plan
 from megalite.assembly.fp8_matrices import describe_fp8
+from megalite.assembly.mup_rates import describe_mup
 from megalite.config.arguments import DRY_RUN, read_arguments
 from megalite.config.dims import ParallelDims
 from megalite.config.errors import ConfigError
@@ -229,6 +230,7 @@ def describe(config: Config, content: dict[str, Any]) -> list[str]:
         *experts(config, rows),
         *describe_state_exchange(config),
         *describe_fp8(config),
+        *describe_mup(config),
         *fp8_effect_of_run(config),
         *remarks(config),
         f"built on the meta device with the planned number of bytes: {len(content['built'])} "

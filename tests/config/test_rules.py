@@ -535,6 +535,39 @@ ROWS = [
         ("model.norm_placement = both",),
     ),
     Row("norm_bias of a LayerNorm", {"model.norm_bias": False}, {"model.norm": "layer"}, ("model.norm = rms",)),
+    Row("mup's keys", {"model.mup": {"base_width": 64, "width": 3}}, {"model.mup": {"base_width": 64}}, ("width",)),
+    Row("mup's values", {"model.mup": {"base_depth": 2}}, {"model.mup": {"base_width": 64}}, ("base_width",)),
+    Row(
+        "mup's base has whole heads",
+        {"model.mup": {"base_width": 20}, "model.hidden_size": 64, "model.num_attention_heads": 4},
+        {"model.mup": {"base_width": 32}},
+        ("num_attention_heads = 4", "16, 32, 48, 64"),
+    ),
+    Row(
+        "mup keeps the size of a head",
+        {
+            "model.mup": {"base_width": 32, "num_attention_heads": 4},
+            "model.hidden_size": 64,
+            "model.num_attention_heads": 4,
+        },
+        {"model.head_dim": 16},
+        ("8 channels",),
+    ),
+    Row(
+        "mup starts from random weights",
+        {"model.mup": {"base_width": 64}, "model.init_from": "hf:weights"},
+        {"model.mup": None},
+    ),
+    Row(
+        "mup scales the logits of words",
+        REWARD | {"model.mup": {"base_width": 64}},
+        {"model.mup": None},
+    ),
+    Row(
+        "mup sets learning rates",
+        {"model.mup": {"base_width": 64}, "optimizer.lr_scaling": "sqrt", "optimizer.base_batch_size": 4},
+        {"optimizer.lr_scaling": "none"},
+    ),
     Row(
         "rope_scaling needs rope", {"model.rope_scaling": LLAMA3, "model.position": "none"}, {"model.position": "rope"}
     ),
@@ -1388,12 +1421,6 @@ ROWS = [
         ("model.position = learned", "Set it to 0"),
     ),
     Row(
-        "modules of multi-token prediction and scaled logits",
-        {"model.mtp_layers": 1, "model.logit_scale": 0.5},
-        {"model.logit_scale": None},
-        ("model.logit_scale = 0.5",),
-    ),
-    Row(
         "adapters and modules of multi-token prediction",
         {"model.mtp_layers": 1, "lora.rank": 4},
         {"model.mtp_layers": 0},
@@ -1685,7 +1712,7 @@ ROWS = [
 @pytest.fixture(autouse=True)
 def token_files(tmp_path, monkeypatch):
     """tokens: 257 tokens and an EOS; chat: conversations; other: another vocabulary; bare: by a tool that says nothing;
-    pairs, labelled: preferences. Own is an objective of rewards. Triton compiles."""
+    pairs, labelled: preferences. Own is an objective of rewards, weights a Hugging Face model. Triton compiles."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for prefix in ("tokens", "chat", "other", "bare", "pairs", "other pairs", "labelled"):
@@ -1699,6 +1726,8 @@ def token_files(tmp_path, monkeypatch):
         about = {"vocab_size": 257, "eos": 256, "chat": {}, "preference": prefix.removeprefix("other ")}
         (tmp_path / f"{prefix}.json").write_text(json.dumps(about))
     (tmp_path / "other.json").write_text(json.dumps({"vocab_size": 300, "eos": 0}))
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "config.json").touch()
     (tmp_path / "own.py").write_text("from megalite.objectives.reward import Reward\n\n\nclass Own(Reward): pass\n")
 
 
