@@ -22,6 +22,7 @@ from megalite.model.parameters import model_specs
 from megalite.model.unit_numbers import stage_units
 from megalite.objectives.find import objective_of
 from megalite.optimizer.registry import alignment
+from megalite.optimizer.state_tensors import check_blocks
 from megalite.parallel.fp8_choice import Fp8Options, gathered_as_codes
 from megalite.parallel.pipeline.gather_actions import with_gathering
 from megalite.parallel.pipeline.generator import build, placement
@@ -62,7 +63,10 @@ def specs_of(config: Config, rank: int) -> list[ParamSpec]:
     units = [unit for stage, units in units_of(config).items() if ranks[stage] == rank for unit in units]
     sequence_parallel = parallel.sequence_parallel
     specs = model_specs(config.model, tp=parallel.tp, sequence_parallel=sequence_parallel, units=units)
-    return [coded(spec, config) for spec in trained_specs(specs, config, parallel.tp)]
+    trained = trained_specs(specs, config, parallel.tp)
+    if config.optimizer.moments == "8bit":
+        check_blocks(trained, first_place(config))
+    return [coded(spec, config) for spec in trained]
 
 
 def coded(spec: ParamSpec, config: Config) -> ParamSpec:

@@ -26,7 +26,6 @@ class AdamWRule(UpdateRule):
     """Calls the kernel of moments in fp32."""
 
     state = ("exp_avg", "exp_avg_sq")
-    positive = ("exp_avg_sq",)
 
     def update(self, weights: Tensor, grads: Tensor, state: Mapping[str, Tensor], step: UpdateStep) -> None:
         """As in `UpdateRule`."""

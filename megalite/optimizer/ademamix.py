@@ -30,7 +30,6 @@ class AdEMAMix(UpdateRule):
     """Keeps three moments: those of AdamW, and the slow average."""
 
     state = ("exp_avg", "exp_avg_slow", "exp_avg_sq")
-    positive = ("exp_avg_sq",)
 
     def __init__(self, options: OptimizerConfig, slow: AdEMAMixConfig):
         super().__init__(options)

@@ -20,7 +20,7 @@ from megalite_kernels import moments
 from torch import Tensor
 
 from megalite.optimizer.state import BucketSlice, OptimizerState
-from megalite.optimizer.state_tensors import SCALES
+from megalite.optimizer.state_tensors import is_positive, kind_of
 from megalite.optimizer.update_rule import UpdateRule, UpdateStep
 from megalite.parallel.sharding.state_memory import StateRange
 
@@ -65,7 +65,7 @@ class Elementwise:
         self._names: dict[int, list[str]] = {}  # of the tensors of a range, by its first element
         first = 0
         for span in state.spans(*rule.state):
-            names = [name for kind in rule.state for name in (kind, f"{kind}.{SCALES}") if name in span.state]
+            names = [name for name in span.state if kind_of(name) in rule.state]
             self._names[first] = names
             self._ranges.append(span.range(names, first))
             self._places += self._rectangles(span, first)
@@ -134,14 +134,14 @@ class Elementwise:
         first = max(start for start in self._names if start <= piece.first)
         tensors: dict[str, list[Tensor]] = {kind: [] for kind in self.rule.state}
         for name, tensor in zip(self._names[first], piece.state, strict=True):
-            tensors[name.removesuffix(f".{SCALES}")].append(tensor)
+            tensors[kind_of(name)].append(tensor)
         return tensors
 
     def _unpacked(self, kind: str, tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
         """Return the values of a kind of state, the stored tensor itself if it has their dtype."""
         if len(tensors) == 2:
             codes, scales = tensors
-            return moments.decode(codes, scales, kind not in self.rule.positive, dtype)
+            return moments.decode(codes, scales, not is_positive(kind), dtype)
         return tensors[0].to(dtype)
 
     def _packed(
@@ -153,7 +153,7 @@ class Elementwise:
             first: number of the first element.
         """
         if len(tensors) == 2:
-            return moments.encode(values, len(tensors[1]), kind not in self.rule.positive)
+            return moments.encode(values, len(tensors[1]), not is_positive(kind))
         if tensors[0].dtype != torch.bfloat16:
             return (values,)
         rounded = torch.zeros_like(tensors[0])  # padding stays zero

@@ -44,6 +44,4 @@ def _checked(rule: Any, option: str) -> type[UpdateRule]:
         )
     if wrong := [kind for kind in kinds if kind in (WEIGHT, EMA) or kinds.count(kind) > 1]:
         raise ConfigError(f"{option}: {name}.state has {wrong[0]}, a name that is taken. Rename it.")
-    if unknown := [kind for kind in rule.positive if kind not in kinds]:
-        raise ConfigError(f"{option}: {name}.positive has {unknown[0]}, which is not in state. Correct it.")
     return rule

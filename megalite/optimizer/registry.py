@@ -131,12 +131,12 @@ def create(config: Config, state: OptimizerState) -> Optimizer:
         module, _, name = made.partition(":")
         made = getattr(import_module(module), name)
     sections = [] if entry.section is None else [getattr(config, entry.section)]
-    if not isinstance(made, type) or not issubclass(made, UpdateRule):
-        optimizer: Optimizer = made(state, config.optimizer, *sections)
-        return optimizer
-    from megalite.optimizer.elementwise import Elementwise
-
-    return Elementwise(state, made(config.optimizer, *sections))
+    arguments = (state, config.optimizer, *sections)
+    if isinstance(made, type) and issubclass(made, UpdateRule):
+        arguments = (state, made(config.optimizer, *sections))
+        made = import_module("megalite.optimizer.elementwise").Elementwise
+    optimizer: Optimizer = made(*arguments)
+    return optimizer
 
 
 def kinds_of(config: Config) -> Kinds:
@@ -147,6 +147,14 @@ def kinds_of(config: Config) -> Kinds:
     kinds = entry_of(config.optimizer.name).tensors(config.optimizer.moments)
     averages = () if config.train.ema_decay is None else (StateTensor(EMA),)
     return lambda segment: (*kinds(segment), *averages) if segment.trainable else ()
+
+
+def least_bytes(config: Config) -> float:
+    """Return the bytes of state of an element of a large matrix, of those of which least is kept."""
+    kinds = entry_of(config.optimizer.name).tensors(config.optimizer.moments)
+    shape = (LARGEST_BLOCK, LARGEST_BLOCK)
+    large = Segment("layer", shape, role="q"), Segment("embedding", shape, role="embedding")
+    return min(sum(kind.bytes(each.numel, 4) for kind in kinds(each)) / each.numel for each in large)
 
 
 def is_uniform(config: Config) -> bool:

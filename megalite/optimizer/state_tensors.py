@@ -13,9 +13,12 @@ communication.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from megalite.parallel.spec import Segment
+from megalite.config.errors import ConfigError
+from megalite.mesh.layout import Coordinates
+from megalite.parallel.spec import ParamSpec, Segment
 
 Moments = Literal["fp32", "bf16", "8bit"]
 LARGEST_BLOCK, SMALLEST_BLOCK = 256, 32  # elements that share a scale
@@ -43,6 +46,16 @@ class StateTensor(NamedTuple):
         return elements // self.block * (master if self.dtype is None else BYTES[self.dtype])
 
 
+def kind_of(name: str) -> str:
+    """Return the kind of state to which a tensor belongs."""
+    return name.removesuffix(f".{SCALES}")
+
+
+def is_positive(kind: str) -> bool:
+    """Return whether a kind of state is never negative: averages of squares, whose codes have no sign."""
+    return kind.endswith("_sq")
+
+
 def block_of(segment: Segment) -> int:
     """Return the number of elements of a block of a segment's 8-bit moments; 0: it keeps fp32.
 
@@ -57,6 +70,19 @@ def block_of(segment: Segment) -> int:
         width //= SPLITS
     block = min(width & -width, LARGEST_BLOCK)
     return block if block >= SMALLEST_BLOCK else 0
+
+
+def check_blocks(specs: Sequence[ParamSpec], at: Coordinates) -> None:
+    """Raise ConfigError if a rank's part of a trained matrix has no whole blocks."""
+    for segment in (segment for spec in specs for segment in spec.segments if segment.trainable):
+        block = block_of(segment)
+        if block and (width := segment.local(at).shape[1]) % block:
+            size = at[segment.axis].size
+            raise ConfigError(
+                f"optimizer.moments = 8bit is not supported with parallel.{segment.axis} = {size}: {width} "
+                f"columns of {segment.name} on a rank are no multiple of its blocks of {block}. Set it to bf16 "
+                f"or fp32, or parallel.{segment.axis} to {SPLITS} or less."
+            )
 
 
 def stored_tensors(kind: str, segment: Segment, moments: str) -> tuple[StateTensor, ...]:

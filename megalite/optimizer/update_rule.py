@@ -40,14 +40,12 @@ class UpdateRule(ABC):
 
     Attributes:
         state: names of the numbers that are kept of each element, zero at the start. A checkpoint has
-            NAME/TENSOR. Kinds with the same name and meaning (exp_avg) carry over if a run continues with
-            another optimizer.
-        positive: those of them that are never negative. 8-bit moments have codes without a sign for them.
+            NAME/TENSOR. Those with the name of another optimizer's (exp_avg) carry over if a run changes its
+            optimizer. A name that ends in _sq is of numbers that are never negative.
         options: the section optimizer.
     """
 
     state: ClassVar[tuple[str, ...]]
-    positive: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, options: OptimizerConfig, *sections: Any):
         self.options = options
