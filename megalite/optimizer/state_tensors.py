@@ -80,8 +80,8 @@ def check_blocks(specs: Sequence[ParamSpec], at: Coordinates) -> None:
             size = at[segment.axis].size
             raise ConfigError(
                 f"optimizer.moments = 8bit is not supported with parallel.{segment.axis} = {size}: {width} "
-                f"columns of {segment.name} on a rank are no multiple of its blocks of {block}. Set it to bf16 "
-                f"or fp32, or parallel.{segment.axis} to {SPLITS} or less."
+                f"columns of {segment.name} on a rank are no multiple of its blocks of {block}. Set it to "
+                f"bf16 or fp32, or parallel.{segment.axis} to {SPLITS} or less."
             )
 
 

@@ -307,7 +307,8 @@ def resume(trainer: Trainer, directory: Path) -> None:
     with raise_on_all_ranks(trainer.mesh, CheckpointError):
         resume_base(trainer, manifest)
         learned = [] if trainer.parts.statistics is None else trainer.parts.statistics.rectangles()
-        notes = load_state(trainer.optimizer.state, manifest, learned, state["step"] - state["skipped"])
+        done = state["step"] - state["skipped"]
+        notes = load_state(trainer.optimizer.state, manifest, learned, trainer.config.optimizer, done)
         if trainer.average is not None and not manifest.has_averages:
             trainer.average.start()
         if trainer.store.reducer.powersgd is not None:

@@ -18,13 +18,12 @@ from torch import Tensor
 from megalite import checkpoint
 from megalite.checkpoint import Manifest
 from megalite.checkpoint.checksummed_chunks import dtype_name
+from megalite.config.load import from_dict
+from megalite.config.sections.optimizer import OptimizerConfig
 from megalite.optimizer.state import OptimizerState
 from megalite.optimizer.state_tensors import SCALES, is_positive, kind_of
 from megalite.parallel.sharding.bucket_buffers import BucketBuffers
 from megalite.parallel.spec import EMA, WEIGHT, FlatRectangle, Rectangle
-
-FORMS = {"bfloat16": "bf16", "uint8": "8bit"}
-"""optimizer.moments by the dtype of a moment; others: fp32."""
 
 
 class _Moment(NamedTuple):
@@ -95,19 +94,24 @@ class _Stored:
 
 
 def load_state(
-    state: OptimizerState, manifest: Manifest, others: Iterable[Rectangle], done: int
+    state: OptimizerState,
+    manifest: Manifest,
+    others: Iterable[Rectangle],
+    options: OptimizerConfig,
+    done: int,
 ) -> list[str]:
     """Fill weights, optimizer state and `others` from a checkpoint, and return what has been converted.
 
     An average of the weights that the checkpoint does not have is not filled.
 
     Args:
+        options: of this run.
         done: number of updates of the weights before the checkpoint.
 
     Raises:
         DamagedError, CheckpointError: as `checkpoint.load`.
     """
-    plain, forms, kept = list(others), dict[str, str](), set[str]()
+    plain, kept = list(others), set[str]()
     kinds = {kind_of(name.partition("/")[0]) for name in manifest.tensors if "/" in name}
     for bucket in state.store.buckets:
         converted = list[_Moment]()
@@ -121,25 +125,28 @@ def load_state(
                     plain += moment.kept
                 else:
                     converted.append(moment)
-        _convert(converted, manifest, kinds, forms)
+        _convert(converted, manifest, kinds)
     checkpoint.load(manifest, plain)
-    before = manifest.state.get("started", {})
+    started = manifest.state.get("started", {})
     state.started = {
-        kind: before.get(kind, 0) if kind in kinds else done
+        kind: started.get(kind, 0) if kind in kinds else done
         for kind in sorted(kept - {EMA})
-        if kind not in kinds or before.get(kind, 0)
+        if kind not in kinds or started.get(kind, 0)
     }
-    return _notes(forms, kept - kinds - {EMA})
+    before = from_dict(manifest.state["config"]).optimizer.moments
+    notes = []
+    if before != options.moments:
+        notes.append(f"moments of the checkpoint in {before} are converted to {options.moments}")
+    if new := ", ".join(sorted(kept - kinds - {EMA})):
+        notes.append(f"the checkpoint is of another optimizer: {new} starts at zero, the rest carries on")
+    return notes
 
 
-def _convert(
-    converted: Sequence[_Moment], manifest: Manifest, kinds: Collection[str], forms: dict[str, str]
-) -> None:
+def _convert(converted: Sequence[_Moment], manifest: Manifest, kinds: Collection[str]) -> None:
     """Fill the moments of a bucket that the checkpoint has otherwise, or not at all.
 
     Args:
         kinds: of state in the checkpoint.
-        forms: receives optimizer.moments of what is converted, by kind.
     """
     for moment in converted:
         if moment.kind not in kinds:
@@ -148,7 +155,6 @@ def _convert(
     checkpoint.load(manifest, [part for each in stored for part in each.parts])
     for each in stored:
         each.moment.write(each.values())
-        forms[each.moment.kind] = FORMS.get(manifest.tensors[each.moment.name].dtype, "fp32")
 
 
 def _moments(
@@ -161,15 +167,3 @@ def _moments(
     for kind in dict.fromkeys(map(kind_of, span.state)):
         names = [name for name in span.state if kind_of(name) == kind]
         yield _Moment(kind, flat.segment.name, [span.rectangle(name, flat, offset) for name in names])
-
-
-def _notes(forms: dict[str, str], new: Collection[str]) -> list[str]:
-    """Return a line about each conversion."""
-    notes = []
-    if forms:
-        names, was = (", ".join(sorted(set(each))) for each in (forms, forms.values()))
-        notes.append(f"optimizer.moments was {was}: {names} of the checkpoint are converted")
-    if new:
-        names = ", ".join(sorted(new))
-        notes.append(f"the checkpoint is of another optimizer: {names} starts at zero, the rest carries on")
-    return notes

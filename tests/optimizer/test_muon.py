@@ -20,7 +20,7 @@ from megalite.model.parameters import model_specs
 from megalite.optimizer.muon.muon import Muon
 from megalite.optimizer.muon.newton_schulz import orthogonalized
 from megalite.optimizer.muon.ownership import cost, matrix_rounds
-from megalite.optimizer.registry import ADAMW, OPTIMIZERS, state_elements, state_spans
+from megalite.optimizer.registry import ADAMW, OPTIMIZERS, state_bytes, state_spans
 from megalite.optimizer.schedule import learning_rate
 from megalite.optimizer.state import OptimizerState
 from megalite.parallel.sharding.buckets import bucket_layout
@@ -272,4 +272,4 @@ def test_spans_of_state_cover_a_bucket_once():
                 one.stop == other.start and (one.decays, one.kinds) != (other.decays, other.kinds)
                 for one, other in pairwise(spans)
             )
-            assert state_elements(bucket, start, stop, OPTIMIZERS["adamw"].tensors()) == 2 * (stop - start)
+            assert state_bytes(bucket, start, stop, OPTIMIZERS["adamw"].tensors(), 4) == 8 * (stop - start)
