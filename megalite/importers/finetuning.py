@@ -58,12 +58,13 @@ _EIGHT = {"optimizer.moments": "8bit"}
 _LION, _ADEMAMIX = {"optimizer.name": "lion"}, {"optimizer.name": "ademamix"}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("ADAMW_BNB_8BIT", "ADAMW_8BIT", "ADAMW_TORCH_8BIT", "PAGED_ADAMW_8BIT"), _EIGHT),
+    **dict.fromkeys(("ADAMW8BIT", "PAGEDADAMW8BIT"), _EIGHT),
     **dict.fromkeys(("LION_32BIT", "PAGED_LION_32BIT"), _LION),
     **dict.fromkeys(("LION_8BIT", "PAGED_LION_8BIT"), _LION | _EIGHT),
     **dict.fromkeys(("ADEMAMIX", "PAGED_ADEMAMIX_32BIT"), _ADEMAMIX),
     **dict.fromkeys(("ADEMAMIX_8BIT", "PAGED_ADEMAMIX_8BIT"), _ADEMAMIX | _EIGHT),
 }
-"""Optimizers by the names of transformers."""
+"""Optimizers by the names of transformers, and by the classes of bitsandbytes and torchao."""
 SAVED = {
     "embed_tokens": "embedding",
     "wte": "embedding",

@@ -6,7 +6,7 @@ AdamW with a second, slow average of the gradient:
     u ← (m / (1 − β1^t) + α(t) · s) / (√(v / (1 − β2^t)) + eps)
     p ← p · (1 − lr · weight_decay) − lr · u
 
-Over the first T = `ademamix.warmup_steps` steps, α(t) = α · t / T rises linearly, and β3(t) from β1 to β3 so
+Over the first T = `ademamix.schedule_steps` steps, α(t) = α · t / T rises linearly, and β3(t) from β1 to β3 so
 that the half-life of the slow average rises linearly:
 
     ln β3(t) = ln β1 · ln β3 / ((1 − t / T) · ln β3 + t / T · ln β1)
@@ -37,7 +37,7 @@ class AdEMAMix(UpdateRule):
 
     def schedules(self, age: int) -> tuple[float, float]:
         """Return α and β3 of the update number `age` of the slow average."""
-        share = min(age / self.slow.warmup_steps, 1.0) if self.slow.warmup_steps else 1.0
+        share = min(age / self.slow.schedule_steps, 1.0) if self.slow.schedule_steps else 1.0
         if share == 1.0 or not self.options.betas[0]:
             return share * self.slow.alpha, self.slow.beta3
         first, last = log(self.options.betas[0]), log(self.slow.beta3)

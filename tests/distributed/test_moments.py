@@ -83,7 +83,7 @@ def prefix(tmp_path_factory) -> str:
     ],
 )
 def test_trains_like_one_process(name, layout, ranks, references, prefix):
-    case, options = {**MODEL_CASE, **layout}, {"ademamix": {"warmup_steps": 4, "beta3": 0.99}}
+    case, options = {**MODEL_CASE, **layout}, {"ademamix": {"schedule_steps": 4, "beta3": 0.99}}
     many, one = config_of(case, prefix, "fp64") | options, config_of_one_process(case, prefix) | options
     for config in (many, one):
         config["optimizer"] |= {"name": name}

@@ -83,7 +83,7 @@ def ademamix(p: Tensor, g: Tensor, s: dict[str, Tensor], t: int) -> Tensor:
     return p - LR * ((s["exp_avg"] / (1 - 0.9**t) + alpha * s["exp_avg_slow"]) / root + DECAY * p)
 
 
-SLOW = {"alpha": 4.0, "beta3": 0.99, "warmup_steps": WARMUP}
+SLOW = {"alpha": 4.0, "beta3": 0.99, "schedule_steps": WARMUP}
 
 
 @pytest.mark.parametrize("name, definition", [("lion", lion), ("ademamix", ademamix)])
@@ -120,8 +120,8 @@ def test_the_half_life_of_the_slow_average_rises_linearly():
 
 
 def test_8_bits_are_those_of_bitsandbytes():
-    """From the same state, a step has the same weights and scales. Where a code differs, ours is nearer: on a CPU, theirs
-    are found by an approximation."""
+    """From the same state, a step has the same weights and scales. Where a code differs, ours is nearer: theirs is found
+    by an approximation on a CPU."""
     import bitsandbytes
 
     optimizer = made("adamw", "8bit")

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from megalite.config import amounts
 from megalite.config.option import FRACTION, NOT_NEGATIVE, option
 from megalite.config.rule import Rule
 
@@ -16,9 +15,9 @@ class AdEMAMixConfig:
     """Factor of the slow average of the gradient in an update."""
     beta3: float = option(0.9999, FRACTION)
     """Coefficient of the slow average."""
-    warmup_steps: int = option(0, NOT_NEGATIVE, amount=amounts.STEPS_OR_SHARE)
-    """Number of steps, or their share of train.steps, over which alpha rises from 0, and beta3 from the
-    first of optimizer.betas. The paper takes 100%."""
+    schedule_steps: int = option(0, NOT_NEGATIVE)
+    """Number of steps over which alpha rises from 0, and beta3 from the first of optimizer.betas. The paper
+    takes train.steps."""
 
 
 RULES: tuple[Rule, ...] = (
