@@ -24,9 +24,9 @@ def adamw(state: OptimizerState, options: OptimizerConfig) -> Optimizer:
     if options.moments == "fp32":
         return AdamW(state, options)
     from megalite.optimizer.adamw_rule import AdamWRule
-    from megalite.optimizer.elementwise import Elementwise
+    from megalite.optimizer.elementwise import ElementwiseOptimizer
 
-    return Elementwise(state, AdamWRule(options))
+    return ElementwiseOptimizer(state, AdamWRule(options))
 
 
 class AdamW:

@@ -6,8 +6,8 @@ AdamW with a second, slow average of the gradient:
     u ← (m / (1 − β1^t) + α(t) · s) / (√(v / (1 − β2^t)) + eps)
     p ← p · (1 − lr · weight_decay) − lr · u
 
-Over the first T = `ademamix.schedule_steps` steps, α(t) = α · t / T rises linearly, and β3(t) from β1 to β3 so
-that the half-life of the slow average rises linearly:
+Over the first T = `ademamix.schedule_steps` steps, α(t) = α · t / T rises linearly, and β3(t) from β1 to β3,
+with a half-life of the slow average that rises linearly:
 
     ln β3(t) = ln β1 · ln β3 / ((1 − t / T) · ln β3 + t / T · ln β1)
 """

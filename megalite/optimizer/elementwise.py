@@ -51,7 +51,7 @@ class _Place(NamedTuple):
         return elements + self.offset + rows * (self.pitch - self.width)
 
 
-class Elementwise:
+class ElementwiseOptimizer:
     """Optimizer whose updates are a rule's.
 
     Args:

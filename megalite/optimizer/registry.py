@@ -134,7 +134,7 @@ def create(config: Config, state: OptimizerState) -> Optimizer:
     arguments = (state, config.optimizer, *sections)
     if isinstance(made, type) and issubclass(made, UpdateRule):
         arguments = (state, made(config.optimizer, *sections))
-        made = import_module("megalite.optimizer.elementwise").Elementwise
+        made = import_module("megalite.optimizer.elementwise").ElementwiseOptimizer
     optimizer: Optimizer = made(*arguments)
     return optimizer
 

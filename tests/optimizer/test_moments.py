@@ -120,8 +120,7 @@ def test_the_half_life_of_the_slow_average_rises_linearly():
 
 
 def test_8_bits_are_those_of_bitsandbytes():
-    """From the same state, a step has the same weights and scales. Where a code differs, ours is nearer: theirs is found
-    by an approximation on a CPU."""
+    """From the same state, a step has the same weights and scales. Where a code differs, ours is nearer."""
     import bitsandbytes
 
     optimizer = made("adamw", "8bit")
