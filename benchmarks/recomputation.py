@@ -64,7 +64,9 @@ class ModelVariant:
             Microbatch.of(tokens.clone(), tokens.clone(), torch.arange(batch)) for _ in range(count)
         ]
         self.schedule = build.schedule(config, count)
-        self.optimizer = AdamW(OptimizerState(self.parts.store, OPTIMIZERS["adamw"].kinds), config.optimizer)
+        self.optimizer = AdamW(
+            OptimizerState(self.parts.store, OPTIMIZERS["adamw"].tensors()), config.optimizer
+        )
         self.steps = 0
 
     def step(self) -> float:

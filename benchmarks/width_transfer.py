@@ -4,8 +4,8 @@
 
 The model has the layers of configs/quickstart.yaml with heads of 32 channels, on one process. Each width and
 parametrization is trained at every rate of one grid, at factors of two; the base of mup is the smallest
-width, at which both are one. Completed runs are not repeated: remove the directory of the runs to start over. Writes
-MACHINE-width-transfer.json with all losses, and a plot.
+width, at which both are one. Completed runs are not repeated: remove the directory of the runs to start
+over. Writes MACHINE-width-transfer.json with all losses, and a plot.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megalite.commands import demo
 from megalite.commands.demo import CONFIG
 from megalite.commands.parser import Parser, positive
 
-RATES = (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
+RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 HEAD = 32  # channels
 
 

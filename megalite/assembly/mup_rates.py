@@ -11,8 +11,10 @@ LARGEST_EPS = 1e-10
 
 
 def describe_mup(config: Config) -> list[str]:
-    """Return a line with the multipliers and the rates of matrices, and a warning if AdamW's epsilon is large:
-    elements of gradients become smaller with the width, and epsilon does not. Empty without mup."""
+    """Return a line with the multipliers and the rates of matrices, and a warning if AdamW's epsilon is large.
+
+    Elements of gradients become smaller with the width, and epsilon does not. Empty without mup.
+    """
     model, eps = config.model, config.optimizer.eps
     if model.mup is None:
         return []
@@ -25,7 +27,7 @@ def describe_mup(config: Config) -> list[str]:
     lines = [f"{line}; {rates}" if rates else line]
     if eps > LARGEST_EPS and model.width_growth > 1.0:
         lines.append(
-            f"WARNING: optimizer.eps = {eps:g} limits the steps of wide matrices, whose gradients are smaller "
-            "than those of the base. Set it to 1e-12 at all widths."
+            f"WARNING: optimizer.eps = {eps:g} limits the steps of wide matrices, whose gradients are "
+            "smaller than those of the base. Set it to 1e-12 at all widths."
         )
     return lines

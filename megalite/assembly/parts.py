@@ -37,7 +37,7 @@ from megalite.model.stage import Stage
 from megalite.model.statistics import JoinedStatistics, ModelStatistics
 from megalite.objectives.find import objective_of
 from megalite.objectives.objective import Objective
-from megalite.optimizer.registry import OPTIMIZERS, kinds_of
+from megalite.optimizer.registry import alignment, entry_of, kinds_of
 from megalite.parallel.microbatch import Microbatch
 from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.runtime import Runtime
@@ -69,12 +69,14 @@ def check_offload(config: Config, device: torch.device, share: float) -> None:
         return
     accumulate_dtype = torch.promote_types(dtype, torch.float32)
     elsewhere = device.type != "cpu" and not parallel.offload_parameters
-    kinds, elements = kinds_of(config), 0
+    kinds, master, size = kinds_of(config), accumulate_dtype.itemsize, 0
     for spec in trained_specs(model_specs(config.model), config):
         if spec.trainable:
             own_master = elsewhere or (dtype != accumulate_dtype and not spec.at_least_fp32)
-            elements += parameter_count([spec]) * (len(kinds(spec.segments[0])) + own_master)
-    required = elements * accumulate_dtype.itemsize * layout(config).replicate * share
+            elements = parameter_count([spec])
+            size += sum(kind.bytes(elements, master) for kind in kinds(spec.segments[0]))
+            size += elements * master * own_master
+    required = size * layout(config).replicate * share
     check_directory(offload_directory(config), int(required))
 
 
@@ -86,7 +88,7 @@ def mesh_options(config: Config) -> dict[str, Any]:
         "tied": embedding_pair(config.model, plan.placement),
         "channels": edges(plan),
         "staggered_end": staggered_end(config),
-        "stage_axis": OPTIMIZERS[config.optimizer.name].exchange_axis == "stage",
+        "stage_axis": entry_of(config.optimizer.name).exchange_axis == "stage",
         "counts_tokens": counts_tokens(config),
         "background_saves": config.checkpoint.async_save,
     }
@@ -162,6 +164,7 @@ def build_parts(
         grad_dtype=None if train.grad_dtype == "fp32" else DTYPES[train.grad_dtype],
         reduce_dtype=None if parallel.reduce_dtype == "fp32" else DTYPES[parallel.reduce_dtype],
         bucket_bytes=parallel.bucket_mb * 1e6,
+        align=alignment(config),
         separate_embedding_grad=config.run.deterministic,
         offload_parameters=parallel.offload_parameters,
         training=training,

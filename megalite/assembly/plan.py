@@ -21,6 +21,8 @@ from megalite.model.mtp.losses import further_losses
 from megalite.model.parameters import model_specs
 from megalite.model.unit_numbers import stage_units
 from megalite.objectives.find import objective_of
+from megalite.optimizer.registry import alignment
+from megalite.optimizer.state_tensors import check_blocks
 from megalite.parallel.fp8_choice import Fp8Options, gathered_as_codes
 from megalite.parallel.pipeline.gather_actions import with_gathering
 from megalite.parallel.pipeline.generator import build, placement
@@ -61,7 +63,10 @@ def specs_of(config: Config, rank: int) -> list[ParamSpec]:
     units = [unit for stage, units in units_of(config).items() if ranks[stage] == rank for unit in units]
     sequence_parallel = parallel.sequence_parallel
     specs = model_specs(config.model, tp=parallel.tp, sequence_parallel=sequence_parallel, units=units)
-    return [coded(spec, config) for spec in trained_specs(specs, config, parallel.tp)]
+    trained = trained_specs(specs, config, parallel.tp)
+    if config.optimizer.moments == "8bit":
+        check_blocks(trained, first_place(config))
+    return [coded(spec, config) for spec in trained]
 
 
 def coded(spec: ParamSpec, config: Config) -> ParamSpec:
@@ -98,7 +103,8 @@ def first_place(config: Config) -> Coordinates:
 def buckets_of(config: Config, rank: int) -> list[BucketLayout]:
     """Return the buckets of a pipeline rank, the same on all of its tp, dp and ep ranks."""
     parallel, owners = config.parallel, ParallelDims.of(config).owners
-    return bucket_layout(specs_of(config, rank), first_place(config), owners, parallel.bucket_mb * 1e6)
+    size, specs = parallel.bucket_mb * 1e6, specs_of(config, rank)
+    return bucket_layout(specs, first_place(config), owners, size, alignment(config))
 
 
 def sharded_domains(config: Config) -> tuple[str, ...]:

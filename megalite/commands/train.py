@@ -135,6 +135,7 @@ def check_run(
     from megalite.planner.api import device_of_run
     from megalite.training import recompute_budget, reference, teacher
     from megalite.training.objective_trial import try_objective
+    from megalite.training.optimizer_trial import try_optimizer
     from megalite.training.tokenizer_checks import check_tokenizers
 
     try:
@@ -145,6 +146,7 @@ def check_run(
             config.train.precision = choice.precision  # type: ignore[assignment]
         check(config, world_size(), int(device.type == "cuda"))
         try_objective(config)
+        try_optimizer(config)
         check_packages(config.logging)
         build.check_offload(config, device, local_world_size() / world_size())
         check_fp8(config, device)

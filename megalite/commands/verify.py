@@ -68,10 +68,12 @@ def main(argv: list[str] | None = None) -> int:
     import torch
 
     from megalite.training.objective_trial import try_objective
+    from megalite.training.optimizer_trial import try_optimizer
     from megalite.training.verify import compare, run_ranks, single_process
 
     try:
         try_objective(config)
+        try_optimizer(config)
     except ConfigError as error:
         exit_with(str(error))
     on_cpu = torch.cuda.device_count() < world  # both runs use the same kind of device

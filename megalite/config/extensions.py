@@ -1,6 +1,6 @@
-"""What files of the user add to megalite (`run.extensions`): objectives, data sources and observers of steps.
+"""What files of the user add to megalite (`run.extensions`): objectives, optimizers, data sources, observers.
 
-    from megalite.config.extensions import DataSource, data_source, objective, observer
+    from megalite.config.extensions import DataSource, data_source, objective, observer, optimizer
 
 The files are imported before options are checked, so that options may name what they register. Imports no
 torch and no numpy.
@@ -65,11 +65,12 @@ class Extensions:
 
     files: dict[Path, ModuleType] = field(default_factory=dict)
     objectives: dict[str, type] = field(default_factory=dict)
+    optimizers: dict[str, type] = field(default_factory=dict)
     sources: dict[str, type[DataSource]] = field(default_factory=dict)
     observers: list[type] = field(default_factory=list)
 
     def __len__(self) -> int:
-        return len(self.objectives) + len(self.sources) + len(self.observers)
+        return len(self.objectives) + len(self.optimizers) + len(self.sources) + len(self.observers)
 
 
 EXTENSIONS = Extensions()
@@ -80,6 +81,11 @@ BUILT_IN: dict[str, Collection[str]] = {}
 def objective(name: str) -> Callable[[Registered], Registered]:
     """Register a class derived from `megalite.objectives.objective.Objective` for train.objective."""
     return _into(EXTENSIONS.objectives, name, "objective")
+
+
+def optimizer(name: str) -> Callable[[Registered], Registered]:
+    """Register a class derived from `megalite.optimizer.update_rule.UpdateRule` for optimizer.name."""
+    return _into(EXTENSIONS.optimizers, name, "optimizer")
 
 
 def data_source(name: str) -> Callable[[Registered], Registered]:
@@ -120,7 +126,7 @@ def load_extensions(paths: Sequence[str] | None) -> None:
         import_file(Path(path).expanduser(), option)
         if not known and len(EXTENSIONS) == before:
             raise ConfigError(
-                f"{option} registers nothing. Put @objective, @data_source or @observer of "
+                f"{option} registers nothing. Put @objective, @optimizer, @data_source or @observer of "
                 "megalite.config.extensions before a class in it, or remove it."
             )
 
@@ -165,6 +171,11 @@ def is_source(source: Any) -> bool:
 def is_own_objective(name: str) -> bool:
     """Return whether train.objective names an objective of the user: FILE:CLASS, or a registered name."""
     return ".py:" in name or name in EXTENSIONS.objectives
+
+
+def is_own_optimizer(name: str) -> bool:
+    """Return whether optimizer.name names an optimizer of the user: FILE:CLASS, or a registered name."""
+    return ".py:" in name or name in EXTENSIONS.optimizers
 
 
 @lru_cache(maxsize=8)

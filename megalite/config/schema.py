@@ -4,6 +4,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from megalite.config.option import NO_OPTION
+from megalite.config.sections.ademamix import AdEMAMixConfig
 from megalite.config.sections.checkpoint import CheckpointConfig
 from megalite.config.sections.data import DataConfig
 from megalite.config.sections.distillation import DistillationConfig
@@ -38,6 +39,7 @@ class Config:
     fp16: FP16Config = field(default_factory=FP16Config)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     muon: MuonConfig = field(default_factory=MuonConfig)
+    ademamix: AdEMAMixConfig = field(default_factory=AdEMAMixConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)

@@ -34,6 +34,9 @@ model = PeftModel.from_pretrained(base, "{name}")
 {tokenizer}```
 """
 
+NAMES = {"adamw": "AdamW", "muon": "AdamW", "lion": "Lion", "ademamix": "AdEMAMix"}
+"""What updates tensors other than Muon's matrices, by optimizer.name."""
+
 
 def write_card(
     directory: Path,
@@ -125,8 +128,8 @@ def _trained(config: Config, state: dict[str, Any]) -> dict[str, str]:
         "steps": f"{step:,} of {config.train.steps:,}",
         seen: f"{samples * length:,} ({samples:,} samples of {length:,})",
         "global batch": f"{config.train.global_batch_size:,} samples",
-        "optimizer": f"{matrices}AdamW, learning rate {optimizer.lr:g} ({optimizer.decay}), weight decay "
-        f"{optimizer.weight_decay:g}",
+        "optimizer": f"{matrices}{NAMES.get(optimizer.name, optimizer.name)}, learning rate "
+        f"{optimizer.lr:g} ({optimizer.decay}), weight decay {optimizer.weight_decay:g}",
         "precision": config.train.precision,
     }
     start = config.model.init_from

@@ -203,9 +203,7 @@ TABLE: Table = {
         "fp16.fp16_master_weights_and_grads bf16.bf16_master_weights_and_grads",
         only("FALSE", "master weights are always fp32"),
     ),
-    "bf16.bf16_optimizer_states": only(
-        "FALSE", "Adam's moments are always fp32: use parallel.offload to save device memory"
-    ),
+    "bf16.bf16_optimizer_states": sets("optimizer.moments", {"TRUE": "bf16", "FALSE": "fp32"}),
     **each("", "amp.enabled torch_autocast.enabled", only("FALSE", "use train.precision: bf16 or fp16")),
     "data_types.grad_accum_dtype": sets(
         "train.grad_dtype", {"FP32": "fp32", "BF16": "bf16"}, "train.grad_dtype must be fp32 or bf16"

@@ -54,6 +54,17 @@ ADAMS = (
     "ADAMW_TORCH_NPU_FUSED",
     "ADAMW_TORCH_XLA",
 )
+_EIGHT = {"optimizer.moments": "8bit"}
+_LION, _ADEMAMIX = {"optimizer.name": "lion"}, {"optimizer.name": "ademamix"}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("ADAMW_BNB_8BIT", "ADAMW_8BIT", "ADAMW_TORCH_8BIT", "PAGED_ADAMW_8BIT"), _EIGHT),
+    **dict.fromkeys(("ADAMW8BIT", "PAGEDADAMW8BIT"), _EIGHT),
+    **dict.fromkeys(("LION_32BIT", "PAGED_LION_32BIT"), _LION),
+    **dict.fromkeys(("LION_8BIT", "PAGED_LION_8BIT"), _LION | _EIGHT),
+    **dict.fromkeys(("ADEMAMIX", "PAGED_ADEMAMIX_32BIT"), _ADEMAMIX),
+    **dict.fromkeys(("ADEMAMIX_8BIT", "PAGED_ADEMAMIX_8BIT"), _ADEMAMIX | _EIGHT),
+}
+"""Optimizers by the names of transformers, and by the classes of bitsandbytes and torchao."""
 SAVED = {
     "embed_tokens": "embedding",
     "wte": "embedding",
@@ -164,11 +175,13 @@ def optimizer(value: Any, source: ImportedFile) -> Verdict:
     name = word(value)
     if name in ADAMS:
         return harmless("AdamW is the default")
-    if name.startswith(("ADAMW", "PAGED_ADAMW")):
-        return lost("AdamW's moments are always fp32: use parallel.offload to save device memory")
+    if name in OPTIMIZERS:
+        return honoured(OPTIMIZERS[name])
+    if name.startswith(("ADAMW", "PAGED")):
+        return lost("use optimizer.moments or parallel.offload to save device memory")
     if name == "MUON":
         return honoured(muon(source))
-    return lost("optimizer.name must be adamw or muon: set optimizer.* for the closest one")
+    return lost("optimizer.name must be adamw, muon, lion or ademamix: set optimizer.* for the closest one")
 
 
 def muon(source: ImportedFile) -> dict[str, Any]:

@@ -158,11 +158,11 @@ def only(words: str, why: str, here: str = "this is always the case") -> KeyRule
 
 
 def optimizer(adams: str, roughly: str = "") -> KeyRule:
-    """Return the row of the optimizer's name: Muon, or one of these names of AdamW."""
+    """Return the row of the optimizer's name: another one of megalite, or one of these names of AdamW."""
     others = sets(
         "optimizer.name",
-        {"MUON": "muon"},
-        "optimizer.name must be adamw or muon: set optimizer.* for the closest one",
+        {"MUON": "muon", "LION": "lion", "ADEMAMIX": "ademamix"},
+        "optimizer.name must be adamw, muon, lion or ademamix: set optimizer.* for the closest one",
         roughly,
     )
     return KeyRule(

@@ -1,9 +1,11 @@
 """The optimizers by name (`optimizer.name`).
 
-Each row has the class and the state that it keeps of each parameter; `Optimizer` is their interface.
+Each row has the class and the state that it keeps of each parameter; `Optimizer` is their interface. An
+elementwise optimizer is an `UpdateRule` in a file of its own, here or of the user (`own_optimizers`).
 
 Offload, planner, memory reports and checkpoints read the kinds of state here. Each kind has the shape of its
-segment, in at least fp32. The master weight is not one of them: the store holds it.
+segment; `state_tensors` says in which tensors it is kept. The master weight is not one of them: the store
+holds it.
 """
 
 from __future__ import annotations
@@ -11,10 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module
+from itertools import chain
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from megalite.config.schema import Config
 from megalite.config.sections.lora import EXPERTS, PROJECTIONS
+from megalite.optimizer.state_tensors import LARGEST_BLOCK, StateTensor, stored_tensors
+from megalite.optimizer.update_rule import UpdateRule
 from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.spec import EMA, Segment
 
@@ -26,9 +31,8 @@ if TYPE_CHECKING:
 ADAMW = ("exp_avg", "exp_avg_sq")
 MOMENTUM = "momentum_buffer"
 
-Kinds = Callable[[Segment], tuple[str, ...]]
-"""The kinds of state that a run keeps of a segment, each of the segment's shape; empty if the segment is
-frozen."""
+Kinds = Callable[[Segment], tuple[StateTensor, ...]]
+"""The tensors of state that a run keeps of a segment; empty if the segment is frozen."""
 
 
 class Optimizer(Protocol):
@@ -63,49 +67,104 @@ class OptimizerEntry:
     """An optimizer.
 
     Attributes:
-        class_path: its class, MODULE:NAME, which is imported when a run uses it.
+        class_path: its class, MODULE:NAME, which is imported when a run uses it; or an `UpdateRule`.
         kinds: the kinds of state of a trainable segment. The segments of one stored tensor have the same
             kinds.
         uniform: whether it keeps the same kinds of state of all trainable segments.
         section: the section of options that its class takes besides `optimizer`.
         exchange_axis: the axis of the mesh over which its ranks exchange parts of matrices, if any.
+        wide: kinds that are at least fp32 whatever `optimizer.moments` is.
     """
 
-    class_path: str
-    kinds: Kinds
+    class_path: str | type[UpdateRule]
+    kinds: Callable[[Segment], tuple[str, ...]]
     uniform: bool = False
     section: str | None = None
     exchange_axis: Literal["stage"] | None = None
+    wide: tuple[str, ...] = ()
+
+    def tensors(self, moments: str = "fp32") -> Kinds:
+        """Return the tensors that it keeps, by segment."""
+
+        def of(segment: Segment) -> tuple[StateTensor, ...]:
+            forms = {kind: "fp32" if kind in self.wide else moments for kind in self.kinds(segment)}
+            stored = [stored_tensors(kind, segment, form) for kind, form in forms.items()]
+            return tuple(chain.from_iterable(stored)) if segment.trainable else ()
+
+        return of
 
 
 OPTIMIZERS = {
-    "adamw": OptimizerEntry("megalite.optimizer.adamw:AdamW", lambda segment: ADAMW, uniform=True),
+    "adamw": OptimizerEntry("megalite.optimizer.adamw:adamw", lambda segment: ADAMW, uniform=True),
     "muon": OptimizerEntry(
         "megalite.optimizer.muon.muon:Muon",
         lambda segment: (MOMENTUM,) if is_matrix(segment) else ADAMW,
         section="muon",
         exchange_axis="stage",
+        wide=(MOMENTUM,),
+    ),
+    "lion": OptimizerEntry("megalite.optimizer.lion:Lion", lambda segment: ("exp_avg",), uniform=True),
+    "ademamix": OptimizerEntry(
+        "megalite.optimizer.ademamix:AdEMAMix",
+        lambda segment: ("exp_avg", "exp_avg_slow", "exp_avg_sq"),
+        uniform=True,
+        section="ademamix",
     ),
 }
 """optimizer.name → the optimizer."""
 
 
+def entry_of(name: str) -> OptimizerEntry:
+    """Return an optimizer by its name, or one of the user. Raises ConfigError if there is no such one."""
+    if name in OPTIMIZERS:
+        return OPTIMIZERS[name]
+    from megalite.optimizer.own_optimizers import own_entry
+
+    return own_entry(name)
+
+
 def create(config: Config, state: OptimizerState) -> Optimizer:
     """Return the optimizer of a run."""
-    entry = OPTIMIZERS[config.optimizer.name]
-    module, _, name = entry.class_path.partition(":")
+    entry = entry_of(config.optimizer.name)
+    made = entry.class_path
+    if isinstance(made, str):
+        module, _, name = made.partition(":")
+        made = getattr(import_module(module), name)
     sections = [] if entry.section is None else [getattr(config, entry.section)]
-    optimizer: Optimizer = getattr(import_module(module), name)(state, config.optimizer, *sections)
+    arguments = (state, config.optimizer, *sections)
+    if isinstance(made, type) and issubclass(made, UpdateRule):
+        arguments = (state, made(config.optimizer, *sections))
+        made = import_module("megalite.optimizer.elementwise").ElementwiseOptimizer
+    optimizer: Optimizer = made(*arguments)
     return optimizer
 
 
 def kinds_of(config: Config) -> Kinds:
-    """Return the kinds of state that a run keeps.
+    """Return the tensors of state that a run keeps.
 
-    They are the kinds of its optimizer, and the average of the weights if `train.ema_decay` is set.
+    They are those of its optimizer, and the average of the weights if `train.ema_decay` is set.
     """
-    entry, averages = OPTIMIZERS[config.optimizer.name], () if config.train.ema_decay is None else (EMA,)
-    return lambda segment: (*entry.kinds(segment), *averages) if segment.trainable else ()
+    kinds = entry_of(config.optimizer.name).tensors(config.optimizer.moments)
+    averages = () if config.train.ema_decay is None else (StateTensor(EMA),)
+    return lambda segment: (*kinds(segment), *averages) if segment.trainable else ()
+
+
+def least_bytes(config: Config) -> float:
+    """Return the bytes of state of an element of a large matrix, of those of which least is kept."""
+    kinds = entry_of(config.optimizer.name).tensors(config.optimizer.moments)
+    shape = (LARGEST_BLOCK, LARGEST_BLOCK)
+    large = Segment("layer", shape, role="q"), Segment("embedding", shape, role="embedding")
+    return min(sum(kind.bytes(each.numel, 4) for kind in kinds(each)) / each.numel for each in large)
+
+
+def is_uniform(config: Config) -> bool:
+    """Return whether a run keeps the same tensors of state of all trainable segments."""
+    return entry_of(config.optimizer.name).uniform and config.optimizer.moments != "8bit"
+
+
+def alignment(config: Config) -> int:
+    """Return the number of elements of which shards and tensors of buckets start at a multiple; 0: any."""
+    return LARGEST_BLOCK if config.optimizer.moments == "8bit" else 0
 
 
 @dataclass(frozen=True)
@@ -116,7 +175,7 @@ class StateSpan:
     stop: int
     decays: bool
     lr_factor: float
-    kinds: tuple[str, ...]
+    kinds: tuple[StateTensor, ...]
 
 
 def lr_factor(segment: Segment) -> float:
@@ -153,6 +212,7 @@ def state_spans(layout: BucketLayout, start: int, stop: int, kinds: Kinds) -> It
         yield last
 
 
-def state_elements(layout: BucketLayout, start: int, stop: int, kinds: Kinds) -> int:
-    """Return the number of elements of all kinds of state of [start, stop) of a bucket."""
-    return sum(len(span.kinds) * (span.stop - span.start) for span in state_spans(layout, start, stop, kinds))
+def state_bytes(layout: BucketLayout, start: int, stop: int, kinds: Kinds, master: int) -> int:
+    """Return the bytes of all state of [start, stop) of a bucket, if a master weight has `master`."""
+    spans = state_spans(layout, start, stop, kinds)
+    return sum(kind.bytes(span.stop - span.start, master) for span in spans for kind in span.kinds)

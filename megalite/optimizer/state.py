@@ -5,11 +5,11 @@ It consists of flat tensors over this rank's owned ranges of the buckets, next t
     bucket of a rank   [ q k v o gate up down | norms | padding ]
     owned range                  [ o gate up  | norms ]        this rank's shard; under ZeRO 0 the bucket
     spans                        [ matrices   ][ norms]        cut where decay, rate or kinds change
-    tensors of a span            exp_avg, exp_avg_sq, …        one for each kind, in at least fp32
+    tensors of a span            exp_avg, exp_avg_sq, …        in at least fp32, or narrower (`state_tensors`)
 
-The optimizer and the options of the run decide the kinds of a segment (`optimizer.registry.kinds_of`). The
-tensors are in the memory of the master weights. Saving, loading, copying and restoring treat all kinds alike,
-so a new optimizer is a list of kinds and a `step`. No communication.
+The optimizer and the options of the run decide the tensors of a segment (`optimizer.registry.kinds_of`). They
+are in the memory of the master weights. Saving, loading, copying and restoring treat all alike, so a new
+optimizer is a list of kinds and a `step`. No communication.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from megalite.optimizer.registry import Kinds, state_spans
@@ -33,7 +34,7 @@ class BucketSlice:
     Attributes:
         decays: whether weight decay applies to its weights.
         lr_factor: factor on their learning rate (`optimizer.registry.lr_factor`).
-        state: the tensor of each kind, [stop - start].
+        state: the tensors by name, [stop - start] each; of scales, a number for each block.
     """
 
     bucket: BucketBuffers
@@ -52,8 +53,8 @@ class BucketSlice:
     def master(self) -> Tensor:
         return self.bucket.master[self.owned]
 
-    def range(self, kinds: Sequence[str]) -> StateRange:
-        """Return the span's tensors for an elementwise optimizer with state of these kinds."""
+    def range(self, kinds: Sequence[str], first: int = 0) -> StateRange:
+        """Return the span's tensors for an elementwise optimizer with state of these names."""
         bucket, own = self.bucket, self.owned
         state = [self.state[kind] for kind in kinds]
         return StateRange(
@@ -63,29 +64,35 @@ class BucketSlice:
             bucket.owned_grads[own],
             bucket.master[own],
             state,
+            first,
         )
 
     def rectangle(self, kind: str, flat: FlatRectangle, offset: int) -> Rectangle:
         """Return the part of the state of one kind that `flat`, in the stored tensor at `offset` of the
         bucket, describes."""
-        own = slice(offset + flat.start - self.start, offset + flat.stop - self.start)
-        return Rectangle(
-            f"{kind}/{flat.segment.name}",
-            flat.segment.shape,
-            flat.offsets,
-            self.state[kind][own].view(flat.sizes),
+        tensor, first = self.state[kind], offset - self.start
+        block = (self.stop - self.start) // tensor.numel()  # of a row's elements, for each number
+        shape, offsets, sizes = (
+            (*each[:-1], each[-1] // block) for each in (flat.segment.shape, flat.offsets, flat.sizes)
         )
+        own = tensor[(first + flat.start) // block : (first + flat.stop) // block]
+        return Rectangle(f"{kind}/{flat.segment.name}", shape, offsets, own.view(sizes))
 
 
 class OptimizerState:
     """Optimizer state of one rank's trainable weights, initially zero.
 
     Args:
-        kinds: the kinds of state of a segment (`optimizer.registry.kinds_of`).
+        kinds: the tensors of state of a segment (`optimizer.registry.kinds_of`).
+        seed: keys the stochastic rounding of moments in bf16.
+
+    Attributes:
+        started: kind of state → updates of the weights before it started; 0 if it is not among them.
     """
 
-    def __init__(self, store: ParameterStore, kinds: Kinds):
-        self.store = store
+    def __init__(self, store: ParameterStore, kinds: Kinds, seed: int = 0):
+        self.store, self.seed = store, seed
+        self.started: dict[str, int] = {}
         self._spans = {
             bucket: self._allocate(bucket, kinds) for bucket in store.buckets if bucket.layout.trainable
         }
@@ -99,7 +106,13 @@ class OptimizerState:
                 span.stop,
                 span.decays,
                 span.lr_factor,
-                {kind: zeros(span.stop - span.start, dtype) for kind in span.kinds},
+                {
+                    kind.name: zeros(
+                        (span.stop - span.start) // kind.block,
+                        getattr(torch, kind.dtype) if kind.dtype else dtype,
+                    )
+                    for kind in span.kinds
+                },
             )
             for span in state_spans(bucket.layout, bucket.start, bucket.stop, kinds)
         ]
@@ -111,6 +124,10 @@ class OptimizerState:
     def span_at(self, bucket: BucketBuffers, element: int) -> BucketSlice:
         """Return the span of an owned element of a trainable bucket."""
         return next(span for span in self._spans[bucket] if span.start <= element < span.stop)
+
+    def ages(self, step: int, kinds: Sequence[str]) -> dict[str, int]:
+        """Return the number of updates of each kind of state since it was zero, up to a step's."""
+        return {kind: step - self.started.get(kind, 0) for kind in kinds}
 
     # ---- a step that is undone
 

@@ -33,7 +33,7 @@ from megalite.model.adapter_parameters import ADAPTER
 from megalite.model.spec_builder import INDEXER, REWARD
 from megalite.parallel.quantized.reading import BASE, quantize_base
 from megalite.parallel.sharding.offload import OffloadError
-from megalite.parallel.spec import EMA, Rectangle
+from megalite.parallel.spec import Rectangle
 from megalite.system.activity import LOADING, SAVING
 from megalite.training import reference
 from megalite.training.best import resume_state, state_to_save
@@ -293,6 +293,7 @@ def resume(trainer: Trainer, directory: Path) -> None:
         DamagedError: on every rank, if any rank finds damage.
     """
     from megalite.training import resume_checks  # not needed for a fresh start
+    from megalite.training.resumed_state import load_state
 
     started = perf_counter()
     trainer.mesh.activity.enter(LOADING)
@@ -306,8 +307,8 @@ def resume(trainer: Trainer, directory: Path) -> None:
     with raise_on_all_ranks(trainer.mesh, CheckpointError):
         resume_base(trainer, manifest)
         learned = [] if trainer.parts.statistics is None else trainer.parts.statistics.rectangles()
-        without = () if manifest.has_averages else (EMA,)
-        checkpoint.load(manifest, [*trainer.optimizer.state.to_load(without), *learned])
+        done = state["step"] - state["skipped"]
+        notes = load_state(trainer.optimizer.state, manifest, learned, trainer.config.optimizer, done)
         if trainer.average is not None and not manifest.has_averages:
             trainer.average.start()
         if trainer.store.reducer.powersgd is not None:
@@ -318,6 +319,7 @@ def resume(trainer: Trainer, directory: Path) -> None:
             f"read {directory} in {seconds:.1f} s{rate(sum(manifest.files.values()), seconds)}"
         )
     trainer.notes += [
+        *notes,
         *resume_checks.changes(trainer.config, state, software()),
         *resume_checks.changed_compression(trainer.config, state),
     ]
@@ -360,6 +362,7 @@ def begin_save(trainer: Trainer, best: bool = False, timed: bool = False) -> Sav
         **reference.to_save(trainer),
         **({} if trainer.store.base is None else {BASE: trainer.store.base}),
         **({TIMED: True} if timed else {}),
+        **({"started": trainer.optimizer.state.started} if trainer.optimizer.state.started else {}),
     }
     # first, because optimizer state lost by a disk must not replace a good checkpoint
     with raise_on_all_ranks(trainer.mesh, OffloadError):

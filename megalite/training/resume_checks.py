@@ -68,12 +68,20 @@ def check_resume(config: Config, fingerprint: str, state: dict[str, Any], direct
             f"The model does not match checkpoint.load={directory}: {'; '.join(changed)}. To "
             "train this model, set another run.name."
         )
-    if saved.optimizer.name != config.optimizer.name:
+    names = (saved.optimizer.name, config.optimizer.name)
+    if names[0] != names[1] and ("muon" in names or "optimizer" not in allow):
+        consent = (
+            ""
+            if "muon" in names
+            else (
+                ", or keep what both have under one name (exp_avg) and start the rest at zero with "
+                "checkpoint.allow=[optimizer]"
+            )
+        )
         raise ConfigError(
-            f"optimizer.name={config.optimizer.name} does not match checkpoint.load={directory}, "
-            f"which contains the state of {saved.optimizer.name}. Set "
-            f"optimizer.name={saved.optimizer.name}, or start another run from the weights with "
-            f"model.init_from={directory}."
+            f"optimizer.name={names[1]} does not match checkpoint.load={directory}, "
+            f"which contains the state of {names[0]}. Set optimizer.name={names[0]}, or start another run "
+            f"from the weights with model.init_from={directory}{consent}."
         )
     if (phase := saved.train.indexer) != config.train.indexer:
         raise ConfigError(

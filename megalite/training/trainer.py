@@ -106,7 +106,7 @@ class Trainer:
         with raise_on_all_ranks(mesh):
             self.parts = build.build_parts(config, mesh, self.device)
             self.store = self.parts.store
-            state = OptimizerState(self.store, optimizers.kinds_of(config))
+            state = OptimizerState(self.store, optimizers.kinds_of(config), config.run.seed)
             self.optimizer = optimizers.create(config, state)
         decay = config.train.ema_decay
         self.objective = objective_of(config)  # None: the cross-entropy of the next token

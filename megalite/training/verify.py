@@ -107,7 +107,8 @@ def global_tensors(trainer: Trainer, kinds: tuple[str, ...] = ("weight",)) -> di
     tensors: dict[str, Tensor] = {}
     for name, shape, offsets, dtype, sizes, content in (part for parts in gathered for part in parts):
         if name not in tensors:
-            tensors[name] = torch.full(shape, float("nan"), dtype=dtype)
+            missing = float("nan") if dtype.is_floating_point else 0  # codes of moments
+            tensors[name] = torch.full(shape, missing, dtype=dtype)
         rectangle = tuple(slice(low, low + size) for low, size in zip(offsets, sizes, strict=True))
         tensors[name][rectangle] = torch.from_numpy(content).view(dtype).view(sizes)
     return tensors

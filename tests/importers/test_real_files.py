@@ -36,7 +36,7 @@ class Real:
     project: str | None = None
 
 
-UNKNOWN, OBJECTIVE, MOMENTS = "unknown key", "an objective that is not supported", "moments are always fp32"
+UNKNOWN, OBJECTIVE = "unknown key", "an objective that is not supported"
 REAL = {
     "axolotl/lora-8b.yml": Real(
         {
@@ -64,13 +64,13 @@ REAL = {
                 "optimizer.lr": 1.5e-4,
             },
             **{
+                "optimizer.moments": "8bit",
                 "optimizer.warmup_steps": "5%",
                 "optimizer.decay": "cosine",
                 "optimizer.betas": [0.9, 0.999],
                 "optimizer.weight_decay": 0,
             },
         },
-        lost={"optimizer": MOMENTS},
         said={
             "datasets": "`megalite prepare --chat --input hf:example/recipes-alpaca --tokenizer "
             "example/llama-3-8b-mirror --output PREFIX`"
@@ -112,7 +112,6 @@ REAL = {
             **{"optimizer.warmup_steps": 50, "train.epochs": 1, "train.micro_batch_size": 1},
         },
         lost={
-            "optimizer": MOMENTS,
             "activation_offloading": "offloading activations is not supported",
             "min_sample_len": "keeps short samples",
         },
@@ -181,7 +180,7 @@ REAL = {
             "train.global_batch_size": 8,
             "data.packing": True,
         },
-        lost={"context_parapllel_size": UNKNOWN, "optimizer": MOMENTS},
+        lost={"context_parapllel_size": UNKNOWN},
         said={"datasets": "--chat --input ./data/chats.jsonl"},
     ),
     "axolotl/fsdp1-lora.yaml": Real(
@@ -192,7 +191,6 @@ REAL = {
             "lora.targets": ["q", "k"],
             "data.packing": False,
         },
-        lost={"optimizer": MOMENTS},
         said={"lora_target_modules": "adapters are not supported for Wqkv", "gradient_checkpointing": "enabled by"},
         dp=2,
     ),
@@ -357,8 +355,10 @@ REAL = {
         dp=2,
     ),
     "torchtune/qlora-2b-single.yaml": Real(
-        {"lora.rank": 32, "lora.targets": ["q", "v", "o", "gate", "up", "down"], "optimizer.warmup_steps": 10},
-        lost={"optimizer._component_": "adamw or muon"},
+        {
+            **{"lora.rank": 32, "lora.targets": ["q", "v", "o", "gate", "up", "down"]},
+            **{"optimizer.warmup_steps": 10, "optimizer.moments": "8bit"},
+        },
         said={"model._component_": "torchao rounds", "output_dir": "does not set oc.env:SCRATCH"},
         without=("run.dir",),
         dp=1,
@@ -486,7 +486,7 @@ REAL = {
             "train.grad_clip": 1,
         },
         lost={
-            "optimizer.type": "adamw or muon",
+            "optimizer.type": "adamw, muon, lion or ademamix",
             **{
                 f"optimizer.params.{key}": "only applies to OneBitAdam"
                 for key in ("lr", "weight_decay", "bias_correction", "freeze_step", "cuda_aware", "comm_backend_name")

@@ -32,7 +32,7 @@ def test_steps_are_those_of_torch_with_clipping_and_decay_groups(dtype):
     """One group of matrices that decay and one of biases and norms that do not; gradients clipped in some steps and not
     in others."""
     store = make_store(model_specs(MODEL), dtype)
-    ours = AdamW(OptimizerState(store, OPTIMIZERS["adamw"].kinds), OPTIONS)
+    ours = AdamW(OptimizerState(store, OPTIMIZERS["adamw"].tensors()), OPTIONS)
     parameters = {name: weight.tensor.detach().clone().requires_grad_() for name, weight in store.weights.items()}
     groups = [
         {

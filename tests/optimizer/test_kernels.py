@@ -46,7 +46,7 @@ def steps(context: Any, kernels: str, zero: int, grad_dtype: torch.dtype) -> Res
         model_specs(MODEL), mesh, StoreOptions(zero=zero, dtype=torch.bfloat16, grad_dtype=grad_dtype, bucket_bytes=3e3)
     )
     store.initialize(1)
-    optimizer, norms = AdamW(OptimizerState(store, OPTIMIZERS["adamw"].kinds), OPTIONS), []
+    optimizer, norms = AdamW(OptimizerState(store, OPTIMIZERS["adamw"].tensors()), OPTIONS), []
     generator = torch.Generator().manual_seed(5)
     context.cached("interpreter", repair)
     backend.select(kernels)

@@ -20,7 +20,7 @@ from megalite.model.parameters import model_specs
 from megalite.optimizer.muon.muon import Muon
 from megalite.optimizer.muon.newton_schulz import orthogonalized
 from megalite.optimizer.muon.ownership import cost, matrix_rounds
-from megalite.optimizer.registry import ADAMW, OPTIMIZERS, state_elements, state_spans
+from megalite.optimizer.registry import ADAMW, OPTIMIZERS, state_bytes, state_spans
 from megalite.optimizer.schedule import learning_rate
 from megalite.optimizer.state import OptimizerState
 from megalite.parallel.sharding.buckets import bucket_layout
@@ -59,7 +59,7 @@ def make(
 ) -> tuple[ParameterStore, Muon]:
     store = ParameterStore(model_specs(model), Mesh(Layout()), StoreOptions(dtype=dtype, bucket_bytes=3e3))
     store.initialize(1)
-    return store, Muon(OptimizerState(store, OPTIMIZERS["muon"].kinds), OPTIONS, muon)
+    return store, Muon(OptimizerState(store, OPTIMIZERS["muon"].tensors()), OPTIONS, muon)
 
 
 def draw_gradients(store: ParameterStore, seed: int) -> None:
@@ -167,7 +167,7 @@ def test_the_rate_of_matrices_has_the_shape_of_the_schedule():
     store = ParameterStore(model_specs(MODEL), Mesh(Layout()), StoreOptions(dtype=torch.float64))
     store.initialize(1)
     optimizer = Muon(
-        OptimizerState(store, OPTIMIZERS["muon"].kinds), config.optimizer, MuonConfig(lr=0.5, weight_decay=0.1)
+        OptimizerState(store, OPTIMIZERS["muon"].tensors()), config.optimizer, MuonConfig(lr=0.5, weight_decay=0.1)
     )
     for step, share in ((1, 0.25), (4, 1.0), (7, 0.5), (10, 0.0)):
         before = [value.clone() for value, _ in matrices(store)]
@@ -266,10 +266,10 @@ def test_spans_of_state_cover_a_bucket_once():
     for bucket in bucket_layout(model_specs(MODEL), Layout().coordinates(0), {"dense": 3}, 25e6):
         for index in range(3):
             start, stop = bucket.part(index, 3)
-            spans = list(state_spans(bucket, start, stop, OPTIMIZERS["muon"].kinds))
+            spans = list(state_spans(bucket, start, stop, OPTIMIZERS["muon"].tensors()))
             assert (spans[0].start, spans[-1].stop) == (start, stop)
             assert all(
                 one.stop == other.start and (one.decays, one.kinds) != (other.decays, other.kinds)
                 for one, other in pairwise(spans)
             )
-            assert state_elements(bucket, start, stop, OPTIMIZERS["adamw"].kinds) == 2 * (stop - start)
+            assert state_bytes(bucket, start, stop, OPTIMIZERS["adamw"].tensors(), 4) == 8 * (stop - start)

@@ -35,7 +35,7 @@ def test_layout_invariants(shards, tp, size, tied):
         assert [low for low, _ in shard_ranges] == [0, *(high for _, high in shard_ranges[:-1])] and shard_ranges[-1][
             1
         ] == bucket.size
-        spans = state_spans(bucket, 0, bucket.size, OPTIMIZERS["adamw"].kinds)
+        spans = state_spans(bucket, 0, bucket.size, OPTIMIZERS["adamw"].tensors())
         decays = {place: span.decays for span in spans for place in range(span.start, span.stop)}
         for slot in bucket.slots:
             assert decays[slot.start] == decays[slot.stop - 1] == slot.spec.decay

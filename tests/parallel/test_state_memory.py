@@ -34,7 +34,7 @@ def test_one_call_updates_tensors_of_one_device(monkeypatch):
     options = StoreOptions(zero=3, dtype=torch.bfloat16, offload_parameters=True)
     store = ParameterStore(specs, Mesh(Layout()), options, device="meta", state=StateMemory(torch.device("meta")))
     assert {bucket.owned_weights.device.type for bucket in store.buckets} == {"cpu"}
-    adamw.AdamW(OptimizerState(store, OPTIMIZERS["adamw"].kinds), OptimizerConfig()).step(1, 1e-3, None)
+    adamw.AdamW(OptimizerState(store, OPTIMIZERS["adamw"].tensors()), OptimizerConfig()).step(1, 1e-3, None)
     assert calls and all(each == {"meta"} for each in calls)
 
 

@@ -99,10 +99,16 @@ def _registered() -> Iterator[None]:
 
 
 def tree(
-    *, model: Options = None, train: Options = None, lora: Options = None, optimizer: str = "adamw", **parallel: Any
+    *,
+    model: Options = None,
+    train: Options = None,
+    lora: Options = None,
+    optimizer: str = "adamw",
+    moments: str = "fp32",
+    **parallel: Any,
 ) -> dict[str, dict[str, Any]]:
     return {
-        "optimizer": {"name": optimizer},
+        "optimizer": {"name": optimizer, "moments": moments},
         "model": {**MODEL, **(model or {})},
         "lora": lora or {},
         "parallel": {"dp": 1, "bucket_mb": 0.02, **parallel},
@@ -345,6 +351,12 @@ BUILT = {
         "model": {"tie_word_embeddings": True},
         "optimizer": "muon",
     },
+    "AdamW in bf16, offloaded": {"dp": 2, "tp": 2, "offload": "cpu", "moments": "bf16"},
+    "AdEMAMix in 8 bits, ZeRO-3, a copy of the state": {
+        **{"pp": 2, "dp": 2, "zero": 3, "schedule": "zb-h2", "model": BLOCKS | {"head_dim": 64}},
+        **{"optimizer": "ademamix", "moments": "8bit"},
+    },
+    "Muon and AdamW in 8 bits": {"dp": 4, "tp": 2, "model": BLOCKS, "optimizer": "muon", "moments": "8bit"},
     "Muon, a copy of the state": {"pp": 2, "dp": 2, "schedule": "zb-h2", "optimizer": "muon"},
     "weights in fp32, whole": {"pp": 2, "dp": 2, "model": DECAYS},
     "weights in fp32, sharded, offloaded": {

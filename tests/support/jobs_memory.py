@@ -192,7 +192,7 @@ class Stepping:
             self.reference = reference_of(parsed, self.parts, self.parts.runtime.mesh, self.objective)
             if isinstance(self.reference, StartCopy):
                 self.reference.keep()
-        self.optimizer = AdamW(OptimizerState(self.parts.store, OPTIMIZERS["adamw"].kinds), parsed.optimizer)
+        self.optimizer = AdamW(OptimizerState(self.parts.store, OPTIMIZERS["adamw"].tensors()), parsed.optimizer)
 
     def step(self, number: int) -> None:
         store = self.parts.store

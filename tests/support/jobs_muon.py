@@ -70,7 +70,7 @@ def stepped(
     store = ParameterStore(model_specs(MODEL, tp=dims.tp), mesh, StoreOptions(**options))
     store.initialize(SEED)
     store.publish()
-    optimizer, sent = Muon(OptimizerState(store, OPTIMIZERS["muon"].kinds), OPTIONS, MUON), 0
+    optimizer, sent = Muon(OptimizerState(store, OPTIMIZERS["muon"].tensors()), OPTIONS, MUON), 0
 
     def counted(x: Tensor, *others: Any) -> Any:
         nonlocal sent

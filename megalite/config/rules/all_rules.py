@@ -30,6 +30,7 @@ from megalite.config.rules import (
 from megalite.config.rules.context import RuleContext
 from megalite.config.schema import OPTIONS, Config
 from megalite.config.sections import (
+    ademamix,
     checkpoint,
     data,
     distillation,
@@ -62,6 +63,7 @@ RULES: tuple[Rule, ...] = (
     *distillation.RULES,
     *optimizer.RULES,
     *muon.RULES,
+    *ademamix.RULES,
     *checkpoint.RULES,
     *logging.RULES,
     *profiling.RULES,

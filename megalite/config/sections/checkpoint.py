@@ -44,9 +44,9 @@ class CheckpointConfig:
     load: str = option("auto", path=True)
     """auto: resume from the run's newest checkpoint, if there is one; none: start at step 0; otherwise a
     checkpoint directory to resume, or a run's directory for its newest."""
-    allow: list[Literal["data", "horizon", "objective"]] = field(default_factory=list)
+    allow: list[Literal["data", "horizon", "objective", "optimizer"]] = field(default_factory=list)
     """Changes accepted on resume: other training data (data), another train.steps (horizon), another
-    train.objective or preference.reference (objective)."""
+    train.objective or preference.reference (objective), another optimizer.name (optimizer)."""
 
     @property
     def names_checkpoint(self) -> bool:

@@ -1,17 +1,22 @@
 """The optimizer and its learning-rate schedule."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from megalite.config import amounts
+from megalite.config.extensions import BUILT_IN, EXTENSIONS, is_own_optimizer
 from megalite.config.option import FRACTION, NOT_NEGATIVE, POSITIVE, SHARE_OF_STEPS, SIZE, option
-from megalite.config.rule import Rule
+from megalite.config.rule import Rule, suggestion
 
 
 @dataclass
 class OptimizerConfig:
-    name: Literal["adamw", "muon"] = "adamw"
-    """AdamW for every tensor; or Muon for the matrices of the layers and AdamW for all other tensors."""
+    name: str = "adamw"
+    """adamw, lion or ademamix for every tensor; muon for the matrices of the layers and AdamW for all other
+    tensors; or your own, FILE:CLASS or a name that a file in run.extensions registers."""
+    moments: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """Precision of the moments that an elementwise optimizer keeps. bf16 is rounded stochastically; 8bit has
+    block-wise codes as bitsandbytes' 8-bit optimizers, for matrices. Muon's moment of matrices stays fp32."""
     lr: float = option(3e-4, NOT_NEGATIVE)
     """Peak learning rate. With muon that of the tensors that AdamW updates; muon.lr follows the same warm-up
     and decay."""
@@ -36,7 +41,25 @@ class OptimizerConfig:
     """Global batch size, in sequences, for which lr was chosen; required by lr_scaling."""
 
 
+NAMES = ("adamw", "muon", "lion", "ademamix")
+"""The optimizers of megalite (`optimizer.registry`)."""
+BUILT_IN["optimizer"] = NAMES
+
+
+def _is_unknown(c: Any) -> bool:
+    return c.optimizer.name not in NAMES and not is_own_optimizer(c.optimizer.name)
+
+
+def _known(c: Any) -> str:
+    names = (*NAMES, *EXTENSIONS.optimizers)
+    return (
+        f"Legal values: {', '.join(names)}, FILE:CLASS for your own, or a name that a file in run.extensions "
+        f"registers.{suggestion(c.optimizer.name, names)}"
+    )
+
+
 RULES: tuple[Rule, ...] = (
+    Rule("a known optimizer", "optimizer.name", _is_unknown, message="is unknown", legal=_known),
     Rule(
         "min_lr below lr",
         "optimizer.min_lr",

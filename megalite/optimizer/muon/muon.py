@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megalite.config.sections.muon import MuonConfig
 from megalite.config.sections.optimizer import OptimizerConfig
-from megalite.optimizer.adamw import AdamW
+from megalite.optimizer.adamw import adamw
 from megalite.optimizer.muon.exchange import Round
 from megalite.optimizer.muon.newton_schulz import lr_factor, orthogonalized
 from megalite.optimizer.muon.ownership import MatrixPiece, OwnedMatrix, matrix_rounds
@@ -59,7 +59,7 @@ class Muon:
 
     def __init__(self, state: OptimizerState, options: OptimizerConfig, muon: MuonConfig):
         self.state, self.options, self.muon = state, options, muon
-        self._adamw = AdamW(state, options)
+        self._adamw = adamw(state, options)
         store, mesh = state.store, state.store.mesh
         # at least fp32
         self._dtype = torch.bfloat16 if muon.ns_dtype == "bf16" else store.buckets[0].master.dtype

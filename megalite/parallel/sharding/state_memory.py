@@ -27,7 +27,8 @@ class StateRange:
     weights: Tensor  # as the model reads them
     grads: Tensor
     master: Tensor  # at least fp32; the weights themselves if dtype and device agree
-    state: Sequence[Tensor]  # the optimizer's state, in the order of its kinds
+    state: Sequence[Tensor]  # the optimizer's state; scales of blocks have a part of the length
+    first: int = 0  # number of its first element, for the optimizer
 
     @property
     def separate(self) -> bool:
@@ -36,9 +37,12 @@ class StateRange:
 
     def cut(self, size: int) -> Iterator[StateRange]:
         """Split the range into pieces of at most `size` elements."""
-        tensors = (self.weights, self.grads, self.master, *self.state)
-        for weights, grads, master, *state in zip(*(tensor.split(size) for tensor in tensors), strict=True):
-            yield StateRange(self.decays, self.lr_factor, weights, grads, master, state)
+        tensors, count = (self.weights, self.grads, self.master, *self.state), self.master.numel()
+        parts = (tensor.split(size * tensor.numel() // count) for tensor in tensors)
+        for index, (weights, grads, master, *state) in enumerate(zip(*parts, strict=True)):
+            yield StateRange(
+                self.decays, self.lr_factor, weights, grads, master, state, self.first + index * size
+            )
 
 
 class StateMemory:

@@ -7,7 +7,6 @@ differs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -18,11 +17,12 @@ from megalite.config.schema import Config
 from megalite.model.adapter_parameters import trained_specs
 from megalite.model.kinds import dispatch_of
 from megalite.model.parameters import model_specs
-from megalite.optimizer.registry import OPTIMIZERS, kinds_of, state_elements
+from megalite.optimizer.registry import is_uniform, kinds_of, state_bytes
+from megalite.optimizer.state_tensors import StateTensor
 from megalite.parallel.fp8_choice import Fp8Options, code_bytes, fp8_choice
 from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.sharding.compressible import compressible
-from megalite.parallel.spec import ParamSpec
+from megalite.parallel.spec import WEIGHT, ParamSpec, Segment
 
 DeviceType = Literal["cuda", "cpu"]
 
@@ -103,12 +103,12 @@ class Sharing:
 
 
 def _state(config: Config, bucket: BucketLayout, shard: int) -> int:
-    """Return the elements of optimizer state in a shard of a bucket, without the master weights."""
+    """Return the bytes of optimizer state in a shard of a bucket, without the master weights."""
     if not bucket.trainable:
         return 0
     ranks = Sharing.of(config, bucket.domain).shard
     start, stop = bucket.part(shard % ranks, ranks)
-    return state_elements(bucket, start, stop, kinds_of(config))
+    return state_bytes(bucket, start, stop, kinds_of(config), Widths.of(config).accumulate)
 
 
 def fullest_shard(config: Config, buckets: Sequence[BucketLayout]) -> int:
@@ -116,7 +116,7 @@ def fullest_shard(config: Config, buckets: Sequence[BucketLayout]) -> int:
 
     All have the same amount, unless the optimizer keeps more state for some tensors than for others.
     """
-    if OPTIMIZERS[config.optimizer.name].uniform:
+    if is_uniform(config):
         return 0
     return max(
         range(Sharing.of(config).shard),
@@ -137,12 +137,14 @@ def checkpoint_bytes(config: Config) -> int:
         for each in spec.segments
         if not each.copy and spec.base is None
     )
-    return sum(
-        math.prod(each.shape) * widths.accumulate * (1 + len(kinds(each)))
-        if each.trainable
-        else math.prod(each.shape) * widths.weights(spec)
-        for spec, each in segments
-    )
+
+    def stored(spec: ParamSpec, segment: Segment) -> int:
+        if not segment.trainable:
+            return segment.numel * widths.weights(spec)
+        tensors = (StateTensor(WEIGHT), *kinds(segment))
+        return sum(each.bytes(segment.numel, widths.accumulate) for each in tensors)
+
+    return sum(stored(*each) for each in segments)
 
 
 @dataclass(frozen=True)
@@ -205,12 +207,13 @@ def model_states(
     shard = fullest_shard(config, buckets) if shard is None else shard
     total = sum((_bucket(config, bucket, device, shard) for bucket in buckets), States())
     if optimistic_step(config) and pp_rank < config.parallel.pp - 1:
-        kept = sum(
-            Sharing.of(config, bucket.domain).kept(bucket) + _state(config, bucket, shard)
+        master = Widths.of(config).accumulate
+        copies = sum(
+            Sharing.of(config, bucket.domain).kept(bucket) * master + _state(config, bucket, shard)
             for bucket in buckets
             if bucket.trainable
         )
-        total += States(copies=kept * Widths.of(config).accumulate)
+        total += States(copies=copies)
     return total
 
 
@@ -225,7 +228,7 @@ def _bucket(config: Config, bucket: BucketLayout, device: DeviceType, shard: int
     state_at = device if parallel.offload == "none" else "cpu"
     is_own_master = not bucket.trainable or (width == widths.accumulate and weights_at == state_at)
     master = 0 if is_own_master else kept * widths.accumulate
-    moments = _state(config, bucket, shard) * widths.accumulate
+    moments = _state(config, bucket, shard)
     away = master + moments if parallel.offload == "disk" or state_at != device else 0
     compressed = _compressed(config, bucket) * widths.gradient
     return States(

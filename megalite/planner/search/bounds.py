@@ -299,7 +299,7 @@ class LayoutBounds:
         deferred weight passes; and the gathered weights of two layers.
         """
         size, width = self.stepper.operations.size, self._gradient
-        master, moments = 0 if size == 4 else 4, 8 if self.job.muon is None else 4
+        master, moments = 0 if size == 4 else 4, self.job.moments
         two = min(2 / rank.layers, 1.0)
         spared = size - self.stepper.code if self.stepper.quantized_base else 0.0
 

@@ -25,7 +25,7 @@ from megalite.model.kinds import stage_starts
 from megalite.model.mtp.losses import further_losses, layer_count
 from megalite.model.parameters import embedding_pair
 from megalite.objectives.find import objective_of
-from megalite.optimizer.registry import ADAMW
+from megalite.optimizer.registry import ADAMW, least_bytes
 from megalite.parallel.fp8_choice import NO_FP8, Fp8Options
 from megalite.parallel.pipeline.generator import placement
 from megalite.parallel.pipeline.orders import RECIPES
@@ -172,6 +172,7 @@ class PlannedJob:
     software: Software = OURS
     gradient_bytes: int = 4  # per parameter in the data-parallel reduction
     muon: MuonConfig | None = None  # of a run with that optimizer
+    moments: float = 4.0 * len(ADAMW)  # bytes per parameter (`optimizer.registry.least_bytes`)
     lora: LoraConfig | None = None  # adapters; all other weights are frozen
     fp8: Fp8Options = NO_FP8
     rows: Rows = WHOLE
@@ -197,6 +198,7 @@ class PlannedJob:
             config.train.precision,
             gradient_bytes=2 if "bf16" in (config.train.grad_dtype, config.parallel.reduce_dtype) else 4,
             muon=config.muon if config.optimizer.name == "muon" else None,
+            moments=least_bytes(config),
             lora=config.lora,
             fp8=fp8,
             rows=Rows.of(config),
@@ -753,7 +755,8 @@ class Stepper:
         norm = self.operations.fabric.all_reduce(64, group(device, choice.gpus, 1))
         codes = 0.0 if self.fp8_times is None else self.fp8_times.after_update(choice, held)
         if choice.offload == "none":
-            adam = stream(device, own * self.job.software.adam_bytes)
+            moments = 2 * (self.job.moments - 4 * len(ADAMW)) if self.job.muon is None else 0.0
+            adam = stream(device, own * (self.job.software.adam_bytes + moments))
             return adam + norm + self._matrices(choice) + codes
         wire = own * max(OFFLOAD_WIRE) / device.host.bandwidth if not device.cpu else 0.0
         disk = own * 2 * STATE_BYTES / device.disk if choice.offload == "disk" else 0.0  # read and written
