@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -122,8 +123,20 @@ def _meeting(options: Launch) -> RendezvousParameters:
         common["run_id"] = str(uuid.uuid4())
         return RendezvousParameters("c10d", "localhost:0", **common, local_addr="localhost", **waits)
     if options.node_rank is None:
+        if _is_named(options.endpoint or ""):
+            waits["is_host"] = True
         return RendezvousParameters("c10d", options.endpoint or "", **common, **waits)
     return RendezvousParameters("static", options.endpoint or "", **common, rank=options.node_rank, **waits)
+
+
+def _is_named(endpoint: str) -> bool:
+    """Whether HOST of HOST:PORT is the name of this machine with a domain.
+
+    torch finds this out by asking for its address, which in Kubernetes may not be known yet, or be that of an
+    earlier pod of this name. No node would then host the rendezvous.
+    """
+    host, here = endpoint.rpartition(":")[0], socket.gethostname()
+    return "." in host and host.partition(".")[0] == here.partition(".")[0]
 
 
 class _Agent(LocalElasticAgent):
