@@ -373,8 +373,8 @@ def check_run_dir(job: ClusterJob, config: Config, why: str) -> None:
     if not any(mount.holds(config.run.dir) for mount in job.mounts):
         raise ConfigError(
             f"run.dir = {config.run.dir} is not below the TARGET of a --mount, but {why}, and all nodes "
-            "write their parts of checkpoints there. Mount a file system that all nodes share, for example --mount "
-            "shared:/shared --run.dir /shared/runs."
+            "write their parts of checkpoints there. Mount a file system that all nodes share, for example "
+            "--mount shared:/shared --run.dir /shared/runs."
         )
     for prefix in prefixes(config.data.train):
         if not any(mount.holds(prefix) for mount in job.mounts):
@@ -386,14 +386,15 @@ def with_files(job: ClusterJob, arguments: Arguments, directory: str) -> tuple[C
     configurations are there already."""
     from dataclasses import replace
 
-    from megalite.config.files import config_file, shipped_configs
+    from megalite.config.checkout import CONFIGS
+    from megalite.config.files import config_file
 
     places: dict[str, str] = {}
     files: dict[str, Path] = {}
     for number, each in enumerate(arguments.files):
-        if each in shipped_configs():
-            continue
         path = Path(config_file(each))
+        if path.parent == CONFIGS:
+            continue
         name = path.name if path.name not in files else f"{number}-{path.name}"
         files[name], places[each] = path, f"{directory}/{name}"
     words = list(job.arguments)

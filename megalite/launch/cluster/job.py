@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from megalite.config.errors import ConfigError
 
@@ -145,6 +146,21 @@ def _lines(words: Iterable[str]) -> list[str]:
         else:
             lines[-1] += f" {group}"
     return lines
+
+
+def as_yaml(content: Any) -> str:
+    """Plain data as YAML, with a text of several lines as such."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    def text(dumper: Dumper, value: str) -> yaml.ScalarNode:
+        style = "|" if "\n" in value else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+    Dumper.add_representer(str, text)
+    return yaml.dump(content, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=140)
 
 
 def job_name(text: str) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megalite.config.errors import ConfigError
-from megalite.launch.cluster.job import MODULE, ClusterJob, Mount
+from megalite.launch.cluster.job import MODULE, ClusterJob, Mount, as_yaml
 from megalite.launch.exit_status import ExitStatus
 from megalite.launch.scheduler import JOB, RESTARTS
 
@@ -64,14 +64,10 @@ def manifests(job: ClusterJob, options: Kubernetes, configs: dict[str, Path]) ->
     Raises:
         ConfigError: options that the kind of job does not have.
     """
-    import yaml
-
     _check(job, options)
     objects = [_config_map(job, options, configs)] if configs else []
     objects.append((_train_job if options.kind == "trainjob" else _job_set)(job, options, bool(configs)))
-    return job.comment + "---\n".join(
-        yaml.safe_dump(each, sort_keys=False, allow_unicode=True, width=140) for each in objects
-    )
+    return job.comment + "---\n".join(map(as_yaml, objects))
 
 
 def _check(job: ClusterJob, options: Kubernetes) -> None:
@@ -128,7 +124,7 @@ def _job_set(job: ClusterJob, options: Kubernetes, configs: bool) -> Object:
         "image": job.image,
         **_command(job, f"{job.name}-{NODE}-0-0.{job.name}:{job.port}"),
         "env": _environment(job),
-        "ports": [{"containerPort": job.port}],
+        "ports": [{"containerPort": job.port, "protocol": "TCP"}],
         "resources": _resources(job, options),
         "volumeMounts": _volume_mounts(job, configs),
         **_security(options),

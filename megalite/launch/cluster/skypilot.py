@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.errors import ConfigError
-from megalite.launch.cluster.job import ClusterJob
+from megalite.launch.cluster.job import ClusterJob, as_yaml
 
 CONFIGS = "~/megalite_configs"
 """Directory of the configuration files on the nodes."""
@@ -45,8 +45,6 @@ def task(job: ClusterJob, options: SkyPilot, configs: dict[str, Path]) -> str:
     Raises:
         ConfigError: options that a task needs are missing.
     """
-    import yaml
-
     _check(job, options)
     mounts: dict[str, Any] = {f"{CONFIGS}/{name}": str(path) for name, path in configs.items()}
     volumes: dict[str, str] = {}
@@ -75,14 +73,9 @@ def task(job: ClusterJob, options: SkyPilot, configs: dict[str, Path]) -> str:
         "file_mounts": mounts,
         "volumes": volumes,
         "setup": options.setup,
-        "run": _Text(_run(job)),
+        "run": _run(job),
     }
-    return job.comment + yaml.dump(
-        {name: value for name, value in content.items() if value},
-        Dumper=_dumper(),
-        sort_keys=False,
-        width=140,
-    )
+    return job.comment + as_yaml({name: value for name, value in content.items() if value})
 
 
 def _check(job: ClusterJob, options: SkyPilot) -> None:
@@ -102,19 +95,3 @@ def _run(job: ClusterJob) -> str:
     first = 'first=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)\n' if job.nodes.count > 1 else ""
     command = job.shell_command(f'"$first:{job.port}"')
     return f"{first}exec {command}\n"
-
-
-class _Text(str):
-    """A text of several lines, which YAML shows as such."""
-
-
-def _dumper() -> Any:
-    import yaml
-
-    class Dumper(yaml.SafeDumper):
-        pass
-
-    Dumper.add_representer(
-        _Text, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style="|")
-    )
-    return Dumper
