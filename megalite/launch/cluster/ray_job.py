@@ -117,8 +117,13 @@ class Starts:
 def train(run: RayRun) -> None:
     """Run on the cluster that this program is submitted to. Raises ray.train.TrainingFailedError if the run
     fails for good."""
-    import ray
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    try:
+        import ray
+        from ray.train import FailureConfig, RunConfig, ScalingConfig
+    except ImportError as error:
+        raise SystemExit(
+            f"jobs on Ray require ray ({error}). Install it with `pip install 'megalite[ray]'`."
+        ) from None
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
