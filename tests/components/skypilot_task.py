@@ -11,7 +11,7 @@ import sky
 def main() -> None:
     task = sky.Task.from_yaml_str(sys.stdin.read())
     (resources,) = task.resources
-    found = {
+    read = {
         "name": task.name,
         "nodes": task.num_nodes,
         "accelerators": resources.accelerators,
@@ -26,7 +26,7 @@ def main() -> None:
         "setup": task.setup,
         "run": task.run,
     }
-    print(json.dumps(found))
+    print(json.dumps(read))
 
 
 main()

@@ -60,9 +60,9 @@ def test_skypilot_reads_the_task(capsys, tmp_path):
     environment = OUTSIDE | {"HOME": str(tmp_path), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
     read = subprocess.run(program, input=text, capture_output=True, text=True, env=environment)
     assert read.returncode == 0, read.stderr
-    found = json.loads(read.stdout.splitlines()[-1])
-    run = found.pop("run")
-    assert found == {
+    task = json.loads(read.stdout.splitlines()[-1])
+    run = task.pop("run")
+    assert task == {
         "name": "run",
         "nodes": 2,
         "accelerators": {"H100": 8},

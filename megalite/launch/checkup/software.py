@@ -50,8 +50,8 @@ def findings() -> Iterator[Finding]:
 
 def schedulers() -> Iterator[Finding]:
     """Report the programs with which `megalite launch --submit` submits jobs. None is needed to train."""
-    found = [program for program in SUBMITTERS if shutil.which(program)]
-    yield Finding("launch", ", ".join(found) or f"prints jobs; --submit needs {' or '.join(SUBMITTERS)}")
+    present = [program for program in SUBMITTERS if shutil.which(program)]
+    yield Finding("launch", ", ".join(present) or f"prints jobs; --submit needs {' or '.join(SUBMITTERS)}")
 
 
 def install(extra: str) -> str:

@@ -198,8 +198,8 @@ def _resources(job: ClusterJob, options: Kubernetes) -> Object:
     limits |= options.resources
     requests = {"cpu": None if job.cpus is None else str(job.cpus), "memory": job.memory}
     requested = {name: amount for name, amount in requests.items() if amount is not None}
-    found = {"limits": limits, "requests": requested}
-    return {name: amounts for name, amounts in found.items() if amounts}
+    resources = {"limits": limits, "requests": requested}
+    return {name: amounts for name, amounts in resources.items() if amounts}
 
 
 def _pod(job: ClusterJob, options: Kubernetes, configs: bool) -> Object:
