@@ -235,6 +235,6 @@ def test_a_full_disk_is_named_and_nothing_is_left_on_it(name: str, place: Path, 
 
 
 def test_every_command_that_answers_has_json(answers):
-    """The others train, or print a configuration or a script."""
+    """The others train, or print a configuration, a script or a job."""
     printed = {name: answers["help"][name][1] + answers["help of a part"].get(name, (0, ""))[1] for name in COMMANDS}
-    assert {name for name in COMMANDS if "--json" not in printed[name]} == {"train", "completion", "demo"}
+    assert {name for name in COMMANDS if "--json" not in printed[name]} == {"train", "launch", "completion", "demo"}
