@@ -91,7 +91,8 @@ def _add_common(tool: Parser) -> None:
     add(
         "--python",
         metavar="PATH",
-        help="interpreter on the nodes (default: with SLURM and Ray this one, else python)",
+        help="interpreter on the nodes (default: with SLURM this one, with Ray that of its workers, else "
+        "python)",
     )
     add("--image", metavar="IMAGE", help="container image with megalite")
     add(
@@ -302,9 +303,11 @@ def _seconds(option: str, text: str) -> int:
 
 
 def default_python(options: argparse.Namespace) -> str:
-    """This interpreter where the nodes share its file system, otherwise the one in the image."""
-    shared = options.on in ("slurm", "ray") and "image" not in vars(options)
-    return sys.executable if shared else "python"
+    """This interpreter where the nodes share its file system, on Ray that of its workers (empty), otherwise
+    the one in the image."""
+    if options.on == "ray":
+        return ""
+    return sys.executable if options.on == "slurm" and "image" not in vars(options) else "python"
 
 
 def read_run(options: argparse.Namespace, rest: Sequence[str]) -> tuple[Arguments, Config, Nodes]:

@@ -12,6 +12,7 @@ import os
 import shlex
 import socket
 import subprocess
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ class RayRun:
         min_nodes: fewest nodes to go on with.
         resources: of a node: GPU, CPU.
         arguments: those of `megalite train`.
-        python: the interpreter on the nodes.
+        python: the interpreter on the nodes; empty: that of the workers.
         environment: variables of the ranks.
         restarts: how often the workers are started again.
         storage: a directory that all nodes share, for the files of Ray Train.
@@ -169,7 +170,7 @@ def work(config: dict[str, Any]) -> None:
         nodes=Nodes(context.get_world_size(), run.ranks),
         gpus="GPU" in run.resources,
         arguments=tuple(run.arguments),
-        python=run.python,
+        python=run.python or sys.executable,
         restarts=0,  # Ray starts the ranks again
     )
     known = {JOB: config["job"], RESTARTS: str(meeting["start"])}
