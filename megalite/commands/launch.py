@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 PER_NODE = 8
 """GPUs of a node, unless profiling.hardware describes it."""
+PORT, GRACE = 29500, "5m"
 FILES = {"slurm": ".sbatch", "kubernetes": ".yaml", "ray": ".ray.py", "skypilot": ".sky.yaml"}
 """Scheduler → how the name of its specification ends."""
 
@@ -40,8 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     given = vars(options)
     try:
         check_scheduler(options.on, given)
-        text = specification(options, rest, [*tool.prog.split(), *words])
-        output = given.get("output") or Path(f"{name_of(options, rest)}{FILES[options.on]}")
+        name, text = specification(options, rest, [*tool.prog.split(), *words])
+        output = given.get("output") or Path(f"{name}{FILES[options.on]}")
         if "output" not in given and not options.submit:
             print(text, end="", flush=True)
             return 0
@@ -104,14 +105,13 @@ def _add_common(tool: Parser) -> None:
     )
     add("--env", action="append", type=_pair, metavar="NAME=VALUE", help="environment variable of the ranks")
     add("--max_restarts", type=_count, default=3, metavar="K", help="restarts after failures (default 3)")
-    add("--grace", default="5m", metavar="TIME", help="time to save before the job is ended (default 5m)")
+    add("--grace", metavar="TIME", help=f"time to save before the job is ended (default {GRACE})")
     add("--time", metavar="TIME", help="time limit, such as 24h (SLURM, Kubernetes; default: the cluster's)")
     add(
         "--port",
         type=positive,
-        default=29500,
         metavar="PORT",
-        help="of the rendezvous on the first node (default 29500)",
+        help=f"of the rendezvous on the first node (default {PORT})",
     )
     add(
         "--cpus",
@@ -201,8 +201,13 @@ UNSUPPORTED = {
         "mount": "the file systems of a Ray cluster are part of the cluster",
         "memory": "Ray does not limit memory",
         "time": "Ray has no time limit; set --train.stop_after",
+        "grace": "Ray sends no signal before it ends a job",
+        "port": "the workers choose a free one",
     },
-    "skypilot": {"time": "SkyPilot has no time limit; set --train.stop_after"},
+    "skypilot": {
+        "time": "SkyPilot has no time limit; set --train.stop_after",
+        "grace": "SkyPilot sends no signal before it ends a job",
+    },
 }
 """Scheduler → common options that it does not have, and why."""
 
@@ -225,13 +230,14 @@ def check_scheduler(on: str, given: dict[str, Any]) -> None:
             raise ConfigError(f"--{name} is not supported with --on {on}: {why}. Remove it.")
 
 
-def specification(options: argparse.Namespace, rest: Sequence[str], command: Sequence[str]) -> str:
-    """The text of the job. Raises ConfigError."""
+def specification(
+    options: argparse.Namespace, rest: Sequence[str], command: Sequence[str]
+) -> tuple[str, str]:
+    """The name and the text of the job. Raises ConfigError."""
     given = vars(options)
     arguments, config, nodes = read_run(options, rest)
-    name = name_of(options, rest, config)
     job = ClusterJob(
-        name=name,
+        name=name_of(given.get("name"), config),
         about=about(arguments, config, nodes, command),
         nodes=nodes,
         gpus=options.device == "cuda",
@@ -241,13 +247,13 @@ def specification(options: argparse.Namespace, rest: Sequence[str], command: Seq
         mounts=tuple(map(Mount.read, given.get("mount", ()))),
         image=given.get("image"),
         restarts=options.max_restarts,
-        port=options.port,
+        port=given.get("port", PORT),
         cpus=given.get("cpus"),
         memory=given.get("memory"),
-        grace_s=_seconds("grace", options.grace),
+        grace_s=_seconds("grace", given.get("grace", GRACE)),
         time_s=_seconds("time", options.time) if "time" in given else None,
     )
-    return WRITERS[options.on](job, given, config, arguments)
+    return job.name, WRITERS[options.on](job, given, config, arguments)
 
 
 def _for_slurm(job: ClusterJob, given: dict[str, Any], config: Config, arguments: Arguments) -> str:
@@ -272,7 +278,7 @@ def _for_ray(job: ClusterJob, given: dict[str, Any], config: Config, arguments: 
     from megalite.launch.cluster.ray_job import Ray, program
 
     own = _own("ray", given)
-    check_fewer_nodes(job.nodes, own.get("min_nodes"), arguments)
+    check_fewer_nodes(job, own.get("min_nodes"), arguments)
     return program(job, Ray(**own), Path(config.run.dir))
 
 
@@ -325,22 +331,29 @@ def read_run(options: argparse.Namespace, rest: Sequence[str]) -> tuple[Argument
     replica, dp = axes["tp"] * axes["pp"] * axes["cp"], values.get("parallel.dp")
     nnodes, nproc = known.get("nnodes"), known.get("nproc")
     layout = " · ".join(f"{axis} {size}" for axis, size in [*axes.items(), ("dp", dp or 1)])
-    per_node = gpus_per_node(values.get("profiling.hardware")) if options.device == "cuda" else None
+    hardware = values.get("profiling.hardware")
+    per_node = gpus_per_node(hardware, known.get("gpu")) if options.device == "cuda" else None
     nodes = nodes_for_world(replica * dp if dp else None, nnodes, nproc, per_node, layout)
     return arguments, checked(arguments, nodes.world, options.device), nodes
 
 
-def gpus_per_node(hardware: str | None) -> int:
-    """GPUs of a node, as far as the planner knows the hardware."""
-    from megalite.planner.api import HardwareError, find_device
+def gpus_per_node(hardware: str | None, gpu: str | None) -> int:
+    """GPUs of a node, as far as the planner knows the hardware.
 
-    if hardware is None:
+    Args:
+        gpu: SkyPilot's name, which is the planner's in other letters for most devices.
+    """
+    from megalite.planner.api import HardwareError, find_device, known_devices
+
+    name = (
+        gpu.lower() if hardware is None and gpu is not None and gpu.lower() in known_devices() else hardware
+    )
+    if name is None:
         return PER_NODE
     try:
-        device = find_device(hardware)
+        return find_device(name).per_node
     except HardwareError as error:
         raise ConfigError(str(error).replace("--gpu", "profiling.hardware =")) from None
-    return device.per_node if device is not None else PER_NODE
 
 
 def checked(arguments: Arguments, world: int, device: Any) -> Config:
@@ -354,15 +367,15 @@ def checked(arguments: Arguments, world: int, device: Any) -> Config:
     return config
 
 
-def check_fewer_nodes(nodes: Nodes, fewest: int | None, arguments: Arguments) -> None:
+def check_fewer_nodes(job: ClusterJob, fewest: int | None, arguments: Arguments) -> None:
     """Raise ConfigError unless the run is valid on any number of nodes down to the fewest."""
     if fewest is None:
         return
-    if fewest > nodes.count:
-        raise ConfigError(f"--min_nodes {fewest} must be at most the number of nodes, {nodes.count}.")
-    for count in range(fewest, nodes.count):
+    if fewest > job.nodes.count:
+        raise ConfigError(f"--min_nodes {fewest} must be at most the number of nodes, {job.nodes.count}.")
+    for count in range(fewest, job.nodes.count):
         try:
-            checked(arguments, count * nodes.ranks, "cuda")
+            checked(arguments, count * job.nodes.ranks, "cuda" if job.gpus else "cpu")
         except ConfigError as error:
             raise ConfigError(
                 f"--min_nodes {fewest}: the run is not valid on {count} nodes: {error}"
@@ -410,11 +423,9 @@ def with_files(job: ClusterJob, arguments: Arguments, directory: str) -> tuple[C
     return replace(job, arguments=tuple(words)), files
 
 
-def name_of(options: argparse.Namespace, rest: Sequence[str], config: Config | None = None) -> str:
-    """The name of the job. Raises ConfigError if --name is not one."""
-    name: str | None = vars(options).get("name")
+def name_of(name: str | None, config: Config) -> str:
+    """The name of the job: --name, or the run's. Raises ConfigError if --name is not valid."""
     if name is None:
-        config = config or read_run(options, rest)[1]
         return job_name(config.run.name)
     if job_name(name) != name:
         raise ConfigError(

@@ -49,6 +49,7 @@ MISTAKES = {
     "--on ray --dp 1": "run.dir = runs is relative",
     "--on ray --dp 1 --time 3h": "--time is not supported with --on ray: Ray has no time limit; set --train.stop_after",
     "--on ray --run.dir /shared --nnodes 4 --nproc 2 --tp 4 --min_nodes 1": "--min_nodes 1: the run is not valid on 1 ",
+    "--on ray --dp 1 --grace 3m": "--grace is not supported with --on ray: Ray sends no signal",
     "--on ray --run.dir /shared --dp 2 --nnodes 2 --min_nodes 3": "--min_nodes 3 must be at most the number of nodes",
     "--on kubernetes --dp 1": "run.dir = runs is not below the TARGET of a --mount, but the file system of a pod",
     "--on kubernetes --dp 1 SHARED": "--image is required on Kubernetes",
