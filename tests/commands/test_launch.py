@@ -127,7 +127,9 @@ for task in $tasks; do
     wait $task; own=$?; [ $own -gt $status ] && status=$own
 done
 exit $status""",
-    "sbatch": 'setsid bash "$@" > "$CALLS.log" 2>&1 & echo $! > "$CALLS.pid"; echo Submitted batch job 17',
+    "sbatch": """(setsid bash -c 'echo $$ > "$CALLS.pid"; exec bash "$0" "$@"' "$@" > "$CALLS.log" 2>&1
+echo $? > "$CALLS.end") > /dev/null 2>&1 &
+echo Submitted batch job 17""",
 }
 SCRIPTS = {
     "megalite launch": ["megalite", "launch", "--on", "slurm", "--device", "cpu", "--nnodes", "2", "--submit"],
@@ -151,6 +153,8 @@ def test_a_job_of_two_nodes_saves_before_its_end_and_queues_itself_again(script,
         words = [sys.executable, "-m", *words, "--port", port, "--output", str(tmp_path / "job.sbatch")]
     environment = {**os.environ, **job, **ours, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     environment["PYTHONPATH"] = f"{ROOT}:{ROOT / 'kernels'}"
+    log = Path(f"{calls}.log")
+    log.touch()
     submitted = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (submitted.returncode, submitted.stdout) == (0, "Submitted batch job 17\n"), submitted.stderr
 
@@ -160,10 +164,10 @@ def test_a_job_of_two_nodes_saves_before_its_end_and_queues_itself_again(script,
             assert time.monotonic() < deadline and "Error" not in log.read_text(), log.read_text()
             time.sleep(0.05)
 
-    log = Path(f"{calls}.log")
     until(lambda: len(steps_of(run)) >= 2)
     os.kill(int(Path(f"{calls}.pid").read_text()), signal.SIGUSR1)
-    until(calls.exists)
+    until(Path(f"{calls}.end").exists)
+    assert Path(f"{calls}.end").read_text() == "75\n", log.read_text()
     assert calls.read_text() == "requeue 17\n"
     assert "stopping after step" in log.read_text() and "repeat the command to resume" in log.read_text()
     assert steps_of(run)[-1] == checkpoint_step(run)
