@@ -269,6 +269,8 @@ def _for_kubernetes(job: ClusterJob, given: dict[str, Any], config: Config, argu
     own = _own("kubernetes", given)
     lists: dict[str, Any] = {"tolerations": tuple(own.pop("toleration", ()))}
     lists |= {f"{name}s": dict(own.pop(name, ())) for name in ("resource", "node_selector")}
+    if "port" in given and own.get("kind") != "jobset":
+        raise ConfigError("--port is not supported with --kind trainjob: Trainer sets the port. Remove it.")
     check_run_dir(job, config, "the file system of a pod is lost with it")
     job, files = with_files(job, arguments, CONFIGS)
     return manifests(job, Kubernetes(**own, **lists), files)

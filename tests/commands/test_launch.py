@@ -54,6 +54,7 @@ MISTAKES = {
     "--on kubernetes --dp 1": "run.dir = runs is not below the TARGET of a --mount, but the file system of a pod",
     "--on kubernetes --dp 1 SHARED": "--image is required on Kubernetes",
     "--on kubernetes --dp 1 SHARED --image a --host_network": "--host_network is not supported with --kind trainjob",
+    "--on kubernetes --dp 1 SHARED --image a --port 3": "--port is not supported with --kind trainjob",
     "--on kubernetes --dp 1 SHARED --image a --toleration b": "--toleration b is not KEY:EFFECT",
     "--on kubernetes --dp 1 SHARED --image a --env PET_NNODES=2": "--env PET_NNODES is set by Kubeflow Trainer.",
     "--on skypilot --dp 1 SHARED": "--gpu is required with SkyPilot",
