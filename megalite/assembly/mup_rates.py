@@ -11,7 +11,7 @@ LARGEST_EPS = 1e-10
 
 
 def describe_mup(config: Config) -> list[str]:
-    """Return a line with the multipliers and the rates of matrices, and a warning if AdamW's epsilon is large.
+    """Return a line with the multipliers and the rates of matrices, and a warning if epsilon is large.
 
     Elements of gradients become smaller with the width, and epsilon does not. Empty without mup.
     """

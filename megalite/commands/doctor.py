@@ -67,6 +67,7 @@ def examine(directory: Path, *, quick: bool = False, report: Report = silent) ->
     """
     checks: list[tuple[str, Check, float]] = [
         ("software", software.findings, SHORT_S),
+        ("schedulers", software.schedulers, SHORT_S),
         ("GPUs", host.gpus, SHORT_S),
         ("CPU cores", host.cores, SHORT_S),
         ("C compiler", host.compiler, host.COMPILE_S + SHORT_S),

@@ -14,6 +14,7 @@ COMMANDS = {
     "doctor": "check this machine: versions, GPUs, communication, limits, disk, and what is missing",
     "init": "write a configuration for this machine",
     "train": "train a model, on one process or on many",
+    "launch": "print or submit a job for SLURM, Kubernetes, Ray or SkyPilot",
     "plan": "search for the best parallel layout: memory, step time, throughput",
     "bubble": "simulate a pipeline schedule: bubble, memory, messages, timeline",
     "prepare": "tokenize texts or conversations into a token file",

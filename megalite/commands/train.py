@@ -16,7 +16,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
-from megalite.commands import launch as launching
+from megalite.commands import start_ranks
 from megalite.config.errors import ConfigError
 from megalite.config.load import exit_with, load, tell_torchrun, write_config
 from megalite.config.schema import Config
@@ -46,8 +46,8 @@ def main() -> int:
 
         dry_run()
         return 0
-    if launching.wanted(sys.argv[1:]):
-        return launching.main(sys.argv[1:])
+    if start_ranks.wanted(sys.argv[1:]):
+        return start_ranks.main(sys.argv[1:])
     # before torch is imported: a wrong option is reported at once
     loaded = load(world_size=int(os.environ.get("WORLD_SIZE", "1")))
     config = loaded.config

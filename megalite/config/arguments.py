@@ -28,7 +28,7 @@ LAUNCH = {
     "there.",
     "max_restarts": "Start all ranks again up to K times after one has failed (default 0).",
 }
-"""What `megalite.commands.launch` takes, which is no part of the configuration → help."""
+"""What `megalite.commands.start_ranks` takes, which is no part of the configuration → help."""
 DRY_RUN = ("world_size", "ranks", "device")
 """Options of `megalite train --dry_run` alone."""
 

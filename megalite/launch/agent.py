@@ -12,12 +12,14 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Timer
@@ -28,7 +30,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from megalite.launch.causes import End, ExitCause, by_cause, lost_in
@@ -126,6 +128,32 @@ def _meeting(options: Launch) -> RendezvousParameters:
     return RendezvousParameters("static", options.endpoint or "", **common, rank=options.node_rank, **waits)
 
 
+def _handler(meeting: RendezvousParameters) -> RendezvousHandler:
+    """Return the handler of a rendezvous, which the node with the endpoint's address hosts."""
+    if meeting.backend == "c10d" and _is_here(meeting.endpoint.rpartition(":")[0]):
+        with suppress(RendezvousError):  # another launcher of this machine hosts it
+            hosting = copy(meeting)
+            hosting.config = meeting.config | {"is_host": True}
+            return get_rendezvous_handler(hosting)
+    return get_rendezvous_handler(meeting)
+
+
+def _is_here(host: str) -> bool:
+    """Whether a name or address is that of this machine.
+
+    torch compares addresses with that of the machine's name, which may be another one of several, and in
+    Kubernetes may not be known yet or be the address of an earlier pod. No node would host the rendezvous.
+    """
+    if "." in host and host.partition(".")[0] == socket.gethostname().partition(".")[0]:
+        return True
+    with suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.bind((address[0], 0))  # possible with an address of this machine only
+                return True
+    return False
+
+
 class _Agent(LocalElasticAgent):
     """torchrun's agent, with signals forwarded to the ranks."""
 
@@ -137,7 +165,7 @@ class _Agent(LocalElasticAgent):
             local_world_size=options.ranks,
             entrypoint=sys.executable,
             args=("-P", *command),  # -P: `-m` would import from the current directory first
-            rdzv_handler=get_rendezvous_handler(meeting),
+            rdzv_handler=_handler(meeting),
             max_restarts=options.restarts,
             monitor_interval=0.1,
             master_addr=static[0] if static else None,

@@ -48,6 +48,8 @@ VARIABLES = (
         "TORCHELASTIC_RESTART_COUNT",
         "SLURM_JOB_ID",
         "SLURM_JOB_NUM_NODES",
+        "MEGALITE_JOB",
+        "MEGALITE_RESTART_COUNT",
     ),
     *(
         "CUDA_VISIBLE_DEVICES",

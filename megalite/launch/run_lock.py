@@ -26,6 +26,7 @@ from threading import Event, Lock, Thread
 
 from megalite.config import run_files
 from megalite.config.errors import ConfigError
+from megalite.launch import scheduler
 from megalite.launch.exit_status import ExitStatus
 from megalite.system.messages import say
 from megalite.system.processes import look
@@ -61,19 +62,14 @@ class Holder:
 
     @staticmethod
     def own() -> Holder:
-        scheduler = os.environ.get("SLURM_JOB_ID")
-        job, restart = (
-            f"SLURM {scheduler}" if scheduler else None,
-            int(os.environ.get("SLURM_RESTART_COUNT", 0)),
-        )
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         return Holder(
             os.uname().nodename,
             _machine(),
             os.getpid(),
             start_of(os.getpid()),
-            job,
-            restart,
+            scheduler.job(),
+            scheduler.restarts(),
             since,
             uuid.uuid4().hex,
         )

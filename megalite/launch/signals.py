@@ -159,7 +159,7 @@ def end_on_signal(
 def end_training_on_signal(where: str, before: Callable[[int], object] | None = None) -> SignalListener:
     """Like `end_on_signal`, for a training process before and after its steps, which SIGUSR1 ends as well.
 
-    The SLURM script starts it with SIGUSR1 ignored until it can save.
+    A script may start it with SIGUSR1 ignored until it can save.
     """
     ignored = signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
     signals = SIGNALS if ignored else (*SIGNALS, signal.SIGUSR1)

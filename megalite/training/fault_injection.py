@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from megalite.config.sections.faults import Fault, parse_faults
+from megalite.launch import scheduler
 from megalite.mesh.mesh import Mesh
-
-# restarts of this process by torchrun, of the job by SLURM
-RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
 def _run_out(fault: Fault) -> None:
@@ -37,8 +35,8 @@ BETWEEN_STEPS: dict[str, Callable[[Fault], object]] = {
 
 
 def restarts() -> int:
-    """Return how often this process has been restarted."""
-    return sum(int(os.environ.get(name, 0)) for name in RESTARTS)
+    """Return how often this process has been restarted: by torchrun, and with its job by a scheduler."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) + scheduler.restarts()
 
 
 class FaultInjection:

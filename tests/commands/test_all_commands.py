@@ -21,6 +21,7 @@ GONE = "./no/gone"
 MISSING: dict[str, tuple[list[str], str]] = {
     "plan": (["--model", GONE, "--gpus", "8"], "--model ./no/gone is not a known model"),
     "init": (["--from", GONE], "--from ./no/gone is not a known model"),
+    "launch": (["--on", "slurm", "--config", "gone.yaml"], "--config = gone.yaml cannot be read: No such file"),
     "train": (["--config", "gone.yaml"], "--config = gone.yaml cannot be read: No such file"),
     "verify": (["--config", "gone.yaml"], "--config = gone.yaml cannot be read: No such file"),
     "prepare": (["--input", GONE, "--tokenizer", "byte", "--output", "x"], "--input ./no/gone does not exist"),
@@ -52,6 +53,7 @@ config.json."""
 MISTAKES: dict[str, tuple[list[str], str]] = {
     "plan": (["--modle", "tiny"], "Nearest: --model."),
     "init": (["--sequnce_length", "8"], "Nearest: --sequence_length."),
+    "launch": (["--on", "slurm", "--nnods", "8"], "Nearest: --nnodes."),
     "train": (["--optimizer.warmup_step", "8"], "Nearest: --optimizer.warmup_steps."),
     "verify": (["--train.step", "8"], "Nearest: --train.steps."),
     "prepare": (["--input", "text", "--output", "x", "--overwite"], "Nearest: --overwrite."),
@@ -80,6 +82,7 @@ OUTPUTS: dict[str, list[str]] = {
     "convert, adapter": ["adapter-export", "model", "OUT/x"],
     "init": ["--from", "tiny", "--output", "OUT/x"],
     "plan": ["--model", "tiny", "--gpus", "1", "--write", "OUT/x"],
+    "launch": ["--on", "slurm", "--config", "quickstart", "--dp", "8", "--output", "OUT/x"],
     "report": ["model", "--output", "OUT/x"],
     "compare": ["model", "--output", "OUT/x"],
     "bubble": ["--pp", "2", "--microbatches", "2", "--schedule", "1f1b", "--timeline", "OUT/x.svg"],
@@ -232,6 +235,6 @@ def test_a_full_disk_is_named_and_nothing_is_left_on_it(name: str, place: Path, 
 
 
 def test_every_command_that_answers_has_json(answers):
-    """The others train, or print a configuration or a script."""
+    """The others train, or print a configuration, a script or a job."""
     printed = {name: answers["help"][name][1] + answers["help of a part"].get(name, (0, ""))[1] for name in COMMANDS}
-    assert {name for name in COMMANDS if "--json" not in printed[name]} == {"train", "completion", "demo"}
+    assert {name for name in COMMANDS if "--json" not in printed[name]} == {"train", "launch", "completion", "demo"}

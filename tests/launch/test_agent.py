@@ -15,7 +15,7 @@ import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-from megalite.commands.launch import main, wanted
+from megalite.commands.start_ranks import main, wanted
 from megalite.launch.agent import Launch, launch
 from megalite.launch.exit_status import END_FILE
 from megalite.launch.local_ranks import run_ranks

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megalite.commands.launch import report_failure
+from megalite.commands.start_ranks import report_failure
 from megalite.config import run_files
 from megalite.config.load import from_dict
 from megalite.config.schema import Config

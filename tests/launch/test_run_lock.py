@@ -88,15 +88,21 @@ def test_the_clock_of_this_host_decides_nothing(tmp_path, monkeypatch, jump):
     other.release()
 
 
-def test_a_restart_of_the_same_job_takes_the_lock_on_any_host_and_another_job_does_not(tmp_path, monkeypatch):
-    RunLock(tmp_path, elsewhere(job="SLURM 17", restart=0))._create(tmp_path / run_files.LOCK)
-    monkeypatch.setenv("SLURM_JOB_ID", "18")
-    with pytest.raises(InUseError, match="job SLURM 17"):
+@pytest.mark.parametrize(
+    ("job", "restarts", "shown"),
+    [("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM 17"), ("MEGALITE_JOB", "MEGALITE_RESTART_COUNT", "17")],
+)
+def test_a_restart_of_the_same_job_takes_the_lock_on_any_host_and_another_job_does_not(
+    job, restarts, shown, tmp_path, monkeypatch
+):
+    RunLock(tmp_path, elsewhere(job=shown, restart=0))._create(tmp_path / run_files.LOCK)
+    monkeypatch.setenv(job, "18")
+    with pytest.raises(InUseError, match=f"job {shown}"):
         RunLock(tmp_path).acquire()
-    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv(job, "17")
     with pytest.raises(InUseError):
         RunLock(tmp_path).acquire()  # the same start, for example the same script twice
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    monkeypatch.setenv(restarts, "1")
     lock = RunLock(tmp_path)
     assert "the job was restarted" in lock.acquire()
     lock.release()

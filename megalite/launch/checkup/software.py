@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import re
+import shutil
 from collections.abc import Iterator
 
 from megalite.config.checkout import CHECKOUT
@@ -17,7 +18,9 @@ EXTRAS = {
     "log": "TensorBoard, Weights & Biases",
     "gpu": "sensors of GPUs",
     "eval": "lm-evaluation-harness",
+    "ray": "jobs on Ray clusters",
 }
+SUBMITTERS = ("sbatch", "kubectl", "ray", "sky")
 REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[\w,]+\])?\s*(?:>=\s*([\d.]+))?")
 
 
@@ -43,6 +46,12 @@ def findings() -> Iterator[Finding]:
         yield _extra(
             extra, purpose, [line for line in required if re.search(rf"extra == ['\"]{extra}['\"]", line)]
         )
+
+
+def schedulers() -> Iterator[Finding]:
+    """Report the programs with which `megalite launch --submit` submits jobs. None is needed to train."""
+    present = [program for program in SUBMITTERS if shutil.which(program)]
+    yield Finding("launch", ", ".join(present) or f"prints jobs; --submit needs {' or '.join(SUBMITTERS)}")
 
 
 def install(extra: str) -> str:
