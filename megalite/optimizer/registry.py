@@ -95,7 +95,7 @@ class OptimizerEntry:
 
 
 OPTIMIZERS = {
-    "adamw": OptimizerEntry("megalite.optimizer.adamw:adamw", lambda segment: ADAMW, uniform=True),
+    "adamw": OptimizerEntry("megalite.optimizer.adamw_rule:adamw", lambda segment: ADAMW, uniform=True),
     "muon": OptimizerEntry(
         "megalite.optimizer.muon.muon:Muon",
         lambda segment: (MOMENTUM,) if is_matrix(segment) else ADAMW,

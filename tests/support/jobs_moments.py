@@ -43,7 +43,7 @@ def stepped(
     replicas = {kv_replicas(config.model.kv_heads, dims.tp)} - {1}
     mesh = context.cached(key, lambda: Mesh(dims, replicas=replicas, stage_axis=True))
     specs = model_specs(config.model, tp=dims.tp)
-    store = ParameterStore(specs, mesh, StoreOptions(align=alignment(config), **store_options))
+    store = ParameterStore(specs, mesh, StoreOptions(pad=alignment(config), **store_options))
     store.initialize(SEED)
     store.publish()
     optimizer = create(config, OptimizerState(store, kinds_of(config), SEED))
