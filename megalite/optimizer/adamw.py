@@ -13,10 +13,6 @@ from torch import Tensor
 from megalite.config.sections.optimizer import OptimizerConfig
 from megalite.optimizer.registry import ADAMW
 from megalite.optimizer.state import OptimizerState
-from megalite.parallel.spec import WEIGHT
-
-STATE = (WEIGHT, *ADAMW)
-"""The kinds of tensors in a checkpoint of a run with AdamW."""
 
 
 class AdamW:
@@ -29,7 +25,9 @@ class AdamW:
     def step(self, step: int, lr: float, divisor: Tensor | None) -> None:
         """As in `registry.Optimizer`."""
         options, memory = self.options, self.state.store.state
-        step, lr, decay = self.state.corrected(step, lr, options)
+        plain = step, lr, options.weight_decay
+        # after a change of the optimizer, one moment is younger than the other
+        step, lr, decay = self.state.corrected(*plain, options.betas) if self.state.started else plain
         # stays on the device: the host does not wait for it
         scale = None if divisor is None else divisor.to(memory.device, non_blocking=True)
         # under offload a window at a time, whose copies overlap with updates

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalite.config.sections.optimizer import OptimizerConfig
 from megalite.optimizer.registry import ADAMW, Kinds, state_spans
 from megalite.parallel.sharding.bucket_buffers import BucketBuffers
 from megalite.parallel.sharding.state_memory import StateRange
@@ -121,13 +120,13 @@ class OptimizerState:
         """Return the number of updates of each kind of state since it was zero, up to a step's."""
         return {kind: step - self.started.get(kind, 0) for kind in kinds}
 
-    def corrected(self, step: int, lr: float, options: OptimizerConfig) -> tuple[int, float, float]:
-        """Return the step, learning rate and weight decay with which AdamW corrects the bias."""
-        if not self.started:
-            return step, lr, options.weight_decay
-        from megalite.optimizer.adamw_rule import with_ages  # after a change of the optimizer
+    def corrected(
+        self, step: int, lr: float, weight_decay: float, betas: Sequence[float]
+    ) -> tuple[int, float, float]:
+        """Return the step, learning rate and weight decay with which AdamW corrects the bias of moments."""
+        from megalite.optimizer.adamw_rule import with_ages  # only after a change of the optimizer
 
-        return with_ages(options.betas, self.ages(step, ADAMW), lr, options.weight_decay)
+        return with_ages(betas, self.ages(step, ADAMW), lr, weight_decay)
 
     # ---- a step that is undone
 
