@@ -19,8 +19,8 @@ from tests.support.jobs import make_trainer
 from tests.support.jobs_muon import window
 
 MODEL = {  # rows of whole blocks, which two ranks split, and biases
-    "vocab_size": 44,
-    "hidden_size": 64,
+    "vocab_size": 45,
+    "hidden_size": 256,
     "intermediate_size": 256,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
