@@ -164,7 +164,7 @@ def build_parts(
         grad_dtype=None if train.grad_dtype == "fp32" else DTYPES[train.grad_dtype],
         reduce_dtype=None if parallel.reduce_dtype == "fp32" else DTYPES[parallel.reduce_dtype],
         bucket_bytes=parallel.bucket_mb * 1e6,
-        align=alignment(config),
+        pad=alignment(config),
         separate_embedding_grad=config.run.deterministic,
         offload_parameters=parallel.offload_parameters,
         training=training,

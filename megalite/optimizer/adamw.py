@@ -11,22 +11,8 @@ from megalite_kernels.adamw import adamw_
 from torch import Tensor
 
 from megalite.config.sections.optimizer import OptimizerConfig
-from megalite.optimizer.registry import ADAMW, Optimizer
+from megalite.optimizer.registry import ADAMW
 from megalite.optimizer.state import OptimizerState
-from megalite.parallel.spec import WEIGHT
-
-STATE = (WEIGHT, *ADAMW)
-"""The kinds of tensors in a checkpoint of a run with AdamW."""
-
-
-def adamw(state: OptimizerState, options: OptimizerConfig) -> Optimizer:
-    """Return AdamW for moments in any precision. Fused calls update those in fp32."""
-    if options.moments == "fp32":
-        return AdamW(state, options)
-    from megalite.optimizer.adamw_rule import AdamWRule
-    from megalite.optimizer.elementwise import ElementwiseOptimizer
-
-    return ElementwiseOptimizer(state, AdamWRule(options))
 
 
 class AdamW:
@@ -39,11 +25,9 @@ class AdamW:
     def step(self, step: int, lr: float, divisor: Tensor | None) -> None:
         """As in `registry.Optimizer`."""
         options, memory = self.options, self.state.store.state
-        decay = options.weight_decay
-        if self.state.started:  # after a change of the optimizer
-            from megalite.optimizer.adamw_rule import with_ages
-
-            step, lr, decay = with_ages(options.betas, self.state.ages(step, ADAMW), lr, decay)
+        plain = step, lr, options.weight_decay
+        # after a change of the optimizer, one moment is younger than the other
+        step, lr, decay = self.state.corrected(*plain, options.betas) if self.state.started else plain
         # stays on the device: the host does not wait for it
         scale = None if divisor is None else divisor.to(memory.device, non_blocking=True)
         # under offload a window at a time, whose copies overlap with updates

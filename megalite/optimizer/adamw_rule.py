@@ -1,4 +1,4 @@
-"""AdamW's update of elements, for moments that are not in fp32 (`elementwise`)."""
+"""AdamW for moments in any precision: its update of elements, for those that are not in fp32."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from collections.abc import Mapping, Sequence
 from megalite_kernels.adamw import adamw_
 from torch import Tensor
 
+from megalite.config.sections.optimizer import OptimizerConfig
+from megalite.optimizer.adamw import AdamW
+from megalite.optimizer.elementwise import ElementwiseOptimizer
+from megalite.optimizer.registry import Optimizer
+from megalite.optimizer.state import OptimizerState
 from megalite.optimizer.update_rule import UpdateRule, UpdateStep
 
 
@@ -42,3 +47,10 @@ class AdamWRule(UpdateRule):
             eps=self.options.eps,
             weight_decay=decay,
         )
+
+
+def adamw(state: OptimizerState, options: OptimizerConfig) -> Optimizer:
+    """Return AdamW for moments in any precision. Fused calls update those in fp32."""
+    if options.moments == "fp32":
+        return AdamW(state, options)
+    return ElementwiseOptimizer(state, AdamWRule(options))

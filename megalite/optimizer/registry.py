@@ -21,7 +21,7 @@ from megalite.config.sections.lora import EXPERTS, PROJECTIONS
 from megalite.optimizer.state_tensors import LARGEST_BLOCK, StateTensor, stored_tensors
 from megalite.optimizer.update_rule import UpdateRule
 from megalite.parallel.sharding.buckets import BucketLayout
-from megalite.parallel.spec import EMA, Segment
+from megalite.parallel.spec import EMA, WEIGHT, Segment
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from megalite.optimizer.state import OptimizerState
 
 ADAMW = ("exp_avg", "exp_avg_sq")
+STATE = (WEIGHT, *ADAMW)
+"""The kinds of tensors in a checkpoint of a run with AdamW."""
 MOMENTUM = "momentum_buffer"
 
 Kinds = Callable[[Segment], tuple[StateTensor, ...]]
@@ -95,7 +97,7 @@ class OptimizerEntry:
 
 
 OPTIMIZERS = {
-    "adamw": OptimizerEntry("megalite.optimizer.adamw:adamw", lambda segment: ADAMW, uniform=True),
+    "adamw": OptimizerEntry("megalite.optimizer.adamw_rule:adamw", lambda segment: ADAMW, uniform=True),
     "muon": OptimizerEntry(
         "megalite.optimizer.muon.muon:Muon",
         lambda segment: (MOMENTUM,) if is_matrix(segment) else ADAMW,

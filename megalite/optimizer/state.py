@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalite.optimizer.registry import Kinds, state_spans
+from megalite.optimizer.registry import ADAMW, Kinds, state_spans
 from megalite.parallel.sharding.bucket_buffers import BucketBuffers
 from megalite.parallel.sharding.state_memory import StateRange
 from megalite.parallel.sharding.store import ParameterStore
@@ -128,6 +128,14 @@ class OptimizerState:
     def ages(self, step: int, kinds: Sequence[str]) -> dict[str, int]:
         """Return the number of updates of each kind of state since it was zero, up to a step's."""
         return {kind: step - self.started.get(kind, 0) for kind in kinds}
+
+    def corrected(
+        self, step: int, lr: float, weight_decay: float, betas: Sequence[float]
+    ) -> tuple[int, float, float]:
+        """Return the step, learning rate and weight decay with which AdamW corrects the bias of moments."""
+        from megalite.optimizer.adamw_rule import with_ages  # only after a change of the optimizer
+
+        return with_ages(betas, self.ages(step, ADAMW), lr, weight_decay)
 
     # ---- a step that is undone
 

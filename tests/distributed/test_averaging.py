@@ -18,7 +18,7 @@ from megalite.config.load import from_dict
 from megalite.config.rules import check
 from megalite.generation.language_model import LanguageModel
 from megalite.huggingface.convert import export_model
-from megalite.optimizer.adamw import STATE
+from megalite.optimizer.registry import STATE
 from megalite.training.meta_device import check_states
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors

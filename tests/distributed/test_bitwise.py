@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.optimizer.adamw import STATE
+from megalite.optimizer.registry import STATE
 from tests.support import jobs, jobs_training
 from tests.support.configs import SINGLE, config_of, write_tokens
 from tests.support.spaces import layouts

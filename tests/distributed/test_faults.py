@@ -15,7 +15,7 @@ import torch
 
 from megalite.config.load import from_dict
 from megalite.launch.exit_status import ExitStatus
-from megalite.optimizer.adamw import STATE
+from megalite.optimizer.registry import STATE
 from megalite.training.bad_steps import FaultLimit
 from megalite.training.fit import fit
 from megalite.training.hang import explain, load

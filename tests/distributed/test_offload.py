@@ -19,7 +19,7 @@ import torch
 from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict
 from megalite.mesh.mesh import Layout, Mesh
-from megalite.optimizer.adamw import STATE
+from megalite.optimizer.registry import STATE
 from megalite.parallel.sharding import offload
 from megalite.parallel.sharding.state_memory import StateRange
 from megalite.training import memory_report as accounting

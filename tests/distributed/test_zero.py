@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.optimizer.adamw import STATE
+from megalite.optimizer.registry import STATE
 from megalite.training.memory_report import ModelStates, formula, measured
 from tests.support import jobs
 from tests.support.configs import SINGLE, config_of, config_of_one_process, write_tokens

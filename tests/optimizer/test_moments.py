@@ -36,7 +36,7 @@ def made(name: str, moments: str = "fp32", dtype: torch.dtype = torch.float32, *
     given = {"name": name, "moments": moments, "lr": LR, "weight_decay": DECAY, "eps": EPS, "betas": [0.9, 0.98]}
     config = from_dict({"optimizer": given, **sections})
     specs = [ParamSpec("w", 0, (Segment("w", SHAPE, init_std=0.1),))]
-    store = ParameterStore(specs, Mesh(Layout()), StoreOptions(dtype=dtype, align=alignment(config)))
+    store = ParameterStore(specs, Mesh(Layout()), StoreOptions(dtype=dtype, pad=alignment(config)))
     store.initialize(1)
     return create(config, OptimizerState(store, kinds_of(config), seed=5))
 

@@ -19,8 +19,8 @@ from tests.support.jobs import make_trainer
 from tests.support.jobs_muon import window
 
 MODEL = {  # rows of whole blocks, which two ranks split, and biases
-    "vocab_size": 44,
-    "hidden_size": 64,
+    "vocab_size": 45,
+    "hidden_size": 256,
     "intermediate_size": 256,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -43,7 +43,7 @@ def stepped(
     replicas = {kv_replicas(config.model.kv_heads, dims.tp)} - {1}
     mesh = context.cached(key, lambda: Mesh(dims, replicas=replicas, stage_axis=True))
     specs = model_specs(config.model, tp=dims.tp)
-    store = ParameterStore(specs, mesh, StoreOptions(align=alignment(config), **store_options))
+    store = ParameterStore(specs, mesh, StoreOptions(pad=alignment(config), **store_options))
     store.initialize(SEED)
     store.publish()
     optimizer = create(config, OptimizerState(store, kinds_of(config), SEED))

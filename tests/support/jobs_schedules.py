@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megalite.optimizer.adamw import STATE
+from megalite.optimizer.registry import STATE
 from megalite.parallel.pipeline.schedule import Action, ActionKind
 from megalite.training.verify import global_tensors
 from tests.support.jobs import make_trainer

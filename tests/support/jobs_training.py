@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megalite.config.errors import ConfigError
-from megalite.optimizer.adamw import STATE
+from megalite.optimizer.registry import STATE
 from megalite.system import rng
 from megalite.training.memory_report import ModelStates, formula, measured
 from megalite.training.trainer import Trainer

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megalite.optimizer.adamw import STATE
+from megalite.optimizer.registry import STATE
 from megalite.parallel.pipeline import graphed_runtime
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megalite.optimizer.adamw import STATE
+from megalite.optimizer.registry import STATE
 from megalite.training.verify import global_tensors
 from tests.support.configs import SINGLE, config_of
 from tests.support.jobs import make_trainer

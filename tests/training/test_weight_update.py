@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megalite.config.load import from_dict
-from megalite.optimizer.adamw import STATE
+from megalite.optimizer.registry import STATE
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
 from tests.support.configs import SINGLE, config_of, write_tokens

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from megalite.config.sections.muon import MuonConfig
 from megalite.config.sections.optimizer import OptimizerConfig
-from megalite.optimizer.adamw import adamw
+from megalite.optimizer.adamw_rule import adamw
 from megalite.optimizer.muon.exchange import Round
 from megalite.optimizer.muon.newton_schulz import lr_factor, orthogonalized
 from megalite.optimizer.muon.ownership import MatrixPiece, OwnedMatrix, matrix_rounds

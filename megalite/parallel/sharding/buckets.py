@@ -140,15 +140,15 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _bucket(specs: Sequence[ParamSpec], at: Coordinates, owners: int, align: int) -> BucketLayout:
+def _bucket(specs: Sequence[ParamSpec], at: Coordinates, owners: int, pad: int) -> BucketLayout:
     slots, start, byte = list[Slot](), 0, 0
     # stable: those with decay first, those with one learning rate together, each group in the model's order
     for spec in sorted(specs, key=lambda spec: (not spec.decay, -spec.segments[0].growth[1])):
         quantized = None if spec.base is None else matrix_bytes(spec, at, byte)
         slots.append(Slot(spec, spec.local_shape(at), start, quantized))
-        start = _round_up(slots[-1].stop, max(align, ALIGN))
+        start = _round_up(slots[-1].stop, max(pad, ALIGN))
         byte = 0 if quantized is None else quantized.stop
-    return BucketLayout(tuple(slots), _round_up(start, owners * max(align, SHARD_ALIGN)), owners)
+    return BucketLayout(tuple(slots), _round_up(start, owners * max(pad, SHARD_ALIGN)), owners)
 
 
 def _kept(spec: ParamSpec) -> tuple[object, ...]:
@@ -157,11 +157,7 @@ def _kept(spec: ParamSpec) -> tuple[object, ...]:
 
 
 def bucket_layout(
-    specs: Sequence[ParamSpec],
-    at: Coordinates,
-    owners: Mapping[str, int],
-    bucket_bytes: float,
-    align: int = 0,
+    specs: Sequence[ParamSpec], at: Coordinates, owners: Mapping[str, int], bucket_bytes: float, pad: int = 0
 ) -> list[BucketLayout]:
     """Return the buckets of one pipeline rank, in the order of the model.
 
@@ -170,7 +166,7 @@ def bucket_layout(
         at: the rank's coordinates on the axes that split tensors.
         owners: for each domain, the number of ranks among which each element of a bucket has one owner.
         bucket_bytes: maximum size of a bucket, in bytes of fp32 gradients; a larger unit has its own bucket.
-        align: tensors and shards start at multiples of it, if it is larger than ALIGN and SHARD_ALIGN.
+        pad: tensors and shards start at multiples of it, if it is larger than ALIGN and SHARD_ALIGN.
     """
     alone = [[spec] for spec in specs if spec.tied]
     groups: list[list[ParamSpec]] = []
@@ -188,4 +184,4 @@ def bucket_layout(
             groups[-1].extend(members)
             filled += unit_bytes
     groups = sorted((*alone, *groups), key=lambda group: group[0].unit)
-    return [_bucket(group, at, owners[group[0].domain], align) for group in groups]
+    return [_bucket(group, at, owners[group[0].domain], pad) for group in groups]

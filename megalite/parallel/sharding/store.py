@@ -68,7 +68,7 @@ class StoreOptions:
         dtype: compute precision. Weights that are at least fp32 (`ParamSpec.at_least_fp32`) may be wider.
         grad_dtype: accumulate dtype of gradients; default: `dtype`, but at least fp32.
         reduce_dtype: communication dtype of data-parallel gradient reductions; default: the accumulate dtype.
-        bucket_bytes, align: see `bucket_layout`.
+        bucket_bytes, pad: see `bucket_layout`.
         separate_embedding_grad: see `Weight.separate_embedding_grad`.
         offload_parameters: with zero 3, store shards of weights in CPU memory. A single rank then also frees
             its weights after use.
@@ -80,7 +80,7 @@ class StoreOptions:
     grad_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     bucket_bytes: float = 25e6
-    align: int = 0
+    pad: int = 0
     separate_embedding_grad: bool = False
     offload_parameters: bool = False
     training: bool = True
@@ -136,7 +136,7 @@ class ParameterStore:
         self.weights: dict[str, Weight] = {}
         self.base: Mapping[str, str | None] | None = None
         owners = {name: mesh.domain(name).owners for name in dict.fromkeys(spec.domain for spec in specs)}
-        layouts = bucket_layout(specs, self.at, owners, options.bucket_bytes, options.align)
+        layouts = bucket_layout(specs, self.at, owners, options.bucket_bytes, options.pad)
         master_dtype = torch.promote_types(options.dtype, torch.float32)
         dtypes = _Dtypes(options.dtype, master_dtype, options.grad_dtype or master_dtype)
         self.buckets = [
