@@ -36,6 +36,7 @@ from megalite.config.samples import (
     whole_samples,
 )
 from megalite.config.sections.data import DataConfig
+from megalite.config.streams import has_streams
 from megalite.config.token_files import named_sets, prefixes
 from megalite.data.indexed import IndexedTokens
 from megalite.data.tokenizer.comparison import of_data, one_tokenizer
@@ -238,6 +239,10 @@ def build(config: DataConfig, seed: int) -> tuple[Dataset, Dataset | None]:
     """
     assert config.train is not None, "a rule requires data.train"
     one_tokenizer(config)
+    if has_streams(config):
+        from megalite.data.streams.build import streamed  # not needed by token files as they are
+
+        return streamed(config, seed)
     if is_source(config.train) or is_source(config.validation):
         return _with_own_rows(config, seed)
     held_out = held_out_fraction(config)

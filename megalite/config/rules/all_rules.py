@@ -24,6 +24,7 @@ from megalite.config.rules import (
     model,
     model_and_data,
     objectives,
+    streams,
     training,
 )
 from megalite.config.rules.context import RuleContext
@@ -54,6 +55,7 @@ RULES: tuple[Rule, ...] = (
     *LAYOUT_RULES,
     *run.RULES,
     *data.RULES,
+    *streams.RULES,
     *model_and_data.RULES,
     *train.RULES,
     *objectives.RULES,
