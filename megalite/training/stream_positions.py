@@ -12,6 +12,7 @@ import torch
 
 from megalite import checkpoint
 from megalite.checkpoint import Manifest
+from megalite.config.streams import has_streams
 from megalite.parallel.spec import Rectangle
 
 if TYPE_CHECKING:
@@ -22,7 +23,9 @@ NAME = "data.positions"
 
 def to_save(trainer: Trainer) -> list[Rectangle]:
     """Return the positions of this rank's lanes, or nothing if other ranks save them."""
-    from megalite.data.streams.stream import Streamed
+    if not has_streams(trainer.config.data):
+        return []
+    from megalite.data.streams.stream import Streamed  # not needed by token files as they are
 
     data, at = trainer.train_data, trainer.mesh.coordinates
     if not isinstance(data, Streamed) or any(at[axis].rank for axis in ("tp", "cp", "pp")):
@@ -39,14 +42,13 @@ def to_save(trainer: Trainer) -> list[Rectangle]:
 
 def restore(trainer: Trainer, manifest: Manifest) -> None:
     """Continue the streams at the positions of a checkpoint of the same data."""
+    if NAME not in manifest.tensors or not has_streams(trainer.config.data):
+        return
     from megalite.data.streams.stream import Streamed
 
     data = trainer.train_data
-    if not isinstance(data, Streamed) or NAME not in manifest.tensors:
-        return
-    if (
-        manifest.state["fingerprint"] != data.fingerprint
-    ):  # `checkpoint.allow`: its positions are of other data
+    # with `checkpoint.allow` the positions may be of other data
+    if not isinstance(data, Streamed) or manifest.state["fingerprint"] != data.fingerprint:
         return
     positions = torch.zeros(data.lanes, data.width, dtype=torch.int64)
     checkpoint.load(manifest, [Rectangle(NAME, (data.lanes, data.width), (0, 0), positions)])

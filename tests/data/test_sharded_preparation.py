@@ -80,9 +80,11 @@ def test_shards_make_the_same_files(kind, count, small_tasks, tmp_path):
     whole = tmp_path / "many" / "x"
     shards = [PreparationShard(whole, number, count) for number in range(1, count + 1)]
     random.Random(0).shuffle(shards)
-    made = [make(inputs, shard, tokenizer, encoder, workers=1 + (count == 3 and kind == "texts")) for shard in shards]
-    assert sum(each.documents for each in made) == expected.documents
-    assert len([each for each in made if each.documents]) > (1 if count == 3 else count // 4)
+    summaries = [
+        make(inputs, shard, tokenizer, encoder, workers=1 + (count == 3 and kind == "texts")) for shard in shards
+    ]
+    assert sum(each.documents for each in summaries) == expected.documents
+    assert len([each for each in summaries if each.documents]) > (1 if count == 3 else count // 4)
     before = files(whole)
     assert all(make(inputs, shard, tokenizer, encoder).existing for shard in shards) and files(whole) == before
     merged = make(inputs, Merge(whole), tokenizer, encoder)

@@ -48,10 +48,10 @@ def run(stage: str, pipeline: list[Any], tasks: int, options: argparse.Namespace
 def exact(reader: Any, output: str, options: argparse.Namespace) -> None:
     """Write the documents of a reader without those whose text an earlier one has."""
     config = ExactDedupConfig(content_getter=text_of, hash_config=HASH)
-    signatures, found = str(options.work / "exact" / "signatures"), str(options.work / "exact" / "found")
+    signatures, duplicates = str(options.work / "exact" / "signatures"), str(options.work / "exact" / "found")
     run("exact-1", [reader, ExactDedupSignature(signatures, config)], options.tasks, options)
-    run("exact-2", [ExactFindDedups(signatures, found, config)], 1, options)
-    run("exact-3", [reader, ExactDedupFilter(found, config), _writer(output)], options.tasks, options)
+    run("exact-2", [ExactFindDedups(signatures, duplicates, config)], 1, options)
+    run("exact-3", [reader, ExactDedupFilter(duplicates, config), _writer(output)], options.tasks, options)
 
 
 def minhash(reader: Any, output: str, options: argparse.Namespace) -> None:

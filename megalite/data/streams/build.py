@@ -142,14 +142,14 @@ def _files(path: str, source: str) -> dict[str, int | None]:
     for one in expanded(path):
         stripped = system._strip_protocol(one)
         try:
-            found = (
+            matches = (
                 system.glob(stripped, detail=True)
                 if any(letter in stripped for letter in "*?[")
                 else {stripped: system.info(stripped)}
             )
         except (OSError, ValueError) as error:
             raise DataError(f"{source}: {one} could not be opened ({error}). Correct the path.") from None
-        files |= {name: info.get("size") for name, info in sorted(found.items()) if info["type"] == "file"}
+        files |= {name: info.get("size") for name, info in sorted(matches.items()) if info["type"] == "file"}
     if not files:
         raise DataError(f"{source} matches no file. Name a file, a glob, or a range such as {{000..127}}.")
     return files

@@ -23,7 +23,7 @@ from megalite.data.dataset import permute
 from megalite.data.fill_in_the_middle import FillInTheMiddle
 from megalite.data.indexed import DataError
 from megalite.data.preparation.contents import Damage
-from megalite.data.streams.shard import Record, Shard, place
+from megalite.data.streams.shard import Shard, StreamRecord, place
 from megalite.data.tokenizer.tokenizers import Tokenizer
 from megalite.system import rng
 
@@ -39,7 +39,7 @@ class Position(NamedTuple):
         epoch: passes over the shards.
         buffer: the number of the buffer in the epoch.
         shard: the place of a shard in the lane's order of the epoch: that of the buffer's first document.
-        record, offset: that document in the shard (`Record`).
+        record, offset: that document in the shard (`StreamRecord`).
         document: documents of the buffer before the one with the row's first token.
         token: tokens of it before the row.
     """
@@ -54,12 +54,12 @@ class Position(NamedTuple):
     token: int = 0
 
 
-class Found(NamedTuple):
+class PlacedRecord(NamedTuple):
     """A record, its shard, and the place of the shard in the lane's order."""
 
     at: int
     shard: Shard
-    record: Record
+    record: StreamRecord
 
 
 @dataclass(frozen=True)
@@ -100,12 +100,12 @@ class Reading:
         key = rng.key(self.seed, "buffer", epoch, lane, buffer, self.content)
         return [permute(i, count, key) for i in range(count)]
 
-    def encoded(self, found: Sequence[Found], epoch: int) -> list[NDArray[np.int64]]:
+    def encoded(self, documents: Sequence[PlacedRecord], epoch: int) -> list[NDArray[np.int64]]:
         """Return the tokens of documents, which end in EOS."""
-        done: list[NDArray[np.int64] | None] = [self._rewritten(each, epoch) for each in found]
+        done: list[NDArray[np.int64] | None] = [self._rewritten(each, epoch) for each in documents]
         texts = {
             i: each.record.content
-            for i, each in enumerate(found)
+            for i, each in enumerate(documents)
             if done[i] is None and isinstance(each.record.content, str)
         }
         encoded = iter(self.tokenizer.encode_batch(list(texts.values())))
@@ -114,18 +114,18 @@ class Reading:
             if tokens is not None
             else self._ended(next(encoded))
             if i in texts
-            else np.asarray(found[i].record.content, np.int64)
+            else np.asarray(documents[i].record.content, np.int64)
             for i, tokens in enumerate(done)
         ]
 
-    def _rewritten(self, found: Found, epoch: int) -> NDArray[np.int64] | None:
+    def _rewritten(self, document: PlacedRecord, epoch: int) -> NDArray[np.int64] | None:
         """Return the tokens of a document that fill-in-the-middle rewrites, or None."""
         if self.fim is None:
             return None
-        key = rng.key(self.seed, "fim", epoch, *map(str, found.shard.identity), found.record.row)
+        key = rng.key(self.seed, "fim", epoch, *map(str, document.shard.identity), document.record.row)
         if not self.fim.chosen(key):
             return None
-        text, ends = found.record.content, True
+        text, ends = document.record.content, True
         if not isinstance(text, str):
             tokens = text.tolist()
             ends = tokens[-1] == self.tokenizer.eos  # what is held out may have cut the last one
@@ -207,20 +207,20 @@ class Lane:
                     skipped = 0
             first = 0
 
-    def _buffers_from(self, start: Position) -> Iterator[tuple[int, int, list[Found]]]:
+    def _buffers_from(self, start: Position) -> Iterator[tuple[int, int, list[PlacedRecord]]]:
         """Yield epoch and number of each buffer, and its documents."""
         epoch, number, at = start.epoch, start.buffer, (start.shard, start.record, start.offset)
         size, empty = self._reading.buffer or TOGETHER, 0
         while empty < 2:  # the rest of an epoch may be empty, and not all of the next one
-            found, empty = self._found(epoch, *at), empty + 1
-            while buffer := list(islice(found, size)):
+            records, empty = self._records_from(epoch, *at), empty + 1
+            while buffer := list(islice(records, size)):
                 yield epoch, number, buffer
                 number, empty = number + 1, 0
             epoch, number, at = epoch + 1, 0, (0, 0, 0)
         names = ", ".join(shard.path for shard in self._reading.shards_of(self._number, epoch))
         raise DataError(f"the stream has no text in {names}. Remove what is empty, or lower data.lanes.")
 
-    def _found(self, epoch: int, first: int, row: int, offset: int) -> Iterator[Found]:
+    def _records_from(self, epoch: int, first: int, row: int, offset: int) -> Iterator[PlacedRecord]:
         """Yield the records with text of an epoch, from one in the shard at `first` on."""
         for at, shard in enumerate(self._reading.shards_of(self._number, epoch)[first:], first):
             last = row - 1
@@ -230,7 +230,7 @@ class Lane:
                     if record.problem:
                         self._reading.skipped(f"{place(shard, record.row)}{record.problem}")
                     elif len(record.content):
-                        yield Found(at, shard, record)
+                        yield PlacedRecord(at, shard, record)
             except Damage as error:  # not skipped: a store may fail now and not later
                 raise DataError(
                     f"{place(shard, last + 1)} could not be read: {error}. Copy the file again, or remove it."

@@ -20,7 +20,7 @@ from megalite.data.indexed import DataError
 from megalite.data.lone_surrogates import whole
 from megalite.data.preparation.contents import Damage
 from megalite.data.preparation.tasks import decoded
-from megalite.data.streams.shard import TEXT_KEY, Record, filesystem_of, opened
+from megalite.data.streams.shard import TEXT_KEY, StreamRecord, filesystem_of, opened
 
 INDEX = "index.json"
 TEXTS = ("str", "bytes", "json")
@@ -50,7 +50,7 @@ class MdsShard:
                 f"({', '.join(TEXTS)}). Set {TEXT_KEY} to a column of text."
             )
 
-    def records(self, row: int = 0, offset: int = 0) -> Iterator[Record]:
+    def records(self, row: int = 0, offset: int = 0) -> Iterator[StreamRecord]:
         with opened(self.path) as (stream, seekable):
             file = stream if seekable else io.BytesIO(stream.read())
             (count,) = struct.unpack("<I", _exactly(file, 4))
@@ -61,7 +61,7 @@ class MdsShard:
                 file.seek(offsets[number])
                 yield self._record(number, _exactly(file, offsets[number + 1] - offsets[number]))
 
-    def _record(self, row: int, raw: bytes) -> Record:
+    def _record(self, row: int, raw: bytes) -> StreamRecord:
         variable = self._sizes.count(None)
         try:
             lengths = iter(struct.unpack_from(f"<{variable}I", raw))
@@ -71,13 +71,13 @@ class MdsShard:
             if len(value) != sizes[self._column]:
                 raise struct.error("it ends in the middle of a column")
             if self._encoding != "json":
-                return Record(row, 0, decoded(value)[0])
+                return StreamRecord(row, 0, decoded(value)[0])
             text = json.loads(value)
         except (struct.error, ValueError) as error:
-            return Record(row, 0, problem=f" is damaged ({error})")
+            return StreamRecord(row, 0, problem=f" is damaged ({error})")
         if not isinstance(text, str):
-            return Record(row, 0, problem=f" has a {type(text).__name__}, not a text, in {self._key}")
-        return Record(row, 0, whole(text)[0])
+            return StreamRecord(row, 0, problem=f" has a {type(text).__name__}, not a text, in {self._key}")
+        return StreamRecord(row, 0, whole(text)[0])
 
 
 def mds_shards(directory: str, text_key: str) -> list[MdsShard]:

@@ -9,7 +9,7 @@ from typing import Any
 from megalite.data.indexed import DataError
 from megalite.data.lone_surrogates import whole
 from megalite.data.preparation.contents import Damage
-from megalite.data.streams.shard import TEXT_KEY, Record, opened
+from megalite.data.streams.shard import TEXT_KEY, StreamRecord, opened
 
 BATCH = 256  # rows that are decoded at once
 
@@ -22,7 +22,7 @@ class ParquetShard:
     def __init__(self, path: str, identity: list[Any], text_key: str):
         self.path, self.identity, self._key = path, identity, text_key
 
-    def records(self, row: int = 0, offset: int = 0) -> Iterator[Record]:
+    def records(self, row: int = 0, offset: int = 0) -> Iterator[StreamRecord]:
         try:
             import pyarrow
             from pyarrow import parquet
@@ -44,7 +44,7 @@ class ParquetShard:
                 for batch in file.iter_batches(BATCH, row_groups=groups, columns=[self._key]):
                     for value in batch.column(0):
                         if number >= row:
-                            yield Record(number, 0, whole(value.as_py() or "")[0])
+                            yield StreamRecord(number, 0, whole(value.as_py() or "")[0])
                         number += 1
             except pyarrow.ArrowException as error:
                 raise Damage(str(error).splitlines()[0].rstrip(".")) from None

@@ -26,7 +26,7 @@ from megalite.data.preparation.contents import (
 TEXT_KEY = "data.text_key"
 
 
-class Record(NamedTuple):
+class StreamRecord(NamedTuple):
     """A record of a shard.
 
     Attributes:
@@ -56,7 +56,7 @@ class Shard(Protocol):
     noun: str
     first: int
 
-    def records(self, row: int = 0, offset: int = 0) -> Iterator[Record]:
+    def records(self, row: int = 0, offset: int = 0) -> Iterator[StreamRecord]:
         """Yield the records from `row` on, which begins at byte `offset`.
 
         Raises Damage if the file cannot be read.

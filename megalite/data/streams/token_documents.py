@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megalite.data.dataset import TokenRange, digest
-from megalite.data.streams.shard import Record
+from megalite.data.streams.shard import StreamRecord
 
 DOCUMENTS = 1024  # of a shard
 
@@ -22,13 +22,13 @@ class TokenShard:
         self.path, self.identity, self.first = part.file.prefix, identity, first
         self._part, self._last = part, last
 
-    def records(self, row: int = 0, offset: int = 0) -> Iterator[Record]:
+    def records(self, row: int = 0, offset: int = 0) -> Iterator[StreamRecord]:
         file, stop = self._part.file, self._part.stop
         marks = file.documents[self.first + row : self._last + 1]
         # of the sequences: a document may have several
         ends = np.append(file.pointers // file.dtype.itemsize, len(file))[marks]
         for number in range(len(ends) - 1):
-            yield Record(row + number, 0, file.tokens[ends[number] : min(ends[number + 1], stop)])
+            yield StreamRecord(row + number, 0, file.tokens[ends[number] : min(ends[number + 1], stop)])
 
 
 def token_shards(part: TokenRange) -> list[TokenShard]:

@@ -14,7 +14,7 @@ from typing import Any
 from megalite.data.preparation.contents import Damage
 from megalite.data.preparation.tasks import decoded
 from megalite.data.streams.jsonl import parsed_text
-from megalite.data.streams.shard import Record, opened
+from megalite.data.streams.shard import StreamRecord, opened
 
 
 class TarShard:
@@ -25,7 +25,7 @@ class TarShard:
     def __init__(self, path: str, identity: list[Any], text_key: str):
         self.path, self.identity, self._key = path, identity, text_key
 
-    def records(self, row: int = 0, offset: int = 0) -> Iterator[Record]:
+    def records(self, row: int = 0, offset: int = 0) -> Iterator[StreamRecord]:
         number, key, start = row, None, offset
         members: dict[str, bytes] = {}
         for at, name, content in self._members(row, offset):
@@ -66,14 +66,16 @@ class TarShard:
             except tarfile.TarError as error:
                 raise Damage(f"is not a whole tar archive ({error})") from None
 
-    def _record(self, row: int, offset: int, name: str, members: dict[str, bytes]) -> Record:
+    def _record(self, row: int, offset: int, name: str, members: dict[str, bytes]) -> StreamRecord:
         if self._key.lower() in members and self._key != "json":
-            return Record(row, offset, decoded(members[self._key.lower()])[0])
+            return StreamRecord(row, offset, decoded(members[self._key.lower()])[0])
         if "json" in members:
             record = parsed_text(row, offset, members["json"], self._key)
             if not record.problem or "txt" not in members:
                 return record._replace(problem=record.problem and f" ({name}.json){record.problem}")
         if "txt" in members:
-            return Record(row, offset, decoded(members["txt"])[0])
-        found = ", ".join(f".{ending}" for ending in members) or "none with text"
-        return Record(row, offset, problem=f" ({name}) has no member .{self._key}, .json or .txt: {found}")
+            return StreamRecord(row, offset, decoded(members["txt"])[0])
+        endings = ", ".join(f".{ending}" for ending in members) or "none with text"
+        return StreamRecord(
+            row, offset, problem=f" ({name}) has no member .{self._key}, .json or .txt: {endings}"
+        )
