@@ -9,11 +9,15 @@ import pytest
 import torch
 
 from megalite import checkpoint
+from megalite.config.errors import ConfigError
+from megalite.config.load import from_dict
+from megalite.data.dataset import build
 from megalite.data.preparation.prepare import prepare
 from megalite.data.preparation.sources import open_inputs
 from megalite.data.streams.lane import EVERY
 from megalite.parallel.spec import Rectangle
 from megalite.training.stream_positions import NAME
+from megalite.training.tokenizer_checks import check_stream_vocabulary
 from tests.data.streams import shares, write_jsonl, write_parquet
 from tests.data.test_fill_in_the_middle import write_tokenizer
 from tests.support import jobs_training
@@ -51,6 +55,14 @@ def configuration(data: dict[str, Any], directory: Path, load: str = "none", **p
         "optimizer": {"lr": 3e-3, "warmup_steps": 0},
         "checkpoint": {"load": load},
     }
+
+
+def test_the_model_has_the_ids_of_the_tokenizer(sources, tmp_path):
+    config = configuration(sources["streams"], tmp_path)
+    config["model"]["vocab_size"] = 259
+    with pytest.raises(ConfigError, match="model.vocab_size = 259 is smaller .* data.tokenizer = .* .260 tokens"):
+        resolved = from_dict(config)
+        check_stream_vocabulary(resolved, build(resolved.data, 0)[0].vocab_size)
 
 
 def saved_lanes(directory: str) -> tuple[int, ...]:
