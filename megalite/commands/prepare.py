@@ -5,6 +5,8 @@
     megalite prepare --input hf:NAME --split train --tokenizer DIR --output data/name
     megalite prepare --chat --input chats.jsonl --tokenizer HF_DIR --output data/chats
     megalite prepare --preference --input preferences.jsonl --tokenizer HF_DIR --output data/pairs
+    megalite prepare --input 'src/*.jsonl' --tokenizer DIR --output data/code --shard 3/8
+    megalite prepare --input 'src/*.jsonl' --tokenizer DIR --output data/code --merge
 
 Every document ends with EOS. A text file, a line of a .jsonl, an entry of a list of JSON or a row of a .csv
 or .parquet is one document; empty and null texts are left out. Files may be compressed (gzip, bzip2, xz,
@@ -30,6 +32,7 @@ import json
 import sys
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from megalite.commands.parser import Parser, as_name, as_output, as_path, as_tokenizer, progress_of
@@ -42,6 +45,7 @@ from megalite.data.preparation.chats import Chats
 from megalite.data.preparation.first_records import unknown_names
 from megalite.data.preparation.preferences import PreferenceEncoder
 from megalite.data.preparation.prepare import PreparationSummary, prepare
+from megalite.data.preparation.shards import Merge, PreparationShard
 from megalite.data.preparation.sources import InputSource, open_inputs
 from megalite.data.preparation.tasks import SHOWN
 from megalite.data.preparation.texts import Texts
@@ -179,6 +183,17 @@ def parser() -> Parser:
         metavar="N",
         help="number of tokenizing processes (default: available cores); does not affect the result",
     )
+    add(
+        "--shard",
+        metavar="I/N",
+        help="prepare the I-th of N parts of the input, in files beside those of PREFIX; each part may run "
+        "on another machine",
+    )
+    add(
+        "--merge",
+        action="store_true",
+        help="write PREFIX from its shards: the same command with this option in place of --shard",
+    )
     add("--json", action="store_true", help="print only the result on stdout, as JSON")
     return tool
 
@@ -205,7 +220,7 @@ def main() -> None:
         with progress_of(options.json) as progress:
             summary = prepare(
                 sources,
-                options.output,
+                chosen_part(options),
                 tokenizer,
                 chat or Texts(text_key, options.skip_bad),
                 train_tokenizer=options.train_tokenizer,
@@ -258,6 +273,22 @@ def chosen_tokenizer(options: argparse.Namespace) -> str:
             "--tokenizer to write PREFIX.model."
         )
     return options.tokenizer or f"{options.output}.model"
+
+
+def chosen_part(options: argparse.Namespace) -> Path | PreparationShard | Merge:
+    """Return what to write: PREFIX, or one of its shards, or PREFIX made of them. Raises DataError if options
+    conflict."""
+    if options.shard is None and not options.merge:
+        return Path(options.output)
+    if options.shard is not None and options.merge:
+        raise DataError("--shard and --merge exclude each other. Remove one of them.")
+    if options.train_tokenizer is not None:
+        raise DataError(
+            f"--train_tokenizer is not supported with {'--merge' if options.merge else '--shard'}. Train the "
+            "tokenizer on a part of the input before, and pass it with --tokenizer."
+        )
+    whole = Path(options.output)
+    return Merge(whole) if options.merge else PreparationShard.parsed(whole, options.shard)
 
 
 def chosen_preference(options: argparse.Namespace) -> PreferenceEncoder | None:

@@ -136,7 +136,7 @@ def check_run(
     from megalite.training import recompute_budget, reference, teacher
     from megalite.training.objective_trial import try_objective
     from megalite.training.optimizer_trial import try_optimizer
-    from megalite.training.tokenizer_checks import check_tokenizers
+    from megalite.training.tokenizer_checks import check_stream_vocabulary, check_tokenizers
 
     try:
         device = choose_device()
@@ -156,6 +156,7 @@ def check_run(
         data, validation = dataset.build(config.data, config.run.seed)
         reference.attach_stored(config, data, validation)
         remarks = [choice.describe()] if choice is not None else []
+        check_stream_vocabulary(config, data.vocab_size)
         remarks += check_tokenizers(config, data.fingerprint) + token_files.remarks(config)
         remarks += teacher.check(config, world_size()) + describe_fp8(config)
         remarks += describe_mup(config)

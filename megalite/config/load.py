@@ -34,6 +34,7 @@ from megalite.config.rules import check
 from megalite.config.schema import OPTIONS, SECTIONS, Config
 from megalite.config.sections.preference import SCORES
 from megalite.config.sources import Given, OptionSource, combined
+from megalite.config.streams import FORMATS
 from megalite.config.token_files import fit_vocabulary
 from megalite.config.values import nest, parse_all, takes, without_brackets
 from megalite.families.presets import preset
@@ -416,9 +417,11 @@ def _file_values(path: str, mistakes: Mistakes, advice: list[str]) -> dict[str, 
 
 
 def with_home(value: Any) -> Any:
-    """A path, hf:PATH, scores:PATH, or a list or mapping of paths, with ~ replaced by the home directory."""
+    """A path, hf:PATH, scores:PATH, FORMAT:PATH of a stream, or a list or mapping of paths, with ~ replaced
+    by the home directory."""
     if isinstance(value, str):
-        scheme = next((each for each in ("hf:", SCORES) if value.startswith(each)), "")
+        schemes = ("hf:", SCORES, *(f"{name}:" for name in FORMATS))
+        scheme = next((each for each in schemes if value.startswith(each)), "")
         return scheme + os.path.expanduser(value.removeprefix(scheme))
     if isinstance(value, list):
         return [with_home(each) for each in value]

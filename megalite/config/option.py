@@ -32,6 +32,7 @@ class Bounds:
 SIZE = Bounds(lambda n: n >= 1, "is not a positive size", "1 and above", 1)
 POSITIVE = Bounds(lambda n: n > 0, "is not a positive number", "every number above 0")
 NOT_NEGATIVE = Bounds(lambda n: n >= 0, "is negative or not finite", "0 and above", 0)
+PROBABILITY = Bounds(lambda p: 0 <= p <= 1, "is not a probability", "0 to 1")
 FRACTION = Bounds(lambda n: 0 <= n < 1, "is out of range", "at least 0 and below 1")
 SHARE_OF_STEPS = Bounds(lambda n: 0 < n <= 1, "is not a fraction of the steps", "above 0, up to 1")
 

@@ -14,6 +14,7 @@ from megalite.config.extensions import is_source
 from megalite.config.rampup import position, resume_at, steps_for
 from megalite.config.schema import Config
 from megalite.config.sections.train import BatchSizeStep, Finished, Horizon
+from megalite.config.streams import has_streams
 from megalite.config.token_files import prefixes
 
 
@@ -89,6 +90,7 @@ def _can_be_counted(config: Config) -> bool:
     files = [f"{prefix}{end}" for prefix in prefixes(data.train) for end in (".idx", ".bin")]
     return (
         (bool(files) or is_source(data.train))
+        and not has_streams(data)
         and all(map(os.path.isfile, files))
         and all(0 < each < math.inf for each in weights)
         and 0 <= held_out < 1

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megalite.config.errors import ConfigError
 from megalite.config.extensions import is_source, source_of
 from megalite.config.rampup import samples_after
+from megalite.config.streams import is_stream, names_in, streams_in
 
 if TYPE_CHECKING:
     from megalite.config.schema import Config
@@ -23,13 +24,11 @@ end."""
 
 
 def prefixes(source: Any) -> list[str]:
-    """The token file prefixes in data.train or data.validation; empty for a held-out fraction, and for a data
-    source of the user."""
-    if isinstance(source, str):
-        return [] if is_source(source) else [source]
-    if sets := named_sets(source):
-        return list(sets.values())
-    return list(source) if isinstance(source, (list, dict)) else []
+    """The token file prefixes in data.train or data.validation; empty for a held-out fraction, a stream, and
+    a data source of the user."""
+    if isinstance(source, str) and is_source(source):
+        return []
+    return [name for name in names_in(source) if not is_stream(name)]
 
 
 def named_sets(source: Any) -> dict[str, str]:
@@ -136,7 +135,8 @@ def unused(config: "Config") -> list[str]:
 
 def read_often(config: "Config") -> list[str]:
     """A line for each member of the data that a run that is planned would read many times."""
-    if not prefixes(config.data.train) or config.train.epochs is not None:  # the user counts in epochs
+    # the user counts in epochs, or an epoch of a stream is not known
+    if not prefixes(config.data.train) or streams_in(config.data.train) or config.train.epochs is not None:
         return []
     from megalite.config.samples import DataError, members, repeats  # numpy
 

@@ -26,16 +26,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.config.extensions import is_source, source_of
+from megalite.config.extensions import is_source
 from megalite.config.samples import (
     DataError,
     Member,
     held_out_fraction,
-    held_out_rows,
     held_out_start,
     whole_samples,
 )
 from megalite.config.sections.data import DataConfig
+from megalite.config.streams import has_streams
 from megalite.config.token_files import named_sets, prefixes
 from megalite.data.indexed import IndexedTokens
 from megalite.data.tokenizer.comparison import of_data, one_tokenizer
@@ -238,8 +238,14 @@ def build(config: DataConfig, seed: int) -> tuple[Dataset, Dataset | None]:
     """
     assert config.train is not None, "a rule requires data.train"
     one_tokenizer(config)
+    if has_streams(config):
+        from megalite.data.streams.build import streamed  # not needed by token files as they are
+
+        return streamed(config, seed)
     if is_source(config.train) or is_source(config.validation):
-        return _with_own_rows(config, seed)
+        from megalite.data.own_rows import with_own_rows  # not needed by token files
+
+        return with_own_rows(config, seed)
     held_out = held_out_fraction(config)
     files = {prefix: IndexedTokens(prefix) for prefix in prefixes(config.train)}
     cuts = {prefix: held_out_start(file, held_out) for prefix, file in files.items()}
@@ -253,30 +259,10 @@ def build(config: DataConfig, seed: int) -> tuple[Dataset, Dataset | None]:
         )
     if config.validation is None or isinstance(config.validation, float | int):
         return train, None
-    return train, _whole(config.validation, config, False, seed)
+    return train, whole(config.validation, config, False, seed)
 
 
-def _with_own_rows(config: DataConfig, seed: int) -> tuple[Dataset, Dataset | None]:
-    """Build the datasets where training or validation data is a source of the user."""
-    from megalite.data.own_rows import OwnRows  # not needed by token files
-
-    options: dict[str, Any] = {"sequence_length": config.sequence_length, "seed": seed}
-    if held_out_fraction(config):
-        assert isinstance(config.train, str)
-        options["without"] = held_out_rows(config, len(source_of(config.train, config.sequence_length)))
-        train = OwnRows(config.train, shuffle=config.shuffle, **options)
-        return train, OwnRows(config.train, shuffle=False, alone=True, **options)
-
-    def made(source: Any, shuffle: bool) -> Dataset:
-        if is_source(source):
-            return OwnRows(source, shuffle=shuffle, **options)
-        return _whole(source, config, shuffle, seed)
-
-    validation = None if config.validation is None else made(config.validation, False)
-    return made(config.train, config.shuffle), validation
-
-
-def _whole(source: Any, config: DataConfig, shuffle: bool, seed: int) -> Dataset:
+def whole(source: Any, config: DataConfig, shuffle: bool, seed: int) -> Dataset:
     """Build the dataset of token files of which nothing is held out."""
     files = {prefix: IndexedTokens(prefix) for prefix in prefixes(source)}
     parts = {prefix: TokenRange(file, 0, len(file)) for prefix, file in files.items()}

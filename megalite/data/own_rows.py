@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 
-from megalite.config.extensions import source_of
-from megalite.config.samples import DataError, Member
-from megalite.data.dataset import Sample, ShuffledRows, digest
+from megalite.config.extensions import is_source, source_of
+from megalite.config.samples import DataError, Member, held_out_fraction, held_out_rows
+from megalite.config.sections.data import DataConfig
+from megalite.data.dataset import Dataset, Sample, ShuffledRows, digest, whole
 
 
 class OwnRows(ShuffledRows):
@@ -67,5 +69,23 @@ class OwnRows(ShuffledRows):
                 f"{self.kind}.row must return {self._length + 1} token ids (data.sequence_length + 1), "
                 "integers from 0."
             )
-        whole = tokens.astype(np.int64)
-        return Sample(whole[:-1], whole[1:])
+        row = tokens.astype(np.int64)
+        return Sample(row[:-1], row[1:])
+
+
+def with_own_rows(config: DataConfig, seed: int) -> tuple[Dataset, Dataset | None]:
+    """Build the datasets where training or validation data is a source of the user."""
+    options: dict[str, Any] = {"sequence_length": config.sequence_length, "seed": seed}
+    if held_out_fraction(config):
+        assert isinstance(config.train, str)
+        options["without"] = held_out_rows(config, len(source_of(config.train, config.sequence_length)))
+        train = OwnRows(config.train, shuffle=config.shuffle, **options)
+        return train, OwnRows(config.train, shuffle=False, alone=True, **options)
+
+    def dataset(source: Any, shuffle: bool) -> Dataset:
+        if is_source(source):
+            return OwnRows(source, shuffle=shuffle, **options)
+        return whole(source, config, shuffle, seed)
+
+    validation = None if config.validation is None else dataset(config.validation, False)
+    return dataset(config.train, config.shuffle), validation

@@ -230,8 +230,10 @@ def _read(numbers: Mapping[str, Any]) -> list[str]:
         return []
     members = {name: epoch for name, epoch in numbers.items() if name.startswith(MEMBER)}
     of = f" of {PurePath(max(members, key=lambda name: members[name])).name}" if members else ""
-    epoch = numbers["epoch"]
-    return [f"{_thousands(numbers['tokens_seen'])} tokens", f"epoch {epoch:.{2 if epoch >= 0.1 else 4}f}{of}"]
+    lines = [f"{_thousands(numbers['tokens_seen'])} tokens"]
+    if (epoch := numbers.get("epoch")) is not None:
+        lines.append(f"epoch {epoch:.{2 if epoch >= 0.1 else 4}f}{of}")
+    return lines
 
 
 def _bar(stream: TextIO) -> Any:

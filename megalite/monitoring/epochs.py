@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from megalite.config.rampup import samples_after
 from megalite.config.samples import in_words, repeats
+from megalite.config.streams import ENDLESS
 from megalite.monitoring.metrics import MEMBER, StepMetrics
 from megalite.monitoring.observers import Observer
 
@@ -17,20 +18,20 @@ class Epochs(Observer):
     """Observer that adds the tokens and epochs read so far to each step.
 
     Its keys are `tokens_seen`, `epoch` (of the most repeated member) and, for a blend, the epoch of each
-    member. Everything read since the first step of the run is counted, including skipped steps and positions
-    without loss.
+    member; streams, whose length is not known, have no epochs. Everything read since the first step of the
+    run is counted, including skipped steps and positions without loss.
     """
 
     def __init__(self, trainer: Trainer):
-        self.trainer, self.members = trainer, trainer.train_data.members
+        members = trainer.train_data.members
+        self.trainer, self.members = trainer, [each for each in members if each.samples < ENDLESS]
 
     def numbers(self, metrics: StepMetrics) -> dict[str, Any]:
         samples = self._samples(metrics.step)
         epochs = {member.name: samples * member.share / member.samples for member in self.members}
-        numbers = {
-            "tokens_seen": samples * self.trainer.config.data.sequence_length,
-            "epoch": max(epochs.values()),
-        }
+        numbers: dict[str, Any] = {"tokens_seen": samples * self.trainer.config.data.sequence_length}
+        if epochs:
+            numbers["epoch"] = max(epochs.values())
         if self.trainer.config.train.rampup_batch_size is not None:
             numbers["global_batch_size"] = samples - self._samples(metrics.step - 1)
         return numbers | (

@@ -35,7 +35,7 @@ from megalite.parallel.quantized.reading import BASE, quantize_base
 from megalite.parallel.sharding.offload import OffloadError
 from megalite.parallel.spec import Rectangle
 from megalite.system.activity import LOADING, SAVING
-from megalite.training import reference
+from megalite.training import reference, stream_positions
 from megalite.training.best import resume_state, state_to_save
 from megalite.training.start_copy import check_start
 
@@ -309,6 +309,7 @@ def resume(trainer: Trainer, directory: Path) -> None:
         learned = [] if trainer.parts.statistics is None else trainer.parts.statistics.rectangles()
         done = state["step"] - state["skipped"]
         notes = load_state(trainer.optimizer.state, manifest, learned, trainer.config.optimizer, done)
+        stream_positions.restore(trainer, manifest)
         if trainer.average is not None and not manifest.has_averages:
             trainer.average.start()
         if trainer.store.reducer.powersgd is not None:
@@ -377,13 +378,14 @@ def begin_save(trainer: Trainer, best: bool = False, timed: bool = False) -> Sav
 def to_save(trainer: Trainer) -> list[Rectangle]:
     """Return this rank's part of a checkpoint.
 
-    It contains weights and optimizer state, and the states of PowerSGD and of the model's blocks, which are
-    the same on all ranks.
+    It contains weights and optimizer state, positions in streams, and the states of PowerSGD and of the
+    model's blocks, which are the same on all ranks.
     """
     powersgd, statistics = trainer.store.reducer.powersgd, trainer.parts.statistics
     return [
         *trainer.optimizer.state.to_save(),
         *([] if powersgd is None else powersgd.to_save()),
+        *stream_positions.to_save(trainer),
         *([] if statistics is None or trainer.mesh.rank > 0 else statistics.rectangles()),
     ]
 

@@ -16,6 +16,7 @@ from megalite.config import run_files
 from megalite.config.errors import ConfigError
 from megalite.config.rule import show
 from megalite.config.schema import Config
+from megalite.config.streams import streams_in
 from megalite.data.tokenizer.comparison import Tokenized, compare, of_data, one_tokenizer
 from megalite.data.tokenizer.identity import of_record, of_tokenizer
 from megalite.families.model_config import hf_shape
@@ -46,6 +47,21 @@ def check_tokenizers(config: Config, fingerprint: str) -> list[str]:
     return (
         notes + [line for start in _starts(config) for line in _against_data(config, start)] + _rows(config)
     )
+
+
+def check_stream_vocabulary(config: Config, tokens: int | None) -> None:
+    """Raise ConfigError if the model has fewer ids than the tokenizer of its streams; rules check those of
+    token files.
+
+    Args:
+        tokens: number of ids of the training data.
+    """
+    size = config.model.vocab_size
+    if streams_in(config.data.train) and tokens is not None and size is not None and size < tokens:
+        raise ConfigError(
+            f"model.vocab_size = {size} is smaller than the vocabulary of data.tokenizer = "
+            f"{config.data.tokenizer} ({tokens} tokens). Legal values: {tokens} and above. Nearest: {tokens}."
+        )
 
 
 def _rows(config: Config) -> list[str]:

@@ -61,6 +61,8 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
     ),
     **dict.fromkeys(("checkpoint.interval", "checkpoint.keep", "validation.batches", "logging.interval"), (0, 1)),
     "checkpoint.minutes": (0.0, 0.1),
+    **{"data.lanes": (0, None), "data.shuffle_buffer": (0, 256), "data.fim_rate": (1.5, 0.0)},
+    "data.fim_spm_rate": (-0.5, 0.5),
     **dict.fromkeys(("network.ib_gid_index", "network.ib_retries"), (-1, 0)),
     "profiling.memory_snapshot": (0, 1),
     **dict.fromkeys(
@@ -219,6 +221,7 @@ GRAPHED: list[tuple[str, Any, Any, dict[str, Any]]] = [  # option, what graphs d
     ("train.compile", True, False, {}),
     ("logging.loss_by_source", True, False, {"data.train": {"tokens": 1.0, "bare": 1.0}}),
 ]
+STREAM = {"data.train": "jsonl:x", "data.tokenizer": "byte"}
 VALIDATED = {"data.validation": 0.1, "validation.interval": 5}
 RAMPED = {"train.rampup_batch_size": [4, 4, 9], "train.global_batch_size": 8, "train.micro_batch_size": 4}
 _REAL = ("router_aux_loss_coef", "router_z_loss_coef", "expert_capacity_factor")
@@ -1287,6 +1290,43 @@ ROWS = [
     Row(
         "recompute mode", {"train.recompute": "none,x,none,none"}, {"train.recompute": "none"}, ("has x, which is not",)
     ),
+    Row("streams have a tokenizer", {"data.train": "jsonl:x"}, {"data.tokenizer": "byte"}, ("jsonl:x is tokenized",)),
+    Row("data.tokenizer is of streams", {"data.tokenizer": "byte"}, {"data.train": "mds:x"}, ("FORMAT:PATH",)),
+    Row("data.text_key is of streams", {"data.text_key": "x"}, STREAM, ("no stream",)),
+    Row("data.bad_records is of streams", {"data.bad_records": "skip"}, STREAM, ("no stream",)),
+    Row("lanes are of streams", {"data.lanes": 2}, STREAM, ("read at random",)),
+    Row("the buffer is of shuffled streams", {"data.shuffle_buffer": 3}, {"data.fim_rate": 0.5}, ("no stream",)),
+    Row(
+        "the buffer is of shuffled streams",
+        STREAM | {"data.shuffle_buffer": 3, "data.shuffle": False},
+        STREAM | {"data.shuffle": True},
+    ),
+    Row(
+        "a list is of streams or of token files",
+        STREAM | {"data.train": ["jsonl:x", "tokens"]},
+        {"data.train": ["jsonl:x", "parquet:y"]},
+        ("a blend",),
+    ),
+    Row("a stream has no held-out part", STREAM | {"data.validation": 0.1}, {"data.validation": "tokens"}),
+    Row(
+        "validation on a stream ends",
+        STREAM | {"data.validation": "jsonl:y", "validation.batches": None},
+        {"validation.batches": 2},
+        ("jsonl:y has no end",),
+    ),
+    Row("epochs are counted", STREAM | {"train.epochs": 1.0}, {"train.epochs": None}, ("train.tokens",)),
+    Row("epochs are counted", {"data.fim_rate": 0.5, "train.epochs": 1.0}, {"train.epochs": None}, ("data.fim_rate",)),
+    Row("fill-in-the-middle rewrites text", {"data.fim_rate": 0.5, "data.train": "chat"}, {"data.train": "tokens"}),
+    Row("data.fim_spm_rate is of fill-in-the-middle", {"data.fim_spm_rate": 0.1}, {"data.fim_rate": 0.5}),
+    Row("data.fim_tokens is of fill-in-the-middle", {"data.fim_tokens": ["a", "b", "c"]}, {"data.fim_rate": 0.5}),
+    Row(
+        "three tokens of fill-in-the-middle",
+        {"data.fim_rate": 0.5, "data.fim_tokens": ["a", "b", "b"]},
+        {"data.fim_tokens": ["a", "b", "c"]},
+        ("[PREFIX, SUFFIX, MIDDLE]",),
+    ),
+    Row("chat or text", STREAM | {"data.validation": "chat"}, {"data.validation": "tokens"}),
+    Row("packing of conversations", STREAM | {"data.packing": True}, {"data.packing": False}),
     Row("data.train weights are positive", {"data.train": {"tokens": 0.0}}, {"data.train": {"tokens": 0.1}}),
     Row("data.train weights are positive", {"data.train": {"tokens": float("inf")}}, {"data.train": {"tokens": 0.1}}),
     Row(

@@ -25,6 +25,7 @@ from megalite.config.rules import (
     model_and_data,
     mup,
     objectives,
+    streams,
     training,
 )
 from megalite.config.rules.context import RuleContext
@@ -56,6 +57,7 @@ RULES: tuple[Rule, ...] = (
     *LAYOUT_RULES,
     *run.RULES,
     *data.RULES,
+    *streams.RULES,
     *model_and_data.RULES,
     *train.RULES,
     *objectives.RULES,

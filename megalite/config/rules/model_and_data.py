@@ -6,6 +6,7 @@ from megalite.config.extensions import is_source
 from megalite.config.rule import Rule, is_checkpoint
 from megalite.config.rules.context import RuleContext
 from megalite.config.sections.data import all_prefixes
+from megalite.config.streams import has_streams
 from megalite.config.token_files import data_vocab_size, is_chat, metadata, prefixes
 
 
@@ -44,6 +45,7 @@ def _positions(c: RuleContext) -> int:
     if (
         is_source(c.data.train)
         or is_source(c.data.validation)
+        or has_streams(c.data)
         or not all(_restarts(c, each) for each in files)
     ):
         return row

@@ -6,9 +6,10 @@ from typing import Any
 from megalite.config.extensions import is_own_objective, is_source
 from megalite.config.rule import Rule
 from megalite.config.rules.context import RuleContext
-from megalite.config.sections.data import own_sources, present_prefixes
+from megalite.config.sections.data import present_prefixes, text_sources
 from megalite.config.sections.distillation import distils
 from megalite.config.sections.preference import scores_directory
+from megalite.config.streams import is_stream
 from megalite.config.token_files import preference
 from megalite.objectives.find import objective_class
 
@@ -35,7 +36,7 @@ def _reads(c: RuleContext) -> str:
 def _other_data(c: RuleContext) -> str | None:
     """The first token file or data source that is not what the objective needs."""
     needed = objective_class(c.train.objective).data
-    named = (*own_sources(c), *present_prefixes(c))
+    named = (*text_sources(c), *present_prefixes(c))
     return next((each for each in named if (preference(each) or "tokens") != needed), None)
 
 
@@ -48,7 +49,7 @@ def _contents(c: RuleContext) -> str:
 def _way_to_data(c: RuleContext) -> str:
     if _of_sequences(c):
         needed, present = objective_class(c.train.objective).data, preference(_other_data(c) or "")
-        if is_source(_other_data(c)):
+        if is_source(_other_data(c)) or is_stream(_other_data(c)):
             return (
                 "Use token files of `megalite prepare --preference`, or set train.objective to cross_entropy."
             )

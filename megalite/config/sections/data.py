@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from megalite.config import amounts
 from megalite.config.extensions import EXTENSIONS, is_own_objective, is_source
-from megalite.config.option import SIZE, option
+from megalite.config.option import PROBABILITY, SIZE, option
 from megalite.config.rule import Rule, suggestion
+from megalite.config.streams import names_in, streams_in
 from megalite.config.token_files import is_chat, metadata, named_sets, prefixes
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 class DataConfig:
     train: str | list[str] | dict[str, float] | None = option(None, path=True)
     """Training data: a token file's PREFIX (of PREFIX.bin and PREFIX.idx), a list of prefixes, {PREFIX:
-    weight} for a blend, or NAME:ARGUMENT for a data source of run.extensions."""
+    weight} for a blend, or NAME:ARGUMENT for a data source of run.extensions. A stream stands for a PREFIX:
+    jsonl:PATH, parquet:PATH, webdataset:PATH or mds:DIRECTORY, tokenized while the run trains."""
     validation: float | str | list[str] | dict[str, float] | dict[str, str] | None = option(
         None, amount=amounts.PERCENTAGE, path=True
     )
@@ -40,6 +42,28 @@ class DataConfig:
     eod_mask_loss: bool = False
     """Exclude from the loss the prediction made from an EOS token, which is the first token of the next
     document."""
+    tokenizer: str | None = option(None, path=True)
+    """Tokenizer of streams: byte, a sentencepiece model, or a Hugging Face directory."""
+    text_key: str = "text"
+    """Key or column with the text in the records of streams; for WebDataset also the ending of the members
+    with the text."""
+    bad_records: Literal["error", "skip"] = "error"
+    """What a record of a stream without text, or a damaged one, is: an error, or skipped and reported."""
+    lanes: int | None = option(None, SIZE)
+    """Number of independent sequences of rows into which the shards of streams are divided; a multiple of dp
+    · train.micro_batch_size, so that no document is tokenized on two ranks. null: the largest power of two up
+    to 64 and to the number of shards. It cannot change while a run lasts."""
+    shuffle_buffer: int = option(256, SIZE)
+    """Number of documents of each lane that are shuffled together, in addition to the order of the shards."""
+    fim_rate: float = option(0.0, PROBABILITY)
+    """Fraction of the training documents that are rewritten for fill-in-the-middle, before they are
+    packed."""
+    fim_spm_rate: float = option(0.5, PROBABILITY)
+    """Fraction of these documents in which the suffix comes before the prefix (SPM); in the others it comes
+    after it (PSM)."""
+    fim_tokens: list[str] | None = None
+    """The tokenizer's tokens before prefix, suffix and middle. null: those of StarCoder, DeepSeek-Coder,
+    Qwen2.5-Coder or CodeLlama, whichever it has."""
     allow_tokenizer_change: bool = False
     """Accept data made with another tokenizer than other data, the starting weights or the checkpoint that
     the run resumes."""
@@ -142,6 +166,11 @@ def present_prefixes(c: "RuleContext") -> list[str]:
     ]
 
 
+def text_sources(c: "RuleContext") -> list[str]:
+    """The data sources of the user and the streams, whose rows are text."""
+    return own_sources(c) + streams_in(c.data.train) + streams_in(c.data.validation)
+
+
 def own_sources(c: "RuleContext") -> list[str]:
     """The data sources of the user, whose rows are text."""
     return [str(source) for source in (c.data.train, c.data.validation) if is_source(source)]
@@ -149,7 +178,7 @@ def own_sources(c: "RuleContext") -> list[str]:
 
 def _is_text(c: "RuleContext") -> bool:
     """Whether what is known of the data is text alone."""
-    return bool(own_sources(c) or present_prefixes(c)) and not any(map(is_chat, all_prefixes(c)))
+    return bool(text_sources(c) or present_prefixes(c)) and not any(map(is_chat, all_prefixes(c)))
 
 
 def _vocabularies(c: "RuleContext") -> str:
@@ -189,7 +218,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "training data is given",
         "data.train",
-        lambda c: not prefixes(c.data.train) and not is_source(c.data.train),
+        lambda c: not names_in(c.data.train),
         message="is not set",
         legal="Use the PREFIX of PREFIX.bin and PREFIX.idx, which megalite prepare --output PREFIX creates.",
     ),
@@ -228,7 +257,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "chat or text",
         "data.train",
-        lambda c: len({is_chat(p) for p in all_prefixes(c)}) > 1,
+        lambda c: len({is_chat(p) for p in all_prefixes(c)} | {False for _ in text_sources(c)}) > 1,
         message=lambda c: (
             f"and data.validation mix conversations ({', '.join(filter(is_chat, all_prefixes(c)))}) with text"
         ),

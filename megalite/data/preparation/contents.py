@@ -43,6 +43,10 @@ STRINGS = re.compile(
 """A list of strings in JSON, or its beginning."""
 
 
+UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
+"""Errors of reading and decompressing a file; those of pyarrow are among them."""
+
+
 class Damage(Exception):
     """Raised if a file cannot be read or decompressed, with the reason."""
 
@@ -53,7 +57,11 @@ def compression(path: Path) -> str | None:
     Raises OSError if the file cannot be read.
     """
     with path.open("rb") as file:
-        start = file.read(6)
+        return compression_of(file.read(6))
+
+
+def compression_of(start: bytes) -> str | None:
+    """Return the compression of a file that begins with these bytes, or None."""
     # a frame to skip, with which pzstd begins
     if len(start) > 3 and start[0] & 0xF0 == 0x50 and start[1:4] == b"\x2a\x4d\x18":
         return "zstd"
@@ -68,20 +76,21 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """
     try:
         kind = compression(path)
-        with path.open("rb") as file, _decompressed(file, kind) as plain:
+        with path.open("rb") as file, decompressed(file, kind) as plain:
             yield plain, file
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:  # pyarrow's are OSError
-        raise Damage(_reason(error)) from None
+    except UNREADABLE as error:
+        raise Damage(reason_of(error)) from None
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
+    """Return the reason of an error of reading, without its type."""
     return getattr(error, "strerror", None) or (str(error).strip() or type(error).__name__).splitlines()[
         0
     ].rstrip(".")
 
 
-def _decompressed(file: BinaryIO, kind: str | None) -> BinaryIO:
-    """Return the file itself if it is not compressed."""
+def decompressed(file: BinaryIO, kind: str | None) -> BinaryIO:
+    """Return the plain stream of a file, which is the file itself if it is not compressed."""
     if kind == "gzip":
         import gzip
 

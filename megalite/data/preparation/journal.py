@@ -42,7 +42,8 @@ def digest(path: Path) -> str:
 class Journal:
     """The journal of a preparation of PREFIX.
 
-    A context manager that removes the journal on exit unless `kept` is set.
+    A context manager, which is entered with the lock of PREFIX. It removes the journal on exit unless `kept`
+    is set.
 
     Attributes:
         state: what an interrupted preparation with the same key has saved; None if there is none.
@@ -53,11 +54,8 @@ class Journal:
     def __init__(self, prefix: Path, key: str):
         self._prefix, self._key, self._path, self.kept = prefix, key, temporary(prefix, "journal"), False
         self._saved = time.monotonic()
-        journal = self._read()
-        self.state = journal["state"] if journal.get("key") == key else None
-        self.foreign = bool(journal) and self.state is None
-        if self.state is None:
-            self._clear(journal)
+        self.state: dict[str, Any] | None = None
+        self.foreign = False
 
     def due(self) -> bool:
         """Return whether the next save is due."""
@@ -97,6 +95,12 @@ class Journal:
                 path.unlink(missing_ok=True)
 
     def __enter__(self) -> Journal:
+        """Read the journal, or remove what an interrupted preparation with another key has left."""
+        journal = self._read()
+        self.state = journal["state"] if journal.get("key") == self._key else None
+        self.foreign = bool(journal) and self.state is None
+        if self.state is None:
+            self._clear(journal)
         return self
 
     def __exit__(self, *raised: object) -> None:

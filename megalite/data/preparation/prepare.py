@@ -4,7 +4,7 @@ A preparation that was killed continues from its journal; one that is complete i
 replaced unasked.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
@@ -16,7 +16,7 @@ import numpy as np
 from megalite.config.samples import best_fit, inputs_of
 from megalite.data.chat.template import ChatTemplate
 from megalite.data.indexed import DataError
-from megalite.data.preparation import earlier
+from megalite.data.preparation import earlier, shards
 from megalite.data.preparation.chats import Chats
 from megalite.data.preparation.contents import without_mark
 from megalite.data.preparation.encoded import Encoded
@@ -24,6 +24,7 @@ from megalite.data.preparation.first_records import check_first
 from megalite.data.preparation.journal import Journal, Note, digest, key_of, locked
 from megalite.data.preparation.pool import WorkerLost, default_workers, encoded
 from megalite.data.preparation.preferences import PreferenceEncoder
+from megalite.data.preparation.shards import Merge, PreparationShard
 from megalite.data.preparation.sources import InputSource
 from megalite.data.preparation.tasks import SHOWN, BadRecords, Task, decoded, documents, listed
 from megalite.data.preparation.texts import Texts
@@ -112,6 +113,10 @@ class _Job:
     Attributes:
         loaded: the current path of the tokenizer.
         named: its final path, which PREFIX.json records.
+        key: of the whole preparation.
+        own_key: of what is written, the whole or a shard.
+        shard: the part of the input that is read; None: all of it.
+        merged: shards that are read in place of the input.
     """
 
     sources: list[InputSource]
@@ -122,20 +127,32 @@ class _Job:
     workers: int
     progress: Report
     note: Note
-    journal: Journal
     key: str
+    own_key: str
+    journal: Journal
+    shard: PreparationShard | None = None
+    merged: Sequence[PreparationShard] = ()
 
     @property
     def size(self) -> int:
-        return sum(source.size for source in self.sources)
+        size = sum(source.size for source in self.sources)
+        return size if self.shard is None else size // self.shard.count
 
     def tasks(self) -> Iterator[Task]:
+        if self.shard is not None:
+            return self.shard.tasks(self.sources)
         return (task for source in self.sources for task in source.tasks())
+
+    def parts(self, vocabulary: tokenizing.Tokenizer, done: int) -> Iterator[Encoded]:
+        """Yield the tokenized documents, except those of the first `done` parts."""
+        if self.merged:
+            return islice(shards.merged_parts(self.merged), done, None)
+        return encoded(islice(self.tasks(), done, None), vocabulary, self.encoder, self.workers)
 
 
 def prepare(
     sources: list[InputSource],
-    prefix: Path,
+    prefix: Path | PreparationShard | Merge,
     tokenizer: str,
     encoder: Encoder = Texts(),  # noqa: B008 — frozen
     *,
@@ -151,7 +168,8 @@ def prepare(
 
     Args:
         sources: inputs, in the order of the documents.
-        prefix: path prefix of the files.
+        prefix: path prefix of the files; or a shard, to prepare only its part of the input; or the merge of
+            all shards, which are then removed.
         tokenizer: byte, a sentencepiece model, or a Hugging Face directory.
         encoder: encoder for texts or conversations, which also reads them.
         train_tokenizer: vocabulary size of a sentencepiece model that is first trained on the sources, which
@@ -168,46 +186,73 @@ def prepare(
     check_first(sources, encoder)
     if isinstance(encoder, PreferenceEncoder):
         encoder = encoder.of_kind_in(sources)
-    if train_tokenizer is None:
-        vocabulary = tokenizing.load(tokenizer)
-        if vocabulary.unused_ids:
-            note(
-                f"{tokenizer}: {vocabulary.unused_ids} of {vocabulary.vocab_size} ids are unused; the "
-                "embedding still has rows for them"
-            )
-        identity: list[Any] = [
-            vocabulary.vocab_size,
-            vocabulary.eos,
-            vocabulary.chat_template,
-            *map(digest, vocabulary.files),
-        ]
-        if not isinstance(encoder, Texts):
-            identity.append(vocabulary.ends)
-    else:
-        identity = [train_tokenizer, TRAINING_BYTES]
+    whole = prefix if isinstance(prefix, Path) else prefix.whole
+    vocabulary, identity = _loaded(tokenizer, train_tokenizer, encoder, note)
     key = key_of(
-        _beside(tokenizer, prefix),
+        _beside(tokenizer, whole),
         identity,
         repr(encoder),
         [(type(source).__name__, source.identity) for source in sources],
     )
     workers = workers or default_workers(sum(source.size for source in sources))
-    with locked(prefix):
-        if not overwrite and (summary := earlier.summary_of(prefix, key)) is not None:
-            return PreparationSummary(str(prefix), **summary)
+    shard = prefix if isinstance(prefix, PreparationShard) else None
+    if shard is not None and not overwrite and (summary := earlier.summary_of(whole, key)) is not None:
+        return PreparationSummary(str(whole), **summary)  # merged already
+    merges, place = isinstance(prefix, Merge), whole if shard is None else shard.prefix
+    own_key = key if shard is None else shard.key(key)
+    journal = Journal(place, key_of(key, "merge") if merges else own_key)
+    job = _Job(
+        sources, place, tokenizer, tokenizer, encoder, workers, progress, note, key, own_key, journal, shard
+    )
+    with locked(place):
+        if not overwrite and (summary := earlier.summary_of(place, own_key)) is not None:
+            return PreparationSummary(str(place), **summary)
         if not overwrite and train_tokenizer is not None:
             earlier.check_new(Path(tokenizer))
-        with Journal(prefix, key) as journal:
-            if journal.foreign:
-                note(
-                    f"{prefix}: discarding an interrupted preparation with different inputs or options and "
-                    "starting over"
-                )
-            job = _Job(sources, prefix, tokenizer, tokenizer, encoder, workers, progress, note, journal, key)
-            if train_tokenizer is None:
-                return _encode(job, vocabulary)
-            with _trained(job, train_tokenizer) as model:
-                return _encode(replace(job, loaded=str(model)), tokenizing.load(model))
+        merged = shards.complete_shards(whole, key) if merges else []
+        with journal:
+            return _continued(replace(job, merged=merged), vocabulary, train_tokenizer)
+
+
+def _continued(
+    job: _Job, vocabulary: tokenizing.Tokenizer | None, train_tokenizer: int | None
+) -> PreparationSummary:
+    """Prepare what an interrupted preparation has not, with its journal."""
+    if job.journal.foreign:
+        job.note(
+            f"{job.prefix}: discarding an interrupted preparation with different inputs or options and "
+            "starting over"
+        )
+    if vocabulary is None:
+        assert train_tokenizer is not None
+        with _trained(job, train_tokenizer) as model:
+            return _encode(replace(job, loaded=str(model)), tokenizing.load(model))
+    summary = _encode(job, vocabulary)
+    shards.remove(job.merged)
+    return summary
+
+
+def _loaded(
+    tokenizer: str, train_tokenizer: int | None, encoder: Encoder, note: Note
+) -> tuple[tokenizing.Tokenizer | None, list[Any]]:
+    """Return the tokenizer, or None if it is still to be trained, and what identifies it."""
+    if train_tokenizer is not None:
+        return None, [train_tokenizer, TRAINING_BYTES]
+    vocabulary = tokenizing.load(tokenizer)
+    if vocabulary.unused_ids:
+        note(
+            f"{tokenizer}: {vocabulary.unused_ids} of {vocabulary.vocab_size} ids are unused; the "
+            "embedding still has rows for them"
+        )
+    identity: list[Any] = [
+        vocabulary.vocab_size,
+        vocabulary.eos,
+        vocabulary.chat_template,
+        *map(digest, vocabulary.files),
+    ]
+    if not isinstance(encoder, Texts):
+        identity.append(vocabulary.ends)
+    return vocabulary, identity
 
 
 def _encode(job: _Job, vocabulary: tokenizing.Tokenizer) -> PreparationSummary:
@@ -219,7 +264,7 @@ def _encode(job: _Job, vocabulary: tokenizing.Tokenizer) -> PreparationSummary:
     with _writer(job, vocabulary, summary) as writer:
         summary.dtype = writer.dtype.name
         _write_parts(job, vocabulary, writer, summary)
-        if not isinstance(encoder, Texts):
+        if not isinstance(encoder, Texts) and job.shard is None:
             _check_left(summary, encoder)
         sizes = np.array(writer.sizes)
         summary.longest = int(sizes.max(initial=0))
@@ -230,7 +275,7 @@ def _encode(job: _Job, vocabulary: tokenizing.Tokenizer) -> PreparationSummary:
             longest = together * limit if encoder.max_length else lengths.max(initial=0)
             summary.row_length = int(longest)
             summary.packed_rows = int(best_fit(lengths, summary.row_length).max(initial=-1)) + 1
-        if not summary.documents and summary.skipped:
+        if not summary.documents and summary.skipped and job.shard is None:
             raise DataError(
                 f"{prefix}: all records of the input are bad. Nothing was "
                 f"written.{listed(summary.skipped_first)}"
@@ -244,7 +289,9 @@ def _encode(job: _Job, vocabulary: tokenizing.Tokenizer) -> PreparationSummary:
             | {"tokenizer_files": [_beside(str(file), prefix) for file in files]}
             | {"tokenizer_fingerprint": fingerprint(vocabulary), "tokenizer_digest": digest_of(named, files)}
             | ({} if isinstance(encoder, Texts) else _chat_facts(encoder, vocabulary, summary, writer))
-            | {"preparation": earlier.entry(job.key, facts)}
+            | ({} if job.shard is None else shards.entry_of(job.key))
+            | {"preparation": earlier.entry(job.own_key, facts)},
+            may_be_empty=job.shard is not None,
         )
     return summary
 
@@ -294,7 +341,7 @@ def _write_parts(
         )
 
     try:
-        for part in encoded(islice(job.tasks(), done, None), vocabulary, job.encoder, job.workers):
+        for part in job.parts(vocabulary, done):
             writer.add(part.tokens, part.sizes, part.mask, part.continues)
             summary.add(part, replaced)
             replaced, done = (

@@ -176,10 +176,18 @@ class JsonLines:
     def __init__(self, path: Path):
         self._path, self.size, self.identity = path, path.stat().st_size, [_stamp(path)]
 
+    @property
+    def compressed(self) -> bool:
+        """Whether one process must read it from its beginning."""
+        try:
+            return compression(self._path) is not None
+        except OSError:  # reported when it is read
+            return False
+
     def tasks(self) -> Iterator[Task]:
         if problem := _unusable(self._path, self.size, lines=True):
             yield problem
-        elif compression(self._path):
+        elif self.compressed:
             yield from self._decompressed()
         else:
             yield from (

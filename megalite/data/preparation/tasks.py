@@ -189,7 +189,7 @@ def decoded(raw: bytes) -> tuple[str, bool]:
         return raw.decode(errors="replace"), True
 
 
-def text_of(record: Any, where: object, text_key: str) -> str:
+def text_of(record: Any, where: object, text_key: str, option: str = "--text_key") -> str:
     """Return the text of a record.
 
     A record that is a string is its own text if TEXT_KEY is requested. As in .parquet files, null is an empty
@@ -203,7 +203,7 @@ def text_of(record: Any, where: object, text_key: str) -> str:
         raise BadRecord(
             where,
             f" is a string, not an object with the key {text_key}.",
-            "Remove --text_key to read strings as documents.",
+            f"Remove {option} to read strings as documents.",
         )
     if not isinstance(record, dict):
         raise BadRecord(
@@ -214,11 +214,11 @@ def text_of(record: Any, where: object, text_key: str) -> str:
     if text_key not in record:
         keys = ", ".join(record)
         way_out = for_texts(record) or "Choose the one with the text."
-        raise BadRecord(where, f" has no key {text_key} (--text_key). Available keys: {keys}.", way_out)
+        raise BadRecord(where, f" has no key {text_key} ({option}). Available keys: {keys}.", way_out)
     if record[text_key] is None:
         return ""
     if not isinstance(record[text_key], str):
         kind = type(record[text_key]).__name__
         way_out = for_texts(record) or "Choose the key with the text."
-        raise BadRecord(where, f": the value of --text_key {text_key} must be a string, got {kind}.", way_out)
+        raise BadRecord(where, f": the value of {option} {text_key} must be a string, got {kind}.", way_out)
     return record[text_key]

@@ -135,12 +135,14 @@ class IndexedWriter:
         for file in self._streams.values():
             file.seek(0, 2)
 
-    def finish(self, metadata: dict[str, Any]) -> None:
+    def finish(self, metadata: dict[str, Any], may_be_empty: bool = False) -> None:
         """Write the index and PREFIX.json, then rename all files to their final names.
 
         The index is renamed last, because a token file without it does not count as complete.
+
+        Raises DataError if there are no documents, unless it `may_be_empty`.
         """
-        if not self.sizes:
+        if not (self.sizes or may_be_empty):
             raise DataError(f"{self.prefix}: the input contains no text. Nothing was written.")
         _close_to_disk(self._file)
         self._write_index("idx", self.dtype)

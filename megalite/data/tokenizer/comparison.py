@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING
 from megalite.config.errors import ConfigError
 from megalite.config.rule import show
 from megalite.config.sections.data import DataConfig
+from megalite.config.streams import streams_in
 from megalite.config.token_files import prefixes
-from megalite.data.tokenizer.identity import TokenizerIdentity, fingerprint, of_token_file, probes
+from megalite.data.tokenizer.identity import (
+    TokenizerIdentity,
+    fingerprint,
+    of_token_file,
+    of_tokenizer,
+    probes,
+)
 
 if TYPE_CHECKING:
     from megalite.data.tokenizer.tokenizers import Tokenizer
@@ -163,6 +170,8 @@ def _ids(ids: Sequence[int], pieces: Sequence[str]) -> str:
 def of_data(data: DataConfig) -> TokenizerIdentity:
     """Return the tokenizer of the training data, from the first token file that records one."""
     identities = [of_token_file(prefix) for prefix in prefixes(data.train)]
+    if data.tokenizer is not None and streams_in(data.train):
+        identities.append(of_tokenizer(data.tokenizer))
     first = identities[0] if identities else TokenizerIdentity()
     return next((identity for identity in identities if identity.can_be_known), first)
 
@@ -176,6 +185,8 @@ def one_tokenizer(data: DataConfig) -> list[str]:
         (option, prefix) for option in ("train", "validation") for prefix in prefixes(getattr(data, option))
     ]
     tokenized = [Tokenized(f"data.{option} = {prefix}", of_token_file(prefix)) for option, prefix in files]
+    if data.tokenizer is not None:
+        tokenized.append(Tokenized(f"data.tokenizer = {data.tokenizer}", of_tokenizer(data.tokenizer)))
     known = [each for each in tokenized if each.tokenizer.can_be_known]
     notes = _templates(tokenized)
     for each in tokenized if known else ():

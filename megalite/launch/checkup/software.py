@@ -14,7 +14,7 @@ from megalite.launch import machine
 from megalite.launch.checkup.finding import Finding
 
 EXTRAS = {
-    "data": "preparing data, chat templates, the Hugging Face Hub",
+    "data": "preparing data, streams of Parquet, chat templates, the Hugging Face Hub",
     "log": "TensorBoard, Weights & Biases",
     "gpu": "sensors of GPUs",
     "eval": "lm-evaluation-harness",

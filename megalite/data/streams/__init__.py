@@ -1,0 +1,1 @@
+"""Streams: documents in shards, tokenized while a run trains; `stream.py` is where to start."""
