@@ -149,8 +149,11 @@ class WriteBack:
                     yield key, REMOVED
         before = self._start.dp
         if RANKS in missing and before:  # a key of the ranks sets no option, or several do together
+            table = self._module.table(self._source)
             for key, value in known.items():
-                if type(value) is int and value > 0 and value * wanted[RANKS] % before == 0:
+                row = row_of(table, key)
+                of_layout = row is not None and (row.option is None or row.option.startswith("parallel."))
+                if of_layout and type(value) is int and value > 0 and value * wanted[RANKS] % before == 0:
                     yield key, value * wanted[RANKS] // before
 
 

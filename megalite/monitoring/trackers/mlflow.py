@@ -44,9 +44,9 @@ class MLflow:
         self._client = MlflowClient(tracking_uri=options.mlflow_uri)
         known = None if run.identity is None else self._find(run.identity)
         if known is None:
-            name = options.mlflow if isinstance(options.mlflow, str) else None
+            experiment = options.mlflow if isinstance(options.mlflow, str) else None
             created = self._client.create_run(
-                self._experiment(name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT),
+                self._experiment(experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT),
                 run_name=run.run_dir.name,
                 tags={"mlflow.source.name": "megalite train", **(options.mlflow_tags or {})},
             )
