@@ -25,9 +25,9 @@ def deviations(content: Mapping[str, Any]) -> Iterator[tuple[str, str, bool, flo
     tree, values = published.read_published(), published.fitted()
     apart = {table.key: [row.deviation for row in table.rows] for table in published.apart()}
     tables = {key: [row["deviation"] for row in table["rows"]] for key, table in content["tables"].items()}
-    for key, found in (tables | apart).items():
+    for key, of_table in (tables | apart).items():
         table = (tree["tables"] | tree["apart"])[key]
-        for row, deviation in zip(published.rows_of(table), found, strict=True):
+        for row, deviation in zip(published.rows_of(table), of_table, strict=True):
             job, choice = published.job_of(row, tree, values), published.choice_of(row)
             kind = published_errors.kind_of(job, choice, job.software.fp8 not in (None, "none"))
             yield kind, row["gpu"], key in tables, deviation

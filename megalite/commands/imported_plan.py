@@ -249,16 +249,16 @@ def propose(
     """
     back = WriteBack(source.tree, source.convert, source.project, source.dp)
     limit = own.step.total * (1 - DIFFERENT) if own is not None and own.fits else float("inf")
-    found = {plan.choice: plan for plan in better(search, choice, own)[:NEIGHBOURS]}
+    candidates = {plan.choice: plan for plan in better(search, choice, own)[:NEIGHBOURS]}
     fixed = {name: getattr(choice, name) for option, name in FIXED.items() if option not in back.expressible}
     complete = True
     for mode in dict.fromkeys((choice.recompute, "none", "full")):
         theirs = replace(search, fixed={**fixed, "recompute": mode}, wanted=wanted)
         plans, whole = theirs.until_interrupted()
         complete = complete and whole
-        found |= {plan.choice: plan for plan in plans}
+        candidates |= {plan.choice: plan for plan in plans}
     kept = sorted(
-        without_idle_recomputation(plan for plan in found.values() if plan.step.total < limit),
+        without_idle_recomputation(plan for plan in candidates.values() if plan.step.total < limit),
         key=lambda plan: (differing(plan.choice, choice), plan.step.total),
     )
     fastest = sorted(kept, key=lambda plan: plan.step.total)[:wanted]

@@ -101,16 +101,16 @@ class WriteBack:
                 break
             *_, current, tree = heapq.heappop(queue)
             for left, key, value in self._tried(tree, current.unexpressed, wanted):
-                found = WrittenBack({**current.keys, key: value}, left)
-                known = str(sorted(found.keys.items()))
+                extended = WrittenBack({**current.keys, key: value}, left)
+                known = str(sorted(extended.keys.items()))
                 if known in seen or len(left) > len(current.unexpressed):
                     continue
                 seen.add(known)
-                removed = sum(each is REMOVED for each in found.keys.values())
-                rank = len(left), len(found.keys) + removed
-                heapq.heappush(queue, (*rank, next(number), found, _with(tree, key, value)))
+                removed = sum(each is REMOVED for each in extended.keys.values())
+                rank = len(left), len(extended.keys) + removed
+                heapq.heappush(queue, (*rank, next(number), extended, _with(tree, key, value)))
                 if len(left) < len(best.unexpressed):
-                    best = found
+                    best = extended
         return WrittenBack(best.keys, best.unexpressed + without)
 
     def _tried(

@@ -167,9 +167,9 @@ def test_keys_that_are_not_honoured_have_a_consequence():
     options = parsed("--from", text)
     source = imported_plan.read_source(options)
     base = imported_plan.layout_of_file(source, options)[0].base
-    found = {remark.key: said for remark, said in imported_plan.consequences(source.imported, base)}
-    assert found["something-new"].startswith("The plan is without it")
-    assert found["lr-decay-style"] == "The plan does not depend on it."
+    said = {remark.key: text for remark, text in imported_plan.consequences(source.imported, base)}
+    assert said["something-new"].startswith("The plan is without it")
+    assert said["lr-decay-style"] == "The plan does not depend on it."
 
 
 @pytest.mark.parametrize(

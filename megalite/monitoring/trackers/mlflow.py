@@ -72,8 +72,8 @@ class MLflow:
         return known
 
     def _experiment(self, name: str) -> str:
-        found = self._client.get_experiment_by_name(name)
-        return self._client.create_experiment(name) if found is None else found.experiment_id
+        existing = self._client.get_experiment_by_name(name)
+        return self._client.create_experiment(name) if existing is None else existing.experiment_id
 
     def _log_options(self, options: Mapping[str, str], known: Mapping[str, str]) -> None:
         from mlflow.entities import Param, RunTag
