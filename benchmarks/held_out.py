@@ -242,11 +242,14 @@ def document(content: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Write the results and the page."""
+    """Write the results, the page, and the planner's errors."""
+    from benchmarks import error_kinds  # which imports this module
+
     content = run()
     RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     published.write_between("held_out", document(content))
     published.write_between("held_out", overview(content), PLANNER_PAGE)
+    error_kinds.write(content)
     print(
         json.dumps(content["constants"]["all"]),
         f"interval {content['interval']:.3f}, alike {content['alike']:.3f}",

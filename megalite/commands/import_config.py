@@ -58,13 +58,7 @@ def main(argv: list[str] | None = None) -> None:
     options = tool.parse_args(argv)
     try:
         tree = read(options.file, options.project)
-        linked = linked_file(tree)
-        imported = convert(
-            tree,
-            options.dp,
-            None if linked is None else read(str(Path(options.file).parent / linked)),
-            options.project,
-        )
+        imported = convert(tree, options.dp, read_linked(tree, options.file), options.project)
     except ConfigError as error:
         tool.error(str(error))
     print(json.dumps(as_json(imported), default=str) if options.json else as_yaml(imported))
@@ -122,6 +116,12 @@ def read(file: str, project: str | None = None) -> Any:
         kind = "TOML" if isinstance(error, tomllib.TOMLDecodeError) else "JSON"
         raise ConfigError(f"FILE {file} is not valid {kind}: {error}. Fix the file and try again.") from None
     return megatron.of_yaml(parse_yaml(text, file, "FILE"))
+
+
+def read_linked(tree: Any, file: str) -> Any:
+    """Read the DeepSpeed file that a file of Accelerate names; None if there is none."""
+    linked = linked_file(tree)
+    return None if linked is None else read(str(Path(file).parent / linked))
 
 
 def beside(path: Path) -> Callable[[str], str | None]:

@@ -5,6 +5,7 @@ explanation of the best.
         [--explain]
     megalite plan --model config.json --gpus 8 --gpu a100 … --tp 2 --schedule zb-v    some choices fixed
     megalite plan … --tokens 15e12 --price_per_hour 2.5 --write run.yaml    days, dollars, a configuration
+    megalite plan --from train.sh --gpu h100    another project's configuration: does it fit, what to change
     megalite plan --calibrate here.yaml    measure this machine; then --gpu here.yaml
 
 Ctrl-C ends the search and prints the plans found so far, which are the fastest; the exit status is then 130.
@@ -22,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+from megalite.commands import imported_plan
 from megalite.commands.parser import (
     Parser,
     as_name,
@@ -35,6 +37,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.recompute import BUDGET
 from megalite.config.schema import Config
 from megalite.config.sections.parallel import ContextMethod
+from megalite.importers.projects import PROJECTS
 from megalite.launch.exit_status import ExitStatus
 from megalite.model.kinds import dispatch_of
 from megalite.parallel.pipeline.generator import SCHEDULES
@@ -71,6 +74,12 @@ FIXED = (
     ),
     *("virtual_stages", "recompute", "schedule", "offload"),
 )
+NEEDED = ("model", "gpus", "gpu", "sequence_length", "global_batch_size")
+WITHOUT_SOURCE = (
+    *FIXED,
+    *("precision", "fp8", "lora_rank", "lora_base", "tokens", "price_per_hour", "write"),
+)
+"""Options that --from does not have, since the file decides them; but for the micro-batch size."""
 DAY = 86_400
 
 
@@ -82,11 +91,15 @@ def main(argv: list[str] | None = None) -> None:
             tool.enter_checkout("--calibrate")
             print(calibrate(options.calibrate))
             return
-        missing = [
-            name
-            for name in ("model", "gpus", "gpu", "sequence_length", "global_batch_size")
-            if getattr(options, name) is None
-        ]
+        if options.source:
+            given = [name for name in WITHOUT_SOURCE if getattr(options, name) and name != "micro_batch_size"]
+            if given or options.explain:
+                named = ", ".join(f"--{name}" for name in given or ["explain"])
+                tool.error(f"{named} cannot be combined with --from. Change FILE, or plan with --model.")
+        if options.source is None and options.project is not None:
+            tool.error("--project names the project of --from FILE. Pass both, or remove it.")
+        needed = ("gpu",) if options.source else NEEDED
+        missing = [name for name in needed if getattr(options, name) is None]
         if missing:
             check_model(options)
             tool.error(
@@ -94,13 +107,13 @@ def main(argv: list[str] | None = None) -> None:
                 "required."
             )
         with progress_of(options.json) as progress:
-            content, text = answer(options, progress)
+            content, text = (imported_plan.answer if options.source else answer)(options, progress)
     except (ConfigError, HardwareError, OSError) as error:
         tool.error(error, options.write)
     print(json.dumps(content) if options.json else text)
     if not content["complete"]:
         raise SystemExit(ExitStatus.INTERRUPTED)
-    if not content["plans"]:
+    if not content["plans"] and not content.get("fits"):
         raise SystemExit(1)
 
 
@@ -114,6 +127,15 @@ def parser() -> Parser:
         help="a preset, a configuration (.yaml, or one that is shipped), a run, a checkpoint, a "
         "config.json, or a Hugging Face directory or org/name",
     )
+    add(
+        "--from",
+        dest="source",
+        type=as_name,
+        metavar="FILE",
+        help="plan another project's configuration, a file or a command in quotes as for import-config; "
+        "--model, --sequence_length, --global_batch_size, --micro_batch_size and --vocab_size replace values",
+    )
+    add("--project", choices=PROJECTS, metavar="PROJECT", help="the project of --from (default: recognized)")
     add("--gpus", type=positive, metavar="N", help="number of devices; every plan uses all of them")
     add(
         "--gpu",

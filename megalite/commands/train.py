@@ -131,7 +131,7 @@ def check_run(
     from megalite.data import dataset
     from megalite.launch.machine import local_world_size
     from megalite.launch.process import choose_device, world_size
-    from megalite.monitoring.metrics import check_packages
+    from megalite.monitoring.trackers.selection import check_packages
     from megalite.planner.api import device_of_run
     from megalite.training import recompute_budget, reference, teacher
     from megalite.training.objective_trial import try_objective

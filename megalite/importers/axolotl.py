@@ -157,6 +157,15 @@ def _replicas(value: Any, source: ImportedFile) -> Verdict:
     return left(f"set parallel.dp_shard to parallel.dp / {value}")
 
 
+def _tracker(option: str, project: str) -> KeyRule:
+    """Return the row of a switch of a tracker, whose project another key may name."""
+
+    def judge(value: Any, source: ImportedFile) -> Verdict:
+        return honoured({option: value}) if source.get(project) is None else harmless(f"see {project}")
+
+    return KeyRule(judge, option)
+
+
 def _unless(*others: str) -> KeyRule:
     """Return a row of the run's name, which these keys replace."""
 
@@ -403,8 +412,15 @@ TABLE: Table = {
         "use_swanlab swanlab_* use_otel_metrics otel_* accelerator_config.* use_ray ray_*",
         never("all metrics are written to metrics.jsonl"),
     ),
+    "mlflow_experiment_name": sets("logging.mlflow"),
+    "mlflow_tracking_uri": sets("logging.mlflow_uri"),
+    "use_mlflow": _tracker("logging.mlflow", "mlflow_experiment_name"),
+    "trackio_project_name": sets("logging.trackio"),
+    "use_trackio": _tracker("logging.trackio", "trackio_project_name"),
     **each(
-        "", "wandb_* mlflow_* use_wandb comet_* gc_steps", never("all metrics are written to metrics.jsonl")
+        "",
+        "wandb_* mlflow_* trackio_* use_wandb comet_* gc_steps",
+        never("all metrics are written to metrics.jsonl"),
     ),
     "use_tensorboard": sets("logging.tensorboard"),
     **each("", "auto_resume_from_checkpoints strict debug device local_rank world_size ddp", never(INTERNAL)),

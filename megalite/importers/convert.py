@@ -72,6 +72,8 @@ class Imported:
         auto: key with the value `auto` → its option.
         to_set: options that the user has to set.
         is_empty: whether no key of the file sets an option or leaves it open as `auto`.
+        dp: number of data-parallel ranks, or None if it is unknown.
+        corresponding: key → the option that corresponds to it, whether it is honoured or not.
     """
 
     format: str
@@ -82,6 +84,8 @@ class Imported:
     auto: dict[str, str] = field(default_factory=dict)
     to_set: set[str] = field(default_factory=set)
     is_empty: bool = False
+    dp: int | None = None
+    corresponding: dict[str, str] = field(default_factory=dict)
 
     def set(self, key: str, options: dict[str, Any]) -> None:
         """Set the options of a key. Raises ConfigError if another key has set a different value."""
@@ -172,6 +176,7 @@ def convert(tree: Any, dp: int | None = None, linked: Any = None, project: str |
     if linked is not None:
         linked_source = ImportedFile(leaves_of(linked), source.dp)
         _judge(imported, deepspeed, linked_source, f"{leaves[accelerate.LINKED]}: ")
+    imported.dp = source.dp
     _settle_auto(imported)
     _doubt_defaults(imported, source.unsettled())
     _check(imported, source.dp)
@@ -205,6 +210,8 @@ def _judge(imported: Imported, module: Project, source: ImportedFile, prefix: st
     for key, value in (source.leaves | rest).items():
         row = row_of(table, key)
         imported.values[prefix + key] = written.get(key, value)
+        if row and row.option:
+            imported.corresponding[prefix + key] = row.option
         if row and row.option and _takes_text_only(row.option) and type(value) in (int, float):
             value = str(written.get(key, value))
         if value == "auto" and row and module in (accelerate, deepspeed):

@@ -297,6 +297,13 @@ def _decay_steps(value: Any, source: ImportedFile) -> Verdict:
     return honoured({"optimizer.wsd_decay_fraction": rounded(value / steps)})
 
 
+def _trackers(value: Any, source: ImportedFile) -> Verdict:
+    names = str(value)
+    options = {f"logging.{name}": True for name in ("tensorboard", "wandb", "mlflow") if name in names}
+    options |= {"logging.trackio": source.get("project") or True} if "trackio" in names else {}
+    return honoured(options) if options else harmless("all metrics are written to metrics.jsonl")
+
+
 def _timeout(value: Any, source: ImportedFile) -> Verdict:
     """Map the timeout of collectives in seconds, which some files set to years to have none."""
     seconds = plain(value)
@@ -357,17 +364,9 @@ TRAINER: Table = {
     "overwrite_output_dir": sets("run.overwrite"),
     "ddp_timeout": KeyRule(_timeout, "run.timeout"),
     "run_name": sets("run.name"),
-    "report_to": KeyRule(
-        lambda value, _: (
-            honoured({"logging.tensorboard": True})
-            if "tensorboard" in str(value)
-            else (
-                honoured({"logging.wandb": True})
-                if "wandb" in str(value)
-                else harmless("all metrics are written to metrics.jsonl")
-            )
-        )
-    ),
+    "report_to": KeyRule(_trackers),
+    "project": never("a project of Trackio, which report_to selects"),
+    "trackio_space_id": to_do("set the environment variable TRACKIO_SPACE_ID, which Trackio reads"),
     "deepspeed": KeyRule(_deepspeed),
     "neftune_noise_alpha": missing("not supported: the closest option is model.embedding_dropout"),
     "label_smoothing_factor": sets("train.label_smoothing"),

@@ -1,4 +1,4 @@
-"""Metrics of a run in metrics.jsonl, and optionally in TensorBoard and Weights & Biases.
+"""Metrics of a run in metrics.jsonl, and optionally in trackers.
 
 Only rank 0 writes.
 """
@@ -12,24 +12,21 @@ import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalite.config import run_files
-from megalite.config.errors import ConfigError
 from megalite.config.load import write_config
-from megalite.config.rule import show
 from megalite.config.schema import Config
-from megalite.config.sections.logging import LoggingConfig
 from megalite.model.cost.flops import model_flops_per_token
+from megalite.monitoring.trackers import selection
+from megalite.monitoring.trackers.recipient import Recipient
 from megalite.system.files import replacing, write_synced
 from megalite.system.messages import say
 
 if TYPE_CHECKING:
     import torch
-
-    from megalite.monitoring.tensorboard_wandb import Recipient
 
 MEMBER = "epoch/"
 """Prefix of the keys for the epochs of the members of a blend."""
@@ -91,22 +88,6 @@ def throughput(
     }
 
 
-def check_packages(options: LoggingConfig) -> None:
-    """Raise ConfigError if an option requires a package that is not installed.
-
-    Every rank can check this before the run starts.
-    """
-    for name, value, package in (
-        ("tensorboard", options.tensorboard, "tensorboard"),
-        ("wandb", options.wandb, "wandb"),
-    ):
-        if value and find_spec(package) is None:
-            raise ConfigError(
-                f"logging.{name}={show(value)} requires the package {package}. Install it with "
-                f"`pip install {package}`, or leave the option unset."
-            )
-
-
 class MetricsWriter(ExitStack):
     """Writer of one JSON object per line, with floats in full precision. Lines are written unbuffered.
 
@@ -117,28 +98,23 @@ class MetricsWriter(ExitStack):
         run_dir: the run directory, which is created if it does not exist.
         resume_step: lines of later steps are removed. They are left by a run that got further than its
             checkpoint.
-        config: selects the optional recipients, and is sent to Weights & Biases as a whole.
+        config: selects the trackers, which store it.
     """
 
     def __init__(self, run_dir: Path, resume_step: int = 0, config: Config | None = None):
         super().__init__()
         run_dir.mkdir(parents=True, exist_ok=True)
         self._path, self._config = run_dir / run_files.METRICS, config
-        options = config.logging if config else LoggingConfig()
-        check_packages(options)
-        self._recipients: list[Recipient] = []
-        if config and (options.tensorboard or options.wandb):
-            from megalite.monitoring.tensorboard_wandb import open_recipients
-
-            self._recipients = open_recipients(config, run_dir, resume_step)
+        self._recipients = selection.open_recipients(config, run_dir, resume_step) if config else []
         for recipient in self._recipients:
-            self.callback(recipient.close)
+            self.push(partial(_close, recipient))
         self._start_file(resume_step)
 
     def rewind(self, step: int) -> None:
         """Continue after a step.
 
-        Lines of later steps are removed from metrics.jsonl, and TensorBoard no longer shows them.
+        Lines of later steps are removed from metrics.jsonl, and TensorBoard no longer shows them; other
+        trackers keep what they have.
         """
         self._start_file(step)
         for recipient in self._recipients:
@@ -219,6 +195,10 @@ class MetricsWriter(ExitStack):
         if self._config is not None:
             write_config(self._config, self._path.parent)
         say(f"{self._path} was deleted or moved; created it again, without the lines of earlier steps")
+
+
+def _close(recipient: Recipient, kind: type[BaseException] | None, *_: object) -> None:
+    recipient.close(failed=kind is not None)
 
 
 def cut_after(file: Path, step: int) -> None:

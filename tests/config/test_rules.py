@@ -1671,18 +1671,21 @@ ROWS = [
     Row("no ramp-up with profiling.timeline", RAMPED | {"profiling.timeline": True}, {"profiling.timeline": False}),
     *(
         Row(
-            f"logging.wandb_{name} needs wandb",
-            {f"logging.wandb_{name}": value},
-            {"logging.wandb": True},
-            ("logging.wandb = null",),
+            f"logging.{tracker}_{name} needs {tracker}",
+            {f"logging.{tracker}_{name}": value},
+            {f"logging.{tracker}": True},
+            (f"logging.{tracker} = null",),
         )
-        for name, value in {
-            "entity": "team",
-            "group": "ablation",
-            "tags": ["a"],
-            "name": "first",
-            "mode": "offline",
-        }.items()
+        for tracker, name, value in (
+            ("wandb", "entity", "team"),
+            ("wandb", "group", "ablation"),
+            ("wandb", "tags", ["a"]),
+            ("wandb", "name", "first"),
+            ("wandb", "mode", "offline"),
+            ("mlflow", "uri", "http://localhost:5000"),
+            ("mlflow", "tags", {"team": "a"}),
+            ("trackio", "group", "ablation"),
+        )
     ),
     Row("profiled steps are a range", {"profiling.steps": [3]}, {"profiling.steps": [3, 3]}, ("[3, 5]",)),
     Row("profiled steps are a range", {"profiling.steps": [0, 5]}, {"profiling.steps": [1, 5]}),

@@ -19,7 +19,7 @@ OTHERS = {"jsonargparse", "yaml", "_yaml", "numpy", "attr", "attrs"}
 MOST_OTHERS = 100  # modules of other packages; importing torch alone takes more than a thousand
 EXTRAS = [
     *("triton", "transformers", "datasets", "sentencepiece", "pyarrow", "matplotlib"),
-    *("tensorboard", "wandb", "lm_eval", "ray"),
+    *("tensorboard", "wandb", "mlflow", "trackio", "lm_eval", "ray"),
 ]
 NEVER_WHILE_TRAINING = [
     *("transformers", "datasets", "sentencepiece", "matplotlib", "triton", "torch._dynamo", "torch.optim"),

@@ -1,14 +1,13 @@
-"""Console, TensorBoard and Weights & Biases."""
+"""Console and trackers."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 from megalite.config.option import SIZE, option
 from megalite.config.rule import Rule
 
-WANDB_PROJECT = "megalite"
-"""The project of logging.wandb: true, unless the environment variable WANDB_PROJECT names another."""
+PROJECT = "megalite"
+"""The project or experiment of a tracker that is true, unless an environment variable names another."""
 
 
 @dataclass
@@ -37,17 +36,38 @@ class LoggingConfig:
     wandb_mode: Literal["online", "offline", "disabled"] | None = None
     """online: upload while training; offline: store in the run's directory for `wandb sync`; disabled: do
     nothing. null: WANDB_MODE, or online."""
+    mlflow: bool | str | None = None
+    """Log to MLflow, which needs the mlflow package. A name: to this experiment; true: to the experiment in
+    the environment variable MLFLOW_EXPERIMENT_NAME, or megalite. false or null: off."""
+    mlflow_uri: str | None = None
+    """Address of MLflow's tracking server or store. null: MLFLOW_TRACKING_URI, or MLflow's default."""
+    mlflow_tags: dict[str, str] | None = None
+    """Tags of the run on MLflow, name: value. null: none."""
+    trackio: bool | str | None = None
+    """Log to Trackio, which needs the trackio package. A name: to this project; true: to the project in the
+    environment variable TRACKIO_PROJECT, or megalite. false or null: off."""
+    trackio_group: str | None = None
+    """Group of runs on Trackio that this run is shown in. null: none."""
 
 
-_WANDB = tuple(
-    Rule(
-        f"logging.{name} needs wandb",
-        f"logging.{name}",
-        partial(lambda name, c: getattr(c.logging, name) is not None and not c.logging.wandb, name),
-        message="has no effect: {logging.wandb}",
-        legal="Set logging.wandb to true or to the name of a project, or remove it.",
+_OF_TRACKERS = {
+    "wandb": ("entity", "group", "tags", "name", "mode"),
+    "mlflow": ("uri", "tags"),
+    "trackio": ("group",),
+}
+
+
+def _needs(tracker: str, name: str) -> Rule:
+    option = f"{tracker}_{name}"
+    return Rule(
+        f"logging.{option} needs {tracker}",
+        f"logging.{option}",
+        lambda c: getattr(c.logging, option) is not None and not getattr(c.logging, tracker),
+        message=f"has no effect: {{logging.{tracker}}}",
+        legal=f"Set logging.{tracker} to true or to a name, or remove it.",
     )
-    for name in ("wandb_entity", "wandb_group", "wandb_tags", "wandb_name", "wandb_mode")
-)
 
-RULES: tuple[Rule, ...] = (*_WANDB,)
+
+RULES: tuple[Rule, ...] = tuple(
+    _needs(tracker, name) for tracker, names in _OF_TRACKERS.items() for name in names
+)

@@ -16,11 +16,15 @@ from megalite.launch.checkup.finding import Finding
 EXTRAS = {
     "data": "preparing data, streams of Parquet, chat templates, the Hugging Face Hub",
     "log": "TensorBoard, Weights & Biases",
+    "mlflow": "MLflow",
+    "trackio": "Trackio",
     "gpu": "sensors of GPUs",
     "eval": "lm-evaluation-harness",
     "ray": "jobs on Ray clusters",
 }
 SUBMITTERS = ("sbatch", "kubectl", "ray", "sky")
+BEYOND_PINS = {"trackio"}
+"""Extras that need other versions than constraints.txt has."""
 REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[\w,]+\])?\s*(?:>=\s*([\d.]+))?")
 
 
@@ -57,11 +61,10 @@ def schedulers() -> Iterator[Finding]:
 def install(extra: str) -> str:
     """Return the command that installs megalite with an extra."""
     suffix = f"[{extra}]" if extra else ""
-    return (
-        f"pip install 'megalite{suffix}'"
-        if CHECKOUT is None
-        else f"pip install -c constraints.txt -e '.{suffix}'"
-    )
+    if CHECKOUT is None:
+        return f"pip install 'megalite{suffix}'"
+    pins = "" if extra in BEYOND_PINS else "-c constraints.txt "
+    return f"pip install {pins}-e '.{suffix}'"
 
 
 def is_older(version: str, needed: str) -> bool:
