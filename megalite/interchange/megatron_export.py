@@ -1,0 +1,364 @@
+"""A checkpoint → Megatron-LM's, in torch_dist or legacy format.
+
+    DIR/latest_checkpointed_iteration.txt
+    DIR/iter_0000100/        metadata.json, common.pt, .metadata and __0_0.distcp; or mp_rank_TT_PPP/
+                             model_optim_rng.pt
+
+A checkpoint that was imported from Megatron-LM is exported with the names, arguments and layout that it had;
+others with those of Transformer Engine's layer specification.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from megalite import checkpoint
+from megalite.checkpoint import CheckpointError, Manifest, directories
+from megalite.config.errors import ConfigError
+from megalite.config.load import from_dict
+from megalite.config.schema import Config
+from megalite.huggingface.convert import model_of, new_directory
+from megalite.interchange.export_state import StateToExport
+from megalite.interchange.import_state import origin_of
+from megalite.interchange.megatron_arguments import DIVISIBLE, arguments_of, check_same, config_of, padded_rows
+from megalite.interchange.megatron_places import MegatronTensor, megatron_tensors
+from megalite.interchange.megatron_source import MODEL, MOMENTS, TRACKER
+from megalite.interchange.megatron_spelling import IN_TRANSFORMER_ENGINE, Spelling, dist_places
+from megalite.model.parameters import model_specs
+from megalite.parallel.spec import parameter_count
+from megalite.system.files import write_synced
+from megalite.system.progress import Report, silent
+
+Format = Literal["torch_dist", "legacy"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The ranks of the legacy format. torch_dist has none: Megatron-LM reads it with any."""
+
+    tp: int = 1
+    pp: int = 1
+    virtual_stages: int = 1
+    ep: int = 1
+
+
+@dataclass(frozen=True)
+class Export:
+    """What is written.
+
+    Attributes:
+        arguments: of the namespace.
+        iteration: steps done.
+        updates: of AdamW, or None without its state.
+        samples: samples read.
+    """
+
+    config: Config
+    state: StateToExport
+    tensors: Mapping[str, MegatronTensor]
+    spelling: Spelling
+    layout: Layout
+    arguments: dict[str, Any]
+    iteration: int
+    updates: int | None
+    samples: int
+    scheduler: dict[str, Any]
+
+
+def export_megatron(
+    source: Path | Manifest,
+    target: Path,
+    form: Format = "torch_dist",
+    *,
+    layout: Layout | None = None,
+    dtype: torch.dtype | None = None,
+    weights_only: bool = False,
+    progress: Report = silent,
+) -> dict[str, Any]:
+    """Export a checkpoint to Megatron-LM, and return a summary for display.
+
+    Args:
+        source: directory of the checkpoint, or its manifest.
+        layout: of the legacy format; default: that of the import, or one rank.
+        dtype: of the weights; default: of the run's compute precision with state of the optimizer, otherwise
+            as stored.
+        weights_only: leave out the state of the optimizer.
+
+    Raises:
+        ConfigError, CheckpointError: the export failed. The directory is renamed to `target` only when it is
+            complete.
+    """
+    directories.check_free(target)
+    manifest = source if isinstance(source, Manifest) else checkpoint.manifest_of(source)
+    manifest.check_files()
+    export = _prepared(manifest, form, layout, dtype, weights_only)
+    kinds = {kind for tensor in export.tensors.values() for kind in export.state.kinds(tensor)}
+    with new_directory(target) as temporary:
+        place = temporary / f"iter_{export.iteration:07d}"
+        place.mkdir()
+        if form == "legacy":
+            from megalite.interchange.megatron_legacy_writer import write_legacy
+
+            write_legacy(place, export, progress)
+        else:
+            _write_dist(place, export, progress)
+        write_synced(temporary / TRACKER, str(export.iteration))
+    dtypes = {export.state.dtype(MODEL, tensor) for tensor in export.tensors.values() if tensor.parts}
+    return {
+        "family": f"megatron {form}",
+        "parameters": parameter_count(model_specs(export.config.model)),
+        "dtypes": sorted(str(each).removeprefix("torch.") for each in dtypes),
+        "optimizer": MOMENTS[0] in kinds,
+        "step": export.iteration,
+        "notes": [],
+    }
+
+
+def _prepared(
+    manifest: Manifest, form: Format, layout: Layout | None, dtype: torch.dtype | None, weights_only: bool
+) -> Export:
+    model = model_of(manifest)
+    config = replace(from_dict(manifest.state["config"]), model=model)
+    if config.lora.rank:
+        raise CheckpointError(
+            f"{manifest.directory} contains adapters. Merge them with megalite convert export to a Hugging Face "
+            "directory, import this, and export the result."
+        )
+    if model.output_head != "vocabulary" or model.mtp_layers:
+        what = "the head of a reward model" if model.output_head != "vocabulary" else "multi-token prediction modules"
+        raise CheckpointError(f"{manifest.directory} has {what}, which are not exported to Megatron-LM.")
+    origin = origin_of(manifest.directory, model)
+    origin = origin if str(origin.get("format", "")).startswith("megatron") else {}
+    optimizer = not weights_only and any(name.startswith(f"{MOMENTS[0]}/") for name in manifest.tensors)
+    if optimizer and config.optimizer.name != "adamw":
+        raise CheckpointError(
+            f"{manifest.directory} has the state of optimizer.name={config.optimizer.name}, but only that of adamw is "
+            "exported. Export the weights alone with --weights_only."
+        )
+    layout = layout or _layout_of(origin, form)
+    tensors = megatron_tensors(model)
+    spelling = _spelling_of(origin, tensors, config, form)
+    rows, arguments = _arguments(origin, config, layout)
+    if optimizer and dtype is None:
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.train.precision)
+    state = StateToExport(
+        manifest, model, tensors, dtype=dtype, wide=origin.get("wide", ()), rows=rows, optimizer=optimizer
+    )
+    step, samples = manifest.state["step"], manifest.state.get("samples", 0)
+    arguments |= {"iteration": step, "consumed_train_samples": samples, "ckpt_format": {"legacy": "torch"}.get(form, form)}
+    arguments |= {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.virtual_stages if layout.virtual_stages > 1 else None,
+        "expert_model_parallel_size": layout.ep,
+    }
+    updates = step - manifest.state.get("skipped", 0) if optimizer else None
+    scheduler = _scheduler(config, samples) | {
+        name: value for name, value in origin.get("scheduler", {}).items() if name != "num_steps"
+    }
+    return Export(config, state, tensors, spelling, layout, arguments, step, updates, samples, scheduler)
+
+
+def _layout_of(origin: Mapping[str, Any], form: Format) -> Layout:
+    stored = origin.get("layout") or {}
+    return Layout(**stored) if form == "legacy" and stored else Layout()
+
+
+def _spelling_of(
+    origin: Mapping[str, Any], tensors: Mapping[str, MegatronTensor], config: Config, form: Format
+) -> Spelling:
+    """Return the spelling of the imported checkpoint, or that of Transformer Engine.
+
+    torch_dist then has one tensor for all layers if all have the same tensors.
+    """
+    alike = _alike(tensors, config)
+    stored = origin.get("spelling")
+    if stored is None:
+        return Spelling(IN_TRANSFORMER_ENGINE, "grouped", form == "torch_dist" and alike)
+    spelling = Spelling(**(stored | {"fused": tuple(stored["fused"])}))
+    if origin["format"] == f"megatron {form}":
+        return spelling
+    return replace(spelling, stacked=form == "torch_dist" and alike)
+
+
+def _alike(tensors: Mapping[str, MegatronTensor], config: Config) -> bool:
+    model = config.model
+    if model.layer_blocks is not None or (model.num_experts and model.mlp_only_layers):
+        return False
+    layers: dict[int, dict[str, tuple[int, ...]]] = {}
+    for tensor in tensors.values():
+        if tensor.layer is not None:
+            layers.setdefault(tensor.layer, {})[tensor.local] = tensor.shape
+    return all(each == layers[0] for each in layers.values())
+
+
+def _arguments(origin: Mapping[str, Any], config: Config, layout: Layout) -> tuple[int, dict[str, Any]]:
+    """Return the rows of the embedding, and the arguments."""
+    stored = dict(origin.get("arguments") or {})
+    divisible = stored.get("make_vocab_size_divisible_by") or DIVISIBLE
+    vocabulary = config.model.vocabulary
+    if stored:
+        rows = max(origin["rows"], vocabulary)
+        try:
+            check_same(config.model, config_of(stored, vocabulary, "the export")[0].model, "the arguments")
+        except CheckpointError:
+            stored = {}  # the run has another model, such as one with a longer context
+    if not stored:
+        rows = max(padded_rows(vocabulary, divisible, layout.tp), origin.get("rows", 0))
+        return rows, arguments_of(config, padded=rows, divisible=divisible) | {
+            "use_distributed_optimizer": False,
+            "params_dtype": config.train.precision,
+        }
+    if rows % layout.tp:
+        rows = padded_rows(rows, divisible, layout.tp)
+    return rows, stored | {"padded_vocab_size": rows}
+
+
+def _scheduler(config: Config, samples: int) -> dict[str, Any]:
+    """Return the state of OptimizerParamScheduler, which counts samples."""
+    optimizer, train = config.optimizer, config.train
+    batch = train.global_batch_size
+    return {
+        "max_lr": optimizer.lr,
+        "lr_warmup_steps": optimizer.warmup_steps * batch,
+        "num_steps": samples,
+        "lr_decay_style": {"wsd": "WSD"}.get(optimizer.decay, optimizer.decay),
+        "lr_decay_steps": (train.steps or 0) * batch,
+        "min_lr": optimizer.min_lr,
+        "start_wd": optimizer.weight_decay,
+        "end_wd": optimizer.weight_decay,
+        "wd_incr_style": "constant",
+        "wd_incr_steps": (train.steps or 0) * batch,
+    }
+
+
+def param_groups(export: Export, experts_apart: bool = False) -> list[dict[str, Any]]:
+    """Return the groups of an optimizer without their parameters: without and with weight decay."""
+    optimizer = export.config.optimizer
+    common = {
+        "lr": optimizer.lr,
+        "bias_correction": True,
+        "betas": tuple(optimizer.betas),
+        "eps": optimizer.eps,
+        "lr_mult": 1.0,
+        "is_expert_parallel": experts_apart,
+        "is_decoupled_lr": False,
+        "default_config": True,
+        "max_lr": optimizer.lr,
+        "min_lr": optimizer.min_lr,
+        "step": export.updates,
+    }
+    return [
+        common | {"weight_decay": optimizer.weight_decay * multiplier, "wd_mult": multiplier} for multiplier in (1.0, 0.0)
+    ]
+
+
+def namespace(export: Export) -> Namespace:
+    """Return the arguments as Megatron-LM stores them."""
+    return Namespace(**export.arguments)
+
+
+# ---- torch_dist
+
+
+def _write_dist(place: Path, export: Export, progress: Report) -> None:
+    from megalite.interchange.dcp_writer import NewChunk, NewTensor, write_dcp
+    from megalite.interchange.megatron_dist import COMMON, CONFIG
+
+    done, total = 0, 0
+    chunks: dict[str, list[NewChunk]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    model = export.config.model
+    reader = _Sections(export.state)
+
+    for tensor in export.tensors.values():
+        places = dist_places(tensor, export.spelling, model)
+        for kind in export.state.kinds(tensor):
+            for section, at in enumerate(places):
+                key = at.key if kind == MODEL else f"optimizer.state.{kind}.{at.key}"
+                rows = export.state.shape(tensor)[0] if len(places) == 1 else tensor.sections[section]
+                sizes = (rows, *tensor.shape[1:])
+                lead = _lead_shape(at.key, export)
+                shapes[key], dtypes[key] = (*lead, *sizes), export.state.dtype(kind, tensor)
+                total += torch.Size(sizes).numel()
+
+                def values(
+                    kind: str = kind, tensor: MegatronTensor = tensor, section: int = section, parts: int = len(places)
+                ) -> torch.Tensor:
+                    nonlocal done
+                    found = reader.section(kind, tensor, section, parts)
+                    done += found.numel()
+                    progress("exporting", done, total, "")
+                    return found
+
+                offsets = (*at.lead, *(0 for _ in sizes))
+                chunks.setdefault(key, []).append(NewChunk(offsets, (*(1 for _ in at.lead), *sizes), values))
+    write_dcp(place, {key: NewTensor(shapes[key], dtypes[key], chunks[key]) for key in chunks})
+    torch.save(_common(export), place / COMMON)
+    write_synced(place / CONFIG, json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+
+
+class _Sections:
+    """Sections of tensors; the last tensor is kept, since its sections follow each other."""
+
+    def __init__(self, state: StateToExport):
+        self._state = state
+        self._last: tuple[str, str] | None = None
+        self._values = torch.empty(0)
+
+    def section(self, kind: str, tensor: MegatronTensor, index: int, parts: int) -> torch.Tensor:
+        if self._last != (kind, tensor.name):
+            self._last, self._values = (kind, tensor.name), self._state.values(kind, tensor)
+        return self._values if parts == 1 else self._values.split(tensor.sections)[index]
+
+
+def _lead_shape(key: str, export: Export) -> Iterator[int]:
+    """Yield the first dimensions of a tensor of all layers, or of all experts."""
+    if export.spelling.stacked and key.startswith("decoder.layers."):
+        yield export.config.model.num_hidden_layers
+    if re.search(r"\.experts\.experts\.", key):
+        yield export.config.model.num_experts or 0
+
+
+def _common(export: Export) -> dict[str, Any]:
+    common: dict[str, Any] = {
+        "args": namespace(export),
+        "checkpoint_version": 3.0,
+        "iteration": export.iteration,
+        "opt_param_scheduler": export.scheduler,
+        "num_floating_point_operations_so_far": 0,
+        "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
+    }
+    if not export.spelling.stacked:
+        common["content_metadata"]["non_homogeneous_layers"] = True
+    if export.updates is not None:
+        distributed = bool(export.arguments.get("use_distributed_optimizer"))
+        groups = param_groups(export)
+        inner: dict[str, Any] = {"param_groups": groups}
+        if not distributed:
+            inner["state"] = {"common_step": torch.tensor(float(export.updates))}
+        common["optimizer"] = inner
+        if distributed:
+            common["optimizer"] = {"optimizer": inner, "param_state_sharding_type": "fully_reshardable"}
+            common["content_metadata"]["distrib_optim_sharding_type"] = "fully_reshardable"
+        elif export.arguments.get("bf16") or export.arguments.get("fp16"):
+            common["optimizer"] = {"optimizer": inner}
+    return common
+
+
+def check_layout(layout: Layout, form: Format) -> None:
+    """Raise ConfigError for a layout that torch_dist does not need."""
+    if form == "torch_dist" and layout != Layout():
+        raise ConfigError(
+            "--tp, --pp, --virtual_stages and --ep divide the files of --format megatron-legacy. --format megatron "
+            "(torch_dist) has no layout: Megatron-LM reads it with any. Leave them out."
+        )
