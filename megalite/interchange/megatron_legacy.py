@@ -358,11 +358,9 @@ def _grid(
     directory: Path, ranks: Mapping[Path, re.Match[str]], arguments: Mapping[str, Any]
 ) -> dict[tuple[int, int, int], Path]:
     """Return (tp rank, pp rank, ep rank) → its directory."""
-    by_stage = (arguments.get("pipeline_model_parallel_size") or 1) > 1
-    if any(match[3] for match in ranks.values()):
-        by_stage = True
-    elif not arguments:  # without arguments the second number is that of a stage
-        by_stage = True
+    # the second number is that of a stage, unless there is one stage
+    stages = arguments.get("pipeline_model_parallel_size")
+    by_stage = stages != 1 or any(match[3] for match in ranks.values())
     numbers = {}
     for path, match in ranks.items():
         tp, second, third = (int(part or 0) for part in match.groups())
