@@ -60,7 +60,8 @@ class _LazyPlanner(dcp.DefaultSavePlanner):
             for index, chunk in enumerate(tensor.chunks)
         ]
         items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in self._objects]
-        self.plan = SavePlan(items)
+        # the keys of each name in a nested dictionary: there is one level
+        self.plan = SavePlan(items, planner_data={name: (name,) for name in (*self._tensors, *self._objects)})
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:

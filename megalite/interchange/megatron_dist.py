@@ -46,6 +46,7 @@ class DistCheckpoint:
         self.spelling = spelling_of(self._model, whole_down=True)
         common = self._common()
         self.facts = facts_of(common, directory / COMMON, _step(common.get("optimizer")))
+        self.extra_state = [name for name in self._files.objects if "._extra_state" in name]
         self._places: dict[str, list[Any]] = {}
         self._kinds: tuple[str, ...] = (MODEL,)
 

@@ -59,6 +59,7 @@ class Export:
         iteration: steps done.
         updates: of AdamW, or None without its state.
         samples: samples read.
+        extra_state: names of empty states of fp8.
     """
 
     config: Config
@@ -71,6 +72,7 @@ class Export:
     updates: int | None
     samples: int
     scheduler: dict[str, Any]
+    extra_state: list[str]
 
 
 def export_megatron(
@@ -164,7 +166,9 @@ def _prepared(
     scheduler = _scheduler(config, samples) | {
         name: value for name, value in origin.get("scheduler", {}).items() if name != "num_steps"
     }
-    return Export(config, state, tensors, spelling, layout, arguments, step, updates, samples, scheduler)
+    same = origin.get("format") == f"megatron {form}" and layout == _layout_of(origin, form)
+    extra = list(origin.get("extra_state", ())) if same else []
+    return Export(config, state, tensors, spelling, layout, arguments, step, updates, samples, scheduler, extra)
 
 
 def _layout_of(origin: Mapping[str, Any], form: Format) -> Layout:
@@ -302,7 +306,8 @@ def _write_dist(place: Path, export: Export, progress: Report) -> None:
 
                 offsets = (*at.lead, *(0 for _ in sizes))
                 chunks.setdefault(key, []).append(NewChunk(offsets, (*(1 for _ in at.lead), *sizes), values))
-    write_dcp(place, {key: NewTensor(shapes[key], dtypes[key], chunks[key]) for key in chunks})
+    new = {key: NewTensor(shapes[key], dtypes[key], chunks[key]) for key in chunks}
+    write_dcp(place, new, {name: [None] for name in export.extra_state})
     torch.save(_common(export), place / COMMON)
     write_synced(place / CONFIG, json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
 

@@ -195,6 +195,7 @@ def _origin(checkpoint: MegatronSource, rows: int) -> dict[str, Any]:
         "arguments": plain(checkpoint.facts.arguments),
         "spelling": asdict(checkpoint.spelling),
         "layout": checkpoint.layout,
+        "extra_state": checkpoint.extra_state,
         "rows": rows,
         "scheduler": plain(checkpoint.facts.scheduler),
     }

@@ -92,6 +92,11 @@ class LegacyCheckpoint:
             [name for stage in self._stages for rank in stage.ranks.values() for name in rank[MODEL]],
             whole_down=True,
         )
+        self.extra_state = [
+            f"{number}:{name}"
+            for number, stage in enumerate(self._stages)
+            for name in self._extra_states(number, stage)
+        ]
         self._places: dict[str, list[tuple[Stage, str, tuple[int, int]]]] = {}
         self._kinds: tuple[str, ...] = (MODEL,)
 
@@ -115,6 +120,12 @@ class LegacyCheckpoint:
                 first += stage.layers
                 stages.append(stage)
         return stages
+
+    def _extra_states(self, number: int, stage: Stage) -> list[str]:
+        """Return the names of the states of fp8 in a stage."""
+        pp, virtual = self.layout["pp"], self.layout["virtual_stages"]
+        key = f"model{number // pp}" if virtual > 1 else "model"
+        return [name for name in self._contents[0, number % pp, 0][key] if str(name).endswith("._extra_state")]
 
     def _weights(self, content: Any, key: str, rank: tuple[int, int, int]) -> dict[str, Tensor]:
         path = self._paths[rank] / FILE

@@ -87,7 +87,12 @@ def _write_rank(directory: Path, export: Export, tp: int, pp: int, ep: int) -> N
     }
     for index, chunk in enumerate(chunks):
         key = f"model{index}" if layout.virtual_stages > 1 else "model"
-        content[key] = {local.name: memory.tensor(MODEL, local) for local in chunk}
+        weights: dict[str, Tensor | None] = {local.name: memory.tensor(MODEL, local) for local in chunk}
+        stage = f"{index * layout.pp + pp}:"
+        weights |= {
+            name.removeprefix(stage): None for name in export.extra_state if name.startswith(stage)
+        }
+        content[key] = dict(sorted(weights.items(), key=lambda each: parameter_order(each[0])))
     if export.updates is not None:
         content["optimizer"] = _optimizer(export, chunks, memory)
     content["opt_param_scheduler"] = export.scheduler
@@ -114,14 +119,7 @@ def _chunk(export: Export, tp: int, stage: int, ep: int) -> list[LocalTensor]:
             found.append(LocalTensor(local, tensor, tp))
     if model.tied_head and stages > 1 and stage == stages - 1:
         found.append(LocalTensor(HEAD, export.tensors[EMBEDDING], tp))
-    return sorted(found, key=lambda each: _order(each.name))
-
-
-def _order(name: str) -> Sequence[int]:
-    """Return the order of the state dict: the bias of a router, a buffer, follows its weight."""
-    if name.endswith(".expert_bias"):
-        return (*parameter_order(name.removesuffix("expert_bias") + "weight"), 1)
-    return parameter_order(name)
+    return sorted(found, key=lambda each: parameter_order(each.name))
 
 
 def _optimizer(export: Export, chunks: Sequence[Sequence[LocalTensor]], memory: _FileTensors) -> Any:

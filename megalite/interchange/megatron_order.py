@@ -15,19 +15,22 @@ _MODULES = (
     *("decoder.final_layernorm", "decoder.final_norm", "output_layer"),
 )
 _INNER = (
-    *("dt_bias", "A_log", "D", "gate_weight", "router", "fc1_latent_proj", "fc2_latent_proj"),
+    *("core_attention", "dt_bias", "A_log", "D", "gate_weight", "router", "fc1_latent_proj", "fc2_latent_proj"),
     *("experts", "shared_experts"),
     *("linear_proj", "linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj"),
     *("linear_kv_down_proj", "linear_kv_up_proj", "q_layernorm", "k_layernorm", "kv_layernorm"),
     *("in_proj", "conv1d", "norm", "out_norm", "out_proj", "linear_fc1", "linear_fc2"),
 )
-_TENSORS = ("layer_norm_weight", "layer_norm_bias", "weight", "bias")
+_TENSORS = ("layer_norm_weight", "layer_norm_bias", "weight", "bias", "expert_bias", "_extra_state")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _NUMBERED = re.compile(r"(weight|bias)(\d+)")
 
 
 def parameter_order(name: str) -> Sequence[int]:
-    """Return the key by which the parameters of a stage are sorted. Layers stand between the ends."""
+    """Return the key by which the parameters of a stage are sorted, and the other entries of its state dict.
+
+    Layers stand between the ends.
+    """
     match = _LAYER.fullmatch(name)
     if match is None:
         module, _, tensor = name.rpartition(".")

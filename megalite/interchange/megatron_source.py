@@ -33,6 +33,7 @@ class MegatronSource(Protocol):
         directory: of the iteration.
         spelling: of its names.
         format: torch_dist or legacy.
+        extra_state: names of the states of fp8, which are not read: an export has the same, empty.
         layout: sizes of tp, pp and virtual_stages of the legacy format; empty for torch_dist.
         facts: its values besides tensors.
     """
@@ -40,6 +41,7 @@ class MegatronSource(Protocol):
     directory: Path
     spelling: Spelling
     format: str
+    extra_state: list[str]
     layout: dict[str, int]
     facts: Facts
 

@@ -37,12 +37,21 @@ from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
 )
 from megatron.core.optimizer import OptimizerConfig, _get_param_groups  # noqa: E402
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker  # noqa: E402
+from megatron.core.transformer import multi_latent_attention  # noqa: E402
+from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 from megatron.core.transformer.moe import moe_utils  # noqa: E402
 from megatron.core.transformer.transformer_config import (  # noqa: E402
     MLATransformerConfig,
     TransformerConfig,
 )
 
+_core_attention = DotProductAttention.__init__
+DotProductAttention.__init__ = (  # latent attention passes widths, which follow from kv_channels here
+    lambda self, *arguments, k_channels=None, v_channels=None, **options: _core_attention(self, *arguments, **options)
+)
+for _name in ("TELinear", "TEColumnParallelLinear", "Linear"):  # mocks without Transformer Engine
+    if not isinstance(getattr(multi_latent_attention, _name), type):
+        setattr(multi_latent_attention, _name, type(_name, (), {}))
 moe_utils.te_general_gemm = None  # its name is not defined without Transformer Engine
 CudaRNGStatesTracker.fork = lambda self, *arguments, **options: contextlib.nullcontext()
 STEP = 7
