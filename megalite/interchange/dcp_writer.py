@@ -6,6 +6,7 @@ torch's planner takes tensors that exist. This one takes chunks that are compute
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,4 +79,6 @@ class _LazyPlanner(dcp.DefaultSavePlanner):
 def write_dcp(directory: Path, tensors: Mapping[str, NewTensor], objects: Mapping[str, Any] | None = None) -> None:
     """Write a directory, on one process."""
     writer = dcp.FileSystemWriter(directory, single_file_per_rank=True, sync_files=True, thread_count=1)
-    dcp.save({}, storage_writer=writer, planner=_LazyPlanner(tensors, objects or {}), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        dcp.save({}, storage_writer=writer, planner=_LazyPlanner(tensors, objects or {}), no_dist=True)

@@ -55,6 +55,7 @@ ONLY = {
     **{"enable_hyper_connections": False, "moe_latent_size": None, "activation_func_clamp_value": None},
 }
 """Arguments that change what a model computes, and the only supported value."""
+LATENT_EPSILON = 1e-6
 DIVISIBLE = 128
 """Megatron-LM's default of make_vocab_size_divisible_by."""
 
@@ -300,6 +301,16 @@ def _training_of(config: Config) -> dict[str, Any]:
 def padded_rows(vocabulary: int, divisible: int, tp: int) -> int:
     """Return the rows of the embedding in Megatron-LM: the next multiple of `divisible` for each tp rank."""
     return -(-vocabulary // (divisible * tp)) * divisible * tp
+
+
+def latent_note(model: ModelConfig) -> list[str]:
+    """Return a note if norms of latents differ: their epsilon is fixed here, and norm_epsilon in Megatron-LM."""
+    if model.kv_lora_rank is None or model.rms_norm_eps == LATENT_EPSILON:
+        return []
+    return [
+        f"norms of latents have an epsilon of {LATENT_EPSILON:g} in megalite and norm_epsilon="
+        f"{model.rms_norm_eps:g} in Megatron-LM"
+    ]
 
 
 def without_padding(config: Config, arguments: Mapping[str, Any], rows: int, place: str) -> Config:

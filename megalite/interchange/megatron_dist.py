@@ -43,7 +43,7 @@ class DistCheckpoint:
             match = _STATE.fullmatch(key)
             self._keys[(match[2], match[3]) if match else (MODEL, key)] = key
         self._model = [key for kind, key in self._keys if kind == MODEL]
-        self.spelling = spelling_of(self._model, whole_down=True)
+        self.spelling = spelling_of([self._model], whole_down=True)
         common = self._common()
         self.facts = facts_of(common, directory / COMMON, _step(common.get("optimizer")))
         self.extra_state = [name for name in self._files.objects if "._extra_state" in name]

@@ -28,7 +28,7 @@ from megalite.config.schema import Config
 from megalite.huggingface.convert import model_of, new_directory
 from megalite.interchange.export_state import StateToExport
 from megalite.interchange.import_state import origin_of
-from megalite.interchange.megatron_arguments import DIVISIBLE, arguments_of, check_same, config_of, padded_rows
+from megalite.interchange.megatron_arguments import DIVISIBLE, arguments_of, check_same, config_of, latent_note, padded_rows
 from megalite.interchange.megatron_places import MegatronTensor, megatron_tensors
 from megalite.interchange.megatron_source import MODEL, MOMENTS, TRACKER
 from megalite.interchange.megatron_spelling import IN_TRANSFORMER_ENGINE, Spelling, dist_places
@@ -120,7 +120,7 @@ def export_megatron(
         "dtypes": sorted(str(each).removeprefix("torch.") for each in dtypes),
         "optimizer": MOMENTS[0] in kinds,
         "step": export.iteration,
-        "notes": [],
+        "notes": latent_note(export.config.model),
     }
 
 

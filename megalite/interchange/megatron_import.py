@@ -12,10 +12,10 @@ from torch import Tensor
 
 from megalite.checkpoint import CheckpointError
 from megalite.config.schema import Config
-from megalite.huggingface.router_bias import states
+from megalite.huggingface.router_bias import BIAS, LOAD, states
 from megalite.interchange.dcp_files import METADATA
 from megalite.interchange.import_state import Position, Source, plain
-from megalite.interchange.megatron_arguments import check_same, config_of, without_padding
+from megalite.interchange.megatron_arguments import check_same, config_of, latent_note, without_padding
 from megalite.interchange.megatron_dist import DistCheckpoint
 from megalite.interchange.megatron_legacy import LegacyCheckpoint
 from megalite.interchange.megatron_places import EMBEDDING, HEAD, MegatronTensor, megatron_tensors, router_biases
@@ -138,6 +138,7 @@ def _config(checkpoint: MegatronSource, given: Config | None, drop_padding: bool
             )
         return given, []
     config, notes = config_of(arguments, checkpoint.rows(), place)
+    notes += latent_note(config.model)
     if drop_padding:
         config = without_padding(config, arguments, checkpoint.rows(), place)
     if given is not None:
@@ -156,9 +157,15 @@ def _config(checkpoint: MegatronSource, given: Config | None, drop_padding: bool
 def _router_states(
     checkpoint: MegatronSource, config: Config, tensors: dict[str, MegatronTensor]
 ) -> dict[str, Tensor]:
-    biases = router_biases(config.model)
+    """Return the states of routers: the biases, and an equal load, which is that of a start."""
+    model = config.model
+    biases = router_biases(model)
     values = {name: checkpoint.read(MODEL, tensors[name]) for name in biases.values()}
-    return states(config.model, biases, values)
+    if model.num_experts and not (biases or model.biased_choice):
+        shape = (model.num_hidden_layers, model.num_experts)
+        load = torch.full(shape, model.num_experts_per_tok / model.num_experts, dtype=torch.float64)
+        return {BIAS: torch.zeros_like(load), LOAD: load}
+    return states(model, biases, values)
 
 
 def _position(facts: Facts, config: Config, notes: list[str]) -> Position:

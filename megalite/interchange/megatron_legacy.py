@@ -89,7 +89,7 @@ class LegacyCheckpoint:
         self.layout["virtual_stages"] = max(1, sum(re.fullmatch(r"model\d+", str(key)) is not None for key in first))
         self._stages = self._read_stages()
         self.spelling = spelling_of(
-            [name for stage in self._stages for rank in stage.ranks.values() for name in rank[MODEL]],
+            [rank[MODEL] for stage in self._stages for rank in stage.ranks.values()],
             whole_down=True,
         )
         self.extra_state = [

@@ -9,7 +9,7 @@ found from its names (`spelling_of`).
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -109,17 +109,26 @@ def legacy_local(tensor: MegatronTensor, spelling: Spelling, model: ModelConfig,
     return name
 
 
-def spelling_of(names: Collection[str], whole_down: bool) -> Spelling:
-    """Return the spelling of a checkpoint with these names."""
-    locals_ = {name.removeprefix(LAYERS) for name in names if name.startswith(LAYERS)}
-    numbered = {name.partition(".")[2] for name in locals_ if name.split(".")[0].isdigit()}
-    stacked = not numbered
-    layers: dict[str, set[str]] = {}
-    for name in locals_:
-        layer, rest = ("", name) if stacked else (name.split(".")[0], name.partition(".")[2])
-        layers.setdefault(layer, set()).add(rest)
-    fused = [norm for norm in NORMS if any(_has_fused(norm, each) for each in layers.values())]
-    grouped = any(re.match(r"mlp\.experts\.linear_fc1\.(weight|bias)\d", name) for name in numbered)
+def spelling_of(stages: Iterable[Collection[str]], whole_down: bool) -> Spelling:
+    """Return the spelling of a checkpoint.
+
+    Args:
+        stages: the names in each stage: every one numbers its layers.
+    """
+    layers: list[set[str]] = []
+    stacked = True
+    for names in stages:
+        own: dict[str, set[str]] = {}
+        for name in names:
+            if name.startswith(LAYERS):
+                number, _, rest = name.removeprefix(LAYERS).partition(".")
+                stacked &= not number.isdigit()
+                own.setdefault(number if number.isdigit() else "", set()).add(
+                    rest if number.isdigit() else f"{number}.{rest}"
+                )
+        layers += own.values()
+    fused = [norm for norm in NORMS if any(_has_fused(norm, each) for each in layers)]
+    grouped = any(re.match(r"mlp\.experts\.linear_fc1\.(weight|bias)\d", name) for each in layers for name in each)
     return Spelling(tuple(fused), "grouped" if grouped else "local", stacked, whole_down)
 
 
