@@ -116,7 +116,8 @@ def parser() -> Parser:
         "--format",
         choices=["huggingface", *MEGATRON],
         default="huggingface",
-        help="megatron: Megatron-LM's torch_dist; megatron-legacy: a file for each rank (default huggingface)",
+        help="megatron: torch_dist of Megatron-LM; megatron-legacy: a file for each of its ranks (default "
+        "huggingface)",
     )
     add(
         "--weights_only",
@@ -124,7 +125,12 @@ def parser() -> Parser:
         help="leave out the state of the optimizer, which --format megatron writes if the checkpoint has it",
     )
     for axis, what in RANKS.items():
-        add(f"--{axis}", type=positive, metavar="N", help=f"{what} of megatron-legacy (default: of the import, or 1)")
+        add(
+            f"--{axis}",
+            type=positive,
+            metavar="N",
+            help=f"{what} of megatron-legacy (default: of the import, or 1)",
+        )
     add(
         "--like",
         type=as_name,
@@ -260,10 +266,13 @@ def _bring_megatron_out(options: argparse.Namespace) -> Answer:
         if getattr(options, name) != default:
             raise ConfigError(f"--{name} applies to --format huggingface only. Leave it out.")
     if options.dtype in ("fp8", "nf4"):
-        raise ConfigError(f"--dtype {options.dtype} applies to --format huggingface only. Choose float32 or bfloat16.")
+        raise ConfigError(
+            f"--dtype {options.dtype} applies to --format huggingface only. Choose float32 or bfloat16."
+        )
     import torch
 
-    from megalite.interchange.megatron_export import Layout, check_layout, export_megatron
+    from megalite.interchange.export_plan import Layout
+    from megalite.interchange.megatron_export import check_layout, export_megatron
 
     given = {axis: size for axis in RANKS if (size := getattr(options, axis)) is not None}
     layout = Layout(**given) if given else None
@@ -285,7 +294,9 @@ def _bring_megatron_out(options: argparse.Namespace) -> Answer:
 
 
 def _written_state(content: dict[str, Any], place: str) -> Answer:
-    state = f", with the state of the optimizer after step {content['step']:,}" if content["optimizer"] else ""
+    state = (
+        f", with the state of the optimizer after step {content['step']:,}" if content["optimizer"] else ""
+    )
     content, lines, status = _written(content, place)
     return content, [lines[0] + state, *lines[1:]], status
 
@@ -295,7 +306,9 @@ def bring_out(options: argparse.Namespace) -> Answer:
         return _bring_megatron_out(options)
     for name in ("weights_only", *RANKS):
         if getattr(options, name):
-            raise ConfigError(f"--{name} applies to --format megatron and megatron-legacy only. Leave it out.")
+            raise ConfigError(
+                f"--{name} applies to --format megatron and megatron-legacy only. Leave it out."
+            )
     source, target = checkpoint_of(options), options.hf_dir
     like = None if options.like is None else hf_directory(options.like, "tokenizer", "--like")
     check_free(target)

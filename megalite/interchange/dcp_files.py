@@ -140,7 +140,8 @@ class DcpDirectory:
             ) from None
         if len(data) != chunk.length:
             raise CheckpointError(
-                f"{path} is truncated: expected {chunk.start + chunk.length:,} bytes, found {path.stat().st_size:,}"
+                f"{path} is truncated: expected {chunk.start + chunk.length:,} bytes, found "
+                f"{path.stat().st_size:,}"
             )
         return io.BytesIO(data)
 
@@ -166,7 +167,8 @@ def _tensor(name: str, entry: Any, storage: Mapping[Any, Any]) -> DcpTensor:
         info = storage[name, offsets]
         if getattr(info, "transform_descriptors", None):
             raise CheckpointError(
-                f"{name} is stored with {info.transform_descriptors}, which is not supported. Save the checkpoint "
+                f"{name} is stored with {info.transform_descriptors}, which is not supported. Save the "
+                "checkpoint "
                 "without transforms."
             )
         file = str(info.relative_path)
@@ -186,5 +188,3 @@ def _check_cover(path: Path, name: str, tensor: DcpTensor) -> None:
             f"{path} is incomplete: {name} {list(tensor.shape)} has {total:,} elements, but its chunks have "
             f"{stored:,}"
         )
-
-

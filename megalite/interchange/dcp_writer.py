@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,10 @@ class NewTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: Sequence[NewChunk]
+    chunks: list[NewChunk]
 
 
-class _LazyPlanner(dcp.DefaultSavePlanner):
+class _LazyPlanner(DefaultSavePlanner):
     def __init__(self, tensors: Mapping[str, NewTensor], objects: Mapping[str, Any]):
         super().__init__()
         self._tensors, self._objects = tensors, objects
@@ -76,9 +78,13 @@ class _LazyPlanner(dcp.DefaultSavePlanner):
         return chunk.values().to(tensor.dtype).reshape(chunk.sizes).contiguous()
 
 
-def write_dcp(directory: Path, tensors: Mapping[str, NewTensor], objects: Mapping[str, Any] | None = None) -> None:
+def write_dcp(
+    directory: Path, tensors: Mapping[str, NewTensor], objects: Mapping[str, Any] | None = None
+) -> None:
     """Write a directory, on one process."""
-    writer = dcp.FileSystemWriter(directory, single_file_per_rank=True, sync_files=True, thread_count=1)
+    writer = FileSystemWriter(directory, single_file_per_rank=True, sync_files=True, thread_count=1)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        dcp.save({}, storage_writer=writer, planner=_LazyPlanner(tensors, objects or {}), no_dist=True)
+        warnings.filterwarnings(
+            "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
+        )
+        save({}, storage_writer=writer, planner=_LazyPlanner(tensors, objects or {}), no_dist=True)

@@ -42,7 +42,11 @@ class StateToExport:
         optimizer: bool,
     ):
         self.manifest, self.tensors, self.rows = manifest, tensors, rows
-        self._wide, self._dtype, self._kinds = frozenset(wide), dtype, (MODEL, *MOMENTS) if optimizer else (MODEL,)
+        self._wide, self._dtype, self._kinds = (
+            frozenset(wide),
+            dtype,
+            (MODEL, *MOMENTS) if optimizer else (MODEL,),
+        )
         self._biases = self._router_biases(model)
         self._full = {}
         for tensor in tensors.values():
@@ -50,7 +54,9 @@ class StateToExport:
                 for kind in self._kinds:
                     name = _stored(kind, part.ours)
                     if name not in manifest.tensors:
-                        raise CheckpointError(f"{manifest.directory} does not contain the tensor {name} of its model")
+                        raise CheckpointError(
+                            f"{manifest.directory} does not contain the tensor {name} of its model"
+                        )
                     self._full[name] = getattr(torch, manifest.tensors[name].dtype)
 
     def kinds(self, tensor: MegatronTensor) -> tuple[str, ...]:
@@ -75,7 +81,9 @@ class StateToExport:
         """Compute a tensor of a kind."""
         if not tensor.parts:
             return self._biases[tensor.name]
-        full = torch.zeros((self.shape(tensor)[0], *tensor.flat[1:]), dtype=self._full[_stored(kind, tensor.parts[0].ours)])
+        full = torch.zeros(
+            (self.shape(tensor)[0], *tensor.flat[1:]), dtype=self._full[_stored(kind, tensor.parts[0].ours)]
+        )
         for part in tensor.parts:
             name = _stored(kind, part.ours)
             stored = self.manifest.tensors[name]
@@ -96,7 +104,8 @@ class StateToExport:
         bias = torch.from_numpy(whole(self.manifest, stored)).view(torch.float64).squeeze(-1)
         if not names and bias.any():
             raise CheckpointError(
-                f"{self.manifest.directory} has biases of routers, but model.router_balance is not bias: Megatron-LM "
+                f"{self.manifest.directory} has biases of routers, but model.router_balance is not bias: "
+                "Megatron-LM "
                 "would have none"
             )
         return {name: bias[layer].float() for layer, name in names.items()}
@@ -104,4 +113,3 @@ class StateToExport:
 
 def _stored(kind: str, ours: str) -> str:
     return f"{'weight' if kind in (MODEL, MASTER) else kind}/{ours}"
-

@@ -30,7 +30,9 @@ _RECORDS = re.compile(
     r"|datetime\.(timedelta|datetime)$|builtins\.(slice|range|frozenset)$"
 )
 """Names that become records."""
-_METADATA_TYPES = re.compile(r"torch\.(Size|serialization\._get_layout|memory_format)$|collections\.OrderedDict$")
+_METADATA_TYPES = re.compile(
+    r"torch\.(Size|serialization\._get_layout|memory_format)$|collections\.OrderedDict$"
+)
 """Further names of a .metadata file that become records."""
 
 
@@ -84,7 +86,7 @@ def load_pt(file: Path | IO[bytes], name: str = "") -> Any:
     """
     name = name or str(file)
     try:
-        needed = torch.serialization.get_unsafe_globals_in_checkpoint(file)  # type: ignore[arg-type]
+        needed = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     except Exception as error:  # torch raises many types for a file that it cannot read
         raise PickleError(f"{name} is not a file of torch.save: {_first_line(error)}") from None
     if unknown := sorted(each for each in needed if each != ARGUMENTS and not _RECORDS.match(each)):

@@ -51,7 +51,11 @@ TRAINING = (
 """Arguments of training that a run may take over."""
 ONLY = {
     **{"qk_l2_norm": False, "softmax_type": "vanilla", "apply_residual_connection_post_layernorm": False},
-    **{"heterogeneous_layers_config_path": None, "moe_input_jitter_eps": None, "moe_apply_probs_on_input": False},
+    **{
+        "heterogeneous_layers_config_path": None,
+        "moe_input_jitter_eps": None,
+        "moe_apply_probs_on_input": False,
+    },
     **{"enable_hyper_connections": False, "moe_latent_size": None, "activation_func_clamp_value": None},
 }
 """Arguments that change what a model computes, and the only supported value."""
@@ -84,7 +88,8 @@ def config_of(arguments: Mapping[str, Any], rows: int, place: str) -> tuple[Conf
     for remark in lost:
         if remark.key in shape_keys:
             raise CheckpointError(
-                f"{place} was trained with {remark.key.replace('-', '_')}={show(remark.value)}, which is not supported: "
+                f"{place} was trained with {remark.key.replace('-', '_')}={show(remark.value)}, which is "
+                "not supported: "
                 f"{remark.why}."
             )
     notes = [
@@ -111,7 +116,10 @@ def _leaves(arguments: Mapping[str, Any]) -> dict[str, Any]:
         leaves["disable-bias-linear"] = True
     if arguments.get("bias_gelu_fusion") is False:
         leaves["no-bias-gelu-fusion"] = True
-    leaves = {name: list(value) if isinstance(value, tuple) and name != "window-size" else value for name, value in leaves.items()}
+    leaves = {
+        name: list(value) if isinstance(value, tuple) and name != "window-size" else value
+        for name, value in leaves.items()
+    }
     if leaves.get("window-size") is not None:
         leaves["window-size"] = str(leaves["window-size"])
     if "hybrid-layer-pattern" in leaves or "hybrid-override-pattern" in leaves:
@@ -125,7 +133,8 @@ def check_same(given: ModelConfig, described: ModelConfig, place: str) -> None:
     different = [name for name in ours if ours[name] != theirs[name]]
     if different:
         listed = "; ".join(
-            f"model.{name} is {show(ours[name])}, but {show(theirs[name])} in the arguments" for name in different[:5]
+            f"model.{name} is {show(ours[name])}, but {show(theirs[name])} in the arguments"
+            for name in different[:5]
         )
         raise CheckpointError(f"--model does not match {place}: {listed}. Correct it, or leave --model out.")
 
@@ -135,7 +144,9 @@ def _compared(model: ModelConfig) -> dict[str, Any]:
     free = (*TRAINING_ONLY, "initializer_range", "router_bias_rate", "max_position_embeddings")
     values = {name: value for name, value in meaning(model).items() if name not in free}
     if not model.num_experts:
-        values = {name: value for name, value in values.items() if not name.startswith(("router", "moe", "shared"))}
+        values = {
+            name: value for name, value in values.items() if not name.startswith(("router", "moe", "shared"))
+        }
     return values
 
 
@@ -166,7 +177,8 @@ def arguments_of(config: Config, *, padded: int, divisible: int) -> dict[str, An
     if different:
         name = different[0]
         raise CheckpointError(
-            f"Megatron-LM has no argument for model.{name}={show(ours[name])} (its arguments give {show(theirs[name])}). "
+            f"Megatron-LM has no argument for model.{name}={show(ours[name])} (its arguments give "
+            f"{show(theirs[name])}). "
             "Use a Hugging Face directory (megalite convert export without --format)."
         )
     return arguments
@@ -304,7 +316,7 @@ def padded_rows(vocabulary: int, divisible: int, tp: int) -> int:
 
 
 def latent_note(model: ModelConfig) -> list[str]:
-    """Return a note if norms of latents differ: their epsilon is fixed here, and norm_epsilon in Megatron-LM."""
+    """Return a note if norms of latents differ: their epsilon is fixed here, in Megatron-LM norm_epsilon."""
     if model.kv_lora_rank is None or model.rms_norm_eps == LATENT_EPSILON:
         return []
     return [

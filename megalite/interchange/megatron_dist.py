@@ -1,7 +1,7 @@
 """Megatron-LM's torch_dist format: a DCP directory, with the values besides tensors in common.pt or in it.
 
-    optimizer.state.exp_avg.KEY      state of the optimizer of the tensor KEY; chained_N. may precede it
-    optimizer.state.fp32_param.KEY   its fp32 master weight
+optimizer.state.exp_avg.KEY      state of the optimizer of the tensor KEY; chained_N. may precede it
+optimizer.state.fp32_param.KEY   its fp32 master weight
 """
 
 from __future__ import annotations
@@ -50,13 +50,16 @@ class DistCheckpoint:
         self._places: dict[str, list[Any]] = {}
         self._kinds: tuple[str, ...] = (MODEL,)
 
-    def open(self, model: ModelConfig, tensors: Mapping[str, MegatronTensor], *, mtp: bool, optimizer: bool) -> None:
+    def open(
+        self, model: ModelConfig, tensors: Mapping[str, MegatronTensor], *, mtp: bool, optimizer: bool
+    ) -> None:
         self._places = {name: dist_places(tensor, self.spelling, model) for name, tensor in tensors.items()}
         expected = {place.key for places in self._places.values() for place in places}
         states = [key for key in self._model if key.startswith("optimizer.") or ".optimizer." in key]
         if optimizer and states:
             raise CheckpointError(
-                f"{self.directory}: {states[0]} is a flat buffer of the distributed optimizer, whose layout is not "
+                f"{self.directory}: {states[0]} is a flat buffer of the distributed optimizer, whose "
+                "layout is not "
                 "stored. Save the checkpoint with --dist-ckpt-optim-fully-reshardable (or "
                 f"--ckpt-fully-parallel-save and fully_sharded_model_space), or {WITHOUT}."
             )
@@ -83,7 +86,9 @@ class DistCheckpoint:
 
     def rows(self) -> int:
         if EMBEDDING not in self._files.tensors:
-            raise CheckpointError(f"{self.directory} has no {EMBEDDING}, which every model of Megatron-LM has")
+            raise CheckpointError(
+                f"{self.directory} has no {EMBEDDING}, which every model of Megatron-LM has"
+            )
         return self._files.tensors[EMBEDDING].shape[0]
 
     def _common(self) -> dict[str, Any]:
@@ -93,12 +98,20 @@ class DistCheckpoint:
         if path.is_file():
             content = load_pt(path)
             if not isinstance(content, dict):
-                raise CheckpointError(f"{path} is damaged: expected a dictionary, found {type(content).__name__}")
+                raise CheckpointError(
+                    f"{path} is damaged: expected a dictionary, found {type(content).__name__}"
+                )
             return content
         common: dict[str, Any] = {}
         for name in self._files.objects:
             first, *rest = name.split(".")
-            if first in ("args", "iteration", "checkpoint_version", "opt_param_scheduler", "content_metadata"):
+            if first in (
+                "args",
+                "iteration",
+                "checkpoint_version",
+                "opt_param_scheduler",
+                "content_metadata",
+            ):
                 self._values.add(name)
                 value = self._files.read_object(name)
                 if rest:
@@ -126,7 +139,9 @@ class DistCheckpoint:
                     stored = self._files.tensors[self._keys[kind, place.key]].shape
                     shape = stored[len(place.lead) :]
                     if any(at >= size for at, size in zip(place.lead, stored, strict=False)):
-                        problems.append(f"{place.key} has no part {list(place.lead)}: its shape is {list(stored)}")
+                        problems.append(
+                            f"{place.key} has no part {list(place.lead)}: its shape is {list(stored)}"
+                        )
                     rows, columns = rows + (shape[0] if shape else 0), shape[1:]
                 extra = name in (EMBEDDING, HEAD) and rows >= tensor.shape[0]
                 if columns != tensor.shape[1:] or (rows != tensor.shape[0] and not extra):
@@ -147,7 +162,8 @@ def _check_backend(path: Path) -> None:
         raise CheckpointError(f"{path} is damaged: {error}") from None
     if backend != "torch_dist":
         raise CheckpointError(
-            f"{path}: sharded_backend is {backend!r}, but only torch_dist is supported. Save the checkpoint with "
+            f"{path}: sharded_backend is {backend!r}, but only torch_dist is supported. Save the "
+            "checkpoint with "
             "--ckpt-format torch_dist."
         )
 

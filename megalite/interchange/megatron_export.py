@@ -10,11 +10,8 @@ others with those of Transformer Engine's layer specification.
 
 from __future__ import annotations
 
-import json
-import re
-from argparse import Namespace
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,53 +23,28 @@ from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict
 from megalite.config.schema import Config
 from megalite.huggingface.convert import model_of, new_directory
+from megalite.interchange.export_plan import Export, Layout
 from megalite.interchange.export_state import StateToExport
 from megalite.interchange.import_state import origin_of
-from megalite.interchange.megatron_arguments import DIVISIBLE, arguments_of, check_same, config_of, latent_note, padded_rows
+from megalite.interchange.megatron_arguments import (
+    DIVISIBLE,
+    arguments_of,
+    check_same,
+    config_of,
+    latent_note,
+    padded_rows,
+)
+from megalite.interchange.megatron_dist_writer import write_dist
+from megalite.interchange.megatron_legacy_writer import write_legacy
 from megalite.interchange.megatron_places import MegatronTensor, megatron_tensors
 from megalite.interchange.megatron_source import MODEL, MOMENTS, TRACKER
-from megalite.interchange.megatron_spelling import IN_TRANSFORMER_ENGINE, Spelling, dist_places
+from megalite.interchange.megatron_spelling import IN_TRANSFORMER_ENGINE, Spelling
 from megalite.model.parameters import model_specs
 from megalite.parallel.spec import parameter_count
 from megalite.system.files import write_synced
 from megalite.system.progress import Report, silent
 
 Format = Literal["torch_dist", "legacy"]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The ranks of the legacy format. torch_dist has none: Megatron-LM reads it with any."""
-
-    tp: int = 1
-    pp: int = 1
-    virtual_stages: int = 1
-    ep: int = 1
-
-
-@dataclass(frozen=True)
-class Export:
-    """What is written.
-
-    Attributes:
-        arguments: of the namespace.
-        iteration: steps done.
-        updates: of AdamW, or None without its state.
-        samples: samples read.
-        extra_state: names of empty states of fp8.
-    """
-
-    config: Config
-    state: StateToExport
-    tensors: Mapping[str, MegatronTensor]
-    spelling: Spelling
-    layout: Layout
-    arguments: dict[str, Any]
-    iteration: int
-    updates: int | None
-    samples: int
-    scheduler: dict[str, Any]
-    extra_state: list[str]
 
 
 def export_megatron(
@@ -107,11 +79,9 @@ def export_megatron(
         place = temporary / f"iter_{export.iteration:07d}"
         place.mkdir()
         if form == "legacy":
-            from megalite.interchange.megatron_legacy_writer import write_legacy
-
             write_legacy(place, export, progress)
         else:
-            _write_dist(place, export, progress)
+            write_dist(place, export, progress)
         write_synced(temporary / TRACKER, str(export.iteration))
     dtypes = {export.state.dtype(MODEL, tensor) for tensor in export.tensors.values() if tensor.parts}
     return {
@@ -131,18 +101,24 @@ def _prepared(
     config = replace(from_dict(manifest.state["config"]), model=model)
     if config.lora.rank:
         raise CheckpointError(
-            f"{manifest.directory} contains adapters. Merge them with megalite convert export to a Hugging Face "
+            f"{manifest.directory} contains adapters. Merge them with megalite convert export to a Hugging "
+            "Face "
             "directory, import this, and export the result."
         )
     if model.output_head != "vocabulary" or model.mtp_layers:
-        what = "the head of a reward model" if model.output_head != "vocabulary" else "multi-token prediction modules"
+        what = (
+            "the head of a reward model"
+            if model.output_head != "vocabulary"
+            else "multi-token prediction modules"
+        )
         raise CheckpointError(f"{manifest.directory} has {what}, which are not exported to Megatron-LM.")
     origin = origin_of(manifest.directory, model)
     origin = origin if str(origin.get("format", "")).startswith("megatron") else {}
     optimizer = not weights_only and any(name.startswith(f"{MOMENTS[0]}/") for name in manifest.tensors)
     if optimizer and config.optimizer.name != "adamw":
         raise CheckpointError(
-            f"{manifest.directory} has the state of optimizer.name={config.optimizer.name}, but only that of adamw is "
+            f"{manifest.directory} has the state of optimizer.name={config.optimizer.name}, but only that "
+            "of adamw is "
             "exported. Export the weights alone with --weights_only."
         )
     layout = layout or _layout_of(origin, form)
@@ -155,7 +131,11 @@ def _prepared(
         manifest, model, tensors, dtype=dtype, wide=origin.get("wide", ()), rows=rows, optimizer=optimizer
     )
     step, samples = manifest.state["step"], manifest.state.get("samples", 0)
-    arguments |= {"iteration": step, "consumed_train_samples": samples, "ckpt_format": {"legacy": "torch"}.get(form, form)}
+    arguments |= {
+        "iteration": step,
+        "consumed_train_samples": samples,
+        "ckpt_format": {"legacy": "torch"}.get(form, form),
+    }
     arguments |= {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
@@ -168,7 +148,9 @@ def _prepared(
     }
     same = origin.get("format") == f"megatron {form}" and layout == _layout_of(origin, form)
     extra = list(origin.get("extra_state", ())) if same else []
-    return Export(config, state, tensors, spelling, layout, arguments, step, updates, samples, scheduler, extra)
+    return Export(
+        config, state, tensors, spelling, layout, arguments, step, updates, samples, scheduler, extra
+    )
 
 
 def _layout_of(origin: Mapping[str, Any], form: Format) -> Layout:
@@ -244,126 +226,11 @@ def _scheduler(config: Config, samples: int) -> dict[str, Any]:
     }
 
 
-def param_groups(export: Export, experts_apart: bool = False) -> list[dict[str, Any]]:
-    """Return the groups of an optimizer without their parameters: without and with weight decay."""
-    optimizer = export.config.optimizer
-    common = {
-        "lr": optimizer.lr,
-        "bias_correction": True,
-        "betas": tuple(optimizer.betas),
-        "eps": optimizer.eps,
-        "lr_mult": 1.0,
-        "is_expert_parallel": experts_apart,
-        "is_decoupled_lr": False,
-        "default_config": True,
-        "max_lr": optimizer.lr,
-        "min_lr": optimizer.min_lr,
-        "step": export.updates,
-    }
-    return [
-        common | {"weight_decay": optimizer.weight_decay * multiplier, "wd_mult": multiplier} for multiplier in (1.0, 0.0)
-    ]
-
-
-def namespace(export: Export) -> Namespace:
-    """Return the arguments as Megatron-LM stores them."""
-    return Namespace(**export.arguments)
-
-
-# ---- torch_dist
-
-
-def _write_dist(place: Path, export: Export, progress: Report) -> None:
-    from megalite.interchange.dcp_writer import NewChunk, NewTensor, write_dcp
-    from megalite.interchange.megatron_dist import COMMON, CONFIG
-
-    done, total = 0, 0
-    chunks: dict[str, list[NewChunk]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    dtypes: dict[str, torch.dtype] = {}
-    model = export.config.model
-    reader = _Sections(export.state)
-
-    for tensor in export.tensors.values():
-        places = dist_places(tensor, export.spelling, model)
-        for kind in export.state.kinds(tensor):
-            for section, at in enumerate(places):
-                key = at.key if kind == MODEL else f"optimizer.state.{kind}.{at.key}"
-                rows = export.state.shape(tensor)[0] if len(places) == 1 else tensor.sections[section]
-                sizes = (rows, *tensor.shape[1:])
-                lead = _lead_shape(at.key, export)
-                shapes[key], dtypes[key] = (*lead, *sizes), export.state.dtype(kind, tensor)
-                total += torch.Size(sizes).numel()
-
-                def values(
-                    kind: str = kind, tensor: MegatronTensor = tensor, section: int = section, parts: int = len(places)
-                ) -> torch.Tensor:
-                    nonlocal done
-                    found = reader.section(kind, tensor, section, parts)
-                    done += found.numel()
-                    progress("exporting", done, total, "")
-                    return found
-
-                offsets = (*at.lead, *(0 for _ in sizes))
-                chunks.setdefault(key, []).append(NewChunk(offsets, (*(1 for _ in at.lead), *sizes), values))
-    new = {key: NewTensor(shapes[key], dtypes[key], chunks[key]) for key in chunks}
-    write_dcp(place, new, {name: [None] for name in export.extra_state})
-    torch.save(_common(export), place / COMMON)
-    write_synced(place / CONFIG, json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
-
-
-class _Sections:
-    """Sections of tensors; the last tensor is kept, since its sections follow each other."""
-
-    def __init__(self, state: StateToExport):
-        self._state = state
-        self._last: tuple[str, str] | None = None
-        self._values = torch.empty(0)
-
-    def section(self, kind: str, tensor: MegatronTensor, index: int, parts: int) -> torch.Tensor:
-        if self._last != (kind, tensor.name):
-            self._last, self._values = (kind, tensor.name), self._state.values(kind, tensor)
-        return self._values if parts == 1 else self._values.split(tensor.sections)[index]
-
-
-def _lead_shape(key: str, export: Export) -> Iterator[int]:
-    """Yield the first dimensions of a tensor of all layers, or of all experts."""
-    if export.spelling.stacked and key.startswith("decoder.layers."):
-        yield export.config.model.num_hidden_layers
-    if re.search(r"\.experts\.experts\.", key):
-        yield export.config.model.num_experts or 0
-
-
-def _common(export: Export) -> dict[str, Any]:
-    common: dict[str, Any] = {
-        "args": namespace(export),
-        "checkpoint_version": 3.0,
-        "iteration": export.iteration,
-        "opt_param_scheduler": export.scheduler,
-        "num_floating_point_operations_so_far": 0,
-        "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
-    }
-    if not export.spelling.stacked:
-        common["content_metadata"]["non_homogeneous_layers"] = True
-    if export.updates is not None:
-        distributed = bool(export.arguments.get("use_distributed_optimizer"))
-        groups = param_groups(export)
-        inner: dict[str, Any] = {"param_groups": groups}
-        if not distributed:
-            inner["state"] = {"common_step": torch.tensor(float(export.updates))}
-        common["optimizer"] = inner
-        if distributed:
-            common["optimizer"] = {"optimizer": inner, "param_state_sharding_type": "fully_reshardable"}
-            common["content_metadata"]["distrib_optim_sharding_type"] = "fully_reshardable"
-        elif export.arguments.get("bf16") or export.arguments.get("fp16"):
-            common["optimizer"] = {"optimizer": inner}
-    return common
-
-
 def check_layout(layout: Layout, form: Format) -> None:
     """Raise ConfigError for a layout that torch_dist does not need."""
     if form == "torch_dist" and layout != Layout():
         raise ConfigError(
-            "--tp, --pp, --virtual_stages and --ep divide the files of --format megatron-legacy. --format megatron "
+            "--tp, --pp, --virtual_stages and --ep divide the files of --format megatron-legacy. --format "
+            "megatron "
             "(torch_dist) has no layout: Megatron-LM reads it with any. Leave them out."
         )

@@ -18,8 +18,22 @@ from megalite.interchange.import_state import Position, Source, plain
 from megalite.interchange.megatron_arguments import check_same, config_of, latent_note, without_padding
 from megalite.interchange.megatron_dist import DistCheckpoint
 from megalite.interchange.megatron_legacy import LegacyCheckpoint
-from megalite.interchange.megatron_places import EMBEDDING, HEAD, MegatronTensor, megatron_tensors, router_biases
-from megalite.interchange.megatron_source import MASTER, MODEL, MOMENTS, Facts, MegatronSource, iteration_directory
+from megalite.interchange.megatron_places import (
+    EMBEDDING,
+    HEAD,
+    MegatronTensor,
+    Part,
+    megatron_tensors,
+    router_biases,
+)
+from megalite.interchange.megatron_source import (
+    MASTER,
+    MODEL,
+    MOMENTS,
+    Facts,
+    MegatronSource,
+    iteration_directory,
+)
 
 
 def open_checkpoint(directory: Path) -> MegatronSource:
@@ -33,7 +47,8 @@ def open_checkpoint(directory: Path) -> MegatronSource:
     if any(place.glob("mp_rank_*")):
         return LegacyCheckpoint(place)
     raise CheckpointError(
-        f"{place} is not a checkpoint of Megatron-LM: expected {METADATA} (torch_dist) or mp_rank_* (legacy), found "
+        f"{place} is not a checkpoint of Megatron-LM: expected {METADATA} (torch_dist) or mp_rank_* "
+        "(legacy), found "
         f"{', '.join(sorted(path.name for path in place.iterdir())[:3]) or 'nothing'}"
     )
 
@@ -60,13 +75,12 @@ def megatron_source(
     checkpoint = open_checkpoint(directory)
     config, notes = _config(checkpoint, given, drop_padding)
     tensors = megatron_tensors(config.model)
-    optimizer = checkpoint.facts.step is not None and not weights_only
-    checkpoint.open(config.model, tensors, mtp=not drop_mtp, optimizer=optimizer)
+    checkpoint.open(config.model, tensors, mtp=not drop_mtp, optimizer=not weights_only)
     kinds = checkpoint.kinds()
-    by_ours = {part.ours: [] for tensor in tensors.values() for part in tensor.parts}
+    by_ours: dict[str, list[tuple[MegatronTensor, Part]]] = {}
     for tensor in tensors.values():
         for part in tensor.parts:
-            by_ours[part.ours].append((tensor, part))
+            by_ours.setdefault(part.ours, []).append((tensor, part))
     reader = _Reader(checkpoint)
 
     def read(kind: str, ours: str) -> Iterator[tuple[int, Tensor]]:
@@ -85,7 +99,7 @@ def megatron_source(
         [kind for kind in MOMENTS if kind in kinds],
         read,
         _router_states(checkpoint, config, tensors),
-        _position(checkpoint.facts, config, notes) if optimizer else None,
+        _position(checkpoint.facts, config, notes) if MOMENTS[0] in kinds else None,
         _origin(checkpoint, rows) | {"wide": _wide(checkpoint, tensors)},
         notes,
     )
@@ -121,7 +135,8 @@ class _Reader:
             master = self.whole(MASTER, tensor)
             if not torch.equal(master.to(rounded.dtype), rounded):
                 raise CheckpointError(
-                    f"{self._checkpoint.directory}: {tensor.name} differs from its fp32 master weight by more than "
+                    f"{self._checkpoint.directory}: {tensor.name} differs from its fp32 master weight by "
+                    "more than "
                     "rounding. Import the weights alone with --weights_only."
                 )
         return self._values
@@ -133,7 +148,8 @@ def _config(checkpoint: MegatronSource, given: Config | None, drop_padding: bool
     if not arguments:
         if given is None:
             raise CheckpointError(
-                f"{place} has no arguments of Megatron-LM, and so does not say what its model is. Pass --model with "
+                f"{place} has no arguments of Megatron-LM, and so does not say what its model is. Pass "
+                "--model with "
                 "a configuration, for example one that `megalite import-config` has made of its script."
             )
         return given, []
@@ -142,13 +158,18 @@ def _config(checkpoint: MegatronSource, given: Config | None, drop_padding: bool
     if drop_padding:
         config = without_padding(config, arguments, checkpoint.rows(), place)
     if given is not None:
-        model = given.model if given.model.vocab_size else replace(given.model, vocab_size=config.model.vocab_size)
+        model = (
+            given.model
+            if given.model.vocab_size
+            else replace(given.model, vocab_size=config.model.vocab_size)
+        )
         check_same(model, config.model, place)
         config = replace(given, model=model)
     padding = checkpoint.rows() - (arguments.get("vocab_size") or checkpoint.rows())
     if padding > 0 and not drop_padding:
         notes.append(
-            f"the vocabulary has {checkpoint.rows():,} rows, {padding:,} of them padding, which take part in the "
+            f"the vocabulary has {checkpoint.rows():,} rows, {padding:,} of them padding, which take part "
+            "in the "
             "loss of Megatron-LM. Leave them out with --drop_padding"
         )
     return config, notes
@@ -169,14 +190,15 @@ def _router_states(
 
 
 def _position(facts: Facts, config: Config, notes: list[str]) -> Position:
-    updates = facts.step or 0
+    updates = facts.iteration if facts.step is None else facts.step
     # a checkpoint of the weights at a step that Adam has not counted
     step = max(facts.iteration, updates)
     samples = step * config.train.global_batch_size if facts.samples is None else facts.samples
     decayed = facts.scheduler.get("num_steps")
     if type(decayed) is int and decayed != samples:
         notes.append(
-            f"the schedule of the learning rate stood at sample {decayed:,}, but {samples:,} were read: a run goes on "
+            f"the schedule of the learning rate stood at sample {decayed:,}, but {samples:,} were read: a "
+            "run goes on "
             f"at step {step:,}"
         )
     position = Position(step, updates, samples)
@@ -192,7 +214,9 @@ def _position(facts: Facts, config: Config, notes: list[str]) -> Position:
 
 def _wide(checkpoint: MegatronSource, tensors: dict[str, MegatronTensor]) -> list[str]:
     """Return the weights in fp32 next to others of 16 bits."""
-    wide = [name for name, tensor in tensors.items() if tensor.parts and checkpoint.dtype(tensor).itemsize > 2]
+    wide = [
+        name for name, tensor in tensors.items() if tensor.parts and checkpoint.dtype(tensor).itemsize > 2
+    ]
     return wide if len(wide) < sum(1 for tensor in tensors.values() if tensor.parts) else []
 
 

@@ -1,6 +1,6 @@
 """Megatron-LM's legacy format (--ckpt-format torch): a file for each rank of tp, pp and ep.
 
-    iter_0000100/mp_rank_01_002/model_optim_rng.pt       tp rank 1, pp rank 2; _NNN: ep rank; without pp mp_rank_01
+    iter_0000100/mp_rank_01_002/model_optim_rng.pt       tp rank 1, pp rank 2; a third number is the ep rank
         model, or model0, model1, …                      its stage, or its virtual stages
         optimizer                                        state by the number of the parameter (megatron_order)
 
@@ -65,28 +65,39 @@ class LegacyCheckpoint:
     def __init__(self, directory: Path):
         self.directory = directory
         ranks = {path: match for path in sorted(directory.iterdir()) if (match := _RANK.fullmatch(path.name))}
+        for path in ranks:
+            if not (path / FILE).is_file():
+                raise CheckpointError(
+                    f"{path / FILE} is missing. Check that the copy of {directory} is complete."
+                )
         first = load_pt(next(iter(ranks)) / FILE)
         if not isinstance(first, dict) or not {"model", "model0"} & first.keys():
             raise CheckpointError(
-                f"{next(iter(ranks)) / FILE} is not a checkpoint of Megatron-LM: expected the keys model, or model0 "
-                f"and so on, found {', '.join(map(str, first)) if isinstance(first, dict) else type(first).__name__}"
+                f"{next(iter(ranks)) / FILE} is not a checkpoint of Megatron-LM: expected the keys model, "
+                "or model0 "
+                "and so on, found "
+                f"{', '.join(map(str, first)) if isinstance(first, dict) else type(first).__name__}"
             )
         self._first = first
         self.facts = facts_of(first, next(iter(ranks)) / FILE, _step(first.get("optimizer")))
-        numbers = _grid(directory, ranks, self.facts.arguments)
+        numbers = _grid(ranks, self.facts.arguments)
         self.layout = {
-            axis: 1 + max(number[place] for number in numbers) for place, axis in enumerate(("tp", "pp", "ep"))
+            axis: 1 + max(number[place] for number in numbers)
+            for place, axis in enumerate(("tp", "pp", "ep"))
         }
         if prod(self.layout.values()) != len(numbers):
             raise CheckpointError(
                 f"{directory} has {len(numbers)} directories mp_rank_*, expected all "
                 f"{prod(self.layout.values())} of tp {self.layout['tp']}, pp {self.layout['pp']} and ep "
-                f"{self.layout['ep']}. Copy the missing ones; if experts have another tp than the other tensors "
+                f"{self.layout['ep']}. Copy the missing ones; if experts have another tp than the other "
+                "tensors "
                 "(--expert-tensor-parallel-size), save the checkpoint with --ckpt-format torch_dist."
             )
         self._paths = numbers
         self._contents = {number: load_pt(path / FILE) for number, path in numbers.items()}
-        self.layout["virtual_stages"] = max(1, sum(re.fullmatch(r"model\d+", str(key)) is not None for key in first))
+        self.layout["virtual_stages"] = max(
+            1, sum(re.fullmatch(r"model\d+", str(key)) is not None for key in first)
+        )
         self._stages = self._read_stages()
         self.spelling = spelling_of(
             [rank[MODEL] for stage in self._stages for rank in stage.ranks.values()],
@@ -125,7 +136,9 @@ class LegacyCheckpoint:
         """Return the names of the states of fp8 in a stage."""
         pp, virtual = self.layout["pp"], self.layout["virtual_stages"]
         key = f"model{number // pp}" if virtual > 1 else "model"
-        return [name for name in self._contents[0, number % pp, 0][key] if str(name).endswith("._extra_state")]
+        return [
+            name for name in self._contents[0, number % pp, 0][key] if str(name).endswith("._extra_state")
+        ]
 
     def _weights(self, content: Any, key: str, rank: tuple[int, int, int]) -> dict[str, Tensor]:
         path = self._paths[rank] / FILE
@@ -143,11 +156,18 @@ class LegacyCheckpoint:
             if isinstance(value, Tensor) and not UNREAD.search(str(name))
         }
 
-    def open(self, model: ModelConfig, tensors: Mapping[str, MegatronTensor], *, mtp: bool, optimizer: bool) -> None:
+    def open(
+        self, model: ModelConfig, tensors: Mapping[str, MegatronTensor], *, mtp: bool, optimizer: bool
+    ) -> None:
         self._kinds = (MODEL,)
-        if optimizer and self.facts.step is None and (next(iter(self._paths.values())) / FLAT_STATE).is_file():
+        if (
+            optimizer
+            and self.facts.step is None
+            and (next(iter(self._paths.values())) / FLAT_STATE).is_file()
+        ):
             raise CheckpointError(
-                f"{self.directory} has the state of the distributed optimizer in {FLAT_STATE}, a flat buffer whose "
+                f"{self.directory} has the state of the distributed optimizer in {FLAT_STATE}, a flat "
+                "buffer whose "
                 f"layout is not stored. Save the checkpoint with --ckpt-format torch_dist, or {WITHOUT}."
             )
         per_rank = (model.num_experts or 0) // self.layout["ep"]
@@ -189,7 +209,9 @@ class LegacyCheckpoint:
                 return names[EMBEDDING].shape[0] * self.layout["tp"]
         raise CheckpointError(f"{self.directory} has no {EMBEDDING}, which every model of Megatron-LM has")
 
-    def _find(self, tensor: MegatronTensor, model: ModelConfig, per_rank: int) -> list[tuple[Stage, str, tuple[int, int]]]:
+    def _find(
+        self, tensor: MegatronTensor, model: ModelConfig, per_rank: int
+    ) -> list[tuple[Stage, str, tuple[int, int]]]:
         """Return the stage, the name and the ranks of the parts of a tensor over tp."""
         ep = 0 if tensor.expert is None else tensor.expert // per_rank
         local = legacy_local(tensor, self.spelling, model, ep * per_rank)
@@ -213,7 +235,9 @@ class LegacyCheckpoint:
     def _check_shapes(self, tensors: Mapping[str, MegatronTensor]) -> None:
         problems = []
         for name, tensor in tensors.items():
-            shapes = [tuple(stage.ranks[rank][MODEL][local].shape) for stage, local, rank in self._places[name]]
+            shapes = [
+                tuple(stage.ranks[rank][MODEL][local].shape) for stage, local, rank in self._places[name]
+            ]
             if (problem := misfit(shapes, tensor)) is not None:
                 problems.append(problem)
         if problems:
@@ -239,7 +263,8 @@ class LegacyCheckpoint:
                     copy = names.get(kind, {}).get(HEAD)
                     if copy is not None and not torch.equal(copy, own[tp]):
                         raise CheckpointError(
-                            f"{self.directory}: {HEAD} and {EMBEDDING} differ ({kind}), but the model shares this tensor"
+                            f"{self.directory}: {HEAD} and {EMBEDDING} differ ({kind}), but the model "
+                            "shares this tensor"
                         )
 
     # ---- the state of the optimizer
@@ -256,13 +281,17 @@ class LegacyCheckpoint:
             (stage, name)
             for stage in chunks
             for name in sorted(
-                (name for name in stage.ranks[tp, ep][MODEL] if not name.endswith("expert_bias") and not name.startswith("mtp.")),
+                (
+                    name
+                    for name in stage.ranks[tp, ep][MODEL]
+                    if not name.endswith("expert_bias") and not name.startswith("mtp.")
+                ),
                 key=parameter_order,
             )
         ]
         state = content.get("optimizer")
         for each in state if isinstance(state, list) else [state]:
-            inner, masters = each, []
+            inner, masters = each, list[Any]()
             if isinstance(each, dict) and "optimizer" in each:
                 inner, masters = each["optimizer"], each.get("fp32_from_fp16_params") or []
             if not isinstance(inner, dict) or not {"state", "param_groups"} <= inner.keys():
@@ -319,8 +348,10 @@ def _match(
     """Add the tensors of a group, which must have the shapes of its parameters."""
     if len(selected) != len(values):
         raise CheckpointError(
-            f"{path}: group {index} of the optimizer has {kind} of {len(values)} parameters, expected those of "
-            f"{len(selected)}, from {selected[0][1] if selected else 'none'} on. Groups other than those with and "
+            f"{path}: group {index} of the optimizer has {kind} of {len(values)} parameters, expected "
+            "those of "
+            f"{len(selected)}, from {selected[0][1] if selected else 'none'} on. Groups other than those "
+            "with and "
             f"without weight decay are not supported: {WITHOUT}."
         )
     for (stage, name), value in zip(selected, values, strict=True):
@@ -340,7 +371,9 @@ def joined(shards: Sequence[Tensor], tensor: MegatronTensor, place: str) -> Tens
         return shards[0]
     if tensor.split is None and tuple(shards[0].shape) == tensor.shape:
         if not all(torch.equal(shards[0], other) for other in shards[1:]):
-            raise CheckpointError(f"{place}: {tensor.name} differs between tp ranks, which should have the same")
+            raise CheckpointError(
+                f"{place}: {tensor.name} differs between tp ranks, which should have the same"
+            )
         return shards[0]
     if tensor.split in (None, 0) and len(tensor.sections) > 1:
         sizes = [rows // len(shards) for rows in tensor.sections]
@@ -366,7 +399,7 @@ def misfit(shapes: Sequence[tuple[int, ...]], tensor: MegatronTensor) -> str | N
 
 
 def _grid(
-    directory: Path, ranks: Mapping[Path, re.Match[str]], arguments: Mapping[str, Any]
+    ranks: Mapping[Path, re.Match[str]], arguments: Mapping[str, Any]
 ) -> dict[tuple[int, int, int], Path]:
     """Return (tp rank, pp rank, ep rank) → its directory."""
     # the second number is that of a stage, unless there is one stage
@@ -375,8 +408,6 @@ def _grid(
     numbers = {}
     for path, match in ranks.items():
         tp, second, third = (int(part or 0) for part in match.groups())
-        if not (path / FILE).is_file():
-            raise CheckpointError(f"{path / FILE} is missing. Check that the copy of {directory} is complete.")
         numbers[(tp, second, third) if by_stage else (tp, 0, second)] = path
     return numbers
 
@@ -388,6 +419,7 @@ def _step(optimizer: Any) -> int | None:
         if not isinstance(inner, dict) or not inner.get("state"):
             continue
         step = next(iter(inner["state"].values())).get("step")
-        step = step if step is not None else next(iter(inner["param_groups"]), {}).get("step")
+        groups = inner.get("param_groups") or [{}]
+        step = step if step is not None else groups[0].get("step")
         return 0 if step is None else int(step.item() if isinstance(step, Tensor) else step)
     return None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.errors import ConfigError
-from megalite.interchange.megatron_export import Export, namespace, param_groups
+from megalite.interchange.export_plan import Export, namespace, param_groups
 from megalite.interchange.megatron_legacy import FILE
 from megalite.interchange.megatron_order import parameter_order
 from megalite.interchange.megatron_places import DOWN, EMBEDDING, HEAD, LAYERS, MegatronTensor
@@ -42,7 +42,11 @@ def write_legacy(place: Path, export: Export, progress: Report) -> None:
     layout = export.layout
     ranks = [(tp, pp, ep) for pp in range(layout.pp) for tp in range(layout.tp) for ep in range(layout.ep)]
     for number, (tp, pp, ep) in enumerate(ranks):
-        name = f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if layout.pp > 1 else "") + (f"_{ep:03d}" if layout.ep > 1 else "")
+        name = (
+            f"mp_rank_{tp:02d}"
+            + (f"_{pp:03d}" if layout.pp > 1 else "")
+            + (f"_{ep:03d}" if layout.ep > 1 else "")
+        )
         directory = place / name
         directory.mkdir()
         progress("exporting", number, len(ranks), "files")
@@ -55,13 +59,17 @@ def _check(export: Export) -> None:
     stages = layout.pp * layout.virtual_stages
     if model.num_hidden_layers % stages:
         raise ConfigError(
-            f"--pp {layout.pp} and --virtual_stages {layout.virtual_stages} do not divide model.num_hidden_layers="
-            f"{model.num_hidden_layers}: each stage must have the same number of layers. Choose other numbers."
+            f"--pp {layout.pp} and --virtual_stages {layout.virtual_stages} do not divide "
+            "model.num_hidden_layers="
+            f"{model.num_hidden_layers}: each stage must have the same number of layers. Choose other "
+            "numbers."
         )
     if layout.virtual_stages > 1 and layout.pp == 1:
         raise ConfigError(f"--virtual_stages {layout.virtual_stages} needs --pp of at least 2.")
     if (model.num_experts or 0) % layout.ep or (layout.ep > 1 and not model.num_experts):
-        raise ConfigError(f"--ep {layout.ep} does not divide model.num_experts={model.num_experts}. Choose another number.")
+        raise ConfigError(
+            f"--ep {layout.ep} does not divide model.num_experts={model.num_experts}. Choose another number."
+        )
     for tensor in export.tensors.values():
         dim = _split(tensor, export)
         sizes = () if dim is None else tensor.sections if dim == 0 else (tensor.shape[dim],)
@@ -72,7 +80,8 @@ def _check(export: Export) -> None:
         if any(size % layout.tp for size in sizes):
             raise ConfigError(
                 f"--tp {layout.tp} does not divide {tensor.name}, which has {' + '.join(map(str, sizes))} "
-                f"{'key-value heads' if '.linear_qkv.' in tensor.name else 'rows or columns'}. Choose a smaller one."
+                f"{'key-value heads' if '.linear_qkv.' in tensor.name else 'rows or columns'}. Choose a "
+                "smaller one."
             )
 
 
@@ -89,9 +98,7 @@ def _write_rank(directory: Path, export: Export, tp: int, pp: int, ep: int) -> N
         key = f"model{index}" if layout.virtual_stages > 1 else "model"
         weights: dict[str, Tensor | None] = {local.name: memory.tensor(MODEL, local) for local in chunk}
         stage = f"{index * layout.pp + pp}:"
-        weights |= {
-            name.removeprefix(stage): None for name in export.extra_state if name.startswith(stage)
-        }
+        weights |= {name.removeprefix(stage): None for name in export.extra_state if name.startswith(stage)}
         content[key] = dict(sorted(weights.items(), key=lambda each: parameter_order(each[0])))
     if export.updates is not None:
         content["optimizer"] = _optimizer(export, chunks, memory)
@@ -139,7 +146,9 @@ def _optimizer(export: Export, chunks: Sequence[Sequence[LocalTensor]], memory: 
     return states if len(states) > 1 else states[0]
 
 
-def _state(export: Export, parameters: Sequence[LocalTensor], memory: _FileTensors, experts: bool) -> dict[str, Any]:
+def _state(
+    export: Export, parameters: Sequence[LocalTensor], memory: _FileTensors, experts: bool
+) -> dict[str, Any]:
     state: dict[int, dict[str, Any]] = {}
     groups, masters = [], []
     for group in param_groups(export, experts):

@@ -7,7 +7,6 @@ one after another, in the order in which modules are built.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 _MODULES = (
     *("embedding.word_embeddings", "embedding.position_embeddings", "input_layernorm"),
@@ -15,7 +14,16 @@ _MODULES = (
     *("decoder.final_layernorm", "decoder.final_norm", "output_layer"),
 )
 _INNER = (
-    *("core_attention", "dt_bias", "A_log", "D", "gate_weight", "router", "fc1_latent_proj", "fc2_latent_proj"),
+    *(
+        "core_attention",
+        "dt_bias",
+        "A_log",
+        "D",
+        "gate_weight",
+        "router",
+        "fc1_latent_proj",
+        "fc2_latent_proj",
+    ),
     *("experts", "shared_experts"),
     *("linear_proj", "linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj"),
     *("linear_kv_down_proj", "linear_kv_up_proj", "q_layernorm", "k_layernorm", "kv_layernorm"),
@@ -26,7 +34,7 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _NUMBERED = re.compile(r"(weight|bias)(\d+)")
 
 
-def parameter_order(name: str) -> Sequence[int]:
+def parameter_order(name: str) -> tuple[int, ...]:
     """Return the key by which the parameters of a stage are sorted, and the other entries of its state dict.
 
     Layers stand between the ends.
@@ -36,8 +44,8 @@ def parameter_order(name: str) -> Sequence[int]:
         module, _, tensor = name.rpartition(".")
         first = _MODULES.index(module)
         return (0 if first < 2 else 2, first, _TENSORS.index(tensor))
-    first, *rest = match[2].split(".")
-    return (1, int(match[1]), _MODULES.index(first), *(number for part in rest for number in _key(part)))
+    inner, *rest = match[2].split(".")
+    return (1, int(match[1]), _MODULES.index(inner), *(number for part in rest for number in _key(part)))
 
 
 def _key(part: str) -> tuple[int, ...]:

@@ -131,7 +131,8 @@ def megatron_tensors(model: ModelConfig) -> dict[str, MegatronTensor]:
     }
     if homeless := [name for name in shapes if name not in found]:
         raise CheckpointError(
-            f"Megatron-LM has no tensor for {homeless[0]} [{', '.join(map(str, shapes[homeless[0]]))}] of this model. "
+            f"Megatron-LM has no tensor for {homeless[0]} [{', '.join(map(str, shapes[homeless[0]]))}] of "
+            "this model. "
             "Use a Hugging Face directory (megalite convert export without --format)."
         )
     stored_shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
@@ -147,7 +148,13 @@ def megatron_tensors(model: ModelConfig) -> dict[str, MegatronTensor]:
             first += len(rows)
     tensors = {
         name: MegatronTensor(
-            name, shape, flat, tuple(parts[name]), _sections(name, shape, parts[name], model), _split(name), _expert(name)
+            name,
+            shape,
+            flat,
+            tuple(parts[name]),
+            _sections(name, shape, parts[name], model),
+            _split(name),
+            _expert(name),
         )
         for name, (shape, flat) in stored_shapes.items()
     }
@@ -183,9 +190,9 @@ def _places(model: ModelConfig) -> dict[str, TensorPlace]:
             kinds = () if number is None else model.block_names(int(number))
             if ".mixer." not in name or mixer in kinds:
                 places[name] = place
-    for number in range(model.num_hidden_layers):
-        if "attention" in model.block_names(number) and model.attention_gate:
-            places |= _gated(model, number, places)
+    for index in range(model.num_hidden_layers):
+        if "attention" in model.block_names(index) and model.attention_gate:
+            places |= _gated(model, index, places)
     return places
 
 
@@ -205,9 +212,7 @@ def _gated(model: ModelConfig, layer: int, places: dict[str, TensorPlace]) -> di
     plain = range(size)
     turned = rotated_channels(size, rotating, interleaved=False)
     return {
-        name: replace(
-            places[name], rows=rows_of(tuple(slots), tuple(turned if part in "qk" else plain), 0)
-        )
+        name: replace(places[name], rows=rows_of(tuple(slots), tuple(turned if part in "qk" else plain), 0))
         for part, slots in order.items()
         for suffix in ("weight", "bias")
         if (name := f"layers.{layer}.attention.{part}.{suffix}") in places
@@ -249,7 +254,7 @@ def _split(name: str) -> int | None:
 def _sections(
     name: str, shape: tuple[int, ...], parts: Sequence[Part], model: ModelConfig
 ) -> tuple[int, ...]:
-    """Return the rows of the sections: gate and up, also of an expert, and the parts of in_proj and conv1d."""
+    """Return the rows of the sections: gate and up, also of an expert, and parts of in_proj and conv1d."""
     module = name.rpartition(".")[0].rpartition(".")[2]
     if module in ("in_proj", "conv1d"):
         return tuple(len(part.rows) for part in parts)

@@ -20,7 +20,9 @@ from megalite.interchange.megatron_spelling import Spelling
 MODEL, MASTER = "model", "fp32_param"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 TRACKER = "latest_checkpointed_iteration.txt"
-UNREAD = re.compile(r"_extra_state(/|$)|rotary_pos_emb\.inv_freq$|^rng_state|^rerun_state_machine_state|local_tokens_per_expert$")
+UNREAD = re.compile(
+    r"_extra_state(/|$)|rotary_pos_emb\.inv_freq$|^rng_state|^rerun_state_machine_state|local_tokens_per_expert$"
+)
 """Tensors and objects that are not weights: states of fp8 and of random numbers, and frequencies."""
 MTP = ("mtp.",)
 WITHOUT = "import the weights alone with --weights_only"
@@ -45,7 +47,9 @@ class MegatronSource(Protocol):
     layout: dict[str, int]
     facts: Facts
 
-    def open(self, model: ModelConfig, tensors: Mapping[str, MegatronTensor], *, mtp: bool, optimizer: bool) -> None:
+    def open(
+        self, model: ModelConfig, tensors: Mapping[str, MegatronTensor], *, mtp: bool, optimizer: bool
+    ) -> None:
         """Find all tensors of a model, without reading them.
 
         Args:
@@ -103,7 +107,9 @@ def facts_of(common: Mapping[str, Any], file: Path, step: int | None) -> Facts:
     plain = dict(vars(arguments)) if isinstance(arguments, Namespace) else {}
     iteration = common.get("iteration", 0)
     if type(iteration) is not int or iteration < 0:
-        raise CheckpointError(f"{file} is damaged: expected a number of steps as iteration, found {iteration!r}")
+        raise CheckpointError(
+            f"{file} is damaged: expected a number of steps as iteration, found {iteration!r}"
+        )
     scheduler = common.get("opt_param_scheduler")
     samples = plain.get("consumed_train_samples")
     return Facts(
@@ -166,11 +172,13 @@ def check_known(names: Iterable[str], known: set[str], directory: Path, *, mtp: 
             )
         if ".experts.weight1" in name or ".experts.weight2" in name:
             raise CheckpointError(
-                f"{directory}: {name} holds all experts transposed (--moe-use-legacy-grouped-gemm), which is not "
+                f"{directory}: {name} holds all experts transposed (--moe-use-legacy-grouped-gemm), which "
+                "is not "
                 "supported in the legacy format. Save the checkpoint with --ckpt-format torch_dist."
             )
         raise CheckpointError(
-            f"{directory}: {name} is not a tensor of the model that its arguments describe. Pass the right shape "
+            f"{directory}: {name} is not a tensor of the model that its arguments describe. Pass the right "
+            "shape "
             "with --model."
         )
 

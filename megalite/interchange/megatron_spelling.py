@@ -94,7 +94,9 @@ def dist_places(tensor: MegatronTensor, spelling: Spelling, model: ModelConfig) 
     return [DistPlace(f"{prefix}{name}.{part}", lead) for part in parts]
 
 
-def legacy_local(tensor: MegatronTensor, spelling: Spelling, model: ModelConfig, first_expert: int = 0) -> str:
+def legacy_local(
+    tensor: MegatronTensor, spelling: Spelling, model: ModelConfig, first_expert: int = 0
+) -> str:
     """Return the name of a tensor in its layer of the legacy format.
 
     Args:
@@ -128,7 +130,9 @@ def spelling_of(stages: Iterable[Collection[str]], whole_down: bool) -> Spelling
                 )
         layers += own.values()
     fused = [norm for norm in NORMS if any(_has_fused(norm, each) for each in layers)]
-    grouped = any(re.match(r"mlp\.experts\.linear_fc1\.(weight|bias)\d", name) for each in layers for name in each)
+    grouped = any(
+        re.match(r"mlp\.experts\.linear_fc1\.(weight|bias)\d", name) for each in layers for name in each
+    )
     return Spelling(tuple(fused), "grouped" if grouped else "local", stacked, whole_down)
 
 

@@ -71,12 +71,14 @@ def torchtitan_source(
         raise CheckpointError("--drop_padding applies to megatron:DIR only. Leave it out.")
     if not (directory / METADATA).is_file():
         raise CheckpointError(
-            f"{directory} is not a checkpoint of torchtitan: expected {METADATA}. Pass the directory of one step, "
+            f"{directory} is not a checkpoint of torchtitan: expected {METADATA}. Pass the directory of "
+            "one step, "
             "such as outputs/checkpoint/step-1000."
         )
     if given is None:
         raise CheckpointError(
-            f"{directory} does not say what its model is. Pass --model with a configuration, for example one that "
+            f"{directory} does not say what its model is. Pass --model with a configuration, for example "
+            "one that "
             "`megalite import-config` has made of the job's TOML file, or a preset."
         )
     files = DcpDirectory(directory)
@@ -88,7 +90,12 @@ def torchtitan_source(
     def read(kind: str, ours: str) -> Iterator[tuple[int, Tensor]]:
         place = places[ours]
         whole = files.read(place.theirs if kind == "weight" else f"optimizer.state.{place.theirs}.{kind}")
-        shape = [segment.shape for spec in model_specs(config.model) for segment in spec.segments if segment.name == ours]
+        shape = [
+            segment.shape
+            for spec in model_specs(config.model)
+            for segment in spec.segments
+            if segment.name == ours
+        ]
         yield 0, place.read(whole, (0,) * len(shape[0]), shape[0])
 
     return Source(
@@ -125,7 +132,8 @@ def _places(config: Config, files: DcpDirectory) -> dict[str, TensorPlace]:
     }
     if homeless := [name for name in shapes if name not in places]:
         raise CheckpointError(
-            f"{homeless[0]} of --model has no tensor in the dense models of torchtitan whose names are read. Export "
+            f"{homeless[0]} of --model has no tensor in the dense models of torchtitan whose names are "
+            "read. Export "
             "the checkpoint to a Hugging Face directory with torchtitan, and import this."
         )
     expected = {place.theirs: place.shape for place in places.values()}
@@ -161,12 +169,14 @@ def _kinds(files: DcpDirectory, places: Mapping[str, TensorPlace]) -> tuple[str,
             name = f"optimizer.state.{place.theirs}.{kind}"
             if name not in files.tensors:
                 raise CheckpointError(
-                    f"{files.directory} has no {name}: only the state of AdamW is imported. Import the weights alone "
+                    f"{files.directory} has no {name}: only the state of AdamW is imported. Import the "
+                    "weights alone "
                     "with --weights_only."
                 )
             if files.tensors[name].shape != place.shape:
                 raise CheckpointError(
-                    f"{files.directory}: {name} has shape {list(files.tensors[name].shape)}, expected {list(place.shape)}"
+                    f"{files.directory}: {name} has shape {list(files.tensors[name].shape)}, expected "
+                    f"{list(place.shape)}"
                 )
     return MOMENTS
 

@@ -88,9 +88,7 @@ def stages_of(arguments: dict[str, Any]) -> list[GPTModel]:
     stages = []
     for chunk in range(virtual or 1):
         spec = (
-            get_gpt_decoder_block_spec(
-                config, False, arguments["normalization"], vp_stage=chunk if virtual else None
-            )
+            get_gpt_decoder_block_spec(config, False, arguments["normalization"], vp_stage=chunk if virtual else None)
             if config.num_moe_experts
             else get_gpt_layer_local_spec(
                 normalization=arguments["normalization"],
@@ -131,9 +129,7 @@ def randomize(stages: list[GPTModel]) -> None:
 def initialize(tp: int = 1, pp: int = 1, virtual_stages: int = 1, ep: int = 1) -> None:
     mpu.destroy_model_parallel()
     virtual = virtual_stages if virtual_stages > 1 else None
-    mpu.initialize_model_parallel(
-        tp, pp, virtual, expert_model_parallel_size=ep, expert_tensor_parallel_size=tp
-    )
+    mpu.initialize_model_parallel(tp, pp, virtual, expert_model_parallel_size=ep, expert_tensor_parallel_size=tp)
 
 
 def states_of(stages: list[GPTModel], half: bool) -> list[dict[str, Any]]:
@@ -163,9 +159,7 @@ def states_of(stages: list[GPTModel], half: bool) -> list[dict[str, Any]]:
         numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         for group in own:
             group["params"] = [numbers[id(parameter)] for parameter in group["params"]]
-        found.append(
-            {"inner": {"state": state, "param_groups": own}, "masters": masters, "parameters": parameters}
-        )
+        found.append({"inner": {"state": state, "param_groups": own}, "masters": masters, "parameters": parameters})
     return found
 
 
@@ -220,7 +214,11 @@ def save_dist(place: Path, stages: list[GPTModel], states: list[dict[str, Any]],
 
 
 def save_legacy(place: Path, stages: list[GPTModel], states: list[dict[str, Any]], arguments: dict[str, Any]) -> None:
-    ranks = [mpu.get_tensor_model_parallel_rank(), mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_model_parallel_rank()]
+    ranks = [
+        mpu.get_tensor_model_parallel_rank(),
+        mpu.get_pipeline_model_parallel_rank(),
+        mpu.get_expert_model_parallel_rank(),
+    ]
     name = f"mp_rank_{ranks[0]:02d}"
     if mpu.get_pipeline_model_parallel_world_size() > 1:
         name += f"_{ranks[1]:03d}"
@@ -231,7 +229,9 @@ def save_legacy(place: Path, stages: list[GPTModel], states: list[dict[str, Any]
     for key, stage in zip(keys, stages, strict=True):
         content[key] = stage.state_dict_for_save_checkpoint()
     optimizers = [
-        {"optimizer": each["inner"], "fp32_from_fp16_params": each["masters"]} if any(each["masters"]) else each["inner"]
+        {"optimizer": each["inner"], "fp32_from_fp16_params": each["masters"]}
+        if any(each["masters"])
+        else each["inner"]
         for each in states
     ]
     content["optimizer"] = optimizers[0] if len(optimizers) == 1 else optimizers

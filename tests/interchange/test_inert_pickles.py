@@ -50,7 +50,11 @@ def test_a_malicious_object_is_named_and_not_run(tmp_path: Path) -> None:
 
 def test_objects_of_a_dcp_directory_are_read_without_running_them(tmp_path: Path) -> None:
     trap = tmp_path / "ran"
-    dcp.save({"state": Malicious(trap), "step": 7, "w": torch.arange(6.0).view(2, 3)}, checkpoint_id=tmp_path / "d", no_dist=True)
+    dcp.save(
+        {"state": Malicious(trap), "step": 7, "w": torch.arange(6.0).view(2, 3)},
+        checkpoint_id=tmp_path / "d",
+        no_dist=True,
+    )
     files = DcpDirectory(tmp_path / "d")
     assert files.read_object("step") == 7
     assert torch.equal(files.read("w"), torch.arange(6.0).view(2, 3))

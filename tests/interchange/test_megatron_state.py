@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from megalite.assembly import parts as build
 from megalite.checkpoint import manifest_of
-from megalite.checkpoint.inspect import differences, whole
+from megalite.checkpoint.inspect import differences
 from megalite.commands import convert
 from megalite.config.load import from_dict
-from megalite.interchange.dcp_files import DcpDirectory
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
 from tests.support.configs import SINGLE, config_of, write_tokens

@@ -25,9 +25,7 @@ def of_torchtitan(weights: dict[str, Tensor], later: bool) -> dict[str, Tensor]:
         f"model.layers.{layer}.{theirs}": f"layers.{layer}.{ours}"
         for layer in range(2)
         for theirs, ours in {
-            **{
-                f"self_attn.{part}_proj": f"attention.{'qkv_linear.' if later else ''}w{part}" for part in "qkv"
-            },
+            **{f"self_attn.{part}_proj": f"attention.{'qkv_linear.' if later else ''}w{part}" for part in "qkv"},
             "self_attn.o_proj": "attention.wo",
             "mlp.gate_proj": "feed_forward.w1",
             "mlp.up_proj": "feed_forward.w3",
@@ -81,7 +79,10 @@ def test_another_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
     config = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_attention_heads": 4, "vocab_size": 40}))
     name, out = f"torchtitan:{tmp_path / 't'}", str(tmp_path / "out")
-    for more, message in (([], "does not say what its model is"), (["--model", str(tmp_path / "config.json")], "norm.weight is missing")):
+    for more, message in (
+        ([], "does not say what its model is"),
+        (["--model", str(tmp_path / "config.json")], "norm.weight is missing"),
+    ):
         with pytest.raises(SystemExit):
             convert.main(["import", name, out, *more])
         assert message in capsys.readouterr().err
