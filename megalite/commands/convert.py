@@ -271,13 +271,13 @@ def _bring_megatron_out(options: argparse.Namespace) -> Answer:
         )
     import torch
 
-    from megalite.interchange.export_plan import Layout
+    from megalite.interchange.export_plan import LegacyLayout
     from megalite.interchange.megatron_export import check_layout, export_megatron
 
     given = {axis: size for axis in RANKS if (size := getattr(options, axis)) is not None}
-    layout = Layout(**given) if given else None
+    layout = LegacyLayout(**given) if given else None
     form = MEGATRON[options.format]
-    check_layout(layout or Layout(), form)
+    check_layout(layout or LegacyLayout(), form)
     start_copying()
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     with progress_of(options.json) as progress:

@@ -117,8 +117,10 @@ class DcpDirectory:
         where = f"{self.directory / chunk.file} ({name})"
         values = load_pt(self._bytes(chunk), where)
         if not isinstance(values, Tensor) or tuple(values.shape) != chunk.sizes:
-            found = f"{list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
-            raise CheckpointError(f"{where} is damaged: expected a tensor {list(chunk.sizes)}, found {found}")
+            actual = f"{list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+            raise CheckpointError(
+                f"{where} is damaged: expected a tensor {list(chunk.sizes)}, found {actual}"
+            )
         if values.dtype != self.tensors[name].dtype:
             raise CheckpointError(
                 f"{where} is damaged: expected {self.tensors[name].dtype}, found {values.dtype}"

@@ -14,7 +14,7 @@ from megalite.interchange.megatron_spelling import Spelling
 
 
 @dataclass(frozen=True)
-class Layout:
+class LegacyLayout:
     """The ranks of the legacy format. torch_dist has none: Megatron-LM reads it with any."""
 
     tp: int = 1
@@ -39,7 +39,7 @@ class Export:
     state: StateToExport
     tensors: Mapping[str, MegatronTensor]
     spelling: Spelling
-    layout: Layout
+    layout: LegacyLayout
     arguments: dict[str, Any]
     iteration: int
     updates: int | None

@@ -129,8 +129,8 @@ class _MetadataUnpickler(pickle.Unpickler):
         full = f"{module}.{name}"
         if full == "torch.Size":
             return torch.Size
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
         if _RECORDS.match(full) or _METADATA_TYPES.match(full):
             return inert(full)
         raise PickleError(_refused(self._name, full))

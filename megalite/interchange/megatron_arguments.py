@@ -59,6 +59,10 @@ ONLY = {
     **{"enable_hyper_connections": False, "moe_latent_size": None, "activation_func_clamp_value": None},
 }
 """Arguments that change what a model computes, and the only supported value."""
+ROUNDING = ("norm_rounding", "gated_norm_rounding")
+"""Fields that only say when values are rounded to 16 bits."""
+TANH = ("gelu_pytorch_tanh", "gelu_new")
+"""Two names of one activation."""
 LATENT_EPSILON = 1e-6
 DIVISIBLE = 128
 """Megatron-LM's default of make_vocab_size_divisible_by."""
@@ -141,8 +145,10 @@ def check_same(given: ModelConfig, described: ModelConfig, place: str) -> None:
 
 def _compared(model: ModelConfig) -> dict[str, Any]:
     """Return what a model computes, without what only training uses."""
-    free = (*TRAINING_ONLY, "initializer_range", "router_bias_rate", "max_position_embeddings")
+    free = (*TRAINING_ONLY, "initializer_range", "router_bias_rate", "max_position_embeddings", *ROUNDING)
     values = {name: value for name, value in meaning(model).items() if name not in free}
+    if values["hidden_act"] in TANH:
+        values["hidden_act"] = TANH[0]
     if not model.num_experts:
         values = {
             name: value for name, value in values.items() if not name.startswith(("router", "moe", "shared"))
@@ -205,8 +211,8 @@ def _shape_of(model: ModelConfig) -> dict[str, Any]:
         "apply_layernorm_1p": model.norm_offset == 1,
         "swiglu": model.gated_mlp,
         "squared_relu": model.hidden_act == "relu2",
-        "bias_gelu_fusion": model.hidden_act == "gelu_pytorch_tanh",
-        "openai_gelu": model.hidden_act == "gelu_pytorch_tanh",
+        "bias_gelu_fusion": model.hidden_act in TANH,
+        "openai_gelu": model.hidden_act in TANH,
         "add_bias_linear": model.mlp_bias,
         "add_qkv_bias": model.attention_bias,
         "untie_embeddings_and_output_weights": not model.tie_word_embeddings,

@@ -50,7 +50,7 @@ class DistCheckpoint:
         self._places: dict[str, list[Any]] = {}
         self._kinds: tuple[str, ...] = (MODEL,)
 
-    def open(
+    def locate(
         self, model: ModelConfig, tensors: Mapping[str, MegatronTensor], *, mtp: bool, optimizer: bool
     ) -> None:
         self._places = {name: dist_places(tensor, self.spelling, model) for name, tensor in tensors.items()}
@@ -66,7 +66,7 @@ class DistCheckpoint:
         known = expected | set(states)
         check_known([*self._model, *self._files.objects], known | self._values, self.directory, mtp=mtp)
         kinds = (MODEL, *MOMENTS, MASTER) if optimizer else (MODEL,)
-        self._kinds = tuple(kind for kind in kinds if any(found == kind for found, _ in self._keys))
+        self._kinds = tuple(kind for kind in kinds if any(stored == kind for stored, _ in self._keys))
         self._check_shapes(tensors)
 
     def kinds(self) -> tuple[str, ...]:
@@ -176,8 +176,8 @@ def _step(optimizer: Any) -> int | None:
         for group in optimizer.get("param_groups", ()):
             if isinstance(group, dict) and group.get("step") is not None:
                 return _number(group["step"])
-        found = (_step(value) for value in optimizer.values() if isinstance(value, dict))
-        return next((step for step in found if step is not None), None)
+        steps = (_step(value) for value in optimizer.values() if isinstance(value, dict))
+        return next((step for step in steps if step is not None), None)
     return None
 
 

@@ -23,7 +23,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict
 from megalite.config.schema import Config
 from megalite.huggingface.convert import model_of, new_directory
-from megalite.interchange.export_plan import Export, Layout
+from megalite.interchange.export_plan import Export, LegacyLayout
 from megalite.interchange.export_state import StateToExport
 from megalite.interchange.import_state import origin_of
 from megalite.interchange.megatron_arguments import (
@@ -52,7 +52,7 @@ def export_megatron(
     target: Path,
     form: Format = "torch_dist",
     *,
-    layout: Layout | None = None,
+    layout: LegacyLayout | None = None,
     dtype: torch.dtype | None = None,
     weights_only: bool = False,
     progress: Report = silent,
@@ -95,7 +95,11 @@ def export_megatron(
 
 
 def _prepared(
-    manifest: Manifest, form: Format, layout: Layout | None, dtype: torch.dtype | None, weights_only: bool
+    manifest: Manifest,
+    form: Format,
+    layout: LegacyLayout | None,
+    dtype: torch.dtype | None,
+    weights_only: bool,
 ) -> Export:
     model = model_of(manifest)
     config = replace(from_dict(manifest.state["config"]), model=model)
@@ -153,9 +157,9 @@ def _prepared(
     )
 
 
-def _layout_of(origin: Mapping[str, Any], form: Format) -> Layout:
+def _layout_of(origin: Mapping[str, Any], form: Format) -> LegacyLayout:
     stored = origin.get("layout") or {}
-    return Layout(**stored) if form == "legacy" and stored else Layout()
+    return LegacyLayout(**stored) if form == "legacy" and stored else LegacyLayout()
 
 
 def _spelling_of(
@@ -186,7 +190,7 @@ def _alike(tensors: Mapping[str, MegatronTensor], config: Config) -> bool:
     return all(each == layers[0] for each in layers.values())
 
 
-def _arguments(origin: Mapping[str, Any], config: Config, layout: Layout) -> tuple[int, dict[str, Any]]:
+def _arguments(origin: Mapping[str, Any], config: Config, layout: LegacyLayout) -> tuple[int, dict[str, Any]]:
     """Return the rows of the embedding, and the arguments."""
     stored = dict(origin.get("arguments") or {})
     divisible = stored.get("make_vocab_size_divisible_by") or DIVISIBLE
@@ -226,9 +230,9 @@ def _scheduler(config: Config, samples: int) -> dict[str, Any]:
     }
 
 
-def check_layout(layout: Layout, form: Format) -> None:
+def check_layout(layout: LegacyLayout, form: Format) -> None:
     """Raise ConfigError for a layout that torch_dist does not need."""
-    if form == "torch_dist" and layout != Layout():
+    if form == "torch_dist" and layout != LegacyLayout():
         raise ConfigError(
             "--tp, --pp, --virtual_stages and --ep divide the files of --format megatron-legacy. --format "
             "megatron "

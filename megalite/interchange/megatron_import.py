@@ -75,7 +75,7 @@ def megatron_source(
     checkpoint = open_checkpoint(directory)
     config, notes = _config(checkpoint, given, drop_padding)
     tensors = megatron_tensors(config.model)
-    checkpoint.open(config.model, tensors, mtp=not drop_mtp, optimizer=not weights_only)
+    checkpoint.locate(config.model, tensors, mtp=not drop_mtp, optimizer=not weights_only)
     kinds = checkpoint.kinds()
     by_ours: dict[str, list[tuple[MegatronTensor, Part]]] = {}
     for tensor in tensors.values():

@@ -43,7 +43,7 @@ _RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")
 
 
 @dataclass
-class Stage:
+class LegacyStage:
     """One virtual stage of the ranks that share it.
 
     Attributes:
@@ -108,16 +108,16 @@ class LegacyCheckpoint:
             for number, stage in enumerate(self._stages)
             for name in self._extra_states(number, stage)
         ]
-        self._places: dict[str, list[tuple[Stage, str, tuple[int, int]]]] = {}
+        self._places: dict[str, list[tuple[LegacyStage, str, tuple[int, int]]]] = {}
         self._kinds: tuple[str, ...] = (MODEL,)
 
-    def _read_stages(self) -> list[Stage]:
+    def _read_stages(self) -> list[LegacyStage]:
         pp, virtual = self.layout["pp"], self.layout["virtual_stages"]
         stages, first = [], 0
         for chunk in range(virtual):
             for rank in range(pp):
                 key = f"model{chunk}" if virtual > 1 else "model"
-                stage = Stage(first, 0)
+                stage = LegacyStage(first, 0)
                 for (tp, at, ep), content in self._contents.items():
                     if at == rank:
                         stage.ranks[tp, ep] = {MODEL: self._weights(content, key, (tp, at, ep))}
@@ -132,7 +132,7 @@ class LegacyCheckpoint:
                 stages.append(stage)
         return stages
 
-    def _extra_states(self, number: int, stage: Stage) -> list[str]:
+    def _extra_states(self, number: int, stage: LegacyStage) -> list[str]:
         """Return the names of the states of fp8 in a stage."""
         pp, virtual = self.layout["pp"], self.layout["virtual_stages"]
         key = f"model{number // pp}" if virtual > 1 else "model"
@@ -156,7 +156,7 @@ class LegacyCheckpoint:
             if isinstance(value, Tensor) and not UNREAD.search(str(name))
         }
 
-    def open(
+    def locate(
         self, model: ModelConfig, tensors: Mapping[str, MegatronTensor], *, mtp: bool, optimizer: bool
     ) -> None:
         self._kinds = (MODEL,)
@@ -211,7 +211,7 @@ class LegacyCheckpoint:
 
     def _find(
         self, tensor: MegatronTensor, model: ModelConfig, per_rank: int
-    ) -> list[tuple[Stage, str, tuple[int, int]]]:
+    ) -> list[tuple[LegacyStage, str, tuple[int, int]]]:
         """Return the stage, the name and the ranks of the parts of a tensor over tp."""
         ep = 0 if tensor.expert is None else tensor.expert // per_rank
         local = legacy_local(tensor, self.spelling, model, ep * per_rank)
@@ -312,7 +312,7 @@ class LegacyCheckpoint:
         path: Path,
         index: int,
         group: Mapping[str, Any],
-        selected: Sequence[tuple[Stage, str]],
+        selected: Sequence[tuple[LegacyStage, str]],
         state: Mapping[Any, Any],
         rank: tuple[int, int],
     ) -> None:
@@ -324,8 +324,11 @@ class LegacyCheckpoint:
 
 
 def _selected(
-    names: Sequence[tuple[Stage, str]], group: Mapping[str, Any], rank: tuple[int, int], experts_apart: bool
-) -> list[tuple[Stage, str]]:
+    names: Sequence[tuple[LegacyStage, str]],
+    group: Mapping[str, Any],
+    rank: tuple[int, int],
+    experts_apart: bool,
+) -> list[tuple[LegacyStage, str]]:
     """Return the parameters of a group: with or without weight decay, experts or others."""
     decays = bool(group.get("wd_mult", group.get("weight_decay", 0)))
     experts = bool(group.get("is_expert_parallel", False))
@@ -340,7 +343,7 @@ def _selected(
 def _match(
     path: Path,
     index: int,
-    selected: Sequence[tuple[Stage, str]],
+    selected: Sequence[tuple[LegacyStage, str]],
     values: Sequence[Any],
     rank: tuple[int, int],
     kind: str,
@@ -357,9 +360,9 @@ def _match(
     for (stage, name), value in zip(selected, values, strict=True):
         shape = tuple(stage.ranks[rank][MODEL][name].shape)
         if not isinstance(value, Tensor) or tuple(value.shape) != shape:
-            found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            actual = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise CheckpointError(
-                f"{path}: {kind} of {name}, in group {index} of the optimizer, has shape {found}, expected "
+                f"{path}: {kind} of {name}, in group {index} of the optimizer, has shape {actual}, expected "
                 f"{list(shape)}. If the parameters have another order, {WITHOUT}."
             )
         stage.ranks[rank].setdefault(kind, {})[name] = value
@@ -385,14 +388,14 @@ def joined(shards: Sequence[Tensor], tensor: MegatronTensor, place: str) -> Tens
 def misfit(shapes: Sequence[tuple[int, ...]], tensor: MegatronTensor) -> str | None:
     """Return what is wrong with the shapes of the parts of a tensor on the tp ranks, or None."""
     whole, number = list(tensor.shape), len(shapes)
-    found = list(shapes[0])
+    actual = list(shapes[0])
     split = tensor.split
-    if split is None and found != whole:  # projections to latents
+    if split is None and actual != whole:  # projections to latents
         split = 0 if any(f".{module}." in tensor.name for module in DOWN) else None
     if split is not None:
-        found = [size * number if dim == split else size for dim, size in enumerate(found)]
-    extra = tensor.name in (EMBEDDING, HEAD) and found[1:] == whole[1:] and found[0] >= whole[0]
-    if len({*shapes}) > 1 or (found != whole and not extra):
+        actual = [size * number if dim == split else size for dim, size in enumerate(actual)]
+    extra = tensor.name in (EMBEDDING, HEAD) and actual[1:] == whole[1:] and actual[0] >= whole[0]
+    if len({*shapes}) > 1 or (actual != whole and not extra):
         parts = f" on each of {number} tp ranks" if number > 1 else ""
         return f"{tensor.name} has shape {list(shapes[0])}{parts}, expected {whole} in all"
     return None

@@ -112,21 +112,21 @@ def _chunk(export: Export, tp: int, stage: int, ep: int) -> list[LocalTensor]:
     layout, model = export.layout, export.config.model
     stages = layout.pp * layout.virtual_stages
     per_stage, per_rank = model.num_hidden_layers // stages, (model.num_experts or 0) // layout.ep
-    found = []
+    own = []
     for tensor in export.tensors.values():
         if tensor.expert is not None and tensor.expert // per_rank != ep:
             continue
         local = legacy_local(tensor, export.spelling, model, ep * per_rank)
         if tensor.layer is not None:
             if tensor.layer // per_stage == stage:
-                found.append(LocalTensor(f"{LAYERS}{tensor.layer % per_stage}.{local}", tensor, tp))
+                own.append(LocalTensor(f"{LAYERS}{tensor.layer % per_stage}.{local}", tensor, tp))
         elif (tensor.name.startswith("embedding.") and stage == 0) or (
             not tensor.name.startswith("embedding.") and stage == stages - 1
         ):
-            found.append(LocalTensor(local, tensor, tp))
+            own.append(LocalTensor(local, tensor, tp))
     if model.tied_head and stages > 1 and stage == stages - 1:
-        found.append(LocalTensor(HEAD, export.tensors[EMBEDDING], tp))
-    return sorted(found, key=lambda each: parameter_order(each.name))
+        own.append(LocalTensor(HEAD, export.tensors[EMBEDDING], tp))
+    return sorted(own, key=lambda each: parameter_order(each.name))
 
 
 def _optimizer(export: Export, chunks: Sequence[Sequence[LocalTensor]], memory: _FileTensors) -> Any:

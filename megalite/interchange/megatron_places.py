@@ -122,14 +122,14 @@ def megatron_tensors(model: ModelConfig) -> dict[str, MegatronTensor]:
     Raises:
         CheckpointError: Megatron-LM has no tensor for one of the model's.
     """
-    found = _places(model)
+    places = _places(model)
     shapes = {
         segment.name: segment.shape
         for spec in model_specs(model)
         for segment in spec.segments
         if not segment.copy
     }
-    if homeless := [name for name in shapes if name not in found]:
+    if homeless := [name for name in shapes if name not in places]:
         raise CheckpointError(
             f"Megatron-LM has no tensor for {homeless[0]} [{', '.join(map(str, shapes[homeless[0]]))}] of "
             "this model. "
@@ -138,7 +138,7 @@ def megatron_tensors(model: ModelConfig) -> dict[str, MegatronTensor]:
     stored_shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     parts: dict[str, list[Part]] = {}
     for ours in shapes:
-        place, first = found[ours], 0
+        place, first = places[ours], 0
         for theirs, shape in place.tensors.items():
             name = _renamed(theirs, model)
             rows = range(shape[0]) if place.pieces else place.rows
@@ -262,5 +262,5 @@ def _sections(
 
 
 def _expert(name: str) -> int | None:
-    head, found, rest = name.partition(".local_experts.")
-    return int(rest.split(".")[0]) if found else None
+    head, separator, rest = name.partition(".local_experts.")
+    return int(rest.split(".")[0]) if separator else None

@@ -47,7 +47,7 @@ class MegatronSource(Protocol):
     layout: dict[str, int]
     facts: Facts
 
-    def open(
+    def locate(
         self, model: ModelConfig, tensors: Mapping[str, MegatronTensor], *, mtp: bool, optimizer: bool
     ) -> None:
         """Find all tensors of a model, without reading them.
@@ -62,7 +62,7 @@ class MegatronSource(Protocol):
         """
 
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of tensors that `open` has found: MODEL, MASTER, MOMENTS."""
+        """The kinds of tensors that `locate` has found: MODEL, MASTER, MOMENTS."""
 
     def has(self, kind: str, tensor: MegatronTensor) -> bool:
         """Whether there is a tensor of a kind; 16-bit parameters alone have a MASTER."""

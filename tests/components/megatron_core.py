@@ -135,7 +135,7 @@ def initialize(tp: int = 1, pp: int = 1, virtual_stages: int = 1, ep: int = 1) -
 def states_of(stages: list[GPTModel], half: bool) -> list[dict[str, Any]]:
     """The state of AdamW by Megatron-LM's groups: of dense parameters, and of experts if ep splits these."""
     groups = _get_param_groups(stages, OptimizerConfig(lr=1e-3, min_lr=1e-4, weight_decay=0.1), None)
-    found = []
+    states = []
     for experts in (False, True):
         own = [dict(group) for group in groups if group["is_expert_parallel"] == experts and group["params"]]
         if not own:
@@ -159,8 +159,8 @@ def states_of(stages: list[GPTModel], half: bool) -> list[dict[str, Any]]:
         numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
         for group in own:
             group["params"] = [numbers[id(parameter)] for parameter in group["params"]]
-        found.append({"inner": {"state": state, "param_groups": own}, "masters": masters, "parameters": parameters})
-    return found
+        states.append({"inner": {"state": state, "param_groups": own}, "masters": masters, "parameters": parameters})
+    return states
 
 
 def common_of(arguments: dict[str, Any]) -> dict[str, Any]:

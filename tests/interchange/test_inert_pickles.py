@@ -72,10 +72,10 @@ def test_arguments_and_states_of_random_numbers_become_records(tmp_path: Path) -
         "model": {"w": torch.arange(4.0)},
     }
     torch.save(content, tmp_path / "file.pt")
-    found = load_pt(tmp_path / "file.pt")
-    assert (found["args"].num_layers, found["args"].window_size) == (2, (3, 0))
-    assert isinstance(found["args"].save, Inert) and found["args"].exit_signal.arguments == (signal.SIGTERM.value,)
-    assert torch.equal(found["model"]["w"], torch.arange(4.0))
+    content = load_pt(tmp_path / "file.pt")
+    assert (content["args"].num_layers, content["args"].window_size) == (2, (3, 0))
+    assert isinstance(content["args"].save, Inert) and content["args"].exit_signal.arguments == (signal.SIGTERM.value,)
+    assert torch.equal(content["model"]["w"], torch.arange(4.0))
 
 
 @pytest.mark.parametrize("content", [b"", b"not a pickle", b"\x80\x04N"])

@@ -95,16 +95,16 @@ def test_the_next_step_is_the_same(prefix: str, tmp_path: Path, name: str) -> No
         assert command("export", checkpoint, theirs, *options) == 0
         model = ["--model", checkpoint, "--drop_padding"]
         assert command("import", f"megatron:{theirs}", back, *model) == 0
-        found = [each.tensor for each in differences(manifest_of(checkpoint), manifest_of(back))]
+        changed = [each.tensor for each in differences(manifest_of(checkpoint), manifest_of(back))]
         # biases of routers are fp32 there, and the load of the last step is not stored
-        assert [each for each in found if not each.startswith("router/")] == []
+        assert [each for each in changed if not each.startswith("router/")] == []
         options = {"load": str(back), "allow": ["data"]}
         run = {"dir": str(tmp_path), "name": form}
         resumed = trainer_of(prefix, MODELS[name], "fp64", run=run, checkpoint=options)
         assert resumed.step_done == 2
         resumed.step()
-        found = tensors_of(resumed)
+        again = tensors_of(resumed)
         resumed.close()
         for tensor, values in expected.items():
-            error = (found[tensor][: len(values)] - values).abs().max()
+            error = (again[tensor][: len(values)] - values).abs().max()
             assert error <= 1e-9 * max(1.0, values.abs().max().item()), (form, tensor)

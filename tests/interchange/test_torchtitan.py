@@ -22,9 +22,9 @@ def of_torchtitan(weights: dict[str, Tensor], later: bool) -> dict[str, Tensor]:
     head = "lm_head" if later else "output"
     names = {"model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": head}
     names |= {
-        f"model.layers.{layer}.{theirs}": f"layers.{layer}.{ours}"
+        f"model.layers.{layer}.{module}": f"layers.{layer}.{ours}"
         for layer in range(2)
-        for theirs, ours in {
+        for module, ours in {
             **{f"self_attn.{part}_proj": f"attention.{'qkv_linear.' if later else ''}w{part}" for part in "qkv"},
             "self_attn.o_proj": "attention.wo",
             "mlp.gate_proj": "feed_forward.w1",
@@ -34,15 +34,15 @@ def of_torchtitan(weights: dict[str, Tensor], later: bool) -> dict[str, Tensor]:
             "post_attention_layernorm": "ffn_norm",
         }.items()
     }
-    found = {}
+    theirs = {}
     for name, values in weights.items():
         module = name.removesuffix(".weight")
         for part, heads in (("q_proj", HEADS), ("k_proj", KV_HEADS)):
             if module.endswith(part):
                 size = values.shape[0] // heads // 2
                 values = values.view(heads, 2, size, -1).transpose(1, 2).reshape(values.shape)
-        found[f"{names[module]}.weight"] = values.contiguous()
-    return found
+        theirs[f"{names[module]}.weight"] = values.contiguous()
+    return theirs
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["earlier names", "later names"])
@@ -65,13 +65,13 @@ def test_weights_and_moments_are_those_of_the_same_model_from_hugging_face(tmp_p
     assert convert.main(["import", str(tmp_path / "hf"), str(tmp_path / "from-hf")]) == 0
     given = ["--model", str(tmp_path / "hf/config.json")]
     assert convert.main(["import", f"torchtitan:{tmp_path / 'titan'}", str(tmp_path / "in"), *given]) == 0
-    expected, found = manifest_of(tmp_path / "from-hf"), manifest_of(tmp_path / "in")
-    assert found.state["step"] == 5 and len(found.tensors) == 3 * len(expected.tensors)
+    expected, imported = manifest_of(tmp_path / "from-hf"), manifest_of(tmp_path / "in")
+    assert imported.state["step"] == 5 and len(imported.tensors) == 3 * len(expected.tensors)
     for name, tensor in expected.tensors.items():
         values = torch.from_numpy(whole(expected, tensor)).view(torch.float32)
         for kind, changed in (("weight", values), ("exp_avg", 2 * values), ("exp_avg_sq", values**2)):
-            stored = found.tensors[name.replace("weight/", f"{kind}/", 1)]
-            assert torch.equal(torch.from_numpy(whole(found, stored)).view(torch.float32), changed), (name, kind)
+            stored = imported.tensors[name.replace("weight/", f"{kind}/", 1)]
+            assert torch.equal(torch.from_numpy(whole(imported, stored)).view(torch.float32), changed), (name, kind)
 
 
 def test_another_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
