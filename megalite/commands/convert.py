@@ -1,8 +1,11 @@
-"""Import and export Hugging Face models, and check that both sides compute the same logits.
+"""Import and export Hugging Face models and checkpoints of Megatron-LM, and check that both sides of the
+former compute the same logits.
 
     megalite convert import HF_DIR CHECKPOINT_DIR [--drop_mtp]
+    megalite convert import megatron:DIR CHECKPOINT_DIR [--weights_only]   or torchtitan:DIR, dcp:DIR
     megalite convert export CHECKPOINT_DIR HF_DIR [--dtype bfloat16] [--like HF_DIR] [--shard_size 5GB]
         [--ema]
+    megalite convert export CHECKPOINT_DIR DIR --format megatron [--weights_only]   or megatron-legacy
     megalite convert adapter-export CHECKPOINT_DIR PEFT_DIR
     megalite convert check DIR [HF_DIR] [--text TEXT …]   exit status 1 if the logits differ
     megalite convert check DIR [HF_DIR] --train_steps 1 [--dtype float64]   also loss, gradients and weights
@@ -23,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from megalite.checkpoint import CheckpointError, find, manifest_of
 from megalite.checkpoint.directories import check_free
-from megalite.commands.models import HF, hf_directory, weights_of
+from megalite.commands.models import HF, config_of, hf_directory, weights_of
 from megalite.commands.parser import (
     Answer,
     Parser,
@@ -44,6 +47,15 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-4
 ROW = 8  # positions per line
+OTHERS = ("megatron:", "torchtitan:", "dcp:")
+"""How names of other programs' checkpoints begin."""
+MEGATRON: dict[str, Any] = {"megatron": "torch_dist", "megatron-legacy": "legacy"}
+RANKS = {
+    "tp": "tensor-parallel ranks",
+    "pp": "pipeline stages",
+    "virtual_stages": "virtual stages of each pipeline rank",
+    "ep": "expert-parallel ranks",
+}
 NO_SUSPECT = "no part of the forward differs on the same input by more than rounding"
 
 
@@ -73,9 +85,26 @@ def parser() -> Parser:
 
     add = command(
         "import",
-        "convert a Hugging Face directory to a checkpoint (weights only)",
+        "convert a Hugging Face directory, or another program's checkpoint, to a checkpoint",
         "HF_DIR",
         "CHECKPOINT_DIR",
+    )
+    add(
+        "--weights_only",
+        action="store_true",
+        help="leave out the state of the optimizer of megatron:DIR and torchtitan:DIR",
+    )
+    add(
+        "--model",
+        type=as_name,
+        metavar="MODEL",
+        help="model of megatron:DIR or torchtitan:DIR, if the checkpoint does not describe it: a preset, a "
+        "configuration or config.json",
+    )
+    add(
+        "--drop_padding",
+        action="store_true",
+        help="leave out the rows of megatron:DIR beyond the vocabulary of the tokenizer",
     )
     add(
         "--drop_mtp",
@@ -83,6 +112,25 @@ def parser() -> Parser:
         help="skip the multi-token prediction modules (num_nextn_predict_layers)",
     )
     add = command("export", "convert a checkpoint to a Hugging Face directory", "CHECKPOINT_DIR", "HF_DIR")
+    add(
+        "--format",
+        choices=["huggingface", *MEGATRON],
+        default="huggingface",
+        help="megatron: torch_dist of Megatron-LM; megatron-legacy: a file for each of its ranks (default "
+        "huggingface)",
+    )
+    add(
+        "--weights_only",
+        action="store_true",
+        help="leave out the state of the optimizer, which --format megatron writes if the checkpoint has it",
+    )
+    for axis, what in RANKS.items():
+        add(
+            f"--{axis}",
+            type=positive,
+            metavar="N",
+            help=f"{what} of megatron-legacy (default: of the import, or 1)",
+        )
     add(
         "--like",
         type=as_name,
@@ -181,6 +229,11 @@ def start_copying() -> None:
 
 
 def bring_in(options: argparse.Namespace) -> Answer:
+    if options.hf_dir.startswith(OTHERS):
+        return _bring_other_in(options)
+    for name in ("weights_only", "model", "drop_padding"):
+        if getattr(options, name):
+            raise ConfigError(f"--{name} applies to megatron:DIR and torchtitan:DIR only. Leave it out.")
     source = hf_directory(options.hf_dir, "weights", "HF_DIR")
     check_free(options.checkpoint_dir)
     from megalite.huggingface.convert import import_model
@@ -191,7 +244,71 @@ def bring_in(options: argparse.Namespace) -> Answer:
     return _written(content, str(options.checkpoint_dir))
 
 
+def _bring_other_in(options: argparse.Namespace) -> Answer:
+    check_free(options.checkpoint_dir)
+    given = None if options.model is None else config_of(options.model, 1, precision=None)
+    from megalite.interchange.import_state import import_source
+    from megalite.interchange.sources import open_source
+
+    start_copying()
+    kept = {"weights_only": options.weights_only, "drop_padding": options.drop_padding}
+    with progress_of(options.json) as progress:
+        source = open_source(options.hf_dir, given, drop_mtp=options.drop_mtp, **kept)
+        content = import_source(source, options.checkpoint_dir, progress)
+    return _written_state(content, str(options.checkpoint_dir))
+
+
+def _bring_megatron_out(options: argparse.Namespace) -> Answer:
+    source, target = checkpoint_of(options), options.hf_dir
+    check_free(target)
+    unused = {"like": None, "tokenizer": None, "family": None, "allow_tokenizer_change": False}
+    for name, default in unused.items():
+        if getattr(options, name) != default:
+            raise ConfigError(f"--{name} applies to --format huggingface only. Leave it out.")
+    if options.dtype in ("fp8", "nf4"):
+        raise ConfigError(
+            f"--dtype {options.dtype} applies to --format huggingface only. Choose float32 or bfloat16."
+        )
+    import torch
+
+    from megalite.interchange.export_plan import LegacyLayout
+    from megalite.interchange.megatron_export import check_layout, export_megatron
+
+    given = {axis: size for axis in RANKS if (size := getattr(options, axis)) is not None}
+    layout = LegacyLayout(**given) if given else None
+    form = MEGATRON[options.format]
+    check_layout(layout or LegacyLayout(), form)
+    start_copying()
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    with progress_of(options.json) as progress:
+        content = export_megatron(
+            manifest_of(source).averaged() if options.ema else source,
+            target,
+            form,
+            layout=layout,
+            dtype=dtype,
+            weights_only=options.weights_only or options.ema,
+            progress=progress,
+        )
+    return _written_state(content, str(target))
+
+
+def _written_state(content: dict[str, Any], place: str) -> Answer:
+    state = (
+        f", with the state of the optimizer after step {content['step']:,}" if content["optimizer"] else ""
+    )
+    content, lines, status = _written(content, place)
+    return content, [lines[0] + state, *lines[1:]], status
+
+
 def bring_out(options: argparse.Namespace) -> Answer:
+    if options.format != "huggingface":
+        return _bring_megatron_out(options)
+    for name in ("weights_only", *RANKS):
+        if getattr(options, name):
+            raise ConfigError(
+                f"--{name} applies to --format megatron and megatron-legacy only. Leave it out."
+            )
     source, target = checkpoint_of(options), options.hf_dir
     like = None if options.like is None else hf_directory(options.like, "tokenizer", "--like")
     check_free(target)

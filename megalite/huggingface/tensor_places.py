@@ -132,7 +132,15 @@ class TensorPlace:
 
 def places(model: ModelConfig, family: str) -> dict[str, TensorPlace]:
     """Return global name → place for all weights of a model, in the order of its units."""
-    names = names_of(model, family)
+    tensor_places = named_places(model, names_of(model, family))
+    shapes = [segment.name for spec in model_specs(model) for segment in spec.segments]
+    if homeless := set(shapes) - tensor_places.keys():
+        raise AssertionError(f"the table of {family} has no place for {sorted(homeless)}")
+    return {name: tensor_places[name] for name in shapes}
+
+
+def named_places(model: ModelConfig, names: Names) -> dict[str, TensorPlace]:
+    """Return global name → place for the weights of a model that a table of names has."""
     shapes = {segment.name: segment.shape for spec in model_specs(model) for segment in spec.segments}
     tensor_places: dict[str, TensorPlace] = {}
     for theirs, parts in _modules(names, model):
@@ -160,9 +168,7 @@ def places(model: ModelConfig, family: str) -> dict[str, TensorPlace]:
                     name: _ordered(name.removesuffix(f".{suffix}"), place, model, names)
                     for name, place in joined.items()
                 }
-    if homeless := shapes.keys() - tensor_places.keys():
-        raise AssertionError(f"the table of {family} has no place for {sorted(homeless)}")
-    return {name: tensor_places[name] for name in shapes}
+    return tensor_places
 
 
 def _experts(theirs: str, shape: tuple[int, ...], number: int, names: Names) -> TensorPlace:

@@ -371,7 +371,7 @@ def _load(value: Any, source: ImportedFile) -> Verdict:
     if value == source.get("save"):
         return harmless("checkpoint.load: auto resumes the run by default")
     return left(
-        "export the checkpoint to Hugging Face format, run `megalite convert import` and set model.init_from"
+        "run `megalite convert import megatron:DIR CHECKPOINT` and set model.init_from, or checkpoint.load"
     )
 
 
@@ -498,7 +498,7 @@ TABLE: Table = {
         )
     ),
     "use-checkpoint-args": to_do(
-        "the architecture is read from the checkpoint: export it to Hugging Face format and set model.from_hf"
+        "the architecture is read from the checkpoint, as by `megalite convert import megatron:DIR`"
     ),
     "yaml-cfg": to_do("the arguments are in that file: pass them instead"),
     **each(

@@ -22,6 +22,7 @@ from tests.structure.sources import ROOT, parsed, relative
 
 READERS = (
     *("megalite/config/", "megalite/families/", "megalite/importers/", "megalite/huggingface/"),
+    "megalite/interchange/",
     "megalite/model/kinds.py",
 )
 GENERAL = {"block_groups", "block_names"}
