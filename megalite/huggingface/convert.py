@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,6 +72,7 @@ from megalite.huggingface.model_card import write_card
 from megalite.huggingface.router_bias import PREFIX, bias_names, bias_shape, fill, states, to_export
 from megalite.huggingface.tensor_places import TensorPlace, copies, evenly_cut, places
 from megalite.huggingface.tokenizer_export import (
+    ExportedTokenizer,
     TokenizerChoice,
     choose,
     token_ids,
@@ -503,6 +504,47 @@ def _summary(model: ModelConfig, family: str, dtypes: Iterable[str]) -> dict[str
 # ---- export
 
 
+class Prepared(NamedTuple):
+    """What an export starts from.
+
+    Attributes:
+        manifest: the checkpoint, with the values of a quantized base.
+        model: its model.
+        tokenizer: the tokenizer to export.
+        like: the directory that the weights came from, if there is one.
+        base: its config.json, empty without it.
+        config: the config.json of the export's family, without token ids.
+    """
+
+    manifest: Manifest
+    model: ModelConfig
+    tokenizer: ExportedTokenizer
+    like: Path | None
+    base: dict[str, Any]
+    config: dict[str, Any]
+
+
+def prepared(
+    source: Path | Manifest,
+    like: Path | None,
+    family: str | None,
+    tokenizer: str | None,
+    allow_tokenizer_change: bool,
+) -> Prepared:
+    """Open a checkpoint for an export. The arguments are those of `export_model`."""
+    from megalite.huggingface.base_weights import with_base  # which reads directories with this module
+
+    manifest = with_base(source if isinstance(source, Manifest) else checkpoint.manifest_of(source))
+    manifest.check_files()
+    model = model_of(manifest)
+    choice = TokenizerChoice(tokenizer, like, allow_tokenizer_change)
+    like = like or origin(manifest.directory, model)
+    found = choose(manifest, choice, like)
+    base = hf_config(like) if like else {}
+    config = to_hf_config(model, family or _family_like(model, base))
+    return Prepared(manifest, model, found, like, base, config)
+
+
 def export_model(
     source: Path | Manifest,
     target: Path,
@@ -535,17 +577,9 @@ def export_model(
             complete.
     """
     directories.check_free(target)
-    from megalite.huggingface.base_weights import with_base  # which reads directories with this module
-
-    manifest = with_base(source if isinstance(source, Manifest) else checkpoint.manifest_of(source))
-    manifest.check_files()
-    directory, model = manifest.directory, model_of(manifest)
-    choice = TokenizerChoice(tokenizer, like, allow_tokenizer_change)
-    like = like or origin(directory, model)
-    found_tokenizer = choose(manifest, choice, like)
-    base = hf_config(like) if like else {}
-    family = family or _family_like(model, base)
-    config = to_hf_config(model, family)
+    manifest, model, found_tokenizer, like, base, config = prepared(
+        source, like, family, tokenizer, allow_tokenizer_change
+    )
     left_out = model.mtp_layers > 0 and not names_of(model, config["model_type"]).mtp
     model = replace(model, mtp_layers=0) if left_out else model
     by_name = places(model, config["model_type"])

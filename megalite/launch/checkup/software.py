@@ -17,6 +17,7 @@ EXTRAS = {
     "log": "TensorBoard, Weights & Biases",
     "gpu": "sensors of GPUs",
     "eval": "lm-evaluation-harness",
+    "gguf": "GGUF files for llama.cpp",
 }
 REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[\w,]+\])?\s*(?:>=\s*([\d.]+))?")
 
