@@ -56,6 +56,7 @@ from megalite.families.weight_files import unread_note as unread_files
 from megalite.huggingface import nf4
 from megalite.huggingface.companions import COMPANIONS, check_vocabulary, copy_companions
 from megalite.huggingface.config_json import meaning, misfit, to_hf_config
+from megalite.huggingface.engine_fields import engine_fields
 from megalite.huggingface.files import ConversionError, NewFile, TensorFiles
 from megalite.huggingface.kept_tensors import (
     KEPT,
@@ -592,7 +593,7 @@ def export_model(
     if model.output_head == "reward":
         ids, of_padding = padding_of(ids)
     config |= {key: base[key] for key in base.keys() & families().kept} | ids
-    config |= {"torch_dtype": dtype_name(common)}
+    config |= {"torch_dtype": dtype_name(common)} | engine_fields(config)
     if entries := families().rows[config["model_type"]].rope_entries.split():
         rope = base.get("rope_parameters") or base.get("rope_scaling") or {}
         config["rope_parameters"] = {

@@ -24,8 +24,8 @@ from tests.huggingface.hf_models import load, random_ids, write
 
 PROGRAM = Path(__file__).with_name("llama_program.py")
 GENERATED = 8
-# llama.cpp rounds the GELU of feed-forwards to fp16, and has the epsilon of norms where delta blocks have their own
-TOLERANCES = {"gelu": 2e-3, "delta": 2e-3}
+# llama.cpp rounds the GELU of feed-forwards to fp16, and bounds lengths of keys where delta blocks add an epsilon
+TOLERANCES = {"gelu": 2e-3, "delta": 2e-4}
 TOLERANCE = 2e-5
 MARKS = ("tekken", "gpt-4o")  # llama.cpp's patterns of these take combining marks for no letters
 

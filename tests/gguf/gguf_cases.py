@@ -33,6 +33,7 @@ DENSE_MIXERS = {"layers_block_type": ["linear_attention", "mlp", "full_attention
 ONE_SHARE = {
     "rope_parameters": {"full_attention": hf.SHARES[0], "sliding_attention": hf.SHARES[0] | {"rope_theta": 50.0}}
 }
+ONE_EPSILON = {"rms_norm_eps": 1e-6}  # that of latents and of keys of delta blocks in transformers
 FACTORS = {f"{name}_multiplier": factor for name, factor in hf.FALCON_H1_FACTORS.items()}
 FACTORS |= {"mlp_multipliers": [0.5, 1.5], "ssm_multipliers": [0.5, 1.5, 0.7, 1.2, 0.8]}
 GATE_FIRST = {"mamba_rms_norm": True, "mamba_norm_before_gate": False}
@@ -67,7 +68,7 @@ _OTHERS = {
     "deepseek_v2": Case(
         "DeepseekV2", hf.LATENT | TIED | {"q_lora_rank": None, "rope_parameters": hf.MSCALE, "num_hidden_layers": 26}
     ),
-    "glm4_moe_lite": Case("Glm4MoeLite", hf.FROM_LATENTS | UNTIED | hf.GROUPS | {"q_lora_rank": 12}),
+    "glm4_moe_lite": Case("Glm4MoeLite", hf.FROM_LATENTS | UNTIED | hf.GROUPS | ONE_EPSILON | {"q_lora_rank": 12}),
     "exaone4, windows": Case(
         "Exaone4", SIZES | UNTIED | WINDOW | {"layer_types": THREE_LOCAL * 16, "num_hidden_layers": 64}
     ),
@@ -97,7 +98,7 @@ _OTHERS = {
     "delta: qwen3_5_moe_text": Case(
         "Qwen3_5MoeText", WITHOUT_MLP | TIED | hf.NARROW | hf.SHARED | DELTA | {"rope_parameters": hf.MROPE}
     ),
-    "delta: kimi_linear": Case("KimiLinear", hf.KIMI | UNTIED),
+    "delta: kimi_linear": Case("KimiLinear", hf.KIMI | UNTIED | ONE_EPSILON),
 }
 CASES = {name: hf.CASES[name]._replace(shard="5GB") for name in _AS_THERE}
 CASES |= {name: Case(hf.CASES[name].family, hf.CASES[name].fields | WINDOW) for name in _WITH_WINDOW}
