@@ -126,7 +126,7 @@ def nemotron_layers(given: dict[str, Any]) -> list[str]:
 def nemotron_fields(values: dict[str, Any]) -> dict[str, Any]:
     """The first files' spelling of the layers: vLLM and SGLang do not read transformers 5's."""
     letters = {_NEMOTRON_BLOCKS[layer]: letter for letter, layer in _NEMOTRON_PATTERN.items()}
-    pattern = "".join(letters[entry] for entry in _entries(values))
+    pattern = "".join(letters.get(entry, entry) for entry in _entries(values))
     return {"hybrid_override_pattern": pattern, "num_hidden_layers": values["num_hidden_layers"]}
 
 

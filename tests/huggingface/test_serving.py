@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from megalite.commands import convert
 from megalite.config.sections.model import ModelConfig
@@ -22,9 +21,9 @@ from megalite.huggingface.convert import import_model
 from megalite.huggingface.engine_fields import engine_fields
 from tests.data.chats import CHATML, write_tokenizer
 from tests.huggingface.hf_models import CASES, SIZES, UNTIED, Case, write
+from tests.huggingface.served import READ
 from tests.structure.newcomer import ROOT
 
-READ = yaml.safe_load(Path(__file__).with_name("serving_fields.yaml").read_text())
 FAMILIES = READ["families"]
 DENSE_FIRST = ["dense", "sparse", "sparse"]
 BY_TYPES = ("glm4_moe_lite", "hy_v3", "exaone_moe")
