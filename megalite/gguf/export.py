@@ -68,10 +68,10 @@ def export_gguf(
     """
     directories.check_free(target)
     gguf = library()
-    found = prepared(source, like, family, tokenizer, allow_tokenizer_change)
-    name, notes = str(found.config["model_type"]), list[str]()
-    model = replace(found.model, mtp_layers=0)
-    if found.model.mtp_layers:
+    contents = prepared(source, like, family, tokenizer, allow_tokenizer_change)
+    name, notes = str(contents.config["model_type"]), list[str]()
+    model = replace(contents.model, mtp_layers=0)
+    if contents.model.mtp_layers:
         notes.append("multi-token prediction modules are not exported to GGUF files")
     architecture = architecture_of(model, name)
     if (context := context_length(model, architecture)) < model.max_position_embeddings:
@@ -79,14 +79,14 @@ def export_gguf(
             f"the context is limited to {context} tokens, the sliding window: llama.cpp's architecture "
             f"{architecture.name} has no windows"
         )
-    reader = _Reader(found.manifest, model, name)
+    reader = _Reader(contents.manifest, model, name)
     dtype = dtype or reader.widest
     keys = _general(gguf, target.name.removesuffix(".gguf"), dtype)
     keys |= {f"{architecture.name}.{key}": value for key, value in metadata(model, architecture).items()}
     keys |= _activation(model, reader)
-    ids = token_ids(found.tokenizer, from_dict(found.manifest.state["config"]), found.like)
+    ids = token_ids(contents.tokenizer, from_dict(contents.manifest.state["config"]), contents.like)
     progress("reading the tokenizer")
-    keys |= _tokenizer(found.tokenizer, model.vocabulary, ids, pre)
+    keys |= _tokenizer(contents.tokenizer, model.vocabulary, ids, pre)
     tensors = tensors_of(model, architecture, bool(reader.biases))
     tensors += [
         GgufTensor(each, tuple(values.shape), (), _constant(values))
@@ -99,8 +99,8 @@ def export_gguf(
         "architecture": architecture.name,
         "parameters": parameter_count(model_specs(model)),
         "dtypes": [dtype_name(dtype)],
-        "tokenizer": found.tokenizer.name,
-        "notes": [*notes, *found.tokenizer.notes],
+        "tokenizer": contents.tokenizer.name,
+        "notes": [*notes, *contents.tokenizer.notes],
     }
 
 

@@ -240,8 +240,8 @@ def _byte_level(
     vocabulary.merges = [
         each if isinstance(each, str) else " ".join(each) for each in model.get("merges") or []
     ]
-    found = name_of(steps, bool(model.get("ignore_merges")), bool(vocabulary.merges))
-    if pre is None and found is None:
+    known = name_of(steps, bool(model.get("ignore_merges")), bool(vocabulary.merges))
+    if pre is None and known is None:
         shown = json.dumps(
             [{key: value for key, value in step.items() if key != "trim_offsets"} for step in steps]
         )
@@ -251,7 +251,7 @@ def _byte_level(
             "llama.cpp "
             "has it under another name, pass this name with --pre NAME."
         )
-    vocabulary.pre = pre or str(found)
+    vocabulary.pre = pre or str(known)
     return vocabulary
 
 

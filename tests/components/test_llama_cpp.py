@@ -77,17 +77,17 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Expecte
         expected[name] = Expected(logits, greedy(model, prompt))
         path = exported(directory, "--dtype", "f32")
         jobs.append({"path": str(path), "rows": [prompt, ids[0].tolist()], "generate": GENERATED})
-    return {name: (expected[name], found) for name, found in zip(expected, run(jobs), strict=True)}
+    return {name: (expected[name], answer) for name, answer in zip(expected, run(jobs), strict=True)}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_computes_what_transformers_does(name: str, answers: dict[str, tuple[Expected, dict[str, Any]]]) -> None:
-    (logits, generated), found = answers[name]
-    assert "error" not in found, found
+    (logits, generated), answer = answers[name]
+    assert "error" not in answer, answer
     shown = compared(name)
     tolerance = next((value for part, value in TOLERANCES.items() if part in name), TOLERANCE)
-    torch.testing.assert_close(torch.tensor(found["logits"][1:])[:, :shown], logits[:, :shown], rtol=0, atol=tolerance)
-    assert found["generated"] == generated
+    torch.testing.assert_close(torch.tensor(answer["logits"][1:])[:, :shown], logits[:, :shown], rtol=0, atol=tolerance)
+    assert answer["generated"] == generated
 
 
 @pytest.fixture(scope="module")
@@ -100,14 +100,14 @@ def tokenized(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[
         path = exported(directory, "--tokenizer", str(tokenizer.path), "--dtype", "f16")
         jobs.append({"path": str(path), "texts": LINES})
         expected[name] = [list(tokenizer.encode(line)) for line in LINES]
-    return {name: (expected[name], found["ids"]) for name, found in zip(expected, run(jobs), strict=True)}
+    return {name: (expected[name], answer["ids"]) for name, answer in zip(expected, run(jobs), strict=True)}
 
 
 @pytest.mark.parametrize("name", [*PRETOKENIZERS, "byte", "sentencepiece", "sentencepiece, tokenizer.json", "added"])
 def test_texts_of_many_scripts_have_the_same_ids(
     name: str, tokenized: dict[str, tuple[list[list[int]], list[list[int]]]]
 ) -> None:
-    expected, found = tokenized[name]
-    for line, ours, theirs in zip(LINES, expected, found, strict=True):
+    expected, answer = tokenized[name]
+    for line, ours, theirs in zip(LINES, expected, answer, strict=True):
         if not (name in MARKS and any(category(letter)[0] == "M" for letter in line)):
             assert theirs == ours, line

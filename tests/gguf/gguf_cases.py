@@ -127,20 +127,20 @@ class ExportedTokenizer(NamedTuple):
 
 def tokenizers(directory: Path) -> dict[str, ExportedTokenizer]:
     """Name → a tokenizer of each kind, trained on the text of many scripts."""
-    made = {name: _byte_level(name, directory / name) for name in PRETOKENIZERS}
-    made["byte"] = ExportedTokenizer("byte", ByteTokenizer().vocab_size, ByteTokenizer().encode)
+    kinds = {name: _byte_level(name, directory / name) for name in PRETOKENIZERS}
+    kinds["byte"] = ExportedTokenizer("byte", ByteTokenizer().vocab_size, ByteTokenizer().encode)
     path = directory / "trained.model"
     train_sentencepiece(TRAINING, 700, path)
     trained = SentencePieceTokenizer(path)
-    made["sentencepiece"] = ExportedTokenizer(path, trained.vocab_size, trained.encode)
+    kinds["sentencepiece"] = ExportedTokenizer(path, trained.vocab_size, trained.encode)
     files = converted(trained)
-    made["sentencepiece, tokenizer.json"] = _directory(directory / "json", files)
+    kinds["sentencepiece, tokenizer.json"] = _directory(directory / "json", files)
     token = {"id": trained.vocab_size, "content": "<tool>", "special": False, "normalized": False}
     token |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
     files["tokenizer.json"]["added_tokens"].append(token)
-    made["added"] = _directory(directory / "added", files)
+    kinds["added"] = _directory(directory / "added", files)
     (directory / "added" / "tokenizer.model").write_bytes(path.read_bytes())
-    return made
+    return kinds
 
 
 def _directory(directory: Path, files: dict[str, object]) -> ExportedTokenizer:

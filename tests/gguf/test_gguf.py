@@ -57,8 +57,8 @@ def test_transformers_computes_the_same_from_the_file(name: str, tmp_path: Path)
     ).eval()
     ids = random_ids()
     with torch.no_grad():
-        found, expected = (model(input_ids=ids, use_cache=False).logits for model in (read, load(tmp_path / "hf")))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        actual, expected = (model(input_ids=ids, use_cache=False).logits for model in (read, load(tmp_path / "hf")))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
 def test_a_file_has_matrices_in_its_dtype_and_the_tokenizer(tmp_path: Path) -> None:

@@ -33,15 +33,15 @@ def configs(family: str) -> list[dict[str, Any]]:
     """config.json of exports of a family's cases."""
     import transformers
 
-    found = []
+    written = []
     for case in CASES.values():
         fields = copy.deepcopy(case.fields) | ({"mlp_layer_types": DENSE_FIRST} if family in BY_TYPES else {})
         theirs = getattr(transformers, f"{case.family}Config")
         if theirs.model_type == family:
             model = ModelConfig(**from_hf_config(json.loads(theirs(**fields).to_json_string(use_diff=False))))
             config = to_hf_config(model, family)
-            found.append(config | engine_fields(config))
-    return found
+            written.append(config | engine_fields(config))
+    return written
 
 
 def test_every_family_is_in_the_list() -> None:
