@@ -540,10 +540,10 @@ def prepared(
     model = model_of(manifest)
     choice = TokenizerChoice(tokenizer, like, allow_tokenizer_change)
     like = like or origin(manifest.directory, model)
-    found = choose(manifest, choice, like)
+    chosen = choose(manifest, choice, like)
     base = hf_config(like) if like else {}
     config = to_hf_config(model, family or _family_like(model, base))
-    return Prepared(manifest, model, found, like, base, config)
+    return Prepared(manifest, model, chosen, like, base, config)
 
 
 def export_model(
