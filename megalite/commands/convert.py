@@ -6,6 +6,7 @@ former compute the same logits.
     megalite convert export CHECKPOINT_DIR HF_DIR [--dtype bfloat16] [--like HF_DIR] [--shard_size 5GB]
         [--ema]
     megalite convert export CHECKPOINT_DIR DIR --format megatron [--weights_only]   or megatron-legacy
+    megalite convert export CHECKPOINT_DIR FILE.gguf --format gguf [--dtype bf16] [--pre NAME]
     megalite convert adapter-export CHECKPOINT_DIR PEFT_DIR
     megalite convert check DIR [HF_DIR] [--text TEXT …]   exit status 1 if the logits differ
     megalite convert check DIR [HF_DIR] --train_steps 1 [--dtype float64]   also loss, gradients and weights
@@ -56,6 +57,8 @@ RANKS = {
     "virtual_stages": "virtual stages of each pipeline rank",
     "ep": "expert-parallel ranks",
 }
+SHARD_SIZE = "5GB"
+SHORT = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 NO_SUSPECT = "no part of the forward differs on the same input by more than rounding"
 
 
@@ -111,13 +114,25 @@ def parser() -> Parser:
         action="store_true",
         help="skip the multi-token prediction modules (num_nextn_predict_layers)",
     )
-    add = command("export", "convert a checkpoint to a Hugging Face directory", "CHECKPOINT_DIR", "HF_DIR")
+    add = command(
+        "export",
+        "convert a checkpoint to a Hugging Face directory, or to a GGUF file for llama.cpp",
+        "CHECKPOINT_DIR",
+        "HF_DIR",
+    )
     add(
         "--format",
-        choices=["huggingface", *MEGATRON],
+        choices=["huggingface", "gguf", *MEGATRON],
         default="huggingface",
-        help="megatron: torch_dist of Megatron-LM; megatron-legacy: a file for each of its ranks (default "
-        "huggingface)",
+        help="huggingface: a directory as transformers writes it, which vLLM and SGLang load; gguf: one file "
+        "for llama.cpp and Ollama, at the path HF_DIR; megatron: torch_dist of Megatron-LM; megatron-legacy: "
+        "a file for each of its ranks (default huggingface)",
+    )
+    add(
+        "--pre",
+        metavar="NAME",
+        help="with --format gguf, llama.cpp's name of the tokenizer's pre-tokenizer, such as llama-bpe "
+        "(default: found by its rules)",
     )
     add(
         "--weights_only",
@@ -156,10 +171,11 @@ def parser() -> Parser:
     )
     add(
         "--dtype",
+        type=lambda name: SHORT.get(name, name),
         choices=["float32", "bfloat16", "float16", "fp8", "nf4"],
-        help="dtype of the tensors, except those that transformers keeps in fp32 (default: as stored); fp8: "
-        "matrices of layers with a scale per block of 128 x 128, nf4: in 4 bits as bitsandbytes; all others "
-        "in bfloat16",
+        help="dtype of the tensors, except those that transformers keeps in fp32 (default: as stored), also "
+        "as f32, bf16 or f16; fp8: matrices of layers with a scale per block of 128 x 128, nf4: in 4 bits "
+        "as bitsandbytes; all others in bfloat16",
     )
     add(
         "--ema",
@@ -169,9 +185,8 @@ def parser() -> Parser:
     add(
         "--shard_size",
         type=size,
-        default="5GB",
         metavar="SIZE",
-        help="maximum bytes per file, for example 500MB (default 5GB)",
+        help=f"maximum bytes per file of safetensors, for example 500MB (default {SHARD_SIZE})",
     )
     command(
         "adapter-export",
@@ -261,10 +276,17 @@ def _bring_other_in(options: argparse.Namespace) -> Answer:
 def _bring_megatron_out(options: argparse.Namespace) -> Answer:
     source, target = checkpoint_of(options), options.hf_dir
     check_free(target)
-    unused = {"like": None, "tokenizer": None, "family": None, "allow_tokenizer_change": False}
+    unused: dict[str, Any] = {
+        "like": None,
+        "tokenizer": None,
+        "family": None,
+        "pre": None,
+        "shard_size": None,
+    }
+    unused |= {"allow_tokenizer_change": False}
     for name, default in unused.items():
         if getattr(options, name) != default:
-            raise ConfigError(f"--{name} applies to --format huggingface only. Leave it out.")
+            raise ConfigError(f"--{name} does not apply to --format {options.format}. Leave it out.")
     if options.dtype in ("fp8", "nf4"):
         raise ConfigError(
             f"--dtype {options.dtype} applies to --format huggingface only. Choose float32 or bfloat16."
@@ -302,7 +324,7 @@ def _written_state(content: dict[str, Any], place: str) -> Answer:
 
 
 def bring_out(options: argparse.Namespace) -> Answer:
-    if options.format != "huggingface":
+    if options.format in MEGATRON:
         return _bring_megatron_out(options)
     for name in ("weights_only", *RANKS):
         if getattr(options, name):
@@ -311,19 +333,34 @@ def bring_out(options: argparse.Namespace) -> Answer:
             )
     source, target = checkpoint_of(options), options.hf_dir
     like = None if options.like is None else hf_directory(options.like, "tokenizer", "--like")
+    gguf = options.format == "gguf"
+    if gguf and options.dtype in ("fp8", "nf4"):
+        raise ConfigError(
+            f"--format gguf has no dtype {options.dtype}. Legal values: float32, bfloat16 and float16. "
+            "llama.cpp's llama-quantize writes quantized files from these."
+        )
+    if options.pre is not None and not gguf:
+        raise ConfigError(f"--pre {options.pre} has no meaning without --format gguf. Omit it.")
+    if options.shard_size is not None and gguf:
+        raise ConfigError("--shard_size has no meaning with --format gguf, which writes one file. Omit it.")
     check_free(target)
     import torch
 
-    from megalite.huggingface.convert import export_model
-
     start_copying()
     dtype = options.dtype if options.dtype in (None, "fp8", "nf4") else getattr(torch, options.dtype)
-    requested = {"like": like, "family": options.family, "dtype": dtype, "shard": options.shard_size}
+    requested = {"like": like, "family": options.family, "dtype": dtype}
     requested |= {"tokenizer": options.tokenizer, "allow_tokenizer_change": options.allow_tokenizer_change}
+    weights = manifest_of(source).averaged() if options.ema else source
     with progress_of(options.json) as progress:
-        content = export_model(
-            manifest_of(source).averaged() if options.ema else source, target, **requested, progress=progress
-        )
+        if gguf:
+            from megalite.gguf.export import export_gguf
+
+            content = export_gguf(weights, target, **requested, pre=options.pre, progress=progress)
+        else:
+            from megalite.huggingface.convert import export_model
+
+            shard = options.shard_size or size(SHARD_SIZE)
+            content = export_model(weights, target, **requested, shard=shard, progress=progress)
     return _written(content, str(options.hf_dir))
 
 

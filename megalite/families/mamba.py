@@ -124,9 +124,10 @@ def nemotron_layers(given: dict[str, Any]) -> list[str]:
 
 
 def nemotron_fields(values: dict[str, Any]) -> dict[str, Any]:
-    names = {block: layer for layer, block in _NEMOTRON_BLOCKS.items()}
-    types = [names.get(entry, entry) for entry in _entries(values)]
-    return {"layers_block_type": types, "num_hidden_layers": values["num_hidden_layers"]}
+    """The first files' spelling of the layers: vLLM and SGLang do not read transformers 5's."""
+    letters = {_NEMOTRON_BLOCKS[layer]: letter for letter, layer in _NEMOTRON_PATTERN.items()}
+    pattern = "".join(letters.get(entry, entry) for entry in _entries(values))
+    return {"hybrid_override_pattern": pattern, "num_hidden_layers": values["num_hidden_layers"]}
 
 
 def _known(name: str, types: list[str], blocks: dict[str, str]) -> list[str]:

@@ -16,13 +16,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,6 +56,7 @@ from megalite.families.weight_files import unread_note as unread_files
 from megalite.huggingface import nf4
 from megalite.huggingface.companions import COMPANIONS, check_vocabulary, copy_companions
 from megalite.huggingface.config_json import meaning, misfit, to_hf_config
+from megalite.huggingface.engine_fields import engine_fields
 from megalite.huggingface.files import ConversionError, NewFile, TensorFiles
 from megalite.huggingface.kept_tensors import (
     KEPT,
@@ -73,6 +74,7 @@ from megalite.huggingface.mup_export import as_plain_model
 from megalite.huggingface.router_bias import PREFIX, bias_names, bias_shape, fill, states, to_export
 from megalite.huggingface.tensor_places import TensorPlace, copies, evenly_cut, places
 from megalite.huggingface.tokenizer_export import (
+    ExportedTokenizer,
     TokenizerChoice,
     choose,
     token_ids,
@@ -504,6 +506,49 @@ def _summary(model: ModelConfig, family: str, dtypes: Iterable[str]) -> dict[str
 # ---- export
 
 
+class Prepared(NamedTuple):
+    """What an export starts from.
+
+    Attributes:
+        manifest: the checkpoint, with the values of a quantized base.
+        model: its model, without `mup`.
+        factors: of tensors that are multiplied in return (`mup_export`).
+        tokenizer: the tokenizer to export.
+        like: the directory that the weights came from, if there is one.
+        base: its config.json, empty without it.
+        config: the config.json of the export's family, without token ids.
+    """
+
+    manifest: Manifest
+    model: ModelConfig
+    factors: Mapping[str, float]
+    tokenizer: ExportedTokenizer
+    like: Path | None
+    base: dict[str, Any]
+    config: dict[str, Any]
+
+
+def prepared(
+    source: Path | Manifest,
+    like: Path | None,
+    family: str | None,
+    tokenizer: str | None,
+    allow_tokenizer_change: bool,
+) -> Prepared:
+    """Open a checkpoint for an export. The arguments are those of `export_model`."""
+    from megalite.huggingface.base_weights import with_base  # which reads directories with this module
+
+    manifest = with_base(source if isinstance(source, Manifest) else checkpoint.manifest_of(source))
+    manifest.check_files()
+    model, factors = as_plain_model(model_of(manifest))
+    choice = TokenizerChoice(tokenizer, like, allow_tokenizer_change)
+    like = like or origin(manifest.directory, model)
+    chosen = choose(manifest, choice, like)
+    base = hf_config(like) if like else {}
+    config = to_hf_config(model, family or _family_like(model, base))
+    return Prepared(manifest, model, factors, chosen, like, base, config)
+
+
 def export_model(
     source: Path | Manifest,
     target: Path,
@@ -536,17 +581,9 @@ def export_model(
             complete.
     """
     directories.check_free(target)
-    from megalite.huggingface.base_weights import with_base  # which reads directories with this module
-
-    manifest = with_base(source if isinstance(source, Manifest) else checkpoint.manifest_of(source))
-    manifest.check_files()
-    directory, (model, factors) = manifest.directory, as_plain_model(model_of(manifest))
-    choice = TokenizerChoice(tokenizer, like, allow_tokenizer_change)
-    like = like or origin(directory, model)
-    found_tokenizer = choose(manifest, choice, like)
-    base = hf_config(like) if like else {}
-    family = family or _family_like(model, base)
-    config = to_hf_config(model, family)
+    manifest, model, factors, found_tokenizer, like, base, config = prepared(
+        source, like, family, tokenizer, allow_tokenizer_change
+    )
     left_out = model.mtp_layers > 0 and not names_of(model, config["model_type"]).mtp
     model = replace(model, mtp_layers=0) if left_out else model
     by_name = places(model, config["model_type"])
@@ -559,7 +596,7 @@ def export_model(
     if model.output_head == "reward":
         ids, of_padding = padding_of(ids)
     config |= {key: base[key] for key in base.keys() & families().kept} | ids
-    config |= {"torch_dtype": dtype_name(common)}
+    config |= {"torch_dtype": dtype_name(common)} | engine_fields(config)
     if entries := families().rows[config["model_type"]].rope_entries.split():
         rope = base.get("rope_parameters") or base.get("rope_scaling") or {}
         config["rope_parameters"] = {

@@ -103,6 +103,12 @@ def _prepared(
 ) -> Export:
     model = model_of(manifest)
     config = replace(from_dict(manifest.state["config"]), model=model)
+    if model.mup is not None:
+        raise CheckpointError(
+            f"{manifest.directory} was trained with model.mup = {model.mup}, which Megatron-LM "
+            "computes otherwise. Export it with megalite convert export to a Hugging Face directory, import "
+            "this, and export the result."
+        )
     if config.lora.rank:
         raise CheckpointError(
             f"{manifest.directory} contains adapters. Merge them with megalite convert export to a Hugging "

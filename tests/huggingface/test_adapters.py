@@ -32,6 +32,7 @@ from megalite.training.memory_report import report
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
 from tests.huggingface.hf_models import CASES, VOCAB, load, logits_of, make, random_ids, write
+from tests.huggingface.served import READ
 from tests.support.configs import write_tokens
 
 SEQUENCE, BATCH, LR, DECAY, EPS = 24, 4, 1e-3, 0.1, 1e-8
@@ -444,6 +445,7 @@ def test_what_is_no_adapter_of_the_run_is_refused(models, prefix, tmp_path: Path
         targets=["q"], rank=8
     )
     settings = json.loads((adapter / "adapter_config.json").read_text())
+    assert set(READ["adapter"].split()) <= settings.keys() and settings["bias"] == "none"
     (adapter / "adapter_config.json").write_text(json.dumps(settings | {"use_dora": True}))
     assert "adapter_config.json has use_dora=true, which does not match lora.dora=false. Set lora.dora=true" in refusal(
         targets=["q", "k"]

@@ -21,7 +21,7 @@ from megalite.model.kinds import KINDS
 from tests.structure.sources import ROOT, parsed, relative
 
 READERS = (
-    *("megalite/config/", "megalite/families/", "megalite/importers/", "megalite/huggingface/"),
+    *("megalite/config/", "megalite/families/", "megalite/importers/", "megalite/huggingface/", "megalite/gguf/"),
     "megalite/interchange/",
     "megalite/model/kinds.py",
 )

@@ -21,6 +21,7 @@ EXTRAS = {
     "gpu": "sensors of GPUs",
     "eval": "lm-evaluation-harness",
     "ray": "jobs on Ray clusters",
+    "gguf": "GGUF files for llama.cpp",
 }
 SUBMITTERS = ("sbatch", "kubectl", "ray", "sky")
 BEYOND_PINS = {"trackio"}

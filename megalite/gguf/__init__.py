@@ -1,0 +1,1 @@
+"""GGUF files, which llama.cpp and programs on top of it read, from checkpoints."""
