@@ -2,8 +2,8 @@
 
     megalite convert import HF_DIR CHECKPOINT_DIR [--drop_mtp]
     megalite convert export CHECKPOINT_DIR HF_DIR [--dtype bfloat16] [--like HF_DIR] [--shard_size 5GB]
-        [--ema]
-    megalite convert adapter-export CHECKPOINT_DIR PEFT_DIR
+        [--ema] [--base HF_DIR]
+    megalite convert adapter-export CHECKPOINT_DIR PEFT_DIR [--base HF_DIR]
     megalite convert check DIR [HF_DIR] [--text TEXT …]   exit status 1 if the logits differ
     megalite convert check DIR [HF_DIR] --train_steps 1 [--dtype float64]   also loss, gradients and weights
 
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from megalite.checkpoint import CheckpointError, find, manifest_of
 from megalite.checkpoint.directories import check_free
-from megalite.commands.models import HF, hf_directory, weights_of
+from megalite.commands.models import HF, add_base_option, base_named, hf_directory, weights_of
 from megalite.commands.parser import (
     Answer,
     Parser,
@@ -125,12 +125,14 @@ def parser() -> Parser:
         metavar="SIZE",
         help="maximum bytes per file, for example 500MB (default 5GB)",
     )
-    command(
+    add_base_option(add)
+    add = command(
         "adapter-export",
         "convert the adapters (LoRA) of a checkpoint to a PEFT directory",
         "CHECKPOINT_DIR",
         "PEFT_DIR",
     )
+    add_base_option(add)
     add = command(
         "check",
         "compare logits, and optionally training steps, with transformers; exit status 1 if they differ",
@@ -163,6 +165,7 @@ def parser() -> Parser:
         choices=["float32", "float64"],
         help="dtype of the weights and arithmetic of --train_steps (default float32)",
     )
+    add_base_option(add)
     return tool
 
 
@@ -197,16 +200,17 @@ def bring_out(options: argparse.Namespace) -> Answer:
     check_free(target)
     import torch
 
+    from megalite.huggingface.base_weights import moved
     from megalite.huggingface.convert import export_model
 
     start_copying()
     dtype = options.dtype if options.dtype in (None, "fp8", "nf4") else getattr(torch, options.dtype)
     requested = {"like": like, "family": options.family, "dtype": dtype, "shard": options.shard_size}
     requested |= {"tokenizer": options.tokenizer, "allow_tokenizer_change": options.allow_tokenizer_change}
+    manifest = manifest_of(source).averaged() if options.ema else manifest_of(source)
+    manifest = moved(manifest, base_named(options.base))
     with progress_of(options.json) as progress:
-        content = export_model(
-            manifest_of(source).averaged() if options.ema else source, target, **requested, progress=progress
-        )
+        content = export_model(manifest, target, **requested, progress=progress)
     return _written(content, str(options.hf_dir))
 
 
@@ -214,11 +218,13 @@ def bring_adapter_out(options: argparse.Namespace) -> Answer:
     source, target = checkpoint_of(options), options.peft_dir
     check_free(target)
     from megalite.huggingface.adapter_export import export_adapter
+    from megalite.huggingface.base_weights import moved
 
     start_copying()
+    manifest = moved(manifest_of(source), base_named(options.base))
     with progress_of(options.json) as progress:
         progress("exporting the adapters")
-        content = export_adapter(source, target)
+        content = export_adapter(manifest, target)
     text = "a PEFT adapter of rank {rank}, {parameters:,} parameters in {dtypes[0]}".format(**content)
     lines = [f"{options.peft_dir}: {text} for {len(content['modules'])} modules", *content["notes"]]
     return content | {"written": str(options.peft_dir)}, lines, 0
@@ -254,7 +260,7 @@ def check(options: argparse.Namespace) -> Answer:
     from megalite.generation.sources import open_source
 
     start_copying()
-    source, dtype = open_source(name), options.dtype or "float32"
+    source, dtype = open_source(name, base=base_named(options.base)), options.dtype or "float32"
     inputs = {"texts": options.text, "tokens": options.tokens, "rows": options.rows}
     with progress_of(options.json) as progress:
         differences = compare(source, theirs, **inputs, progress=progress)

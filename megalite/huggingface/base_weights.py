@@ -26,7 +26,7 @@ from megalite.checkpoint.finite import nonfinite, reject
 from megalite.checkpoint.manifest import WEIGHT, StoredTensor
 from megalite.checkpoint.resized_embeddings import Read, of_checkpoint
 from megalite.config.errors import ConfigError
-from megalite.config.load import from_dict
+from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import Config
 from megalite.huggingface import convert as converting
 from megalite.huggingface.nf4 import Nf4Tensors
@@ -167,9 +167,44 @@ def base_of(config: Config, state: Mapping[str, Any], directory: Path) -> tuple[
             problems.append(f"{name} cannot be read: {str(error).removesuffix('.')}")
     raise CheckpointError(
         f"{directory} has adapters, and no base ({config.lora.base}), which is read from where the run "
-        f"started. {'; '.join(problems)}. Restore these weights, or resume the run with their new place in "
-        "model.init_from, which its next checkpoint records."
+        f"started. {'; '.join(problems)}. Restore these weights, or name their new place: with --base in a "
+        "command that reads the checkpoint, in model.init_from in a run that resumes, whose next checkpoint "
+        "records it."
     )
+
+
+def moved(manifest: Manifest, named: str | None) -> Manifest:
+    """Return the manifest of a checkpoint whose base is where a user says, instead of where it was.
+
+    Args:
+        named: hf:DIR or a checkpoint (`--base`); None: the manifest is returned as it is.
+
+    Raises:
+        ConfigError: the checkpoint has no quantized base.
+        CheckpointError: these weights cannot be read, or the adapters were not trained on them.
+    """
+    if named is None:
+        return manifest
+    before = manifest.state.get(BASE)
+    if before is None:
+        raise ConfigError(
+            f"--base {named} has no effect: {manifest.directory} contains all weights of its model. Remove "
+            "--base, which is for runs with lora.base."
+        )
+    config = from_dict(manifest.state["config"])
+    config = replace(config, model=replace(config.model, init_from=named))
+    try:
+        identity = record(config, named)["identity"]
+    except (CheckpointError, ConfigError, OSError) as error:
+        raise CheckpointError(f"--base {named} cannot be read: {error}") from None
+    if identity != before["identity"]:
+        was = before["source"] or f"drawn from run.seed = {config.run.seed}"
+        raise CheckpointError(
+            f"--base {named} has other weights than the base on which {manifest.directory} was trained "
+            f"({was}). Name a directory with those weights."
+        )
+    base = {"source": named, "identity": identity}
+    return replace(manifest, state=manifest.state | {"config": to_dict(config), BASE: base})
 
 
 def with_base(manifest: Manifest) -> Manifest:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megalite.assembly.parts import make_mesh
 from megalite.checkpoint import CheckpointError
-from megalite.commands import convert
+from megalite.commands import checkpoint, convert, evaluate, generate, score
 from megalite.config.load import from_dict
 from megalite.data.indexed import IndexedTokens
 from megalite.evaluation.logits import load_stage, our_logits
@@ -319,3 +319,56 @@ def test_a_damaged_directory_is_refused_by_name(break_it, message, saved, tmp_pa
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConversionError, match=re.escape(message)):
         load_stage(open_source(f"hf:{directory}"))
+
+
+def test_commands_read_a_base_that_has_moved_where_they_are_told(models, prefix, tmp_path: Path, capsys):
+    fields = MODELS["llama"].fields | {"vocab_size": 260}
+    directory = write(Case("Llama", fields), tmp_path / "model")
+    trainer = trainer_of(directory, prefix, tmp_path, dora=True)
+    trainer.step()
+    saved, whole = trainer.save(), global_tensors(trainer)
+    trainer.close()
+    ids = random_ids(tokens=SEQUENCE)
+    wanted = our_logits(load_stage(open_source(saved)), ids)
+    moved = directory.rename(tmp_path / "moved")
+    (tmp_path / "text").write_text("a text")
+
+    def refused(main: Any, *words: str | Path) -> str:
+        capsys.readouterr()
+        with pytest.raises(SystemExit):
+            main([*map(str, words)])
+        out, err = capsys.readouterr()
+        assert not out and err.count("\n") == 1
+        return str(err)
+
+    there = ("--base", str(moved))
+    assert "name their new place: with --base" in refused(convert.main, "export", saved, tmp_path / "a")
+    assert convert.main(["export", str(saved), str(tmp_path / "merged"), *there]) == 0
+    assert (logits_of(tmp_path / "merged", ids) - wanted).abs().max() <= 1e-4
+    assert convert.main(["adapter-export", str(saved), str(tmp_path / "adapter"), *there]) == 0
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(moved)
+    assert (quantized_logits(moved, tmp_path / "adapter", False, ids) - wanted).abs().max() <= 1e-4
+    assert convert.main(["check", str(saved), str(tmp_path / "merged"), *there]) == 0
+    file = tmp_path / "all.safetensors"
+    assert checkpoint.main(["consolidate", str(saved), str(file)]) == 0
+    assert OURS not in load_file(file)
+    assert f"--base hf:{directory} writes their values, too" in capsys.readouterr().out
+    file.unlink()
+    assert checkpoint.main(["consolidate", str(saved), str(file), *there]) == 0
+    consolidated, matrix = load_file(file), load_file(moved / "model.safetensors")[MATRIX]
+    assert {f"weight/{name}" for name in consolidated} >= {name for name in whole if name.startswith("weight/")}
+    assert torch.equal(consolidated[OURS], block_formats.rounded(matrix, "nf4", 64))
+    byte = ("--tokenizer", "byte", "--precision", "fp32")
+    assert generate.main([str(saved), "--prompt", "a", "--tokens", "2", *byte, *there]) == 0
+    assert evaluate.main(["perplexity", str(saved), "--text", str(tmp_path / "text"), *byte, *there]) == 0
+    words = ["--data", prefix, "--output", str(tmp_path / "words"), "--top_k", "2", "--sequence_length", "8"]
+    assert score.main([str(saved), *words, *there]) == 0
+    assert "has other weights than the base on which" in refused(
+        convert.main, "export", saved, tmp_path / "a", "--base", models["llama"]
+    )
+    nowhere = refused(convert.main, "export", saved, tmp_path / "a", "--base", "nowhere")
+    assert "--base nowhere cannot be read" in nowhere
+    assert convert.main(["import", str(moved), str(tmp_path / "imported")]) == 0
+    for name in (tmp_path / "imported", f"hf:{moved}"):
+        assert f"--base hf:{moved} has no effect" in refused(generate.main, name, "--prompt", "a", *byte, *there)
