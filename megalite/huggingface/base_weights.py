@@ -33,13 +33,10 @@ from megalite.huggingface.nf4 import Nf4Tensors
 from megalite.huggingface.weights_identity import weights_identity
 from megalite.model.adapter_parameters import with_adapters
 from megalite.model.parameters import model_specs
-from megalite.parallel.quantized.layout import BaseForm
+from megalite.parallel.quantized.layout import BaseForm, rows_read
 from megalite.parallel.quantized.reading import BASE
 from megalite.parallel.spec import Rectangle, Segment
 from megalite.system import rng
-
-READ = 1 << 23
-"""Elements that are read at a time, whole rows, of which parts are then quantized."""
 
 
 class BaseWeights:
@@ -58,24 +55,32 @@ class BaseWeights:
         self._last: tuple[tuple[str, int], Tensor] | None = None
 
     def rows(self, matrix: Segment, first: int, stop: int) -> Tensor:
-        length, parts = max(READ // matrix.shape[1], 1), list[Tensor]()
-        while first < stop:
-            start = first // length * length
+        if self._reads_rows(matrix):
+            return self._values(matrix, first, stop)
+        length, values = rows_read(matrix.shape[1]), torch.empty(stop - first, *matrix.shape[1:])
+        for start in range(first // length * length, stop, length):
             block = self._block(matrix, start, min(start + length, matrix.shape[0]))
-            parts.append(block[first - start : stop - start])
-            first = start + length
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            low, high = max(first, start), min(stop, start + length)
+            values[low - first : high - first] = block[low - start : high - start]
+        return values
+
+    def _reads_rows(self, matrix: Segment) -> bool:
+        """Return whether any rows are read without others, from a file that is mapped into memory."""
+        return self._source is not None and self._source.reads_rows(matrix.name)
 
     def _block(self, matrix: Segment, first: int, stop: int) -> Tensor:
         key = matrix.name, first
         if self._last is None or self._last[0] != key:
             self._last = None  # freed before the next are read
-            values = torch.empty(stop - first, *matrix.shape[1:])
-            part = Rectangle(WEIGHT + matrix.name, matrix.shape, (first, 0), values)
-            self._read([part])
-            reject(self.name, {part.name: nonfinite(values)})
-            self._last = key, values
+            self._last = key, self._values(matrix, first, stop)
         return self._last[1]
+
+    def _values(self, matrix: Segment, first: int, stop: int) -> Tensor:
+        values = torch.empty(stop - first, *matrix.shape[1:])
+        part = Rectangle(WEIGHT + matrix.name, matrix.shape, (first, 0), values)
+        self._read([part])
+        reject(self.name, {part.name: nonfinite(values)})
+        return values
 
     def nested(self, matrix: Segment) -> nf4.NestedScales | None:
         if self._source is None:
@@ -116,10 +121,11 @@ def _drawn(config: Config) -> Read:
 
     def read(rectangles: Sequence[Rectangle]) -> None:
         for part in rectangles:
-            first, *others = part.offsets
-            rows = rng.drawn_rows(segments[part.name], first, first + len(part.tensor), config.run.seed)
-            columns = (slice(at, at + size) for at, size in zip(others, part.tensor.shape[1:], strict=True))
-            part.tensor.copy_(torch.cat([*rows])[(slice(None), *columns)])
+            (first, *others), row = part.offsets, 0
+            columns = [slice(at, at + size) for at, size in zip(others, part.tensor.shape[1:], strict=True)]
+            for rows in rng.drawn_rows(segments[part.name], first, first + len(part.tensor), config.run.seed):
+                part.tensor[row : row + len(rows)] = rows[(slice(None), *columns)]
+                row += len(rows)
 
     return read
 

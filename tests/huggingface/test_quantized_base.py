@@ -28,6 +28,7 @@ from megalite.training import checkpointing
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
 from tests.huggingface.hf_models import CASES, VOCAB, Case, logits_of, random_ids, write
+from tests.support import jobs_quantized
 from tests.support.configs import write_tokens
 
 SEQUENCE, BATCH, LR, DECAY, EPS = 24, 4, 1e-3, 0.1, 1e-8
@@ -372,3 +373,46 @@ def test_commands_read_a_base_that_has_moved_where_they_are_told(models, prefix,
     assert convert.main(["import", str(moved), str(tmp_path / "imported")]) == 0
     for name in (tmp_path / "imported", f"hf:{moved}"):
         assert f"--base hf:{moved} has no effect" in refused(generate.main, name, "--prompt", "a", *byte, *there)
+
+
+SOURCES = {
+    "bf16": ({}, "start"),
+    "double": ({"double_quant": True}, "start"),
+    "int8": ({"base": "int8"}, "start"),
+    "fused": ({"base": "mxfp4"}, "phi3"),
+    "in 4 bits": ({"double_quant": True}, "saved"),
+    "checkpoint": ({}, "imported"),
+    "random": ({}, None),
+}
+
+
+@pytest.fixture(scope="module")
+def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, str | None]:
+    """Models whose matrices are much larger than the ranges in which they are read."""
+    place = tmp_path_factory.mktemp("starts")
+    shape: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
+    named = {"start": "llama", "phi3": "phi3"}
+    for name, case in named.items():
+        write(Case(MODELS[case].family, MODELS[case].fields | shape), place / name)
+    by_bitsandbytes(place / "start", True).save_pretrained(place / "saved")
+    assert convert.main(["import", str(place / "start"), str(place / "imported")]) == 0
+    hf: dict[str | None, str | None] = {name: f"hf:{place / name}" for name in ("start", "phi3", "saved")}
+    return hf | {"imported": str(place / "imported"), None: None}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_base_is_read_in_the_memory_that_is_planned(source, starts):
+    lora, name = SOURCES[source]
+    start = starts[name]
+    shape: dict[str, Any] = hf_shape(str(starts["phi3" if name == "phi3" else "start"]).removeprefix("hf:"))
+    config = {
+        "model": shape | {"init_from": start or "none"},
+        "lora": {"rank": 4, "base": "nf4"} | lora,
+        "parallel": {"dp": 1},
+    }
+    most, planned, largest = jobs_quantized.loading(None, config, at_once=1 << 12)
+    assert most <= planned
+    if name != "imported":  # of a checkpoint chunks are read besides, which are no tensors
+        assert most >= 0.65 * planned
+    if start and start.startswith("hf:"):  # others read more at a time
+        assert planned < largest / 2
