@@ -33,7 +33,7 @@ from megalite.huggingface.nf4 import Nf4Tensors
 from megalite.huggingface.weights_identity import weights_identity
 from megalite.model.adapter_parameters import with_adapters
 from megalite.model.parameters import model_specs
-from megalite.parallel.quantized.layout import BaseForm, rows_read
+from megalite.parallel.quantized.layout import BaseForm, rows_at_once, rows_read
 from megalite.parallel.quantized.reading import BASE
 from megalite.parallel.spec import Rectangle, Segment
 from megalite.system import rng
@@ -53,6 +53,7 @@ class BaseWeights:
         self._directory = Path(str(start).removeprefix(converting.HF)) if hf else None
         # the rows that were read last: (name, first row), rows
         self._last: tuple[tuple[str, int], Tensor] | None = None
+        self._last_nested: tuple[str, nf4.NestedScales] | None = None
 
     def rows(self, matrix: Segment, first: int, stop: int) -> Tensor:
         if self._reads_rows(matrix):
@@ -94,11 +95,41 @@ class BaseWeights:
     def _source(self) -> converting.HuggingFaceSource | None:
         return None if self._directory is None else converting.HuggingFaceSource.of(self._directory)
 
-    def quantized(self, matrix: Segment, form: BaseForm) -> Tensor:
-        """Return the values of a whole matrix in a base of this form, in fp32."""
-        nested = self.nested(matrix) if form.double else None
-        whole = self.rows(matrix, 0, matrix.shape[0])
-        return block_formats.rounded(whole, form.name, form.block(matrix.shape[1]), form.double, nested)
+    def quantized(self, matrix: Segment, form: BaseForm, first: int = 0, stop: int | None = None) -> Tensor:
+        """Return rows [first, stop) of a matrix as they are in a base of this form, [rows, columns] fp32."""
+        width, block = matrix.shape[1], form.block(matrix.shape[1])
+        low, high = first * width, (matrix.shape[0] if stop is None else stop) * width
+        values, start = self._blocks(matrix, block, low, high)
+        scales = None
+        if form.double:
+            number = start // block
+            scales = self._nested_scales(matrix, block).values(number, number - -len(values) // block)
+            values = values if self.nested(matrix) is None else nf4.without_signs(values, scales)
+        rounded = block_formats.rounded(values, form.name, block, known=scales)
+        return rounded[low - start : high - start].view(-1, width)
+
+    def _blocks(self, matrix: Segment, block: int, low: int, high: int) -> tuple[Tensor, int]:
+        """Return the whole blocks that elements [low, high) of a matrix touch, and where the first begins."""
+        width = matrix.shape[1]
+        start, end = low // block * block, min(-(-high // block) * block, matrix.numel)
+        row = start // width
+        values = self.rows(matrix, row, -(-end // width)).view(-1)
+        return values[start - row * width : end - row * width], start
+
+    def _nested_scales(self, matrix: Segment, block: int) -> nf4.NestedScales:
+        """Return the quantized scales of a matrix; those of the last one are kept."""
+        if self._last_nested is None or self._last_nested[0] != matrix.name:
+            self._last_nested = matrix.name, self.nested(matrix) or self._found_scales(matrix, block)
+        return self._last_nested[1]
+
+    def _found_scales(self, matrix: Segment, block: int) -> nf4.NestedScales:
+        width, scales = matrix.shape[1], torch.empty(-(-matrix.numel // block))
+        step = rows_at_once(width) * width
+        for low in range(0, matrix.numel, step):
+            values, start = self._blocks(matrix, block, low, min(low + step, matrix.numel))
+            found = nf4.quantize(values).scales
+            scales[start // block : start // block + len(found)] = found
+        return nf4.quantize_scales(scales)
 
 
 def _reader(config: Config, start: str | None) -> Read:
@@ -226,16 +257,24 @@ def with_base(manifest: Manifest) -> Manifest:
     dtype, tensors = DTYPES[config.train.precision], dict(manifest.tensors)
     matrices = {WEIGHT + name: each for name, each in quantized_matrices(config).items()}
     for name, (segment, _) in matrices.items():
-        chunk = Chunk((0, 0), segment.shape, name, 0, segment.numel * dtype.itemsize, "")
-        tensors[name] = StoredTensor(dtype_name(dtype), segment.shape, [chunk])
+        tensors[name] = StoredTensor(dtype_name(dtype), segment.shape, [*_chunks(name, segment, dtype)])
     return WithBase(manifest.directory, manifest.state, tensors, manifest.files, matrices, base)
+
+
+def _chunks(name: str, matrix: Segment, dtype: torch.dtype) -> Iterator[Chunk]:
+    """Yield ranges of the rows of a matrix, as many as are quantized at a time."""
+    length, width = matrix.shape
+    rows = rows_at_once(width)
+    for first in range(0, length, rows):
+        count, size = min(rows, length - first), width * dtype.itemsize
+        yield Chunk((first, 0), (count, width), name, first * size, count * size, "")
 
 
 @dataclass(frozen=True)
 class WithBase(Manifest):
     """The manifest of a checkpoint that has no base, and the values of the base.
 
-    A matrix of the base is one chunk, whose file is its name.
+    The file of a chunk of the base is the name of its matrix. Its values are computed when it is read.
     """
 
     matrices: dict[str, tuple[Segment, BaseForm]]
@@ -245,6 +284,7 @@ class WithBase(Manifest):
         own = [*chunks]
         yield from super().read([chunk for chunk in own if chunk.file not in self.matrices])
         for chunk in (each for each in own if each.file in self.matrices):
-            values = self.base.quantized(*self.matrices[chunk.file])
+            first, stop = chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]
+            values = self.base.quantized(*self.matrices[chunk.file], first, stop)
             dtype = getattr(torch, self.tensors[chunk.file].dtype)
             yield chunk, values.to(dtype).view(-1).view(torch.uint8).numpy()
