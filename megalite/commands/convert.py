@@ -2,7 +2,7 @@
 
     megalite convert import HF_DIR CHECKPOINT_DIR [--drop_mtp]
     megalite convert export CHECKPOINT_DIR HF_DIR [--dtype bfloat16] [--like HF_DIR] [--shard_size 5GB]
-        [--ema] [--base HF_DIR]
+        [--ema] [--base HF_DIR] [--evaluate N]
     megalite convert adapter-export CHECKPOINT_DIR PEFT_DIR [--base HF_DIR]
     megalite convert check DIR [HF_DIR] [--text TEXT …]   exit status 1 if the logits differ
     megalite convert check DIR [HF_DIR] --train_steps 1 [--dtype float64]   also loss, gradients and weights
@@ -19,9 +19,10 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from megalite.checkpoint import CheckpointError, find, manifest_of
+from megalite.checkpoint import CheckpointError, Manifest, find, manifest_of
 from megalite.checkpoint.directories import check_free
 from megalite.commands.models import HF, add_base_option, base_named, hf_directory, weights_of
 from megalite.commands.parser import (
@@ -38,9 +39,11 @@ from megalite.config.amounts import byte_size
 from megalite.config.errors import ConfigError
 from megalite.data.indexed import DataError
 from megalite.families.model_config import families
+from megalite.system.messages import counted
 
 if TYPE_CHECKING:
     from megalite.evaluation.logits import LogitComparison
+    from megalite.system.progress import Report
 
 TOLERANCE = 1e-4
 ROW = 8  # positions per line
@@ -112,6 +115,13 @@ def parser() -> Parser:
         help="dtype of the tensors, except those that transformers keeps in fp32 (default: as stored); fp8: "
         "matrices of layers with a scale per block of 128 x 128, nf4: in 4 bits as bitsandbytes; all others "
         "in bfloat16",
+    )
+    add(
+        "--evaluate",
+        type=positive,
+        metavar="N",
+        help="also compute the loss of the checkpoint and of the export on N rows of the run's validation "
+        "data, in fp32 in this process; with fp8 and nf4 also of the weights in bfloat16 (default: none)",
     )
     add(
         "--ema",
@@ -208,10 +218,53 @@ def bring_out(options: argparse.Namespace) -> Answer:
     requested = {"like": like, "family": options.family, "dtype": dtype, "shard": options.shard_size}
     requested |= {"tokenizer": options.tokenizer, "allow_tokenizer_change": options.allow_tokenizer_change}
     manifest = manifest_of(source).averaged() if options.ema else manifest_of(source)
-    manifest = moved(manifest, base_named(options.base))
+    manifest, losses = moved(manifest, base_named(options.base)), None
+    if options.evaluate is not None:
+        losses = Losses(options, source, manifest)
     with progress_of(options.json) as progress:
         content = export_model(manifest, target, **requested, progress=progress)
+        if losses is not None:
+            if options.dtype in ("fp8", "nf4"):
+                with TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as place:
+                    merged = Path(place) / "bfloat16"
+                    export_model(manifest, merged, **requested | {"dtype": torch.bfloat16}, progress=progress)
+                    losses.add("exported in bfloat16", f"{HF}{merged}", progress)
+            losses.add(f"exported in {content['dtypes'][0]}", f"{HF}{target}", progress)
+            content |= {"losses": losses.known, "notes": [*content["notes"], losses.line]}
     return _written(content, str(options.hf_dir))
+
+
+class Losses:
+    """Losses of a checkpoint and of its exports on rows of the run's validation data (--evaluate).
+
+    Raises ConfigError if there are no such rows.
+    """
+
+    def __init__(self, options: argparse.Namespace, source: Path, manifest: Manifest):
+        from megalite.config.load import from_dict
+        from megalite.evaluation.held_out_loss import validation_sets
+        from megalite.generation.sources import open_source
+
+        self.rows, self.known = options.evaluate, dict[str, float]()
+        self.config = from_dict(manifest.state["config"])
+        self.sets = validation_sets(self.config, "--evaluate")
+        self._checkpoint = open_source(source, options.ema, base_named(options.base))
+
+    def add(self, what: str, name: str, progress: Report) -> None:
+        """Compute the loss of an export; before the first one, that of the checkpoint."""
+        from megalite.evaluation.held_out_loss import held_out_loss
+        from megalite.generation.sources import open_source
+
+        base = self.config.lora.base
+        first = "of the checkpoint" if base == "none" else f"of the adapters over their base ({base})"
+        sources = {} if self.known else {first: self._checkpoint}
+        for label, source in (sources | {what: open_source(name)}).items():
+            self.known[label] = held_out_loss(source, self.config, self.sets, self.rows, progress)
+
+    @property
+    def line(self) -> str:
+        listed = ", ".join(f"{loss:.4f} {what}" for what, loss in self.known.items())
+        return f"loss on {counted(self.rows, 'row')} of the run's validation data: {listed}"
 
 
 def bring_adapter_out(options: argparse.Namespace) -> Answer:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from megalite_kernels import block_formats
@@ -69,7 +70,7 @@ def trainer_of(
             "model": hf_shape(str(directory)) | {"init_from": weights or f"hf:{directory}", "from_hf": str(directory)},
             "lora": ({"rank": 4, "alpha": 6.0, "base": "nf4"} | lora) if lora.get("rank") != 0 else {},
             "parallel": {"dp": 1},
-            "data": {"train": prefix, "sequence_length": SEQUENCE, "shuffle": False},
+            "data": {"train": prefix, "validation": 0.25, "sequence_length": SEQUENCE, "shuffle": False},
             "train": {
                 "steps": 4,
                 "global_batch_size": BATCH,
@@ -251,9 +252,26 @@ def test_a_merged_model_in_four_bits_is_read_by_transformers_and_here(models, pr
     trainer.step(), trainer.step()
     saved = trainer.save()
     trainer.close()
-    assert convert.main(["export", str(saved), str(tmp_path / "nf4"), "--dtype", "nf4"]) == 0
-    assert re.search(r"nf4 has changed the matrices of layers by [0-9.]+%", capsys.readouterr().out)
+    words = ["export", str(saved), str(tmp_path / "nf4"), "--dtype", "nf4", "--evaluate", "5", "--json"]
+    assert convert.main(words) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert re.search(r"nf4 has changed the matrices of layers by [0-9.]+%", " ".join(said["notes"]))
     assert convert.main(["export", str(saved), str(tmp_path / "merged"), "--dtype", "bfloat16"]) == 0
+    assert trainer.validation_data is not None
+    rows = [trainer.validation_data[number] for number in range(5)]
+    ids, targets = (
+        torch.tensor(np.stack(each)) for each in zip(*((row.tokens, row.targets) for row in rows), strict=True)
+    )
+    losses = [
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
+        for logits in (
+            our_logits(load_stage(open_source(saved)), ids),
+            logits_of(tmp_path / "merged", ids),
+            our_logits(load_stage(open_source(f"hf:{tmp_path / 'nf4'}")), ids),
+        )
+    ]
+    assert [*said["losses"].values()] == pytest.approx(losses, rel=1e-5)
+    assert len({round(loss, 7) for loss in losses}) == 3 and "losses" in said and not list(tmp_path.glob(".nf4.*"))
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "nf4", attn_implementation="eager")
     assert type(model.lm_head).__name__ == "Linear"
     merged = load_file(tmp_path / "merged" / "model.safetensors")
