@@ -220,7 +220,7 @@ def bring_out(options: argparse.Namespace) -> Answer:
     manifest = manifest_of(source).averaged() if options.ema else manifest_of(source)
     manifest, losses = moved(manifest, base_named(options.base)), None
     if options.evaluate is not None:
-        losses = Losses(options, source, manifest)
+        losses = ExportLosses(options, source, manifest)
     with progress_of(options.json) as progress:
         content = export_model(manifest, target, **requested, progress=progress)
         if losses is not None:
@@ -234,8 +234,8 @@ def bring_out(options: argparse.Namespace) -> Answer:
     return _written(content, str(options.hf_dir))
 
 
-class Losses:
-    """Losses of a checkpoint and of its exports on rows of the run's validation data (--evaluate).
+class ExportLosses:
+    """ExportLosses of a checkpoint and of its exports on rows of the run's validation data (--evaluate).
 
     Raises ConfigError if there are no such rows.
     """

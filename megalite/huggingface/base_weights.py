@@ -127,8 +127,8 @@ class BaseWeights:
         step = rows_at_once(width) * width
         for low in range(0, matrix.numel, step):
             values, start = self._blocks(matrix, block, low, min(low + step, matrix.numel))
-            found = nf4.quantize(values).scales
-            scales[start // block : start // block + len(found)] = found
+            own = nf4.quantize(values).scales
+            scales[start // block : start // block + len(own)] = own
         return nf4.quantize_scales(scales)
 
 
