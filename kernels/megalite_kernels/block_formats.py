@@ -145,19 +145,19 @@ def quantize(matrix: Tensor, name: str, block: int) -> Blocks:
 
 
 def rounded(
-    matrix: Tensor, name: str, block: int, double: bool = False, nested: nf4.NestedScales | None = None
+    matrix: Tensor, name: str, block: int, double: bool = False, known: Tensor | None = None
 ) -> Tensor:
-    """Return the values of a matrix after it was quantized, in fp32.
+    """Return the values of a matrix, or of whole blocks of one, after quantization, in fp32.
 
     Args:
         block: elements of a block.
         double: whether the scales of nf4 are quantized, too.
-        nested: these, if they are known.
+        known: the scales of blocks in fp32 that are multiplied by, if they are not found here.
     """
     form, count = FORMATS[name], matrix.numel()
-    if nested is not None:
-        matrix = nf4.without_signs(matrix.reshape(-1).float(), nested.values()).view(matrix.shape)
     codes, scales = quantize(matrix, name, block)
-    in_fp32 = (nested or nf4.quantize_scales(scales)).values() if double else form.scales(scales)
+    in_fp32 = known
+    if in_fp32 is None:
+        in_fp32 = nf4.quantize_scales(scales).values() if double else form.scales(scales)
     values = form.values(form.pack(codes), 0, count)
     return values.mul_(in_fp32.repeat_interleave(block)[:count]).view(matrix.shape)

@@ -24,6 +24,7 @@ from torch import Tensor
 BLOCK = 64  # elements that share a scale
 NESTED = 256  # scales that share a scale of their own
 _BINS = 32767.5  # half the number of bins in which bitsandbytes looks up the codes of scales
+_AT_ONCE = 1 << 16  # scales that are quantized at a time, whole blocks of 256
 
 TABLE = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -79,7 +80,7 @@ class Blocks(NamedTuple):
 def quantize(values: Tensor) -> Blocks:
     """Quantize consecutive elements of a flattened matrix, [n], from the start of a block on."""
     count = values.numel()
-    blocks = F.pad(values.float(), (0, -count % BLOCK)).view(-1, BLOCK)
+    blocks = _in_blocks(values.float(), BLOCK)
     scales = blocks.abs().amax(1)
     # a block of zeros has the code of zero
     inverse = torch.where(scales > 0, 1 / scales, 0.0)
@@ -89,9 +90,15 @@ def quantize(values: Tensor) -> Blocks:
     return Blocks(codes.view(-1)[:count], scales)
 
 
+def _in_blocks(values: Tensor, size: int) -> Tensor:
+    """Return [n] as [blocks, size], of which the last has zeros at its end; a copy only if n needs them."""
+    rest = -values.numel() % size
+    return (F.pad(values, (0, rest)) if rest else values).view(-1, size)
+
+
 def pack(codes: Tensor) -> Tensor:
     """Return two codes a byte: [n] -> [ceil(n / 2)]."""
-    pairs = F.pad(codes, (0, codes.numel() % 2)).view(-1, 2)
+    pairs = _in_blocks(codes, 2)
     return pairs[:, 0] << 4 | pairs[:, 1]
 
 
@@ -123,10 +130,11 @@ class NestedScales(NamedTuple):
     scales: Tensor
     offset: Tensor
 
-    def values(self) -> Tensor:
-        """Return the scales that the codes are, [blocks] fp32."""
-        each = self.scales.repeat_interleave(NESTED)[: len(self.codes)]
-        return dequantize_scales(self.codes, each, self.offset)
+    def values(self, first: int = 0, stop: int | None = None) -> Tensor:
+        """Return the scales of blocks [first, stop) that the codes are, fp32."""
+        codes = self.codes[first:stop]
+        index = torch.arange(first, first + len(codes), device=codes.device) // NESTED
+        return dequantize_scales(codes, self.scales[index], self.offset)
 
 
 def quantize_scales(scales: Tensor) -> NestedScales:
@@ -135,16 +143,26 @@ def quantize_scales(scales: Tensor) -> NestedScales:
     bitsandbytes does not take the nearest of the 256 values on a CPU, but the one that is nearest to the
     middle of the bin, of 65,536, in which a scale is.
     """
+    offset, codes = mean(scales), torch.empty(scales.shape, dtype=torch.uint8, device=scales.device)
+    # some at a time: temporary tensors take ten times the memory of the scales
+    largest = [
+        _quantize_scales(own, offset, into)
+        for own, into in zip(scales.split(_AT_ONCE), codes.split(_AT_ONCE), strict=True)
+    ]
+    return NestedScales(codes, torch.cat(largest), offset)
+
+
+def _quantize_scales(scales: Tensor, offset: Tensor, codes: Tensor) -> Tensor:
+    """Write the codes of scales from the start of a block of 256 on, and return the scales of blocks."""
     table, count = scale_table(scales.device), scales.numel()
-    offset = mean(scales)
-    rest = F.pad(scales - offset, (0, -count % NESTED)).view(-1, NESTED)
+    rest = _in_blocks(scales - offset, NESTED)
     largest = rest.abs().amax(1)
     inverse = torch.where(largest > 0, 1 / largest, 0.0)
     bins = torch.floor((rest * inverse.unsqueeze(1) + 1) * _BINS + 0.5).clamp_(0, 2 * _BINS)
     middles = bins.double() / _BINS - 1
     midpoints = (table[1:].double() + table[:-1].double()) / 2
-    codes = torch.bucketize(middles, midpoints, out_int32=True).to(torch.uint8)
-    return NestedScales(codes.view(-1)[:count], largest, offset)
+    codes.copy_(torch.bucketize(middles, midpoints, out_int32=True).view(-1)[:count])
+    return largest
 
 
 def without_signs(values: Tensor, scales: Tensor) -> Tensor:

@@ -4,7 +4,7 @@
     megalite checkpoint inspect CHECKPOINT        state, tensors, shapes, dtypes, bytes
     megalite checkpoint verify CHECKPOINT         reads every byte; exit status 1 if something is damaged
     megalite checkpoint diff ONE OTHER            tensor by tensor; exit status 1 if they differ
-    megalite checkpoint consolidate CHECKPOINT FILE.safetensors [--optimizer]
+    megalite checkpoint consolidate CHECKPOINT FILE.safetensors [--optimizer] [--base HF_DIR]
 
 A run's directory means its newest checkpoint. Checkpoints are only read, so a run may be using them.
 """
@@ -17,7 +17,9 @@ from pathlib import Path
 
 from megalite.checkpoint import CheckpointError, Manifest, find, manifest_of
 from megalite.checkpoint import inspect as inspecting
+from megalite.commands.models import add_base_option, base_named
 from megalite.commands.parser import Answer, Parser, answer, as_new_file, as_path, progress_of
+from megalite.config.errors import ConfigError
 from megalite.system.messages import counted
 from megalite.system.progress import amount
 from megalite.system.text import aligned
@@ -33,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
         "diff": diff,
         "consolidate": consolidate,
     }
-    return answer(tool, options, commands, CheckpointError)
+    return answer(tool, options, commands, CheckpointError, ConfigError)
 
 
 def parser() -> Parser:
@@ -60,6 +62,7 @@ def parser() -> Parser:
         action="store_true",
         help="also write the optimizer state and all other tensors, under their names in the checkpoint",
     )
+    add_base_option(out.add_argument)
     return tool
 
 
@@ -137,6 +140,10 @@ def consolidate(options: argparse.Namespace) -> Answer:
     if options.file.exists():
         raise CheckpointError(f"{options.file} already exists. Choose another path or remove it.")
     manifest = opened(options.checkpoint)
+    if (base := base_named(options.base)) is not None:
+        from megalite.huggingface.base_weights import moved, with_base
+
+        manifest = with_base(moved(manifest, base))
     with progress_of(options.json) as progress:
         size = inspecting.consolidate(manifest, options.file, options.optimizer, progress)
     content = {
@@ -145,7 +152,8 @@ def consolidate(options: argparse.Namespace) -> Answer:
         "bytes": size,
         "optimizer": options.optimizer,
     }
-    return content, [f"wrote {options.file}, {_size(size)}", *_without_base(manifest)], 0
+    lines = [f"wrote {options.file}, {_size(size)}"]
+    return content, lines if base else [*lines, *_without_base(manifest)], 0
 
 
 def _without_base(manifest: Manifest) -> list[str]:
@@ -153,7 +161,9 @@ def _without_base(manifest: Manifest) -> list[str]:
     base = manifest.state.get("base")
     if base is None:
         return []
-    return [f"the matrices of layers are not in it: they are those of {base['source'] or 'random weights'}"]
+    source = base["source"]
+    way = f". --base {source} writes their values, too" if source else ""
+    return [f"the matrices of layers are not in it: they are those of {source or 'random weights'}{way}"]
 
 
 def _size(count: int | None) -> str:

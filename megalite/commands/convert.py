@@ -4,10 +4,10 @@ former compute the same logits.
     megalite convert import HF_DIR CHECKPOINT_DIR [--drop_mtp]
     megalite convert import megatron:DIR CHECKPOINT_DIR [--weights_only]   or torchtitan:DIR, dcp:DIR
     megalite convert export CHECKPOINT_DIR HF_DIR [--dtype bfloat16] [--like HF_DIR] [--shard_size 5GB]
-        [--ema]
+        [--ema] [--base HF_DIR] [--evaluate N]
     megalite convert export CHECKPOINT_DIR DIR --format megatron [--weights_only]   or megatron-legacy
     megalite convert export CHECKPOINT_DIR FILE.gguf --format gguf [--dtype bf16] [--pre NAME]
-    megalite convert adapter-export CHECKPOINT_DIR PEFT_DIR
+    megalite convert adapter-export CHECKPOINT_DIR PEFT_DIR [--base HF_DIR]
     megalite convert check DIR [HF_DIR] [--text TEXT …]   exit status 1 if the logits differ
     megalite convert check DIR [HF_DIR] --train_steps 1 [--dtype float64]   also loss, gradients and weights
 
@@ -23,11 +23,12 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from megalite.checkpoint import CheckpointError, find, manifest_of
+from megalite.checkpoint import CheckpointError, Manifest, find, manifest_of
 from megalite.checkpoint.directories import check_free
-from megalite.commands.models import HF, config_of, hf_directory, weights_of
+from megalite.commands.models import HF, add_base_option, base_named, config_of, hf_directory, weights_of
 from megalite.commands.parser import (
     Answer,
     Parser,
@@ -42,9 +43,11 @@ from megalite.config.amounts import byte_size
 from megalite.config.errors import ConfigError
 from megalite.data.indexed import DataError
 from megalite.families.model_config import families
+from megalite.system.messages import counted
 
 if TYPE_CHECKING:
     from megalite.evaluation.logits import LogitComparison
+    from megalite.system.progress import Report
 
 TOLERANCE = 1e-4
 ROW = 8  # positions per line
@@ -178,6 +181,13 @@ def parser() -> Parser:
         "as bitsandbytes; all others in bfloat16",
     )
     add(
+        "--evaluate",
+        type=positive,
+        metavar="N",
+        help="also compute the loss of the checkpoint and of the export on N rows of the run's validation "
+        "data, in fp32 in this process; with fp8 and nf4 also of the weights in bfloat16 (default: none)",
+    )
+    add(
         "--ema",
         action="store_true",
         help="export the moving average of the weights (train.ema_decay) instead of the weights",
@@ -188,12 +198,14 @@ def parser() -> Parser:
         metavar="SIZE",
         help=f"maximum bytes per file of safetensors, for example 500MB (default {SHARD_SIZE})",
     )
-    command(
+    add_base_option(add)
+    add = command(
         "adapter-export",
         "convert the adapters (LoRA) of a checkpoint to a PEFT directory",
         "CHECKPOINT_DIR",
         "PEFT_DIR",
     )
+    add_base_option(add)
     add = command(
         "check",
         "compare logits, and optionally training steps, with transformers; exit status 1 if they differ",
@@ -226,6 +238,7 @@ def parser() -> Parser:
         choices=["float32", "float64"],
         help="dtype of the weights and arithmetic of --train_steps (default float32)",
     )
+    add_base_option(add)
     return tool
 
 
@@ -283,7 +296,7 @@ def _bring_megatron_out(options: argparse.Namespace) -> Answer:
         "pre": None,
         "shard_size": None,
     }
-    unused |= {"allow_tokenizer_change": False}
+    unused |= {"allow_tokenizer_change": False, "shard_size": None, "evaluate": None, "base": None}
     for name, default in unused.items():
         if getattr(options, name) != default:
             raise ConfigError(f"--{name} does not apply to --format {options.format}. Leave it out.")
@@ -333,6 +346,63 @@ def bring_out(options: argparse.Namespace) -> Answer:
             )
     source, target = checkpoint_of(options), options.hf_dir
     like = None if options.like is None else hf_directory(options.like, "tokenizer", "--like")
+    _check_gguf(options)
+    check_free(target)
+    import torch
+
+    from megalite.huggingface.base_weights import moved
+
+    start_copying()
+    dtype = options.dtype if options.dtype in (None, "fp8", "nf4") else getattr(torch, options.dtype)
+    requested = {"like": like, "family": options.family, "dtype": dtype}
+    requested |= {"tokenizer": options.tokenizer, "allow_tokenizer_change": options.allow_tokenizer_change}
+    manifest = manifest_of(source).averaged() if options.ema else manifest_of(source)
+    manifest = moved(manifest, base_named(options.base))
+    with progress_of(options.json) as progress:
+        if options.format == "gguf":
+            from megalite.gguf.export import export_gguf
+
+            content = export_gguf(manifest, target, **requested, pre=options.pre, progress=progress)
+        else:
+            content = _written_directory(options, source, manifest, requested, progress)
+    return _written(content, str(options.hf_dir))
+
+
+class ExportLosses:
+    """ExportLosses of a checkpoint and of its exports on rows of the run's validation data (--evaluate).
+
+    Raises ConfigError if there are no such rows.
+    """
+
+    def __init__(self, options: argparse.Namespace, source: Path, manifest: Manifest):
+        from megalite.config.load import from_dict
+        from megalite.evaluation.held_out_loss import validation_sets
+        from megalite.generation.sources import open_source
+
+        self.rows, self.known = options.evaluate, dict[str, float]()
+        self.config = from_dict(manifest.state["config"])
+        self.sets = validation_sets(self.config, "--evaluate")
+        self._checkpoint = open_source(source, options.ema, base_named(options.base))
+
+    def add(self, what: str, name: str, progress: Report) -> None:
+        """Compute the loss of an export; before the first one, that of the checkpoint."""
+        from megalite.evaluation.held_out_loss import held_out_loss
+        from megalite.generation.sources import open_source
+
+        base = self.config.lora.base
+        first = "of the checkpoint" if base == "none" else f"of the adapters over their base ({base})"
+        sources = {} if self.known else {first: self._checkpoint}
+        for label, source in (sources | {what: open_source(name)}).items():
+            self.known[label] = held_out_loss(source, self.config, self.sets, self.rows, progress)
+
+    @property
+    def line(self) -> str:
+        listed = ", ".join(f"{loss:.4f} {what}" for what, loss in self.known.items())
+        return f"loss on {counted(self.rows, 'row')} of the run's validation data: {listed}"
+
+
+def _check_gguf(options: argparse.Namespace) -> None:
+    """Raise ConfigError if options do not fit --format gguf, or need it."""
     gguf = options.format == "gguf"
     if gguf and options.dtype in ("fp8", "nf4"):
         raise ConfigError(
@@ -343,36 +413,46 @@ def bring_out(options: argparse.Namespace) -> Answer:
         raise ConfigError(f"--pre {options.pre} has no meaning without --format gguf. Omit it.")
     if options.shard_size is not None and gguf:
         raise ConfigError("--shard_size has no meaning with --format gguf, which writes one file. Omit it.")
-    check_free(target)
+    if options.evaluate is not None and gguf:
+        raise ConfigError(
+            f"--evaluate {options.evaluate} has no meaning with --format gguf, which is not read. Omit it."
+        )
+
+
+def _written_directory(
+    options: argparse.Namespace, source: Path, manifest: Manifest, requested: dict[str, Any], progress: Report
+) -> dict[str, Any]:
+    """Write a Hugging Face directory, and compute the losses that --evaluate asks for."""
     import torch
 
-    start_copying()
-    dtype = options.dtype if options.dtype in (None, "fp8", "nf4") else getattr(torch, options.dtype)
-    requested = {"like": like, "family": options.family, "dtype": dtype}
-    requested |= {"tokenizer": options.tokenizer, "allow_tokenizer_change": options.allow_tokenizer_change}
-    weights = manifest_of(source).averaged() if options.ema else source
-    with progress_of(options.json) as progress:
-        if gguf:
-            from megalite.gguf.export import export_gguf
+    from megalite.huggingface.convert import export_model
 
-            content = export_gguf(weights, target, **requested, pre=options.pre, progress=progress)
-        else:
-            from megalite.huggingface.convert import export_model
-
-            shard = options.shard_size or size(SHARD_SIZE)
-            content = export_model(weights, target, **requested, shard=shard, progress=progress)
-    return _written(content, str(options.hf_dir))
+    requested["shard"] = options.shard_size or size(SHARD_SIZE)
+    target = options.hf_dir
+    losses = None if options.evaluate is None else ExportLosses(options, source, manifest)
+    content = export_model(manifest, target, **requested, progress=progress)
+    if losses is not None:
+        if options.dtype in ("fp8", "nf4"):
+            with TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as place:
+                merged = Path(place) / "bfloat16"
+                export_model(manifest, merged, **requested | {"dtype": torch.bfloat16}, progress=progress)
+                losses.add("exported in bfloat16", f"{HF}{merged}", progress)
+        losses.add(f"exported in {content['dtypes'][0]}", f"{HF}{target}", progress)
+        content |= {"losses": losses.known, "notes": [*content["notes"], losses.line]}
+    return content
 
 
 def bring_adapter_out(options: argparse.Namespace) -> Answer:
     source, target = checkpoint_of(options), options.peft_dir
     check_free(target)
     from megalite.huggingface.adapter_export import export_adapter
+    from megalite.huggingface.base_weights import moved
 
     start_copying()
+    manifest = moved(manifest_of(source), base_named(options.base))
     with progress_of(options.json) as progress:
         progress("exporting the adapters")
-        content = export_adapter(source, target)
+        content = export_adapter(manifest, target)
     text = "a PEFT adapter of rank {rank}, {parameters:,} parameters in {dtypes[0]}".format(**content)
     lines = [f"{options.peft_dir}: {text} for {len(content['modules'])} modules", *content["notes"]]
     return content | {"written": str(options.peft_dir)}, lines, 0
@@ -408,7 +488,7 @@ def check(options: argparse.Namespace) -> Answer:
     from megalite.generation.sources import open_source
 
     start_copying()
-    source, dtype = open_source(name), options.dtype or "float32"
+    source, dtype = open_source(name, base=base_named(options.base)), options.dtype or "float32"
     inputs = {"texts": options.text, "tokens": options.tokens, "rows": options.rows}
     with progress_of(options.json) as progress:
         differences = compare(source, theirs, **inputs, progress=progress)

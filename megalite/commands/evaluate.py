@@ -24,8 +24,10 @@ from typing import TYPE_CHECKING, Any
 from megalite.checkpoint import CheckpointError
 from megalite.commands.models import (
     add_average_option,
+    add_base_option,
     add_layout_options,
     add_tokenizer_options,
+    base_named,
     layout_of,
     weights_of,
 )
@@ -59,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         tool.error(f"unknown command {words[0]!r}; expected perplexity or tasks. Use {ways}.")
     options = tool.parse_args(words)
     try:
-        options.model = weights_of(options.model)
+        options.model, options.base = weights_of(options.model), base_named(options.base)
         ranks = check_ranks(options)
         if ranks > 1 and "WORLD_SIZE" not in os.environ:
             from megalite.launch.local_ranks import run_ranks
@@ -81,6 +83,7 @@ def parser() -> Parser:
     add("model", type=as_name, metavar="CHECKPOINT_DIR|RUN_DIR|hf:DIR|org/name", help="the model to evaluate")
     add_tokenizer_options(add)
     add_average_option(add)
+    add_base_option(add)
     add("--batch_size", type=positive, default=8, metavar="N", help="rows per forward pass (default 8)")
     add_layout_options(add, positive, rows="row")
     add("--json", action="store_true", help="print only one JSON object on stdout")
@@ -138,7 +141,8 @@ def check_ranks(options: argparse.Namespace) -> int:
     if ranks > 1:
         from megalite.generation.sources import check_layout, for_inference, open_source
 
-        check_layout(for_inference(open_source(options.model, options.ema).config, **layout))
+        source = open_source(options.model, options.ema, options.base)
+        check_layout(for_inference(source.config, **layout))
     return ranks
 
 
@@ -146,15 +150,15 @@ def opened(options: argparse.Namespace, progress: Report) -> tuple[LanguageModel
     """Load the model, distributed over the ranks, and its tokenizer."""
     progress(f"opening {options.model}")
     from megalite.generation.language_model import LanguageModel
-    from megalite.generation.sources import TIMEOUT, tokenizer_of
+    from megalite.generation.sources import TIMEOUT, open_source, tokenizer_of
     from megalite.launch.process import choose_device, configure_process, start_process_group
 
     device = choose_device()
     configure_process(device)
     start_process_group(device, TIMEOUT)
     precision = options.precision or ("bf16" if device.type == "cuda" else "fp32")
-    requested: dict[str, Any] = {"precision": precision, "average": options.ema, "progress": progress}
-    model = LanguageModel(options.model, device, **layout_of(options), **requested)
+    source = open_source(options.model, options.ema, options.base)
+    model = LanguageModel(source, device, **layout_of(options), precision=precision, progress=progress)
     return model, tokenizer_of(
         model.source, options.tokenizer, allow_change=options.allow_tokenizer_change, tell=warn
     )

@@ -27,8 +27,10 @@ from megalite.checkpoint import CheckpointError
 from megalite.commands.models import (
     AXES,
     add_average_option,
+    add_base_option,
     add_layout_options,
     add_tokenizer_options,
+    base_named,
     layout_of,
     weights_of,
 )
@@ -51,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     options = tool.parse_args(words)
     try:
         check(options)
-        options.model = weights_of(options.model)
+        options.model, options.base = weights_of(options.model), base_named(options.base)
         ranks = math.prod(layout_of(options).values())
         if ranks > 1 and "WORLD_SIZE" not in os.environ:
             check_source(options)
@@ -93,6 +95,7 @@ def parser() -> Parser:
     )
     add("--system", metavar="TEXT", help="system message of the chat")
     add_average_option(add)
+    add_base_option(add)
     add("--tokens", type=int, default=100, help="maximum number of new tokens (default 100)")
     add("--temperature", type=float, default=0.8, help="sampling temperature; 0 is greedy (default 0.8)")
     add(
@@ -179,14 +182,15 @@ def check_source(options: argparse.Namespace) -> None:
     started."""
     from megalite.generation.sources import check_layout, for_inference, open_source
 
-    check_layout(for_inference(open_source(options.model, options.ema).config, **layout_of(options)))
+    source = open_source(options.model, options.ema, options.base)
+    check_layout(for_inference(source.config, **layout_of(options)))
     prompts_of(options)
 
 
 def run(options: argparse.Namespace) -> None:
     """Run one rank; rank 0 prints."""
     from megalite.generation.language_model import LanguageModel, Sampling
-    from megalite.generation.sources import TIMEOUT, tokenizer_of
+    from megalite.generation.sources import TIMEOUT, open_source, tokenizer_of
     from megalite.launch.process import (
         choose_device,
         configure_process,
@@ -204,11 +208,10 @@ def run(options: argparse.Namespace) -> None:
         with progress_of(options.json) as progress:
             progress(f"opening {options.model}")
             model = LanguageModel(
-                options.model,
+                open_source(options.model, options.ema, options.base),
                 device,
                 **layout_of(options),
                 precision=precision,
-                average=options.ema,
                 progress=progress,
             )
         model.prefill_chunk_size = options.prefill_chunk_size

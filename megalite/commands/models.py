@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megalite.checkpoint import CheckpointError, find, manifest_of
-from megalite.commands.parser import as_tokenizer
+from megalite.commands.parser import as_name, as_tokenizer
 from megalite.config import run_files
 from megalite.config.arguments import Arguments
 from megalite.config.errors import ConfigError
@@ -252,6 +252,25 @@ def add_average_option(add: Callable[..., Any]) -> None:
         action="store_true",
         help="use the moving average of the weights (train.ema_decay) instead of the weights",
     )
+
+
+def add_base_option(add: Callable[..., Any]) -> None:
+    """Add the option that says where the quantized base of a checkpoint's adapters is."""
+    add(
+        "--base",
+        type=as_name,
+        metavar="hf:DIR|CHECKPOINT_DIR|org/name",
+        help="the frozen weights under the adapters of a checkpoint that was trained with lora.base "
+        "(default: where the run read them)",
+    )
+
+
+def base_named(given: str | None) -> str | None:
+    """Return hf:DIR or a checkpoint that --base names. Raises ConfigError or CheckpointError."""
+    try:
+        return None if given is None else weights_of(given, "--base")
+    except CheckpointError as error:
+        raise CheckpointError(f"--base {given} cannot be read: {error}") from None
 
 
 def add_layout_options(add: Callable[..., Any], size: Callable[[str], int], rows: str) -> None:

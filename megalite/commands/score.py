@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalite.checkpoint.errors import CheckpointError
-from megalite.commands.models import add_layout_options, layout_of, weights_of
+from megalite.commands.models import add_base_option, add_layout_options, base_named, layout_of, weights_of
 from megalite.commands.parser import Parser, as_name, as_path, positive, progress_of, said, warn
 from megalite.config.errors import ConfigError
 from megalite.config.load import exit_with
@@ -42,7 +42,8 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     options = tool.parse_args(words)
     try:
-        options.model, options.data = weights_of(options.model), [*map(str, options.data)]
+        options.model, options.base = weights_of(options.model), base_named(options.base)
+        options.data = [*map(str, options.data)]
         ranks = prod(layout_of(options, ("dp",)).values())
         notes = check(options)
         if ranks > 1 and "WORLD_SIZE" not in os.environ:
@@ -68,6 +69,7 @@ def parser() -> Parser:
     add("--data", type=as_path, nargs="+", required=True, metavar="PREFIX", help="token files")
     add("--output", type=as_path, required=True, metavar="DIR", help="directory of the scores")
     add("--dp", type=positive, default=1, help="data-parallel ranks (default 1)")
+    add_base_option(add)
     add_layout_options(add, positive, rows="row")
     add(
         "--allow_tokenizer_change",
@@ -115,7 +117,7 @@ def check(options: argparse.Namespace) -> list[str]:
     from megalite.evaluation.preference_scores import check_tokenizer, open_scores
     from megalite.generation.sources import check_layout, for_inference, open_source
 
-    source = open_source(options.model)
+    source = open_source(options.model, base=options.base)
     config = for_inference(source.config, **model_axes(options))
     check_layout(replace(config, parallel=replace(config.parallel, dp=options.dp)))
     if options.top_k is None:
@@ -221,7 +223,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     device = choose_device()
     configure_process(device)
     start_process_group(device, TIMEOUT)
-    source = open_source(options.model)
+    source = open_source(options.model, base=options.base)
     precision = options.precision or ("bf16" if device.type == "cuda" else "fp32")
     config = for_inference(source.config, **model_axes(options), precision=precision)
     rows = rows_of(options, config)

@@ -34,7 +34,7 @@ from megalite.checkpoint import CheckpointError
 from megalite.checkpoint.agreement import raise_on_all_ranks
 from megalite.config.dims import equal_part
 from megalite.generation.sampling import Sampling, draw, uniform
-from megalite.generation.sources import check_layout, for_inference, open_source
+from megalite.generation.sources import ModelSource, check_layout, for_inference, open_source
 from megalite.mesh.mesh import Mesh
 from megalite.model.forward_state import ForwardState
 from megalite.model.kinds import KINDS, outdated_after
@@ -72,7 +72,8 @@ class LanguageModel:
     collective over the mesh.
 
     Args:
-        name: a checkpoint written by any topology, a run's directory (its newest checkpoint), or hf:DIR.
+        name: a checkpoint written by any topology, a run's directory (its newest checkpoint), or hf:DIR; or
+            what `open_source` returns.
         tp, pp, cp: the layout; tp · pp · cp must be the number of ranks.
         precision: fp32, bf16 or fp64, of the weights and of the computation.
         average: load the moving average of the weights (`train.ema_decay`) in their place.
@@ -89,7 +90,7 @@ class LanguageModel:
 
     def __init__(
         self,
-        name: Path | str,
+        name: Path | str | ModelSource,
         device: torch.device | str = "cpu",
         *,
         tp: int = 1,
@@ -100,7 +101,7 @@ class LanguageModel:
         mesh: Mesh | None = None,
         progress: Report = silent,
     ):
-        self.source = open_source(name, average)
+        self.source = name if isinstance(name, ModelSource) else open_source(name, average)
         self.step = self.source.step
         self.prefill_chunk_size: int | None = None
         self.config = for_inference(self.source.config, tp=tp, pp=pp, cp=cp, precision=precision)

@@ -3,12 +3,12 @@ and end tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import gcd
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, find
@@ -29,7 +29,7 @@ from megalite.data.tokenizer.identity import TokenizerIdentity, of_tokenizer
 from megalite.data.tokenizer.run_copy import is_there
 from megalite.data.tokenizer.tokenizers import Tokenizer
 from megalite.families.model_config import end_ids
-from megalite.huggingface.base_weights import base_of
+from megalite.huggingface.base_weights import base_of, moved
 from megalite.huggingface.companions import recorded_tokenizer
 from megalite.huggingface.convert import HF, HuggingFaceSource, origin, starting_weights
 from megalite.launch.machine import local_world_size, usable_cores
@@ -58,6 +58,7 @@ class ModelSource:
         companions: the Hugging Face directory with the tokenizer and generation settings that came with the
             weights, or None.
         tokenizer: the tokenizer that the weights were trained with, as far as it is known.
+        state: of a checkpoint; empty for a Hugging Face directory.
     """
 
     name: str
@@ -66,6 +67,7 @@ class ModelSource:
     read: Callable[[Sequence[Rectangle]], None]
     companions: Path | None
     tokenizer: TokenizerIdentity
+    state: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def trained_here(self) -> bool:
@@ -81,17 +83,17 @@ class ModelSource:
     def read_base(self, parts: Parts) -> None:
         """Fill the quantized matrices of a rank, if it has any. Raises CheckpointError."""
         if self.config.lora.base != "none":
-            directory = Path(self.name)
-            state = checkpoint.manifest_of(directory).state
-            _, base = base_of(self.config, state, directory)
+            _, base = base_of(self.config, self.state, Path(self.name))
             quantize_base(parts.store, base, usable_cores() // local_world_size() or 1)
 
 
-def open_source(name: Path | str, average: bool = False) -> ModelSource:
+def open_source(name: Path | str, average: bool = False, base: str | None = None) -> ModelSource:
     """Open a checkpoint, a run directory (its newest checkpoint) or hf:DIR without reading weights.
 
     Args:
         average: with the moving average of the weights (`train.ema_decay`) in their place.
+        base: where the quantized base of its adapters is, hf:DIR or a checkpoint; None: where the run read
+            it.
 
     Raises:
         CheckpointError, ConfigError: it cannot be opened.
@@ -101,6 +103,11 @@ def open_source(name: Path | str, average: bool = False) -> ModelSource:
             raise ConfigError(
                 f"--ema is not supported for Hugging Face models ({name}), which have no moving average. "
                 "Remove --ema."
+            )
+        if base is not None:
+            raise ConfigError(
+                f"--base {base} has no effect: {name} is a Hugging Face model, which contains all of its "
+                "weights. Remove --base."
             )
         directory = Path(str(name).removeprefix(HF))
         model = replace(HuggingFaceSource.of(directory).model, init_from=str(name))
@@ -115,10 +122,12 @@ def open_source(name: Path | str, average: bool = False) -> ModelSource:
             f"{directory} contains no configuration. Use a checkpoint written by megalite train or "
             "megalite convert."
         )
+    manifest = moved(manifest, base)
     config = from_dict(manifest.state["config"])
     read = partial(checkpoint.load, manifest, convert=True)
     step, companions = manifest.state.get("step", 0), origin(directory, config.model)
-    return ModelSource(str(directory), config, step, read, companions, recorded_tokenizer(manifest))
+    tokenizer = recorded_tokenizer(manifest)
+    return ModelSource(str(directory), config, step, read, companions, tokenizer, manifest.state)
 
 
 def load_into(parts: Parts, source: ModelSource, mesh: Mesh) -> None:

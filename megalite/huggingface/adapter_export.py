@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megalite import checkpoint
-from megalite.checkpoint import directories
+from megalite.checkpoint import Manifest, directories
 from megalite.checkpoint.checksummed_chunks import dtype_name
 from megalite.config.sections.lora import LoraConfig
 from megalite.config.sections.model import ModelConfig
@@ -44,14 +44,18 @@ from megalite.huggingface.tokenizer_export import TokenizerChoice, choose, write
 from megalite.system.files import write_synced
 
 
-def export_adapter(directory: Path, target: Path) -> dict[str, Any]:
+def export_adapter(source: Path | Manifest, target: Path) -> dict[str, Any]:
     """Write the adapters of a checkpoint as a PEFT directory, and return a summary for display.
+
+    Args:
+        source: directory of the checkpoint, or its manifest.
 
     Raises ConfigError or CheckpointError; the directory gets its name only when it is complete.
     """
     directories.check_free(target)
-    manifest = with_base(checkpoint.manifest_of(directory))
+    manifest = with_base(source if isinstance(source, Manifest) else checkpoint.manifest_of(source))
     manifest.check_files()
+    directory = manifest.directory
     model, adapters = model_of(manifest), Adapters(manifest)
     lora = adapters.lora
     if not adapters.pairs:

@@ -26,20 +26,17 @@ from megalite.checkpoint.finite import nonfinite, reject
 from megalite.checkpoint.manifest import WEIGHT, StoredTensor
 from megalite.checkpoint.resized_embeddings import Read, of_checkpoint
 from megalite.config.errors import ConfigError
-from megalite.config.load import from_dict
+from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import Config
 from megalite.huggingface import convert as converting
 from megalite.huggingface.nf4 import Nf4Tensors
 from megalite.huggingface.weights_identity import weights_identity
 from megalite.model.adapter_parameters import with_adapters
 from megalite.model.parameters import model_specs
-from megalite.parallel.quantized.layout import BaseForm
+from megalite.parallel.quantized.layout import BaseForm, rows_at_once, rows_read
 from megalite.parallel.quantized.reading import BASE
 from megalite.parallel.spec import Rectangle, Segment
 from megalite.system import rng
-
-READ = 1 << 23
-"""Elements that are read at a time, whole rows, of which parts are then quantized."""
 
 
 class BaseWeights:
@@ -56,26 +53,35 @@ class BaseWeights:
         self._directory = Path(str(start).removeprefix(converting.HF)) if hf else None
         # the rows that were read last: (name, first row), rows
         self._last: tuple[tuple[str, int], Tensor] | None = None
+        self._last_nested: tuple[str, nf4.NestedScales] | None = None
 
     def rows(self, matrix: Segment, first: int, stop: int) -> Tensor:
-        length, parts = max(READ // matrix.shape[1], 1), list[Tensor]()
-        while first < stop:
-            start = first // length * length
+        if self._reads_rows(matrix):
+            return self._values(matrix, first, stop)
+        length, values = rows_read(matrix.shape[1]), torch.empty(stop - first, *matrix.shape[1:])
+        for start in range(first // length * length, stop, length):
             block = self._block(matrix, start, min(start + length, matrix.shape[0]))
-            parts.append(block[first - start : stop - start])
-            first = start + length
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            low, high = max(first, start), min(stop, start + length)
+            values[low - first : high - first] = block[low - start : high - start]
+        return values
+
+    def _reads_rows(self, matrix: Segment) -> bool:
+        """Return whether any rows are read without others, from a file that is mapped into memory."""
+        return self._source is not None and self._source.reads_rows(matrix.name)
 
     def _block(self, matrix: Segment, first: int, stop: int) -> Tensor:
         key = matrix.name, first
         if self._last is None or self._last[0] != key:
             self._last = None  # freed before the next are read
-            values = torch.empty(stop - first, *matrix.shape[1:])
-            part = Rectangle(WEIGHT + matrix.name, matrix.shape, (first, 0), values)
-            self._read([part])
-            reject(self.name, {part.name: nonfinite(values)})
-            self._last = key, values
+            self._last = key, self._values(matrix, first, stop)
         return self._last[1]
+
+    def _values(self, matrix: Segment, first: int, stop: int) -> Tensor:
+        values = torch.empty(stop - first, *matrix.shape[1:])
+        part = Rectangle(WEIGHT + matrix.name, matrix.shape, (first, 0), values)
+        self._read([part])
+        reject(self.name, {part.name: nonfinite(values)})
+        return values
 
     def nested(self, matrix: Segment) -> nf4.NestedScales | None:
         if self._source is None:
@@ -89,11 +95,41 @@ class BaseWeights:
     def _source(self) -> converting.HuggingFaceSource | None:
         return None if self._directory is None else converting.HuggingFaceSource.of(self._directory)
 
-    def quantized(self, matrix: Segment, form: BaseForm) -> Tensor:
-        """Return the values of a whole matrix in a base of this form, in fp32."""
-        nested = self.nested(matrix) if form.double else None
-        whole = self.rows(matrix, 0, matrix.shape[0])
-        return block_formats.rounded(whole, form.name, form.block(matrix.shape[1]), form.double, nested)
+    def quantized(self, matrix: Segment, form: BaseForm, first: int = 0, stop: int | None = None) -> Tensor:
+        """Return rows [first, stop) of a matrix as they are in a base of this form, [rows, columns] fp32."""
+        width, block = matrix.shape[1], form.block(matrix.shape[1])
+        low, high = first * width, (matrix.shape[0] if stop is None else stop) * width
+        values, start = self._blocks(matrix, block, low, high)
+        scales = None
+        if form.double:
+            number = start // block
+            scales = self._nested_scales(matrix, block).values(number, number - -len(values) // block)
+            values = values if self.nested(matrix) is None else nf4.without_signs(values, scales)
+        rounded = block_formats.rounded(values, form.name, block, known=scales)
+        return rounded[low - start : high - start].view(-1, width)
+
+    def _blocks(self, matrix: Segment, block: int, low: int, high: int) -> tuple[Tensor, int]:
+        """Return the whole blocks that elements [low, high) of a matrix touch, and where the first begins."""
+        width = matrix.shape[1]
+        start, end = low // block * block, min(-(-high // block) * block, matrix.numel)
+        row = start // width
+        values = self.rows(matrix, row, -(-end // width)).view(-1)
+        return values[start - row * width : end - row * width], start
+
+    def _nested_scales(self, matrix: Segment, block: int) -> nf4.NestedScales:
+        """Return the quantized scales of a matrix; those of the last one are kept."""
+        if self._last_nested is None or self._last_nested[0] != matrix.name:
+            self._last_nested = matrix.name, self.nested(matrix) or self._found_scales(matrix, block)
+        return self._last_nested[1]
+
+    def _found_scales(self, matrix: Segment, block: int) -> nf4.NestedScales:
+        width, scales = matrix.shape[1], torch.empty(-(-matrix.numel // block))
+        step = rows_at_once(width) * width
+        for low in range(0, matrix.numel, step):
+            values, start = self._blocks(matrix, block, low, min(low + step, matrix.numel))
+            own = nf4.quantize(values).scales
+            scales[start // block : start // block + len(own)] = own
+        return nf4.quantize_scales(scales)
 
 
 def _reader(config: Config, start: str | None) -> Read:
@@ -116,10 +152,11 @@ def _drawn(config: Config) -> Read:
 
     def read(rectangles: Sequence[Rectangle]) -> None:
         for part in rectangles:
-            first, *others = part.offsets
-            rows = rng.drawn_rows(segments[part.name], first, first + len(part.tensor), config.run.seed)
-            columns = (slice(at, at + size) for at, size in zip(others, part.tensor.shape[1:], strict=True))
-            part.tensor.copy_(torch.cat([*rows])[(slice(None), *columns)])
+            (first, *others), row = part.offsets, 0
+            columns = [slice(at, at + size) for at, size in zip(others, part.tensor.shape[1:], strict=True)]
+            for rows in rng.drawn_rows(segments[part.name], first, first + len(part.tensor), config.run.seed):
+                part.tensor[row : row + len(rows)] = rows[(slice(None), *columns)]
+                row += len(rows)
 
     return read
 
@@ -167,9 +204,44 @@ def base_of(config: Config, state: Mapping[str, Any], directory: Path) -> tuple[
             problems.append(f"{name} cannot be read: {str(error).removesuffix('.')}")
     raise CheckpointError(
         f"{directory} has adapters, and no base ({config.lora.base}), which is read from where the run "
-        f"started. {'; '.join(problems)}. Restore these weights, or resume the run with their new place in "
-        "model.init_from, which its next checkpoint records."
+        f"started. {'; '.join(problems)}. Restore these weights, or name their new place: with --base in a "
+        "command that reads the checkpoint, in model.init_from in a run that resumes, whose next checkpoint "
+        "records it."
     )
+
+
+def moved(manifest: Manifest, named: str | None) -> Manifest:
+    """Return the manifest of a checkpoint whose base is where a user says, instead of where it was.
+
+    Args:
+        named: hf:DIR or a checkpoint (`--base`); None: the manifest is returned as it is.
+
+    Raises:
+        ConfigError: the checkpoint has no quantized base.
+        CheckpointError: these weights cannot be read, or the adapters were not trained on them.
+    """
+    if named is None:
+        return manifest
+    before = manifest.state.get(BASE)
+    if before is None:
+        raise ConfigError(
+            f"--base {named} has no effect: {manifest.directory} contains all weights of its model. Remove "
+            "--base, which is for runs with lora.base."
+        )
+    config = from_dict(manifest.state["config"])
+    config = replace(config, model=replace(config.model, init_from=named))
+    try:
+        identity = record(config, named)["identity"]
+    except (CheckpointError, ConfigError, OSError) as error:
+        raise CheckpointError(f"--base {named} cannot be read: {error}") from None
+    if identity != before["identity"]:
+        was = before["source"] or f"drawn from run.seed = {config.run.seed}"
+        raise CheckpointError(
+            f"--base {named} has other weights than the base on which {manifest.directory} was trained "
+            f"({was}). Name a directory with those weights."
+        )
+    base = {"source": named, "identity": identity}
+    return replace(manifest, state=manifest.state | {"config": to_dict(config), BASE: base})
 
 
 def with_base(manifest: Manifest) -> Manifest:
@@ -185,16 +257,24 @@ def with_base(manifest: Manifest) -> Manifest:
     dtype, tensors = DTYPES[config.train.precision], dict(manifest.tensors)
     matrices = {WEIGHT + name: each for name, each in quantized_matrices(config).items()}
     for name, (segment, _) in matrices.items():
-        chunk = Chunk((0, 0), segment.shape, name, 0, segment.numel * dtype.itemsize, "")
-        tensors[name] = StoredTensor(dtype_name(dtype), segment.shape, [chunk])
+        tensors[name] = StoredTensor(dtype_name(dtype), segment.shape, [*_chunks(name, segment, dtype)])
     return WithBase(manifest.directory, manifest.state, tensors, manifest.files, matrices, base)
+
+
+def _chunks(name: str, matrix: Segment, dtype: torch.dtype) -> Iterator[Chunk]:
+    """Yield ranges of the rows of a matrix, as many as are quantized at a time."""
+    length, width = matrix.shape
+    rows = rows_at_once(width)
+    for first in range(0, length, rows):
+        count, size = min(rows, length - first), width * dtype.itemsize
+        yield Chunk((first, 0), (count, width), name, first * size, count * size, "")
 
 
 @dataclass(frozen=True)
 class WithBase(Manifest):
     """The manifest of a checkpoint that has no base, and the values of the base.
 
-    A matrix of the base is one chunk, whose file is its name.
+    The file of a chunk of the base is the name of its matrix. Its values are computed when it is read.
     """
 
     matrices: dict[str, tuple[Segment, BaseForm]]
@@ -204,6 +284,7 @@ class WithBase(Manifest):
         own = [*chunks]
         yield from super().read([chunk for chunk in own if chunk.file not in self.matrices])
         for chunk in (each for each in own if each.file in self.matrices):
-            values = self.base.quantized(*self.matrices[chunk.file])
+            first, stop = chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]
+            values = self.base.quantized(*self.matrices[chunk.file], first, stop)
             dtype = getattr(torch, self.tensors[chunk.file].dtype)
             yield chunk, values.to(dtype).view(-1).view(torch.uint8).numpy()

@@ -177,6 +177,12 @@ class HuggingFaceSource:
             )
         return values
 
+    def reads_rows(self, name: str) -> bool:
+        """Return whether rows of one of our matrices are read without others."""
+        place = self.places[name]
+        in_order = not (place.transposed or place.each_transposed) and place.stored_shape is None
+        return in_order and place.columns is None and (bool(place.pieces) or len(place.tensors) == 1)
+
     def check_finite(self) -> None:
         """Raise CheckpointError if tensors that were read contain NaN or infinite values."""
         routers = {theirs: nonfinite(self.weights[theirs]) for theirs in self.biases.values()}
@@ -192,15 +198,26 @@ class HuggingFaceSource:
                 )
         # a layer's experts are large: only those in the rectangle are read
         if number := (len(place.pieces) if place.stored_shape is None else 0) or place.experts:
-            length = place.shape[0] // number
-            first, last = offsets[0] // length, (offsets[0] + sizes[0] - 1) // length
-            if place.pieces:
-                own = torch.cat(
-                    [self.weights[place.theirs.format(*piece)] for piece in place.pieces[first : last + 1]]
-                )
-            else:
+            length, (low, *others) = place.shape[0] // number, offsets
+            first, last = low // length, (low + sizes[0] - 1) // length
+            if not place.pieces:
                 own = place.flat(self.weights.experts(place.theirs, first, last + 1))
-            return place.read(own, (offsets[0] - first * length, *offsets[1:]), sizes)
+                return place.read(own, (low - first * length, *others), sizes)
+            parts = [
+                self.weights.rows(
+                    place.theirs.format(*place.pieces[each]),
+                    max(low - each * length, 0),
+                    min(low + sizes[0] - each * length, length),
+                )
+                for each in range(first, last + 1)
+            ]
+            return place.read(parts[0] if len(parts) == 1 else torch.cat(parts), (0, *others), sizes)
+        if self.reads_rows(name) and sizes[0]:
+            there = place.rows[offsets[0] : offsets[0] + sizes[0]]
+            low, high = min(there), max(there) + 1
+            rows = range(len(there)) if isinstance(there, range) else tuple(row - low for row in there)
+            own = self.weights.rows(place.theirs, low, high)
+            return replace(place, rows=rows).read(own, (0, *offsets[1:]), sizes)
         pieces = [self.weights[theirs] for theirs in place.tensors]
         whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         return place.read(whole.view(place.shape), offsets, sizes)

@@ -184,12 +184,19 @@ class TensorFiles(Mapping[str, Tensor]):
         """Return a tensor of any type as it is stored."""
         return self._files[name][name]
 
+    def rows(self, name: str, first: int, stop: int) -> Tensor:
+        """Return rows [first, stop) of a tensor."""
+        return self[name][first:stop]
+
     def experts(self, name: str, first: int, stop: int) -> Tensor:
         """Return a range of experts of a tensor that contains all experts of a layer."""
         return self[name][first:stop]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._files[name].shape(name)
+
+    def __contains__(self, name: object) -> bool:  # Mapping's own reads the tensor
+        return name in self._files
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)

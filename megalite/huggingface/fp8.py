@@ -50,7 +50,7 @@ class Fp8Tensors(TensorFiles):
 
     def __init__(self, weights: TensorFiles):
         self.directory, self._files = weights.directory, weights._files
-        self._names = [name for name in weights if not name.endswith(SCALES)]
+        self._names = dict.fromkeys(name for name in weights if not name.endswith(SCALES))
         self.quantized = {name.removesuffix(SCALES) for name in weights if name.endswith(SCALES)}
         # an import reads a matrix in several blocks of rows
         self._last = lru_cache(maxsize=1)(self._dequantized)
@@ -63,15 +63,21 @@ class Fp8Tensors(TensorFiles):
         return self._last(name) if name in self.quantized else super().__getitem__(name)
 
     def _dequantized(self, name: str) -> Tensor:
-        scales = self._files[name + SCALES][name + SCALES].float()
+        return self.rows(name, 0, self.shape(name)[0])
+
+    def rows(self, name: str, first: int, stop: int) -> Tensor:
+        if name not in self.quantized:
+            return super().rows(name, first, stop)
+        block = first // BLOCK
+        scales = self._files[name + SCALES][name + SCALES][block : -(-stop // BLOCK)].float()
         if not (scales.isfinite() & (scales >= 0)).all():
             raise ConversionError(
                 f"{self.directory} is damaged: {name}{SCALES} contains a negative or NaN scale"
             )
-        codes = self._files[name][name]
+        codes = self._files[name][name][block * BLOCK : stop]
         if (codes.view(torch.int8) & NAN).eq(NAN).any():
             raise ConversionError(f"{self.directory} is damaged: {name} contains NaN")
-        return dequantized(codes, scales)
+        return dequantized(codes, scales)[first - block * BLOCK :]
 
     def _check(self, name: str) -> None:
         for each in (name, name + SCALES):
@@ -97,6 +103,9 @@ class Fp8Tensors(TensorFiles):
 
     def _type(self, name: str) -> torch.dtype:
         return self._files[name].dtype(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

@@ -37,7 +37,7 @@ class Mxfp4Tensors(TensorFiles):
         self.directory, self._files = weights.directory, weights._files
         self.quantized = [name.removesuffix(BLOCKS) for name in weights if name.endswith(BLOCKS)]
         parts = {f"{name}{end}" for name in self.quantized for end in (BLOCKS, SCALES)}
-        self._names = [*(name for name in weights if name not in parts), *self.quantized]
+        self._names = dict.fromkeys([*(name for name in weights if name not in parts), *self.quantized])
 
     def __getitem__(self, name: str) -> Tensor:
         return (
@@ -57,6 +57,9 @@ class Mxfp4Tensors(TensorFiles):
             return super().shape(name)
         experts, rows, groups, size = super().shape(f"{name}{BLOCKS}")
         return experts, groups * size * 2, rows
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

@@ -38,7 +38,7 @@ class Nf4Tensors(TensorFiles):
             name.removesuffix(STATE): self._state(name) for name in sorted(weights) if name.endswith(STATE)
         }
         parts = {f"{name}{end}" for name in self.quantized for end in _PARTS}
-        self._names = [name for name in weights if name not in parts]
+        self._names = dict.fromkeys(name for name in weights if name not in parts)
         self._last = lru_cache(maxsize=1)(self._values)  # rows of a matrix are read in several ranges
         for name in self.quantized:
             self._check(name)
@@ -98,10 +98,26 @@ class Nf4Tensors(TensorFiles):
         return nf4.NestedScales(codes, scales, torch.tensor(self.quantized[name]["nested_offset"]))
 
     def _values(self, name: str) -> Tensor:
-        nested, shape = self.nested(name), self.shape(name)
-        scales = self._part(f"{name}.absmax") if nested is None else nested.values()
-        values = nf4.values_of(self._part(name).view(-1), prod(shape))
-        return values.mul_(nf4.of_elements(scales, prod(shape))).view(shape)
+        return self.rows(name, 0, self.shape(name)[0])
+
+    def rows(self, name: str, first: int, stop: int) -> Tensor:
+        if name not in self.quantized:
+            return super().rows(name, first, stop)
+        width = prod(self.shape(name)[1:])
+        start, end = first * width, stop * width
+        block, last = start // nf4.BLOCK, -(-end // nf4.BLOCK)
+        skipped, packed = start - block * nf4.BLOCK, self._part(name).view(-1)
+        codes = packed[block * nf4.BLOCK // 2 : -(-end // 2)]
+        values = nf4.values_of(codes, end - block * nf4.BLOCK)
+        values.mul_(nf4.of_elements(self._scales(name, block, last), len(values)))
+        return values[skipped:].view(stop - first, *self.shape(name)[1:])
+
+    def _scales(self, name: str, first: int, stop: int) -> Tensor:
+        """Return the scales of blocks [first, stop) of a matrix."""
+        nested = self.nested(name)
+        if nested is None:
+            return self._part(f"{name}.absmax").view(-1)[first:stop]
+        return nested.values(first, stop)
 
     def __getitem__(self, name: str) -> Tensor:
         return self._last(name) if name in self.quantized else super().__getitem__(name)
@@ -109,6 +125,9 @@ class Nf4Tensors(TensorFiles):
     def shape(self, name: str) -> tuple[int, ...]:
         state = self.quantized.get(name)
         return super().shape(name) if state is None else state["shape"]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

@@ -30,7 +30,8 @@ from megalite.planner.hardware.devices import (
     read_link,  # from its name or its values
 )
 from megalite.planner.memory.estimate import (
-    estimate,  # peak memory of every rank
+    RankMemory,  # peak memory of a rank
+    estimate,  # of every rank
     resolve_layout,  # the configuration with dp and the partition filled in
 )
 from megalite.planner.memory.states import (
@@ -55,6 +56,7 @@ __all__ = [
     "DeviceType",
     "HardwareError",
     "Link",
+    "RankMemory",
     "Sharing",
     "budget_bytes",
     "budget_table",

@@ -208,6 +208,11 @@ def describe(config: Config, content: dict[str, Any]) -> list[str]:
         lines.append(
             f"of these at most, on a rank, not on the device: {', '.join(away)}; peak is that of the device"
         )
+    if loading := max(row["loading"] for row in rows):
+        lines.append(
+            f"while a rank reads its base (lora.base {config.lora.base}), it needs another "
+            f"{loading / UNITS[unit]:,.2f} of CPU memory"
+        )
     if config.train.memory_budget is not None:
         decision = decide_recomputation(config, budget_bytes(config), device=content["device"])
         lines += ["", *budget_table(decision)]

@@ -26,7 +26,7 @@ from megalite.parallel.sharding.bucket_buffers import BucketBuffers
 from megalite.parallel.sharding.powersgd import CompressedMatrix
 from megalite.parallel.sharding.store import ParameterStore
 from megalite.parallel.spec import parameter_count
-from megalite.planner.api import DeviceType, estimate, model_states
+from megalite.planner.api import DeviceType, RankMemory, estimate, model_states
 from megalite.training.trainer import Trainer
 
 
@@ -103,10 +103,10 @@ def _device(trainer: Trainer) -> DeviceType:
     return "cuda" if trainer.device.type == "cuda" else "cpu"
 
 
-def planned_peak(trainer: Trainer) -> int:
-    """Return the planned peak memory of this rank's device during a step, in bytes."""
+def planned_memory(trainer: Trainer) -> RankMemory:
+    """Return the planned memory of this rank."""
     world, rank = trainer.mesh.world.size, trainer.mesh.pp.rank
-    return estimate(trainer.config, world, _device(trainer), trainer.schedule, [rank])[0].total
+    return estimate(trainer.config, world, _device(trainer), trainer.schedule, [rank])[0]
 
 
 def planned(config: Config, pp_rank: int, device: DeviceType, shard: int) -> ModelStates:
@@ -173,6 +173,14 @@ def _describe_copies(trainer: Trainer) -> list[str]:
     ]
 
 
+def _describe_loading(trainer: Trainer) -> list[str]:
+    """Describe the memory in which a quantized base is read."""
+    if trainer.config.lora.base == "none":
+        return []
+    size = planned_memory(trainer).loading / 1e6
+    return [f"rank {trainer.mesh.rank} reads its base in at most {size:,.1f} MB more of CPU memory (planned)"]
+
+
 def _describe_gathering(trainer: Trainer) -> list[str]:
     """Describe the costs of both values of `parallel.zero3_reshard`."""
     if trainer.store.zero < 3:
@@ -196,7 +204,7 @@ def report(trainer: Trainer) -> list[str]:
     own = (
         measured(trainer),
         formula(trainer),
-        planned_peak(trainer),
+        planned_memory(trainer).total,
         f"; {where}" if trainer.config.parallel.offload != "none" else "",
     )
     everyone: list[Any] = [own]
@@ -212,4 +220,9 @@ def report(trainer: Trainer) -> list[str]:
         f"rank{'s' if len(group) > 1 else ''} {', '.join(map(str, group))}: {actual} (planned "
         f"{sum(expected) / 1e6:,.1f} MB; {peak / 1e6:,.1f} MB at a step's peak){where}"
         for (actual, expected, peak, where), group in ranks.items()
-    ] + [*_describe_frozen(trainer), *_describe_gathering(trainer), *_describe_copies(trainer)]
+    ] + [
+        *_describe_frozen(trainer),
+        *_describe_loading(trainer),
+        *_describe_gathering(trainer),
+        *_describe_copies(trainer),
+    ]

@@ -136,6 +136,17 @@ def test_memory_is_what_is_planned(case, double, ranks, prefix):
     )
 
 
+@pytest.mark.parametrize(
+    ("case", "lora"),
+    [({"tp": 2}, {"base": "int8"}), ({"tp": 2}, {}), ({"dp": 2, "zero": 3}, {"double_quant": True})],
+)
+def test_a_rank_reads_its_part_in_the_memory_that_is_planned(case, lora, ranks, prefix):
+    """Of columns it reads whole rows, and with double quantization all rows."""
+    config = configuration(case, prefix, WHOLE | {"hidden_size": 256}, "bf16", **lora)
+    for most, planned, _ in ranks.run(2, jobs_quantized.loading, config, 1 << 12):
+        assert 0.75 * planned <= most <= planned
+
+
 @pytest.mark.parametrize(("saved", "resumed"), [({"tp": 2, "pp": 2}, {"dp": 2, "zero": 3}), ({"dp": 2, "zero": 3}, {})])
 def test_resumes_on_another_layout_and_with_the_same_base_alone(saved, resumed, ranks, prefix, tmp_path):
     def run(case: Case) -> dict[str, Any]:

@@ -7,7 +7,9 @@ import re
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from megalite_kernels import block_formats
@@ -16,18 +18,20 @@ from torch import Tensor
 
 from megalite.assembly.parts import make_mesh
 from megalite.checkpoint import CheckpointError
-from megalite.commands import convert
+from megalite.commands import checkpoint, convert, evaluate, generate, score
 from megalite.config.load import from_dict
 from megalite.data.indexed import IndexedTokens
 from megalite.evaluation.logits import load_stage, our_logits
 from megalite.families.model_config import hf_shape
 from megalite.generation.sources import open_source
 from megalite.huggingface.files import ConversionError
+from megalite.parallel.quantized import layout
 from megalite.parallel.spec import Rectangle
 from megalite.training import checkpointing
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
 from tests.huggingface.hf_models import CASES, VOCAB, Case, logits_of, random_ids, write
+from tests.support import jobs_quantized
 from tests.support.configs import write_tokens
 
 SEQUENCE, BATCH, LR, DECAY, EPS = 24, 4, 1e-3, 0.1, 1e-8
@@ -66,7 +70,7 @@ def trainer_of(
             "model": hf_shape(str(directory)) | {"init_from": weights or f"hf:{directory}", "from_hf": str(directory)},
             "lora": ({"rank": 4, "alpha": 6.0, "base": "nf4"} | lora) if lora.get("rank") != 0 else {},
             "parallel": {"dp": 1},
-            "data": {"train": prefix, "sequence_length": SEQUENCE, "shuffle": False},
+            "data": {"train": prefix, "validation": 0.25, "sequence_length": SEQUENCE, "shuffle": False},
             "train": {
                 "steps": 4,
                 "global_batch_size": BATCH,
@@ -248,9 +252,26 @@ def test_a_merged_model_in_four_bits_is_read_by_transformers_and_here(models, pr
     trainer.step(), trainer.step()
     saved = trainer.save()
     trainer.close()
-    assert convert.main(["export", str(saved), str(tmp_path / "nf4"), "--dtype", "nf4"]) == 0
-    assert re.search(r"nf4 has changed the matrices of layers by [0-9.]+%", capsys.readouterr().out)
+    words = ["export", str(saved), str(tmp_path / "nf4"), "--dtype", "nf4", "--evaluate", "5", "--json"]
+    assert convert.main(words) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert re.search(r"nf4 has changed the matrices of layers by [0-9.]+%", " ".join(said["notes"]))
     assert convert.main(["export", str(saved), str(tmp_path / "merged"), "--dtype", "bfloat16"]) == 0
+    assert trainer.validation_data is not None
+    rows = [trainer.validation_data[number] for number in range(5)]
+    ids, targets = (
+        torch.tensor(np.stack(each)) for each in zip(*((row.tokens, row.targets) for row in rows), strict=True)
+    )
+    losses = [
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
+        for logits in (
+            our_logits(load_stage(open_source(saved)), ids),
+            logits_of(tmp_path / "merged", ids),
+            our_logits(load_stage(open_source(f"hf:{tmp_path / 'nf4'}")), ids),
+        )
+    ]
+    assert [*said["losses"].values()] == pytest.approx(losses, rel=1e-5)
+    assert len({round(loss, 7) for loss in losses}) == 3 and "losses" in said and not list(tmp_path.glob(".nf4.*"))
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "nf4", attn_implementation="eager")
     assert type(model.lm_head).__name__ == "Linear"
     merged = load_file(tmp_path / "merged" / "model.safetensors")
@@ -291,6 +312,29 @@ def test_a_base_is_that_of_the_start_whatever_its_run_does_later(models, prefix,
     assert newer != first
 
 
+@pytest.mark.parametrize("double", [False, True])
+def test_experts_are_merged_some_rows_at_a_time(double, prefix, tmp_path: Path):
+    """Blocks reach into the next row and expert."""
+    shape = {"hidden_size": 64, "intermediate_size": 100, "num_hidden_layers": 1, "num_local_experts": 8}
+    directory = write(Case("Mixtral", CASES["mixtral"].fields | shape), tmp_path / "model")
+    targets = ["q", "experts.in", "experts.down"]
+    trainer = trainer_of(directory, prefix, tmp_path, double_quant=double, targets=targets)
+    trainer.step(), trainer.step()
+    saved = trainer.save()
+    trainer.close()
+    with patch.object(layout, "AT_ONCE", 1 << 30):
+        assert convert.main(["export", str(saved), str(tmp_path / "whole")]) == 0
+    with patch.object(layout, "AT_ONCE", 1 << 10), jobs_quantized.LiveBytes() as live:
+        assert convert.main(["export", str(saved), str(tmp_path / "rows")]) == 0
+    assert live.most < 8 * 2 * 100 * 64 * 4 / 2, "half of the experts of a layer in fp32"
+    expected, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "rows"))
+    for name, value in expected.items():  # the sum B A of some rows may round in another way
+        assert (merged[name] - value).abs().max() <= 1e-6, name
+    ids = random_ids(tokens=SEQUENCE)
+    ours = our_logits(load_stage(open_source(saved)), ids)
+    assert (logits_of(tmp_path / "rows", ids) - ours).abs().max() <= 1e-4
+
+
 STATE = f"{MATRIX}.quant_state.bitsandbytes__nf4"
 
 
@@ -319,3 +363,99 @@ def test_a_damaged_directory_is_refused_by_name(break_it, message, saved, tmp_pa
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConversionError, match=re.escape(message)):
         load_stage(open_source(f"hf:{directory}"))
+
+
+def test_commands_read_a_base_that_has_moved_where_they_are_told(models, prefix, tmp_path: Path, capsys):
+    fields = MODELS["llama"].fields | {"vocab_size": 260}
+    directory = write(Case("Llama", fields), tmp_path / "model")
+    trainer = trainer_of(directory, prefix, tmp_path, dora=True)
+    trainer.step()
+    saved, whole = trainer.save(), global_tensors(trainer)
+    trainer.close()
+    ids = random_ids(tokens=SEQUENCE)
+    wanted = our_logits(load_stage(open_source(saved)), ids)
+    moved = directory.rename(tmp_path / "moved")
+    (tmp_path / "text").write_text("a text")
+
+    def refused(main: Any, *words: str | Path) -> str:
+        capsys.readouterr()
+        with pytest.raises(SystemExit):
+            main([*map(str, words)])
+        out, err = capsys.readouterr()
+        assert not out and err.count("\n") == 1
+        return str(err)
+
+    there = ("--base", str(moved))
+    assert "name their new place: with --base" in refused(convert.main, "export", saved, tmp_path / "a")
+    assert convert.main(["export", str(saved), str(tmp_path / "merged"), *there]) == 0
+    assert (logits_of(tmp_path / "merged", ids) - wanted).abs().max() <= 1e-4
+    assert convert.main(["adapter-export", str(saved), str(tmp_path / "adapter"), *there]) == 0
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(moved)
+    assert (quantized_logits(moved, tmp_path / "adapter", False, ids) - wanted).abs().max() <= 1e-4
+    assert convert.main(["check", str(saved), str(tmp_path / "merged"), *there]) == 0
+    file = tmp_path / "all.safetensors"
+    assert checkpoint.main(["consolidate", str(saved), str(file)]) == 0
+    assert OURS not in load_file(file)
+    assert f"--base hf:{directory} writes their values, too" in capsys.readouterr().out
+    file.unlink()
+    assert checkpoint.main(["consolidate", str(saved), str(file), *there]) == 0
+    consolidated, matrix = load_file(file), load_file(moved / "model.safetensors")[MATRIX]
+    assert {f"weight/{name}" for name in consolidated} >= {name for name in whole if name.startswith("weight/")}
+    assert torch.equal(consolidated[OURS], block_formats.rounded(matrix, "nf4", 64))
+    byte = ("--tokenizer", "byte", "--precision", "fp32")
+    assert generate.main([str(saved), "--prompt", "a", "--tokens", "2", *byte, *there]) == 0
+    assert evaluate.main(["perplexity", str(saved), "--text", str(tmp_path / "text"), *byte, *there]) == 0
+    words = ["--data", prefix, "--output", str(tmp_path / "words"), "--top_k", "2", "--sequence_length", "8"]
+    assert score.main([str(saved), *words, *there]) == 0
+    assert "has other weights than the base on which" in refused(
+        convert.main, "export", saved, tmp_path / "a", "--base", models["llama"]
+    )
+    nowhere = refused(convert.main, "export", saved, tmp_path / "a", "--base", "nowhere")
+    assert "--base nowhere cannot be read" in nowhere
+    assert convert.main(["import", str(moved), str(tmp_path / "imported")]) == 0
+    for name in (tmp_path / "imported", f"hf:{moved}"):
+        assert f"--base hf:{moved} has no effect" in refused(generate.main, name, "--prompt", "a", *byte, *there)
+
+
+SOURCES = {
+    "bf16": ({}, "start"),
+    "double": ({"double_quant": True}, "start"),
+    "int8": ({"base": "int8"}, "start"),
+    "fused": ({"base": "mxfp4"}, "phi3"),
+    "in 4 bits": ({"double_quant": True}, "saved"),
+    "checkpoint": ({}, "imported"),
+    "random": ({}, None),
+}
+
+
+@pytest.fixture(scope="module")
+def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, str | None]:
+    """Models whose matrices are much larger than the ranges in which they are read."""
+    place = tmp_path_factory.mktemp("starts")
+    shape: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
+    named = {"start": "llama", "phi3": "phi3"}
+    for name, case in named.items():
+        write(Case(MODELS[case].family, MODELS[case].fields | shape), place / name)
+    by_bitsandbytes(place / "start", True).save_pretrained(place / "saved")
+    assert convert.main(["import", str(place / "start"), str(place / "imported")]) == 0
+    hf: dict[str | None, str | None] = {name: f"hf:{place / name}" for name in ("start", "phi3", "saved")}
+    return hf | {"imported": str(place / "imported"), None: None}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_base_is_read_in_the_memory_that_is_planned(source, starts):
+    lora, name = SOURCES[source]
+    start = starts[name]
+    shape: dict[str, Any] = hf_shape(str(starts["phi3" if name == "phi3" else "start"]).removeprefix("hf:"))
+    config = {
+        "model": shape | {"init_from": start or "none"},
+        "lora": {"rank": 4, "base": "nf4"} | lora,
+        "parallel": {"dp": 1},
+    }
+    most, planned, largest = jobs_quantized.loading(None, config, at_once=1 << 12)
+    assert most <= planned
+    if name != "imported":  # of a checkpoint chunks are read besides, which are no tensors
+        assert most >= 0.65 * planned
+    if start and start.startswith("hf:"):  # others read more at a time
+        assert planned < largest / 2

@@ -24,6 +24,12 @@ from megalite.mesh.layout import Coordinates
 from megalite.parallel.spec import ParamSpec, Segment
 
 NESTED = 256  # scales that share a scale of their own (double quantization)
+AT_ONCE = 1 << 18
+"""Elements that a thread quantizes at a time, which bounds temporary tensors."""
+MOST_THREADS = 8
+"""That quantize ranges of rows at the same time."""
+READ = 1 << 23
+"""Elements that are read at a time, whole rows, from a source that does not read less in less time."""
 ALIGN = 16  # bytes: every array of a matrix starts at a multiple
 FP32 = 4  # bytes
 
@@ -35,19 +41,22 @@ class FormSizes(NamedTuple):
         block: elements that share a scale; None: a row.
         codes: codes in a byte.
         scale: bytes of a scale.
+        scratch: bytes of temporary tensors for an element that is quantized (`block_formats.quantize`), its
+            code included.
         in_rows: whether a block may not reach into another row.
     """
 
     block: int | None
     codes: int
     scale: int
+    scratch: int
     in_rows: bool = True
 
 
 FORMS = {
-    "nf4": FormSizes(64, 2, FP32, in_rows=False),
-    "int8": FormSizes(None, 1, FP32),
-    "mxfp4": FormSizes(32, 2, 1),
+    "nf4": FormSizes(64, 2, FP32, 6, in_rows=False),
+    "int8": FormSizes(None, 1, FP32, 10),
+    "mxfp4": FormSizes(32, 2, 1, 12),
 }
 
 
@@ -144,6 +153,16 @@ def _scales(form: BaseForm, rows: int, columns: int, segment: Segment) -> tuple[
 def _divided(value: int, divisor: int) -> int:
     """Return the quotient, rounded up."""
     return -(-value // divisor)
+
+
+def rows_at_once(width: int) -> int:
+    """Return the number of rows of a range that a thread quantizes, an even one."""
+    return max(AT_ONCE // width // 2 * 2, 2)
+
+
+def rows_read(width: int) -> int:
+    """Return the number of rows that are read at a time from such a source."""
+    return max(READ // width, 1)
 
 
 def matrix_bytes(spec: ParamSpec, at: Coordinates, start: int) -> MatrixBytes:

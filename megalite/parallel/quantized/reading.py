@@ -17,15 +17,13 @@ from megalite_kernels import nf4
 from torch import Tensor
 
 from megalite.parallel.quantized.buffers import QuantizedBuffers
+from megalite.parallel.quantized.layout import MOST_THREADS, rows_at_once
 from megalite.parallel.quantized.matmuls import QuantizedPart
 from megalite.parallel.spec import Segment
 
 if TYPE_CHECKING:
     from megalite.parallel.sharding.store import ParameterStore
 
-AT_ONCE = 1 << 19
-"""Elements that a thread quantizes at a time, which bounds temporary tensors in fp32."""
-MOST_THREADS = 8
 BASE = "base"
 """Key of what identifies a base in the state of a checkpoint, which does not have it."""
 
@@ -34,7 +32,10 @@ class BaseSource(Protocol):
     """Where the matrices are read from, on the CPU."""
 
     def rows(self, matrix: Segment, first: int, stop: int) -> Tensor:
-        """Return rows [first, stop) of a matrix, [rows, columns] in fp32. Raises CheckpointError."""
+        """Return rows [first, stop) of a matrix, [rows, columns] in fp32, in new memory.
+
+        Raises CheckpointError.
+        """
 
     def nested(self, matrix: Segment) -> nf4.NestedScales | None:
         """Return the quantized scales of a matrix that is read in this form; None: they are computed."""
@@ -49,7 +50,8 @@ def quantize_base(store: ParameterStore, source: BaseSource, threads: int = 1) -
     Args:
         threads: number of ranges that are quantized at the same time.
     """
-    with ThreadPoolExecutor(min(threads, MOST_THREADS)) as pool:
+    threads = min(threads, MOST_THREADS)
+    with ThreadPoolExecutor(threads) as pool:
         for bucket in store.buckets:
             if isinstance(bucket.codes, QuantizedBuffers):
                 for part in (part for parts in bucket.codes.parts for part in parts):
@@ -76,19 +78,20 @@ class _Quantization:
     def __init__(self, part: QuantizedPart, source: BaseSource, pool: ThreadPoolExecutor, threads: int):
         self.part, self.source, self.pool, self.threads = part, source, pool, threads
         self.nested = source.nested(part.segment) if part.double else None
-        self.scales = None if self.nested is None else self.nested.values()
 
     def rows(self, ranges: Iterable[tuple[int, int]]) -> Iterator[QuantizedRows]:
         """Yield ranges of rows in their order. They are read by this thread, and quantized by others."""
         waiting: deque[tuple[int, int, int, Future[nf4.Blocks]]] = deque()
         for first, stop in ranges:
-            values, start = self._read(first, stop)
-            quantized = self.pool.submit(self.part.format.quantize, values, self.part.block)
-            waiting.append((first, stop, start, quantized))
+            waiting.append(self._submitted(first, stop))
             if len(waiting) > self.threads:
                 yield self._next(waiting)
         while waiting:
             yield self._next(waiting)
+
+    def _submitted(self, first: int, stop: int) -> tuple[int, int, int, Future[nf4.Blocks]]:
+        values, start = self._read(first, stop)  # only the thread that quantizes them keeps them
+        return first, stop, start, self.pool.submit(self.part.format.quantize, values, self.part.block)
 
     def _next(self, waiting: deque[tuple[int, int, int, Future[nf4.Blocks]]]) -> QuantizedRows:
         first, stop, start, quantized = waiting.popleft()
@@ -106,16 +109,15 @@ class _Quantization:
         low, high = start // width, -(-end // width)
         values = self.source.rows(part.segment, low, high).reshape(-1)
         values = values[start - low * width : end - low * width]
-        if self.scales is not None:
-            values = nf4.without_signs(
-                values, self.scales[start // part.block :][: -(-len(values) // part.block)]
-            )
+        if self.nested is not None:
+            block = start // part.block
+            values = nf4.without_signs(values, self.nested.values(block, block - -len(values) // part.block))
         return values, start
 
 
 def _row_ranges(first: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
     """Yield ranges of rows, of which the first is at an even distance from `first`."""
-    rows = max(AT_ONCE // width // 2 * 2, 2)
+    rows = rows_at_once(width)
     yield from ((row, min(row + rows, stop)) for row in range(first, stop, rows))
 
 
@@ -141,7 +143,8 @@ def _keeps(buffers: QuantizedBuffers, part: QuantizedPart, first: int, stop: int
 
 def _quantize_double(buffers: QuantizedBuffers, quantized: _Quantization) -> None:
     """Quantize all of a matrix, and then its scales."""
-    part, scales = quantized.part, list[Tensor]()
+    part, done = quantized.part, 0
+    scales = torch.empty(-(-part.segment.numel // part.block))
     end = part.first_row + part.rows
     edges = sorted({0, part.first_row, end, part.segment.shape[0]})
     ranges = (
@@ -150,11 +153,11 @@ def _quantize_double(buffers: QuantizedBuffers, quantized: _Quantization) -> Non
         for each in _row_ranges(low, high, part.width)
     )
     for each in quantized.rows(ranges):
-        done = sum(map(len, scales))
-        scales.append(each.blocks.scales[done - each.start // part.block :])  # a cut block is there already
+        new = each.blocks.scales[done - each.start // part.block :]  # a cut block is there already
+        scales[done : done + len(new)], done = new, done + len(new)
         if part.first_row <= each.first < end:
             _write_codes(buffers, part, each)
-    nested = quantized.nested or nf4.quantize_scales(torch.cat(scales))
+    nested = quantized.nested or nf4.quantize_scales(scales)
     for first, stop in _row_ranges(0, part.rows, part.width):
         _write_scales(buffers, part, first, stop, nested.codes, 0)
     of_rows = nested.scales[part.first_nested() :][: len(part.nested)]

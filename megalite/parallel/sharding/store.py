@@ -186,14 +186,15 @@ class ParameterStore:
     def _allocate_quantized(
         self, layout: BucketLayout, dtypes: _Dtypes, shard: Tensor | None
     ) -> BucketBuffers:
-        weights = torch.empty(layout.size, dtype=dtypes.compute, device=self.device)
+        # Views of one element: those of a tensor without memory cannot be made.
+        weights = torch.empty(1, dtype=dtypes.compute, device=self.device).expand(layout.size)
         domain = self.mesh.domain(layout.domain)
         quantized = QuantizedBuffers(layout, self.at, domain.shard.rank, shard, self.device)
         bucket = BucketBuffers(layout, domain, weights, None, 0, 0, quantized.kept, shard, quantized)
         for index, slot in enumerate(layout.slots):
             weight = self._weight(slot, weights, None)
             weight.matmuls = quantized.matmuls(index, weight.tensor)
-        weights.untyped_storage().resize_(0)  # only now: a view of a tensor without memory cannot be made
+        weights.untyped_storage().resize_(0)
         if shard is not None:
             bucket.free()
         return bucket

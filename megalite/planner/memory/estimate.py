@@ -35,6 +35,7 @@ from megalite.planner.memory.buffers import (
     open_gradients,
     values_bytes,
 )
+from megalite.planner.memory.loading import loading_bytes
 from megalite.planner.memory.peak_passes import loads, moments_of
 from megalite.planner.memory.states import DeviceType, States, Widths, model_states
 from megalite.planner.memory.teacher import teacher_bytes
@@ -65,6 +66,8 @@ class RankMemory:
         communicating: buffers of collectives and messages.
         exchanging: buffers of Muon's exchange of matrices, when no activations are held.
         teacher: a teacher's weights, states and logits (`memory.teacher`).
+        loading: CPU memory besides the states while a quantized base is read, before the first step
+            (`memory.loading`).
     """
 
     pp_rank: int
@@ -77,6 +80,7 @@ class RankMemory:
     communicating: Communication
     exchanging: int = 0
     teacher: int = 0
+    loading: int = 0
 
     @property
     def parameters(self) -> int:
@@ -99,6 +103,11 @@ class RankMemory:
         """Return the peak on the device, without offloaded state (`states.host` and `states.disk`)."""
         return self.states.device + max(self.step, self.exchanging) + self.communication + self.teacher
 
+    @property
+    def host(self) -> int:
+        """Return the peak in CPU memory: offloaded state, and what loading needs."""
+        return self.states.host + self.loading
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON: the range of ranks as its start and length, every part in bytes."""
         names = ("parameters", "gradients", "optimizer", "activations", "logits", "communication", "total")
@@ -108,7 +117,7 @@ class RankMemory:
             "workspace": self.workspace,
             "step": self.step,
         }
-        tree |= {"exchanging": self.exchanging, "teacher": self.teacher}
+        tree |= {"exchanging": self.exchanging, "teacher": self.teacher, "loading": self.loading}
         return {
             "pp_rank": self.pp_rank,
             "first_rank": self.ranks.start,
@@ -178,16 +187,19 @@ def _rank(
         besides.communicating,
         besides.exchanging,
         besides.teacher,
+        besides.loading,
     )
 
 
 class Besides(NamedTuple):
-    """Memory of a rank other than activations: states, communication buffers, Muon's buffers, a teacher."""
+    """Memory of a rank other than activations: states, communication buffers, Muon's buffers, a teacher,
+    and what reading a base needs."""
 
     states: States
     communicating: Communication
     exchanging: int
     teacher: int
+    loading: int
 
     @property
     def total(self) -> int:
@@ -217,7 +229,7 @@ class Standing:
         self.config, self.schedule, self.activations = config, schedule, activations
         self.units = plan.units_of(config)
         self.buckets: dict[Hashable, list[BucketLayout]] = {} if buckets is None else buckets
-        self._known: dict[Hashable, tuple[States, int, int]] = {}
+        self._known: dict[Hashable, tuple[States, int, int, int]] = {}
 
     def of(self, pp_rank: int) -> Besides:
         """Return the memory of one rank."""
@@ -232,8 +244,9 @@ class Standing:
                 states,
                 open_gradients(config, schedule, buckets, device),
                 exchange(config, buckets).buffers,
+                loading_bytes(config, buckets),
             )
-        states, gradients, exchanging = self._known[key]
+        states, gradients, exchanging, loading = self._known[key]
         widths = Widths.of(config)
         communication = Communication(
             message_bytes(schedule, pp_rank, self.activations.message),
@@ -242,7 +255,7 @@ class Standing:
             channel_bytes(config, schedule, pp_rank) if device == "cuda" else 0,
         )
         teacher = teacher_bytes(config, schedule, pp_rank, self.activations.loss_chunk)
-        return Besides(states, communication, exchanging, teacher)
+        return Besides(states, communication, exchanging, teacher, loading)
 
     def _alike(self, pp_rank: int) -> Hashable:
         """Return a key that ranks with the same buckets share."""

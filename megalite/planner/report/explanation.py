@@ -205,6 +205,7 @@ def winner(search: Search, plans: Sequence[Plan]) -> list[str]:
         *imbalance(search, best),
         *uneven_parts(search, best),
         *selected_rows(search.job),
+        *of_loading(best),
         *(f"{line}." for line in describe_state_exchange(apply_layout(search.base, best.choice))),
     ]
     if search.rejected is not None:
@@ -296,6 +297,12 @@ def memory_parts(plan: Plan) -> str:
     return ", ".join(f"{name} {amount(size)}" for size, name in listed)
 
 
+def of_loading(plan: Plan) -> list[str]:
+    """Say what reading a quantized base needs."""
+    size = plan.memory.loading
+    return [f"While a rank reads its base, it needs another {amount(size)} of CPU memory."] if size else []
+
+
 REMEDIES = {
     "tensor": (
         "Tensor-parallel communication",
@@ -379,7 +386,7 @@ def nothing_fits(search: Search) -> str:
         )
     if broken := first_broken_rule(apply_layout(search.base, least), search.gpus):
         return f"Nothing fits: {describe_layout(least)}, which needs the least memory, is refused. {broken}"
-    need = f"{amount(memory.states.host)} of host memory per rank, and {amount(device.host_size)} are assumed"
+    need = f"{amount(memory.host)} of host memory per rank, and {amount(device.host_size)} are assumed"
     return (
         f"Nothing fits: {describe_layout(least)}, which needs the least memory, needs {need}. Use more "
         "GPUs, or --offload disk."

@@ -274,7 +274,7 @@ class Search:
         The choice may use fewer devices than the search.
         """
         fullest = max(self.memory(choice), key=lambda rank: rank.total)
-        inside = fullest.total <= self.room and fullest.states.host <= USABLE * self.job.device.host_size
+        inside = fullest.total <= self.room and fullest.host <= USABLE * self.job.device.host_size
         if not inside:
             self._too_large.setdefault(self._states_of(choice), []).append(self._holds(choice))
         fits = inside and first_broken_rule(apply_layout(self.base, choice), choice.gpus) is None
