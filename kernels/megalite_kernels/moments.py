@@ -109,10 +109,10 @@ def encode(values: Tensor, blocks: int, signed: bool) -> tuple[Tensor, Tensor]:
     rows = values.to(torch.float32).view(blocks, -1)
     scales = rows.abs().amax(1)
     units = rows / torch.where(scales > 0, scales, 1.0).unsqueeze(1)
-    found = torch.bucketize(units, code_borders(signed, values.device), out_int32=True)
+    codes = torch.bucketize(units, code_borders(signed, values.device), out_int32=True)
     if not signed:
-        found = torch.where(rows > 0, found.clamp(min=1), found)
-    return found.view(-1).to(torch.uint8), scales
+        codes = torch.where(rows > 0, codes.clamp(min=1), codes)
+    return codes.view(-1).to(torch.uint8), scales
 
 
 def tensor_number(name: str) -> int:

@@ -128,16 +128,16 @@ def entry_of(name: str) -> OptimizerEntry:
 def create(config: Config, state: OptimizerState) -> Optimizer:
     """Return the optimizer of a run."""
     entry = entry_of(config.optimizer.name)
-    made = entry.class_path
-    if isinstance(made, str):
-        module, _, name = made.partition(":")
-        made = getattr(import_module(module), name)
+    factory = entry.class_path
+    if isinstance(factory, str):
+        module, _, name = factory.partition(":")
+        factory = getattr(import_module(module), name)
     sections = [] if entry.section is None else [getattr(config, entry.section)]
     arguments = (state, config.optimizer, *sections)
-    if isinstance(made, type) and issubclass(made, UpdateRule):
-        arguments = (state, made(config.optimizer, *sections))
-        made = import_module("megalite.optimizer.elementwise").ElementwiseOptimizer
-    optimizer: Optimizer = made(*arguments)
+    if isinstance(factory, type) and issubclass(factory, UpdateRule):
+        arguments = (state, factory(config.optimizer, *sections))
+        factory = import_module("megalite.optimizer.elementwise").ElementwiseOptimizer
+    optimizer: Optimizer = factory(*arguments)
     return optimizer
 
 
