@@ -19,6 +19,7 @@ from megalite.config.sections.parallel import ParallelConfig
 from megalite.config.sections.preference import PreferenceConfig
 from megalite.config.sections.profiling import ProfilingConfig
 from megalite.config.sections.run import RunConfig
+from megalite.config.sections.store import StoreConfig
 from megalite.config.sections.train import TrainConfig
 from megalite.config.sections.validation import ValidationConfig
 
@@ -39,6 +40,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     muon: MuonConfig = field(default_factory=MuonConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -42,6 +42,7 @@ from megalite.config.sections import (
     preference,
     profiling,
     run,
+    store,
     train,
 )
 
@@ -53,6 +54,7 @@ RULES: tuple[Rule, ...] = (
     *MODEL_RULES,
     *LAYOUT_RULES,
     *run.RULES,
+    *store.RULES,
     *data.RULES,
     *model_and_data.RULES,
     *train.RULES,
