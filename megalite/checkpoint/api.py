@@ -18,7 +18,7 @@ its result or its error.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -170,7 +170,7 @@ def prune(
     keep: int,
     mesh: Mesh,
     keep_every: int | None = None,
-    spare: Path | None = None,
+    spare: Collection[Path | None] = (),
     *,
     timed: bool = False,
 ) -> list[str]:

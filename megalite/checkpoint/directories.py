@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -187,7 +188,11 @@ def numbered(checkpoints: Path) -> dict[int, Path]:
 
 
 def prune(
-    checkpoints: Path, keep: int, keep_every: int | None, spare: Path | None = None, timed: bool = False
+    checkpoints: Path,
+    keep: int,
+    keep_every: int | None,
+    spare: Collection[Path | None] = (),
+    timed: bool = False,
 ) -> list[str]:
     """Remove all but the newest `keep` complete checkpoints, multiples of `keep_every`, `spare` and the best.
     Return the names of those that were removed.
@@ -196,7 +201,7 @@ def prune(
         timed: count and remove only checkpoints that were saved by time.
     """
     steps, _ = history(checkpoints)
-    complete, spared, removed = 0, (spare, best(checkpoints)), list[str]()
+    complete, spared, removed = 0, (*spare, best(checkpoints)), list[str]()
     for path in steps:
         if timed and not _is_timed(path):
             continue

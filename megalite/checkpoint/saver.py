@@ -141,12 +141,11 @@ class Saver:
             if save.best:
                 checkpoint.mark_best(save.directory, self.mesh)
                 self.best_failed = False
+            spare = (self.newest, None if uploads is None else uploads.uploading)
             if options.keep is not None:
-                removed = checkpoint.prune(
-                    checkpoints, options.keep, self.mesh, options.keep_every, spare=self.newest
-                )
+                removed = checkpoint.prune(checkpoints, options.keep, self.mesh, options.keep_every, spare)
             elif options.interval is None and options.minutes is not None:
-                removed = checkpoint.prune(checkpoints, TIMED_KEPT, self.mesh, spare=self.newest, timed=True)
+                removed = checkpoint.prune(checkpoints, TIMED_KEPT, self.mesh, spare=spare, timed=True)
             if uploads is not None:
                 uploads.saved(save.directory, removed)
         except Exception as error:  # reported by the caller of `take_ended`: this may run on the thread

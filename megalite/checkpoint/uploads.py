@@ -95,6 +95,11 @@ class RunUploads:
         rank: rank 0 publishes.
         leads_node: whether this is the first rank of its node, which uploads what an earlier job has left
             here, and frees space in the spool.
+
+    Attributes:
+        uploading: the checkpoint that is being uploaded. It must not be pruned, or nothing would ever be
+        in the
+            store if saves follow each other faster than uploads.
     """
 
     def __init__(self, config: Config, rank: int, leads_node: bool = True):
@@ -103,6 +108,7 @@ class RunUploads:
         self._rank, self._leads_node, self._options = rank, leads_node, config.store
         self._checkpoints = f"{self.url}/{run_files.CHECKPOINTS}"
         self._files = RunFiles(self.directory, self.url, self._part_bytes, new=rank > 0)
+        self.uploading: Path | None = None
         self._queue: dict[Path, int] = {}  # checkpoints of which this rank has something to do → their save
         self._of_earlier_job: set[Path] = set()
         self._removed: list[str] = []
@@ -253,12 +259,16 @@ class RunUploads:
             self._latest = None if latest is None else latest.tag
             self._name_latest(store)  # a job may have been killed before it
         self._began = True
+        done = 0
         for directory, save in list(self._queue.items()):
+            self.uploading = directory
             if self._handle(store, directory):
+                done += 1
                 with self._changed:
                     if self._queue.get(directory) == save:
                         del self._queue[directory]
-        if self._removed:
+        self.uploading = None
+        if self._removed and (done or not self._queue):
             self._remove(store)
 
     def _handle(self, store: ObjectStore, directory: Path) -> bool:
@@ -353,14 +363,24 @@ class RunUploads:
             write_state(self.directory, found.token)
 
     def _remove(self, store: ObjectStore) -> None:
-        """Delete pruned checkpoints, manifests first."""
-        names = self._removed[:]
-        for name in names:
-            if step_number(name) is not None and not (self._local / name).exists():
-                store.delete([f"{self._checkpoints}/{name}/{run_files.MANIFEST}"])
-                self._delete_others(store, f"{self._checkpoints}/{name}", set())
-        with self._changed:
-            del self._removed[: len(names)]
+        """Delete pruned checkpoints, manifests first, oldest first.
+
+        The store keeps as many published checkpoints as the spool has, uploaded or not: those that are to
+        replace the pruned ones may not be in the store yet.
+        """
+        published_steps = set(published(store, self._checkpoints).steps)
+        local = {step_number(path.name) for path in self._local.glob("step_*")}
+        for name in sorted(self._removed):
+            number, url = step_number(name), f"{self._checkpoints}/{name}"
+            if number in published_steps - local:
+                if len(published_steps) <= len(local):
+                    continue
+                store.delete([f"{url}/{run_files.MANIFEST}"])
+                published_steps.discard(number)
+            if number not in local:
+                self._delete_others(store, url, set())
+            with self._changed:
+                self._removed.remove(name)
 
     def _delete_others(self, store: ObjectStore, url: str, names: set[str]) -> None:
         """Delete the objects of a checkpoint that are not among `names`."""

@@ -188,6 +188,24 @@ def fetched_run(url: str) -> Path:
     return directory
 
 
+def fetched_files(url: str) -> Path:
+    """Return a local copy of the files of a run in a store, without its checkpoints.
+
+    Raises:
+        StoreError: there are none, or the store cannot be reached.
+    """
+    url, store = normal(url), store_of(url)
+    directory = _copy_of(url)
+    objects = patiently(lambda: store.find(url), url)
+    if run_files.CONFIG not in objects:
+        raise StoreError(f"{url} is not a run: {run_files.CONFIG} is missing.")
+    with alone(directory):
+        for name, found in objects.items():
+            if not name.startswith(f"{run_files.CHECKPOINTS}/"):
+                copy_object(store, f"{url}/{name}", found, directory / name)
+    return directory
+
+
 def mirror(store: ObjectStore, found: Published, directory: Path) -> None:
     """Make a directory of stubs, with `latest` and `best`, equal to what a store has."""
     directory.mkdir(parents=True, exist_ok=True)
