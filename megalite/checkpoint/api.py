@@ -18,7 +18,7 @@ its result or its error.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -170,7 +170,8 @@ def prune(
     keep: int,
     mesh: Mesh,
     keep_every: int | None = None,
-    spare: Collection[Path | None] = (),
+    spare: Path | None = None,
+    in_use: Path | None = None,
     *,
     timed: bool = False,
 ) -> list[str]:
@@ -181,10 +182,11 @@ def prune(
     usable one is never removed.
 
     Args:
+        in_use: a checkpoint that stays for now, and is among the names all the same.
         timed: count and remove only checkpoints with `directories.TIMED` in their state.
     """
     if keep < 1:
         raise ValueError(
             f"checkpoint.keep must be at least 1, got {keep}. To keep all checkpoints, leave it unset."
         )
-    return on_rank_0(mesh, lambda: directories.prune(checkpoints, keep, keep_every, spare, timed))
+    return on_rank_0(mesh, lambda: directories.prune(checkpoints, keep, keep_every, spare, in_use, timed))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -191,27 +190,30 @@ def prune(
     checkpoints: Path,
     keep: int,
     keep_every: int | None,
-    spare: Collection[Path | None] = (),
+    spare: Path | None = None,
+    in_use: Path | None = None,
     timed: bool = False,
 ) -> list[str]:
     """Remove all but the newest `keep` complete checkpoints, multiples of `keep_every`, `spare` and the best.
     Return the names of those that were removed.
 
     Args:
+        in_use: a checkpoint that stays for now, and is among the names all the same.
         timed: count and remove only checkpoints that were saved by time.
     """
     steps, _ = history(checkpoints)
-    complete, spared, removed = 0, (*spare, best(checkpoints)), list[str]()
+    complete, spared, removed = 0, (spare, best(checkpoints)), list[str]()
     for path in steps:
         if timed and not _is_timed(path):
             continue
         if complete < keep:
             complete += _looks_complete(path)
         elif path not in spared and (not keep_every or (step_number(path.name) or 0) % keep_every):
-            deleted = _hidden(path, "deleted")
-            path.rename(deleted)
-            remove(deleted)
             removed.append(path.name)
+            if path != in_use:
+                deleted = _hidden(path, "deleted")
+                path.rename(deleted)
+                remove(deleted)
     return removed
 
 

@@ -141,11 +141,13 @@ class Saver:
             if save.best:
                 checkpoint.mark_best(save.directory, self.mesh)
                 self.best_failed = False
-            spare = (self.newest, None if uploads is None else uploads.uploading)
+            spare, used = self.newest, None if uploads is None else uploads.uploading
             if options.keep is not None:
-                removed = checkpoint.prune(checkpoints, options.keep, self.mesh, options.keep_every, spare)
+                removed = checkpoint.prune(
+                    checkpoints, options.keep, self.mesh, options.keep_every, spare, used
+                )
             elif options.interval is None and options.minutes is not None:
-                removed = checkpoint.prune(checkpoints, TIMED_KEPT, self.mesh, spare=spare, timed=True)
+                removed = checkpoint.prune(checkpoints, TIMED_KEPT, self.mesh, None, spare, used, timed=True)
             if uploads is not None:
                 uploads.saved(save.directory, removed)
         except Exception as error:  # reported by the caller of `take_ended`: this may run on the thread

@@ -157,17 +157,14 @@ class RunUploads:
         """Upload a checkpoint that is complete in the spool, and remove others. Called on every rank."""
         with self._changed:
             self._saves += 1
-            others = {
-                path: save
-                for path, save in self._queue.items()
-                if path != directory and path.name not in removed
+            self._queue = {
+                path: save for path, save in self._queue.items() if path != directory and path.exists()
             }
-            self._queue = {**others, directory: self._saves}
+            self._queue[directory] = self._saves
             self._of_earlier_job.discard(directory)
-            self._removed += [name for name in removed if self._rank == 0]
             if self._leads_node:
-                for name in removed:  # on a node whose disk rank 0 does not see
-                    remove_stub(self._local / name)
+                names = {*self._removed, *removed} - {directory.name}
+                self._removed = sorted(names)
             self._last_size = _bytes_of(directory)
             self._wake()
 
@@ -368,19 +365,28 @@ class RunUploads:
         The store keeps as many published checkpoints as the spool has, uploaded or not: those that are to
         replace the pruned ones may not be in the store yet.
         """
-        published_steps = set(published(store, self._checkpoints).steps)
-        local = {step_number(path.name) for path in self._local.glob("step_*")}
-        for name in sorted(self._removed):
+        waiting = {path.name for path in self._queue}
+        names = [name for name in self._removed if name not in waiting]
+        for name in names:  # on a node whose disk rank 0 does not see, or because it was in use
+            if origin_of(self._local / name) is not None:  # else it has been saved again
+                remove_stub(self._local / name)
+        if self._rank == 0:
+            names = self._removed_in_store(store, names)
+        with self._changed:
+            self._removed = [name for name in self._removed if name not in names]
+
+    def _removed_in_store(self, store: ObjectStore, names: Sequence[str]) -> list[str]:
+        there = set(published(store, self._checkpoints).steps)
+        kept, removed = len(list(self._local.glob("step_*"))), list[str]()
+        for name in names:
             number, url = step_number(name), f"{self._checkpoints}/{name}"
-            if number in published_steps - local:
-                if len(published_steps) <= len(local):
-                    continue
-                store.delete([f"{url}/{run_files.MANIFEST}"])
-                published_steps.discard(number)
-            if number not in local:
-                self._delete_others(store, url, set())
-            with self._changed:
-                self._removed.remove(name)
+            if number in there and len(there) <= kept:
+                continue
+            store.delete([f"{url}/{run_files.MANIFEST}"] if number in there else [])
+            there.discard(number or 0)
+            self._delete_others(store, url, set())
+            removed.append(name)
+        return removed
 
     def _delete_others(self, store: ObjectStore, url: str, names: set[str]) -> None:
         """Delete the objects of a checkpoint that are not among `names`."""

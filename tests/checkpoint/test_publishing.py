@@ -152,7 +152,7 @@ def test_prune_keeps_the_newest_and_never_latest_nor_an_abandoned_future(tmp_pat
 def test_prune_of_saves_by_time_leaves_all_others(tmp_path: Path) -> None:
     for step in range(1, 7):
         save(tmp_path, step, float(step), **({} if step in (2, 5) else {"timed": True}))
-    checkpoint.prune(tmp_path, 2, Mesh(Layout()), spare=[tmp_path / "step_00000003"], timed=True)
+    checkpoint.prune(tmp_path, 2, Mesh(Layout()), spare=tmp_path / "step_00000003", timed=True)
     assert [path.name[-1] for path in sorted(tmp_path.glob("step_*"))] == ["2", "3", "4", "5", "6"]
     checkpoint.prune(tmp_path, 1, Mesh(Layout()), timed=True)
     assert [path.name[-1] for path in sorted(tmp_path.glob("step_*"))] == ["2", "5", "6"]

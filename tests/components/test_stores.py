@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from tests.components.s3_server import BUCKET, Proxy, Request, S3Server, descend
 from tests.structure.sources import ROOT
 from tests.support.configs import write_tokens
 
+FAILING_S = 20.0
 KILLS = int(os.environ.get("MEGALITE_STORE_KILLS", 4))
 MODEL = {
     "hidden_size": 64,
@@ -55,7 +57,7 @@ def proxy(server: S3Server) -> Iterator[Proxy]:
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_tokens(tmp_path_factory.mktemp("tokens"), 256)
+    return write_tokens(tmp_path_factory.mktemp("tokens"), 257)
 
 
 class Machine:
@@ -124,23 +126,24 @@ def test_kills_lose_nothing_that_was_published(server, proxy, tokens, tmp_path):
     parts = [request for request in proxy.requests if "partNumber" in request.path]
     assert len(parts) >= 3
     of_a_save = len(proxy.requests) - first
-    before, kinds = {1}, set[str]()
+    before, latest, kinds = {1}, 1, set[str]()
     for number in range(KILLS):
         elsewhere = number % 2 == 1  # each second restart is on a machine that has nothing
         if elsewhere:
             shutil.rmtree(machine.directory / "runs")
         # uniform over the requests of a save, in equal parts before and after the server has seen one
         at, sees = 1 + of_a_save * number // KILLS, chance.random() < 0.5
-        killed = _killed(machine, proxy, last, at, sees)
+        killed, output = _killed(machine, proxy, last, at, sees)
         kinds.add(killed.method)
+        assert not elsewhere or f"resumed after step {latest}," in output
         after, named = whole_steps(server, "killed", tmp_path / "check")
-        assert named in after and max(after) >= max(before), (before, after, killed)
+        assert named in after and named >= latest and max(after) >= max(before), (before, after, killed)
         assert len(after) >= min(2, len(before)), (before, after, killed)
-        before = after
+        before, latest = after, named
     proxy.reset()
     shutil.rmtree(machine.directory / "runs")
     output = machine.run(*machine.training("killed", last))
-    assert f"resumed after step {max(before)}," in output
+    assert f"resumed after step {latest}," in output
     assert server.unfinished() == []
     after, named = whole_steps(server, "killed", tmp_path / "check")
     assert (after, named) == ({last - 1, last}, last)
@@ -149,8 +152,9 @@ def test_kills_lose_nothing_that_was_published(server, proxy, tokens, tmp_path):
     assert {"PUT", "POST"} <= kinds
 
 
-def _killed(machine: Machine, proxy: Proxy, steps: int, at: int, sees: bool) -> Request:
-    """Train until the at-th request from the begin of a save, and kill the process there.
+def _killed(machine: Machine, proxy: Proxy, steps: int, at: int, sees: bool) -> tuple[Request, str]:
+    """Train until the at-th request from the begin of a save, and kill the process there. Returns the request and what
+    the process has printed.
 
     Args:
         sees: whether the server has seen the request.
@@ -178,16 +182,19 @@ def _killed(machine: Machine, proxy: Proxy, steps: int, at: int, sees: bool) -> 
     output, _ = process.communicate(timeout=200)
     assert process.returncode == -signal.SIGKILL, output
     print(f"killed {'after' if sees else 'before'} request {at}: {found[at - 1].method} {found[at - 1].path[:90]}")
-    return found[at - 1]
+    return found[at - 1], output
 
 
 @pytest.mark.parametrize("failing", ["503", "closed"])
 def test_a_store_that_fails_does_not_end_a_run(server, proxy, tokens, tmp_path, failing):
     machine = Machine(tmp_path / "machine", proxy, tokens)
 
+    began: list[float] = []
+
     def fail(request: Request) -> None:
-        saves = sum(each.starts_a_save for each in proxy.requests)
-        proxy.failing = failing if saves >= 2 and len(proxy.requests) < 60 else None
+        if request.starts_a_save and sum(each.starts_a_save for each in proxy.requests) == 3:
+            began.append(time.monotonic())
+        proxy.failing = failing if began and time.monotonic() < began[0] + FAILING_S else None
 
     proxy.before = fail
     output = machine.run(*machine.training(failing, 4))
@@ -197,7 +204,7 @@ def test_a_store_that_fails_does_not_end_a_run(server, proxy, tokens, tmp_path, 
 
 def test_what_could_not_be_uploaded_is_uploaded_by_the_next_start(server, proxy, tokens, tmp_path):
     machine = Machine(tmp_path / "machine", proxy, tokens)
-    proxy.before = lambda request: setattr(proxy, "failing", "closed" if request.method != "GET" else None)
+    proxy.before = lambda request: setattr(proxy, "failing", "503" if request.method in ("PUT", "POST") else None)
     words = machine.training("late", 3, "--store.patience", "2s")
     output = machine.run(*words, status=1)
     assert "step_00000002, step_00000003" in output and "repeat the command on this machine" in output
@@ -235,7 +242,7 @@ def test_commands_read_a_store(server, proxy, tokens, tmp_path):
     assert "is intact" in other.run("checkpoint", "verify", step)
     other.run("checkpoint", "consolidate", run, "out.safetensors")
     other.run("convert", "export", run, "hf")
-    assert other.run("generate", f"{run}/checkpoints/latest", "--prompt", "a", "--tokens", "2")
+    assert other.run("generate", f"{run}/checkpoints/latest", "--prompt", "a", "--tokens", "2", "--tokenizer", "byte")
     # as initial weights, on another layout, and as a checkpoint to resume
     words = other.training("from", 3, "--model.init_from", run, "--nproc", "2", "--tp", "2")
     other.run(*words)
