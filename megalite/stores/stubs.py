@@ -18,6 +18,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megalite.config import run_files
@@ -175,7 +176,7 @@ def fetched_run(url: str) -> Path:
     """
     url, store = normal(url), store_of(url)
     for checkpoints in (f"{url}/{run_files.CHECKPOINTS}", url):
-        found = patiently(lambda of=checkpoints: published(store, of), url)  # type: ignore[misc]
+        found = patiently(partial(published, store, checkpoints), url)
         if found.steps:
             break
     else:
@@ -248,7 +249,7 @@ def _place(url: str) -> str | None:
     if patiently(lambda: store.info(f"{url}/{run_files.MANIFEST}"), url) is not None:
         return url
     for checkpoints in (f"{url}/{run_files.CHECKPOINTS}", url):
-        found = patiently(lambda of=checkpoints: published(store, of), url)  # type: ignore[misc]
+        found = patiently(partial(published, store, checkpoints), url)
         if found.newest is not None:
             return f"{checkpoints}/{step_name(found.newest)}"
     return None

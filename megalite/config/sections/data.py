@@ -13,6 +13,7 @@ from megalite.config.extensions import EXTENSIONS, is_own_objective, is_source
 from megalite.config.option import SIZE, option
 from megalite.config.rule import Rule, suggestion
 from megalite.config.token_files import is_chat, metadata, named_sets, prefixes
+from megalite.stores.url import is_url
 
 if TYPE_CHECKING:
     from megalite.config.rules.context import RuleContext
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 class DataConfig:
     train: str | list[str] | dict[str, float] | None = option(None, path=True)
     """Training data: a token file's PREFIX (of PREFIX.bin and PREFIX.idx), a list of prefixes, {PREFIX:
-    weight} for a blend, or NAME:ARGUMENT for a data source of run.extensions."""
+    weight} for a blend, or NAME:ARGUMENT for a data source of run.extensions. A PREFIX may be the URL of an
+    object store."""
     validation: float | str | list[str] | dict[str, float] | dict[str, str] | None = option(
         None, amount=amounts.PERCENTAGE, path=True
     )
@@ -48,9 +50,16 @@ class DataConfig:
 def _missing(source: Any) -> list[str]:
     """The files that are not there; os.path, unlike pathlib, takes a name that is too long for one of
     these."""
-    return [
-        f"{p}{end}" for p in prefixes(source) for end in (".bin", ".idx") if not os.path.isfile(f"{p}{end}")
-    ]
+    found = []
+    for prefix in prefixes(source):
+        if is_url(prefix):
+            from megalite.stores.token_files import missing
+
+            found += missing(prefix)
+        else:
+            names = (f"{prefix}{end}" for end in (".bin", ".idx"))
+            found += [name for name in names if not os.path.isfile(name)]
+    return found
 
 
 def _unregistered(source: Any) -> str:
@@ -66,7 +75,10 @@ def _unregistered(source: Any) -> str:
 
 
 def _nearest_prefix(source: Any) -> str:
-    prefix = Path(_missing(source)[0]).with_suffix("")
+    first = _missing(source)[0]
+    if is_url(first):
+        return "Check the URL of PREFIX, without its .bin, with the tools of the store."
+    prefix = Path(first).with_suffix("")
     others = sorted(str(path.with_suffix("")) for path in prefix.parent.glob("*.bin"))
     if near := get_close_matches(str(prefix), others, n=1):
         return f"Nearest: {near[0]}."
