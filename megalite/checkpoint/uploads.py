@@ -33,7 +33,7 @@ from megalite.config.schema import Config
 from megalite.stores.arrival import write_state
 from megalite.stores.errors import ConflictError, reason
 from megalite.stores.object_store import ObjectStore, patiently, store_of
-from megalite.stores.stubs import origin_of, published, remove_stub, write_origin
+from megalite.stores.stubs import Published, origin_of, published, remove_stub, write_origin
 from megalite.system.messages import counted, say
 from megalite.system.progress import amount
 
@@ -113,6 +113,7 @@ class RunUploads:
         self._of_earlier_job: set[Path] = set()
         self._removed: list[str] = []
         self._latest: str | None = None  # the tag of `latest` in the store, as this run knows it
+        self._unconfirmed: int | None = None
         self._saves, self._last_size, self._published_own = 0, 0, False
         self._conflict: ConflictError | None = None
         self._problem: str | None = None  # why the last attempt failed
@@ -337,6 +338,7 @@ class RunUploads:
     def _publish(self, store: ObjectStore, directory: Path, content: bytes, url: str) -> None:
         """Write the manifest, then `latest`, then `best`."""
         manifest = f"{url}/{run_files.MANIFEST}"
+        self._check_latest(published(store, self._checkpoints), store)
         store.write(manifest, content)
         self._name_latest(store)
         if (found := store.info(manifest)) is not None and self._is_still(directory, content):
@@ -345,15 +347,29 @@ class RunUploads:
         if best.is_file() and best.read_text(encoding="utf-8").strip() == directory.name:
             store.write(f"{self._checkpoints}/{run_files.BEST}", best.read_bytes())
 
+    def _check_latest(self, found: Published, store: ObjectStore) -> None:
+        """Raise ConflictError if another job has written `latest`."""
+        latest = found.objects.get(run_files.LATEST)
+        if latest is not None and self._unconfirmed == found.newest:  # the answer to our write was lost
+            self._latest = latest.tag
+        self._unconfirmed = None
+        if store.conditional and (None if latest is None else latest.tag) != self._latest:
+            raise ConflictError(
+                f"{self._checkpoints}/{run_files.LATEST} has been written by another process."
+            )
+
     def _name_latest(self, store: ObjectStore) -> None:
         """Let `latest` in the store name the newest published checkpoint up to that of the spool."""
         found, file = published(store, self._checkpoints), self._local / run_files.LATEST
+        self._check_latest(found, store)
         own = step_number(file.read_text(encoding="utf-8").strip()) if file.is_file() else None
         number = max((step for step in found.steps if own is None or step <= own), default=None)
         if number is not None and store.conditional:
             if number != found.newest or run_files.LATEST not in found.objects:
                 text = f"{step_name(number)}\n".encode()
+                self._unconfirmed = number
                 self._latest = store.replace(f"{self._checkpoints}/{run_files.LATEST}", text, self._latest)
+                self._unconfirmed = None
             assert self._latest is not None
             write_state(self.directory, self._latest)
         elif number is not None:
