@@ -350,8 +350,8 @@ class RunUploads:
     def _check_latest(self, found: Published, store: ObjectStore) -> None:
         """Raise ConflictError if another job has written `latest`."""
         latest = found.objects.get(run_files.LATEST)
-        if latest is not None and self._unconfirmed == found.newest:  # the answer to our write was lost
-            self._latest = latest.tag
+        if latest is not None and self._unconfirmed is not None and self._unconfirmed == found.newest:
+            self._latest = latest.tag  # the answer to our write was lost
         self._unconfirmed = None
         if store.conditional and (None if latest is None else latest.tag) != self._latest:
             raise ConflictError(
@@ -364,16 +364,14 @@ class RunUploads:
         self._check_latest(found, store)
         own = step_number(file.read_text(encoding="utf-8").strip()) if file.is_file() else None
         number = max((step for step in found.steps if own is None or step <= own), default=None)
-        if number is not None and store.conditional:
-            if number != found.newest or run_files.LATEST not in found.objects:
-                text = f"{step_name(number)}\n".encode()
-                self._unconfirmed = number
-                self._latest = store.replace(f"{self._checkpoints}/{run_files.LATEST}", text, self._latest)
-                self._unconfirmed = None
-            assert self._latest is not None
-            write_state(self.directory, self._latest)
-        elif number is not None:
-            write_state(self.directory, found.token)
+        if number is None:
+            return
+        if store.conditional and (number != found.newest or run_files.LATEST not in found.objects):
+            text = f"{step_name(number)}\n".encode()
+            self._unconfirmed = number
+            self._latest = store.replace(f"{self._checkpoints}/{run_files.LATEST}", text, self._latest)
+            self._unconfirmed = None
+        write_state(self.directory, self._latest or found.token)
 
     def _remove(self, store: ObjectStore) -> None:
         """Delete pruned checkpoints, manifests first, oldest first.

@@ -47,7 +47,8 @@ class ObjectStore:
     """A store. Methods raise what its library raises, and FileNotFoundError for an object that is not there.
 
     Attributes:
-        conditional: whether `replace` detects that another process has written the object.
+        conditional: whether `replace` works. False once a store with the interface of S3 has answered that it
+            lacks conditional writes.
     """
 
     conditional = False
@@ -100,18 +101,19 @@ class ObjectStore:
         """Write a small object."""
         self._commit(url, lambda file: file.write(data))
 
-    def replace(self, url: str, data: bytes, known: str | None) -> str:
-        """Write a small object if it is still the one that is known, and return its tag.
+    def replace(self, url: str, data: bytes, known: str | None) -> str | None:
+        """Write a small object if it is still the one that is known.
 
         Args:
             known: the tag of the object that is replaced; None: there is none.
 
+        Returns:
+            its tag; None, with nothing written, by a store that is not `conditional`.
+
         Raises:
-            ConflictError: another process has written it, which only a `conditional` store notices.
+            ConflictError: another process has written it.
         """
-        self.write(url, data)
-        found = self.info(url)
-        return "" if found is None else found.tag
+        return None
 
     def upload(self, file: Path, url: str, part_bytes: int) -> None:
         """Write an object from a file, in parts of at least `part_bytes` if the store has parts."""
