@@ -17,6 +17,7 @@ EXTRAS = {
     "log": "TensorBoard, Weights & Biases",
     "gpu": "sensors of GPUs",
     "eval": "lm-evaluation-harness",
+    "stores": "runs, checkpoints and data in S3, Google Cloud Storage, Azure",
 }
 REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[\w,]+\])?\s*(?:>=\s*([\d.]+))?")
 
