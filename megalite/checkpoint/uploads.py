@@ -390,14 +390,15 @@ class RunUploads:
             self._removed = [name for name in self._removed if name not in names]
 
     def _removed_in_store(self, store: ObjectStore, names: Sequence[str]) -> list[str]:
-        there = set(published(store, self._checkpoints).steps)
-        kept, removed = len(list(self._local.glob("step_*"))), list[str]()
+        found = published(store, self._checkpoints)
+        there, kept, removed = set(found.steps), len(list(self._local.glob("step_*"))), list[str]()
         for name in names:
             number, url = step_number(name), f"{self._checkpoints}/{name}"
-            if number in there and len(there) <= kept:
-                continue
-            store.delete([f"{url}/{run_files.MANIFEST}"] if number in there else [])
-            there.discard(number or 0)
+            if number in there:
+                if len(there) <= kept or number == found.newest:
+                    continue
+                store.delete([f"{url}/{run_files.MANIFEST}"])
+                there.discard(number)
             self._delete_others(store, url, set())
             removed.append(name)
         return removed

@@ -9,6 +9,7 @@ the last two apart.
 from __future__ import annotations
 
 import json
+import os
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -104,6 +105,11 @@ def write_state(directory: Path, token: str) -> None:
 
 
 def _in_use(directory: Path) -> bool:
-    with suppress(OSError):
-        return time.time() - (directory / run_files.LOCK).stat().st_mtime < IN_USE_S
+    """Return whether a job may use the spool: its lock is fresh, and its process is not known to have ended."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        lock = directory / run_files.LOCK
+        if time.time() - lock.stat().st_mtime >= IN_USE_S:
+            return False
+        holder = json.loads(lock.read_text(encoding="utf-8"))
+        return holder["host"] != os.uname().nodename or Path(f"/proc/{holder['pid']}").exists()
     return False

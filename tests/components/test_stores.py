@@ -11,7 +11,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ import pytest
 
 from megalite.checkpoint import Manifest, step_number
 from tests.components.environments import python_of
+from tests.components.forks import Forks
 from tests.components.s3_server import BUCKET, Proxy, Request, S3Server, descendants, s3_server
 from tests.structure.sources import ROOT
 from tests.support.configs import write_tokens
@@ -39,6 +39,8 @@ OPTIONS = [
     *("--train.precision", "fp32", "--optimizer.decay", "constant", "--optimizer.warmup_steps", "0"),
     *("--checkpoint.interval", "1", "--checkpoint.keep", "2", "--store.part_mb", "0.3", "--store.retry", "1s"),
 ]
+OURS = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
+IMPORTED = ["torch", "megalite.training.fit", "megalite.commands.train", "s3fs"]
 URL = f"s3://{BUCKET}/runs"
 
 
@@ -60,34 +62,39 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_tokens(tmp_path_factory.mktemp("tokens"), 257)
 
 
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    started = Forks(python_of("stores"), IMPORTED, {**os.environ, **OURS})
+    yield started
+    started.close()
+
+
 class Machine:
     """A directory with the spool of runs and a cache, and the commands that use a store from there."""
 
-    def __init__(self, directory: Path, proxy: Proxy, tokens: str):
-        self.directory, self._tokens = directory, tokens
+    def __init__(self, directory: Path, proxy: Proxy, tokens: str, forks: Forks):
+        self.directory, self._tokens, self._forks = directory, tokens, forks
+        self._output = directory.with_suffix(".output")
         self._environment = {
             **os.environ,
             **proxy.environment,
             "MEGALITE_CACHE": str(directory / "cache"),
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}",
-            "OMP_NUM_THREADS": "1",
+            **OURS,
         }
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
+    def start(self, *words: str) -> int:
+        """Start `megalite WORDS …`, and return its process id."""
         self.directory.mkdir(exist_ok=True)
-        return subprocess.Popen(
-            [python_of("stores"), "-m", "megalite", *words],
-            cwd=self.directory,
-            env=self._environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        return self._forks.start(["megalite", *words], self.directory, self._environment, self._output)
+
+    def end(self) -> tuple[int, str]:
+        """Wait for the command. Returns its status and output."""
+        return self._forks.wait(), self._output.read_text()
 
     def run(self, *words: str, status: int = 0) -> str:
-        process = self.start(*words)
-        output, _ = process.communicate(timeout=200)
-        assert process.returncode == status, output
+        self.start(*words)
+        ended, output = self.end()
+        assert ended == status, output
         return output
 
     def training(self, name: str, steps: int, *others: str, data: str = "", url: str = URL) -> list[str]:
@@ -117,8 +124,8 @@ def losses(lines: str) -> dict[int, tuple[float, float]]:
     return {record["step"]: (record["loss"], record["grad_norm"]) for record in records}
 
 
-def test_kills_lose_nothing_that_was_published(server, proxy, tokens, tmp_path):
-    machine, chance = Machine(tmp_path / "machine", proxy, tokens), random.Random(7)
+def test_kills_lose_nothing_that_was_published(server, proxy, tokens, forks, tmp_path):
+    machine, chance = Machine(tmp_path / "machine", proxy, tokens, forks), random.Random(7)
     last = 2 * KILLS + 3
     machine.run(*machine.training("local", last, "--checkpoint.interval", "1000", url=str(tmp_path)))
     machine.run(*machine.training("killed", 1))
@@ -174,20 +181,20 @@ def _killed(machine: Machine, proxy: Proxy, steps: int, at: int, sees: bool) -> 
 
     def kill() -> None:
         proxy.failing = "closed"  # nothing else arrives
-        for pid in descendants(process.pid):
+        for pid in descendants(process):
             os.kill(pid, signal.SIGKILL)
 
     proxy.before, proxy.after = count, answered
     process = machine.start(*machine.training("killed", steps))
-    output, _ = process.communicate(timeout=200)
-    assert process.returncode == -signal.SIGKILL, output
+    status, output = machine.end()
+    assert status == -signal.SIGKILL, output
     print(f"killed {'after' if sees else 'before'} request {at}: {found[at - 1].method} {found[at - 1].path[:90]}")
     return found[at - 1], output
 
 
 @pytest.mark.parametrize("failing", ["503", "closed"])
-def test_a_store_that_fails_does_not_end_a_run(server, proxy, tokens, tmp_path, failing):
-    machine = Machine(tmp_path / "machine", proxy, tokens)
+def test_a_store_that_fails_does_not_end_a_run(server, proxy, tokens, forks, tmp_path, failing):
+    machine = Machine(tmp_path / "machine", proxy, tokens, forks)
 
     began: list[float] = []
 
@@ -204,8 +211,8 @@ def test_a_store_that_fails_does_not_end_a_run(server, proxy, tokens, tmp_path, 
     assert whole_steps(server, failing, tmp_path / "check") == ({3, 4}, 4)
 
 
-def test_what_could_not_be_uploaded_is_uploaded_by_the_next_start(server, proxy, tokens, tmp_path):
-    machine = Machine(tmp_path / "machine", proxy, tokens)
+def test_what_could_not_be_uploaded_is_uploaded_by_the_next_start(server, proxy, tokens, forks, tmp_path):
+    machine = Machine(tmp_path / "machine", proxy, tokens, forks)
     proxy.before = lambda request: setattr(proxy, "failing", "503" if request.method in ("PUT", "POST") else None)
     words = machine.training("late", 3)
     output = machine.run(*words, "--store.patience", "2s", status=1)
@@ -220,8 +227,9 @@ def test_what_could_not_be_uploaded_is_uploaded_by_the_next_start(server, proxy,
     assert {2, 3} <= steps and latest == 3
 
 
-def test_two_jobs_do_not_overwrite_each_other(server, proxy, tokens, tmp_path):
-    one, other = (Machine(tmp_path / name, proxy, tokens) for name in ("one", "other"))
+def test_two_jobs_do_not_overwrite_each_other(server, proxy, tokens, forks, tmp_path):
+    second = Forks(python_of("stores"), IMPORTED, {**os.environ, **OURS})
+    one, other = Machine(tmp_path / "one", proxy, tokens, forks), Machine(tmp_path / "other", proxy, tokens, second)
     one.run(*one.training("twice", 1))
 
     def once(request: Request) -> None:  # while one machine uploads a checkpoint, another one publishes its own
@@ -236,11 +244,11 @@ def test_two_jobs_do_not_overwrite_each_other(server, proxy, tokens, tmp_path):
     assert latest == 2 and 2 in steps
 
 
-def test_commands_read_a_store(server, proxy, tokens, tmp_path):
-    machine = Machine(tmp_path / "machine", proxy, tokens)
+def test_commands_read_a_store(server, proxy, tokens, forks, tmp_path):
+    machine = Machine(tmp_path / "machine", proxy, tokens, forks)
     machine.run(*machine.training("read", 2))
     run, step = f"{URL}/read", f"{URL}/read/checkpoints/step_00000001"
-    other = Machine(tmp_path / "other", proxy, tokens)
+    other = Machine(tmp_path / "other", proxy, tokens, forks)
     assert re.findall(r"step_0000000\d .* whole", other.run("checkpoint", "list", run))
     assert "is intact" in other.run("checkpoint", "verify", step)
     other.run("checkpoint", "consolidate", run, "out.safetensors")
