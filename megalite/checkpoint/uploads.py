@@ -387,7 +387,8 @@ class RunUploads:
         if self._rank == 0:
             names = self._removed_in_store(store, names)
         with self._changed:
-            self._removed = [name for name in self._removed if name not in names]
+            # if nothing waits, the store has no more than what the spool has: there is nothing to delete
+            self._removed = [name for name in self._removed if name not in names] if self._queue else []
 
     def _removed_in_store(self, store: ObjectStore, names: Sequence[str]) -> list[str]:
         found = published(store, self._checkpoints)

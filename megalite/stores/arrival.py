@@ -105,7 +105,7 @@ def write_state(directory: Path, token: str) -> None:
 
 
 def _in_use(directory: Path) -> bool:
-    """Return whether a job may use the spool: its lock is fresh, and its process is not known to have ended."""
+    """Return whether a job may use the spool: the lock is fresh, and its process is not known to be gone."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         lock = directory / run_files.LOCK
         if time.time() - lock.stat().st_mtime >= IN_USE_S:
