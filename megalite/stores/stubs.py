@@ -103,7 +103,7 @@ def replace_file(path: Path, content: bytes) -> None:
 def alone(directory: Path) -> Iterator[None]:
     """Let one process of the node at a time enter the block, for a directory."""
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with open(directory.with_name(f".{directory.name}.alone"), "w") as guard:
+    with open(directory.with_name(f".{directory.name}.alone"), "w", encoding="utf-8") as guard:
         fcntl.flock(guard, fcntl.LOCK_EX)
         yield
 

@@ -157,7 +157,7 @@ class CachedObject:
     def _reader_of(self, number: int) -> Iterator[None]:
         """Let one process of the node at a time enter the block."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        with open(self._directory / f".{number % 64:02d}", "w") as guard:
+        with open(self._directory / f".{number % 64:02d}", "w", encoding="utf-8") as guard:
             fcntl.flock(guard, fcntl.LOCK_EX)
             yield
 
@@ -165,7 +165,7 @@ class CachedObject:
 def evict(blocks: Path, limit: float) -> None:
     """Remove the blocks that were used longest ago until the cache has at most `limit` bytes."""
     blocks.mkdir(parents=True, exist_ok=True)
-    with open(blocks / ".evict", "w") as guard:
+    with open(blocks / ".evict", "w", encoding="utf-8") as guard:
         try:
             fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
