@@ -32,10 +32,10 @@ def open_stored(path: Path, size: int) -> Iterator[BinaryIO]:
     url = f"{origin[0]}/{path.name}"
     try:
         store = store_of(url)
-        found = patiently(lambda: store.info(url), url)
-        if found is None or found.size != size:
-            raise damaged(url, f"{size:,} bytes", "no object" if found is None else f"{found.size:,}")
-        yield cast(BinaryIO, RemoteFile(store, url, found))
+        entry = patiently(lambda: store.info(url), url)
+        if entry is None or entry.size != size:
+            raise damaged(url, f"{size:,} bytes", "no object" if entry is None else f"{entry.size:,}")
+        yield cast(BinaryIO, RemoteFile(store, url, entry))
     except (FileNotFoundError, ConflictError):
         raise damaged(url, f"{size:,} bytes", "that it was removed or replaced while it was read") from None
     except StoreError as error:

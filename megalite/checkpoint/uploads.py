@@ -61,14 +61,14 @@ def clean(config: Config) -> list[str]:
     assert url is not None
     store, checkpoints = store_of(url), f"{url}/{run_files.CHECKPOINTS}"
     aborted = patiently(lambda: store.abort_uploads(url), url)
-    found = patiently(lambda: published(store, checkpoints), url)
-    now = max((each.modified for each in found.objects.values()), default=0.0)  # by the clock of the store
+    listing = patiently(lambda: published(store, checkpoints), url)
+    now = max((each.modified for each in listing.objects.values()), default=0.0)  # by the clock of the store
     waiting = {path.name for path in _waiting(config.run.directory)}
     orphans = [
         f"{checkpoints}/{name}"
-        for name, each in found.objects.items()
+        for name, each in listing.objects.items()
         if (number := step_number(step := name.partition("/")[0])) is not None
-        and number not in found.steps
+        and number not in listing.steps
         and step not in waiting
         and each.modified < now - ABANDONED_S
     ]
@@ -78,14 +78,14 @@ def clean(config: Config) -> list[str]:
 
 def _waiting(directory: Path) -> list[Path]:
     """Return the checkpoints in a spool that are not known to be in the store, oldest save first."""
-    found = [
+    paths = [
         path
         for path in (directory / run_files.CHECKPOINTS).glob("step_*")
         if step_number(path.name) is not None
         and (path / run_files.MANIFEST).exists()
         and origin_of(path) is None
     ]
-    return sorted(found, key=lambda path: ((path / run_files.MANIFEST).stat().st_mtime, path.name))
+    return sorted(paths, key=lambda path: ((path / run_files.MANIFEST).stat().st_mtime, path.name))
 
 
 class RunUploads:
@@ -295,10 +295,10 @@ class RunUploads:
             say(f"uploaded {url} ({amount(size, 'B')}, {taken:.1f} s)")
             self._delete_others(store, url, {*manifest.files, run_files.MANIFEST})
         else:
-            found = there.get(run_files.MANIFEST)
-            if found is None or store.read(f"{url}/{run_files.MANIFEST}") != content:
+            entry = there.get(run_files.MANIFEST)
+            if entry is None or store.read(f"{url}/{run_files.MANIFEST}") != content:
                 return self._is_given_up(directory)
-            write_origin(directory, url, found.tag)
+            write_origin(directory, url, entry.tag)
         self._published_own |= directory not in self._of_earlier_job
         self._free()
         return True
@@ -341,16 +341,16 @@ class RunUploads:
         self._check_latest(published(store, self._checkpoints), store)
         store.write(manifest, content)
         self._name_latest(store)
-        if (found := store.info(manifest)) is not None and self._is_still(directory, content):
-            write_origin(directory, url, found.tag)
+        if (entry := store.info(manifest)) is not None and self._is_still(directory, content):
+            write_origin(directory, url, entry.tag)
         best = self._local / run_files.BEST
         if best.is_file() and best.read_text(encoding="utf-8").strip() == directory.name:
             store.write(f"{self._checkpoints}/{run_files.BEST}", best.read_bytes())
 
-    def _check_latest(self, found: Published, store: ObjectStore) -> None:
+    def _check_latest(self, listing: Published, store: ObjectStore) -> None:
         """Raise ConflictError if another job has written `latest`."""
-        latest = found.objects.get(run_files.LATEST)
-        if latest is not None and self._unconfirmed is not None and self._unconfirmed == found.newest:
+        latest = listing.objects.get(run_files.LATEST)
+        if latest is not None and self._unconfirmed is not None and self._unconfirmed == listing.newest:
             self._latest = latest.tag  # the answer to our write was lost
         self._unconfirmed = None
         if store.conditional and (None if latest is None else latest.tag) != self._latest:
@@ -360,18 +360,18 @@ class RunUploads:
 
     def _name_latest(self, store: ObjectStore) -> None:
         """Let `latest` in the store name the newest published checkpoint up to that of the spool."""
-        found, file = published(store, self._checkpoints), self._local / run_files.LATEST
-        self._check_latest(found, store)
+        listing, file = published(store, self._checkpoints), self._local / run_files.LATEST
+        self._check_latest(listing, store)
         own = step_number(file.read_text(encoding="utf-8").strip()) if file.is_file() else None
-        number = max((step for step in found.steps if own is None or step <= own), default=None)
+        number = max((step for step in listing.steps if own is None or step <= own), default=None)
         if number is None:
             return
-        if store.conditional and (number != found.newest or run_files.LATEST not in found.objects):
+        if store.conditional and (number != listing.newest or run_files.LATEST not in listing.objects):
             text = f"{step_name(number)}\n".encode()
             self._unconfirmed = number
             self._latest = store.replace(f"{self._checkpoints}/{run_files.LATEST}", text, self._latest)
             self._unconfirmed = None
-        write_state(self.directory, self._latest or found.token)
+        write_state(self.directory, self._latest or listing.token)
 
     def _remove(self, store: ObjectStore) -> None:
         """Delete pruned checkpoints, manifests first, oldest first.
@@ -391,12 +391,12 @@ class RunUploads:
             self._removed = [name for name in self._removed if name not in names] if self._queue else []
 
     def _removed_in_store(self, store: ObjectStore, names: Sequence[str]) -> list[str]:
-        found = published(store, self._checkpoints)
-        there, kept, removed = set(found.steps), len(list(self._local.glob("step_*"))), list[str]()
+        listing = published(store, self._checkpoints)
+        there, kept, removed = set(listing.steps), len(list(self._local.glob("step_*"))), list[str]()
         for name in names:
             number, url = step_number(name), f"{self._checkpoints}/{name}"
             if number in there:
-                if len(there) <= kept or number == found.newest:
+                if len(there) <= kept or number == listing.newest:
                     continue
                 store.delete([f"{url}/{run_files.MANIFEST}"])
                 there.discard(number)

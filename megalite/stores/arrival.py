@@ -47,19 +47,19 @@ def fetch_run(url: str, directory: Path) -> None:
     with alone(directory):
         if _in_use(directory):
             return
-        found = patiently(lambda: published(store, f"{url}/{run_files.CHECKPOINTS}"), url)
-        leads = (read_state(directory) or "") != found.token
-        _update_stubs(found, checkpoints, leads)
+        listing = patiently(lambda: published(store, f"{url}/{run_files.CHECKPOINTS}"), url)
+        leads = (read_state(directory) or "") != listing.token
+        _update_stubs(listing, checkpoints, leads)
         if leads:
             checkpoints.mkdir(parents=True, exist_ok=True)
-            name_steps(found, checkpoints)
+            name_steps(listing, checkpoints)
             for name, each in patiently(lambda: store.find(url), url).items():
                 if not name.startswith(LEFT_OUT):
                     copy_object(store, f"{url}/{name}", each, directory / name)
-            write_state(directory, found.token)
+            write_state(directory, listing.token)
 
 
-def _update_stubs(found: Published, checkpoints: Path, leads: bool) -> None:
+def _update_stubs(listing: Published, checkpoints: Path, leads: bool) -> None:
     """Make stubs of published checkpoints.
 
     Args:
@@ -70,24 +70,24 @@ def _update_stubs(found: Published, checkpoints: Path, leads: bool) -> None:
     for path in checkpoints.glob("step_*"):
         number = run_files.step_number(path.name)
         if number is None or origin_of(path) is None:
-            if leads and number in found.steps and not _is_same(found, number, path):
+            if leads and number in listing.steps and not _is_same(listing, number, path):
                 remove_stub(path)
-        elif number not in found.steps:
+        elif number not in listing.steps:
             remove_stub(path)
-    for number, manifest in found.steps.items():
+    for number, manifest in listing.steps.items():
         name = step_name(number)
-        update_stub(store_of(found.url), checkpoints / name, f"{found.url}/{name}", manifest)
+        update_stub(store_of(listing.url), checkpoints / name, f"{listing.url}/{name}", manifest)
 
 
-def _is_same(found: Published, number: int | None, path: Path) -> bool:
+def _is_same(listing: Published, number: int | None, path: Path) -> bool:
     """Return whether a local checkpoint is the published one, which a killed job did not record."""
     assert number is not None
     name = f"{step_name(number)}/{run_files.MANIFEST}"
     manifest = path / run_files.MANIFEST
-    if not manifest.exists() or manifest.stat().st_size != found.objects[name].size:
+    if not manifest.exists() or manifest.stat().st_size != listing.objects[name].size:
         return False
-    store = store_of(found.url)
-    return manifest.read_bytes() == patiently(lambda: store.read(f"{found.url}/{name}"), found.url)
+    store = store_of(listing.url)
+    return manifest.read_bytes() == patiently(lambda: store.read(f"{listing.url}/{name}"), listing.url)
 
 
 def read_state(directory: Path) -> str | None:

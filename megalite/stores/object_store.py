@@ -63,21 +63,21 @@ class ObjectStore:
     def info(self, url: str) -> StoredObject | None:
         """Return what the store says of an object, or None if it is not there."""
         try:
-            found = self.fs.info(self.path(url))
+            entry = self.fs.info(self.path(url))
         except FileNotFoundError:
             return None
-        return _object(found) if found.get("type", "file") == "file" else None
+        return _object(entry) if entry.get("type", "file") == "file" else None
 
     def find(self, url: str) -> dict[str, StoredObject]:
         """Return the objects below a URL by the rest of their names."""
         base = self.path(url).rstrip("/") + "/"
         try:
-            found = self.fs.find(base.rstrip("/"), detail=True)
+            entries = self.fs.find(base.rstrip("/"), detail=True)
         except FileNotFoundError:
             return {}
         return {
             name.removeprefix(base): _object(entry)
-            for name, entry in sorted(found.items())
+            for name, entry in sorted(entries.items())
             if name.startswith(base) and entry.get("type", "file") == "file"
         }
 

@@ -17,9 +17,9 @@ class RemoteFile:
         name: the URL.
     """
 
-    def __init__(self, store: ObjectStore, url: str, found: StoredObject):
+    def __init__(self, store: ObjectStore, url: str, entry: StoredObject):
         self.name = url
-        self._store, self._found = store, found
+        self._store, self._entry = store, entry
         self._position = self._start = 0
         self._buffer = b""
 
@@ -32,11 +32,11 @@ class RemoteFile:
         bytes.
         """
         view = memoryview(target).cast("B")
-        start, stop = self._position, min(self._position + len(view), self._found.size)
+        start, stop = self._position, min(self._position + len(view), self._entry.size)
         if not self._start <= start <= stop <= self._start + len(self._buffer):
-            end = min(max(stop, start + PIECE), self._found.size)
+            end = min(max(stop, start + PIECE), self._entry.size)
             self._buffer = patiently(
-                lambda: self._store.read(self.name, start, end, self._found.tag), self.name
+                lambda: self._store.read(self.name, start, end, self._entry.tag), self.name
             )
             self._start = start
         data = self._buffer[start - self._start : stop - self._start]

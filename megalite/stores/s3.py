@@ -67,9 +67,9 @@ class S3Store(ObjectStore):
                 return None
             if _failed(error) not in ("PreconditionFailed", "NoSuchKey", "412", "404"):
                 raise
-        found = self.info(url)
-        if found is not None and self.read(url) == data:
-            return found.tag
+        entry = self.info(url)
+        if entry is not None and self.read(url) == data:
+            return entry.tag
         raise ConflictError(f"{url} has been written by another process.")
 
     def upload(self, file: Path, url: str, part_bytes: int) -> None:
@@ -80,8 +80,8 @@ class S3Store(ObjectStore):
             self._run(self._upload, file, size, self._place(url), max(part_bytes, -(-size // MOST_PARTS)))
 
     async def _upload(self, file: Path, size: int, place: dict[str, str], part_bytes: int) -> None:
-        made = await self.fs._call_s3("create_multipart_upload", **place)
-        upload = {**place, "UploadId": made["UploadId"]}
+        creation = await self.fs._call_s3("create_multipart_upload", **place)
+        upload = {**place, "UploadId": creation["UploadId"]}
         gate = asyncio.Semaphore(PARTS_AT_ONCE)
 
         async def send(descriptor: int, number: int) -> dict[str, Any]:

@@ -57,8 +57,8 @@ def published(store: ObjectStore, checkpoints: str) -> Published:
     """Return the checkpoints below a URL. Asks once, and raises what the store raises."""
     objects = store.find(checkpoints)
     steps = {
-        number: found
-        for name, found in objects.items()
+        number: listing
+        for name, listing in objects.items()
         if name.endswith(f"/{run_files.MANIFEST}")
         and (number := step_number(name.removesuffix(f"/{run_files.MANIFEST}"))) is not None
     }
@@ -176,16 +176,16 @@ def fetched_run(url: str) -> Path:
     """
     url, store = normal(url), store_of(url)
     for checkpoints in (f"{url}/{run_files.CHECKPOINTS}", url):
-        found = patiently(partial(published, store, checkpoints), url)
-        if found.steps:
+        listing = patiently(partial(published, store, checkpoints), url)
+        if listing.steps:
             break
     else:
         raise StoreError(
             f"{url} has no published checkpoint: expected a run, or its {run_files.CHECKPOINTS}/."
         )
-    directory = _copy_of(found.url)
+    directory = _copy_of(listing.url)
     with alone(directory):
-        mirror(store, found, directory)
+        mirror(store, listing, directory)
     return directory
 
 
@@ -201,27 +201,27 @@ def fetched_files(url: str) -> Path:
     if run_files.CONFIG not in objects:
         raise StoreError(f"{url} is not a run: {run_files.CONFIG} is missing.")
     with alone(directory):
-        for name, found in objects.items():
+        for name, entry in objects.items():
             if not name.startswith(f"{run_files.CHECKPOINTS}/"):
-                copy_object(store, f"{url}/{name}", found, directory / name)
+                copy_object(store, f"{url}/{name}", entry, directory / name)
     return directory
 
 
-def mirror(store: ObjectStore, found: Published, directory: Path) -> None:
+def mirror(store: ObjectStore, listing: Published, directory: Path) -> None:
     """Make a directory of stubs, with `latest` and `best`, equal to what a store has."""
     directory.mkdir(parents=True, exist_ok=True)
     for path in directory.glob("step_*"):
-        if step_number(path.name) not in found.steps and origin_of(path) is not None:
+        if step_number(path.name) not in listing.steps and origin_of(path) is not None:
             remove_stub(path)
-    for number, manifest in found.steps.items():
+    for number, manifest in listing.steps.items():
         name = step_name(number)
-        update_stub(store, directory / name, f"{found.url}/{name}", manifest)
-    name_steps(found, directory)
+        update_stub(store, directory / name, f"{listing.url}/{name}", manifest)
+    name_steps(listing, directory)
 
 
-def name_steps(found: Published, directory: Path) -> None:
+def name_steps(listing: Published, directory: Path) -> None:
     """Write `latest` and `best` as a store has them."""
-    for file, number in ((run_files.LATEST, found.newest), (run_files.BEST, found.best)):
+    for file, number in ((run_files.LATEST, listing.newest), (run_files.BEST, listing.best)):
         if number is None:
             (directory / file).unlink(missing_ok=True)
         else:
@@ -243,14 +243,14 @@ def _place(url: str) -> str | None:
     store = store_of(url)
     parent, _, name = url.rpartition("/")
     if name in (run_files.LATEST, run_files.BEST):
-        found = patiently(lambda: published(store, parent), url)
-        number = found.newest if name == run_files.LATEST else found.best
+        listing = patiently(lambda: published(store, parent), url)
+        number = listing.newest if name == run_files.LATEST else listing.best
         return None if number is None else f"{parent}/{step_name(number)}"
     if patiently(lambda: store.info(f"{url}/{run_files.MANIFEST}"), url) is not None:
         return url
     for checkpoints in (f"{url}/{run_files.CHECKPOINTS}", url):
-        found = patiently(partial(published, store, checkpoints), url)
-        if found.newest is not None:
+        listing = patiently(partial(published, store, checkpoints), url)
+        if listing.newest is not None:
             return f"{checkpoints}/{step_name(found.newest)}"
     return None
 
@@ -260,16 +260,16 @@ _OTHERS = (run_files.CONFIG, f"{run_files.TOKENIZER}/", f"{run_files.TOKENIZER}-
 
 def _copy_others(store: ObjectStore, url: str, directory: Path) -> None:
     """Copy the files that are read with a checkpoint: configuration, tokenizer, companions."""
-    for name, found in patiently(lambda: store.find(url), url).items():
+    for name, entry in patiently(lambda: store.find(url), url).items():
         if name.startswith(_OTHERS):
-            copy_object(store, f"{url}/{name}", found, directory / name)
+            copy_object(store, f"{url}/{name}", entry, directory / name)
 
 
-def copy_object(store: ObjectStore, url: str, found: StoredObject, path: Path) -> None:
+def copy_object(store: ObjectStore, url: str, entry: StoredObject, path: Path) -> None:
     """Copy an object to a file, unless the file has its size and time."""
     with suppress(OSError):
         status = path.stat()
-        if (status.st_size, int(status.st_mtime)) == (found.size, int(found.modified)):
+        if (status.st_size, int(status.st_mtime)) == (entry.size, int(entry.modified)):
             return
     replace_file(path, patiently(lambda: store.read(url), url))
-    os.utime(path, (found.modified, found.modified))
+    os.utime(path, (entry.modified, entry.modified))

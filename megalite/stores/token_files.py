@@ -49,14 +49,14 @@ def local_prefix(prefix: str) -> str:
     with alone(path):
         for end in (".idx", ".json"):
             name = f"{url}{end}"
-            if (found := patiently(partial(store.info, name), name)) is not None:
-                copy_object(store, name, found, path.with_name(path.name + end))
+            if (entry := patiently(partial(store.info, name), name)) is not None:
+                copy_object(store, name, entry, path.with_name(path.name + end))
             else:
                 path.with_name(path.name + end).unlink(missing_ok=True)
         tokenizer = _tokenizer(path.with_name(f"{path.name}.json"))
-        for name, found in patiently(lambda: store.find(parent), url).items() if tokenizer else ():
+        for name, entry in patiently(lambda: store.find(parent), url).items() if tokenizer else ():
             if name == tokenizer or name.startswith(f"{tokenizer}/"):
-                copy_object(store, f"{parent}/{name}", found, path.parent / name)
+                copy_object(store, f"{parent}/{name}", entry, path.parent / name)
     return str(path)
 
 
@@ -87,10 +87,10 @@ class CachedObject:
 
     def __init__(self, url: str, block: int = BLOCK):
         self._url, self._block, self._store = normal(url), block, store_of(url)
-        found = patiently(lambda: self._store.info(self._url), self._url)
-        if found is None:
+        entry = patiently(lambda: self._store.info(self._url), self._url)
+        if entry is None:
             raise StoreError(f"{self._url} does not exist.")
-        self.size, self._tag = found.size, found.tag
+        self.size, self._tag = entry.size, entry.tag
         key = hashlib.blake2b(f"{self._url} {self.size} {self._tag} {block}".encode(), digest_size=16)
         self._blocks = cache_directory() / "blocks"
         self._directory = self._blocks / key.hexdigest()
@@ -170,13 +170,13 @@ def evict(blocks: Path, limit: float) -> None:
             fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return  # another rank does it
-        found = []
+        entry = []
         for path in blocks.glob("*/[0-9]*"):
             with suppress(OSError):
                 status = path.stat()
-                found.append((status.st_mtime_ns, status.st_size, path))
-        left = sum(size for _, size, _ in found)
-        for _, size, path in sorted(found):
+                entry.append((status.st_mtime_ns, status.st_size, path))
+        left = sum(size for _, size, _ in entry)
+        for _, size, path in sorted(entry):
             if left <= limit:
                 return
             path.unlink(missing_ok=True)

@@ -51,7 +51,7 @@ class S3Server:
 
     def keys(self, prefix: str) -> list[str]:
         query = urllib.parse.urlencode({"list-type": 2, "prefix": prefix})
-        return [found.text or "" for found in _tags(self.ask(f"{BUCKET}?{query}"), "Key")]
+        return [listed.text or "" for listed in _tags(self.ask(f"{BUCKET}?{query}"), "Key")]
 
     def read(self, key: str) -> bytes:
         return self.ask(f"{BUCKET}/{key}")
@@ -61,7 +61,7 @@ class S3Server:
 
     def unfinished(self) -> list[str]:
         """The keys of writes in parts that are neither completed nor aborted."""
-        return [found.text or "" for found in _tags(self.ask(f"{BUCKET}?uploads"), "Key")]
+        return [listed.text or "" for listed in _tags(self.ask(f"{BUCKET}?uploads"), "Key")]
 
 
 def _tags(content: bytes, name: str) -> Iterator[ElementTree.Element]:
@@ -176,7 +176,7 @@ def descendants(pid: int) -> list[int]:
     for entry in Path("/proc").iterdir():
         with suppress(OSError, ValueError):
             parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-    found = [pid]
-    for each in found:
-        found += [child for child, parent in parents.items() if parent == each]
-    return found
+    listed = [pid]
+    for each in listed:
+        listed += [child for child, parent in parents.items() if parent == each]
+    return listed

@@ -167,16 +167,16 @@ def _killed(machine: Machine, proxy: Proxy, steps: int, at: int, sees: bool) -> 
         sees: whether the server has seen the request.
     """
     proxy.reset()
-    found: list[Request] = []
+    listed: list[Request] = []
 
     def count(request: Request) -> None:
-        if found or request.starts_a_save:
-            found.append(request)
-        if len(found) == at and not sees:
+        if listed or request.starts_a_save:
+            listed.append(request)
+        if len(listed) == at and not sees:
             kill()
 
     def answered(request: Request) -> None:
-        if sees and len(found) >= at:
+        if sees and len(listed) >= at:
             kill()
 
     def kill() -> None:
@@ -188,8 +188,8 @@ def _killed(machine: Machine, proxy: Proxy, steps: int, at: int, sees: bool) -> 
     process = machine.start(*machine.training("killed", steps))
     status, output = machine.end()
     assert status == -signal.SIGKILL, output
-    print(f"killed {'after' if sees else 'before'} request {at}: {found[at - 1].method} {found[at - 1].path[:90]}")
-    return found[at - 1], output
+    print(f"killed {'after' if sees else 'before'} request {at}: {listed[at - 1].method} {listed[at - 1].path[:90]}")
+    return listed[at - 1], output
 
 
 @pytest.mark.parametrize("failing", ["503", "closed"])

@@ -50,16 +50,16 @@ class DataConfig:
 def _missing(source: Any) -> list[str]:
     """The files that are not there; os.path, unlike pathlib, takes a name that is too long for one of
     these."""
-    found = []
+    absent = []
     for prefix in prefixes(source):
         if is_url(prefix):
             from megalite.stores.token_files import missing
 
-            found += missing(prefix)
+            absent += missing(prefix)
         else:
             names = (f"{prefix}{end}" for end in (".bin", ".idx"))
-            found += [name for name in names if not os.path.isfile(name)]
-    return found
+            absent += [name for name in names if not os.path.isfile(name)]
+    return absent
 
 
 def _unregistered(source: Any) -> str:
