@@ -251,7 +251,7 @@ def _place(url: str) -> str | None:
     for checkpoints in (f"{url}/{run_files.CHECKPOINTS}", url):
         listing = patiently(partial(published, store, checkpoints), url)
         if listing.newest is not None:
-            return f"{checkpoints}/{step_name(found.newest)}"
+            return f"{checkpoints}/{step_name(listing.newest)}"
     return None
 
 

@@ -58,7 +58,7 @@ def test_objects(protocol, tmp_path):
     store.write(f"{url}/a", b"0123456789")
     (tmp_path / "source").write_bytes(b"b" * 100)
     store.upload(tmp_path / "source", f"{url}/deep/b", part_bytes=10)
-    assert {name: found.size for name, found in store.find(url).items()} == {"a": 10, "deep/b": 100}
+    assert {name: listing.size for name, listing in store.find(url).items()} == {"a": 10, "deep/b": 100}
     assert (store.read(f"{url}/a"), store.read(f"{url}/a", 3, 7)) == (b"0123456789", b"3456")
     assert (store.replace(f"{url}/a", b"new", None), store.conditional) == (None, False)
     store.delete([f"{url}/a", f"{url}/deep/b", f"{url}/never"])
@@ -96,8 +96,8 @@ def test_without_latest_the_manifest_written_last_is_the_newest():
         store.write(f"{url}/step_{step:08d}/rank_00000.bin", b"data")
         if step != 20:  # the save of step 20 is under way
             store.write(f"{url}/step_{step:08d}/manifest.json", b"{}")
-    found = published(store, url)
-    assert (set(found.steps), found.newest) == ({10, 30}, 10)
+    listing = published(store, url)
+    assert (set(listing.steps), listing.newest) == ({10, 30}, 10)
     store.write(f"{url}/latest", b"step_00000030\n")
     assert published(store, url).newest == 30
     store.write(f"{url}/latest", b"step_00000020\n")  # not published
