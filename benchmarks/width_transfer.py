@@ -31,7 +31,7 @@ HEAD = 32  # channels
 
 
 @dataclass(frozen=True)
-class Runner:
+class WidthRunner:
     """Starts runs, or finds completed ones."""
 
     directory: Path
@@ -80,6 +80,7 @@ class Runner:
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 capture_output=True,
                 text=True,
+                encoding="utf-8",
                 check=False,
             )
             if run.returncode:
@@ -87,7 +88,7 @@ class Runner:
         return read_curve(metrics).losses[-1]
 
 
-def sweep(runner: Runner, widths: Sequence[int], rates: Sequence[float]) -> dict[str, Any]:
+def sweep(runner: WidthRunner, widths: Sequence[int], rates: Sequence[float]) -> dict[str, Any]:
     """Return the losses of all runs, and the best rate of each width and parametrization."""
     rows = [
         {
@@ -138,7 +139,7 @@ def main() -> None:
     tool.add_argument("--output", type=Path, default=report.RESULTS, metavar="DIR")
     options = tool.parse_args()
     demo.prepare()
-    runner = Runner(options.runs, options.steps, options.layers, min(options.widths))
+    runner = WidthRunner(options.runs, options.steps, options.layers, min(options.widths))
     try:
         content = sweep(runner, options.widths, RATES)
     except report.BenchmarkError as error:

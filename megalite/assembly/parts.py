@@ -55,7 +55,7 @@ def layout(config: Config) -> Layout:
 
 
 def offload_directory(config: Config) -> Path:
-    return Path(config.parallel.offload_dir or Path(config.run.dir) / config.run.name / run_files.OFFLOAD)
+    return Path(config.parallel.offload_dir or config.run.directory / run_files.OFFLOAD)
 
 
 def check_offload(config: Config, device: torch.device, share: float) -> None:

@@ -8,9 +8,9 @@ torch only to write or read a checkpoint.
 """
 
 from megalite.checkpoint.api import find, history, latest, load, manifest_of, mark_best, prune, save
-from megalite.checkpoint.directories import step_name, step_number
 from megalite.checkpoint.errors import CheckpointError, DamagedError
 from megalite.checkpoint.manifest import Manifest
+from megalite.config.run_files import step_name, step_number
 
 __all__ = ["CheckpointError", "DamagedError", "Manifest", "find", "history", "latest", "load", "manifest_of"]
 __all__ += ["mark_best", "prune", "save", "step_name", "step_number"]

@@ -17,6 +17,7 @@ its result or its error.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,13 +27,20 @@ from megalite.checkpoint.agreement import on_rank_0
 from megalite.checkpoint.errors import CheckpointError
 from megalite.checkpoint.manifest import Manifest, encode
 from megalite.config import run_files
+from megalite.stores.url import is_url
 
 if TYPE_CHECKING:
     from megalite.mesh.mesh import Mesh
     from megalite.parallel.spec import Rectangle
 
 
-def save(directory: Path, rectangles: Sequence[Rectangle], state: dict[str, Any], mesh: Mesh) -> int:
+def save(
+    directory: Path,
+    rectangles: Sequence[Rectangle],
+    state: dict[str, Any],
+    mesh: Mesh,
+    spooled: bool = False,
+) -> int:
     """Write a checkpoint and publish it as `directory`, replacing an existing one. Collective over the world.
 
     If `directory` has the name of a step (`step_name`), `latest` in the same directory is updated to name it.
@@ -40,6 +48,9 @@ def save(directory: Path, rectangles: Sequence[Rectangle], state: dict[str, Any]
     Args:
         rectangles: those of this rank; over all ranks they cover each element of each tensor exactly once.
         state: JSON data, stored as rank 0 passes it.
+        spooled: whether it is uploaded to a store. The names of its files are then different in every save,
+            so that an upload replaces the checkpoint of an earlier save with one request, that of the
+            manifest; and nodes may have disks of their own.
 
     Returns:
         The number of bytes of all ranks.
@@ -50,20 +61,26 @@ def save(directory: Path, rectangles: Sequence[Rectangle], state: dict[str, Any]
     """
     from megalite.checkpoint import tensors  # imports torch
 
-    def publish() -> int:
+    def publish() -> tuple[int, str]:
         stored = tensors.merged(outcomes)
-        directories.publish(temporary, directory, encode(state, stored))
-        return sum(chunk.bytes for tensor in stored.values() for chunk in tensor.chunks)
+        manifest = encode(state, stored)
+        directories.publish(temporary, directory, manifest)
+        size = sum(chunk.bytes for tensor in stored.values() for chunk in tensor.chunks)
+        return size, manifest if spooled else ""
 
     try:
-        temporary = on_rank_0(mesh, lambda: directories.begin(directory))
+        suffix = f"-{os.urandom(4).hex()}" if spooled else ""
+        temporary, suffix = on_rank_0(mesh, lambda: (directories.begin(directory), suffix))
         try:
-            outcomes = tensors.write(temporary, rectangles, mesh)
-            return on_rank_0(mesh, publish)
+            outcomes = tensors.write(temporary, rectangles, mesh, suffix)
+            size, manifest = on_rank_0(mesh, publish)
         except BaseException:
             if mesh.world.rank == 0:
                 directories.discard(temporary, directory)
             raise
+        if spooled and mesh.world.rank:
+            directories.adopt(temporary, directory, tensors.file_name(mesh.world.rank, suffix), manifest)
+        return size
     except CheckpointError as error:
         raise CheckpointError(f"failed to save {directory}: {error}") from error
 
@@ -125,9 +142,16 @@ def latest(checkpoints: Path) -> Path | None:
 def find(path: Path) -> Path:
     """Return the checkpoint at `path`.
 
-    `path` can be a checkpoint, a file `latest` or `best`, a run directory, or its checkpoints/ directory. For
-    a directory of checkpoints, the newest one is returned.
+    `path` can be a checkpoint, a file `latest` or `best`, a run directory, or its checkpoints/ directory.
+    For a directory of checkpoints, the newest one is returned. For the URL of a store, it is the
+    checkpoint's stub.
+
+    Raises CheckpointError if a URL names no checkpoint, or the store cannot be reached.
     """
+    if is_url(path):
+        from megalite.checkpoint.stored_data import fetched
+
+        return fetched(path)
     if path.name in (run_files.LATEST, run_files.BEST) and path.is_file():
         return path.with_name(path.read_text(errors="replace", encoding="utf-8").strip())
     for directory in (path, path / run_files.CHECKPOINTS):
@@ -147,20 +171,22 @@ def prune(
     mesh: Mesh,
     keep_every: int | None = None,
     spare: Path | None = None,
+    in_use: Path | None = None,
     *,
     timed: bool = False,
-) -> None:
+) -> list[str]:
     """Remove old checkpoints, except the newest `keep`, multiples of `keep_every`, `spare` and the best.
-    Collective.
+    Return the names of those that were removed. Collective.
 
     Only checkpoints up to `latest` of which no file is missing or truncated count towards `keep`: the last
     usable one is never removed.
 
     Args:
+        in_use: a checkpoint that stays for now, and is among the names all the same.
         timed: count and remove only checkpoints with `directories.TIMED` in their state.
     """
     if keep < 1:
         raise ValueError(
             f"checkpoint.keep must be at least 1, got {keep}. To keep all checkpoints, leave it unset."
         )
-    on_rank_0(mesh, lambda: directories.prune(checkpoints, keep, keep_every, spare, timed))
+    return on_rank_0(mesh, lambda: directories.prune(checkpoints, keep, keep_every, spare, in_use, timed))

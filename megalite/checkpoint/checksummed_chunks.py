@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.checkpoint.errors import damaged
+from megalite.config import run_files
 
 if TYPE_CHECKING:
     import torch
@@ -123,8 +124,17 @@ def read_verified(
 
 @contextmanager
 def open_checked(path: Path, size: int) -> Iterator[BinaryIO]:
-    """Open a file and check its size in bytes. Raises DamagedError, also for read errors of the disk."""
+    """Open a file and check its size in bytes. Raises DamagedError, also for read errors of the disk.
+
+    A file that is not there is opened in the store that the checkpoint is from, if it is from one.
+    """
     expected = f"{size:,} bytes"
+    if not path.exists() and path.with_name(run_files.ORIGIN).exists():
+        from megalite.checkpoint.stored_data import open_stored  # not needed by local checkpoints
+
+        with open_stored(path, size) as stored:
+            yield stored
+        return
     try:
         with open(path, "rb") as file:
             actual = path.stat().st_size
@@ -142,5 +152,5 @@ def _read_chunk(file: BinaryIO, chunk: Chunk) -> NDArray[np.uint8]:
     checksum = f"{crc32c(data):08x}"
     if checksum != chunk.crc32c:
         place = f"bytes {chunk.offset:,} to {chunk.offset + chunk.extent:,}"
-        raise damaged(Path(file.name), f"checksum {chunk.crc32c} of {place}", checksum)
+        raise damaged(file.name, f"checksum {chunk.crc32c} of {place}", checksum)
     return data[: chunk.bytes]

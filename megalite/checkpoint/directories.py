@@ -20,24 +20,14 @@ from pathlib import Path
 from megalite.checkpoint.errors import CheckpointError, DamagedError
 from megalite.checkpoint.manifest import Manifest
 from megalite.config import run_files
-from megalite.system.files import replacing, write_synced
+from megalite.config.run_files import step_name, step_number
+from megalite.system.files import replacing, unique_name, write_synced
 
 TIMED, TIMED_KEPT = "timed", 2
 """The key that marks a save by time (`checkpoint.minutes`) in a manifest's state, and the number of such
 checkpoints that stay without `checkpoint.keep`."""
-_STEP = re.compile(r"step_(\d{8,})")
-_CHECKPOINT_FILE = re.compile(r"manifest\.json|rank_\d{5,}\.bin")
+_CHECKPOINT_FILE = re.compile(r"manifest\.json|origin|rank_\d{5,}(-[0-9a-f]{8})?\.bin")
 _LEFTOVER = re.compile(r"\.(.+)\.(saving|replaced|deleted)")
-
-
-def step_name(step: int) -> str:
-    return f"step_{step:08d}"
-
-
-def step_number(name: str) -> int | None:
-    """Return the step in a checkpoint's name, or None if it is not the name of a step."""
-    match = _STEP.fullmatch(name)
-    return int(match[1]) if match else None
 
 
 def _hidden(directory: Path, kind: str) -> Path:
@@ -122,6 +112,29 @@ def publish(temporary: Path, directory: Path, manifest: str) -> None:
     remove(replaced)
 
 
+def adopt(temporary: Path, directory: Path, file: str, manifest: str) -> None:
+    """Publish this rank's file on a node whose disk rank 0 does not see. Does nothing on the same disk.
+
+    Args:
+        file: the name of the rank's file; it may have none.
+        manifest: the text of the published one.
+    """
+    own = directory / run_files.MANIFEST
+    if own.exists() and own.read_text(encoding="utf-8") == manifest and not (temporary / file).exists():
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / run_files.ORIGIN).unlink(missing_ok=True)  # of an earlier save of the step
+    with suppress(FileNotFoundError):
+        (temporary / file).rename(directory / file)
+    with replacing(own, own.with_name(unique_name(own))) as fresh:
+        write_synced(fresh, manifest)
+    latest = directory.with_name(run_files.LATEST)
+    with replacing(latest, latest.with_name(unique_name(latest))) as fresh:
+        write_synced(fresh, directory.name + "\n")
+    with suppress(OSError):  # another rank of the node has yet to move its file
+        temporary.rmdir()
+
+
 def mark_best(directory: Path) -> None:
     """Point `best` to a checkpoint, which `prune` then keeps."""
     _name(directory, run_files.BEST)
@@ -174,24 +187,34 @@ def numbered(checkpoints: Path) -> dict[int, Path]:
 
 
 def prune(
-    checkpoints: Path, keep: int, keep_every: int | None, spare: Path | None = None, timed: bool = False
-) -> None:
+    checkpoints: Path,
+    keep: int,
+    keep_every: int | None,
+    spare: Path | None = None,
+    in_use: Path | None = None,
+    timed: bool = False,
+) -> list[str]:
     """Remove all but the newest `keep` complete checkpoints, multiples of `keep_every`, `spare` and the best.
+    Return the names of those that were removed.
 
     Args:
+        in_use: a checkpoint that stays for now, and is among the names all the same.
         timed: count and remove only checkpoints that were saved by time.
     """
     steps, _ = history(checkpoints)
-    complete, spared = 0, (spare, best(checkpoints))
+    complete, spared, removed = 0, (spare, best(checkpoints)), list[str]()
     for path in steps:
         if timed and not _is_timed(path):
             continue
         if complete < keep:
             complete += _looks_complete(path)
         elif path not in spared and (not keep_every or (step_number(path.name) or 0) % keep_every):
-            deleted = _hidden(path, "deleted")
-            path.rename(deleted)
-            remove(deleted)
+            removed.append(path.name)
+            if path != in_use:
+                deleted = _hidden(path, "deleted")
+                path.rename(deleted)
+                remove(deleted)
+    return removed
 
 
 def _is_timed(directory: Path) -> bool:
@@ -202,6 +225,8 @@ def _is_timed(directory: Path) -> bool:
 
 
 def _looks_complete(directory: Path) -> bool:
+    if (directory / run_files.ORIGIN).exists():  # published in a store, whose objects are not asked for
+        return True
     try:
         Manifest.of(directory).check_files()
     except CheckpointError:

@@ -41,5 +41,5 @@ def listing(problems: Sequence[str], noun: str = "") -> str:
     return "".join(f"\n  {line}" for line in lines)
 
 
-def damaged(path: Path, expected: str, actual: str) -> DamagedError:
+def damaged(path: Path | str, expected: str, actual: str) -> DamagedError:
     return DamagedError(f"{path} is damaged: expected {expected}, found {actual}")

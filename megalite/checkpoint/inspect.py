@@ -19,6 +19,7 @@ from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, DamagedError, Manifest, directories
 from megalite.checkpoint.manifest import WEIGHT, StoredTensor
 from megalite.config import run_files
+from megalite.stores.url import is_url
 from megalite.system.files import replacing
 from megalite.system.progress import Report, silent
 
@@ -50,6 +51,10 @@ def entries(path: Path) -> list[Entry]:
 
     Raises CheckpointError if there are none.
     """
+    if is_url(path):
+        from megalite.checkpoint.stored_data import fetched_run
+
+        path = fetched_run(path)
     folder = path / run_files.CHECKPOINTS if (path / run_files.CHECKPOINTS).is_dir() else path
     steps = sorted(directories.numbered(folder).items())
     if not steps:

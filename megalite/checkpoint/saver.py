@@ -15,12 +15,14 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from megalite import checkpoint
+from megalite.checkpoint.agreement import on_rank_0
 from megalite.checkpoint.directories import TIMED_KEPT
 from megalite.config.sections.checkpoint import CheckpointConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megalite.checkpoint.uploads import RunUploads
     from megalite.mesh.mesh import Mesh
     from megalite.parallel.spec import Rectangle
 
@@ -62,11 +64,13 @@ class Saver:
         best_failed: whether the last save of a best checkpoint failed; the same on all ranks once it has
             ended.
         saving_best: whether the last save is of a best checkpoint.
+        uploads: uploads what is saved, if run.dir is a store.
     """
 
     def __init__(self, mesh: Mesh, options: CheckpointConfig):
         self.mesh, self.options = mesh, options
         self.newest: Path | None = None
+        self.uploads: RunUploads | None = None
         self.best_failed = self.saving_best = False
         self._pieces: list[Tensor] = []  # staging memory, reused by every save
         self._thread: Thread | None = None
@@ -124,18 +128,28 @@ class Saver:
     def _write(self, save: Save, rectangles: Sequence[Rectangle], state: dict[str, Any]) -> None:
         options, checkpoints = self.options, save.directory.parent
         self.best_failed |= save.best
+        uploads, removed = self.uploads, list[str]()
         try:
-            save.bytes = checkpoint.save(save.directory, rectangles, state, self.mesh)
+            if uploads is not None:
+                on_rank_0(self.mesh, uploads.check)
+            save.bytes = checkpoint.save(
+                save.directory, rectangles, state, self.mesh, spooled=uploads is not None
+            )
             save.durable = perf_counter() - save.started
             if save.rollback_safe:
                 self.newest = save.directory
             if save.best:
                 checkpoint.mark_best(save.directory, self.mesh)
                 self.best_failed = False
+            spare, used = self.newest, None if uploads is None else uploads.uploading
             if options.keep is not None:
-                checkpoint.prune(checkpoints, options.keep, self.mesh, options.keep_every, spare=self.newest)
+                removed = checkpoint.prune(
+                    checkpoints, options.keep, self.mesh, options.keep_every, spare, used
+                )
             elif options.interval is None and options.minutes is not None:
-                checkpoint.prune(checkpoints, TIMED_KEPT, self.mesh, spare=self.newest, timed=True)
+                removed = checkpoint.prune(checkpoints, TIMED_KEPT, self.mesh, None, spare, used, timed=True)
+            if uploads is not None:
+                uploads.saved(save.directory, removed)
         except Exception as error:  # reported by the caller of `take_ended`: this may run on the thread
             save.error = error
         self._ended.append(save)

@@ -42,15 +42,18 @@ Outcome = list[_Written] | str
 """The chunks written by a rank, or the reason for its failure."""
 
 
-def write(directory: Path, rectangles: Sequence[Rectangle], mesh: Mesh) -> list[Outcome]:
+def write(directory: Path, rectangles: Sequence[Rectangle], mesh: Mesh, suffix: str = "") -> list[Outcome]:
     """Write this rank's rectangles to `directory` and sync them to disk.
 
     Collective. Return the outcomes of all ranks on rank 0.
+
+    Args:
+        suffix: of the names of the files.
     """
     own: Outcome
     world = mesh.saving
     try:
-        own = _write_own(directory / f"rank_{world.rank:05d}.bin", rectangles)
+        own = _write_own(directory / file_name(world.rank, suffix), rectangles)
     except Exception as error:  # the other ranks must not wait for this one
         own = reason(error)
     if world.group is None:
@@ -63,6 +66,11 @@ def write(directory: Path, rectangles: Sequence[Rectangle], mesh: Mesh) -> list[
     return outcomes or []
 
 
+def file_name(rank: int, suffix: str = "") -> str:
+    """Return the name of a rank's file."""
+    return f"rank_{rank:05d}{suffix}.bin"
+
+
 def _write_own(path: Path, rectangles: Sequence[Rectangle]) -> list[_Written]:
     """Write this rank's file, unless it has nothing to write. Rectangles of one tensor are adjacent."""
     by_name: defaultdict[str, list[Rectangle]] = defaultdict(list)
@@ -72,6 +80,7 @@ def _write_own(path: Path, rectangles: Sequence[Rectangle]) -> list[_Written]:
     blocks = list(chain.from_iterable(by_name.values()))
     written: list[_Written] = []
     if blocks:
+        path.parent.mkdir(parents=True, exist_ok=True)  # on a node whose disk rank 0 does not see
         with open(path, "wb") as file:
             for block in blocks:
                 chunk = append_chunk(file, block.offsets, block.tensor)

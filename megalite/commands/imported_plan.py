@@ -79,7 +79,7 @@ NEIGHBOURS = 3  # to print, with one change
 DIFFERENT = 0.01  # relative time below which a layout is not faster
 
 
-class Source(NamedTuple):
+class PlannedFile(NamedTuple):
     """An imported file.
 
     Attributes:
@@ -151,7 +151,7 @@ def answer(options: argparse.Namespace, progress: Report = silent) -> tuple[dict
 
 
 def layout_of_file(
-    source: Source, options: argparse.Namespace, progress: Report = silent
+    source: PlannedFile, options: argparse.Namespace, progress: Report = silent
 ) -> tuple[Search, LayoutChoice, Plan | None, str | None]:
     """Return the search among layouts, and the file's own: its plan, or None and the rule that it breaks."""
     device = find_device(options.gpu)
@@ -163,7 +163,7 @@ def layout_of_file(
     return search, choice, search.plan(choice) if broken is None else None, broken
 
 
-def read_source(options: argparse.Namespace) -> Source:
+def read_source(options: argparse.Namespace) -> PlannedFile:
     """Read and import the file for the number of GPUs of --gpus, or of the file."""
     file = options.source
     tree = read(file, options.project)
@@ -189,10 +189,10 @@ def read_source(options: argparse.Namespace) -> Source:
     if dp is None:
         raise ConfigError(f"{name_of(file)} does not say how many GPUs it is for. Pass --gpus N.")
     convert_for = partial(convert, linked=linked, project=project)
-    return Source(name_of(file), project, tree, convert_for(tree, dp), convert_for, dp)
+    return PlannedFile(name_of(file), project, tree, convert_for(tree, dp), convert_for, dp)
 
 
-def base_of(source: Source, options: argparse.Namespace, device: Device) -> Config:
+def base_of(source: PlannedFile, options: argparse.Namespace, device: Device) -> Config:
     """Return the file's configuration, with what the command line adds and replaces."""
     given = {
         option: value
@@ -227,7 +227,7 @@ def base_of(source: Source, options: argparse.Namespace, device: Device) -> Conf
     return config
 
 
-def check_given(source: Source, given: Mapping[str, Any]) -> None:
+def check_given(source: PlannedFile, given: Mapping[str, Any]) -> None:
     """Raise ConfigError if the file and the command line leave open what every plan needs."""
     missing = []
     if not given.keys() & {"model.preset", "model.from_hf", "model.hidden_size"}:
@@ -241,7 +241,7 @@ def check_given(source: Source, given: Mapping[str, Any]) -> None:
 
 
 def propose(
-    source: Source, search: Search, choice: LayoutChoice, own: Plan | None, wanted: int, progress: Report
+    source: PlannedFile, search: Search, choice: LayoutChoice, own: Plan | None, wanted: int, progress: Report
 ) -> tuple[list[Proposal], bool]:
     """Return the layouts to change to, those with the fewest changes first; whether the search was completed.
 
@@ -286,7 +286,7 @@ def without_idle_recomputation(plans: Iterable[Plan]) -> list[Plan]:
 
 
 def _proposal(
-    source: Source, search: Search, choice: LayoutChoice, plan: Plan, back: WriteBack | None
+    source: PlannedFile, search: Search, choice: LayoutChoice, plan: Plan, back: WriteBack | None
 ) -> Proposal:
     before, after = (layout_of(apply_layout(search.base, each)) for each in (choice, plan.choice))
     ours = {option: value for option, value in after.items() if before[option] != value}
@@ -333,7 +333,7 @@ def describe(search: Search, choice: LayoutChoice, own: Plan | None, broken: str
     ]
 
 
-def other_ranks(source: Source) -> list[str]:
+def other_ranks(source: PlannedFile) -> list[str]:
     """Say if the file is for another number of GPUs, which --gpus replaces."""
     if source.imported.dp in (None, source.dp):
         return []

@@ -18,12 +18,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-from megalite.commands import imported_plan
 from megalite.commands.parser import (
     Parser,
     as_name,
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> None:
                 "required."
             )
         with progress_of(options.json) as progress:
-            content, text = (imported_plan.answer if options.source else answer)(options, progress)
+            content, text = _answer_of(options)(options, progress)
     except (ConfigError, HardwareError, OSError) as error:
         tool.error(error, options.write)
     print(json.dumps(content) if options.json else text)
@@ -115,6 +115,14 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(ExitStatus.INTERRUPTED)
     if not content["plans"] and not content.get("fits"):
         raise SystemExit(1)
+
+
+def _answer_of(options: argparse.Namespace) -> Callable[..., tuple[dict[str, Any], str]]:
+    if not options.source:
+        return answer
+    from megalite.commands import imported_plan
+
+    return imported_plan.answer
 
 
 def parser() -> Parser:

@@ -20,6 +20,7 @@ from megalite.commands.parser import Parser, as_new_file, as_path, progress_of, 
 from megalite.config import run_files
 from megalite.monitoring.report.page import page
 from megalite.monitoring.report.run import RecordedRun, ReportError, read_all
+from megalite.stores.url import is_url
 from megalite.system.messages import say
 
 WAIT_S = 0.5  # between looks for the directory of a run that is about to begin
@@ -31,9 +32,21 @@ def main(argv: list[str] | None = None) -> None:
     if options.live:
         serve(tool, options)
         return
+    options.runs = [fetched_run_files(tool, path) if is_url(path) else path for path in options.runs]
     output = options.output or options.runs[0] / run_files.REPORT
     runs = write_page(tool, options.runs, output, options.json)
     print(json.dumps({"report": str(output), "runs": [run.name for run in runs]}) if options.json else output)
+
+
+def fetched_run_files(tool: Parser, url: Path) -> Path:
+    """Copy the files of a run in an object store. Exits with an error message if that fails."""
+    from megalite.stores.errors import StoreError
+    from megalite.stores.stubs import fetched_files
+
+    try:
+        return fetched_files(str(url))
+    except StoreError as error:
+        tool.error(error)
 
 
 def write_page(
@@ -67,6 +80,8 @@ def serve(tool: Parser, options: argparse.Namespace) -> None:
             "remove --output."
         )
     directory = options.runs[0]
+    if is_url(directory):
+        tool.error(f"--live does not read {directory}. Pass the run's directory in run.spool.")
     try:
         server = LiveServer(LivePage(directory), options.port)
     except (OSError, OverflowError) as error:

@@ -59,6 +59,7 @@ def main() -> int:
     import torch
 
     from megalite.checkpoint import CheckpointError
+    from megalite.checkpoint.agreement import raise_on_all_ranks
     from megalite.monitoring.observers import observers
     from megalite.parallel.collectives import CommunicationError
     from megalite.parallel.sharding.offload import OffloadError
@@ -87,10 +88,14 @@ def main() -> int:
         ):
             trainer = Trainer(config, mesh, device, job.restarted)
             job.running()
+            trainer.saver.uploads = job.uploads
             announce(trainer, remarks + notes)
             status = fit(trainer, observers(trainer, environment, hardware, kernels(trainer)))
         signals.end_training_on_signal(" after the last step; everything is saved")
         trainer.close()
+        if job.uploads is not None:
+            with raise_on_all_ranks(mesh, CheckpointError):
+                job.uploads.wait()
     except failures as error:
         status = ExitStatus.FAILED if trainer else ExitStatus.CONFIGURATION
         on_all_ranks = raised_on_all_ranks(error, mesh.activity)

@@ -187,19 +187,20 @@ def compare_widths(own: Namespace, rest: list[str]) -> int:
     if own.draw and find_spec("matplotlib") is None:
         exit_with("--draw requires matplotlib. Install it: pip install 'megalite[demo]'.")
     with progress_of(own.json) as progress:
-        found = check_coordinates(config, widths, own.coordinates, own.seeds or 3, progress)
-    broken = [each for each in found if not each.kept]
+        coordinates = check_coordinates(config, widths, own.coordinates, own.seeds or 3, progress)
+    broken = [each for each in coordinates if not each.kept]
     if own.draw:
-        draw(found, own.draw)
+        draw(coordinates, own.draw)
     if own.json:
         activations = [
-            {"name": each.name, "rms": each.rms, "exponent": each.exponent(each.steps)} for each in found
+            {"name": each.name, "rms": each.rms, "exponent": each.exponent(each.steps)}
+            for each in coordinates
         ]
         print(json.dumps({"equal": not broken, "bound": BOUND, "activations": activations}))
         return int(bool(broken))
     print(f"change of activations, rms, after {own.coordinates} steps")
     print(f"{'':32}" + "".join(f"{width:>10}" for width in widths) + "  exponent of the width")
-    for each in found:
+    for each in coordinates:
         values = "".join(f"{steps[-1]:10.3g}" for steps in each.rms.values())
         print(f"{each.name:32}{values}  {each.exponent(each.steps):+.3f}")
     if not broken:
@@ -207,7 +208,7 @@ def compare_widths(own: Namespace, rest: list[str]) -> int:
         return 0
     worst = max(broken, key=lambda each: abs(each.exponent(each.steps)))
     print(
-        f"different: {len(broken)} of {len(found)} exponents are beyond ±{BOUND:g}, the largest that of "
+        f"different: {len(broken)} of {len(coordinates)} exponents are beyond ±{BOUND:g}, the largest that of "
         f"{worst.name}" + ("" if config.model.mup else "; model.mup is not set")
     )
     return 1

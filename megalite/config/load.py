@@ -330,6 +330,10 @@ def resolved(
         values |= with_own_names(values)
     shape = _shape(values.get("model.preset"), values.get("model.from_hf"))
     config = from_dict(nest(shape | values))
+    if weights and config.run.url is not None:
+        from megalite.stores.arrival import fetch_run
+
+        fetch_run(config.run.url, config.run.directory)  # what it resumes from, and with which precision
     before = {option: attrgetter(option)(config) for option in DERIVED}
     if config.parallel.dp is None:
         config.parallel.dp = filling_dp(config.parallel, world_size)

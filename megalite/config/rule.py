@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megalite.config import run_files
 from megalite.config.errors import ConfigError
+from megalite.stores.url import is_url
 
 if TYPE_CHECKING:
     from megalite.config.rules.context import RuleContext
@@ -94,7 +95,11 @@ CHECKPOINT_EXAMPLE = (
 
 def is_checkpoint(path: str) -> bool:
     """Whether a directory is a published checkpoint, which has a manifest, or that of a run that has saved
-    one; or a file, `best` or `latest`, that names one."""
+    one; or a file, `best` or `latest`, that names one; or the same in a store. Raises StoreError."""
+    if is_url(path):
+        from megalite.stores.stubs import has_checkpoint
+
+        return has_checkpoint(path)
     if Path(path).name in (run_files.BEST, run_files.LATEST) and os.path.isfile(path):
         return True
     in_run = f"{run_files.CHECKPOINTS}/{run_files.LATEST}"

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from megalite.config.errors import ConfigError
 from megalite.config.extensions import is_source, source_of
 from megalite.config.sections.data import DataConfig
-from megalite.config.token_files import is_chat, preference, prefixes
+from megalite.config.token_files import is_chat, located, preference, prefixes
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, token type code, sequences, document marks
@@ -51,7 +51,7 @@ class TokenIndex:
 
     def __init__(self, prefix: str | Path, dtypes: Mapping[int, str] = DTYPES):
         self.prefix = str(prefix)
-        path = Path(f"{prefix}.idx")  # a dot inside PREFIX is part of its name
+        path = Path(f"{located(prefix)}.idx")  # a dot inside PREFIX is part of its name
         self.dtype, self.sizes, self.pointers, self.documents = _read_index(path, dtypes)
         if len(self.sizes) == 0 or self.sizes[-1] + self.pointers[-1] == 0:
             raise DataError(f"{path} holds no tokens. Prepare it again from a non-empty input.")

@@ -20,6 +20,7 @@ from megalite.config.sections.parallel import ParallelConfig
 from megalite.config.sections.preference import PreferenceConfig
 from megalite.config.sections.profiling import ProfilingConfig
 from megalite.config.sections.run import RunConfig
+from megalite.config.sections.store import StoreConfig
 from megalite.config.sections.train import TrainConfig
 from megalite.config.sections.validation import ValidationConfig
 
@@ -41,6 +42,7 @@ class Config:
     muon: MuonConfig = field(default_factory=MuonConfig)
     ademamix: AdEMAMixConfig = field(default_factory=AdEMAMixConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -10,6 +10,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.extensions import is_source, source_of
 from megalite.config.rampup import samples_after
 from megalite.config.streams import is_stream, names_in, streams_in
+from megalite.stores.url import is_url, normal
 
 if TYPE_CHECKING:
     from megalite.config.schema import Config
@@ -40,13 +41,23 @@ def named_sets(source: Any) -> dict[str, str]:
     )
 
 
+def located(prefix: str | Path) -> str | Path:
+    """The prefix of the .idx and .json of a token file on this machine: of local copies if it is in a store.
+    Raises StoreError."""
+    if not is_url(prefix):
+        return prefix
+    from megalite.stores.token_files import local_prefix
+
+    return local_prefix(str(prefix))
+
+
 def metadata(prefix: str | Path) -> dict[str, Any]:
     """PREFIX.json: `vocab_size`, `eos`, `tokenizer` and `tokenizer_fingerprint`, and `chat` for chat data;
     empty if the file is missing, as for Megatron-LM's files.
 
     Raises ConfigError if it is not a JSON object.
     """
-    path = Path(f"{prefix}.json")
+    path = Path(f"{located(prefix)}.json")
     if not os.path.isfile(path):  # False also for a name that is too long
         return {}
     try:
@@ -88,6 +99,8 @@ def seen_in_training(data: "DataConfig") -> list[str]:
 def _identities(prefix: str) -> set[Any]:
     """The place of PREFIX.bin and, if it is there, device and inode, and a hash of its size and of parts of
     its tokens."""
+    if is_url(prefix):
+        return {normal(prefix)}
     path = os.path.realpath(f"{prefix}.bin")
     try:
         status = os.stat(path)

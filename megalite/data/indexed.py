@@ -27,16 +27,21 @@ Documents 2i and 2i + 1 of pairs are the chosen and the rejected one.
 `megalite/data/preparation/writer.py` writes it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megalite.config.samples import DTYPES, TokenIndex
 from megalite.config.samples import DataError as DataError
-from megalite.config.token_files import is_chat, metadata
+from megalite.config.token_files import is_chat, located, metadata
+from megalite.stores.url import is_url
+
+if TYPE_CHECKING:
+    from megalite.stores.token_files import CachedObject
 
 CHOSEN, REJECTED = 1, 2
 LOSS_DTYPES = {1: DTYPES[1], 7: "<f4"}
@@ -64,9 +69,23 @@ class IndexedTokens(TokenIndex):
 
     def __init__(self, prefix: str | Path, dtypes: Mapping[int, str] = DTYPES):
         super().__init__(prefix, dtypes)
-        self._bin, self._idx = companion(prefix, "bin"), companion(prefix, "idx")
-        self._check_length()
-        self.tokens: NDArray[Any] = np.memmap(self._bin, dtype=self.dtype, mode="r")
+        self._idx = companion(located(prefix), "idx")
+        self._bin: Path | CachedObject = companion(prefix, "bin")
+        self.tokens: Any  # an array of all tokens, or what stands for one
+        if is_url(prefix):
+            from megalite.stores.token_files import CachedObject, StoredTokens
+
+            self._bin = CachedObject(f"{prefix}.bin")
+            self._check_length(f"{prefix}.bin", self._bin.size)
+            self.tokens = StoredTokens(self._bin, self.dtype)
+        else:
+            if not self._bin.is_file():
+                raise DataError(
+                    f"{self._bin} does not exist. A token file consists of a .bin and an .idx file. Prepare "
+                    "the data again with `megalite prepare`."
+                )
+            self._check_length(str(self._bin), self._bin.stat().st_size)
+            self.tokens = np.memmap(self._bin, dtype=self.dtype, mode="r")
         self.metadata = metadata(prefix)
         self.vocab_size: int | None = self.metadata.get("vocab_size")
         self.eos: int | None = self.metadata.get("eos")
@@ -86,27 +105,26 @@ class IndexedTokens(TokenIndex):
         own = [part for path in (self._idx, self._bin) for part in _probe(path)]
         return own if self.loss is None else own + self.loss.digest_parts()
 
-    def _check_length(self) -> None:
-        if not self._bin.is_file():
-            raise DataError(
-                f"{self._bin} does not exist. A token file consists of a .bin and an .idx file. Prepare the "
-                "data again with `megalite prepare`."
-            )
+    def _check_length(self, name: str, actual: int) -> None:
         expected = len(self) * self.dtype.itemsize
-        if (actual := self._bin.stat().st_size) != expected:
+        if actual != expected:
             raise DataError(
-                f"{self._bin} has {actual} bytes, but its .idx file expects {expected}. The file is "
+                f"{name} has {actual} bytes, but its .idx file expects {expected}. The file is "
                 "truncated or belongs to another .idx file. Prepare the data again."
             )
 
 
-def _probe(path: Path, pieces: int = 16, piece: int = 1 << 16) -> list[bytes]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        if size <= pieces * piece:
-            return [str(size).encode(), file.read()]
-        parts = [str(size).encode()]
-        for i in range(pieces):
-            file.seek((size - piece) * i // (pieces - 1))
-            parts.append(file.read(piece))
-        return parts
+def _probe(file: Path | CachedObject, pieces: int = 16, piece: int = 1 << 16) -> list[bytes]:
+    size = file.stat().st_size if isinstance(file, Path) else file.size
+
+    def read(start: int, stop: int) -> bytes:
+        if not isinstance(file, Path):
+            return file.read(start, stop)
+        with file.open("rb") as opened:
+            opened.seek(start)
+            return opened.read(stop - start)
+
+    if size <= pieces * piece:
+        return [str(size).encode(), read(0, size)]
+    starts = [(size - piece) * i // (pieces - 1) for i in range(pieces)]
+    return [str(size).encode(), *(read(start, start + piece) for start in starts)]

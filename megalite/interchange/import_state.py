@@ -35,7 +35,7 @@ ORIGIN = "origin.json"
 
 
 @dataclass(frozen=True)
-class Position:
+class RunPosition:
     """Where a run stood.
 
     Attributes:
@@ -74,7 +74,7 @@ class Source:
     kinds: Sequence[str]
     read: Callable[[str, str], Iterable[tuple[int, Tensor]]]
     states: dict[str, Tensor]
-    position: Position | None
+    position: RunPosition | None
     origin: dict[str, Any]
     notes: list[str] = field(default_factory=list)
 

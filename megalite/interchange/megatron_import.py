@@ -14,7 +14,7 @@ from megalite.checkpoint import CheckpointError
 from megalite.config.schema import Config
 from megalite.huggingface.router_bias import BIAS, LOAD, states
 from megalite.interchange.dcp_files import METADATA
-from megalite.interchange.import_state import Position, Source, plain
+from megalite.interchange.import_state import RunPosition, Source, plain
 from megalite.interchange.megatron_arguments import check_same, config_of, latent_note, without_padding
 from megalite.interchange.megatron_dist import DistCheckpoint
 from megalite.interchange.megatron_legacy import LegacyCheckpoint
@@ -189,7 +189,7 @@ def _router_states(
     return states(model, biases, values)
 
 
-def _position(facts: Facts, config: Config, notes: list[str]) -> Position:
+def _position(facts: Facts, config: Config, notes: list[str]) -> RunPosition:
     updates = facts.iteration if facts.step is None else facts.step
     # a checkpoint of the weights at a step that Adam has not counted
     step = max(facts.iteration, updates)
@@ -201,7 +201,7 @@ def _position(facts: Facts, config: Config, notes: list[str]) -> Position:
             "run goes on "
             f"at step {step:,}"
         )
-    position = Position(step, updates, samples)
+    position = RunPosition(step, updates, samples)
     scaler = facts.loss_scale
     if "scale" not in scaler:
         return position

@@ -24,7 +24,7 @@ from megalite.config.schema import Config
 from megalite.families.module_names import Names
 from megalite.huggingface.tensor_places import TensorPlace, named_places
 from megalite.interchange.dcp_files import METADATA, DcpDirectory
-from megalite.interchange.import_state import Position, Source, check_model
+from megalite.interchange.import_state import RunPosition, Source, check_model
 from megalite.model.parameters import model_specs
 
 _NAMES = Names(
@@ -181,11 +181,11 @@ def _kinds(files: DcpDirectory, places: Mapping[str, TensorPlace]) -> tuple[str,
     return MOMENTS
 
 
-def _position(files: DcpDirectory, places: Mapping[str, TensorPlace], config: Config) -> Position:
+def _position(files: DcpDirectory, places: Mapping[str, TensorPlace], config: Config) -> RunPosition:
     first = next(iter(places.values())).theirs
     updates = int(_value(files, f"optimizer.state.{first}.step", 0))
     step = max(int(_value(files, "train_state.step", updates)), updates)
-    return Position(step, updates, step * config.train.global_batch_size)
+    return RunPosition(step, updates, step * config.train.global_batch_size)
 
 
 def _value(files: DcpDirectory, name: str, default: int) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -120,7 +119,4 @@ def out_of_memory(error: torch.OutOfMemoryError, config: Config, device: torch.d
     message = describe(place, error, ladder(config, world_size, int(gpu), peak))
     if not gpu:
         return f"{message}\nMemory snapshots are only available on a GPU."
-    return (
-        f"{message}\nMemory snapshot: "
-        f"{write_snapshot(Path(config.run.dir, config.run.name), mesh.rank, 'out_of_memory')}"
-    )
+    return f"{message}\nMemory snapshot: {write_snapshot(config.run.directory, mesh.rank, 'out_of_memory')}"

@@ -127,10 +127,9 @@ class Segment:
 
         Each element has one owner.
         """
-        if self.copy:
-            return False
         rank = at[self.axis].rank
-        return rank == 0 if self.split is None else rank % self.replicas == 0
+        first = rank == 0 if self.split is None else rank % self.replicas == 0
+        return first and not self.copy
 
 
 @dataclass(frozen=True)

@@ -132,10 +132,10 @@ def activations(stage: Stage, microbatch: Microbatch) -> dict[str, Tensor]:
     They are the output of each block, the scores of its attention (of up to POSITIONS positions), the logits
     of its router, and the logits of the model without padding.
     """
-    found: dict[str, Tensor] = {}
+    recorded: dict[str, Tensor] = {}
     undo: list[Callable[[], None]] = []
     for placed in (module for module in stage.layers.modules() if isinstance(module, PlacedBlock)):
-        undo += _watch(placed, found)
+        undo += _watch(placed, recorded)
     state = stage.forward_state(microbatch, step=0, training=False)
     try:
         logits = stage.logits(microbatch.tokens, state)
@@ -143,22 +143,22 @@ def activations(stage: Stage, microbatch: Microbatch) -> dict[str, Tensor]:
         for each in undo:
             each()
     vocabulary = stage.model_config.vocabulary
-    return found | {"logits": logits[..., :vocabulary].double()}
+    return recorded | {"logits": logits[..., :vocabulary].double()}
 
 
-def _watch(placed: PlacedBlock, found: dict[str, Tensor]) -> list[Callable[[], None]]:
+def _watch(placed: PlacedBlock, recorded: dict[str, Tensor]) -> list[Callable[[], None]]:
     """Record what a block computes from now on. Returns functions that end it."""
     block, name = placed.block, placed.spec.name
 
     def output(module: Any, arguments: Any, result: Tensor) -> None:
-        found[name] = result.double()
+        recorded[name] = result.double()
 
     hooks: list[Callable[[], None]] = [block.register_forward_hook(output).remove]
     caller, attend = block.call, getattr(block, "attend", None)
 
     def calling(operation: Any, *arguments: Any) -> Any:
         if operation is attend and all(x.dim() == 4 for x in arguments[:2]):
-            found[f"{name}, scores"] = _scores(*arguments[:2]) * arguments[3]["scale"]
+            recorded[f"{name}, scores"] = _scores(*arguments[:2]) * arguments[3]["scale"]
         return caller(operation, *arguments)
 
     if attend is not None:
@@ -168,7 +168,7 @@ def _watch(placed: PlacedBlock, found: dict[str, Tensor]) -> list[Callable[[], N
         compute = router.compute
 
         def computing(*arguments: Any) -> Tensor:
-            found[f"{name}, router"] = (result := compute(*arguments)).double()
+            recorded[f"{name}, router"] = (result := compute(*arguments)).double()
             return result
 
         router.compute = computing

@@ -16,7 +16,7 @@ from megalite.config.load import from_dict, to_dict
 from megalite.config.rampup import steps_for
 from megalite.config.rule import show
 from megalite.config.run_length import resume_steps, with_batches
-from megalite.config.schema import Config
+from megalite.config.schema import OPTIONS, Config
 from megalite.model.kinds import dispatch_of
 from megalite.model.parameters import embedding_uses, model_specs
 from megalite.objectives.find import objective_class
@@ -33,6 +33,7 @@ SAMPLES = ("run.seed", "data.sequence_length", "data.shuffle", "data.packing", *
 SETS = ("targets", "modules_to_save")  # lists of lora whose order and repetitions have no effect
 UNLISTED = (
     *("run.dir", "run.overwrite", "checkpoint.load", "checkpoint.allow", "data.allow_tokenizer_change"),
+    *("run.spool", *(option for option in OPTIONS if option.startswith("store."))),
     *("train.stop_after", "faults.inject", "network.variables"),  # network.variables may contain secrets
 )
 """Options that belong to a single start of a run and do not affect its results."""

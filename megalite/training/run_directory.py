@@ -20,6 +20,7 @@ from megalite.config import run_files
 from megalite.config.errors import ConfigError
 from megalite.config.schema import Config
 from megalite.launch.run_lock import RunLock
+from megalite.stores.url import is_url, normal
 from megalite.training.best import stopped_early
 from megalite.training.resume_checks import changed_experiment, continue_steps, is_same_run
 
@@ -94,8 +95,11 @@ def starts_anew(config: Config) -> bool:
     load = config.checkpoint.load
     if load in ("auto", "none"):
         return load == "none"
-    own = config.run.directory.resolve()
-    return own not in (place := Path(load).resolve()).parents and own != place
+    if config.run.url is not None and is_url(load):
+        own, place = Path(config.run.url), Path(normal(load))
+    else:
+        own, place = config.run.directory.resolve(), Path(load).resolve()
+    return own not in place.parents and own != place
 
 
 def _move_aside(config: Config, directory: Path, lock: RunLock) -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1] / ".components"
-OVER_OURS = frozenset({"megatron", "mlflow", "mup", "raytrain", "trackio", "wandb"})
+OVER_OURS = frozenset({"megatron", "mlflow", "mup", "raytrain", "stores", "trackio", "wandb"})
 """Components that import megalite or torch: where a package is not in their environment, ours has it."""
 _OUTSIDE = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # pip must not see this checkout
 

@@ -49,6 +49,7 @@ LONGROPE |= {"short_factor": [1.0, 1.0], "long_factor": [1.0, 2.0]}
 # option: (the nearest illegal value, a legal value next to it)
 BOUNDS: dict[str, tuple[Any, Any]] = {
     "model.norm_topk_eps": (0, 1e-6),
+    **dict.fromkeys(("store.part_mb", "store.spool_gb"), (0, 0.5)),
     "model.query_scale_beta": (0.0, None),
     "model.query_scale_positions": (0, None),
     "model.norm_topk_min": (0.0, None),
@@ -1513,6 +1514,22 @@ ROWS = [
         {"train.kernels": "auto"},
         ("requires a GPU", "auto or torch"),
         devices=0,
+    ),
+    *(
+        Row(f"store.{key} is a duration", {f"store.{key}": "10"}, {f"store.{key}": "10s"}, ("30s",))
+        for key in ("interval", "retry", "patience")
+    ),
+    Row(
+        "the spool can be written",
+        {"run.dir": "memory://runs", "run.spool": __file__},
+        {"run.dir": "memory://runs", "run.spool": "."},
+        ("is not writable", "run.dir = memory://runs"),
+    ),
+    Row(
+        "no overwriting in a store",
+        {"run.dir": "memory://runs", "run.overwrite": True},
+        {"run.dir": "memory://runs", "run.overwrite": False},
+        ("another run.name",),
     ),
     Row("timeout is a duration", {"run.timeout": "10"}, {"run.timeout": "10s"}, ("10m",)),
     Row("stop_after is a duration", {"train.stop_after": "90"}, {"train.stop_after": "1h30m"}, ("3h50m",)),

@@ -162,7 +162,7 @@ def test_only_with_mup_activations_move_alike_at_every_width(prefix):
     names = {each.name for each in kept}
     assert {"layers.1.attention", "layers.1.attention, scores", "layers.1.mlp", "logits"} <= names
     assert "layers.0.mlp, router" in names
-    largest, smallest = (max(each.exponent(4) for each in found) for found in (kept, plain))
+    largest, smallest = (max(each.exponent(4) for each in activations) for activations in (kept, plain))
     assert largest <= 0.25 and smallest >= 0.5, (largest, smallest)
 
 

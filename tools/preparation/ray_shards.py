@@ -19,7 +19,7 @@ import ray
 
 def run(words: list[str], directory: str) -> str:
     """Run a command on the node that Ray has chosen, and return the node's id."""
-    done = subprocess.run(words, cwd=directory, capture_output=True, text=True)
+    done = subprocess.run(words, cwd=directory, capture_output=True, text=True, encoding="utf-8")
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)} ended with status {done.returncode}: {done.stderr.strip()}")
     return str(ray.get_runtime_context().get_node_id())

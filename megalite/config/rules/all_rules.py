@@ -45,6 +45,7 @@ from megalite.config.sections import (
     preference,
     profiling,
     run,
+    store,
     train,
 )
 
@@ -56,6 +57,7 @@ RULES: tuple[Rule, ...] = (
     *MODEL_RULES,
     *LAYOUT_RULES,
     *run.RULES,
+    *store.RULES,
     *data.RULES,
     *streams.RULES,
     *model_and_data.RULES,

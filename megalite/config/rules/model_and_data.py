@@ -1,7 +1,5 @@
 """Rules between the model and its data: vocabulary, initial weights and sequence length."""
 
-from pathlib import Path
-
 from megalite.config.extensions import is_source
 from megalite.config.rule import Rule, is_checkpoint
 from megalite.config.rules.context import RuleContext
@@ -77,7 +75,7 @@ def _random_on_chat_data(c: RuleContext) -> bool:
     """Whether a run on conversations has the shape of a model and not its weights. A run that resumes has its
     own."""
     resumes = c.checkpoint.names_checkpoint or (
-        c.checkpoint.load == "auto" and is_checkpoint(str(Path(c.run.dir, c.run.name)))
+        c.checkpoint.load == "auto" and is_checkpoint(str(c.run.directory))
     )
     return (
         c.model.from_hf is not None

@@ -14,6 +14,7 @@ from megalite.config.option import PROBABILITY, SIZE, option
 from megalite.config.rule import Rule, suggestion
 from megalite.config.streams import names_in, streams_in
 from megalite.config.token_files import is_chat, metadata, named_sets, prefixes
+from megalite.stores.url import is_url
 
 if TYPE_CHECKING:
     from megalite.config.rules.context import RuleContext
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
 class DataConfig:
     train: str | list[str] | dict[str, float] | None = option(None, path=True)
     """Training data: a token file's PREFIX (of PREFIX.bin and PREFIX.idx), a list of prefixes, {PREFIX:
-    weight} for a blend, or NAME:ARGUMENT for a data source of run.extensions. A stream stands for a PREFIX:
-    jsonl:PATH, parquet:PATH, webdataset:PATH or mds:DIRECTORY, tokenized while the run trains."""
+    weight} for a blend, or NAME:ARGUMENT for a data source of run.extensions. A PREFIX may be the URL of an
+    object store. A stream stands for a PREFIX: jsonl:PATH, parquet:PATH, webdataset:PATH or mds:DIRECTORY,
+    tokenized while the run trains."""
     validation: float | str | list[str] | dict[str, float] | dict[str, str] | None = option(
         None, amount=amounts.PERCENTAGE, path=True
     )
@@ -72,9 +74,16 @@ class DataConfig:
 def _missing(source: Any) -> list[str]:
     """The files that are not there; os.path, unlike pathlib, takes a name that is too long for one of
     these."""
-    return [
-        f"{p}{end}" for p in prefixes(source) for end in (".bin", ".idx") if not os.path.isfile(f"{p}{end}")
-    ]
+    absent = []
+    for prefix in prefixes(source):
+        if is_url(prefix):
+            from megalite.stores.token_files import missing
+
+            absent += missing(prefix)
+        else:
+            names = (f"{prefix}{end}" for end in (".bin", ".idx"))
+            absent += [name for name in names if not os.path.isfile(name)]
+    return absent
 
 
 def _unregistered(source: Any) -> str:
@@ -90,7 +99,10 @@ def _unregistered(source: Any) -> str:
 
 
 def _nearest_prefix(source: Any) -> str:
-    prefix = Path(_missing(source)[0]).with_suffix("")
+    first = _missing(source)[0]
+    if is_url(first):
+        return "Check the URL of PREFIX, without its .bin, with the tools of the store."
+    prefix = Path(first).with_suffix("")
     others = sorted(str(path.with_suffix("")) for path in prefix.parent.glob("*.bin"))
     if near := get_close_matches(str(prefix), others, n=1):
         return f"Nearest: {near[0]}."

@@ -10,12 +10,14 @@ from megalite.config.rule import (
     Rule,
     can_be_written,
 )
+from megalite.stores.url import is_url, local, normal
 
 
 @dataclass
 class RunConfig:
     dir: str = option("runs", path=True)
-    """Parent directory of the run's own directory, `run.dir/run.name`."""
+    """Parent directory of the run's own directory, `run.dir/run.name`; or the URL of an object store, such as
+    s3://bucket/prefix, to which the run uploads it."""
     name: str = "run"
     """Name of the run. Its configuration, metrics, checkpoints and traces are stored in `run.dir/run.name`.
     """
@@ -29,14 +31,22 @@ class RunConfig:
     loads may take longer."""
     extensions: list[str] | None = option(None, path=True)
     """Python files of yours that register objectives, data sources and observers of steps. null: none."""
+    spool: str = option("runs", path=True)
+    """Where run.dir is an object store: local directory for the files of the run, which are uploaded from
+    there. A fast disk of each node, or a shared one."""
     overwrite: bool = False
     """Let a new run use the directory of an old one (checkpoint.load none or of another run), which is
     renamed to NAME.old-1 first."""
 
     @property
     def directory(self) -> Path:
-        """The run's own directory."""
-        return Path(self.dir) / self.name
+        """The run's own directory, in run.spool if run.dir is a store."""
+        return Path(self.dir) / self.name if self.url is None else local(self.spool, self.url)
+
+    @property
+    def url(self) -> str | None:
+        """The run's own place in the store that run.dir names, or None."""
+        return f"{normal(self.dir)}/{self.name}" if is_url(self.dir) else None
 
 
 RULES: tuple[Rule, ...] = (
@@ -57,8 +67,22 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "the run can be written",
         "run.dir",
-        lambda c: not can_be_written(Path(c.run.dir, c.run.name)),
+        lambda c: c.run.url is None and not can_be_written(c.run.directory),
         message="is not writable, or {run.name} in it",
         legal="Choose a directory that you can write to or create.",
+    ),
+    Rule(
+        "the spool can be written",
+        "run.spool",
+        lambda c: c.run.url is not None and not can_be_written(c.run.directory),
+        message="is not writable, and {run.dir} is uploaded from there",
+        legal="Choose a directory that you can write to or create.",
+    ),
+    Rule(
+        "no overwriting in a store",
+        "run.overwrite",
+        lambda c: c.run.overwrite and c.run.url is not None,
+        message="is not supported with {run.dir}, because a store cannot rename the old run",
+        legal="Choose another run.name, or delete the old run with the tools of the store.",
     ),
 )

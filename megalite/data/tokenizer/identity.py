@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalite.config.errors import ConfigError
-from megalite.config.token_files import metadata
+from megalite.config.token_files import located, metadata
 
 if TYPE_CHECKING:
     from megalite.data.tokenizer.structure import TokenizerStructure
@@ -162,7 +162,7 @@ def of_token_file(prefix: str | Path) -> TokenizerIdentity:
     """
     facts = metadata(prefix)
     name = facts.get("tokenizer")
-    place = name if name in (None, "byte") else _absolute(Path(prefix).parent / name)
+    place = name if name in (None, "byte") else _absolute(Path(located(prefix)).parent / name)
     template = facts["chat"].get("template_hash") if isinstance(facts.get("chat"), dict) else None
     return TokenizerIdentity(
         place, facts.get("tokenizer_fingerprint"), facts.get("tokenizer_digest"), template

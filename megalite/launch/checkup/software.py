@@ -22,6 +22,7 @@ EXTRAS = {
     "eval": "lm-evaluation-harness",
     "ray": "jobs on Ray clusters",
     "gguf": "GGUF files for llama.cpp",
+    "stores": "runs, checkpoints and data in S3, Google Cloud Storage, Azure",
 }
 SUBMITTERS = ("sbatch", "kubectl", "ray", "sky")
 BEYOND_PINS = {"trackio"}
