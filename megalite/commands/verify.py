@@ -208,8 +208,8 @@ def compare_widths(own: Namespace, rest: list[str]) -> int:
         return 0
     worst = max(broken, key=lambda each: abs(each.exponent(each.steps)))
     print(
-        f"different: {len(broken)} of {len(coordinates)} exponents are beyond ±{BOUND:g}, the largest that of "
-        f"{worst.name}" + ("" if config.model.mup else "; model.mup is not set")
+        f"different: {len(broken)} of {len(coordinates)} exponents are beyond ±{BOUND:g}, the largest that "
+        f"of {worst.name}" + ("" if config.model.mup else "; model.mup is not set")
     )
     return 1
 

@@ -81,7 +81,7 @@ def megatron_source(
     for tensor in tensors.values():
         for part in tensor.parts:
             by_ours.setdefault(part.ours, []).append((tensor, part))
-    reader = _Reader(checkpoint)
+    reader = _MegatronReader(checkpoint)
 
     def read(kind: str, ours: str) -> Iterator[tuple[int, Tensor]]:
         for tensor, part in by_ours[ours]:
@@ -105,7 +105,7 @@ def megatron_source(
     )
 
 
-class _Reader:
+class _MegatronReader:
     """Reads whole tensors, and keeps the last one: q, k and v are rows of one."""
 
     def __init__(self, checkpoint: MegatronSource):
