@@ -41,7 +41,7 @@ def without_encoding(tree: ast.AST) -> Iterator[ast.Call]:
             yield call
         if name in FILES:
             yield call
-        opens = full == "open" or (name in OPEN and (call.args or named) and full != "os.open")
+        opens = full == "open" or (name in OPEN and (call.args or named) and full not in ("os.open", "tarfile.open"))
         if opens and "b" not in mode(call, "b" if full.removeprefix("tempfile.") in BINARY else "r"):
             yield call
 
@@ -57,5 +57,5 @@ def test_calls_without_an_encoding_are_detected():
     wrong += ["subprocess.run(c, text=True)", "tempfile.TemporaryFile('w+')", "gzip.open(p, 'rt')"]
     right = ["open(p, 'rb')", "open(p, encoding='utf-8')", "p.open('r+b' if q else 'wb')", "p.read_text('utf-8')"]
     right += ["p.write_text(t, encoding='utf-8')", "bucket.open()", "tempfile.TemporaryFile()", "datasets(text=True)"]
-    right += ["os.open(p, os.O_RDWR)"]
+    right += ["os.open(p, os.O_RDWR)", "tarfile.open(fileobj=f, mode='r|')"]
     assert [code for code in (*wrong, *right) if list(without_encoding(ast.parse(code)))] == wrong
