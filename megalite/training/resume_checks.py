@@ -264,6 +264,21 @@ def is_same_run(config: Config, saved: dict[str, Any]) -> bool:
     return _tree(before) == _tree(now)
 
 
+def check_factors(model: ModelConfig, manifest: Manifest) -> None:
+    """Raise ConfigError if initial weights were trained with other factors of `model.mup`."""
+    saved = from_dict(manifest.state["config"]).model if "config" in manifest.state else model
+    if not (model.mup or saved.mup):
+        return
+    was, now = ((each.logit_factor or 1.0, each.residual_factor) for each in (saved, model))
+    if was != now:
+        raise ConfigError(
+            f"model.mup = {show(model.mup)} does not match model.init_from={manifest.directory}, which was "
+            f"trained with model.mup = {show(saved.mup)}: logits, or what blocks add, would have other "
+            "factors. Set model.mup to that value, or export the model with megalite convert export, which "
+            "gives a plain one, and start from hf:DIR."
+        )
+
+
 def without_adapters(manifest: Manifest) -> Manifest:
     """Return the manifest of a checkpoint to start from.
 
