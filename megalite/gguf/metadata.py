@@ -51,9 +51,7 @@ def metadata(model: ModelConfig, architecture: Architecture) -> dict[str, Any]:
     if model.has_mixtures or model.kv_lora_rank is not None:
         keys |= _mixture(model)
     keys |= _mixers(model)
-    return {
-        key: float(value) if _is_float(key) and value is not None else value for key, value in keys.items()
-    }
+    return {key: float(value) if _is_float(key, value) else value for key, value in keys.items()}
 
 
 def _is_float(key: str, value: Any) -> bool:
