@@ -17,6 +17,7 @@ from megalite.config.rampup import steps_for
 from megalite.config.rule import show
 from megalite.config.run_length import resume_steps, with_batches
 from megalite.config.schema import OPTIONS, Config
+from megalite.config.sections.model import ModelConfig
 from megalite.model.kinds import dispatch_of
 from megalite.model.parameters import embedding_uses, model_specs
 from megalite.objectives.find import objective_class
