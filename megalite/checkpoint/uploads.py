@@ -293,7 +293,9 @@ class RunUploads:
             self._publish(store, directory, content, url)
             size, taken = sum(manifest.files.values()), time.monotonic() - started
             say(f"uploaded {url} ({amount(size, 'B')}, {taken:.1f} s)")
-            self._delete_others(store, url, {*manifest.files, run_files.MANIFEST})
+            others = [name for name in store.find(url) if name not in {*manifest.files, run_files.MANIFEST}]
+            if self._is_still(directory, content):  # else the step has been saved again, with other files
+                store.delete([f"{url}/{name}" for name in others])
         else:
             entry = there.get(run_files.MANIFEST)
             if entry is None or store.read(f"{url}/{run_files.MANIFEST}") != content:
@@ -395,18 +397,17 @@ class RunUploads:
         there, kept, removed = set(listing.steps), len(list(self._local.glob("step_*"))), list[str]()
         for name in names:
             number, url = step_number(name), f"{self._checkpoints}/{name}"
+            present = [file for file in store.find(url) if file != run_files.MANIFEST]
+            if (self._local / name / run_files.MANIFEST).exists():
+                continue  # it has been saved again: what is listed may be of that save
             if number in there:
                 if len(there) <= kept or number == listing.newest:
                     continue
                 store.delete([f"{url}/{run_files.MANIFEST}"])
                 there.discard(number)
-            self._delete_others(store, url, set())
+            store.delete([f"{url}/{file}" for file in present])
             removed.append(name)
         return removed
-
-    def _delete_others(self, store: ObjectStore, url: str, names: set[str]) -> None:
-        """Delete the objects of a checkpoint that are not among `names`."""
-        store.delete([f"{url}/{name}" for name in store.find(url) if name not in names])
 
     def _free(self) -> None:
         """Remove the data of uploaded checkpoints from the spool, except that of the newest."""

@@ -88,6 +88,28 @@ def test_a_save_of_the_same_step_replaces_it_by_its_manifest(config):
     uploads.close()
 
 
+def test_a_save_during_the_publication_of_the_same_step_keeps_its_files(config, monkeypatch):
+    directory, store = config.run.directory / "checkpoints/step_00000005", store_of(URL)
+    write, rank_1, again = store.write, f"{URL}/a/checkpoints/step_00000005/rank_00001-new.bin", []
+    uploads = RunUploads(config, 0)
+
+    def slow(url: str, data: bytes) -> None:
+        write(url, data)
+        if url.endswith("manifest.json") and not again:
+            again.append(save(config, 5))
+            write(rank_1, b"uploaded by another rank, which is faster")
+
+    monkeypatch.setattr(store, "write", slow)
+    save(config, 5)
+    uploads.saved(directory)
+    uploads._round()
+    assert again and store.info(rank_1) is not None
+    store.delete([f"{URL}/a/checkpoints/step_00000005/manifest.json"])
+    uploads._removed_in_store(store, [directory.name])
+    assert store.info(rank_1) is not None
+    monkeypatch.undo()
+
+
 def test_a_store_that_fails_delays_uploads_and_prunes_nothing_there(config, monkeypatch, capsys):
     store, fails = store_of(URL), True
     upload = store.upload
