@@ -18,6 +18,8 @@ newest any more.
 
 from __future__ import annotations
 
+import os
+import stat
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -329,11 +331,13 @@ class RunUploads:
 
     def _is_given_up(self, directory: Path) -> bool:
         """Return whether not to wait for other nodes: they have lost their part of an earlier job's
-        checkpoint.
+        checkpoint, or rank 0 has pruned it before it was published.
         """
-        if directory not in self._of_earlier_job or not self._published_own:
+        pruned = self._rank > 0 and directory.name in self._removed
+        if not (pruned or directory in self._of_earlier_job) or not self._published_own:
             return False
-        say(f"{directory} was not uploaded, because a part of it is on no node of this job")
+        if not pruned:
+            say(f"{directory} was not uploaded, because a part of it is on no node of this job")
         remove_stub(directory)
         return True
 
@@ -457,11 +461,14 @@ class RunFiles:
 
     def _present(self) -> Iterator[tuple[str, tuple[int, int]]]:
         """Yield the files with their sizes and times; hidden ones are being written."""
-        for path in sorted(self._directory.rglob("*")):
-            parts = path.relative_to(self._directory).parts
-            if parts[0] in _NOT_UPLOADED or any(part.startswith(".") for part in parts):
-                continue
-            with suppress(FileNotFoundError):
-                if path.is_file():
-                    status = path.stat()
-                    yield "/".join(parts), (status.st_size, status.st_mtime_ns)
+        for place, folders, files in os.walk(self._directory):
+            base = Path(place).relative_to(self._directory)
+            left_out = set() if base.parts else set(_NOT_UPLOADED)
+            for names in (folders, files):  # os.walk enters what stays among the folders
+                names[:] = sorted(name for name in names if name not in left_out and not name.startswith("."))
+            for name in files:
+                with suppress(FileNotFoundError):
+                    status = (self._directory / base / name).stat()
+                    if not stat.S_ISREG(status.st_mode):
+                        continue
+                    yield (base / name).as_posix(), (status.st_size, status.st_mtime_ns)

@@ -110,6 +110,25 @@ def test_a_save_during_the_publication_of_the_same_step_keeps_its_files(config, 
     monkeypatch.undo()
 
 
+def test_another_node_does_not_wait_for_what_was_pruned_before_its_publication(config, tmp_path):
+    node = from_dict({"run": {"dir": URL, "name": "a", "spool": str(tmp_path / "b")}, "store": {"patience": "5s"}})
+    ranks = RunUploads(config, 0), RunUploads(node, 1)
+    ranks[1].start()
+    for step in (1, 2, 3):
+        removed, name = save(config, step, keep=2), f"checkpoints/step_{step:08d}"
+        (node.run.directory / name).mkdir(parents=True)
+        shutil.copy(config.run.directory / name / "manifest.json", node.run.directory / name)
+        ranks[0].saved(config.run.directory / name, removed)
+        ranks[1].saved(node.run.directory / name, removed)
+    ranks[0].start()  # its uploads are slow
+    for uploads in ranks:
+        uploads.wait()
+        uploads.close()
+    assert uploaded(config) == {2, 3}
+    names = sorted(path.name for path in (node.run.directory / "checkpoints").iterdir())
+    assert names == ["step_00000002", "step_00000003"]
+
+
 def test_a_store_that_fails_delays_uploads_and_prunes_nothing_there(config, monkeypatch, capsys):
     store, fails = store_of(URL), True
     upload = store.upload
@@ -148,6 +167,28 @@ def test_a_killed_job_leaves_its_checkpoints_to_the_next_one(config):
     uploads.wait()
     assert uploaded(config) == {1, 2}
     uploads.close()
+
+
+def test_a_checkpoint_that_the_run_went_on_without_is_not_uploaded(config, tmp_path, capsys):
+    other = from_dict({"run": {"dir": URL, "name": "a", "spool": str(tmp_path / "b")}})
+
+    def job(machine: Config, *steps: int) -> None:
+        fetch_run(f"{URL}/a", machine.run.directory)
+        uploads = RunUploads(machine, 0)
+        uploads.start()
+        for step in steps:
+            uploads.saved(machine.run.directory / f"checkpoints/step_{step:08d}", save(machine, step))
+            uploads.wait()
+        uploads.wait()
+        uploads.close()
+
+    job(config, 1)
+    save(config, 3)  # this machine is lost before the upload
+    job(other, 2, 4)
+    job(config)  # and comes back
+    listing = published(store_of(URL), f"{URL}/a/checkpoints")
+    assert (set(listing.steps), listing.newest) == ({1, 2, 4}, 4)
+    assert "step_00000003 was removed" in capsys.readouterr().err
 
 
 def test_the_spool_has_a_limit(config):
