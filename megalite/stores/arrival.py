@@ -71,14 +71,12 @@ def _update_stubs(listing: Published, checkpoints: Path, leads: bool) -> None:
     for path in checkpoints.glob("step_*"):
         number = run_files.step_number(path.name)
         if number is None or origin_of(path) is None:
-            if leads and number in listing.steps and not _is_same(listing, number, path):
-                remove_stub(path)
-            elif (
-                leads
-                and number is not None
-                and number not in listing.steps
-                and number < (listing.newest or 0)
-            ):
+            if not leads or number is None:
+                continue
+            if number in listing.steps:
+                if not _is_same(listing, number, path):
+                    remove_stub(path)
+            elif number < (listing.newest or 0):
                 remove_stub(path)
                 say(f"{path} was removed: it was not uploaded, and the run went on elsewhere without it")
         elif number not in listing.steps:
