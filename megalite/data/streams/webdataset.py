@@ -24,7 +24,7 @@ class _CheckedMember(tarfile.TarInfo):
     def fromtarfile(cls, tarfile_: tarfile.TarFile) -> Self:
         try:
             return super().fromtarfile(tarfile_)
-        except tarfile.EOFHeaderError:
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # it is in no stub
             raise
         except tarfile.HeaderError as error:
             raise tarfile.ReadError(str(error)) from None
