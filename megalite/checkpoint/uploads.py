@@ -33,7 +33,7 @@ from megalite.config.amounts import duration_seconds
 from megalite.config.run_files import step_name, step_number
 from megalite.config.schema import Config
 from megalite.stores.arrival import write_state
-from megalite.stores.errors import ConflictError, reason
+from megalite.stores.errors import ConflictError, StoreError, reason
 from megalite.stores.object_store import ObjectStore, patiently, store_of
 from megalite.stores.stubs import Published, origin_of, published, remove_stub, write_origin
 from megalite.system.messages import counted, say
@@ -57,12 +57,17 @@ def clean(config: Config) -> list[str]:
         a line for the user, or none.
 
     Raises:
-        StoreError: the store cannot be reached.
+        StoreError: the store cannot be reached, or has no such bucket.
     """
     url = config.run.url
     assert url is not None
     store, checkpoints = store_of(url), f"{url}/{run_files.CHECKPOINTS}"
-    aborted = patiently(lambda: store.abort_uploads(url), url)
+    try:
+        aborted = patiently(lambda: store.abort_uploads(url), url)
+    except FileNotFoundError as error:
+        raise StoreError(
+            f"run.dir: the bucket of {url} does not exist ({reason(error)}). Create it, or correct run.dir."
+        ) from error
     listing = patiently(lambda: published(store, checkpoints), url)
     now = max((each.modified for each in listing.objects.values()), default=0.0)  # by the clock of the store
     waiting = {path.name for path in _waiting(config.run.directory)}

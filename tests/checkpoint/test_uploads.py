@@ -22,6 +22,7 @@ from megalite.parallel.spec import Rectangle
 from megalite.stores.arrival import fetch_run
 from megalite.stores.object_store import store_of
 from megalite.stores.stubs import published
+from megalite.training.job import JobEnd, begin
 
 URL = "memory://bucket/runs"
 
@@ -189,6 +190,16 @@ def test_a_checkpoint_that_the_run_went_on_without_is_not_uploaded(config, tmp_p
     listing = published(store_of(URL), f"{URL}/a/checkpoints")
     assert (set(listing.steps), listing.newest) == ({1, 2, 4}, 4)
     assert "step_00000003 was removed" in capsys.readouterr().err
+
+
+def test_a_bucket_that_is_missing_ends_the_job_with_one_message(config, monkeypatch):
+    def missing(url: str) -> int:
+        raise FileNotFoundError("The specified bucket does not exist")
+
+    monkeypatch.setattr(store_of(URL), "abort_uploads", missing)
+    with pytest.raises(JobEnd, match=r"run.dir: the bucket of .* does not exist \(.*Create it, or correct run.dir"):
+        begin(config, restarted=False)
+    assert not (config.run.directory / "lock").exists()
 
 
 def test_the_spool_has_a_limit(config):
