@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -28,7 +29,6 @@ from megalite.stores.stubs import (
     replace_file,
     update_stub,
 )
-from megalite.system.messages import say
 
 IN_USE_S = 60.0
 """A lock that was renewed within this time may be that of a job which uses the spool."""
@@ -78,7 +78,8 @@ def _update_stubs(listing: Published, checkpoints: Path, leads: bool) -> None:
                     remove_stub(path)
             elif number < (listing.newest or 0):
                 remove_stub(path)
-                say(f"{path} was removed: it was not uploaded, and the run went on elsewhere without it")
+                line = f"{path} was removed: it was not uploaded, and the run went on elsewhere without it"
+                print(line, file=sys.stderr, flush=True)
         elif number not in listing.steps:
             remove_stub(path)
     for number, manifest in listing.steps.items():
