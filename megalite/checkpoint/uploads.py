@@ -18,6 +18,8 @@ newest any more.
 
 from __future__ import annotations
 
+import os
+import stat
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -31,7 +33,7 @@ from megalite.config.amounts import duration_seconds
 from megalite.config.run_files import step_name, step_number
 from megalite.config.schema import Config
 from megalite.stores.arrival import write_state
-from megalite.stores.errors import ConflictError, reason
+from megalite.stores.errors import ConflictError, StoreError, reason
 from megalite.stores.object_store import ObjectStore, patiently, store_of
 from megalite.stores.stubs import Published, origin_of, published, remove_stub, write_origin
 from megalite.system.messages import counted, say
@@ -55,12 +57,17 @@ def clean(config: Config) -> list[str]:
         a line for the user, or none.
 
     Raises:
-        StoreError: the store cannot be reached.
+        StoreError: the store cannot be reached, or has no such bucket.
     """
     url = config.run.url
     assert url is not None
     store, checkpoints = store_of(url), f"{url}/{run_files.CHECKPOINTS}"
-    aborted = patiently(lambda: store.abort_uploads(url), url)
+    try:
+        aborted = patiently(lambda: store.abort_uploads(url), url)
+    except FileNotFoundError as error:
+        raise StoreError(
+            f"run.dir: the bucket of {url} does not exist ({reason(error)}). Create it, or correct run.dir."
+        ) from error
     listing = patiently(lambda: published(store, checkpoints), url)
     now = max((each.modified for each in listing.objects.values()), default=0.0)  # by the clock of the store
     waiting = {path.name for path in _waiting(config.run.directory)}
@@ -293,7 +300,9 @@ class RunUploads:
             self._publish(store, directory, content, url)
             size, taken = sum(manifest.files.values()), time.monotonic() - started
             say(f"uploaded {url} ({amount(size, 'B')}, {taken:.1f} s)")
-            self._delete_others(store, url, {*manifest.files, run_files.MANIFEST})
+            others = [name for name in store.find(url) if name not in {*manifest.files, run_files.MANIFEST}]
+            if self._is_still(directory, content):  # else the step has been saved again, with other files
+                store.delete([f"{url}/{name}" for name in others])
         else:
             entry = there.get(run_files.MANIFEST)
             if entry is None or store.read(f"{url}/{run_files.MANIFEST}") != content:
@@ -327,11 +336,13 @@ class RunUploads:
 
     def _is_given_up(self, directory: Path) -> bool:
         """Return whether not to wait for other nodes: they have lost their part of an earlier job's
-        checkpoint.
+        checkpoint, or rank 0 has pruned it before it was published.
         """
-        if directory not in self._of_earlier_job or not self._published_own:
+        pruned = self._rank > 0 and directory.name in self._removed
+        if not (pruned or directory in self._of_earlier_job) or not self._published_own:
             return False
-        say(f"{directory} was not uploaded, because a part of it is on no node of this job")
+        if not pruned:
+            say(f"{directory} was not uploaded, because a part of it is on no node of this job")
         remove_stub(directory)
         return True
 
@@ -395,18 +406,17 @@ class RunUploads:
         there, kept, removed = set(listing.steps), len(list(self._local.glob("step_*"))), list[str]()
         for name in names:
             number, url = step_number(name), f"{self._checkpoints}/{name}"
+            present = [file for file in store.find(url) if file != run_files.MANIFEST]
+            if (self._local / name / run_files.MANIFEST).exists():
+                continue  # it has been saved again: what is listed may be of that save
             if number in there:
                 if len(there) <= kept or number == listing.newest:
                     continue
                 store.delete([f"{url}/{run_files.MANIFEST}"])
                 there.discard(number)
-            self._delete_others(store, url, set())
+            store.delete([f"{url}/{file}" for file in present])
             removed.append(name)
         return removed
-
-    def _delete_others(self, store: ObjectStore, url: str, names: set[str]) -> None:
-        """Delete the objects of a checkpoint that are not among `names`."""
-        store.delete([f"{url}/{name}" for name in store.find(url) if name not in names])
 
     def _free(self) -> None:
         """Remove the data of uploaded checkpoints from the spool, except that of the newest."""
@@ -456,11 +466,14 @@ class RunFiles:
 
     def _present(self) -> Iterator[tuple[str, tuple[int, int]]]:
         """Yield the files with their sizes and times; hidden ones are being written."""
-        for path in sorted(self._directory.rglob("*")):
-            parts = path.relative_to(self._directory).parts
-            if parts[0] in _NOT_UPLOADED or any(part.startswith(".") for part in parts):
-                continue
-            with suppress(FileNotFoundError):
-                if path.is_file():
-                    status = path.stat()
-                    yield "/".join(parts), (status.st_size, status.st_mtime_ns)
+        for place, folders, files in os.walk(self._directory):
+            base = Path(place).relative_to(self._directory)
+            left_out = set() if base.parts else set(_NOT_UPLOADED)
+            for names in (folders, files):  # os.walk enters what stays among the folders
+                names[:] = sorted(name for name in names if name not in left_out and not name.startswith("."))
+            for name in files:
+                with suppress(FileNotFoundError):
+                    status = (self._directory / base / name).stat()
+                    if not stat.S_ISREG(status.st_mode):
+                        continue
+                    yield (base / name).as_posix(), (status.st_size, status.st_mtime_ns)

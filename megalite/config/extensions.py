@@ -101,11 +101,13 @@ def observer(kind: Registered) -> Registered:
 
 
 def _into(table: dict[str, Any], name: str, what: str) -> Callable[[Registered], Registered]:
+    one = f"{'an' if what[0] in 'aeiou' else 'a'} {what}"
+
     def add(kind: Registered) -> Registered:
         if not name or ":" in name or "/" in name:
-            raise ConfigError(f"{name!r} is not a name of an {what}: it must have no : and no /.")
+            raise ConfigError(f"{name!r} is not a name of {one}: it must have no : and no /.")
         if name in BUILT_IN.get(what, ()):
-            raise ConfigError(f"{name} is the name of an {what} of megalite. Choose another one.")
+            raise ConfigError(f"{name} is the name of {one} of megalite. Choose another one.")
         if name in table:
             raise ConfigError(f"there are two of the {what} {name}. Rename one of them.")
         table[name] = kind

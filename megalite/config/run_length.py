@@ -6,7 +6,6 @@ the index of the training data, and only for train.epochs.
 """
 
 import math
-import os
 from fractions import Fraction
 from typing import Any
 
@@ -15,7 +14,7 @@ from megalite.config.rampup import position, resume_at, steps_for
 from megalite.config.schema import Config
 from megalite.config.sections.train import BatchSizeStep, Finished, Horizon
 from megalite.config.streams import has_streams
-from megalite.config.token_files import prefixes
+from megalite.config.token_files import missing_files, prefixes
 
 
 def resolve_steps(config: Config) -> None:
@@ -87,11 +86,10 @@ def _can_be_counted(config: Config) -> bool:
     data = config.data
     weights = data.train.values() if isinstance(data.train, dict) else ()
     held_out = data.validation if isinstance(data.validation, float | int) else 0.0
-    files = [f"{prefix}{end}" for prefix in prefixes(data.train) for end in (".idx", ".bin")]
     return (
-        (bool(files) or is_source(data.train))
+        (bool(prefixes(data.train)) or is_source(data.train))
         and not has_streams(data)
-        and all(map(os.path.isfile, files))
+        and not missing_files(data.train)
         and all(0 < each < math.inf for each in weights)
         and 0 <= held_out < 1
     )

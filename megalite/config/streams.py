@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from megalite.config.extensions import BUILT_IN
+
 if TYPE_CHECKING:
     from megalite.config.sections.data import DataConfig
 
 FORMATS = ("jsonl", "parquet", "webdataset", "mds")
+BUILT_IN["data source"] = FORMATS
 ENDLESS = 1 << 62
 """Number of samples of an epoch of a stream, which is not known before its end."""
 

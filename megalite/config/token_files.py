@@ -41,6 +41,23 @@ def named_sets(source: Any) -> dict[str, str]:
     )
 
 
+def missing_files(source: Any) -> list[str]:
+    """The files of data.train or data.validation that are not there, on this machine or in a store.
+
+    Raises StoreError.
+    """
+    absent = []
+    for prefix in prefixes(source):
+        if is_url(prefix):
+            from megalite.stores.token_files import missing
+
+            absent += missing(prefix)
+        else:
+            names = (f"{prefix}{end}" for end in (".bin", ".idx"))
+            absent += [name for name in names if not os.path.isfile(name)]
+    return absent
+
+
 def located(prefix: str | Path) -> str | Path:
     """The prefix of the .idx and .json of a token file on this machine: of local copies if it is in a store.
     Raises StoreError."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -37,8 +38,8 @@ LEFT_OUT = (run_files.TRACES, run_files.STALLS, run_files.CHECKPOINTS, run_files
 def fetch_run(url: str, directory: Path) -> None:
     """Make the spool of a run ready: stubs of the published checkpoints, and the files of the run.
 
-    What the spool has and the store does not is kept: it waits for its upload. Nothing is changed while a job
-    uses the spool.
+    What the spool has and the store does not is kept, and waits for its upload, unless the run went on
+    elsewhere and its newest checkpoint is a later one. Nothing is changed while a job uses the spool.
 
     Raises:
         StoreError: the store cannot be reached.
@@ -64,14 +65,21 @@ def _update_stubs(listing: Published, checkpoints: Path, leads: bool) -> None:
 
     Args:
         leads: whether the store has a newer checkpoint than this machine has seen: then a checkpoint here
-        that
-            waits for its upload makes room for the published one of the same step.
+            that waits for its upload makes room for the published one of the same step, and is removed if it
+            is older than the newest one, which was not trained from it.
     """
     for path in checkpoints.glob("step_*"):
         number = run_files.step_number(path.name)
         if number is None or origin_of(path) is None:
-            if leads and number in listing.steps and not _is_same(listing, number, path):
+            if not leads or number is None:
+                continue
+            if number in listing.steps:
+                if not _is_same(listing, number, path):
+                    remove_stub(path)
+            elif number < (listing.newest or 0):
                 remove_stub(path)
+                line = f"{path} was removed: it was not uploaded, and the run went on elsewhere without it"
+                print(line, file=sys.stderr, flush=True)
         elif number not in listing.steps:
             remove_stub(path)
     for number, manifest in listing.steps.items():

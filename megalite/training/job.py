@@ -137,7 +137,7 @@ def _store_ready(config: Config, claimed: Claim) -> list[str]:
     except CheckpointError as error:
         claimed.lock.release()
         raise ConfigError(str(error)) from None
-    except ConfigError:
+    except BaseException:
         claimed.lock.release()
         raise
     return notes

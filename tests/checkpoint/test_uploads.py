@@ -22,6 +22,7 @@ from megalite.parallel.spec import Rectangle
 from megalite.stores.arrival import fetch_run
 from megalite.stores.object_store import store_of
 from megalite.stores.stubs import published
+from megalite.training.job import JobEnd, begin
 
 URL = "memory://bucket/runs"
 
@@ -88,6 +89,47 @@ def test_a_save_of_the_same_step_replaces_it_by_its_manifest(config):
     uploads.close()
 
 
+def test_a_save_during_the_publication_of_the_same_step_keeps_its_files(config, monkeypatch):
+    directory, store = config.run.directory / "checkpoints/step_00000005", store_of(URL)
+    write, rank_1, again = store.write, f"{URL}/a/checkpoints/step_00000005/rank_00001-new.bin", []
+    uploads = RunUploads(config, 0)
+
+    def slow(url: str, data: bytes) -> None:
+        write(url, data)
+        if url.endswith("manifest.json") and not again:
+            again.append(save(config, 5))
+            write(rank_1, b"uploaded by another rank, which is faster")
+
+    monkeypatch.setattr(store, "write", slow)
+    save(config, 5)
+    uploads.saved(directory)
+    uploads._round()
+    assert again and store.info(rank_1) is not None
+    store.delete([f"{URL}/a/checkpoints/step_00000005/manifest.json"])
+    uploads._removed_in_store(store, [directory.name])
+    assert store.info(rank_1) is not None
+    monkeypatch.undo()
+
+
+def test_another_node_does_not_wait_for_what_was_pruned_before_its_publication(config, tmp_path):
+    node = from_dict({"run": {"dir": URL, "name": "a", "spool": str(tmp_path / "b")}, "store": {"patience": "5s"}})
+    ranks = RunUploads(config, 0), RunUploads(node, 1)
+    ranks[1].start()
+    for step in (1, 2, 3):
+        removed, name = save(config, step, keep=2), f"checkpoints/step_{step:08d}"
+        (node.run.directory / name).mkdir(parents=True)
+        shutil.copy(config.run.directory / name / "manifest.json", node.run.directory / name)
+        ranks[0].saved(config.run.directory / name, removed)
+        ranks[1].saved(node.run.directory / name, removed)
+    ranks[0].start()  # its uploads are slow
+    for uploads in ranks:
+        uploads.wait()
+        uploads.close()
+    assert uploaded(config) == {2, 3}
+    names = sorted(path.name for path in (node.run.directory / "checkpoints").iterdir())
+    assert names == ["step_00000002", "step_00000003"]
+
+
 def test_a_store_that_fails_delays_uploads_and_prunes_nothing_there(config, monkeypatch, capsys):
     store, fails = store_of(URL), True
     upload = store.upload
@@ -126,6 +168,38 @@ def test_a_killed_job_leaves_its_checkpoints_to_the_next_one(config):
     uploads.wait()
     assert uploaded(config) == {1, 2}
     uploads.close()
+
+
+def test_a_checkpoint_that_the_run_went_on_without_is_not_uploaded(config, tmp_path, capsys):
+    other = from_dict({"run": {"dir": URL, "name": "a", "spool": str(tmp_path / "b")}})
+
+    def job(machine: Config, *steps: int) -> None:
+        fetch_run(f"{URL}/a", machine.run.directory)
+        uploads = RunUploads(machine, 0)
+        uploads.start()
+        for step in steps:
+            uploads.saved(machine.run.directory / f"checkpoints/step_{step:08d}", save(machine, step))
+            uploads.wait()
+        uploads.wait()
+        uploads.close()
+
+    job(config, 1)
+    save(config, 3)  # this machine is lost before the upload
+    job(other, 2, 4)
+    job(config)  # and comes back
+    listing = published(store_of(URL), f"{URL}/a/checkpoints")
+    assert (set(listing.steps), listing.newest) == ({1, 2, 4}, 4)
+    assert "step_00000003 was removed" in capsys.readouterr().err
+
+
+def test_a_bucket_that_is_missing_ends_the_job_with_one_message(config, monkeypatch):
+    def missing(url: str) -> int:
+        raise FileNotFoundError("The specified bucket does not exist")
+
+    monkeypatch.setattr(store_of(URL), "abort_uploads", missing)
+    with pytest.raises(JobEnd, match=r"run.dir: the bucket of .* does not exist \(.*Create it, or correct run.dir"):
+        begin(config, restarted=False)
+    assert not (config.run.directory / "lock").exists()
 
 
 def test_the_spool_has_a_limit(config):

@@ -125,6 +125,12 @@ def test_amounts_are_resolved_alike_from_command_line_and_yaml(argv: list[str], 
         assert config.train.tokens is None and config.train.epochs is None
 
 
+def test_epochs_of_a_token_file_in_a_store(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGALITE_CACHE", str(here / "cache"))
+    config = load("--data.train", f"file://{here}/a", "--train.epochs", "3", "--optimizer.warmup_steps", "20%")
+    assert (config.train.steps, config.train.epochs, config.optimizer.warmup_steps) == (15, None, 3)
+
+
 def test_a_resolved_configuration_has_steps_and_reads_back(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("--train.epochs", "3", "--optimizer.warmup_steps", "20%")
     with pytest.raises(SystemExit):

@@ -91,7 +91,10 @@ def test_shards_make_the_same_files(kind, count, small_tasks, tmp_path):
     assert files(whole) == files(tmp_path / "one" / "x"), "and no shard is left"
     assert vars(merged) == vars(expected) | {"prefix": str(whole)}
     assert make(inputs, shards[0], tokenizer, encoder).existing, "merged already"
+    for ending, content in before.items():
+        whole.with_name(whole.name + ending).write_bytes(content)
     assert make(inputs, Merge(whole), tokenizer, encoder).existing
+    assert files(whole) == files(tmp_path / "one" / "x"), "nor after a merge that was killed before it removed them"
 
 
 def test_what_cannot_be_merged(tmp_path):

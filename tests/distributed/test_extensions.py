@@ -244,6 +244,10 @@ BAD = {
         "from megalite.config.extensions import objective\n@objective('dpo')\nclass A: pass\n",
         "cannot be imported (dpo is the name of an objective of megalite",
     ),
+    "format of streams": (
+        "from megalite.config.extensions import data_source\n@data_source('jsonl')\nclass A: pass\n",
+        "cannot be imported (jsonl is the name of a data source of megalite",
+    ),
 }
 
 

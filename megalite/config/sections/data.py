@@ -13,7 +13,7 @@ from megalite.config.extensions import EXTENSIONS, is_own_objective, is_source
 from megalite.config.option import PROBABILITY, SIZE, option
 from megalite.config.rule import Rule, suggestion
 from megalite.config.streams import names_in, streams_in
-from megalite.config.token_files import is_chat, metadata, named_sets, prefixes
+from megalite.config.token_files import is_chat, located, metadata, missing_files, named_sets, prefixes
 from megalite.stores.url import is_url
 
 if TYPE_CHECKING:
@@ -71,21 +71,6 @@ class DataConfig:
     the run resumes."""
 
 
-def _missing(source: Any) -> list[str]:
-    """The files that are not there; os.path, unlike pathlib, takes a name that is too long for one of
-    these."""
-    absent = []
-    for prefix in prefixes(source):
-        if is_url(prefix):
-            from megalite.stores.token_files import missing
-
-            absent += missing(prefix)
-        else:
-            names = (f"{prefix}{end}" for end in (".bin", ".idx"))
-            absent += [name for name in names if not os.path.isfile(name)]
-    return absent
-
-
 def _unregistered(source: Any) -> str:
     """The way out for NAME:ARGUMENT, which may be meant as a data source; empty for other names."""
     name, colon, _ = source.partition(":") if isinstance(source, str) else ("", "", "")
@@ -99,7 +84,7 @@ def _unregistered(source: Any) -> str:
 
 
 def _nearest_prefix(source: Any) -> str:
-    first = _missing(source)[0]
+    first = missing_files(source)[0]
     if is_url(first):
         return "Check the URL of PREFIX, without its .bin, with the tools of the store."
     prefix = Path(first).with_suffix("")
@@ -120,7 +105,7 @@ def _token_file_rules(option: str) -> tuple[Rule, Rule, Rule]:
     get = attrgetter(option)
 
     def in_brackets(c: "RuleContext") -> bool:
-        return isinstance(get(c), str) and get(c).startswith(("{", "[")) and bool(_missing(get(c)))
+        return isinstance(get(c), str) and get(c).startswith(("{", "[")) and bool(missing_files(get(c)))
 
     def bad_weight(c: "RuleContext") -> bool:
         blend = isinstance(get(c), dict) and not named_sets(get(c))
@@ -145,8 +130,8 @@ def _token_file_rules(option: str) -> tuple[Rule, Rule, Rule]:
         Rule(
             f"{option} exists",
             option,
-            lambda c: _missing(get(c)),
-            message=lambda c: f"does not exist: could not find {' and '.join(_missing(get(c)))}",
+            lambda c: missing_files(get(c)),
+            message=lambda c: f"does not exist: could not find {' and '.join(missing_files(get(c)))}",
             legal=lambda c: _nearest_prefix(get(c)),
         ),
     )
@@ -174,7 +159,7 @@ def present_prefixes(c: "RuleContext") -> list[str]:
     return [
         prefix
         for prefix in all_prefixes(c)
-        if any(os.path.isfile(f"{prefix}{end}") for end in (".json", ".bin"))
+        if any(os.path.isfile(f"{located(prefix)}{end}") for end in (".json", ".idx", ".bin"))
     ]
 
 

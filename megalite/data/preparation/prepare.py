@@ -206,6 +206,7 @@ def prepare(
     )
     with locked(place):
         if not overwrite and (summary := earlier.summary_of(place, own_key)) is not None:
+            shards.remove(shards.remaining_shards(whole, key) if merges else [])
             return PreparationSummary(str(place), **summary)
         if not overwrite and train_tokenizer is not None:
             earlier.check_new(Path(tokenizer))

@@ -94,6 +94,26 @@ class Merge:
         return self.whole
 
 
+def _present(prefix: Path) -> list[PreparationShard]:
+    """Return the shards of a PREFIX that have a PREFIX.json."""
+    pattern = re.compile(re.escape(prefix.name) + r"-(\d{5,})-of-(\d{5,})\.json")
+    matches = [pattern.fullmatch(path.name) for path in prefix.parent.glob(f"{prefix.name}-*-of-*.json")]
+    return [PreparationShard(prefix, int(match[1]), int(match[2])) for match in matches if match]
+
+
+def _is_of(shard: PreparationShard, key: str) -> bool:
+    return bool(metadata(shard.prefix).get(ENTRY, {}).get("key") == key)
+
+
+def remaining_shards(prefix: Path, key: str) -> list[PreparationShard]:
+    """Return the shards that a merge has not removed, because it was killed.
+
+    Args:
+        key: that of the whole preparation.
+    """
+    return [shard for shard in _present(prefix) if _is_of(shard, key)]
+
+
 def complete_shards(prefix: Path, key: str) -> list[PreparationShard]:
     """Return all shards of a preparation.
 
@@ -103,9 +123,7 @@ def complete_shards(prefix: Path, key: str) -> list[PreparationShard]:
     Raises:
         DataError: some are missing, or were made of other inputs or with other options.
     """
-    pattern = re.compile(re.escape(prefix.name) + r"-(\d{5,})-of-(\d{5,})\.json")
-    matches = [pattern.fullmatch(path.name) for path in prefix.parent.glob(f"{prefix.name}-*-of-*.json")]
-    counts = sorted({int(match[2]) for match in matches if match})
+    counts = sorted({shard.count for shard in _present(prefix)})
     if not counts:
         raise DataError(f"--merge: there are no shards of {prefix}. Run the command with --shard I/N before.")
     if len(counts) > 1:
@@ -124,7 +142,7 @@ def complete_shards(prefix: Path, key: str) -> list[PreparationShard]:
             f"them again with --shard {missing[0].number}/{counts[0]}."
         )
     for shard in shards:
-        if metadata(shard.prefix).get(ENTRY, {}).get("key") != key:
+        if not _is_of(shard, key):
             raise DataError(
                 f"--merge: {shard.prefix} was prepared from other inputs or with other options. Give "
                 "the same command with --merge in place of --shard I/N, or prepare the shards again."

@@ -147,6 +147,9 @@ def _files(path: str, source: str) -> dict[str, int | None]:
                 if any(letter in stripped for letter in "*?[")
                 else {stripped: system.info(stripped)}
             )
+            for name, info in matches.items():
+                if info["type"] not in ("file", "directory"):  # a symbolic link, which a glob does not follow
+                    matches[name] = system.info(name)
         except (OSError, ValueError) as error:
             raise DataError(f"{source}: {one} could not be opened ({error}). Correct the path.") from None
         files |= {name: info.get("size") for name, info in sorted(matches.items()) if info["type"] == "file"}

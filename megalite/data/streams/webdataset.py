@@ -9,12 +9,25 @@ from __future__ import annotations
 
 import tarfile
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 from megalite.data.preparation.contents import Damage
 from megalite.data.preparation.tasks import decoded
 from megalite.data.streams.jsonl import parsed_text
 from megalite.data.streams.shard import StreamRecord, opened
+
+
+class _CheckedMember(tarfile.TarInfo):
+    """A member of an archive that ends only with its end marker: tarfile takes any broken header for it."""
+
+    @classmethod
+    def fromtarfile(cls, tarfile_: tarfile.TarFile) -> Self:
+        try:
+            return super().fromtarfile(tarfile_)
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # it is in no stub
+            raise
+        except tarfile.HeaderError as error:
+            raise tarfile.ReadError(str(error)) from None
 
 
 class TarShard:
@@ -54,7 +67,7 @@ class TarShard:
                 while skipped < offset and (piece := stream.read(min(offset - skipped, 1 << 20))):
                     skipped += len(piece)
             try:
-                with tarfile.open(fileobj=stream, mode="r|") as archive:
+                with tarfile.open(fileobj=stream, mode="r|", tarinfo=_CheckedMember) as archive:
                     while (member := archive.next()) is not None:
                         archive.members = []  # type: ignore[attr-defined]  # it keeps a record of each
                         if not member.isfile():

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.errors import ConfigError
+from megalite.config.token_files import located
 from megalite.data.indexed import DataError, IndexedTokens
 from megalite.data.tokenizer import structure as structures
 from megalite.data.tokenizer.identity import SETTINGS, place_of, tokenizer_files
@@ -397,7 +398,7 @@ def load_for(prefix: str | Path) -> Tokenizer:
             f"{prefix}.json does not specify a tokenizer. Prepare the data with `megalite prepare`, or pass "
             "the tokenizer explicitly."
         )
-    return load(name if name == "byte" else Path(prefix).parent / name)
+    return load(name if name == "byte" else Path(located(prefix)).parent / name)
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> None:
