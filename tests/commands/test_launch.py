@@ -106,6 +106,14 @@ def test_configuration_files_go_to_the_pods(capsys, tmp_path):
     ]
 
 
+@pytest.mark.parametrize("kind", ["trainjob", "jobset"])
+def test_texts_that_look_like_numbers_stay_texts(kind, capsys):
+    """Also for kubectl, which reads another YAML than PyYAML."""
+    words = ["--kind", kind, "--image", "a", "--optimizer.lr", "3e-4", "--env", "X=1e3", *SHARED]
+    text = launched(capsys, "--on", "kubernetes", "--dp", "1", *words)
+    assert "- '3e-4'\n" in text and "value: '1e3'\n" in text
+
+
 @pytest.mark.parametrize("words", ["", "--image a.sqsh --mount /data:/data:ro", "--image a.sif --container apptainer"])
 def test_slurms_script_is_clean(words, capsys, tmp_path):
     more = ["--env", "A=it's a b", "--sbatch", "qos=high", "--time", "25h1s", "--nnodes", "2", *words.split()]
