@@ -47,6 +47,8 @@ MISTAKES = {
     "--on slurm --dp 1 --name A_b": "Nearest: a-b.",
     "--on slurm --dp 1 --output FILE --submit": "--submit needs the program sbatch, which is not on this machine.",
     "--on ray --dp 1": "run.dir = runs is relative",
+    "--on ray --dp 1 --run.dir s3://a/b": "--storage is required with run.dir = s3://a/b in an object store",
+    "--on ray --dp 1 --run.dir /a --storage b": "--storage b is neither an absolute path nor a URL",
     "--on ray --dp 1 --time 3h": "--time is not supported with --on ray: Ray has no time limit; set --train.stop_after",
     "--on ray --run.dir /shared --nnodes 4 --nproc 2 --tp 4 --min_nodes 1": "--min_nodes 1: the run is not valid on 1 ",
     "--on ray --dp 1 --grace 3m": "--grace is not supported with --on ray: Ray sends no signal",
@@ -104,6 +106,33 @@ def test_configuration_files_go_to_the_pods(capsys, tmp_path):
         "/etc/megalite/a.yaml",
         "--config=/etc/megalite/2-a.yaml",
     ]
+
+
+STORED = {
+    "kubernetes": "--image a",
+    "skypilot": "--gpu H100 --setup true",
+    "ray": "--storage /shared/ray",
+}
+
+
+@pytest.mark.parametrize("on", STORED)
+@pytest.mark.parametrize("data", ["s3://bucket/a", '{"s3://bucket/a": 1, "gs://bucket/a": 2}', "jsonl:s3://bucket/a"])
+def test_object_stores_need_no_mount_and_are_not_contacted(on, data, capsys, monkeypatch):
+    monkeypatch.setattr("megalite.stores.object_store.store_of", lambda url: pytest.fail(f"contacts {url}"))
+    monkeypatch.setattr("megalite.stores.token_files.store_of", lambda url: pytest.fail(f"contacts {url}"))
+    words = ["--run.dir", "s3://bucket/runs", "--data.train", data, "--data.validation", "s3://bucket/b"]
+    words += ["--data.tokenizer", "byte"] if data.startswith("jsonl") else []
+    assert main(["--on", on, "--dp", "1", *words, *STORED[on].split(), *MODEL[:2], "--model.vocab_size", "300"]) == 0
+    printed = capsys.readouterr()
+    assert "s3://bucket/runs" in printed.out and "s3://bucket/a" in printed.out and "./s3" not in printed.out
+    assert not printed.err
+    assert on != "ray" or "storage='/shared/ray'" in printed.out
+
+
+def test_streams_outside_of_mounts_are_noted(capsys):
+    words = ["--image", "a", *SHARED[:4], "--data.train", "jsonl:/data/a.jsonl", "--data.tokenizer", "byte"]
+    assert main(["--on", "kubernetes", "--dp", "1", *words, *MODEL[:2], "--model.vocab_size", "300"]) == 0
+    assert capsys.readouterr().err == "Note: data.train = jsonl:/data/a.jsonl is not below the TARGET of a --mount.\n"
 
 
 @pytest.mark.parametrize("kind", ["trainjob", "jobset"])
