@@ -135,6 +135,14 @@ def test_streams_outside_of_mounts_are_noted(capsys):
     assert capsys.readouterr().err == "Note: data.train = jsonl:/data/a.jsonl is not below the TARGET of a --mount.\n"
 
 
+def test_what_restarts_a_jobset(capsys):
+    """A wrong configuration ends it; a run directory in use may be that of an evicted pod, whose lock expires."""
+    text = launched(capsys, "--on", "kubernetes", "--kind", "jobset", "--dp", "1", "--image", "a", *SHARED)
+    job = yaml.safe_load(text)["spec"]["replicatedJobs"][0]["template"]["spec"]
+    rules = [rule for rule in job["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
+    assert {rule["action"]: rule["onExitCodes"]["values"] for rule in rules} == {"FailJob": [2], "Ignore": [75]}
+
+
 @pytest.mark.parametrize("kind", ["trainjob", "jobset"])
 def test_texts_that_look_like_numbers_stay_texts(kind, capsys):
     """Also for kubectl, which reads another YAML than PyYAML."""

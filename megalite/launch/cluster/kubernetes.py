@@ -2,9 +2,8 @@
 
 Both give each node a pod with a name of its own, by which the pods meet at the first one. A pod that is to
 end receives SIGTERM: all ranks save, and all pods end with status 75. The job's controller then starts them
-again. In a JobSet such ends, and disruptions, count as no failure; a wrong configuration, or a run directory
-in use, ends the JobSet at once; after any other failure of a pod it is restarted as a whole. A TrainJob
-leaves this to its runtime.
+again. In a JobSet such ends, and disruptions, count as no failure; a wrong configuration ends the JobSet at
+once; after any other failure of a pod it is restarted as a whole. A TrainJob leaves this to its runtime.
 """
 
 from __future__ import annotations
@@ -140,7 +139,8 @@ def _job_set(job: ClusterJob, options: Kubernetes, configs: bool) -> Object:
         **({} if job.time_s is None else {"activeDeadlineSeconds": job.time_s}),
         "podFailurePolicy": {
             "rules": [
-                _exits("FailJob", ExitStatus.CONFIGURATION, ExitStatus.IN_USE),
+                # not IN_USE: a lock that an evicted pod left is fresh for a while
+                _exits("FailJob", ExitStatus.CONFIGURATION),
                 _exits("Ignore", ExitStatus.STOPPED),
                 {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             ]
