@@ -143,6 +143,18 @@ def test_what_restarts_a_jobset(capsys):
     assert {rule["action"]: rule["onExitCodes"]["values"] for rule in rules} == {"FailJob": [2], "Ignore": [75]}
 
 
+ENDS = {"return 0": 0, "return 75": 0, "return 1": 1, "kill -TERM $$; return 75": 75}
+"""What `megalite train` does → the status of a task of SkyPilot, which it starts again unless that is 0."""
+
+
+@pytest.mark.parametrize("training", ENDS)
+def test_a_run_that_stops_by_itself_is_done_for_skypilot(training, capsys):
+    words = ["--dp", "1", *STORED["skypilot"].split(), *SHARED]
+    run = yaml.safe_load(launched(capsys, "--on", "skypilot", *words))["run"]
+    task = f"set -e\npython() {{ {training}; }}\n{run}"
+    assert subprocess.run(["bash", "-c", task]).returncode == ENDS[training]
+
+
 @pytest.mark.parametrize("kind", ["trainjob", "jobset"])
 def test_texts_that_look_like_numbers_stay_texts(kind, capsys):
     """Also for kubectl, which reads another YAML than PyYAML."""
