@@ -288,7 +288,29 @@ def _for_ray(job: ClusterJob, given: dict[str, Any], config: Config, arguments: 
 
     own = _own("ray", given)
     check_fewer_nodes(job, own.get("min_nodes"), arguments)
+    job = with_paths(job, _paths_on_ray(arguments, copied_by_ray(given.get("output", Path(".")))))
     return program(job, Ray(**own), config.run.dir)
+
+
+def copied_by_ray(program: Path) -> Path:
+    """The directory that Ray copies to the nodes: the current one, or that of a program elsewhere."""
+    inside = program.resolve().is_relative_to(Path.cwd().resolve())
+    return Path(".") if inside else program.resolve().parent
+
+
+def _paths_on_ray(arguments: Arguments, copied: Path) -> dict[str, str]:
+    """Configuration files by their paths in the directory that Ray copies; notes those that are elsewhere."""
+    paths: dict[str, str] = {}
+    for each, path in own_files(arguments).items():
+        if path.resolve().is_relative_to(copied.resolve()):
+            paths[each] = str(path.resolve().relative_to(copied.resolve()))
+        else:
+            print(
+                f"Note: --config {each} is not below {copied.resolve()}, which Ray copies to the nodes. They "
+                "must have it at the same path.",
+                file=sys.stderr,
+            )
+    return paths
 
 
 def _for_skypilot(job: ClusterJob, given: dict[str, Any], config: Config, arguments: Arguments) -> str:
@@ -434,25 +456,33 @@ def check_run_dir(job: ClusterJob, config: Config, why: str) -> None:
 def with_files(job: ClusterJob, arguments: Arguments, directory: str) -> tuple[ClusterJob, dict[str, Path]]:
     """The job with its configuration files in a directory of the nodes, and name in it → file here. Shipped
     configurations are there already."""
+    paths: dict[str, str] = {}
+    files: dict[str, Path] = {}
+    for each, path in own_files(arguments).items():
+        name = path.name if path.name not in files else f"{len(files) + 1}-{path.name}"
+        files[name], paths[each] = path, f"{directory}/{name}"
+    return with_paths(job, paths), files
+
+
+def own_files(arguments: Arguments) -> dict[str, Path]:
+    """Configuration files as they were given → paths here, without shipped ones."""
     from megalite.config.checkout import CONFIGS
     from megalite.config.files import config_file
 
-    places: dict[str, str] = {}
-    files: dict[str, Path] = {}
-    for number, each in enumerate(arguments.files):
-        path = Path(config_file(each))
-        if path.parent == CONFIGS:
-            continue
-        name = path.name if path.name not in files else f"{number}-{path.name}"
-        files[name], places[each] = path, f"{directory}/{name}"
+    paths = {each: Path(config_file(each)) for each in arguments.files}
+    return {each: path for each, path in paths.items() if path.parent != CONFIGS}
+
+
+def with_paths(job: ClusterJob, paths: dict[str, str]) -> ClusterJob:
+    """The job with other paths of its configuration files."""
     words = list(job.arguments)
     for place, word in enumerate(words):
         if word == "--config":
-            words[place + 1] = places.get(words[place + 1], words[place + 1])
+            words[place + 1] = paths.get(words[place + 1], words[place + 1])
         elif word.startswith("--config="):
             file = word.removeprefix("--config=")
-            words[place] = f"--config={places.get(file, file)}"
-    return replace(job, arguments=tuple(words)), files
+            words[place] = f"--config={paths.get(file, file)}"
+    return replace(job, arguments=tuple(words))
 
 
 def name_of(name: str | None, config: Config) -> str:
@@ -483,6 +513,7 @@ def about(arguments: Arguments, config: Config, nodes: Nodes, command: Sequence[
 def submission(on: str, file: Path, given: dict[str, Any]) -> list[str]:
     """The command that submits a specification."""
     address = ["--address", given["address"]] if "address" in given else []
+    copied = copied_by_ray(file)
     return {
         "slurm": ["sbatch", str(file)],
         "kubernetes": ["kubectl", "apply", "-f", str(file)],
@@ -493,10 +524,10 @@ def submission(on: str, file: Path, given: dict[str, Any]) -> list[str]:
             "--no-wait",
             *address,
             "--working-dir",
-            ".",
+            str(copied),
             "--",
             "python",
-            str(file),
+            str(file.resolve().relative_to(copied.resolve())),
         ],
         "skypilot": ["sky", "jobs", "launch", "--yes", "--detach-run", str(file)],
     }[on]

@@ -155,6 +155,25 @@ def test_a_run_that_stops_by_itself_is_done_for_skypilot(training, capsys):
     assert subprocess.run(["bash", "-c", task]).returncode == ENDS[training]
 
 
+@pytest.mark.parametrize("output", ["here/job.py", "here/jobs/job.py", "there/job.py"])
+def test_ray_copies_the_program_and_its_configurations(output, capsys, tmp_path, monkeypatch):
+    """The current directory, or that of a program which is elsewhere: paths are relative to it."""
+    for name in ("here/jobs", "there"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("here/a.yaml", "there/b.yaml"):
+        (tmp_path / name).write_text("train:\n  steps: 10\n")
+    monkeypatch.chdir(tmp_path / "here")
+    words = ["--dp", "1", "--run.dir", "/shared", "--config", "a.yaml", f"--config={tmp_path}/there/b.yaml"]
+    assert main(["--on", "ray", *words, "--output", str(tmp_path / output), *MODEL]) == 0
+    printed = capsys.readouterr()
+    copied, program = {"there": (f"{tmp_path}/there", "job.py")}.get(output.split("/")[0], (".", output[5:]))
+    assert f"--working-dir {copied} -- python {program}\n" in printed.out
+    outside = f"{tmp_path}/there/b.yaml" if copied == "." else "a.yaml"
+    assert f"Note: --config {outside} is not below {(tmp_path / output[:5]).resolve()}" in printed.err
+    text = (tmp_path / output).read_text()
+    assert "'--config', 'a.yaml'" in text and ("'--config=b.yaml'" in text) == (copied != ".")
+
+
 @pytest.mark.parametrize("kind", ["trainjob", "jobset"])
 def test_texts_that_look_like_numbers_stay_texts(kind, capsys):
     """Also for kubectl, which reads another YAML than PyYAML."""
