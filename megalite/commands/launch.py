@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -459,7 +460,8 @@ def with_files(job: ClusterJob, arguments: Arguments, directory: str) -> tuple[C
     paths: dict[str, str] = {}
     files: dict[str, Path] = {}
     for each, path in own_files(arguments).items():
-        name = path.name if path.name not in files else f"{len(files) + 1}-{path.name}"
+        name = re.sub(r"[^-._a-zA-Z0-9]", "-", path.name)  # as a ConfigMap may name it
+        name = name if name not in files else f"{len(files) + 1}-{name}"
         files[name], paths[each] = path, f"{directory}/{name}"
     return with_paths(job, paths), files
 

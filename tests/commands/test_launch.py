@@ -59,6 +59,8 @@ MISTAKES = {
     "--on kubernetes --dp 1 SHARED --image a --port 3": "--port is not supported with --kind trainjob",
     "--on kubernetes --dp 1 SHARED --image a --toleration b": "--toleration b is not KEY:EFFECT",
     "--on kubernetes --dp 1 SHARED --image a --env PET_NNODES=2": "--env PET_NNODES is set by Kubeflow Trainer.",
+    "--on kubernetes --dp 1 SHARED --image a --mount s3://b:/b": "s3://b is neither an absolute path of the hosts nor",
+    "--on kubernetes --dp 1 SHARED --image a --mount b/c:/b": "b/c is neither an absolute path of the hosts nor",
     "--on skypilot --dp 1 SHARED": "--gpu is required with SkyPilot",
     "--on skypilot --dp 1 SHARED --gpu H100": "--setup or --image is required with SkyPilot",
 }
@@ -92,19 +94,20 @@ def test_what_cannot_be_launched_is_one_message(words, capsys, tmp_path, monkeyp
 
 
 def test_configuration_files_go_to_the_pods(capsys, tmp_path):
-    """Shipped ones are in the image; those of the user become a ConfigMap, in their order."""
-    for name, steps in (("a", 10), ("b/a", 20)):
+    """Shipped ones are in the image; those of the user become a ConfigMap, in their order, with names that it takes."""
+    for name, steps in (("a 1", 10), ("b/a 1", 20)):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.yaml").write_text(f"train:\n  steps: {steps}  # twice\n")
-    files = ["--config", "quickstart", "--config", f"{tmp_path}/a.yaml", f"--config={tmp_path}/b/a.yaml"]
+    files = ["--config", "quickstart", "--config", f"{tmp_path}/a 1.yaml", f"--config={tmp_path}/b/a 1.yaml"]
     text = launched(capsys, "--on", "kubernetes", "--dp", "1", "--image", "a", *SHARED, *files)
     configs, job = yaml.safe_load_all(text)
-    assert configs["data"] == {"a.yaml": "train:\n  steps: 10  # twice\n", "2-a.yaml": "train:\n  steps: 20  # twice\n"}
+    texts = {name: f"train:\n  steps: {steps}  # twice\n" for name, steps in (("a-1.yaml", 10), ("2-a-1.yaml", 20))}
+    assert configs["data"] == texts
     words = job["spec"]["trainer"]["args"]
     assert words[-5 - len(MODEL) : -len(MODEL)] == [
         *files[:3],
-        "/etc/megalite/a.yaml",
-        "--config=/etc/megalite/2-a.yaml",
+        "/etc/megalite/a-1.yaml",
+        "--config=/etc/megalite/2-a-1.yaml",
     ]
 
 

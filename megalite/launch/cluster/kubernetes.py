@@ -8,6 +8,7 @@ once; after any other failure of a pod it is restarted as a whole. A TrainJob le
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -80,6 +81,13 @@ def _check(job: ClusterJob, options: Kubernetes) -> None:
             "--host_network is not supported with --kind trainjob, because a TrainJob cannot change this "
             "part of its runtime. Use --kind jobset, or a runtime with hostNetwork."
         )
+    for mount in job.mounts:
+        if not mount.source.startswith("/") and re.search("[:/]", mount.source):
+            raise ConfigError(
+                f"--mount {mount.source}:{mount.target}: {mount.source} is neither an absolute path of the "
+                "hosts nor the name of a persistent volume claim. Write it as in --mount shared:/shared, or "
+                "--mount /data:/data."
+            )
     if reserved := sorted(set(job.environment) & set(RESERVED)):
         raise ConfigError(f"--env {reserved[0]} is set by Kubeflow Trainer. Remove it.")
 
