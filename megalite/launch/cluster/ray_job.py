@@ -137,6 +137,8 @@ class Starts:
 def train(run: RayRun) -> None:
     """Run on the cluster that this program is submitted to. Raises ray.train.TrainingFailedError if the run
     fails for good."""
+    # paths are relative to the directory that Ray has copied to the nodes; read when the trainer starts
+    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
     try:
         import ray
         from ray.train import FailureConfig, RunConfig, ScalingConfig
