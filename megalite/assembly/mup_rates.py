@@ -20,7 +20,11 @@ def describe_mup(config: Config) -> list[str]:
         return []
     segments = [segment for spec in model_specs(model) for segment in spec.segments if not segment.copy]
     matrices = Counter(segment.growth[1] for segment in segments if segment.growth != (1.0, 1.0))
-    rates = ", ".join(f"{count} matrices at lr / {growth:g}" for growth, count in sorted(matrices.items()))
+    rates = ", ".join(
+        f"{count} matrices at optimizer.lr / {growth:g}" for growth, count in sorted(matrices.items())
+    )
+    if config.optimizer.name == "muon":
+        rates = "matrices of layers at muon.lr with factors by their growth"
     line = f"mup: {model.width_growth:g} times the width of the base, logits / {model.width_growth:g}"
     if model.depth_growth != 1.0:
         line += f", outputs of blocks / {model.depth_growth:g}"

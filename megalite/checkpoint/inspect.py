@@ -23,7 +23,10 @@ from megalite.stores.url import is_url
 from megalite.system.files import replacing
 from megalite.system.progress import Report, silent
 
-SAFETENSORS = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+SAFETENSORS = {
+    **{"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"},
+    **{"uint8": "U8", "int64": "I64"},
+}
 
 
 # ---- all checkpoints of a run

@@ -147,7 +147,7 @@ def parser() -> Parser:
             f"--{axis}",
             type=positive,
             metavar="N",
-            help=f"{what} of megatron-legacy (default: of the import, or 1)",
+            help=f"{what} of megatron-legacy (default: 1; without any of them, that of the import)",
         )
     add(
         "--like",
@@ -489,6 +489,11 @@ def check(options: argparse.Namespace) -> Answer:
 
     start_copying()
     source, dtype = open_source(name, base=base_named(options.base)), options.dtype or "float32"
+    if options.train_steps is not None and source.config.model.mup is not None:
+        raise ConfigError(
+            f"--train_steps {options.train_steps} compares with a model without model.mup, which {name} was "
+            "trained with: its rates and factors differ. Check the export itself, hf:DIR, or leave it out."
+        )
     inputs = {"texts": options.text, "tokens": options.tokens, "rows": options.rows}
     with progress_of(options.json) as progress:
         differences = compare(source, theirs, **inputs, progress=progress)

@@ -192,10 +192,7 @@ def compare_widths(own: Namespace, rest: list[str]) -> int:
     if own.draw:
         draw(coordinates, own.draw)
     if own.json:
-        activations = [
-            {"name": each.name, "rms": each.rms, "exponent": each.exponent(each.steps)}
-            for each in coordinates
-        ]
+        activations = [each.as_json() for each in coordinates]
         print(json.dumps({"equal": not broken, "bound": BOUND, "activations": activations}))
         return int(bool(broken))
     print(f"change of activations, rms, after {own.coordinates} steps")

@@ -50,7 +50,14 @@ def metadata(model: ModelConfig, architecture: Architecture) -> dict[str, Any]:
         keys |= _latents(model)
     if model.has_mixtures or model.kv_lora_rank is not None:
         keys |= _mixture(model)
-    return keys | _mixers(model)
+    keys |= _mixers(model)
+    return {key: float(value) if _is_float(key, value) else value for key, value in keys.items()}
+
+
+def _is_float(key: str, value: Any) -> bool:
+    """Return whether llama.cpp reads a number as a float: a configuration may have an integer for it."""
+    endings = ("scale", "softcapping", "epsilon", "freq_base", "freq_base_swa", "factor", "multiplier")
+    return type(value) is int and key.endswith(endings)
 
 
 def context_length(model: ModelConfig, architecture: Architecture) -> int:

@@ -24,14 +24,14 @@ def architecture_of(model: ModelConfig, family: str) -> Architecture:
     if family not in ARCHITECTURES:
         raise ConversionError(
             f"llama.cpp has no architecture that computes {family} models. Families with one: "
-            f"{', '.join(ARCHITECTURES)}. Export to safetensors instead (--format safetensors)."
+            f"{', '.join(ARCHITECTURES)}. Export to safetensors instead, without --format gguf."
         )
     architecture = ARCHITECTURES[family].of(model)
     if lacking := list(missing(model, architecture)):
         lines = "".join(f"\n  - {line}" for line in lacking)
         raise ConversionError(
             f"llama.cpp's architecture {architecture.name} does not compute this {family} model: it{lines}\n"
-            "Export to safetensors instead (--format safetensors)."
+            "Export to safetensors instead, without --format gguf."
         )
     return architecture
 

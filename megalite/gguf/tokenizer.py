@@ -167,7 +167,7 @@ def _unsupported(name: str, what: str) -> ConversionError:
     return ConversionError(
         f"{name} {what}, which llama.cpp's tokenizers for language models do not support. Export to "
         "safetensors "
-        "instead (--format safetensors)."
+        "instead, without --format gguf."
     )
 
 

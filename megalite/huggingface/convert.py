@@ -607,6 +607,7 @@ def export_model(
     stored = _stored(manifest, by_name)
     for theirs, ours in copies(model, config["model_type"]).items():
         by_name[theirs], stored[theirs] = replace(by_name[ours], theirs=theirs), stored[ours]
+        factors = {**factors, theirs: factors[ours]} if ours in factors else factors
     quantized, dtype = (dtype, torch.bfloat16) if isinstance(dtype, str) else (None, dtype)
     dtypes, common = _dtypes(stored, dtype, names_of(model, config["model_type"]).fp32)
     ids, of_padding = token_ids(found_tokenizer, from_dict(manifest.state["config"]), like), list[str]()

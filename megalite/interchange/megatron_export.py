@@ -131,6 +131,8 @@ def _prepared(
             "of adamw is "
             "exported. Export the weights alone with --weights_only."
         )
+    if optimizer and (reason := _not_of_megatron(config, manifest, dtype)):
+        raise CheckpointError(f"{manifest.directory} {reason} Export the weights alone with --weights_only.")
     layout = layout or _layout_of(origin, form)
     tensors = megatron_tensors(model)
     spelling = _spelling_of(origin, tensors, config, form)
@@ -161,6 +163,24 @@ def _prepared(
     return Export(
         config, state, tensors, spelling, layout, arguments, step, updates, samples, scheduler, extra
     )
+
+
+def _not_of_megatron(config: Config, manifest: Manifest, dtype: torch.dtype | None) -> str:
+    """Return why Megatron-LM's AdamW cannot go on with the state of a checkpoint; empty if it can."""
+    if config.optimizer.moments != "fp32":
+        return (
+            f"has moments in {config.optimizer.moments}, and those of Megatron-LM are in fp32. Resume it "
+            "for a step with --optimizer.moments fp32."
+        )
+    if manifest.state.get("started"):
+        return "has moments that started at different steps, and Megatron-LM counts one step for both."
+    own = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.train.precision)
+    if dtype is not None and dtype is not (own or torch.float32):
+        return (
+            f"was trained in {config.train.precision}, which decides with the state of the optimizer whether "
+            f"Megatron-LM has master weights: --dtype {str(dtype).removeprefix('torch.')} does not fit it."
+        )
+    return ""
 
 
 def _layout_of(origin: Mapping[str, Any], form: Format) -> LegacyLayout:

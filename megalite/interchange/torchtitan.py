@@ -35,8 +35,6 @@ _NAMES = Names(
         "attention.wk": "attention.k",
         "attention.wv": "attention.v",
         "attention.wo": "attention.out",
-        "attention.q_norm": "attention.q_norm",
-        "attention.k_norm": "attention.k_norm",
         "feed_forward.w1": "mlp.gate",
         "feed_forward.w3": "mlp.up",
         "feed_forward.w2": "mlp.down",

@@ -191,9 +191,11 @@ def load_weights(trainer: Trainer, source: str) -> None:
         read = starting_weights(config)
     else:
         from megalite.checkpoint.resized_embeddings import of_checkpoint
-        from megalite.training.resume_checks import without_adapters
+        from megalite.training.resume_checks import check_factors, without_adapters
 
         manifest = without_adapters(_checked(trainer, Path(source)))
+        with raise_on_all_ranks(trainer.mesh):
+            check_factors(trainer.config.model, manifest)
         read, known = of_checkpoint(trainer.config.model, trainer.config.run.seed, manifest), manifest.tensors
     states = [] if statistics is None else statistics.learned()
     biases = [

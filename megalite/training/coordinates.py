@@ -70,6 +70,15 @@ class Coordinate:
         """
         return abs(self.exponent(self.steps)) <= BOUND
 
+    def as_json(self) -> dict[str, Any]:
+        rms = {width: [_finite(value) for value in values] for width, values in self.rms.items()}
+        return {"name": self.name, "rms": rms, "exponent": _finite(self.exponent(self.steps))}
+
+
+def _finite(value: float) -> float | None:
+    """Return the value; None, which JSON has, if it is not finite."""
+    return value if math.isfinite(value) else None
+
 
 def check_coordinates(
     config: Config, widths: Sequence[int], steps: int, seeds: int, progress: Report = silent

@@ -17,6 +17,7 @@ from megalite.config.rampup import steps_for
 from megalite.config.rule import show
 from megalite.config.run_length import resume_steps, with_batches
 from megalite.config.schema import OPTIONS, Config
+from megalite.config.sections.model import ModelConfig
 from megalite.model.kinds import dispatch_of
 from megalite.model.parameters import embedding_uses, model_specs
 from megalite.objectives.find import objective_class
@@ -262,6 +263,21 @@ def is_same_run(config: Config, saved: dict[str, Any]) -> bool:
     # as it would have been stored
     now = from_dict({**json.loads(json.dumps(to_dict(config))), "parallel": {}})
     return _tree(before) == _tree(now)
+
+
+def check_factors(model: ModelConfig, manifest: Manifest) -> None:
+    """Raise ConfigError if initial weights were trained with other factors of `model.mup`."""
+    saved = from_dict(manifest.state["config"]).model if "config" in manifest.state else model
+    if not (model.mup or saved.mup):
+        return
+    was, now = ((each.logit_factor or 1.0, each.residual_factor) for each in (saved, model))
+    if was != now:
+        raise ConfigError(
+            f"model.mup = {show(model.mup)} does not match model.init_from={manifest.directory}, which was "
+            f"trained with model.mup = {show(saved.mup)}: logits, or what blocks add, would have other "
+            "factors. Set model.mup to that value, or export the model with megalite convert export, which "
+            "gives a plain one, and start from hf:DIR."
+        )
 
 
 def without_adapters(manifest: Manifest) -> Manifest:

@@ -565,6 +565,11 @@ ROWS = [
         {"model.mup": None},
     ),
     Row(
+        "mup and adapters of PEFT",
+        {"model.mup": {"base_width": 64}, "lora.rank": 4, "lora.init_from": ".", "model.init_from": "."},
+        {"model.mup": None},
+    ),
+    Row(
         "mup scales the logits of words",
         REWARD | {"model.mup": {"base_width": 64}},
         {"model.mup": None},

@@ -12,9 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megalite.assembly.parts import make_mesh
+from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict
 from megalite.config.schema import Config
-from megalite.huggingface.convert import export_model
+from megalite.huggingface.convert import export_model, import_model
 from megalite.model.parameters import model_specs
 from megalite.training.coordinates import check_coordinates
 from megalite.training.trainer import Trainer
@@ -146,6 +147,33 @@ def test_a_tied_head_is_exported_to_a_family_with_a_logit_scale(tmp_path, prefix
         own = stage.logits(microbatch.tokens, state)[..., :VOCABULARY].transpose(0, 1)
         assert (own - theirs(input_ids=microbatch.tokens.T).logits).abs().max() <= 1e-6  # fp32 norms
     trainer.close()
+
+
+def test_the_heads_of_mtp_modules_are_divided_as_the_head_is(tmp_path, prefix):
+    """Files have a copy of the head in each module: an import demands that they are equal."""
+    sizes = {"num_experts": 4, "moe_intermediate_size": 16, "mlp_only_layers": [0]}
+    options = configured(prefix, {"mtp_layers": 1, "router_balance": "bias", "router_scores": "sigmoid", **sizes})
+    options["model"] |= {"shared_expert_intermediate_size": 16, "shared_expert_gate": False, "mup": MUP}
+    options["run"] = {"dir": str(tmp_path), "name": "run"}
+    config = from_dict(options)
+    trainer = Trainer(config, make_mesh(config))
+    export_model(trainer.save(), tmp_path / "hf", tokenizer=None, family="glm4_moe")
+    trainer.close()
+    import_model(tmp_path / "hf", tmp_path / "again")
+
+
+@pytest.mark.parametrize("mup", [None, {"base_width": 16}])
+def test_weights_with_other_factors_are_no_start(mup, tmp_path, prefix):
+    options = configured(prefix, {"mup": MUP})
+    options["run"] = {"dir": str(tmp_path), "name": "run"}
+    config = from_dict(options)
+    trainer = Trainer(config, make_mesh(config))
+    start = trainer.save()
+    trainer.close()
+    options["model"] |= {"mup": mup, "init_from": str(start)}
+    options["run"]["name"] = "other"
+    with pytest.raises(ConfigError, match="does not match model.init_from"):
+        Trainer(from_dict(options), make_mesh(from_dict(options)))
 
 
 def coordinates(prefix: str, **model: Any) -> list[Any]:

@@ -71,6 +71,14 @@ RULES: tuple[Rule, ...] = (
         legal="Remove model.mup. A model that was trained with it is exported as a plain model, without it.",
     ),
     Rule(
+        "mup and adapters of PEFT",
+        "model.mup",
+        lambda c: c.model.mup and c.lora.init_from is not None,
+        message="is incompatible with {lora.init_from}: that adapter was trained on a model without its "
+        "factors",
+        legal="Remove model.mup, and start from the exported model, which has none.",
+    ),
+    Rule(
         "mup scales the logits of words",
         "model.mup",
         lambda c: c.model.mup and c.model.output_head == "reward",
