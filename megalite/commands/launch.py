@@ -11,10 +11,13 @@ which must fill the nodes; without --dp, dp fills --nnodes. No data is read: it 
 from __future__ import annotations
 
 import argparse
+import json
+import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -185,6 +188,11 @@ GROUPS: dict[str, dict[str, dict[str, Any]]] = {
             "metavar": "N",
             "help": "continue with fewer nodes after a loss, down to N; needs a parallel.dp that is not set",
         },
+        "storage": {
+            "metavar": "DIR",
+            "help": "shared directory, or URL, for Ray Train's own files (default: in run.dir; required if "
+            "that is in an object store)",
+        },
     },
     "skypilot": {
         "gpu": {"metavar": "NAME", "help": "SkyPilot's name of the GPUs, for example H100"},
@@ -281,7 +289,29 @@ def _for_ray(job: ClusterJob, given: dict[str, Any], config: Config, arguments: 
 
     own = _own("ray", given)
     check_fewer_nodes(job, own.get("min_nodes"), arguments)
-    return program(job, Ray(**own), Path(config.run.dir))
+    job = with_paths(job, _paths_on_ray(arguments, copied_by_ray(given.get("output", Path(".")))))
+    return program(job, Ray(**own), config.run.dir)
+
+
+def copied_by_ray(program: Path) -> Path:
+    """The directory that Ray copies to the nodes: the current one, or that of a program elsewhere."""
+    inside = program.resolve().is_relative_to(Path.cwd().resolve())
+    return Path(".") if inside else program.resolve().parent
+
+
+def _paths_on_ray(arguments: Arguments, copied: Path) -> dict[str, str]:
+    """Configuration files by their paths in the directory that Ray copies; notes those that are elsewhere."""
+    paths: dict[str, str] = {}
+    for each, path in own_files(arguments).items():
+        if path.resolve().is_relative_to(copied.resolve()):
+            paths[each] = str(path.resolve().relative_to(copied.resolve()))
+        else:
+            print(
+                f"Note: --config {each} is not below {copied.resolve()}, which Ray copies to the nodes. They "
+                "must have it at the same path.",
+                file=sys.stderr,
+            )
+    return paths
 
 
 def _for_skypilot(job: ClusterJob, given: dict[str, Any], config: Config, arguments: Arguments) -> str:
@@ -360,13 +390,32 @@ def gpus_per_node(hardware: str | None, gpu: str | None) -> int:
 
 def checked(arguments: Arguments, world: int, device: Any) -> Config:
     """The configuration in a world of ranks. Raises ConfigError if it cannot run, whatever its files are."""
-    from megalite.config.load import resolve
+    from megalite.config.load import given, resolve
     from megalite.config.rules import check
     from megalite.training.dry_run import ABOUT_FILES
 
-    config = resolve(arguments, world, weights=False, device=device)
+    # data in object stores is as unknown as that on the cluster's disks: no store is contacted
+    values = given(arguments).values
+    data = {option: values[option] for option in ("data.train", "data.validation") if option in values}
+    absent = {option: json.dumps(_absent(value)) for option, value in data.items() if _absent(value) != value}
+    config = resolve(
+        replace(arguments, overrides=arguments.overrides | absent), world, weights=False, device=device
+    )
     check(config, world, leave_out=ABOUT_FILES)
+    for option in absent:
+        setattr(config.data, option.partition(".")[2], data[option])
     return config
+
+
+def _absent(data: Any) -> Any:
+    """A value of data.train or data.validation with paths in place of URLs, which are on no machine."""
+    from megalite.stores.url import is_url
+
+    if isinstance(data, dict):
+        return {_absent(name): _absent(value) for name, value in data.items()}
+    if isinstance(data, list):
+        return [_absent(name) for name in data]
+    return f"./{data}" if isinstance(data, str) and is_url(data) else data
 
 
 def check_fewer_nodes(job: ClusterJob, fewest: int | None, arguments: Arguments) -> None:
@@ -385,44 +434,57 @@ def check_fewer_nodes(job: ClusterJob, fewest: int | None, arguments: Arguments)
 
 
 def check_run_dir(job: ClusterJob, config: Config, why: str) -> None:
-    """Raise ConfigError if the run's directory is on the nodes' own disks; note training data that is."""
-    from megalite.config.token_files import prefixes
+    """Raise ConfigError if the run's directory is on the nodes' own disks; note training data that is. What
+    is in an object store needs no mount."""
+    from megalite.config.extensions import is_source
+    from megalite.config.streams import format_of, names_in
+    from megalite.stores.url import is_url
 
-    if not any(mount.holds(config.run.dir) for mount in job.mounts):
+    if not (is_url(config.run.dir) or any(mount.holds(config.run.dir) for mount in job.mounts)):
         raise ConfigError(
             f"run.dir = {config.run.dir} is not below the TARGET of a --mount, but {why}, and all nodes "
             "write their parts of checkpoints there. Mount a file system that all nodes share, for example "
-            "--mount shared:/shared --run.dir /shared/runs."
+            "--mount shared:/shared --run.dir /shared/runs, or set run.dir to the URL of an object store."
         )
-    for prefix in prefixes(config.data.train):
-        if not any(mount.holds(prefix) for mount in job.mounts):
-            print(f"Note: data.train = {prefix} is not below the TARGET of a --mount.", file=sys.stderr)
+    for name in names_in(config.data.train):
+        path = name.removeprefix(f"{format_of(name)}:")
+        if is_url(path) or "://" in path or is_source(name):
+            continue
+        if not any(mount.holds(path) for mount in job.mounts):
+            print(f"Note: data.train = {name} is not below the TARGET of a --mount.", file=sys.stderr)
 
 
 def with_files(job: ClusterJob, arguments: Arguments, directory: str) -> tuple[ClusterJob, dict[str, Path]]:
     """The job with its configuration files in a directory of the nodes, and name in it → file here. Shipped
     configurations are there already."""
-    from dataclasses import replace
+    paths: dict[str, str] = {}
+    files: dict[str, Path] = {}
+    for each, path in own_files(arguments).items():
+        name = re.sub(r"[^-._a-zA-Z0-9]", "-", path.name)  # as a ConfigMap may name it
+        name = name if name not in files else f"{len(files) + 1}-{name}"
+        files[name], paths[each] = path, f"{directory}/{name}"
+    return with_paths(job, paths), files
 
+
+def own_files(arguments: Arguments) -> dict[str, Path]:
+    """Configuration files as they were given → paths here, without shipped ones."""
     from megalite.config.checkout import CONFIGS
     from megalite.config.files import config_file
 
-    places: dict[str, str] = {}
-    files: dict[str, Path] = {}
-    for number, each in enumerate(arguments.files):
-        path = Path(config_file(each))
-        if path.parent == CONFIGS:
-            continue
-        name = path.name if path.name not in files else f"{number}-{path.name}"
-        files[name], places[each] = path, f"{directory}/{name}"
+    paths = {each: Path(config_file(each)) for each in arguments.files}
+    return {each: path for each, path in paths.items() if path.parent != CONFIGS}
+
+
+def with_paths(job: ClusterJob, paths: dict[str, str]) -> ClusterJob:
+    """The job with other paths of its configuration files."""
     words = list(job.arguments)
     for place, word in enumerate(words):
         if word == "--config":
-            words[place + 1] = places.get(words[place + 1], words[place + 1])
+            words[place + 1] = paths.get(words[place + 1], words[place + 1])
         elif word.startswith("--config="):
             file = word.removeprefix("--config=")
-            words[place] = f"--config={places.get(file, file)}"
-    return replace(job, arguments=tuple(words)), files
+            words[place] = f"--config={paths.get(file, file)}"
+    return replace(job, arguments=tuple(words))
 
 
 def name_of(name: str | None, config: Config) -> str:
@@ -453,6 +515,7 @@ def about(arguments: Arguments, config: Config, nodes: Nodes, command: Sequence[
 def submission(on: str, file: Path, given: dict[str, Any]) -> list[str]:
     """The command that submits a specification."""
     address = ["--address", given["address"]] if "address" in given else []
+    copied = copied_by_ray(file)
     return {
         "slurm": ["sbatch", str(file)],
         "kubernetes": ["kubectl", "apply", "-f", str(file)],
@@ -463,10 +526,10 @@ def submission(on: str, file: Path, given: dict[str, Any]) -> list[str]:
             "--no-wait",
             *address,
             "--working-dir",
-            ".",
+            str(copied),
             "--",
             "python",
-            str(file),
+            str(file.resolve().relative_to(copied.resolve())),
         ],
         "skypilot": ["sky", "jobs", "launch", "--yes", "--detach-run", str(file)],
     }[on]

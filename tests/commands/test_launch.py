@@ -47,6 +47,8 @@ MISTAKES = {
     "--on slurm --dp 1 --name A_b": "Nearest: a-b.",
     "--on slurm --dp 1 --output FILE --submit": "--submit needs the program sbatch, which is not on this machine.",
     "--on ray --dp 1": "run.dir = runs is relative",
+    "--on ray --dp 1 --run.dir s3://a/b": "--storage is required with run.dir = s3://a/b in an object store",
+    "--on ray --dp 1 --run.dir /a --storage b": "--storage b is neither an absolute path nor a URL",
     "--on ray --dp 1 --time 3h": "--time is not supported with --on ray: Ray has no time limit; set --train.stop_after",
     "--on ray --run.dir /shared --nnodes 4 --nproc 2 --tp 4 --min_nodes 1": "--min_nodes 1: the run is not valid on 1 ",
     "--on ray --dp 1 --grace 3m": "--grace is not supported with --on ray: Ray sends no signal",
@@ -57,6 +59,8 @@ MISTAKES = {
     "--on kubernetes --dp 1 SHARED --image a --port 3": "--port is not supported with --kind trainjob",
     "--on kubernetes --dp 1 SHARED --image a --toleration b": "--toleration b is not KEY:EFFECT",
     "--on kubernetes --dp 1 SHARED --image a --env PET_NNODES=2": "--env PET_NNODES is set by Kubeflow Trainer.",
+    "--on kubernetes --dp 1 SHARED --image a --mount s3://b:/b": "s3://b is neither an absolute path of the hosts nor",
+    "--on kubernetes --dp 1 SHARED --image a --mount b/c:/b": "b/c is neither an absolute path of the hosts nor",
     "--on skypilot --dp 1 SHARED": "--gpu is required with SkyPilot",
     "--on skypilot --dp 1 SHARED --gpu H100": "--setup or --image is required with SkyPilot",
 }
@@ -90,20 +94,95 @@ def test_what_cannot_be_launched_is_one_message(words, capsys, tmp_path, monkeyp
 
 
 def test_configuration_files_go_to_the_pods(capsys, tmp_path):
-    """Shipped ones are in the image; those of the user become a ConfigMap, in their order."""
-    for name, steps in (("a", 10), ("b/a", 20)):
+    """Shipped ones are in the image; those of the user become a ConfigMap, in their order, with names that it takes."""
+    for name, steps in (("a 1", 10), ("b/a 1", 20)):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.yaml").write_text(f"train:\n  steps: {steps}  # twice\n")
-    files = ["--config", "quickstart", "--config", f"{tmp_path}/a.yaml", f"--config={tmp_path}/b/a.yaml"]
+    files = ["--config", "quickstart", "--config", f"{tmp_path}/a 1.yaml", f"--config={tmp_path}/b/a 1.yaml"]
     text = launched(capsys, "--on", "kubernetes", "--dp", "1", "--image", "a", *SHARED, *files)
     configs, job = yaml.safe_load_all(text)
-    assert configs["data"] == {"a.yaml": "train:\n  steps: 10  # twice\n", "2-a.yaml": "train:\n  steps: 20  # twice\n"}
+    texts = {name: f"train:\n  steps: {steps}  # twice\n" for name, steps in (("a-1.yaml", 10), ("2-a-1.yaml", 20))}
+    assert configs["data"] == texts
     words = job["spec"]["trainer"]["args"]
     assert words[-5 - len(MODEL) : -len(MODEL)] == [
         *files[:3],
-        "/etc/megalite/a.yaml",
-        "--config=/etc/megalite/2-a.yaml",
+        "/etc/megalite/a-1.yaml",
+        "--config=/etc/megalite/2-a-1.yaml",
     ]
+
+
+STORED = {
+    "kubernetes": "--image a",
+    "skypilot": "--gpu H100 --setup true",
+    "ray": "--storage /shared/ray",
+}
+
+
+@pytest.mark.parametrize("on", STORED)
+@pytest.mark.parametrize("data", ["s3://bucket/a", '{"s3://bucket/a": 1, "gs://bucket/a": 2}', "jsonl:s3://bucket/a"])
+def test_object_stores_need_no_mount_and_are_not_contacted(on, data, capsys, monkeypatch):
+    monkeypatch.setattr("megalite.stores.object_store.store_of", lambda url: pytest.fail(f"contacts {url}"))
+    monkeypatch.setattr("megalite.stores.token_files.store_of", lambda url: pytest.fail(f"contacts {url}"))
+    words = ["--run.dir", "s3://bucket/runs", "--data.train", data, "--data.validation", "s3://bucket/b"]
+    words += ["--data.tokenizer", "byte"] if data.startswith("jsonl") else []
+    assert main(["--on", on, "--dp", "1", *words, *STORED[on].split(), *MODEL[:2], "--model.vocab_size", "300"]) == 0
+    printed = capsys.readouterr()
+    assert "s3://bucket/runs" in printed.out and "s3://bucket/a" in printed.out and "./s3" not in printed.out
+    assert not printed.err
+    assert on != "ray" or "storage='/shared/ray'" in printed.out
+
+
+def test_streams_outside_of_mounts_are_noted(capsys):
+    words = ["--image", "a", *SHARED[:4], "--data.train", "jsonl:/data/a.jsonl", "--data.tokenizer", "byte"]
+    assert main(["--on", "kubernetes", "--dp", "1", *words, *MODEL[:2], "--model.vocab_size", "300"]) == 0
+    assert capsys.readouterr().err == "Note: data.train = jsonl:/data/a.jsonl is not below the TARGET of a --mount.\n"
+
+
+def test_what_restarts_a_jobset(capsys):
+    """A wrong configuration ends it; a run directory in use may be that of an evicted pod, whose lock expires."""
+    text = launched(capsys, "--on", "kubernetes", "--kind", "jobset", "--dp", "1", "--image", "a", *SHARED)
+    job = yaml.safe_load(text)["spec"]["replicatedJobs"][0]["template"]["spec"]
+    rules = [rule for rule in job["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
+    assert {rule["action"]: rule["onExitCodes"]["values"] for rule in rules} == {"FailJob": [2], "Ignore": [75]}
+
+
+ENDS = {"return 0": 0, "return 75": 0, "return 1": 1, "kill -TERM $$; return 75": 75}
+"""What `megalite train` does → the status of a task of SkyPilot, which it starts again unless that is 0."""
+
+
+@pytest.mark.parametrize("training", ENDS)
+def test_a_run_that_stops_by_itself_is_done_for_skypilot(training, capsys):
+    words = ["--dp", "1", *STORED["skypilot"].split(), *SHARED]
+    run = yaml.safe_load(launched(capsys, "--on", "skypilot", *words))["run"]
+    task = f"set -e\npython() {{ {training}; }}\n{run}"
+    assert subprocess.run(["bash", "-c", task]).returncode == ENDS[training]
+
+
+@pytest.mark.parametrize("output", ["here/job.py", "here/jobs/job.py", "there/job.py"])
+def test_ray_copies_the_program_and_its_configurations(output, capsys, tmp_path, monkeypatch):
+    """The current directory, or that of a program which is elsewhere: paths are relative to it."""
+    for name in ("here/jobs", "there"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("here/a.yaml", "there/b.yaml"):
+        (tmp_path / name).write_text("train:\n  steps: 10\n")
+    monkeypatch.chdir(tmp_path / "here")
+    words = ["--dp", "1", "--run.dir", "/shared", "--config", "a.yaml", f"--config={tmp_path}/there/b.yaml"]
+    assert main(["--on", "ray", *words, "--output", str(tmp_path / output), *MODEL]) == 0
+    printed = capsys.readouterr()
+    copied, program = {"there": (f"{tmp_path}/there", "job.py")}.get(output.split("/")[0], (".", output[5:]))
+    assert f"--working-dir {copied} -- python {program}\n" in printed.out
+    outside = f"{tmp_path}/there/b.yaml" if copied == "." else "a.yaml"
+    assert f"Note: --config {outside} is not below {(tmp_path / output[:5]).resolve()}" in printed.err
+    text = (tmp_path / output).read_text()
+    assert "'--config', 'a.yaml'" in text and ("'--config=b.yaml'" in text) == (copied != ".")
+
+
+@pytest.mark.parametrize("kind", ["trainjob", "jobset"])
+def test_texts_that_look_like_numbers_stay_texts(kind, capsys):
+    """Also for kubectl, which reads another YAML than PyYAML."""
+    words = ["--kind", kind, "--image", "a", "--optimizer.lr", "3e-4", "--env", "X=1e3", *SHARED]
+    text = launched(capsys, "--on", "kubernetes", "--dp", "1", *words)
+    assert "- '3e-4'\n" in text and "value: '1e3'\n" in text
 
 
 @pytest.mark.parametrize("words", ["", "--image a.sqsh --mount /data:/data:ro", "--image a.sif --container apptainer"])

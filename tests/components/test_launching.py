@@ -77,7 +77,7 @@ def test_skypilot_reads_the_task(capsys, tmp_path):
         "setup": "pip install megalite",
     }
     # what it runs, with megalite in place of training
-    stand_in = 'python() { shift 3; printf \'%s\\n\' "$@"; }; exec() { "$@"; }\n'
+    stand_in = "python() { shift 3; printf '%s\\n' \"$@\"; }\n"
     shell = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "PATH": os.environ["PATH"]}
     words = subprocess.run(["bash", "-c", stand_in + run], capture_output=True, text=True, env=shell, check=True)
     launcher = ["--nproc", "8", "--max_restarts", "3", "--nnodes", "2", "--rdzv_endpoint", "10.0.0.1:29500"]

@@ -12,6 +12,9 @@ from megalite.config.errors import ConfigError
 
 COLUMNS = 110
 """Width of the commands in a specification."""
+LIKE_A_NUMBER = re.compile(r"[-+]?\.?\d[\w.+-]*|[yYnN]")
+"""Texts that some version of YAML reads as a number or a boolean. PyYAML quotes those that it
+reads so itself: not 3e-4, which is a number for kubectl."""
 MODULE = ("-m", "megalite", "train")
 
 
@@ -156,7 +159,7 @@ def as_yaml(content: Any) -> str:
         pass
 
     def text(dumper: Dumper, value: str) -> yaml.ScalarNode:
-        style = "|" if "\n" in value else None
+        style = "|" if "\n" in value else "'" if LIKE_A_NUMBER.fullmatch(value) else None
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
     Dumper.add_representer(str, text)

@@ -2,13 +2,13 @@
 
 Both give each node a pod with a name of its own, by which the pods meet at the first one. A pod that is to
 end receives SIGTERM: all ranks save, and all pods end with status 75. The job's controller then starts them
-again. In a JobSet such ends, and disruptions, count as no failure; a wrong configuration, or a run directory
-in use, ends the JobSet at once; after any other failure of a pod it is restarted as a whole. A TrainJob
-leaves this to its runtime.
+again. In a JobSet such ends, and disruptions, count as no failure; a wrong configuration ends the JobSet at
+once; after any other failure of a pod it is restarted as a whole. A TrainJob leaves this to its runtime.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -81,6 +81,13 @@ def _check(job: ClusterJob, options: Kubernetes) -> None:
             "--host_network is not supported with --kind trainjob, because a TrainJob cannot change this "
             "part of its runtime. Use --kind jobset, or a runtime with hostNetwork."
         )
+    for mount in job.mounts:
+        if not mount.source.startswith("/") and re.search("[:/]", mount.source):
+            raise ConfigError(
+                f"--mount {mount.source}:{mount.target}: {mount.source} is neither an absolute path of the "
+                "hosts nor the name of a persistent volume claim. Write it as in --mount shared:/shared, or "
+                "--mount /data:/data."
+            )
     if reserved := sorted(set(job.environment) & set(RESERVED)):
         raise ConfigError(f"--env {reserved[0]} is set by Kubeflow Trainer. Remove it.")
 
@@ -140,7 +147,8 @@ def _job_set(job: ClusterJob, options: Kubernetes, configs: bool) -> Object:
         **({} if job.time_s is None else {"activeDeadlineSeconds": job.time_s}),
         "podFailurePolicy": {
             "rules": [
-                _exits("FailJob", ExitStatus.CONFIGURATION, ExitStatus.IN_USE),
+                # not IN_USE: a lock that an evicted pod left is fresh for a while
+                _exits("FailJob", ExitStatus.CONFIGURATION),
                 _exits("Ignore", ExitStatus.STOPPED),
                 {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             ]

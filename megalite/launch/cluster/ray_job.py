@@ -21,6 +21,7 @@ from megalite.config.errors import ConfigError
 from megalite.launch.cluster.job import ClusterJob, Nodes
 from megalite.launch.exit_status import ExitStatus
 from megalite.launch.scheduler import JOB, RESTARTS
+from megalite.stores.url import is_url
 from megalite.system.messages import say
 from megalite.system.processes import marked
 
@@ -32,10 +33,12 @@ class Ray:
     Attributes:
         address: of the cluster's dashboard; null: RAY_ADDRESS.
         min_nodes: the job goes on with fewer nodes, down to this number; null: with all of them.
+        storage: a directory that all nodes share, or a URL, for the files of Ray Train; null: in run.dir.
     """
 
     address: str | None = None
     min_nodes: int | None = None
+    storage: str | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class RayRun:
         python: the interpreter on the nodes; empty: that of the workers.
         environment: variables of the ranks.
         restarts: how often the workers are started again.
-        storage: a directory that all nodes share, for the files of Ray Train.
+        storage: a directory that all nodes share, or a URL, for the files of Ray Train.
     """
 
     name: str
@@ -66,19 +69,35 @@ class RayRun:
     storage: str
 
 
-def program(job: ClusterJob, options: Ray, run_dir: Path) -> str:
+def program(job: ClusterJob, options: Ray, run_dir: str) -> str:
     """The program.
 
     Args:
-        run_dir: run.dir, which all nodes share.
+        run_dir: run.dir, which all nodes share: a directory, or a place in an object store.
 
     Raises:
-        ConfigError: the run directory is relative: each node would have its own.
+        ConfigError: a directory is relative: each node would have its own; or run.dir is in an object store,
+            and Ray Train has no storage.
     """
-    if not run_dir.is_absolute():
+    storage = options.storage
+    if is_url(run_dir):
+        if storage is None:
+            raise ConfigError(
+                f"--storage is required with run.dir = {run_dir} in an object store: a directory that all "
+                "nodes share, or a URL that Ray can write, for the files of Ray Train."
+            )
+    elif not Path(run_dir).is_absolute():
         raise ConfigError(
             f"run.dir = {run_dir} is relative, but the nodes of a Ray cluster have different working "
-            "directories. Set --run.dir to an absolute path on a file system that all nodes share."
+            "directories. Set --run.dir to an absolute path on a file system that all nodes share, or to "
+            "the URL of an object store."
+        )
+    if storage is None:
+        storage = str(Path(run_dir, ".ray"))
+    elif "://" not in storage and not Path(storage).is_absolute():
+        raise ConfigError(
+            f"--storage {storage} is neither an absolute path nor a URL. The nodes of a Ray cluster have "
+            "different working directories: name a directory that all nodes share."
         )
     gpus: dict[str, float] = {"GPU": float(job.nodes.ranks)} if job.gpus else {}
     run = RayRun(
@@ -91,7 +110,7 @@ def program(job: ClusterJob, options: Ray, run_dir: Path) -> str:
         python=job.python,
         environment=job.environment,
         restarts=job.restarts,
-        storage=str(run_dir / ".ray"),
+        storage=storage,
     )
     values = "".join(f"        {name}={value!r},\n" for name, value in asdict(run).items())
     return f"""{job.comment}from megalite.launch.cluster.ray_job import RayRun, train
@@ -118,6 +137,8 @@ class Starts:
 def train(run: RayRun) -> None:
     """Run on the cluster that this program is submitted to. Raises ray.train.TrainingFailedError if the run
     fails for good."""
+    # paths are relative to the directory that Ray has copied to the nodes; read when the trainer starts
+    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
     try:
         import ray
         from ray.train import FailureConfig, RunConfig, ScalingConfig

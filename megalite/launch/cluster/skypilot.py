@@ -1,7 +1,8 @@
 """A job of SkyPilot: a task, for `sky jobs launch`.
 
 SkyPilot sets the addresses of the nodes and the number of their GPUs on each node. A managed job whose
-machines are lost is started again on other ones, with the same buckets and volumes.
+machines are lost is started again on other ones, with the same buckets and volumes. So is one that
+ends with a status other than 0, as often as it may.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from megalite.config.errors import ConfigError
 from megalite.launch.cluster.job import ClusterJob, as_yaml
+from megalite.launch.exit_status import ExitStatus
 
 CONFIGS = "~/megalite_configs"
 """Directory of the configuration files on the nodes."""
@@ -94,4 +96,10 @@ def _check(job: ClusterJob, options: SkyPilot) -> None:
 def _run(job: ClusterJob) -> str:
     first = 'first=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)\n' if job.nodes.count > 1 else ""
     command = job.shell_command(f'"$first:{job.port}"')
-    return f"{first}exec {command}\n"
+    return f"""{first}status=0 taken=
+trap 'taken=1' TERM
+{command} || status=$?
+# a run that has stopped by itself is done; one on a machine that is taken away starts again on another one
+if [ "$status" -eq {int(ExitStatus.STOPPED)} ] && [ -z "$taken" ]; then exit 0; fi
+exit "$status"
+"""

@@ -1,8 +1,8 @@
 """A job of SLURM: a script for sbatch.
 
-SLURM sends SIGUSR1 to the script before the time limit, and the script passes it to the launchers, which
-forward it to the ranks. The ranks save, all launchers end with status 75, and the script requeues the job. A
-launcher restarts ranks that fail; if a node fails, SLURM requeues the job.
+SLURM sends SIGUSR1 to the script before the time limit, and SIGTERM at a preemption. The script passes both
+as SIGUSR1 to the launchers, which forward it to the ranks. The ranks save, all launchers end with status 75,
+and the script requeues the job. A launcher restarts ranks that fail; if a node fails, SLURM requeues the job.
 """
 
 from __future__ import annotations
