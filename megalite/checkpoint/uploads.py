@@ -177,12 +177,12 @@ class RunUploads:
             self._wake()
 
     def wait(self) -> None:
-        """Wait until everything is in the store, at most for `store.patience`.
+        """Wait until everything is in the store, at most for `store.final_wait`.
 
         Raises:
             CheckpointError: it is not. It stays in the spool.
         """
-        end = time.monotonic() + (duration_seconds(self._options.patience) or 0)
+        end = time.monotonic() + (duration_seconds(self._options.final_wait) or 0)
         with self._changed:
             self._requested = True
             self._wake()
@@ -194,7 +194,7 @@ class RunUploads:
         if names or why:
             what = f"{', '.join(names)} of {self._local}" if names else f"{self.directory}"
             raise CheckpointError(
-                f"{what} could not be uploaded to {self.url} within store.patience = {self._options.patience}"
+                f"{what} could not be uploaded to {self.url} within store.final_wait = {self._options.final_wait}"
                 + (f" ({why})" if why else "")
                 + ". It stays there: repeat the command on this machine to upload it."
             )

@@ -32,7 +32,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     monkeypatch.setenv("MEGALITE_CACHE", str(tmp_path / "cache"))
     fsspec.filesystem("memory").store.clear()
     options: dict[str, Any] = {"dir": URL, "name": "a", "spool": str(tmp_path / "spool")}
-    return from_dict({"run": options, "store": {"retry": "1s", "patience": "3s"}})
+    return from_dict({"run": options, "store": {"retry": "1s", "final_wait": "3s"}})
 
 
 def save(config: Config, step: int, keep: int | None = None) -> list[str]:
@@ -112,7 +112,7 @@ def test_a_save_during_the_publication_of_the_same_step_keeps_its_files(config, 
 
 
 def test_another_node_does_not_wait_for_what_was_pruned_before_its_publication(config, tmp_path):
-    node = from_dict({"run": {"dir": URL, "name": "a", "spool": str(tmp_path / "b")}, "store": {"patience": "5s"}})
+    node = from_dict({"run": {"dir": URL, "name": "a", "spool": str(tmp_path / "b")}, "store": {"final_wait": "5s"}})
     ranks = RunUploads(config, 0), RunUploads(node, 1)
     ranks[1].start()
     for step in (1, 2, 3):

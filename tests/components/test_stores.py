@@ -215,10 +215,10 @@ def test_what_could_not_be_uploaded_is_uploaded_by_the_next_start(server, proxy,
     machine = Machine(tmp_path / "machine", proxy, tokens, forks)
     proxy.before = lambda request: setattr(proxy, "failing", "503" if request.method in ("PUT", "POST") else None)
     words = machine.training("late", 3)
-    output = machine.run(*words, "--store.patience", "2s", status=1)
+    output = machine.run(*words, "--store.final_wait", "2s", status=1)
     assert "step_00000002, step_00000003" in output and "repeat the command on this machine" in output
     assert server.keys("runs/late/checkpoints/") == []
-    full = machine.training("late", 5, "--store.spool_gb", "0.001", "--store.patience", "1s")
+    full = machine.training("late", 5, "--store.spool_gb", "0.001", "--store.final_wait", "1s")
     output = machine.run(*full, status=1)
     assert "store.spool_gb = 0.001 is reached" in output and "wait for s3://bucket/runs/late" in output
     proxy.reset()

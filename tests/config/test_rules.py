@@ -1522,7 +1522,7 @@ ROWS = [
     ),
     *(
         Row(f"store.{key} is a duration", {f"store.{key}": "10"}, {f"store.{key}": "10s"}, ("30s",))
-        for key in ("interval", "retry", "patience")
+        for key in ("interval", "retry", "final_wait")
     ),
     Row(
         "the spool can be written",

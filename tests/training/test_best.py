@@ -99,10 +99,10 @@ def test_a_loss_whose_checkpoint_could_not_be_saved_is_not_the_best(
     """After step 4, that of the lowest loss: the next lower one than 4.0 is then the best."""
     whole = getattr(checkpoint, part)
 
-    def failing(directory: Path, *arguments: Any) -> Any:
+    def failing(directory: Path, *arguments: Any, **named: Any) -> Any:
         if directory.name.endswith("4"):
             raise checkpoint.CheckpointError("the disk is full")
-        return whole(directory, *arguments)
+        return whole(directory, *arguments, **named)
 
     monkeypatch.setattr(checkpoint, part, failing)
     config = options(prefix, tmp_path, checkpoint={"keep_best": True, "interval": 3, "async_save": background})

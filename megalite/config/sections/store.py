@@ -19,7 +19,7 @@ class StoreConfig:
     checkpoint."""
     retry: str = option("1m", amount=amounts.DURATION)
     """The longest pause between two attempts while the store fails. The run goes on meanwhile."""
-    patience: str = option("10m", amount=amounts.DURATION)
+    final_wait: str = option("10m", amount=amounts.DURATION)
     """How long the end of a run waits for uploads. What is not in the store then stays in run.spool, and the
     run ends with an error."""
     spool_gb: float | None = option(None, POSITIVE)
@@ -37,4 +37,4 @@ def _duration_rule(key: str) -> Rule:
     )
 
 
-RULES: tuple[Rule, ...] = tuple(map(_duration_rule, ("interval", "retry", "patience")))
+RULES: tuple[Rule, ...] = tuple(map(_duration_rule, ("interval", "retry", "final_wait")))
