@@ -194,7 +194,8 @@ class RunUploads:
         if names or why:
             what = f"{', '.join(names)} of {self._local}" if names else f"{self.directory}"
             raise CheckpointError(
-                f"{what} could not be uploaded to {self.url} within store.final_wait = {self._options.final_wait}"
+                f"{what} could not be uploaded to {self.url} within store.final_wait = "
+                f"{self._options.final_wait}"
                 + (f" ({why})" if why else "")
                 + ". It stays there: repeat the command on this machine to upload it."
             )
