@@ -10,16 +10,13 @@ directory of the runs to start over. Writes MACHINE-moments.json with all losses
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from benchmarks import report
-from benchmarks.optimizers import Curve, read_curve
+from benchmarks.training_runs import Curve, call, trained
 from megalite.commands import demo
 from megalite.commands.parser import Parser, positive
 
@@ -44,7 +41,6 @@ RUN = {
     "optimizer.min_lr": 3e-4,
     "optimizer.warmup_steps": "5%",
     "validation.batches": 16,
-    "checkpoint.load": "none",
 }
 
 
@@ -56,44 +52,16 @@ def prepare(tokens: Path) -> None:
     exclude = [f"*/{name}/*" for name in demo.NO_SOURCE]
     library = sysconfig.get_paths()["stdlib"]
     source = ["--input", f"{library}/*.py", "--exclude", *exclude]
-    _call(["prepare", *source, "--tokenizer", "byte", "--output", str(tokens)], 1)
+    call(["prepare", *source, "--tokenizer", "byte", "--output", str(tokens)])
 
 
 def curve(runs: Path, name: str, beta: float, seed: int, steps: int, threads: int) -> Curve:
     """Return the run of a variant, or find it if it is complete."""
     label = f"{name}-{beta}-{seed}"
-    metrics = runs / label / "metrics.jsonl"
-    if not (metrics.exists() and steps in demo.read_losses(metrics)[1]):
-        print(label, file=sys.stderr, flush=True)
-        options = {f"model.{key}": value for key, value in MODEL.items()} | RUN
-        options |= {
-            "data.train": runs / "bytes",
-            "run.dir": runs,
-            "run.name": label,
-            "run.seed": seed,
-            "train.steps": steps,
-            "validation.interval": max(steps // 10, 1),
-            "optimizer.betas": f"[0.9, {beta}]",
-            "optimizer.moments": name,
-        }
-        words = [word for option, value in options.items() for word in (f"--{option}", str(value))]
-        _call(["train", *words], threads)
-    return read_curve(metrics)
-
-
-def _call(arguments: list[str], threads: int) -> None:
-    """Run a command of megalite. Raises BenchmarkError if it fails."""
-    run = subprocess.run(
-        [sys.executable, "-m", "megalite", *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-        capture_output=True,
-        text=True,
-        check=False,
-        encoding="utf-8",
-        errors="replace",
-    )
-    if run.returncode:
-        raise report.BenchmarkError(f"{' '.join(arguments)} failed:\n{run.stderr[-2000:]}{run.stdout[-500:]}")
+    options: dict[str, object] = {f"model.{key}": value for key, value in MODEL.items()} | RUN
+    options |= {"data.train": runs / "bytes", "run.seed": seed, "validation.interval": max(steps // 10, 1)}
+    options |= {"optimizer.betas": f"[0.9, {beta}]", "optimizer.moments": name}
+    return trained(runs, label, options, steps=steps, threads=threads)
 
 
 def measure(runs: Path, steps: int, seeds: int, threads: int) -> dict[str, Any]:

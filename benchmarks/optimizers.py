@@ -14,17 +14,13 @@ the runs to start over. Writes MACHINE-optimizers.json with versions and all los
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from benchmarks import report
+from benchmarks.training_runs import Curve, trained
 from megalite.commands import demo
 from megalite.commands.demo import CONFIG
 from megalite.commands.parser import Parser, positive
@@ -32,28 +28,6 @@ from megalite.commands.parser import Parser, positive
 GRIDS = {"adamw": (7.5e-4, 1.5e-3, 3e-3, 6e-3, 1.2e-2), "muon": (5e-3, 1e-2, 2e-2, 4e-2, 8e-2)}
 TUNED = {"adamw": "optimizer.lr", "muon": "muon.lr"}
 FIRST_SEED = 1234
-
-
-@dataclass(frozen=True)
-class Curve:
-    """One run: steps, seconds of training and losses of its validations."""
-
-    steps: list[int]
-    seconds: list[float]
-    losses: list[float]
-
-    def reaches(self, loss: float) -> tuple[float, float] | None:
-        """Return step and seconds at which the loss is reached, or None.
-
-        Between validations they are interpolated linearly.
-        """
-        points = list(zip(self.losses, self.steps, self.seconds, strict=True))
-        for (high, *before), (low, *after) in pairwise(points):
-            if low <= loss < high:
-                share = (high - loss) / (high - low)
-                step, second = (old + share * (new - old) for old, new in zip(before, after, strict=True))
-                return step, second
-        return None
 
 
 @dataclass(frozen=True)
@@ -74,56 +48,9 @@ class Runner:
         label = "-".join(
             [name, *(f"{option.partition('.')[0]}{rate:g}" for option, rate in rates.items()), f"seed{seed}"]
         )
-        chosen = {
-            "optimizer.name": name,
-            **rates,
-            "optimizer.min_lr": 0.0,
-            "run.seed": seed,
-            "run.dir": self.directory,
-            "run.name": label,
-        }
-        chosen |= {
-            "train.steps": self.steps,
-            "validation.interval": self.interval,
-            "parallel.sequence_parallel": "false",
-        }
-        metrics = self.directory / label / "metrics.jsonl"
-        if not (metrics.exists() and self.steps in demo.read_losses(metrics)[1]):
-            print(label, file=sys.stderr, flush=True)
-            options = [word for option, value in chosen.items() for word in (f"--{option}", str(value))]
-            environment = {**os.environ, "OMP_NUM_THREADS": str(self.threads)}
-            command = [
-                sys.executable,
-                "-m",
-                "megalite",
-                "train",
-                "--config",
-                str(CONFIG),
-                "--checkpoint.load",
-                "none",
-                *options,
-            ]
-            run = subprocess.run(
-                command,
-                env=environment,
-                capture_output=True,
-                text=True,
-                check=False,
-                encoding="utf-8",
-                errors="replace",
-            )
-            if run.returncode:
-                raise report.BenchmarkError(f"{label} failed:\n{run.stderr[-2000:]}")
-        return read_curve(metrics)
-
-
-def read_curve(metrics: Path) -> Curve:
-    """Return the validations of a run, from its metrics.jsonl."""
-    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    times = [line["step_time_s"] for line in lines if "step_time_s" in line]
-    seconds = list(accumulate(times))
-    _, losses = demo.read_losses(metrics)
-    return Curve(list(losses), [seconds[step - 1] for step in losses], list(losses.values()))
+        options = {"optimizer.name": name, **rates, "optimizer.min_lr": 0.0, "run.seed": seed}
+        options |= {"validation.interval": self.interval, "parallel.sequence_parallel": "false"}
+        return trained(self.directory, label, options, steps=self.steps, config=CONFIG, threads=self.threads)
 
 
 def tune(

@@ -12,16 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.optimizers import read_curve
+from benchmarks.training_runs import trained
 from megalite.commands import demo
 from megalite.commands.demo import CONFIG
 from megalite.commands.parser import Parser, positive
@@ -55,37 +52,18 @@ class WidthRunner:
             "num_key_value_heads": max(heads // 2, 1),
             "mup": json.dumps({"base_width": self.base} if mup else None),
         }
-        options = {f"model.{name}": value for name, value in model.items()} | {
+        options: dict[str, object] = {f"model.{name}": value for name, value in model.items()} | {
             "optimizer.lr": rate,
             "optimizer.min_lr": rate / 10,
             "optimizer.eps": 1e-12,
             "data.sequence_length": 64,
             "train.global_batch_size": 8,
             "train.micro_batch_size": 8,
-            "train.steps": self.steps,
             "validation.interval": self.steps,
             "validation.batches": 32,
             "parallel.sequence_parallel": "false",
-            "run.dir": self.directory,
-            "run.name": label,
-            "checkpoint.load": "none",
         }
-        metrics = self.directory / label / "metrics.jsonl"
-        if not (metrics.exists() and self.steps in demo.read_losses(metrics)[1]):
-            print(label, file=sys.stderr, flush=True)
-            words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-            command = [sys.executable, "-m", "megalite", "train", "--config", str(CONFIG), *words]
-            run = subprocess.run(
-                command,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                capture_output=True,
-                text=True,
-                encoding="utf-8",
-                check=False,
-            )
-            if run.returncode:
-                raise report.BenchmarkError(f"{label} failed:\n{run.stderr[-2000:]}")
-        return read_curve(metrics).losses[-1]
+        return trained(self.directory, label, options, steps=self.steps, config=CONFIG).losses[-1]
 
 
 def sweep(runner: WidthRunner, widths: Sequence[int], rates: Sequence[float]) -> dict[str, Any]:
