@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalite.config import run_files
+from megalite.config.amounts import duration_seconds
 from megalite.config.errors import ConfigError
 from megalite.stores.url import is_url
 
@@ -62,6 +63,18 @@ class Rule:
         return (
             self.message(context) if callable(self.message) else re.sub(r"{(\w+\.\w+)}", named, self.message)
         )
+
+
+def duration_rule(name: str, option: str, example: str = "1h, 10m or 30s") -> Rule:
+    """The rule that an option is a duration, or null if it may be."""
+    value = attrgetter(option)
+    return Rule(
+        name,
+        option,
+        lambda c: value(c) is not None and not duration_seconds(value(c)),
+        message="is not a duration",
+        legal=f"Use hours, minutes and seconds in this order: {example}.",
+    )
 
 
 class Mistakes:

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megalite.config import amounts
-from megalite.config.amounts import duration_seconds
 from megalite.config.option import NOT_NEGATIVE, option
 from megalite.config.rule import (
     Rule,
     can_be_written,
+    duration_rule,
 )
 from megalite.stores.url import is_url, local, normal
 
@@ -57,13 +57,7 @@ RULES: tuple[Rule, ...] = (
         message="is not a valid directory name",
         legal="Choose a name without /; run.dir takes a path.",
     ),
-    Rule(
-        "timeout is a duration",
-        "run.timeout",
-        lambda c: not duration_seconds(c.run.timeout),
-        message="is not a duration",
-        legal="Use hours, minutes and seconds in this order: 1h, 10m or 30s.",
-    ),
+    duration_rule("timeout is a duration", "run.timeout"),
     Rule(
         "the run can be written",
         "run.dir",

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 from megalite.config import amounts
-from megalite.config.amounts import duration_seconds
 from megalite.config.option import POSITIVE, option
-from megalite.config.rule import Rule
+from megalite.config.rule import Rule, duration_rule
 
 
 @dataclass
@@ -27,14 +26,6 @@ class StoreConfig:
     null: what the disk holds."""
 
 
-def _duration_rule(key: str) -> Rule:
-    return Rule(
-        f"store.{key} is a duration",
-        f"store.{key}",
-        lambda c: not duration_seconds(getattr(c.store, key)),
-        message="is not a duration",
-        legal="Use hours, minutes and seconds in this order: 1h, 10m or 30s.",
-    )
-
-
-RULES: tuple[Rule, ...] = tuple(map(_duration_rule, ("interval", "retry", "final_wait")))
+RULES: tuple[Rule, ...] = tuple(
+    duration_rule(f"store.{key} is a duration", f"store.{key}") for key in ("interval", "retry", "final_wait")
+)

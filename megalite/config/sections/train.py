@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 from megalite.config import amounts
 from megalite.config.amounts import duration_seconds
 from megalite.config.option import FRACTION, NO_OPTION, NOT_NEGATIVE, POSITIVE, SIZE, option
-from megalite.config.rule import Rule
+from megalite.config.rule import Rule, duration_rule
 
 
 class Horizon(NamedTuple):
@@ -209,13 +209,7 @@ RULES: tuple[Rule, ...] = (
         message="has no effect with {train.recompute}",
         legal="Set train.recompute to budget, or remove it.",
     ),
-    Rule(
-        "stop_after is a duration",
-        "train.stop_after",
-        lambda c: c.train.stop_after is not None and not duration_seconds(c.train.stop_after),
-        message="is not a duration",
-        legal="Use hours, minutes and seconds in this order: 3h50m, 90m or 30s.",
-    ),
+    duration_rule("stop_after is a duration", "train.stop_after", "3h50m, 90m or 30s"),
     Rule(
         "watchdog is a duration",
         "train.watchdog",
