@@ -20,7 +20,7 @@ from megalite.config.sections.model import ModelConfig
 from megalite.gguf.architectures import Architecture
 from megalite.huggingface.files import ConversionError
 from megalite.huggingface.head_order import decoupled_channels, rotated_channels
-from megalite.model.parameters import model_specs
+from megalite.model.parameters import weight_shapes
 
 Shape = tuple[int, ...]
 Build = Callable[..., Tensor]
@@ -108,9 +108,7 @@ def tensors_of(model: ModelConfig, architecture: Architecture, biases: bool) -> 
 class _Tensors:
     def __init__(self, model: ModelConfig, architecture: Architecture, biases: bool):
         self.model, self.architecture, self.biases = model, architecture, biases
-        self.shapes = {
-            segment.name: segment.shape for spec in model_specs(model) for segment in spec.segments
-        }
+        self.shapes = weight_shapes(model)
         self.left = {
             name for name in self.shapes if not name.endswith((".alpha_p.weight", ".alpha_n.weight"))
         }

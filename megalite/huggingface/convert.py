@@ -83,7 +83,7 @@ from megalite.huggingface.tokenizer_export import (
 )
 from megalite.huggingface.xielu_constants import constants, wrong
 from megalite.huggingface.xielu_constants import to_export as xielu_constants
-from megalite.model.parameters import model_specs
+from megalite.model.parameters import model_specs, weight_shapes
 from megalite.parallel.spec import Rectangle, parameter_count
 from megalite.system.files import write_synced
 from megalite.system.progress import Report, silent
@@ -486,7 +486,7 @@ def import_model(
 def _store(path: Path, source: HuggingFaceSource, progress: Report) -> dict[str, StoredTensor]:
     """Write every tensor in chunks of whole rows."""
     stored, done, parameters = {}, 0, parameter_count(model_specs(source.model))
-    shapes = {segment.name: segment.shape for spec in model_specs(source.model) for segment in spec.segments}
+    shapes = weight_shapes(source.model)
     with open(path, "wb") as file:
         for name, (length, *others) in ((name, shapes[name]) for name in source.places):
             dtype = source.weights[next(iter(source.places[name].tensors))].dtype

@@ -23,7 +23,7 @@ from megalite.huggingface.head_order import (
     rows_of,
 )
 from megalite.model.mtp.losses import layer_count
-from megalite.model.parameters import model_specs
+from megalite.model.parameters import model_specs, weight_shapes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -141,7 +141,7 @@ def places(model: ModelConfig, family: str) -> dict[str, TensorPlace]:
 
 def named_places(model: ModelConfig, names: Names) -> dict[str, TensorPlace]:
     """Return global name → place for the weights of a model that a table of names has."""
-    shapes = {segment.name: segment.shape for spec in model_specs(model) for segment in spec.segments}
+    shapes = weight_shapes(model)
     tensor_places: dict[str, TensorPlace] = {}
     for theirs, parts in _modules(names, model):
         tensor_places |= {part: _single(theirs, shapes[part], model) for part in parts if part in shapes}

@@ -25,7 +25,7 @@ from megalite.config.rules import MODEL_RULES
 from megalite.config.rules.context import RuleContext
 from megalite.config.schema import Config
 from megalite.config.sections.model import ModelConfig
-from megalite.model.parameters import model_specs
+from megalite.model.parameters import model_specs, weight_shapes
 from megalite.parallel.spec import parameter_count
 from megalite.system.progress import Report, silent
 
@@ -131,12 +131,7 @@ def _state(source: Source) -> dict[str, Any]:
 
 def _store(path: Path, source: Source, progress: Report) -> dict[str, StoredTensor]:
     """Write every tensor in chunks of whole rows."""
-    shapes = {
-        segment.name: segment.shape
-        for spec in model_specs(source.config.model)
-        for segment in spec.segments
-        if not segment.copy
-    }
+    shapes = weight_shapes(source.config.model)
     total, done = sum(map(prod, shapes.values())) * (1 + len(source.kinds)), 0
     stored: dict[str, StoredTensor] = {}
     bad: dict[str, int] = {}

@@ -20,7 +20,7 @@ from megalite.config.sections.model import ModelConfig
 from megalite.families.module_names import Names
 from megalite.huggingface.head_order import rotated_channels, rows_of
 from megalite.huggingface.tensor_places import TensorPlace, named_places
-from megalite.model.parameters import model_specs
+from megalite.model.parameters import weight_shapes
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 POSITIONS = "embedding.position_embeddings.weight"
@@ -123,12 +123,7 @@ def megatron_tensors(model: ModelConfig) -> dict[str, MegatronTensor]:
         CheckpointError: Megatron-LM has no tensor for one of the model's.
     """
     places = _places(model)
-    shapes = {
-        segment.name: segment.shape
-        for spec in model_specs(model)
-        for segment in spec.segments
-        if not segment.copy
-    }
+    shapes = weight_shapes(model)
     if homeless := [name for name in shapes if name not in places]:
         raise CheckpointError(
             f"Megatron-LM has no tensor for {homeless[0]} [{', '.join(map(str, shapes[homeless[0]]))}] of "

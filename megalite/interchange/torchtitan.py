@@ -25,7 +25,7 @@ from megalite.families.module_names import Names
 from megalite.huggingface.tensor_places import TensorPlace, named_places
 from megalite.interchange.dcp_files import METADATA, DcpDirectory
 from megalite.interchange.import_state import RunPosition, Source, check_model
-from megalite.model.parameters import model_specs
+from megalite.model.parameters import model_specs, weight_shapes
 
 _NAMES = Names(
     {"tok_embeddings": "embedding", "norm": "norm", "output": "head"},
@@ -122,12 +122,7 @@ def _with_vocabulary(given: Config, files: DcpDirectory) -> Config:
 def _places(config: Config, files: DcpDirectory) -> dict[str, TensorPlace]:
     """Return the places with the names of the checkpoint. Raises CheckpointError."""
     places = {name: _spelled(place, files) for name, place in named_places(config.model, _NAMES).items()}
-    shapes = {
-        segment.name: segment.shape
-        for spec in model_specs(config.model)
-        for segment in spec.segments
-        if not segment.copy
-    }
+    shapes = weight_shapes(config.model)
     if homeless := [name for name in shapes if name not in places]:
         raise CheckpointError(
             f"{homeless[0]} of --model has no tensor in the dense models of torchtitan whose names are "

@@ -119,6 +119,11 @@ def _specs(model: ModelConfig, tp: int, sequence_parallel: bool, selected: Seque
     return specs
 
 
+def weight_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return global name → global shape of all weights of a model, in its order."""
+    return {segment.name: segment.shape for spec in model_specs(model) for segment in spec.segments}
+
+
 def layer_specs(model: ModelConfig, layer: int, tp: int) -> list[ParamSpec]:
     """Return the stored parameters of a layer (0-based) for a tp size."""
     return _layer(SpecBuilder(model, unit_of(model, layer), tp, sequence_parallel=False), layer)

@@ -37,7 +37,7 @@ from megalite.huggingface.convert import HuggingFaceSource
 from megalite.huggingface.files import ConversionError
 from megalite.huggingface.tensor_places import TensorPlace
 from megalite.model.mtp.losses import without_further_losses
-from megalite.model.parameters import model_specs
+from megalite.model.parameters import weight_shapes
 from megalite.system.progress import Report, silent
 from megalite.system.text import abbreviated
 from megalite.training.trainer import Trainer
@@ -209,8 +209,7 @@ def compare_steps(
 def _check_same_shapes(source: ModelSource, original: HuggingFaceSource) -> None:
     """Raise ConversionError if the two models differ in their tensors."""
     ours, theirs = (
-        {segment.name: segment.shape for spec in model_specs(model) for segment in spec.segments}
-        for model in (without_further_losses(source.config.model), original.model)
+        weight_shapes(model) for model in (without_further_losses(source.config.model), original.model)
     )
     if different := sorted(
         name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)
