@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +25,6 @@ SENTENCEPIECE = "tokenizer.model"
 NO_MERGE = "[NONE] [NONE]"
 """A merge that never applies: llama.cpp needs at least one."""
 Json = dict[str, Any]
-
-
-class TokenType(IntEnum):
-    """Types of tokens; the first six are sentencepiece's."""
-
-    NORMAL = 1
-    UNKNOWN = 2
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-    BYTE = 6
 
 
 @dataclass
@@ -67,7 +55,7 @@ class Vocabulary:
             "tokenizer.ggml.model": self.model,
             "tokenizer.ggml.pre": self.pre,
             "tokenizer.ggml.tokens": [*self.tokens, *(f"[PAD{i}]" for i in missing)],
-            "tokenizer.ggml.token_type": [*self.types, *(int(TokenType.UNUSED) for _ in missing)],
+            "tokenizer.ggml.token_type": [*self.types, *(int(PieceType.UNUSED) for _ in missing)],
         }
         if self.model == "gpt2":
             keys["tokenizer.ggml.merges"] = self.merges or [NO_MERGE]
@@ -142,12 +130,12 @@ def _parsed(path: Path) -> SentencePieceModel:
 def of_sentencepiece(model: SentencePieceModel, name: str) -> Vocabulary:
     """Return the vocabulary of a sentencepiece model of type BPE."""
     kinds = (PieceType.UNKNOWN, PieceType.CONTROL, PieceType.BYTE, PieceType.USER_DEFINED, PieceType.UNUSED)
-    types = [int(kind) if kind in kinds else int(TokenType.NORMAL) for kind in model.types]
+    types = [int(kind) if kind in kinds else int(PieceType.NORMAL) for kind in model.types]
     if model.model_type != ModelType.BPE or model.whitespace_as_suffix:
         raise _unsupported(
             name, "is a sentencepiece model of another type than bpe, or has spaces as suffixes"
         )
-    _check(name, bool(model.charsmap), model.remove_extra_whitespaces, TokenType.BYTE in types)
+    _check(name, bool(model.charsmap), model.remove_extra_whitespaces, PieceType.BYTE in types)
     vocabulary = Vocabulary("llama", list(model.pieces), types, list(model.scores))
     vocabulary.space_prefix = model.add_dummy_prefix
     return vocabulary
@@ -176,12 +164,12 @@ def _add(vocabulary: Vocabulary, added: Sequence[Json], decoder: Json) -> None:
     tokens = {int(i): token for i, token in decoder.items()} | {token["id"]: token for token in added}
     for i in sorted(tokens):
         content, special = tokens[i]["content"], tokens[i].get("special", False)
-        kind = TokenType.CONTROL if special else TokenType.USER_DEFINED
+        kind = PieceType.CONTROL if special else PieceType.USER_DEFINED
         while len(vocabulary.tokens) <= i:
             vocabulary.tokens.append(f"[PAD{len(vocabulary.tokens)}]")
-            vocabulary.types.append(int(TokenType.UNUSED))
+            vocabulary.types.append(int(PieceType.UNUSED))
             vocabulary.scores.append(0.0)
-        if vocabulary.types[i] != TokenType.UNKNOWN:
+        if vocabulary.types[i] != PieceType.UNKNOWN:
             vocabulary.tokens[i], vocabulary.types[i] = content, int(kind)
 
 
@@ -220,12 +208,12 @@ def _vocabulary(content: Json, model: str, pieces: dict[str, int]) -> Vocabulary
     pieces = pieces | {token["content"]: token["id"] for token in added}
     tokens = spelled(pieces)
     special = {token["id"]: bool(token.get("special")) for token in added}
-    types = [int(TokenType.NORMAL if token else TokenType.UNUSED) for token in tokens]
+    types = [int(PieceType.NORMAL if token else PieceType.UNUSED) for token in tokens]
     for i, token in enumerate(tokens):
         if model != "gpt2" and token in BYTE_PIECES:
-            types[i] = int(TokenType.BYTE)
+            types[i] = int(PieceType.BYTE)
         if i in special:
-            types[i] = int(TokenType.CONTROL if special[i] else TokenType.USER_DEFINED)
+            types[i] = int(PieceType.CONTROL if special[i] else PieceType.USER_DEFINED)
     named = [token or f"[PAD{i}]" for i, token in enumerate(tokens)]
     return Vocabulary(model, named, types)
 
@@ -266,10 +254,10 @@ def _byte_fallback(content: Json, rules: list[Json], steps: list[Json], path: Pa
     vocabulary.scores = [-float(ranks.get(token, 0)) for token in vocabulary.tokens]
     unknown = content["model"].get("unk_token")
     if unknown in vocabulary.tokens:
-        vocabulary.types[vocabulary.tokens.index(unknown)] = int(TokenType.UNKNOWN)
+        vocabulary.types[vocabulary.tokens.index(unknown)] = int(PieceType.UNKNOWN)
     vocabulary.space_prefix = _space_prefix(rules, steps)
     kinds = {rule["type"] for rule in rules} - {"Prepend", "Replace"}
-    _check(str(path), bool(kinds - {"Strip"}), "Strip" in kinds, TokenType.BYTE in vocabulary.types)
+    _check(str(path), bool(kinds - {"Strip"}), "Strip" in kinds, PieceType.BYTE in vocabulary.types)
     return vocabulary
 
 
@@ -288,7 +276,7 @@ def _special(ids: Json, settings: Json, content: Json, vocabulary: Vocabulary) -
     ends = ids.get("eos_token_id")
     eos, *others = ends if isinstance(ends, list) else [ends]
     number = {token: i for i, token in enumerate(vocabulary.tokens)}
-    unknown = next((i for i, kind in enumerate(vocabulary.types) if kind == TokenType.UNKNOWN), None)
+    unknown = next((i for i, kind in enumerate(vocabulary.types) if kind == PieceType.UNKNOWN), None)
     unk = settings.get("unk_token")
     if isinstance(unk, dict):
         unk = unk.get("content")
