@@ -120,8 +120,8 @@ class _Reader:
     """The tensors of a checkpoint by our names, with merged adapters, and the routers' biases by layer."""
 
     def __init__(self, contents: Prepared, model: ModelConfig, family: str):
-        manifest, self.factors = contents.manifest, contents.factors
-        self.adapters = Adapters(manifest)
+        manifest = contents.manifest
+        self.adapters = Adapters(manifest, contents.factors)
         exported, layers = to_export(manifest, model, family), bias_names(model, family)
         self.biases = {f"{ROUTER}{layer}": exported[theirs].flatten() for layer, theirs in layers.items()}
         stored = (
@@ -132,17 +132,7 @@ class _Reader:
         self.widest = max((getattr(torch, each) for each in {*stored}), key=lambda each: each.itemsize)
 
     def __call__(self, name: str) -> Tensor:
-        if name in self.biases:
-            return self.biases[name]
-        return self._merged(name) * self.factors[name] if name in self.factors else self._merged(name)
-
-    def _merged(self, name: str) -> Tensor:
-        pair = self.adapters.pairs.get(name)
-        weight = self.adapters.read(name)
-        if pair is None:
-            return weight
-        merged = pair.added(weight)
-        return merged if pair.delta is None else merged * self.adapters.factors(name).unsqueeze(1)
+        return self.biases[name] if name in self.biases else self.adapters.whole(name)
 
 
 def _constant(values: Tensor) -> Callable[[], Tensor]:

@@ -120,17 +120,24 @@ class Adapters:
 
     def merged(self, name: str, chunk: Chunk, values: Tensor) -> Tensor:
         """Return the values of a chunk merged with its part of the adapter, if the weight has one."""
-        merged = self._with_adapter(name, chunk, values)
-        return merged * self.multiplied[name] if name in self.multiplied else merged
+        if name in self.pairs:
+            rows, columns = (
+                slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True)
+            )
+            values = self._with_adapter(name, values, rows, columns)
+        return self._multiplied(name, values)
 
-    def _with_adapter(self, name: str, chunk: Chunk, values: Tensor) -> Tensor:
-        if name not in self.pairs:
-            return values
+    def whole(self, name: str) -> Tensor:
+        """Return a whole weight, merged as by `merged`."""
+        values = self.read(name)
+        return self._multiplied(name, self._with_adapter(name, values) if name in self.pairs else values)
+
+    def _with_adapter(
+        self, name: str, values: Tensor, rows: slice = slice(None), columns: slice = slice(None)
+    ) -> Tensor:
         pair = self.pairs[name]
-        rows, columns = (
-            slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True)
-        )
         added = pair.added(values, rows, columns)
-        if pair.delta is None:
-            return added
-        return added * self.factors(name)[rows].unsqueeze(1)
+        return added if pair.delta is None else added * self.factors(name)[rows].unsqueeze(1)
+
+    def _multiplied(self, name: str, values: Tensor) -> Tensor:
+        return values * self.multiplied[name] if name in self.multiplied else values
