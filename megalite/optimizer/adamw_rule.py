@@ -9,7 +9,6 @@ from torch import Tensor
 
 from megalite.config.sections.optimizer import OptimizerConfig
 from megalite.optimizer.adamw import AdamW
-from megalite.optimizer.elementwise import ElementwiseOptimizer
 from megalite.optimizer.registry import Optimizer
 from megalite.optimizer.state import OptimizerState
 from megalite.optimizer.update_rule import UpdateRule, UpdateStep
@@ -53,4 +52,6 @@ def adamw(state: OptimizerState, options: OptimizerConfig) -> Optimizer:
     """Return AdamW for moments in any precision. Fused calls update those in fp32."""
     if options.moments == "fp32":
         return AdamW(state, options)
+    from megalite.optimizer.elementwise import ElementwiseOptimizer
+
     return ElementwiseOptimizer(state, AdamWRule(options))
