@@ -18,16 +18,16 @@ def describe_mup(config: Config) -> list[str]:
     model, eps = config.model, config.optimizer.eps
     if model.mup is None:
         return []
-    segments = [segment for spec in model_specs(model) for segment in spec.segments if not segment.copy]
-    matrices = Counter(segment.growth[1] for segment in segments if segment.growth != (1.0, 1.0))
-    rates = ", ".join(
-        f"{count} matrices at optimizer.lr / {growth:g}" for growth, count in sorted(matrices.items())
-    )
-    if config.optimizer.name == "muon":
-        rates = "matrices of layers at muon.lr with factors by their growth"
     line = f"mup: {model.width_growth:g} times the width of the base, logits / {model.width_growth:g}"
     if model.depth_growth != 1.0:
         line += f", outputs of blocks / {model.depth_growth:g}"
+    rates = "matrices of layers at muon.lr with factors by their growth"
+    if config.optimizer.name != "muon":
+        segments = [segment for spec in model_specs(model) for segment in spec.segments if not segment.copy]
+        grown = Counter(segment.growth[1] for segment in segments if segment.growth != (1.0, 1.0))
+        rates = ", ".join(
+            f"{count} matrices at optimizer.lr / {growth:g}" for growth, count in sorted(grown.items())
+        )
     lines = [f"{line}; {rates}" if rates else line]
     if eps > LARGEST_EPS and model.width_growth > 1.0:
         lines.append(

@@ -95,6 +95,32 @@ def parser() -> Parser:
         "HF_DIR",
         "CHECKPOINT_DIR",
     )
+    _add_import_options(add)
+    add = command(
+        "export",
+        "convert a checkpoint to a Hugging Face directory, or to a GGUF file for llama.cpp",
+        "CHECKPOINT_DIR",
+        "HF_DIR",
+    )
+    _add_export_options(add)
+    add = command(
+        "adapter-export",
+        "convert the adapters (LoRA) of a checkpoint to a PEFT directory",
+        "CHECKPOINT_DIR",
+        "PEFT_DIR",
+    )
+    add_base_option(add)
+    add = command(
+        "check",
+        "compare logits, and optionally training steps, with transformers; exit status 1 if they differ",
+        "DIR",
+        "HF_DIR",
+    )
+    _add_check_options(add)
+    return tool
+
+
+def _add_import_options(add: Callable[..., Any]) -> None:
     add(
         "--weights_only",
         action="store_true",
@@ -117,12 +143,9 @@ def parser() -> Parser:
         action="store_true",
         help="skip the multi-token prediction modules (num_nextn_predict_layers)",
     )
-    add = command(
-        "export",
-        "convert a checkpoint to a Hugging Face directory, or to a GGUF file for llama.cpp",
-        "CHECKPOINT_DIR",
-        "HF_DIR",
-    )
+
+
+def _add_export_options(add: Callable[..., Any]) -> None:
     add(
         "--format",
         choices=["huggingface", "gguf", *MEGATRON],
@@ -199,19 +222,9 @@ def parser() -> Parser:
         help=f"maximum bytes per file of safetensors, for example 500MB (default {SHARD_SIZE})",
     )
     add_base_option(add)
-    add = command(
-        "adapter-export",
-        "convert the adapters (LoRA) of a checkpoint to a PEFT directory",
-        "CHECKPOINT_DIR",
-        "PEFT_DIR",
-    )
-    add_base_option(add)
-    add = command(
-        "check",
-        "compare logits, and optionally training steps, with transformers; exit status 1 if they differ",
-        "DIR",
-        "HF_DIR",
-    )
+
+
+def _add_check_options(add: Callable[..., Any]) -> None:
     add(
         "--text",
         action="append",
@@ -239,7 +252,6 @@ def parser() -> Parser:
         help="dtype of the weights and arithmetic of --train_steps (default float32)",
     )
     add_base_option(add)
-    return tool
 
 
 def size(text: str) -> int:
