@@ -81,7 +81,7 @@ def appended(words: list[str], table: dict[tuple[str, str], str]) -> list[str]:
 
 def as_written(command: Command, place: Path) -> Iterator[tuple[list[str], int]]:
     """The words to run for a command, with its expected exit status."""
-    text = replaced(command.text, FEWER_RANKS)
+    text = replaced(command.text, {**FEWER_RANKS, "file:///tmp/": f"file://{place}/"})
     words = shortened(shlex.split(text, comments=True))
     yield [*words, *appended(words, SMALLER)], next((status for part, status in ENDS_WITH.items() if part in text), 0)
 
