@@ -199,6 +199,15 @@ def build_parts(
         from megalite.parallel.pipeline.graphed_runtime import GraphedRuntime
 
         make_runtime = partial(GraphedRuntime, weights=store.weights.values())
+    if config.faults.recheck is not None and training:
+        from megalite.parallel.recheck.runtime import RecheckedRuntime
+
+        make_runtime = partial(
+            RecheckedRuntime,
+            interval=config.faults.recheck,
+            stops=config.faults.on_corruption == "stop",
+            reducer=store.reducer,
+        )
     runtime = make_runtime(stages, mesh, shape, dtype, device, store.weight_grads, store.gatherer)
     return Parts(store, stages, runtime, _statistics(config, stages, mesh, store, objective))
 

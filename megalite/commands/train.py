@@ -62,6 +62,7 @@ def main() -> int:
     from megalite.checkpoint.agreement import raise_on_all_ranks
     from megalite.monitoring.observers import observers
     from megalite.parallel.collectives import CommunicationError
+    from megalite.parallel.recheck.runtime import CorruptionError
     from megalite.parallel.sharding.offload import OffloadError
     from megalite.training.bad_steps import FaultLimit
     from megalite.training.fit import fit
@@ -76,6 +77,7 @@ def main() -> int:
         ConfigError,
         CheckpointError,
         FaultLimit,
+        CorruptionError,
         CommunicationError,
         OffloadError,
         torch.OutOfMemoryError,
@@ -98,6 +100,8 @@ def main() -> int:
                 job.uploads.wait()
     except failures as error:
         status = ExitStatus.FAILED if trainer else ExitStatus.CONFIGURATION
+        if isinstance(error, CorruptionError):
+            status = ExitStatus.CORRUPTED
         on_all_ranks = raised_on_all_ranks(error, mesh.activity)
         end_run(error, config, device, mesh, job, status if on_all_ranks else None)
     except Exception as error:  # a fault of ours, or one of the device: its traceback is wanted
@@ -299,7 +303,7 @@ def end_run(
     job.end(status or ExitStatus.FAILED, (lost and lost.reason) or str(error))
     report = partial(report_crash, config=config, mesh=mesh, job=job)
     if status is not None:
-        if status == ExitStatus.FAILED:
+        if status in (ExitStatus.FAILED, ExitStatus.CORRUPTED):
             report(str(error), None)
         exit_with(str(error), status=process_status(status))
     if isinstance(error, torch.OutOfMemoryError):

@@ -45,6 +45,8 @@ from megalite.system.processes import blocked, marked
 MEETING_FAILED = (DistError, RendezvousError, SignalException, OSError)  # no meeting with the other nodes
 # the same again after a restart; the rank has said why
 REFUSED = (ExitStatus.CONFIGURATION, ExitStatus.IN_USE)
+# a restart would use the device that computes wrong values
+NOT_RESTARTED = (*REFUSED, ExitStatus.CORRUPTED)
 # before the first step a rank ends at SIGTERM with a status of its own
 ENDED_BY_AGENT = (-signal.SIGTERM, -signal.SIGKILL, ExitStatus.STOPPED)
 AT_ONCE_S = 5.0  # from a second Ctrl-C to SIGKILL
@@ -196,7 +198,7 @@ class _Agent(LocalElasticAgent):
         result = super()._monitor_workers(worker_group)
         if result.is_failed():
             self._ends = by_cause([self._end(rank, failure) for rank, failure in result.failures.items()])
-            if self.received or self._ends[0].status in REFUSED:
+            if self.received or self._ends[0].status in NOT_RESTARTED:
                 self._remaining_restarts = 0
             elif self._remaining_restarts:
                 say(f"{self._ends[0]}; restarting all ranks")

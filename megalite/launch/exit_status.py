@@ -20,6 +20,7 @@ class ExitStatus(IntEnum):
     FAILED = 1  # the reason is on stderr; the newest checkpoint can be resumed
     CONFIGURATION = 2  # nothing was started or changed
     IN_USE = 73  # another job uses the run's directory (EX_CANTCREAT of sysexits.h)
+    CORRUPTED = 74  # a rank computed wrong values, which the message names (EX_IOERR of sysexits.h)
     STOPPED = 75  # saved after SIGTERM, SIGUSR1 or train.stop_after; start it again to continue (EX_TEMPFAIL)
     INTERRUPTED = 130  # SIGINT (Ctrl-C): saved if it was training, otherwise nothing was changed
 

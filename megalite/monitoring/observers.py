@@ -107,6 +107,10 @@ def observers(
         from megalite.monitoring.fp8_statistics import Fp8Statistics
 
         chosen.append(Fp8Statistics(trainer))
+    if config.faults.recheck is not None:
+        from megalite.monitoring.rechecks import Rechecks
+
+        chosen.append(Rechecks(trainer))
     chosen += [phases, RankTimes(trainer, phases)]
     if config.parallel.cp > 1:
         chosen.append(ContextImbalance(trainer))

@@ -33,7 +33,7 @@ def all_to_all(
     out = x.new_empty((len(x) if receive is None else sum(receive), *x.shape[1:]))
     if dist.get_backend(axis.group) != "gloo":
         start = partial(dist.all_to_all_single, out, x, receive, send, group=axis.group, async_op=True)
-        return Pending([group_work(start, "all_to_all", axis)], lambda: out, x)
+        return Pending([group_work(start, "all_to_all", axis, x, out)], lambda: out, x)
     equal = [len(x) // axis.size] * axis.size
     outgoing, incoming = list(x.split(send or equal)), list(out.split(receive or equal))
     works = exchange(outgoing, incoming, axis, "all_to_all")

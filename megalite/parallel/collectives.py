@@ -97,7 +97,7 @@ class Work:
     """A communication with one rank (`peer`) or with all ranks of a group, started by the constructor.
 
     A failure, at the start or in `wait`, raises CommunicationError with the name of the operation (`what`).
-    The wait is recorded in `activity`.
+    The wait is recorded in `activity`, and the tensors that are sent and received.
     """
 
     def __init__(
@@ -107,8 +107,12 @@ class Work:
         activity: Activity,
         peer: int | None = None,
         group: Sequence[int] = (),
+        sends: Tensor | None = None,
+        receives: Tensor | None = None,
     ):
         self._what, self._activity, self._peer, self._group = what, activity, peer, group
+        self._receives = receives
+        activity.sends(what, sends)
         try:
             self._work = start()
         except RuntimeError as error:
@@ -121,6 +125,7 @@ class Work:
         except RuntimeError as error:
             raise self._failure(error) from error
         self._activity.arrived()
+        self._activity.received(self._what, self._receives)
 
     def is_completed(self) -> bool:
         completed: bool = self._work.is_completed()
@@ -150,9 +155,9 @@ class Pending:
         return self._result()
 
 
-def group_work(start: Callable[[], Any], what: str, axis: MeshAxis) -> Work:
+def group_work(start: Callable[[], Any], what: str, axis: MeshAxis, sends: Tensor, receives: Tensor) -> Work:
     what = f"{what} over {axis.name} (ranks {', '.join(map(str, axis.ranks))})"
-    return Work(start, what, axis.activity, group=axis.ranks)
+    return Work(start, what, axis.activity, None, axis.ranks, sends, receives)
 
 
 def _is_gloo(axis: MeshAxis) -> bool:
@@ -172,10 +177,13 @@ def _shared_memory_collective(
     shared = axis.shared
     if shared is None or x.nbytes > SLOT_BYTES:
         return None
+    axis.activity.sends(f"{what} over {axis.name}", x)
     number = _raise_on_peer_loss(lambda: shared.publish(x), axis, what)
 
     def result() -> Tensor:
-        value = use(_raise_on_peer_loss(lambda: shared.peers(number, x), axis, what))
+        parts = _raise_on_peer_loss(lambda: shared.peers(number, x), axis, what)
+        axis.activity.received(f"{what} over {axis.name}", *parts)
+        value = use(parts)
         shared.release(number)  # after `use`, which reads the peers' slots in place
         return value
 
@@ -213,10 +221,10 @@ def exchange(outgoing: list[Tensor], incoming: list[Tensor], axis: MeshAxis, wha
         source, target = (axis.rank - step) % axis.size, (axis.rank + step) % axis.size
         if incoming[source].numel():
             receive = partial(dist.irecv, incoming[source], axis.ranks[source], group=axis.group)
-            works.append(Work(receive, what, axis.activity, axis.ranks[source]))
+            works.append(Work(receive, what, axis.activity, axis.ranks[source], receives=incoming[source]))
         if outgoing[target].numel():
             send = partial(dist.isend, outgoing[target], axis.ranks[target], group=axis.group)
-            works.append(Work(send, what, axis.activity, axis.ranks[target]))
+            works.append(Work(send, what, axis.activity, axis.ranks[target], sends=outgoing[target]))
     return works
 
 
@@ -250,11 +258,11 @@ def message(
     On NCCL it is a batch of one operation, which uses the communicator of the group. A plain isend would
     lazily create a communicator for the pair of ranks.
     """
-    if dist.get_backend(group) == "gloo":
-        return Work(lambda: operation(x, peer, group=group), what, activity, peer)
-    return Work(
-        lambda: dist.batch_isend_irecv([dist.P2POp(operation, x, peer, group)])[0], what, activity, peer
-    )
+    sends, receives = (x, None) if operation is dist.isend else (None, x)
+    start = partial(operation, x, peer, group=group)
+    if dist.get_backend(group) != "gloo":
+        start = partial(lambda one: dist.batch_isend_irecv([one])[0], dist.P2POp(operation, x, peer, group))
+    return Work(start, what, activity, peer, (), sends, receives)
 
 
 def all_reduce(x: Tensor, axis: MeshAxis, into: Tensor | None = None, disposable: bool = False) -> Pending:
@@ -269,10 +277,8 @@ def all_reduce(x: Tensor, axis: MeshAxis, into: Tensor | None = None, disposable
     x = x.contiguous()
     if not _is_gloo(axis):
         out = x if disposable or into is x else x.clone() if into is None else into.copy_(x)
-        return Pending(
-            [group_work(lambda: dist.all_reduce(out, group=axis.group, async_op=True), "all_reduce", axis)],
-            lambda: out,
-        )
+        start = partial(dist.all_reduce, out, group=axis.group, async_op=True)
+        return Pending([group_work(start, "all_reduce", axis, x, out)], lambda: out)
     if axis.size == 2 or x.nbytes <= WHOLE_EXCHANGE_BYTES or x.numel() % axis.size:
         if pending := _shared_memory_collective(
             x, axis, "all_reduce", lambda parts: _deliver(_ordered_sum(parts, x.dtype), into)
@@ -302,7 +308,7 @@ def all_reduce_max(x: Tensor, axis: MeshAxis) -> Pending:
         return Pending(works, lambda: torch.stack(parts).amax(0))
     out = x.clone()
     largest = partial(dist.all_reduce, out, dist.ReduceOp.MAX, group=axis.group, async_op=True)
-    return Pending([group_work(largest, "all_reduce", axis)], lambda: out)
+    return Pending([group_work(largest, "all_reduce", axis, x, out)], lambda: out)
 
 
 def all_reduce_together(tensors: Sequence[Tensor], axis: MeshAxis) -> Callable[[], list[Tensor]]:
@@ -381,10 +387,8 @@ def reduce_scatter(
         pending = _scatter_sum(x if comm_dtype is None else x.to(comm_dtype), axis, x.dtype)
         return Pending([], lambda: _deliver(pending.wait(), into))
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:])) if into is None else into
-    work = group_work(
-        lambda: reduce_scatter_into(out, x, group=axis.group, async_op=True), "reduce_scatter", axis
-    )
-    return Pending([work], lambda: out, x)
+    start = partial(reduce_scatter_into, out, x, group=axis.group, async_op=True)
+    return Pending([group_work(start, "reduce_scatter", axis, x, out)], lambda: out, x)
 
 
 def all_gather(x: Tensor, axis: MeshAxis, into: Tensor | None = None) -> Pending:
@@ -400,8 +404,5 @@ def all_gather(x: Tensor, axis: MeshAxis, into: Tensor | None = None) -> Pending
     if _is_gloo(axis):
         return _gather(x, axis, into)
     out = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if into is None else into
-    return Pending(
-        [group_work(lambda: all_gather_into(out, x, group=axis.group, async_op=True), "all_gather", axis)],
-        lambda: out,
-        x,
-    )
+    start = partial(all_gather_into, out, x, group=axis.group, async_op=True)
+    return Pending([group_work(start, "all_gather", axis, x, out)], lambda: out, x)

@@ -5,7 +5,7 @@ Communication: an all-to-all in the dtype of the values that are sent.
 
 from __future__ import annotations
 
-import functools
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from megalite.mesh.mesh import MeshAxis
 from megalite.parallel.collectives import Pending, group_work
 
 
-@functools.cache
+@cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream of a device's sums, which are executed in order, as are their collectives."""
     return torch.cuda.Stream(device)
@@ -31,9 +31,8 @@ def summed_parts(x: Tensor, axis: MeshAxis, dtype: torch.dtype) -> Pending:
     """
     received = torch.empty_like(x)
     total = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]), dtype=dtype)
-    work = group_work(
-        lambda: dist.all_to_all_single(received, x, group=axis.group, async_op=True), "all_to_all", axis
-    )
+    start = partial(dist.all_to_all_single, received, x, group=axis.group, async_op=True)
+    work = group_work(start, "all_to_all", axis, x, received)
 
     def add() -> Tensor:
         ordered_sum(received.view(axis.size, -1), total.view(-1))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from time import localtime, strftime, time
-from typing import Any
+from typing import Any, Protocol
 
 REDUCING, UPDATING = "reduction", "norm and update"
 """What a rank does besides the actions of its pipeline. As in these, on a GPU its host may wait for the
@@ -31,6 +31,16 @@ class HostWork(StrEnum):
 STARTING, LOADING, BETWEEN, READING, REPORTING, SAVING, AWAITING_SAVES = HostWork
 
 
+class TransferRecorder(Protocol):
+    """Interface of what records the tensors that a rank sends and receives."""
+
+    def sent(self, what: str, tensor: Any) -> None:
+        """Called before a communication is started with a tensor that it sends."""
+
+    def received(self, what: str, tensors: Sequence[Any]) -> None:
+        """Called once a communication has delivered tensors, before they are read."""
+
+
 class Activity:
     """The progress of a rank. Attributes are replaced as a whole and read without a lock, so an update costs
     one assignment.
@@ -49,6 +59,7 @@ class Activity:
         runs: number of completed runs of a schedule. In a validation nothing else distinguishes one batch
             from the next.
         listeners: called with every change: an action, or a description of what the rank does or waits for.
+        transfers: records what the rank sends and receives; None: nothing does.
     """
 
     __slots__ = (
@@ -60,6 +71,7 @@ class Activity:
         "plan",
         "runs",
         "step",
+        "transfers",
         "waiting",
         "watched",
     )
@@ -73,6 +85,7 @@ class Activity:
         self.plan: Sequence[Any] = ()
         self.runs = 0
         self.listeners: tuple[Callable[[Any], None], ...] = ()
+        self.transfers: TransferRecorder | None = None
 
     def __str__(self) -> str:
         what, peer, since = self.communication or ("", None, 0.0)
@@ -98,6 +111,16 @@ class Activity:
         """Record the end of the wait: the rank continues its action."""
         self.waiting = False
         self._tell(self.action)
+
+    def sends(self, what: str, tensor: Any) -> None:
+        """Record the tensor, if any, that a communication is about to send."""
+        if self.transfers is not None and tensor is not None:
+            self.transfers.sent(what, tensor)
+
+    def received(self, what: str, *tensors: Any) -> None:
+        """Record the tensors, if any, that a communication has delivered."""
+        if self.transfers is not None and tensors[0] is not None:
+            self.transfers.received(what, tensors)
 
     @contextmanager
     def working(self) -> Iterator[None]:

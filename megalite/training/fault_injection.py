@@ -6,9 +6,11 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from math import nan, prod
 from threading import Event
 from time import sleep
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +18,10 @@ from torch import Tensor
 from megalite.config.sections.faults import Fault, parse_faults
 from megalite.launch import scheduler
 from megalite.mesh.mesh import Mesh
+
+if TYPE_CHECKING:
+    from megalite.parallel.pipeline.runtime import Runtime
+    from megalite.parallel.recheck.runtime import RecheckedRuntime
 
 
 def _run_out(fault: Fault) -> None:
@@ -43,9 +49,12 @@ class FaultInjection:
     """Injector of this rank's faults, each once per step: a step repeated after a rollback has none.
 
     A spike multiplies the loss on all ranks of the given rank's replica, because it is a property of a batch.
+
+    Args:
+        runtime: into whose passes bits are flipped.
     """
 
-    def __init__(self, inject: str | list[str] | None, mesh: Mesh):
+    def __init__(self, inject: str | list[str] | None, mesh: Mesh, runtime: Runtime):
         self.mesh = mesh
         restart = restarts()
         self._left = [
@@ -53,6 +62,8 @@ class FaultInjection:
             for fault in parse_faults(inject)
             if fault.restart == restart and self._concerns(fault)
         ]
+        if any(fault.kind == "bitflip" for fault, _ in self._left):
+            cast("RecheckedRuntime", runtime).inject = self.into_pass  # a rule requires faults.recheck
 
     def _concerns(self, fault: Fault) -> bool:
         peers = (
@@ -60,9 +71,9 @@ class FaultInjection:
         )
         return fault.rank is None or fault.rank in peers
 
-    def _due(self, step: int, kinds: Sequence[str]) -> Iterator[Fault]:
+    def _due(self, step: int, kinds: Sequence[str], in_pass: int = 0) -> Iterator[Fault]:
         for fault, steps in self._left:
-            if step in steps and fault.kind in kinds:
+            if step in steps and fault.kind in kinds and fault.in_pass == in_pass:
                 steps.remove(step)
                 print(
                     f"rank {self.mesh.rank}: injected {fault.kind} in step {step}",
@@ -75,6 +86,16 @@ class FaultInjection:
         """Inject the faults that occur before a step begins. May not return."""
         for fault in self._due(step, tuple(BETWEEN_STEPS)):
             BETWEEN_STEPS[fault.kind](fault)
+
+    @contextmanager
+    def into_pass(self, step: int, number: int) -> Iterator[None]:
+        """Inject the faults of a pass over a step, from 1."""
+        with ExitStack() as flips:
+            for fault in self._due(step, ("bitflip",), number):
+                from megalite.training.bit_flip import BitFlip
+
+                flips.enter_context(BitFlip(int(fault.amount), (self.mesh.rank, step)))
+            yield
 
     def loss_factor(self, step: int) -> float:
         """Return the factor to apply to this rank's loss, and therefore to its gradients."""

@@ -114,7 +114,8 @@ class Trainer:
         self.average = None if decay is None else WeightAverage(state, decay)
         self.saver = Saver(mesh, config.checkpoint)
         self.loss_scale = LossScale(config.fp16, active=config.train.precision == "fp16")
-        self.bad_steps, self.faults = BadStepPolicy(config.faults), FaultInjection(config.faults.inject, mesh)
+        self.faults = FaultInjection(config.faults.inject, mesh, self.parts.runtime)
+        self.bad_steps = BadStepPolicy(config.faults)
         self.weight_updater = self._make_weight_updater()
         self.step_done = 0  # 1-based number of the last step
         self.samples = 0  # global index of the first sample of the next batch

@@ -357,11 +357,12 @@ def raised_on_all_ranks(error: BaseException, activity: Activity) -> bool:
     """
     from megalite.checkpoint import CheckpointError
     from megalite.config.samples import DataError
+    from megalite.parallel.recheck.runtime import CorruptionError
     from megalite.training.bad_steps import FaultLimit
 
     if isinstance(error, DataError) and activity.step > 0:
         return False
-    return isinstance(error, FaultLimit | CheckpointError | ConfigError)
+    return isinstance(error, FaultLimit | CorruptionError | CheckpointError | ConfigError)
 
 
 def _clock(seconds: float) -> str:

@@ -75,6 +75,12 @@ RULES: tuple[Rule, ...] = (
         "parallel.offload to none",
     ),
     _excludes(
+        "faults.recheck",
+        lambda c: c.faults.recheck is not None,
+        "digests are not recorded",
+        "faults.recheck to null",
+    ),
+    _excludes(
         "parallel.schedule",
         lambda c: c.parallel.schedule not in WHOLE_BACKWARDS,
         "its weight passes are not recorded",

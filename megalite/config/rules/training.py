@@ -150,6 +150,20 @@ RULES: tuple[Rule, ...] = (
         legal="Set it to fp32, bf16 or fp16, or hide the GPUs with CUDA_VISIBLE_DEVICES= (empty).",
     ),
     Rule(
+        "recheck of steps that repeat",
+        "faults.recheck",
+        lambda c: c.faults.recheck is not None and c.local_devices and not c.run.deterministic,
+        message="requires run.deterministic on a GPU, where a repeated step may otherwise have other bits",
+        legal="Set run.deterministic to true, or faults.recheck to null.",
+    ),
+    Rule(
+        "recheck of the same kernels",
+        "faults.recheck",
+        lambda c: c.faults.recheck is not None and c.local_devices and c.train.compile,
+        message="is not supported with {train.compile} on a GPU, where each rank tunes its own kernels",
+        legal="Set train.compile to false, or faults.recheck to null.",
+    ),
+    Rule(
         "recompute mode",
         "train.recompute",
         _wrong_mode,

@@ -42,8 +42,8 @@ def pass_on(x: Tensor, axis: MeshAxis) -> Pending:
     )
     if dist.get_backend(axis.group) == "gloo":
         works = [
-            Work(send, "hop over cp", axis.activity, target),
-            Work(receive, "hop over cp", axis.activity, source),
+            Work(send, "hop over cp", axis.activity, target, sends=x),
+            Work(receive, "hop over cp", axis.activity, source, receives=received),
         ]
     # both in one batch, otherwise NCCL would finish the send before starting the receive, on every rank
     else:
@@ -52,7 +52,8 @@ def pass_on(x: Tensor, axis: MeshAxis) -> Pending:
             dist.P2POp(dist.irecv, received, source, axis.group),
         ]
         # One work for the whole batch, as NCCL groups it.
-        works = [Work(lambda: dist.batch_isend_irecv(operations)[-1], "hop over cp", axis.activity, source)]
+        start = partial(lambda both: dist.batch_isend_irecv(both)[-1], operations)
+        works = [Work(start, "hop over cp", axis.activity, source, (), x, received)]
     return Pending(works, lambda: received, x)
 
 
