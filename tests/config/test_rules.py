@@ -69,6 +69,7 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys(
         ("optimizer.base_batch_size", "train.micro_batch_size", "faults.spike_window", "faults.skip_limit"), (0, 1)
     ),
+    "faults.recheck": (0, 1),
     **dict.fromkeys(("validation.interval", "train.tokens", "logging.fp8_interval"), (0, None)),
     "parallel.virtual_stages": (0, 1),
     **dict.fromkeys(("parallel.ep", "model.num_experts_per_tok", "model.decoder_sparse_step"), (0, 1)),
@@ -220,6 +221,7 @@ GRAPHED: list[tuple[str, Any, Any, dict[str, Any]]] = [  # option, what graphs d
     ("data.train", "chat", "tokens", {}),
     ("train.fp8", "block", "none", {}),
     ("train.compile", True, False, {}),
+    ("faults.recheck", 5, None, {"run.deterministic": True}),
     ("logging.loss_by_source", True, False, {"data.train": {"tokens": 1.0, "bare": 1.0}}),
 ]
 STREAM = {"data.train": "jsonl:x", "data.tokenizer": "byte"}
@@ -1559,6 +1561,9 @@ ROWS = [
             ("hang:step=5-3", "hang:step=3-5", "has a value out of range"),
             ("hang:step=0", "hang:step=1", "has a value out of range"),
             ("slow:step=1,seconds=-1", None, "has a value out of range"),
+            ("bitflip:step=3", None, "requires matmul and step, and besides it takes pass, rank and restart only"),
+            ("bitflip:step=3,matmul=0.5", None, "has a value out of range"),
+            ("bitflip:step=3,matmul=0,pass=5", None, "has a value out of range"),
         )
     ),
     Row(
@@ -1566,6 +1571,27 @@ ROWS = [
         {"faults.inject": "sigterm:rank=0,step=2 nan:rank=1,step=2"},
         {"faults.inject": "nan:step=2"},
         ("nan:rank=1",),
+    ),
+    *(
+        Row("faults can happen", {"faults.recheck": every, "faults.inject": fault}, {"faults.inject": fixed}, (says,))
+        for every, fault, fixed, says in (
+            (None, "bitflip:step=4,matmul=0", None, "= bitflip:step=4 requires faults.recheck"),
+            (2, "bitflip:step=3,matmul=0,pass=1", "bitflip:step=3,matmul=0", "a step that faults.recheck = 2 does not"),
+        )
+    ),
+    Row(
+        "recheck of steps that repeat",
+        {"faults.recheck": 10},
+        {"run.deterministic": True},
+        ("faults.recheck = 10 requires run.deterministic on a GPU",),
+        devices=1,
+    ),
+    Row(
+        "recheck of the same kernels",
+        {"faults.recheck": 10, "run.deterministic": True, "train.compile": True},
+        {"train.compile": False},
+        ("with train.compile = true on a GPU",),
+        devices=1,
     ),
     Row("warm-up within the run", {"optimizer.warmup_steps": 101}, {"optimizer.warmup_steps": 100}, ("Nearest: 100.",)),
     Row(

@@ -8,6 +8,7 @@ with a flipped bit are replaced.
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import pytest
@@ -97,3 +98,23 @@ def test_a_flipped_bit_is_found_and_its_rank_named_and_the_numbers_stay(layout, 
         assert rank["losses"] == expected[0]["losses"] and rank["norms"] == expected[0]["norms"]
     tensors, others = got[0]["tensors"], expected[0]["tensors"]
     assert [name for name in others if not tensors[name].equal(others[name])] == []
+
+
+PERMANENT = " ".join(f"bitflip:rank=1,step=2,matmul=5,pass={number}" for number in (1, 2, 3, 4))
+SAME = "each of these ranks repeats its own result"
+
+
+@pytest.mark.parametrize(
+    "layout, inject, on_corruption, named, says",
+    [
+        ("dp 2, spike", "bitflip:rank=1,step=2,matmul=5", "stop", {1}, "its gradients are right"),
+        ("dp 2, spike", PERMANENT, "warn", {0, 1}, SAME),
+        ("dp 3, ZeRO-2, recomputation", PERMANENT, "warn", {1}, "still not known to be right"),
+    ],
+)
+def test_a_run_ends_on_all_ranks(layout, inject, on_corruption, named, says, ranks, prefix):
+    world, config = configuration(layout, prefix, recheck=2, on_corruption=on_corruption, inject=inject)
+    errors = [rank["error"] for rank in ranks.run(world, trained, config)]
+    assert set(errors) == {errors[0]} and errors[0].startswith("silent corruption in step 2: ")
+    assert {int(rank) for rank in re.findall(r"^rank (\d+) \(host ", errors[0], re.M)} == named
+    assert says in errors[0] and (SAME in errors[0]) == (len(named) > 1)

@@ -87,12 +87,16 @@ def test_the_status_is_the_runs_although_the_ranks_end_with_zero(run, status):
 
 
 @pytest.mark.parametrize(
-    "code, status, said",
-    [("sys.exit(3)", 3, "exited with status 3"), ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL")],
+    "code, status, said, restarts",
+    [
+        ("sys.exit(3)", 3, "exited with status 3", 0),
+        ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL", 0),
+        ("sys.exit(74)", 74, "exited with status 74", 1),  # a restart would compute wrong values again
+    ],
 )
-def test_a_failure_is_one_line_that_names_the_rank_and_the_newest_checkpoint(run, code, status, said):
+def test_a_failure_is_one_line_that_names_the_rank_and_the_newest_checkpoint(run, code, status, said, restarts):
     line = f"rank 1 {said}; the newest checkpoint is runs/a/checkpoints/step_00000004\n"
-    assert run(f"ready()\ntime.sleep(60) if rank == 0 else None\n{code}") == (status, line)
+    assert run(f"ready()\ntime.sleep(60) if rank == 0 else None\n{code}", restarts=restarts) == (status, line)
 
 
 LOSES = """
