@@ -65,12 +65,12 @@ def report_failure(config: Config, ends: Sequence[End], reason: str, *, since: f
 
     first = crash.launcher_failed(config, ends, reason, since=since, logs=logs)
     ours = {end.rank for end in ends if end.kind < ExitCause.LOST}
+    # a rank that has written its part does not know its status
+    status = next((end.status for end in ends if end.rank == first.rank and end.status), first.status)
     # the cause is on this node, or the rank that writes summary.json
     if first.rank in ours or 0 in (end.rank for end in ends):
         crash.best_effort(
-            lambda: summary.launcher_failed(
-                config, shell_status(first.status), first.reason, since, job_of(logs)
-            )
+            lambda: summary.launcher_failed(config, shell_status(status), first.reason, since, job_of(logs))
         )
 
 

@@ -266,17 +266,18 @@ def _blocks(dims: Layout, span: int) -> list[Block]:
 
 
 def _message(step: int, verdict: Verdict, places: Sequence[str]) -> str:
-    """Return the lines for the user."""
-    lines = [f"silent corruption in step {step}: the same samples gave different bits."]
-    for suspect in verdict.suspects:
-        lines.append(f"rank {suspect.rank} ({places[suspect.rank]}): {_origin(suspect)}")
+    """Return the lines for the user, of which the first names the ranks."""
+    named = [f"rank {each.rank} ({places[each.rank]})" for each in verdict.suspects]
+    joined = (" and " if verdict.decided else " or ").join(named)
+    lines = [f"silent corruption in step {step}: {joined} computed wrong values"]
     if not verdict.decided:
-        lines.append("each of these ranks repeats its own result, or none does: one of them is wrong.")
+        lines.append("no further replica decides between results that their ranks repeat")
+    lines += [f"rank {suspect.rank}: {_origin(suspect)}" for suspect in verdict.suspects]
     if verdict.last_is_right:
-        lines.append("the step has been computed again; its gradients are right.")
+        lines.append("the step was computed again, and its gradients are right")
     else:
-        lines.append("computed again, the gradients of this step are still not known to be right.")
-    return "\n".join([*lines, "exclude the host of that rank, then continue from the newest checkpoint."])
+        lines.append("the step was computed again, but its gradients are not known to be right")
+    return "\n".join([*lines, "exclude the host, and continue from the newest checkpoint"])
 
 
 def _origin(suspect: Suspect) -> str:
