@@ -21,7 +21,8 @@ class Rechecks(Observer):
         self._runtime = runtime
 
     def numbers(self, metrics: StepMetrics) -> dict[str, Any]:
-        found, self._runtime.found = self._runtime.found, []
-        own = [each for each in found if each.step == metrics.step]
-        self._runtime.found += [each for each in found if each.step > metrics.step]
+        known = self._runtime.corruptions
+        # under optimistic steps the next step may already have one
+        self._runtime.corruptions = [each for each in known if each.step > metrics.step]
+        own = [each for each in known if each.step == metrics.step]
         return {"corrupt_ranks": list(own[0].ranks)} if own else {}

@@ -35,8 +35,8 @@ from megalite.parallel.collectives import all_gather
 from megalite.parallel.microbatch import Microbatch
 from megalite.parallel.pipeline.runtime import Runtime
 from megalite.parallel.pipeline.schedule import Schedule
+from megalite.parallel.recheck.judgment import Block, Culprit, Judgment, Pass, judge
 from megalite.parallel.recheck.pass_record import PassRecord
-from megalite.parallel.recheck.verdict import Block, Pass, Suspect, Verdict, judge
 from megalite.parallel.sharding.gradient_bucket import GradientBucket
 from megalite.parallel.sharding.reducer import GradientReducer
 from megalite.system.clock import StepTiming
@@ -54,7 +54,7 @@ class CorruptionError(RuntimeError):
 
 @dataclass(frozen=True)
 class Corruption:
-    """Wrong values that a step has found.
+    """Wrong values that were detected in a step.
 
     Attributes:
         ranks: the ranks that have computed them; with several, it may be only one of them.
@@ -102,13 +102,13 @@ class RecheckedRuntime(Runtime):
         reducer: with all buckets of the rank.
 
     Attributes:
-        found: what has been found. Whoever reports it removes it.
+        corruptions: what rechecks have detected. Whoever reports it removes it.
         inject: injects faults into passes.
     """
 
     def __init__(self, *args: Any, interval: int, stops: bool, reducer: GradientReducer, **options: Any):
         super().__init__(*args, **options)
-        self.found: list[Corruption] = []
+        self.corruptions: list[Corruption] = []
         self.inject: Inject = lambda step, number: nullcontext()
         self._interval, self._stops, self._reducer = interval, stops, reducer
         self._recorded = _RecordedReducer(reducer)
@@ -239,13 +239,13 @@ class RecheckedRuntime(Runtime):
             Pass(shift // self._span, [events[number] for _, events in everyone])
             for number, shift in enumerate(shifts)
         ]
-        verdict = judge(passes, self._blocks)
-        message = _message(step, verdict, [place for place, _ in everyone])
-        if self._stops or not verdict.last_is_right:
+        judgment = judge(passes, self._blocks)
+        message = _message(step, judgment, [place for place, _ in everyone])
+        if self._stops or not judgment.last_is_right:
             raise CorruptionError(message)
         if self.mesh.rank == 0:
             say(message)
-        self.found.append(Corruption(step, tuple(each.rank for each in verdict.suspects), message))
+        self.corruptions.append(Corruption(step, tuple(each.rank for each in judgment.culprits), message))
 
     def _place(self) -> str:
         """Return the host and the device of this rank."""
@@ -265,24 +265,24 @@ def _blocks(dims: Layout, span: int) -> list[Block]:
     ]
 
 
-def _message(step: int, verdict: Verdict, places: Sequence[str]) -> str:
+def _message(step: int, judgment: Judgment, places: Sequence[str]) -> str:
     """Return the lines for the user, of which the first names the ranks."""
-    named = [f"rank {each.rank} ({places[each.rank]})" for each in verdict.suspects]
-    joined = (" and " if verdict.decided else " or ").join(named)
+    named = [f"rank {each.rank} ({places[each.rank]})" for each in judgment.culprits]
+    joined = (" and " if judgment.decided else " or ").join(named)
     lines = [f"silent corruption in step {step}: {joined} computed wrong values"]
-    if not verdict.decided:
+    if not judgment.decided:
         lines.append("no further replica decides between results that their ranks repeat")
-    lines += [f"rank {suspect.rank}: {_origin(suspect)}" for suspect in verdict.suspects]
-    if verdict.last_is_right:
+    lines += [f"rank {culprit.rank}: {_origin(culprit)}" for culprit in judgment.culprits]
+    if judgment.last_is_right:
         lines.append("the step was computed again, and its gradients are right")
     else:
         lines.append("the step was computed again, but its gradients are not known to be right")
     return "\n".join([*lines, "exclude the host, and continue from the newest checkpoint"])
 
 
-def _origin(suspect: Suspect) -> str:
-    where = PASSES[suspect.number]
-    if suspect.event is None:
+def _origin(culprit: Culprit) -> str:
+    where = PASSES[culprit.number]
+    if culprit.event is None:
         return f"events are missing in {where}"
-    kind, what, during, _ = suspect.event
+    kind, what, during, _ = culprit.event
     return f"the first difference is what it {kind} in {where}, {during}: {what}"

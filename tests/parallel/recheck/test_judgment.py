@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megalite.parallel.recheck.judgment import Pass, judge
 from megalite.parallel.recheck.pass_record import GRADIENTS, RECEIVED, SENT, Event, PassRecord, digest
-from megalite.parallel.recheck.verdict import Pass, judge
 from megalite.system.activity import Activity
 
 TWO, THREE = [(0, 1), (2, 3)], [(0, 1), (2, 3), (4, 5)]
@@ -18,7 +18,7 @@ def passes(blocks: list[tuple[int, ...]], shifts: tuple[int, ...], wrong: dict[t
     Args:
         wrong: (pass, rank) → where its values become wrong: before it sends, or after it has received.
     """
-    made = []
+    results = []
     for number, shift in enumerate(shifts):
         records: dict[int, tuple[Event, ...]] = {}
         for index, block in enumerate(blocks):
@@ -31,12 +31,12 @@ def passes(blocks: list[tuple[int, ...]], shifts: tuple[int, ...], wrong: dict[t
                     Event(RECEIVED, "a", "F0.0", sent[1 - place]),
                     Event(GRADIENTS, "w", "B0.0", sum(sent) + 7 * (errors[place] == "gradients")),
                 )
-        made.append(Pass(shift, [records[rank] for rank in sorted(records)]))
-    return made
+        results.append(Pass(shift, [records[rank] for rank in sorted(records)]))
+    return results
 
 
 @pytest.mark.parametrize(
-    "blocks, shifts, wrong, suspects, decided, usable",
+    "blocks, shifts, wrong, culprits, decided, usable",
     [
         (THREE, (1, 0, 2, 0), {}, [], True, True),
         (THREE, (1, 0, 2, 0), {(0, 3): "sent"}, [3], True, True),
@@ -51,11 +51,11 @@ def passes(blocks: list[tuple[int, ...]], shifts: tuple[int, ...], wrong: dict[t
         (TWO[:1], (0, 0, 0, 0), {(0, 1): "sent", (1, 1): "sent"}, [1], False, False),
     ],
 )
-def test_the_rank_where_a_difference_began_is_named(blocks, shifts, wrong, suspects, decided, usable):
-    verdict = judge(passes(blocks, shifts, wrong), blocks)
-    assert sorted(each.rank for each in verdict.suspects) == suspects
-    assert (verdict.decided, verdict.last_is_right) == (decided, usable)
-    assert all(each.event is not None and each.event.kind != RECEIVED for each in verdict.suspects)
+def test_the_rank_where_a_difference_began_is_named(blocks, shifts, wrong, culprits, decided, usable):
+    judgment = judge(passes(blocks, shifts, wrong), blocks)
+    assert sorted(each.rank for each in judgment.culprits) == culprits
+    assert (judgment.decided, judgment.last_is_right) == (decided, usable)
+    assert all(each.event is not None and each.event.kind != RECEIVED for each in judgment.culprits)
 
 
 def test_a_message_that_changes_on_its_way_names_its_receiver():
@@ -63,8 +63,8 @@ def test_a_message_that_changes_on_its_way_names_its_receiver():
     first, received, gradients = changed[1].records[2]
     events = list(changed[1].records)
     events[2] = (first, received._replace(digest=-1), gradients._replace(digest=-2))
-    (suspect,) = judge([changed[0], Pass(0, events), *changed[2:]], TWO).suspects
-    assert (suspect.rank, suspect.number, suspect.event) == (2, 1, events[2][1])
+    (culprit,) = judge([changed[0], Pass(0, events), *changed[2:]], TWO).culprits
+    assert (culprit.rank, culprit.number, culprit.event) == (2, 1, events[2][1])
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 The samples of a block of ranks are computed several times, in part by other blocks. The values on which most
 blocks agree are right; if as many agree on others, those that were computed more often. If this does not
-decide either, as if two blocks each repeat their own result, both are suspects.
+decide either, as if two blocks each repeat their own result, both are culprits.
 
 In a pass with wrong values the difference spreads from rank to rank. The rank where it began has received
 nothing wrong before: its first difference is something that it has sent, or gradients of its own. On all
@@ -36,7 +36,7 @@ class Pass:
     records: Sequence[tuple[Event, ...]]
 
 
-class Suspect(NamedTuple):
+class Culprit(NamedTuple):
     """A rank that has computed wrong values.
 
     Attributes:
@@ -50,24 +50,24 @@ class Suspect(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Judgment:
     """The result of a comparison.
 
     Attributes:
-        suspects: ranks with wrong values, each once; if not `decided`, all that may have them. Empty: all
+        culprits: ranks with wrong values, each once; if not `decided`, all that may have them. Empty: all
             passes agree.
         decided: whether it is known which values are right.
         last_is_right: whether the last pass has the right values on every rank.
     """
 
-    suspects: tuple[Suspect, ...]
+    culprits: tuple[Culprit, ...]
     decided: bool
     last_is_right: bool
 
 
-def judge(passes: Sequence[Pass], blocks: Sequence[Block]) -> Verdict:
+def judge(passes: Sequence[Pass], blocks: Sequence[Block]) -> Judgment:
     """Compare what the passes have computed from the same samples."""
-    suspects: dict[int, Suspect] = {}
+    culprits: dict[int, Culprit] = {}
     decided = last_is_right = True
     for owner in range(len(blocks)):
         executors = [blocks[(owner + each.shift) % len(blocks)] for each in passes]
@@ -83,9 +83,9 @@ def judge(passes: Sequence[Pass], blocks: Sequence[Block]) -> Verdict:
         for group in ordered if tied else ordered[1:]:
             right = ordered[1] if group is ordered[0] else ordered[0]
             for number in group:
-                for suspect in _origins(passes, executors, number, right[0]):
-                    suspects.setdefault(suspect.rank, suspect)
-    return Verdict(tuple(suspects.values()), decided, last_is_right)
+                for culprit in _origins(passes, executors, number, right[0]):
+                    culprits.setdefault(culprit.rank, culprit)
+    return Judgment(tuple(culprits.values()), decided, last_is_right)
 
 
 def _weight(group: Sequence[int], executors: Sequence[Block]) -> tuple[int, int]:
@@ -93,13 +93,13 @@ def _weight(group: Sequence[int], executors: Sequence[Block]) -> tuple[int, int]
     return len({executors[number] for number in group}), len(group)
 
 
-def _origins(passes: Sequence[Pass], executors: Sequence[Block], wrong: int, right: int) -> list[Suspect]:
+def _origins(passes: Sequence[Pass], executors: Sequence[Block], wrong: int, right: int) -> list[Culprit]:
     """Return the ranks where the differences of a pass from the right one began.
 
     If each rank has received its first difference, a message has changed on its way: these are the receivers.
     """
     differing = [
-        Suspect(rank, wrong, _first_difference(passes[wrong].records[rank], passes[right].records[other]))
+        Culprit(rank, wrong, _first_difference(passes[wrong].records[rank], passes[right].records[other]))
         for rank, other in zip(executors[wrong], executors[right], strict=True)
         if passes[wrong].records[rank] != passes[right].records[other]
     ]
