@@ -10,14 +10,12 @@ directory of the runs to start over. Writes MACHINE-moments.json with all losses
 from __future__ import annotations
 
 import argparse
-import sysconfig
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from benchmarks import report
-from benchmarks.training_runs import Curve, call, trained
-from megalite.commands import demo
+from benchmarks.training_runs import Curve, prepare_bytes, trained
 from megalite.commands.parser import Parser, positive
 
 BETAS = (0.95, 0.999)
@@ -42,17 +40,6 @@ RUN = {
     "optimizer.warmup_steps": "5%",
     "validation.batches": 16,
 }
-
-
-def prepare(tokens: Path) -> None:
-    """Write the token file of bytes, unless it exists."""
-    if tokens.with_suffix(".json").exists():
-        return
-    tokens.parent.mkdir(parents=True, exist_ok=True)
-    exclude = [f"*/{name}/*" for name in demo.NO_SOURCE]
-    library = sysconfig.get_paths()["stdlib"]
-    source = ["--input", f"{library}/*.py", "--exclude", *exclude]
-    call(["prepare", *source, "--tokenizer", "byte", "--output", str(tokens)])
 
 
 def curve(runs: Path, name: str, beta: float, seed: int, steps: int, threads: int) -> Curve:
@@ -119,7 +106,7 @@ def main() -> None:
     )
     options = tool.parse_args()
     try:
-        prepare(options.runs / "bytes")
+        prepare_bytes(options.runs / "bytes")
         content = measure(options.runs, options.steps, options.seeds, options.threads)
     except report.BenchmarkError as error:
         tool.exit(1, f"{tool.prog}: {error}\n")

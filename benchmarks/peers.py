@@ -11,6 +11,7 @@ all of them take too long.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
@@ -35,6 +36,7 @@ COLUMNS = {
     "peer": "peer",
     "run": "run",
     "products by": "products",
+    "precision": "precision",
     "layout": "layout",
     "ranks": "ranks",
     "ms/step": "ms_per_step:,.1f",
@@ -63,10 +65,12 @@ class PeerComparison:
     steps: tuple[int, int]  # warm-up, timed
     ranks: int = 1
     layout: str = "one process"
+    precision: str = "fp32"
     runs: list[PeerRun] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         own = "benchmarks.trainer_run"
+        self.config["train"] |= {"precision": self.precision}
         self.runs = [
             PeerRun("megalite", own),
             PeerRun(self.peer, PEERS[self.peer]),
@@ -99,6 +103,7 @@ class PeerComparison:
                 "peer": self.peer,
                 "run": run.name,
                 "products": self.library,
+                "precision": self.precision,
                 "layout": self.layout,
                 "ranks": self.ranks,
                 "ms_per_step": 1e3 * median(value for result in run.results for value in result["seconds"]),
@@ -122,7 +127,8 @@ def compare(
         compared = [each for peer in peers for each in comparisons(peer, smoke, Path(scratch))]
         for number in range(1, rounds + 1):
             for each in compared:
-                progress(f"round {number} of {rounds}: {each.peer}, {each.layout}, matmuls by {each.library}")
+                settings = f"{each.layout}, {each.precision}, matmuls by {each.library}"
+                progress(f"round {number} of {rounds}: {each.peer}, {settings}")
                 each.measure(number, threads)
     rows = [row for each in compared for row in each.rows()]
     configs = {
@@ -145,7 +151,9 @@ def comparisons(peer: str, smoke: bool, scratch: Path) -> list[PeerComparison]:
     """
     if peer == "transformers":
         config = step.config_of(*((step.SMOKE_MODEL, 2) if smoke else (step.MODEL, 4)), scratch)
-        return [PeerComparison(peer, library, config, (1, 2) if smoke else (1, 3)) for library in SETTINGS]
+        steps = (1, 2) if smoke else (1, 3)
+        mixed = PeerComparison(peer, "oneDNN", deepcopy(config), steps, precision="bf16")
+        return [*(PeerComparison(peer, library, config, steps) for library in SETTINGS), mixed]
     if peer == "nanogpt":
         config = overhead.config_of(overhead.runs(smoke)[0], scratch)
         return [PeerComparison(peer, library, config, (1, 2) if smoke else (20, 60)) for library in SETTINGS]

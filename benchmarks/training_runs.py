@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -44,6 +45,17 @@ def read_curve(metrics: Path) -> Curve:
     seconds = list(accumulate(times))
     _, losses = demo.read_losses(metrics)
     return Curve(list(losses), [seconds[step - 1] for step in losses], list(losses.values()))
+
+
+def prepare_bytes(tokens: Path) -> None:
+    """Write the bytes of the Python standard library as a token file, unless it exists."""
+    if tokens.with_suffix(".json").exists():
+        return
+    tokens.parent.mkdir(parents=True, exist_ok=True)
+    exclude = [f"*/{name}/*" for name in demo.NO_SOURCE]
+    library = sysconfig.get_paths()["stdlib"]
+    source = ["--input", f"{library}/*.py", "--exclude", *exclude]
+    call(["prepare", *source, "--tokenizer", "byte", "--output", str(tokens)])
 
 
 def trained(

@@ -1,11 +1,11 @@
-"""The best learning rate at three widths, with and without model.mup, on the corpus of `megalite demo`.
+"""The best learning rate at three widths, with and without model.mup, on bytes of Python sources.
 
-    python -m benchmarks.width_transfer [--widths 128 256 512] [--steps 120] [--output benchmarks/results]
+    python -m benchmarks.width_transfer [--widths 128 256 512] [--steps 200] [--output benchmarks/results]
 
-The model has the layers of configs/quickstart.yaml with heads of 32 channels, on one process. Each width and
-parametrization is trained at every rate of one grid, at factors of two; the base of mup is the smallest
-width, at which both are one. Completed runs are not repeated: remove the directory of the runs to start
-over. Writes MACHINE-width-transfer.json with all losses, and a plot.
+A Llama with heads of 32 channels, on one process. Each width and parametrization is trained at every rate of
+one grid, at factors of two; the base of mup is the smallest width, at which both are one. Completed runs are
+not repeated: remove the directory of the runs to start over. Writes MACHINE-width-transfer.json with all
+losses, and a plot.
 """
 
 from __future__ import annotations
@@ -18,13 +18,20 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.training_runs import trained
-from megalite.commands import demo
-from megalite.commands.demo import CONFIG
+from benchmarks.training_runs import prepare_bytes, trained
 from megalite.commands.parser import Parser, positive
 
-RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
 HEAD = 32  # channels
+RUN = {
+    "data.sequence_length": 64,
+    "data.validation": 0.01,
+    "train.global_batch_size": 16,
+    "train.micro_batch_size": 16,
+    "optimizer.eps": 1e-12,
+    "optimizer.warmup_steps": "10%",
+    "validation.batches": 32,
+}
 
 
 @dataclass(frozen=True)
@@ -50,20 +57,13 @@ class WidthRunner:
             "num_hidden_layers": self.layers,
             "num_attention_heads": heads,
             "num_key_value_heads": max(heads // 2, 1),
+            "max_position_embeddings": RUN["data.sequence_length"],
             "mup": json.dumps({"base_width": self.base} if mup else None),
         }
-        options: dict[str, object] = {f"model.{name}": value for name, value in model.items()} | {
-            "optimizer.lr": rate,
-            "optimizer.min_lr": rate / 10,
-            "optimizer.eps": 1e-12,
-            "data.sequence_length": 64,
-            "train.global_batch_size": 8,
-            "train.micro_batch_size": 8,
-            "validation.interval": self.steps,
-            "validation.batches": 32,
-            "parallel.sequence_parallel": "false",
-        }
-        return trained(self.directory, label, options, steps=self.steps, config=CONFIG).losses[-1]
+        options: dict[str, object] = {f"model.{name}": value for name, value in model.items()} | RUN
+        options |= {"optimizer.lr": rate, "optimizer.min_lr": rate / 10, "validation.interval": self.steps}
+        options |= {"data.train": self.directory / "bytes"}
+        return trained(self.directory, label, options, steps=self.steps).losses[-1]
 
 
 def sweep(runner: WidthRunner, widths: Sequence[int], rates: Sequence[float]) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def sweep(runner: WidthRunner, widths: Sequence[int], rates: Sequence[float]) ->
         for name in ("mup", "standard")
         for width in widths
     ]
-    protocol = {"steps": runner.steps, "layers": runner.layers, "base_width": runner.base, "tokens": 8 * 64}
+    protocol = {"steps": runner.steps, "layers": runner.layers, "base_width": runner.base, "run": RUN}
     return {"protocol": protocol, "rates": list(rates), "results": rows}
 
 
@@ -111,12 +111,12 @@ def draw(content: dict[str, Any], path: Path) -> None:
 def main() -> None:
     tool = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     tool.add_argument("--widths", type=positive, nargs="+", default=[128, 256, 512], metavar="W")
-    tool.add_argument("--steps", type=positive, default=120, help="steps of every run (default 120)")
+    tool.add_argument("--steps", type=positive, default=200, help="steps of every run (default 200)")
     tool.add_argument("--layers", type=positive, default=2, help="layers of every model (default 2)")
     tool.add_argument("--runs", type=Path, default=Path("runs/width-transfer"), metavar="DIR")
     tool.add_argument("--output", type=Path, default=report.RESULTS, metavar="DIR")
     options = tool.parse_args()
-    demo.prepare()
+    prepare_bytes(options.runs / "bytes")
     runner = WidthRunner(options.runs, options.steps, options.layers, min(options.widths))
     try:
         content = sweep(runner, options.widths, RATES)
