@@ -53,7 +53,7 @@ from megalite.families.model_config import (
 from megalite.families.module_names import Names, names_of
 from megalite.families.weight_files import ADAPTER_SETTINGS, INDEX, SAFETENSORS, weights_file
 from megalite.families.weight_files import unread_note as unread_files
-from megalite.huggingface import nf4
+from megalite.huggingface import bits_and_bytes
 from megalite.huggingface.companions import COMPANIONS, check_vocabulary, copy_companions
 from megalite.huggingface.config_json import meaning, misfit, to_hf_config
 from megalite.huggingface.engine_fields import engine_fields
@@ -230,8 +230,8 @@ def _opened(directory: Path) -> TensorFiles:
         from megalite.huggingface import mxfp4
 
         return mxfp4.Mxfp4Tensors(weights)
-    if any(name.endswith(nf4.STATE) for name in weights):
-        return nf4.Nf4Tensors(weights)
+    if any(map(bits_and_bytes.is_quantized, weights)):
+        return bits_and_bytes.opened(weights)
     if any(name.endswith("_scale_inv") for name in weights):
         from megalite.huggingface import fp8
 
