@@ -13,27 +13,25 @@ from torch import Tensor
 
 from megalite.checkpoint.manifest import WEIGHT
 from megalite.config.schema import Config
-from megalite.huggingface.base_weights import BaseWeights
+from megalite.huggingface.base_weights import BaseWeights, quantized_matrices
 from megalite.model.adapter_parameters import A, B, name_of
-from megalite.model.parameters import model_specs
 from megalite.parallel.quantized.layout import BaseForm
 from megalite.parallel.spec import Rectangle, Segment
 
 
 class LoftqStart:
-    """A and B of each adapted matrix. A rank decomposes the matrices whose adapters it has."""
+    """A and B of each adapted matrix, and of each expert. A rank decomposes those whose adapters it has."""
 
     def __init__(self, config: Config, base: BaseWeights):
         self.lora, self.base = config.lora, base
         self.form = BaseForm(config.lora.base, config.lora.double_quant)
-        adapted = (each for spec in model_specs(config.model) for each in spec.segments)
         self._matrices = {
-            WEIGHT + name_of(each.name, part): (each, part)
-            for each in adapted
-            if self.lora.adapts(each.role)
+            WEIGHT + name_of(name, part): (matrix, part)
+            for name, (matrix, _) in quantized_matrices(config).items()
+            if self.lora.adapts(matrix.role)
             for part in (A, B)
         }
-        self._factors: dict[str, dict[str, Tensor]] = {}
+        self._factors: dict[tuple[str, int], dict[str, Tensor]] = {}
 
     @torch.no_grad()
     def fill(self, rectangles: Iterable[Rectangle]) -> None:
@@ -41,17 +39,23 @@ class LoftqStart:
         for part in rectangles:
             if part.name in self._matrices:
                 matrix, half = self._matrices[part.name]
-                bounds = zip(part.offsets, part.tensor.shape, strict=True)
-                part.tensor.copy_(self._of(matrix)[half][tuple(slice(at, at + size) for at, size in bounds)])
+                (first, column), (rows, columns) = part.offsets, part.tensor.shape
+                # of an expert
+                length = self.lora.rank_of(matrix.role) if half == A else matrix.shape[0] // matrix.experts
+                for expert in range(first // length, -(-(first + rows) // length)):
+                    start = expert * length
+                    low, high = max(first, start), min(first + rows, start + length)
+                    factor = self._of(matrix, expert)[half][low - start : high - start]
+                    part.tensor[low - first : high - first] = factor[:, column : column + columns]
 
-    def _of(self, matrix: Segment) -> dict[str, Tensor]:
-        if matrix.name not in self._factors:
-            values = self.base.rows(matrix, 0, matrix.shape[0])
-            quantized = self.base.quantized(matrix, self.form)
-            self._factors[matrix.name] = decomposed(
-                values - quantized, self.lora.rank_of(matrix.role), self.lora.scale_of(matrix.role)
-            )
-        return self._factors[matrix.name]
+    def _of(self, matrix: Segment, expert: int) -> dict[str, Tensor]:
+        if (key := (matrix.name, expert)) not in self._factors:
+            length = matrix.shape[0] // matrix.experts
+            rows = expert * length, (expert + 1) * length
+            lost = self.base.rows(matrix, *rows) - self.base.quantized(matrix, self.form, *rows)
+            rank, scale = self.lora.rank_of(matrix.role), self.lora.scale_of(matrix.role)
+            self._factors[key] = decomposed(lost, rank, scale)
+        return self._factors[key]
 
 
 def decomposed(residual: Tensor, rank: int, scale: float) -> dict[str, Tensor]:
