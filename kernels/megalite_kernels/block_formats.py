@@ -171,8 +171,8 @@ def rounded(
         known: whether the elements are values of codes with these scales.
     """
     form, count = FORMATS[name], matrix.numel()
-    codes, found = form.quantize(matrix.reshape(-1), block, scales if known else None)
+    codes, of_blocks = form.quantize(matrix.reshape(-1), block, scales if known else None)
     if scales is None:
-        scales = nf4.quantize_scales(found).values() if double else found
+        scales = nf4.quantize_scales(of_blocks).values() if double else of_blocks
     values = form.values(form.pack(codes), 0, count)
     return values.mul_(form.scales(scales).repeat_interleave(block)[:count]).view(matrix.shape)

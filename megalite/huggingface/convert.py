@@ -732,8 +732,10 @@ def _rounded(config: Config, dtype: torch.dtype, like: Path | None, base: dict[s
     theirs = stored_dtype(base)
     if not config.lora.rank or theirs != "float32" or dtype.itemsize >= torch.float32.itemsize:
         return []
+    base_form = config.lora.base
+    changed = "rounded" if base_form == "none" else f"quantized to {base_form} or rounded"
     return [
-        f"the weights are exported in {dtype_name(dtype)}: the run rounded the weights of {like}, which "
+        f"the weights are exported in {dtype_name(dtype)}: the run {changed} the weights of {like}, which "
         f"are in {theirs}. Use adapter-export to keep them unchanged"
     ]
 
