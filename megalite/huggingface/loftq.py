@@ -14,6 +14,7 @@ from torch import Tensor
 from megalite.checkpoint.manifest import WEIGHT
 from megalite.config.schema import Config
 from megalite.huggingface.base_weights import BaseWeights, quantized_matrices
+from megalite.huggingface.files import ConversionError
 from megalite.model.adapter_parameters import A, B, name_of
 from megalite.parallel.quantized.layout import BaseForm
 from megalite.parallel.spec import Rectangle, Segment
@@ -45,24 +46,33 @@ class LoftqStart:
                 for expert in range(first // length, -(-(first + rows) // length)):
                     start = expert * length
                     low, high = max(first, start), min(first + rows, start + length)
-                    factor = self._of(matrix, expert)[half][low - start : high - start]
-                    part.tensor[low - first : high - first] = factor[:, column : column + columns]
+                    if factors := self._of(matrix, expert):
+                        factor = factors[half][low - start : high - start]
+                        part.tensor[low - first : high - first] = factor[:, column : column + columns]
 
     def _of(self, matrix: Segment, expert: int) -> dict[str, Tensor]:
+        """Return A and B of an expert; nothing if nothing is lost: of zeros neither would have a gradient."""
         if (key := (matrix.name, expert)) not in self._factors:
             length = matrix.shape[0] // matrix.experts
             rows = expert * length, (expert + 1) * length
             lost = self.base.rows(matrix, *rows) - self.base.quantized(matrix, self.form, *rows)
             rank, scale = self.lora.rank_of(matrix.role), self.lora.scale_of(matrix.role)
-            self._factors[key] = decomposed(lost, rank, scale)
+            self._factors[key] = decomposed(matrix.name, lost, rank, scale) if lost.any() else {}
         return self._factors[key]
 
 
-def decomposed(residual: Tensor, rank: int, scale: float) -> dict[str, Tensor]:
+def decomposed(name: str, residual: Tensor, rank: int, scale: float) -> dict[str, Tensor]:
     """Return A [rank, in] and B [out, rank] with B A · scale the best approximation of a matrix, in fp32.
 
     Of each singular vector the largest element of U is positive, so that the result is unique.
+
+    Raises ConversionError if the matrix, which `name` names, has fewer rows or columns than the rank.
     """
+    if rank > (most := min(residual.shape)):
+        raise ConversionError(
+            f"the rank {rank} of adapters is more than {name} has, {' x '.join(map(str, residual.shape))}. "
+            f"Choose at most {most}, or set lora.start to default."
+        )
     u, s, v = torch.linalg.svd(residual, full_matrices=False)
     u, root, v = u[:, :rank], s[:rank].sqrt(), v[:rank]
     sign = torch.sign(u.gather(0, u.abs().argmax(0, keepdim=True))).view(-1)

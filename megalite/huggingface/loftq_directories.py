@@ -65,7 +65,7 @@ def write_loftq(
         exact, product = matrix.float(), torch.zeros(())
         for _ in range(iterations):
             tensors, values = in_4_bits(name, exact - product, matrix.dtype)
-            factors = decomposed(exact - values, rank, alpha / rank)
+            factors = decomposed(name, exact - values, rank, alpha / rank)
             product = factors[B] @ factors[A] * (alpha / rank)
         for key, half in zip(modules[name].keys(dora=False), (A, B), strict=True):
             adapter[key] = factors[half].contiguous()

@@ -213,6 +213,13 @@ def test_adapters_of_a_matrix_that_is_not_quantized_start_as_without_it(prefix, 
     assert not ours["weight/layers.0.mlp.down.lora_b"].any()
 
 
+def test_adapters_of_a_matrix_that_loses_nothing_can_be_trained(saved, prefix, tmp_path: Path):
+    trainer = trainer_of(saved["nf4", True], prefix, tmp_path, start="loftq", double_quant=True)
+    assert trainer.step().grad_norm > 0
+    assert global_tensors(trainer)["weight/layers.0.mlp.up.lora_b"].any()
+    trainer.close()
+
+
 def test_each_expert_starts_at_what_quantization_has_lost(prefix, tmp_path: Path):
     """PEFT decomposes no experts: its decomposition of each of them."""
     from peft.utils.loftq_utils import _low_rank_decomposition
@@ -251,7 +258,7 @@ class WithoutGpu(TorchFunctionMode):
 
 @pytest.mark.parametrize("name", ["llama", "phi3"])
 def test_a_base_and_adapters_are_found_together(name, models, prefix, tmp_path: Path, capsys):
-    """Codes and adapters of PEFT's three iterations, and the model of PEFT over these files."""
+    """Values and adapters of PEFT's three iterations, and the model of PEFT over these files."""
     import peft
     import transformers
     from peft.utils.loftq_utils import loftq_init
@@ -280,13 +287,16 @@ def test_a_base_and_adapters_are_found_together(name, models, prefix, tmp_path: 
     tokens = torch.from_numpy(IndexedTokens(prefix).tokens[: BATCH * SEQUENCE + 1].astype("int64"))
     logits = model(input_ids=tokens[:-1].view(BATCH, SEQUENCE), use_cache=False).logits
     trainer = trainer_of(base, prefix, tmp_path, init_from=str(adapter))
-    assert trainer.step().loss == pytest.approx(
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[1:]).item(), rel=1e-5
-    )
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[1:]).item()
+    assert trainer.step().loss == pytest.approx(loss, rel=1e-5)
     trainer.close()
-    with pytest.raises(SystemExit):
-        convert.main(["loftq", str(base), str(tmp_path / "again"), "--rank", "4"])
-    assert "is quantized: what this has lost is not in it" in capsys.readouterr().err
+    for directory, rank, message in (
+        (base, 4, "is quantized: what this has lost is not in it"),
+        (models[name], 65, "the rank 65 of adapters is more than"),
+    ):
+        with pytest.raises(SystemExit):
+            convert.main(["loftq", str(directory), str(tmp_path / "again"), "--rank", str(rank)])
+        assert message in capsys.readouterr().err and not (tmp_path / "again").exists()
 
 
 FORMS = [("nf4", False), ("nf4", True), ("fp4", True), ("int8", False)]
