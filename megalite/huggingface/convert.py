@@ -637,7 +637,8 @@ def export_model(
         changed = list[str]()
         if quantized is not None:
             progress(f"quantizing to {quantized}")
-            config["quantization_config"], changed = _quantize(quantized, temporary, model, by_name)
+            head = head_in(model, config["model_type"])
+            config["quantization_config"], changed = _quantize(quantized, temporary, model, by_name, head)
             summary["dtypes"] = [quantized, *summary["dtypes"]]
         progress("writing the tokenizer")
         whole = config
@@ -674,7 +675,11 @@ def export_model(
 
 
 def _quantize(
-    form: Literal["fp8", "nf4"], directory: Path, model: ModelConfig, by_name: dict[str, TensorPlace]
+    form: Literal["fp8", "nf4"],
+    directory: Path,
+    model: ModelConfig,
+    by_name: dict[str, TensorPlace],
+    head: str,
 ) -> tuple[dict[str, Any], list[str]]:
     """Quantize the matrices of an export.
 
@@ -687,7 +692,7 @@ def _quantize(
         return fp8_export.quantize_export(directory, model, by_name), []
     from megalite.huggingface import nf4_export
 
-    settings, changed = nf4_export.quantize_export(directory, model, by_name)
+    settings, changed = nf4_export.quantize_export(directory, model, by_name, head)
     return settings, [changed]
 
 
@@ -811,8 +816,12 @@ def places_of(model: ModelConfig, directory: Path) -> dict[str, TensorPlace]:
 
 def head_of(model: ModelConfig, directory: Path) -> str:
     """Return the name of the head's module in that family."""
-    names = names_of(model, family_of(model, directory))
-    return next(theirs for theirs, ours in names.ends.items() if ours in ("head", "score"))
+    return head_in(model, family_of(model, directory))
+
+
+def head_in(model: ModelConfig, family: str) -> str:
+    """Return the name of the head's module in a family."""
+    return next(theirs for theirs, ours in names_of(model, family).ends.items() if ours in ("head", "score"))
 
 
 def family_of(model: ModelConfig, directory: Path) -> str:

@@ -23,7 +23,7 @@ from torch import Tensor
 from megalite.checkpoint.directories import check_free
 from megalite.config.sections.lora import PROJECTIONS
 from megalite.families.weight_files import ADAPTER, ADAPTER_SETTINGS, INDEX
-from megalite.huggingface.convert import HuggingFaceSource, new_directory
+from megalite.huggingface.convert import HuggingFaceSource, head_in, new_directory
 from megalite.huggingface.files import ConversionError, SafetensorsFile
 from megalite.huggingface.loftq import decomposed
 from megalite.huggingface.nf4_export import in_4_bits, settings_of
@@ -81,7 +81,9 @@ def write_loftq(
             shutil.copy(file, base)
         rewrite(base, chosen, quantized)
         config = json.loads((base / "config.json").read_text(encoding="utf-8"))
-        config["quantization_config"] = settings_of(opened.places, chosen)
+        config["quantization_config"] = settings_of(
+            opened.places, chosen, head_in(opened.model, opened.family)
+        )
         write_synced(base / "config.json", json.dumps(config, indent=2) + "\n")
         save_file(adapter, beside / ADAPTER[0], {"format": "pt"})
         settings = {

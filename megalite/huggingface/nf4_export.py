@@ -25,9 +25,12 @@ from megalite.huggingface.tensor_places import TensorPlace
 
 
 def quantize_export(
-    directory: Path, model: ModelConfig, by_name: Mapping[str, TensorPlace]
+    directory: Path, model: ModelConfig, by_name: Mapping[str, TensorPlace], head: str
 ) -> tuple[dict[str, Any], str]:
     """Quantize the matrices of an export.
+
+    Args:
+        head: the module of the model's head.
 
     Returns:
         the quantization_config of its config.json, and a line about the change of the matrices.
@@ -42,7 +45,7 @@ def quantize_export(
     rewrite(directory, chosen, quantized)
     changed = math.sqrt(squares[0] / squares[1]) if chosen else 0.0
     line = f"nf4 has changed the matrices of layers by {changed:.1%} (rms, of their values)"
-    return settings_of(by_name, chosen), line
+    return settings_of(by_name, chosen, head), line
 
 
 def in_4_bits(name: str, matrix: Tensor, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor]:
@@ -70,9 +73,14 @@ def in_4_bits(name: str, matrix: Tensor, dtype: torch.dtype) -> tuple[dict[str, 
     return tensors, values.view_as(matrix)
 
 
-def settings_of(by_name: Mapping[str, TensorPlace], chosen: Collection[str]) -> dict[str, Any]:
-    """Return the quantization_config of a directory in which these matrices are quantized."""
-    others = sorted(name.removesuffix(WEIGHT) for name in set(linears_of(by_name)).difference(chosen))
+def settings_of(by_name: Mapping[str, TensorPlace], chosen: Collection[str], head: str) -> dict[str, Any]:
+    """Return the quantization_config of a directory in which these matrices are quantized.
+
+    Args:
+        head: the module of the model's head, which a file does not have if it is tied.
+    """
+    linears = {name.removesuffix(WEIGHT) for name in set(linears_of(by_name)).difference(chosen)}
+    others = sorted(linears | {head})
     return {
         "quant_method": "bitsandbytes",
         "load_in_4bit": True,

@@ -46,7 +46,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, 
 MATRIX, OURS = "model.layers.1.mlp.up_proj.weight", "layers.1.mlp.up.weight"
 MODELS = {
     "llama": Case("Llama", CASES["llama, one key-value head"].fields | SIZES),
-    "phi3": Case("Phi3", CASES["phi3"].fields | SIZES),
+    "phi3": Case("Phi3", CASES["phi3"].fields | SIZES | {"tie_word_embeddings": True}),
 }
 
 
