@@ -3,6 +3,7 @@
 A matrix is flattened row by row, and cut into blocks of consecutive elements.
 
     nf4     4 bits, 64 elements of any rows; fp32 scales, which may be quantized, too (`nf4`)
+    fp4     as nf4, with other values
     int8    8 bits, a row; fp32 scales, the largest magnitude of the row in fp16, as bitsandbytes has them
             value = code · (scale · (1 / 127))
     mxfp4   4 bits (E2M1), 32 elements of a row; a power of two as an E8M0 byte, rounded up so that no element
@@ -30,23 +31,34 @@ class BlockFormat(NamedTuple):
     """A format of codes and scales.
 
     Attributes:
-        quantize: (consecutive elements [n] from the start of a block on, elements of a block) -> their codes,
-            one a byte, and scales of blocks.
+        quantize: (consecutive elements [n] from the start of a block on, elements of a block, scales of these
+            blocks if the elements are values of such codes) -> their codes, one a byte, and scales of blocks.
         pack: codes [n] -> bytes.
         values: (bytes, number of codes to skip, number of codes) -> values in units of scales, fp32.
         scale_dtype: of scales.
         scales: scales as they are kept -> in fp32.
     """
 
-    quantize: Callable[[Tensor, int], Blocks]
+    quantize: Callable[[Tensor, int, Tensor | None], Blocks]
     pack: Callable[[Tensor], Tensor]
     values: Callable[[Tensor, int, int], Tensor]
     scale_dtype: torch.dtype
     scales: Callable[[Tensor], Tensor]
 
 
-def _nf4_values(packed: Tensor, skipped: int, count: int) -> Tensor:
-    return nf4.values_of(packed, skipped + count)[skipped:]
+def _four_bits(form: str) -> BlockFormat:
+    """Return a format of bitsandbytes in 4 bits."""
+    return BlockFormat(
+        lambda values, block, known: nf4.quantize(_of_codes(values, known), form),
+        nf4.pack,
+        lambda packed, skipped, count: nf4.values_of(packed, skipped + count, form)[skipped:],
+        torch.float32,
+        lambda scales: scales,
+    )
+
+
+def _of_codes(values: Tensor, known: Tensor | None) -> Tensor:
+    return values if known is None else nf4.without_signs(values, known)
 
 
 # ---- int8
@@ -54,9 +66,12 @@ def _nf4_values(packed: Tensor, skipped: int, count: int) -> Tensor:
 _STEPS = 127
 
 
-def _int8_quantize(values: Tensor, block: int) -> Blocks:
-    rows = values.to(torch.float16).view(-1, block)
-    scales = rows.abs().amax(1).float()
+def _int8_quantize(values: Tensor, block: int, known: Tensor | None) -> Blocks:
+    if known is None:
+        rows = values.to(torch.float16).view(-1, block)
+        scales = rows.abs().amax(1).float()
+    else:  # in fp16 small values would lose bits
+        rows, scales = values.view(-1, block), known
     factors = torch.where(scales > 0, _STEPS / scales, 0.0)
     codes = torch.round(rows * factors.unsqueeze(1)).to(torch.int8)
     return Blocks(codes.view(-1).view(torch.uint8), scales)
@@ -84,7 +99,7 @@ def _e2m1_pairs(device: torch.device) -> Tensor:
     return torch.stack((values[byte & 15], values[byte >> 4]), 1).view(torch.int64).view(-1)
 
 
-def _mxfp4_quantize(values: Tensor, block: int) -> Blocks:
+def _mxfp4_quantize(values: Tensor, block: int, known: Tensor | None) -> Blocks:
     blocks = values.float().view(-1, block)
     exponents = torch.ceil(torch.log2(blocks.abs().amax(1) / _LARGEST)).clamp_(-_BIAS, _BIAS)
     inverse = torch.ldexp(torch.ones_like(exponents), -exponents.int())
@@ -112,13 +127,8 @@ def _mxfp4_scales(scales: Tensor) -> Tensor:
 
 
 FORMATS = {
-    "nf4": BlockFormat(
-        lambda values, block: nf4.quantize(values),
-        nf4.pack,
-        _nf4_values,
-        torch.float32,
-        lambda scales: scales,
-    ),
+    "nf4": _four_bits("nf4"),
+    "fp4": _four_bits("fp4"),
     "int8": BlockFormat(
         _int8_quantize,
         lambda codes: codes,
@@ -132,7 +142,7 @@ FORMATS = {
 
 def code_values(name: str, device: torch.device) -> Tensor:
     """Return the 16 values of codes of 4 bits, fp32; those of nf4 where codes have 8 bits."""
-    return _e2m1(device) if name == "mxfp4" else nf4.table(device)
+    return _e2m1(device) if name == "mxfp4" else nf4.table(device, "fp4" if name == "fp4" else "nf4")
 
 
 def quantize(matrix: Tensor, name: str, block: int) -> Blocks:
@@ -141,23 +151,28 @@ def quantize(matrix: Tensor, name: str, block: int) -> Blocks:
     Args:
         block: elements of a block.
     """
-    return FORMATS[name].quantize(matrix.reshape(-1), block)
+    return FORMATS[name].quantize(matrix.reshape(-1), block, None)
 
 
 def rounded(
-    matrix: Tensor, name: str, block: int, double: bool = False, known: Tensor | None = None
+    matrix: Tensor,
+    name: str,
+    block: int,
+    double: bool = False,
+    scales: Tensor | None = None,
+    known: bool = False,
 ) -> Tensor:
     """Return the values of a matrix, or of whole blocks of one, after quantization, in fp32.
 
     Args:
         block: elements of a block.
-        double: whether the scales of nf4 are quantized, too.
-        known: the scales of blocks in fp32 that are multiplied by, if they are not found here.
+        double: whether the scales of nf4 or fp4 are quantized, too.
+        scales: of blocks, that codes are multiplied by, if they are not found here.
+        known: whether the elements are values of codes with these scales.
     """
     form, count = FORMATS[name], matrix.numel()
-    codes, scales = quantize(matrix, name, block)
-    in_fp32 = known
-    if in_fp32 is None:
-        in_fp32 = nf4.quantize_scales(scales).values() if double else form.scales(scales)
+    codes, of_blocks = form.quantize(matrix.reshape(-1), block, scales if known else None)
+    if scales is None:
+        scales = nf4.quantize_scales(of_blocks).values() if double else of_blocks
     values = form.values(form.pack(codes), 0, count)
-    return values.mul_(in_fp32.repeat_interleave(block)[:count]).view(matrix.shape)
+    return values.mul_(form.scales(scales).repeat_interleave(block)[:count]).view(matrix.shape)

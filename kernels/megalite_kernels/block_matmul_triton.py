@@ -19,7 +19,8 @@ TILES = {"sm_80": (64, 4, 3), "sm_90": (128, 8, 3), "sm_100": (128, 8, 3), "gfx9
 """Architecture → rows of a tile, warps, stages."""
 READ = 64, 128
 """Elements of the contracted dimension that are read at a time, and columns of a tile."""
-FORMS = {"nf4": 0, "int8": 1, "mxfp4": 2}
+FORMS = {"nf4": 0, "fp4": 0, "int8": 1, "mxfp4": 2}
+"""Format → how its codes are read: two in a byte, the first in the high (0) or low bits (2), or one (1)."""
 
 
 @triton.jit

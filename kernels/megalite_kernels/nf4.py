@@ -1,8 +1,9 @@
-"""4-bit NormalFloat (NF4; Dettmers et al. 2023), bit for bit as bitsandbytes computes it on a CPU.
+"""4-bit NormalFloat (NF4; Dettmers et al. 2023), and FP4, bit for bit as bitsandbytes computes them on a CPU.
 
 A matrix is flattened row by row and cut into blocks of 64 elements, across the ends of rows; the last block
 may be short. A block has the largest magnitude of its elements as its scale (absmax, fp32). The code of an
-element is the number of the nearest of 16 values to x · (1 / absmax); of two equally near ones the smaller.
+element is the number of the nearest of 16 values to x · (1 / absmax), in a short block to x / absmax; of two
+equally near ones the smaller. NF4 and FP4 differ in the 16 values.
 
     value = table[code] · absmax        in fp32, rounded once to the dtype of the result
 
@@ -26,32 +27,39 @@ NESTED = 256  # scales that share a scale of their own
 _BINS = 32767.5  # half the number of bins in which bitsandbytes looks up the codes of scales
 _AT_ONCE = 1 << 16  # scales that are quantized at a time, whole blocks of 256
 
-TABLE = (
-    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
-    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
-    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
-    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-)
-"""The 16 values of the format, from the quantiles of a normal distribution; zero is one of them."""
+_SMALLEST = 1e-38  # the least number that elements are divided by
+_TWELFTHS = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
+
+TABLES = {
+    "nf4": (
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ),
+    "fp4": tuple(sign * each / 12 for sign in (1, -1) for each in _TWELFTHS),
+}
+"""Format → its 16 values, of which one is zero. Those of nf4 ascend, from the quantiles of a normal
+distribution. Those of fp4 are a sign, two bits of an exponent and one of a mantissa."""
 
 
 @functools.lru_cache(maxsize=8)
-def table(device: torch.device) -> Tensor:
+def table(device: torch.device, form: str = "nf4") -> Tensor:
     """Return the 16 values of codes, [16] fp32."""
-    return torch.tensor(TABLE, device=device)
+    return torch.tensor(TABLES[form], device=device)
 
 
-@functools.lru_cache(maxsize=8)
-def _midpoints() -> tuple[float, ...]:
+@functools.lru_cache(maxsize=2)
+def _midpoints(form: str) -> tuple[float, ...]:
     """Return the 15 numbers between neighbouring values, computed in fp32."""
-    values = table(torch.device("cpu"))
+    values = table(torch.device("cpu"), form).sort().values
     return tuple(((values[1:] + values[:-1]) / 2).tolist())
 
 
 @functools.lru_cache(maxsize=8)
-def _pairs(device: torch.device) -> Tensor:
+def _pairs(device: torch.device, form: str) -> Tensor:
     """Return the two values of each byte, [256] of 64 bits: one is looked up for two codes."""
-    values, byte = table(device), torch.arange(256, device=device)
+    values, byte = table(device, form), torch.arange(256, device=device)
     return torch.stack((values[byte >> 4], values[byte & 15]), 1).view(torch.int64).view(-1)
 
 
@@ -77,16 +85,21 @@ class Blocks(NamedTuple):
     scales: Tensor
 
 
-def quantize(values: Tensor) -> Blocks:
+def quantize(values: Tensor, form: str = "nf4") -> Blocks:
     """Quantize consecutive elements of a flattened matrix, [n], from the start of a block on."""
     count = values.numel()
     blocks = _in_blocks(values.float(), BLOCK)
     scales = blocks.abs().amax(1)
-    # a block of zeros has the code of zero
-    inverse = torch.where(scales > 0, 1 / scales, 0.0)
-    scaled, codes = blocks * inverse.unsqueeze(1), torch.zeros_like(blocks, dtype=torch.uint8)
-    for midpoint in _midpoints():  # on a CPU a third of the time of torch.bucketize
+    divisors = scales.clamp(min=_SMALLEST)
+    scaled, codes = blocks * (1 / divisors).unsqueeze(1), torch.zeros_like(blocks, dtype=torch.uint8)
+    if count % BLOCK:
+        scaled[-1] = blocks[-1] / divisors[-1]
+    for midpoint in _midpoints(form):  # on a CPU a third of the time of torch.bucketize
         codes += scaled > midpoint
+    del scaled
+    if form != "nf4":  # whose values do not ascend
+        order = table(codes.device, form).argsort(stable=True).to(torch.uint8)
+        codes = order.index_select(0, codes.view(-1).int())
     return Blocks(codes.view(-1)[:count], scales)
 
 
@@ -107,9 +120,9 @@ def unpack(packed: Tensor, count: int) -> Tensor:
     return torch.stack((packed >> 4, packed & 15), 1).view(-1)[:count]
 
 
-def values_of(packed: Tensor, count: int) -> Tensor:
+def values_of(packed: Tensor, count: int, form: str = "nf4") -> Tensor:
     """Return the values of the first `count` codes in units of their scales, [count] fp32."""
-    return _pairs(packed.device).index_select(0, packed.int()).view(torch.float32)[:count]
+    return _pairs(packed.device, form).index_select(0, packed.int()).view(torch.float32)[:count]
 
 
 def of_elements(scales: Tensor, count: int) -> Tensor:

@@ -8,6 +8,7 @@ former compute the same logits.
     megalite convert export CHECKPOINT_DIR DIR --format megatron [--weights_only]   or megatron-legacy
     megalite convert export CHECKPOINT_DIR FILE.gguf --format gguf [--dtype bf16] [--pre NAME]
     megalite convert adapter-export CHECKPOINT_DIR PEFT_DIR [--base HF_DIR]
+    megalite convert loftq HF_DIR DIR --rank 16 [--alpha 16] [--iterations 4]
     megalite convert check DIR [HF_DIR] [--text TEXT …]   exit status 1 if the logits differ
     megalite convert check DIR [HF_DIR] --train_steps 1 [--dtype float64]   also loss, gradients and weights
 
@@ -61,6 +62,7 @@ RANKS = {
     "ep": "expert-parallel ranks",
 }
 SHARD_SIZE = "5GB"
+LORA_ALPHA = 16.0
 SHORT = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 NO_SUSPECT = "no part of the forward differs on the same input by more than rounding"
 
@@ -68,7 +70,8 @@ NO_SUSPECT = "no part of the forward differs on the same input by more than roun
 def main(argv: list[str] | None = None) -> int:
     tool = parser()
     options = tool.parse_args(argv)
-    commands = {"import": bring_in, "export": bring_out, "adapter-export": bring_adapter_out, "check": check}
+    commands = {"import": bring_in, "export": bring_out, "adapter-export": bring_adapter_out}
+    commands |= {"loftq": write_start, "check": check}
     return answer(tool, options, commands, CheckpointError, ConfigError, DataError)
 
 
@@ -77,7 +80,7 @@ def parser() -> Parser:
     common = Parser(add_help=False)
     common.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
     commands = tool.add_subparsers(
-        dest="command", required=True, metavar="import|export|adapter-export|check"
+        dest="command", required=True, metavar="import|export|adapter-export|loftq|check"
     )
 
     def command(name: str, description: str, first: str, second: str) -> Callable[..., Any]:
@@ -110,6 +113,15 @@ def parser() -> Parser:
         "PEFT_DIR",
     )
     add_base_option(add)
+    add = command(
+        "loftq",
+        "quantize a Hugging Face directory to nf4, with adapters that make up for what this loses (LoftQ)",
+        "HF_DIR",
+        "OUT_DIR",
+    )
+    add("--rank", type=positive, required=True, help="rank of the adapters, as lora.rank")
+    add("--alpha", type=float, default=LORA_ALPHA, help="as lora.alpha (default 16)")
+    add("--iterations", type=positive, default=4, help="of quantization and decomposition (default 4)")
     add = command(
         "check",
         "compare logits, and optionally training steps, with transformers; exit status 1 if they differ",
@@ -468,6 +480,26 @@ def bring_adapter_out(options: argparse.Namespace) -> Answer:
     text = "a PEFT adapter of rank {rank}, {parameters:,} parameters in {dtypes[0]}".format(**content)
     lines = [f"{options.peft_dir}: {text} for {len(content['modules'])} modules", *content["notes"]]
     return content | {"written": str(options.peft_dir)}, lines, 0
+
+
+def write_start(options: argparse.Namespace) -> Answer:
+    source, target = hf_directory(options.hf_dir, "weights", "HF_DIR"), options.out_dir
+    if not options.alpha > 0:
+        raise ConfigError(f"--alpha {options.alpha:g} is not positive. The default is {LORA_ALPHA:g}.")
+    check_free(target)
+    from megalite.huggingface.loftq_directories import write_loftq
+
+    start_copying()
+    with progress_of(options.json) as progress:
+        content = write_loftq(source, target, options.rank, options.alpha, options.iterations, progress)
+    given = f"--lora.rank {options.rank} --lora.alpha {options.alpha:g}"
+    lines = [
+        "{base}: a base in nf4, which differs from {matrices} matrices by {lost:.1%} (rms)".format(**content),
+        "{adapter}: a PEFT adapter, with which they differ by {left:.1%}".format(**content),
+        f"train it with --model.from_hf {content['base']} --model.init_from hf:{content['base']} "
+        f"--lora.base nf4 {given} --lora.init_from {content['adapter']}",
+    ]
+    return content, lines, 0
 
 
 def checkpoint_of(options: argparse.Namespace) -> Path:

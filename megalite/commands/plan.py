@@ -175,7 +175,11 @@ def parser() -> Parser:
         choices=("none", *FORMS),
         help="form of the frozen matrices under adapters, as lora.base (default: the configuration's)",
     )
-    add("--lora_double_quant", action="store_true", help="quantize the scales of nf4, as lora.double_quant")
+    add(
+        "--lora_double_quant",
+        action="store_true",
+        help="quantize scales of 4 bits, as lora.double_quant",
+    )
     for name in ("tp", "cp", "ep", "pp", "dp", "micro_batch_size", "virtual_stages"):
         add(f"--{name}", type=positive, metavar="N", help="fix this choice")
     add(

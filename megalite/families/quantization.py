@@ -1,7 +1,7 @@
 """Quantized weights that are read in bf16 or fp32, by the quantization_config of a config.json.
 
 The field says nothing about the model: a run computes in its own precision. See `megalite.huggingface.fp8`,
-`mxfp4` and `nf4`.
+`mxfp4` and `bits_and_bytes`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ _FP8: dict[str, tuple[Any, ...]] = {
 }
 """Fields of weights in fp8 with a scale for each block (DeepSeek-V3) → the values that are read; the first
 one if a field is missing."""
-_NF4: dict[str, tuple[Any, ...]] = {
+_BITS_AND_BYTES: dict[str, tuple[Any, ...]] = {
     "quant_method": ("bitsandbytes",),
-    "load_in_4bit": (True,),
-    "load_in_8bit": (False,),
-    "bnb_4bit_quant_type": ("nf4",),
+    "bnb_4bit_quant_type": ("nf4", "fp4"),
     "bnb_4bit_quant_storage": ("uint8",),
+    "llm_int8_has_fp16_weight": (False,),
 }
-"""Fields of weights in 4 bits by bitsandbytes → the values that are read. Others say how it computes."""
+"""Fields of weights in 4 or 8 bits by bitsandbytes → the values that are read. Others say how it computes."""
 _MODULES = ("modules_to_not_convert", "ignored_layers", "modules_to_convert", "dequantize")
 """Fields that say which modules are quantized, as the tensors of the files do."""
 _MXFP4 = ("gpt_oss",)
@@ -43,7 +42,7 @@ def check_quantization(given: Any, family: str) -> None:
         )
     legal = {"quant_method": ("mxfp4",)} if family in _MXFP4 else _FP8
     if given["quant_method"] == "bitsandbytes":
-        legal = _NF4
+        legal = _BITS_AND_BYTES
     for name, value in given.items():
         if name in legal and value not in legal[name]:
             raise _refuse(name, value, f"Legal values: {', '.join(map(repr, legal[name]))}.")

@@ -29,7 +29,7 @@ from megalite.data.tokenizer.identity import TokenizerIdentity, of_tokenizer
 from megalite.data.tokenizer.run_copy import is_there
 from megalite.data.tokenizer.tokenizers import Tokenizer
 from megalite.families.model_config import end_ids
-from megalite.huggingface.base_weights import base_of, moved
+from megalite.huggingface.base_weights import BaseWeights, base_of, moved
 from megalite.huggingface.companions import recorded_tokenizer
 from megalite.huggingface.convert import HF, HuggingFaceSource, origin, starting_weights
 from megalite.launch.machine import local_world_size, usable_cores
@@ -80,10 +80,18 @@ class ModelSource:
         """
         return self.config.data.train is not None and not _began_elsewhere(self.config)
 
+    def base(self) -> BaseWeights | None:
+        """Return the base of adapters if it is quantized, and in no checkpoint.
+
+        Raises CheckpointError if it is no longer where it was.
+        """
+        return (
+            None if self.config.lora.base == "none" else base_of(self.config, self.state, Path(self.name))[1]
+        )
+
     def read_base(self, parts: Parts) -> None:
         """Fill the quantized matrices of a rank, if it has any. Raises CheckpointError."""
-        if self.config.lora.base != "none":
-            _, base = base_of(self.config, self.state, Path(self.name))
+        if (base := self.base()) is not None:
             quantize_base(parts.store, base, usable_cores() // local_world_size() or 1)
 
 

@@ -29,7 +29,7 @@ from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import Config
 from megalite.huggingface import convert as converting
-from megalite.huggingface.nf4 import Nf4Tensors
+from megalite.huggingface.bits_and_bytes import EightBitTensors, FourBitTensors
 from megalite.huggingface.weights_identity import weights_identity
 from megalite.model.adapter_parameters import with_adapters
 from megalite.model.parameters import model_specs
@@ -83,13 +83,25 @@ class BaseWeights:
         reject(self.name, {part.name: nonfinite(values)})
         return values
 
-    def nested(self, matrix: Segment) -> nf4.NestedScales | None:
-        if self._source is None:
+    def nested(self, matrix: Segment, form: BaseForm) -> nf4.NestedScales | None:
+        if self._source is None or not isinstance(files := self._source.weights, FourBitTensors):
             return None
-        place, weights = self._source.places[matrix.name], self._source.weights
+        place = self._source.places[matrix.name]
         # parts of a fused matrix have no scales of their own
         whole = place.rows == range(place.shape[0]) and not place.transposed and len(place.tensors) == 1
-        return weights.nested(place.theirs) if whole and isinstance(weights, Nf4Tensors) else None
+        return files.nested(place.theirs, form.name) if whole else None
+
+    def scales(self, matrix: Segment, form: BaseForm, first: int, stop: int) -> Tensor | None:
+        if form.double:
+            nested = self.nested(matrix, form)
+            return None if nested is None else nested.values(first, stop)
+        if self._source is None or not isinstance(files := self._source.weights, EightBitTensors):
+            return None
+        place = self._source.places[matrix.name]
+        if form.name != "int8" or place.transposed or not files.quantized.issuperset(place.tensors):
+            return None
+        of_rows = torch.cat([files.scales(theirs) for theirs in place.tensors])
+        return of_rows[[*place.rows[first:stop]]]
 
     @cached_property
     def _source(self) -> converting.HuggingFaceSource | None:
@@ -100,12 +112,12 @@ class BaseWeights:
         width, block = matrix.shape[1], form.block(matrix.shape[1])
         low, high = first * width, (matrix.shape[0] if stop is None else stop) * width
         values, start = self._blocks(matrix, block, low, high)
-        scales = None
-        if form.double:
-            number = start // block
-            scales = self._nested_scales(matrix, block).values(number, number - -len(values) // block)
-            values = values if self.nested(matrix) is None else nf4.without_signs(values, scales)
-        rounded = block_formats.rounded(values, form.name, block, known=scales)
+        first, last = start // block, start // block - -len(values) // block
+        known = self.scales(matrix, form, first, last)
+        scales = known
+        if form.double and known is None:
+            scales = self._found_scales(matrix, form).values(first, last)
+        rounded = block_formats.rounded(values, form.name, block, scales=scales, known=known is not None)
         return rounded[low - start : high - start].view(-1, width)
 
     def _blocks(self, matrix: Segment, block: int, low: int, high: int) -> tuple[Tensor, int]:
@@ -116,20 +128,18 @@ class BaseWeights:
         values = self.rows(matrix, row, -(-end // width)).view(-1)
         return values[start - row * width : end - row * width], start
 
-    def _nested_scales(self, matrix: Segment, block: int) -> nf4.NestedScales:
+    def _found_scales(self, matrix: Segment, form: BaseForm) -> nf4.NestedScales:
         """Return the quantized scales of a matrix; those of the last one are kept."""
         if self._last_nested is None or self._last_nested[0] != matrix.name:
-            self._last_nested = matrix.name, self.nested(matrix) or self._found_scales(matrix, block)
+            width, block = matrix.shape[1], form.block(matrix.shape[1])
+            scales = torch.empty(-(-matrix.numel // block))
+            step = rows_at_once(width) * width
+            for low in range(0, matrix.numel, step):
+                values, start = self._blocks(matrix, block, low, min(low + step, matrix.numel))
+                own = block_formats.quantize(values, form.name, block).scales
+                scales[start // block : start // block + len(own)] = own
+            self._last_nested = matrix.name, nf4.quantize_scales(scales)
         return self._last_nested[1]
-
-    def _found_scales(self, matrix: Segment, block: int) -> nf4.NestedScales:
-        width, scales = matrix.shape[1], torch.empty(-(-matrix.numel // block))
-        step = rows_at_once(width) * width
-        for low in range(0, matrix.numel, step):
-            values, start = self._blocks(matrix, block, low, min(low + step, matrix.numel))
-            own = nf4.quantize(values).scales
-            scales[start // block : start // block + len(own)] = own
-        return nf4.quantize_scales(scales)
 
 
 def _reader(config: Config, start: str | None) -> Read:

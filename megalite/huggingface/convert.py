@@ -53,7 +53,7 @@ from megalite.families.model_config import (
 from megalite.families.module_names import Names, names_of
 from megalite.families.weight_files import ADAPTER_SETTINGS, INDEX, SAFETENSORS, weights_file
 from megalite.families.weight_files import unread_note as unread_files
-from megalite.huggingface import nf4
+from megalite.huggingface import bits_and_bytes
 from megalite.huggingface.companions import COMPANIONS, check_vocabulary, copy_companions
 from megalite.huggingface.config_json import meaning, misfit, to_hf_config
 from megalite.huggingface.engine_fields import engine_fields
@@ -230,8 +230,8 @@ def _opened(directory: Path) -> TensorFiles:
         from megalite.huggingface import mxfp4
 
         return mxfp4.Mxfp4Tensors(weights)
-    if any(name.endswith(nf4.STATE) for name in weights):
-        return nf4.Nf4Tensors(weights)
+    if any(map(bits_and_bytes.is_quantized, weights)):
+        return bits_and_bytes.opened(weights)
     if any(name.endswith("_scale_inv") for name in weights):
         from megalite.huggingface import fp8
 
@@ -637,7 +637,8 @@ def export_model(
         changed = list[str]()
         if quantized is not None:
             progress(f"quantizing to {quantized}")
-            config["quantization_config"], changed = _quantize(quantized, temporary, model, by_name)
+            head = head_in(model, config["model_type"])
+            config["quantization_config"], changed = _quantize(quantized, temporary, model, by_name, head)
             summary["dtypes"] = [quantized, *summary["dtypes"]]
         progress("writing the tokenizer")
         whole = config
@@ -674,7 +675,11 @@ def export_model(
 
 
 def _quantize(
-    form: Literal["fp8", "nf4"], directory: Path, model: ModelConfig, by_name: dict[str, TensorPlace]
+    form: Literal["fp8", "nf4"],
+    directory: Path,
+    model: ModelConfig,
+    by_name: dict[str, TensorPlace],
+    head: str,
 ) -> tuple[dict[str, Any], list[str]]:
     """Quantize the matrices of an export.
 
@@ -687,7 +692,7 @@ def _quantize(
         return fp8_export.quantize_export(directory, model, by_name), []
     from megalite.huggingface import nf4_export
 
-    settings, changed = nf4_export.quantize_export(directory, model, by_name)
+    settings, changed = nf4_export.quantize_export(directory, model, by_name, head)
     return settings, [changed]
 
 
@@ -732,8 +737,10 @@ def _rounded(config: Config, dtype: torch.dtype, like: Path | None, base: dict[s
     theirs = stored_dtype(base)
     if not config.lora.rank or theirs != "float32" or dtype.itemsize >= torch.float32.itemsize:
         return []
+    base_form = config.lora.base
+    changed = "rounded" if base_form == "none" else f"quantized to {base_form} or rounded"
     return [
-        f"the weights are exported in {dtype_name(dtype)}: the run rounded the weights of {like}, which "
+        f"the weights are exported in {dtype_name(dtype)}: the run {changed} the weights of {like}, which "
         f"are in {theirs}. Use adapter-export to keep them unchanged"
     ]
 
@@ -809,8 +816,12 @@ def places_of(model: ModelConfig, directory: Path) -> dict[str, TensorPlace]:
 
 def head_of(model: ModelConfig, directory: Path) -> str:
     """Return the name of the head's module in that family."""
-    names = names_of(model, family_of(model, directory))
-    return next(theirs for theirs, ours in names.ends.items() if ours in ("head", "score"))
+    return head_in(model, family_of(model, directory))
+
+
+def head_in(model: ModelConfig, family: str) -> str:
+    """Return the name of the head's module in a family."""
+    return next(theirs for theirs, ours in names_of(model, family).ends.items() if ours in ("head", "score"))
 
 
 def family_of(model: ModelConfig, directory: Path) -> str:

@@ -22,8 +22,13 @@ from megalite.system.text import abbreviated
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 LETTERS = {dtype: letters for letters, dtype in DTYPES.items()}
-QUANTIZED = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}
-"""Dtypes of quantized tensors and their scales (`megalite.huggingface.mxfp4`, `fp8`)."""
+QUANTIZED = {
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+"""Dtypes of quantized tensors and their scales (`megalite.huggingface.mxfp4`, `fp8`, `bits_and_bytes`)."""
 STORED = DTYPES | QUANTIZED
 LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 

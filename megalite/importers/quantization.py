@@ -7,7 +7,7 @@ from typing import Any
 from megalite.importers.verdict import ImportedFile, KeyRule, Verdict, harmless, honoured, lost, word
 
 UNSUPPORTED = (
-    "this quantization is not supported: lora.base is nf4, int8 or mxfp4, quantized when the weights of "
+    "this quantization is not supported: lora.base is nf4, fp4, int8 or mxfp4, quantized when the weights of "
     "model.init_from are read"
 )
 WITHOUT_ADAPTER = "only frozen weights under adapters are quantized: set lora.rank, then lora.base"
@@ -22,9 +22,9 @@ def in_4_bits(kind: Any, double: bool, roughly: str = "") -> Verdict:
         double: whether scales are quantized, too.
         roughly: what differs here.
     """
-    if word(kind) != "NF4":
+    if word(kind) not in ("NF4", "FP4"):
         return lost(f"codes of {str(kind).lower()} are not supported: lora.base: nf4 is the closest form")
-    return honoured({"lora.base": "nf4", "lora.double_quant": double}, roughly)
+    return honoured({"lora.base": word(kind).lower(), "lora.double_quant": double}, roughly)
 
 
 def in_8_bits() -> Verdict:
@@ -60,7 +60,7 @@ def axolotl_in_4_bits(value: Any, source: ImportedFile) -> Verdict:
     if word(value) != "TRUE":
         return harmless("disabled")
     if source.word("adapter") == "LORA":
-        return lost("with adapter: lora its codes are fp4, which are not supported: use adapter: qlora")
+        return in_4_bits("fp4", False)
     if source.word("adapter") != "QLORA":
         return lost(WITHOUT_ADAPTER)
     double = source.get(f"{_BITS_AND_BYTES}use_double_quant") is not False

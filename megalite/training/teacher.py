@@ -45,9 +45,17 @@ def check(config: Config, world_size: int) -> list[str]:
     (_, name), option = named, " = ".join(named)
     check_teacher(config, world_size)
     try:
-        tokenizer = open_source(name).tokenizer
+        source = open_source(name)
     except CheckpointError as error:
         raise ConfigError(f"{option}: {error}") from None
+    try:
+        source.base()
+    except CheckpointError as error:
+        raise ConfigError(
+            f"{option}: {error} For a second model, export it with `megalite convert export {name} DIR "
+            f"--base PLACE`, and set {named[0]} to hf:DIR."
+        ) from None
+    tokenizer = source.tokenizer
     return compare(
         Tokenized(f"data.train = {config.data.train}", of_data(config.data)),
         Tokenized(option, tokenizer),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.support import jobs_quantized, jobs_training
+from tests.support.bits_and_bytes import by_others
 from tests.support.configs import SINGLE, config_of, write_tokens
 from tests.support.spaces.layouts import Case
 
@@ -31,7 +32,16 @@ LAYOUTS: dict[str, tuple[Case, dict[str, Any], dict[str, Any]]] = {
         ODD,
         {"double_quant": True, "start": "loftq"},
     ),
-    "dp 4, ZeRO-3, offloaded parameters": ({"dp": 4, "zero": 3, "offload": "cpu"}, WHOLE, {"double_quant": True}),
+    "fp4, dp 4, ZeRO-3, offloaded parameters": (
+        {"dp": 4, "zero": 3, "offload": "cpu"},
+        WHOLE,
+        {"base": "fp4", "double_quant": True},
+    ),
+    "fp4, tp 2, pp 2, recomputed": (
+        {"tp": 2, "pp": 2, "microbatches": 2, "recompute": "full"},
+        ODD,
+        {"base": "fp4", "scaling": "rslora"},
+    ),
     "int8, tp 2, pp 2": ({"tp": 2, "pp": 2, "microbatches": 2}, ODD, {"base": "int8"}),
     "int8, dp 2, ZeRO-3": ({"dp": 2, "zero": 3}, ODD, {"base": "int8"}),
     "mxfp4, tp 4": ({"tp": 4, "microbatches": 2}, CUT, {"base": "mxfp4"}),
@@ -39,7 +49,7 @@ LAYOUTS: dict[str, tuple[Case, dict[str, Any], dict[str, Any]]] = {
     "ep 2, tp 2, ZeRO-3, experts": (
         {"dp": 2, "tp": 2, "sequence_parallel": True, "zero": 3, "microbatches": 2},
         ODD | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 33},
-        {"targets": ["q", "experts.in", "experts.down"], "double_quant": True},
+        {"targets": ["q", "experts.in", "experts.down"], "double_quant": True, "start": "loftq"},
     ),
     "tp 2, pp 2, interleaved, DoRA": (
         {"tp": 2, "pp": 2, "schedule": "interleaved-2", "microbatches": 4, "recompute": "selective"},
@@ -67,33 +77,6 @@ def configuration(case: Case, prefix: str, shape: dict[str, Any], precision: str
 def world(case: Case) -> int:
     size = {**MODEL, **case}
     return size["tp"] * size["pp"] * size["dp"]
-
-
-def mxfp4(matrix: Tensor) -> Tensor:
-    """The nearest of all values by a search in fp64; `tests/kernels/test_block_formats.py` has the codes of torchao."""
-    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
-    blocks = matrix.double().reshape(-1, 32)
-    scales = 2.0 ** torch.ceil(torch.log2(blocks.abs().amax(1, keepdim=True) / 6))
-    nearest = ((blocks.abs() / scales).unsqueeze(-1) - magnitudes).abs().argmin(-1)
-    return (magnitudes[nearest] * blocks.sign() * scales).view(matrix.shape).float()
-
-
-def by_others(matrix: Tensor, base: str, double: bool) -> Tensor:
-    """Values of a matrix after quantization by bitsandbytes, or of the definition.
-
-    nf4 is given flattened: for two dimensions there are faster routes, of which that for AVX-512 is wrong where rows
-    are no whole blocks."""
-    matrix = matrix.float()
-    if base == "mxfp4":
-        return mxfp4(matrix)
-    from bitsandbytes import functional  # takes seconds
-
-    if base == "int8":
-        codes, scales, _ = functional.int8_vectorwise_quant(matrix.half())
-        return codes.float().mul_(scales.unsqueeze(1).mul(1.0 / 127.0))
-    flat = matrix.reshape(-1)
-    packed, state = functional.quantize_4bit(flat, quant_type="nf4", blocksize=64, compress_statistics=double)
-    return functional.dequantize_4bit(packed, state).view(matrix.shape)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +16,7 @@ import torch
 from megalite_kernels import block_formats
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from megalite.assembly.parts import make_mesh
 from megalite.checkpoint import CheckpointError
@@ -24,15 +26,19 @@ from megalite.data.indexed import IndexedTokens
 from megalite.evaluation.logits import load_stage, our_logits
 from megalite.families.model_config import hf_shape
 from megalite.generation.sources import open_source
+from megalite.huggingface.convert import HuggingFaceSource
 from megalite.huggingface.files import ConversionError
 from megalite.parallel.quantized import layout
+from megalite.parallel.quantized.buffers import QuantizedBuffers
 from megalite.parallel.spec import Rectangle
 from megalite.training import checkpointing
 from megalite.training.trainer import Trainer
 from megalite.training.verify import global_tensors
 from tests.huggingface.hf_models import CASES, VOCAB, Case, logits_of, random_ids, write
 from tests.support import jobs_quantized
+from tests.support.bits_and_bytes import by_bitsandbytes, by_others, in_fp32
 from tests.support.configs import write_tokens
+from tests.support.preferences import write_preferences
 
 SEQUENCE, BATCH, LR, DECAY, EPS = 24, 4, 1e-3, 0.1, 1e-8
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -40,7 +46,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, 
 MATRIX, OURS = "model.layers.1.mlp.up_proj.weight", "layers.1.mlp.up.weight"
 MODELS = {
     "llama": Case("Llama", CASES["llama, one key-value head"].fields | SIZES),
-    "phi3": Case("Phi3", CASES["phi3"].fields | SIZES),
+    "phi3": Case("Phi3", CASES["phi3"].fields | SIZES | {"tie_word_embeddings": True}),
 }
 
 
@@ -62,6 +68,7 @@ def trainer_of(
     load: str = "none",
     weights: str | None = None,
     precision: str = "fp32",
+    train: dict[str, Any] | None = None,
     **lora: Any,
 ) -> Trainer:
     config = from_dict(
@@ -77,7 +84,8 @@ def trainer_of(
                 "micro_batch_size": BATCH,
                 "grad_clip": 0.0,
                 "precision": precision,
-            },
+            }
+            | (train or {}),
             "optimizer": {"lr": LR, "decay": "constant", "weight_decay": DECAY, "eps": EPS},
             "checkpoint": {"load": load},
         }
@@ -85,33 +93,9 @@ def trainer_of(
     return Trainer(config, make_mesh(config))
 
 
-def by_bitsandbytes(directory: Path, double: bool, base: str = "nf4") -> Any:
-    """The model as transformers loads it in four or eight bits.
-
-    On CPUs that have it, bitsandbytes would multiply in bf16, whatever the compute dtype is.
-    """
-    import transformers
-    from bitsandbytes.nn import Linear4bit
-
-    quantized = transformers.BitsAndBytesConfig(
-        load_in_8bit=base == "int8",
-        llm_int8_threshold=0.0,
-        load_in_4bit=base == "nf4",
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=double,
-        bnb_4bit_compute_dtype=torch.float32,
-    )
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, quantization_config=quantized, attn_implementation="eager"
-    )
-    for module in model.modules():
-        if isinstance(module, Linear4bit):
-            module.support_avx512bf16_for_cpu = False
-    return model
-
-
 @pytest.mark.parametrize(
-    ("base", "double", "dora"), [("nf4", False, False), ("nf4", True, True), ("int8", False, False)]
+    ("base", "double", "dora"),
+    [("nf4", False, False), ("nf4", True, True), ("fp4", True, False), ("int8", False, True)],
 )
 def test_one_step_is_one_step_of_peft(base, double, dora, models, prefix, tmp_path: Path):
     import peft
@@ -220,28 +204,217 @@ def test_adapters_start_at_what_quantization_has_lost(models, prefix, tmp_path: 
     assert not torch.equal(resumed[f"weight/{OURS.removesuffix('weight')}lora_a"], a), "trained, not started again"
 
 
+def test_adapters_of_a_matrix_that_is_not_quantized_start_as_without_it(prefix, tmp_path: Path):
+    directory = write(Case("Llama", MODELS["llama"].fields | {"intermediate_size": 100}), tmp_path / "model")
+    trainer = trainer_of(directory, prefix, tmp_path, base="mxfp4", start="loftq")
+    ours = global_tensors(trainer)
+    trainer.close()
+    assert ours["weight/layers.0.mlp.up.lora_b"].any() and ours["weight/layers.0.mlp.down.lora_a"].any()
+    assert not ours["weight/layers.0.mlp.down.lora_b"].any()
+
+
+def test_adapters_of_a_matrix_that_loses_nothing_can_be_trained(saved, prefix, tmp_path: Path):
+    trainer = trainer_of(saved["nf4", True], prefix, tmp_path, start="loftq", double_quant=True)
+    assert trainer.step().grad_norm > 0
+    assert global_tensors(trainer)["weight/layers.0.mlp.up.lora_b"].any()
+    trainer.close()
+
+
+def test_each_expert_starts_at_what_quantization_has_lost(prefix, tmp_path: Path):
+    """PEFT decomposes no experts: its decomposition of each of them."""
+    from peft.utils.loftq_utils import _low_rank_decomposition
+
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_local_experts": 3}
+    directory = write(Case("Mixtral", CASES["mixtral"].fields | shape), tmp_path / "model")
+    targets = ["experts.in", "experts.down"]
+    trainer = trainer_of(directory, prefix, tmp_path, start="loftq", double_quant=True, targets=targets)
+    ours = global_tensors(trainer)
+    trainer.close()
+    tensors = load_file(directory / "model.safetensors")
+    for part, theirs in (("in", ("w1", "w3")), ("down", ("w2",))):
+        parts = [
+            [f"layers.0.block_sparse_moe.experts.{expert}.{each}.weight" for each in theirs] for expert in range(3)
+        ]
+        stacked = torch.stack([torch.cat([tensors[f"model.{each}"] for each in own]) for own in parts])
+        lost = stacked - by_others(stacked.flatten(0, 1), "nf4", True).view_as(stacked)
+        a, b = (ours[f"weight/layers.0.mlp.experts.{part}.lora_{half}"] for half in "ab")
+        for own_a, own_b, rest in zip(a.chunk(3), b.chunk(3), lost, strict=True):
+            best = _low_rank_decomposition(rest, 4)
+            assert (6.0 / 4 * own_b @ own_a - best["L"] @ best["R"]).abs().max() <= 1e-5, part
+
+
+class WithoutGpu(TorchFunctionMode):
+    """Moves tensors to the CPU that are to be moved to a GPU, on which PEFT decomposes matrices."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def here(value: Any) -> Any:
+            return "cpu" if str(value) == "cuda" else value
+
+        given = {name: here(value) for name, value in (kwargs or {}).items()}
+        if function is torch.Tensor.to:
+            args = args[0], *map(here, args[1:])
+        return function(*args, **given)
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3"])
+def test_a_base_and_adapters_are_found_together(name, models, prefix, tmp_path: Path, capsys):
+    """Values and adapters of PEFT's three iterations, and the model of PEFT over these files."""
+    import peft
+    import transformers
+    from peft.utils.loftq_utils import loftq_init
+
+    words = ["loftq", str(models[name]), str(tmp_path / "start"), "--rank", "4", "--alpha", "6", "--json"]
+    assert convert.main([*words, "--iterations", "3"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    base, adapter = Path(said["base"]), Path(said["adapter"])
+    matrices, halves = load_file(models[name] / "model.safetensors"), load_file(adapter / "adapter_model.safetensors")
+    files = HuggingFaceSource.of(base).weights
+    squares = torch.zeros(2)
+    adapted = [key for key in matrices if "_proj." in key]
+    for theirs in adapted:
+        with WithoutGpu():
+            values, a, b = loftq_init(matrices[theirs], 4, 4, 3)
+        module = f"base_model.model.{theirs.removesuffix('.weight')}"
+        product = 6.0 / 4 * halves[f"{module}.lora_B.weight"] @ halves[f"{module}.lora_A.weight"]
+        assert (files[theirs] - values).abs().max() <= 1e-6 and (product - b @ a).abs().max() <= 1e-5, theirs
+        left = (matrices[theirs] - values - b @ a).square().sum()
+        squares += torch.stack([left, matrices[theirs].square().sum()])
+    assert len(halves) == 2 * len(adapted) and said["left"] < said["lost"]
+    assert said["left"] == pytest.approx((squares[0] / squares[1]).item() ** 0.5, rel=1e-5)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
+    in_fp32(model)
+    model = peft.PeftModel.from_pretrained(model, adapter, is_trainable=True)
+    tokens = torch.from_numpy(IndexedTokens(prefix).tokens[: BATCH * SEQUENCE + 1].astype("int64"))
+    logits = model(input_ids=tokens[:-1].view(BATCH, SEQUENCE), use_cache=False).logits
+    trainer = trainer_of(base, prefix, tmp_path, init_from=str(adapter))
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[1:]).item()
+    assert trainer.step().loss == pytest.approx(loss, rel=1e-5)
+    trainer.close()
+    for directory, rank, message in (
+        (base, 4, "is quantized: what this has lost is not in it"),
+        (models[name], 65, "the rank 65 of adapters is more than"),
+    ):
+        with pytest.raises(SystemExit):
+            convert.main(["loftq", str(directory), str(tmp_path / "again"), "--rank", str(rank)])
+        assert message in capsys.readouterr().err and not (tmp_path / "again").exists()
+
+
+FORMS = [("nf4", False), ("nf4", True), ("fp4", True), ("int8", False)]
+"""Of a base, and whether its scales are quantized."""
+
+
 @pytest.fixture(scope="module")
-def saved(models, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
-    """The model as transformers saves it in four bits, by double quantization."""
+def saved(models, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Path]:
+    """The model as transformers saves it in few bits."""
     place = tmp_path_factory.mktemp("quantized")
-    for double in (False, True):
-        by_bitsandbytes(models["llama"], double).save_pretrained(place / str(double))
-    return {double: place / str(double) for double in (False, True)}
+    for base, double in FORMS:
+        by_bitsandbytes(models["llama"], double, base).save_pretrained(place / f"{base} {double}")
+    return {(base, double): place / f"{base} {double}" for base, double in FORMS}
 
 
-@pytest.mark.parametrize("double", [False, True])
-def test_a_directory_in_four_bits_is_read_and_has_the_same_codes_again(double, models, saved, prefix, tmp_path: Path):
+def bytes_of_base(trainer: Trainer) -> list[Tensor]:
+    """Codes and scales, as they are in memory."""
+    buckets = (bucket.codes for bucket in trainer.store.buckets)
+    return [codes.kept for codes in buckets if isinstance(codes, QuantizedBuffers)]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_a_directory_in_few_bits_is_read_and_has_the_same_codes_again(form, models, saved, prefix, tmp_path: Path):
+    base, double = form
     ids = random_ids(tokens=SEQUENCE)
-    model = by_bitsandbytes(models["llama"], double)
-    with torch.no_grad():
-        wanted = model(input_ids=ids, use_cache=False).logits
-    assert (our_logits(load_stage(open_source(f"hf:{saved[double]}")), ids) - wanted).abs().max() <= 1e-5
-    losses = []
-    for number, directory in enumerate((models["llama"], saved[double])):
-        trainer = trainer_of(directory, prefix, tmp_path / str(number), double_quant=double)
-        losses.append([trainer.step().loss for _ in range(3)])
+    model = by_bitsandbytes(models["llama"], double, base)
+    model.train()  # in eight bits only then with inputs that are not quantized
+    wanted = model(input_ids=ids, use_cache=False).logits.detach()
+    assert (our_logits(load_stage(open_source(f"hf:{saved[form]}")), ids) - wanted).abs().max() <= 1e-5
+    first, again = (
+        trainer_of(directory, prefix, tmp_path / str(number), base=base, double_quant=double)
+        for number, directory in enumerate((models["llama"], saved[form]))
+    )
+    for ours, theirs in zip(bytes_of_base(first), bytes_of_base(again), strict=True):
+        if base == "fp4":  # which has two zeros
+            ours, theirs = (each & torch.where(each & 15 == 8, 0xF0, 0xFF) for each in (ours, theirs))
+            ours, theirs = (each & torch.where(each >> 4 == 8, 0x0F, 0xFF) for each in (ours, theirs))
+        assert len(ours) > 4096 and torch.equal(ours, theirs)
+    assert [first.step().loss for _ in range(2)] == [again.step().loss for _ in range(2)]
+    first.close(), again.close()
+
+
+BATCHES = {"global_batch_size": 2, "micro_batch_size": 1}
+NAMES = {"attention.q": "self_attn.q_proj", "attention.out": "self_attn.o_proj", "mlp.down": "mlp.down_proj"}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("form", [("fp4", True), ("int8", False)])
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"dp": 2, "zero": 3}], ids=str)
+def test_a_directory_in_few_bits_has_its_values_on_every_rank(layout, form, models, saved, prefix, ranks):
+    matrices = load_file(models["llama"] / "model.safetensors")
+    model = hf_shape(str(models["llama"])) | {"init_from": f"hf:{saved[form]}"}
+    lora = {"rank": 4, "base": form[0], "double_quant": form[1]}
+    data = {"train": prefix, "sequence_length": SEQUENCE}
+    config = {"model": model, "lora": lora, "parallel": layout, "data": data, "train": BATCHES}
+    seen = 0
+    for values in ranks.run(2, jobs_quantized.values, config):
+        for layer in range(model["num_hidden_layers"]):
+            for ours, theirs in NAMES.items():
+                (row, column), own = values[f"layers.{layer}.{ours}.weight"]
+                whole = by_others(matrices[f"model.layers.{layer}.{theirs}.weight"], *form)
+                seen += own.numel()
+                assert torch.equal(own, whole[row : row + own.shape[0], column : column + own.shape[1]]), ours
+    assert seen > 0
+
+
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "nf4, rsLoRA, preferences, recomputed": (
+        {"base": "nf4", "double_quant": True, "scaling": "rslora"},
+        {"objective": "dpo", "recompute": "full"},
+    ),
+    "fp4, DoRA, saved modules, preferences": (
+        {"base": "fp4", "dora": True, "modules_to_save": ["embedding", "head", "norms"]},
+        {"objective": "dpo"},
+    ),
+    "int8, rsLoRA, DoRA, saved modules, preferences, recomputed": (
+        {"base": "int8", "scaling": "rslora", "dora": True, "modules_to_save": ["norms"]},
+        {"objective": "dpo", "recompute": "selective"},
+    ),
+    "mxfp4, DoRA, preferences, recomputed": (
+        {"base": "mxfp4", "dora": True},
+        {"objective": "orpo", "recompute": "full"},
+    ),
+}
+"""Options of adapters and of training, over each form of a base."""
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_run_is_that_over_the_values_of_its_base(run, tmp_path: Path, capsys):
+    """The values are those of others, in a directory in fp32. Also what the run then generates."""
+    lora, train = RUNS[run]
+    fields = MODELS["llama"].fields | {"vocab_size": 260, "num_hidden_layers": 2}
+    directory = write(Case("Llama", fields), tmp_path / "model")
+    values = Path(shutil.copytree(directory, tmp_path / "values"))
+    tensors = load_file(directory / "model.safetensors")
+    for name in (name for name in tensors if "_proj." in name):
+        tensors[name] = by_others(tensors[name], lora["base"], lora.get("double_quant", False)).contiguous()
+    save_file(tensors, values / "model.safetensors", {"format": "pt"})
+    data = write_preferences(tmp_path / "data", [(3, 4, 5), (2, 6, 3), (5, 2, 2), (4, 4, 7), (3, 3, 3), (1, 5, 2)] * 2)
+    plain = lora | {"base": "none", "double_quant": False}
+    losses, trained, said = [], [], []
+    for start, options in ((directory, lora), (values, plain)):
+        place = tmp_path / f"run of {start.name}"
+        trainer = trainer_of(start, data, place, precision="fp64", train=train, **options)
+        losses.append([(each.loss, each.grad_norm) for each in (trainer.step() for _ in range(3))])
+        trained.append(global_tensors(trainer))
+        saved = str(trainer.save())
         trainer.close()
-    assert losses[0] == losses[1]
+        capsys.readouterr()
+        words = ["--prompt", "abc", "--tokens", "8", "--temperature", "0", "--tokenizer", "byte", "--precision", "fp32"]
+        assert generate.main([saved, *words]) == 0
+        said.append(capsys.readouterr().out)
+    for ours, theirs in zip(*losses, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-12)
+    assert losses[0][0][0] != losses[0][2][0]
+    for name, value in trained[0].items():  # without the base
+        assert (value - trained[1][name]).abs().max() <= 1e-12, name
+    assert said[0].replace("run of model", "") == said[1].replace("run of values", "")
 
 
 def test_a_merged_model_in_four_bits_is_read_by_transformers_and_here(models, prefix, tmp_path: Path, capsys):
@@ -357,7 +530,29 @@ def _with_state(tensors: dict[str, Tensor], **changes: Any) -> None:
     ],
 )
 def test_a_damaged_directory_is_refused_by_name(break_it, message, saved, tmp_path: Path):
-    directory = Path(shutil.copytree(saved[False], tmp_path / "damaged"))
+    check_refused(break_it, message, saved["nf4", False], tmp_path)
+
+
+ROWS = f"{MATRIX.removesuffix('weight')}SCB"
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda t: t.update({ROWS: t[ROWS][:-1].clone()}), f"{ROWS} has 127 elements, expected 128"),
+        (lambda t: t[ROWS][3:4].fill_(-1), f"{MATRIX} has a negative, infinite or NaN absmax"),
+        (lambda t: t.update({MATRIX: t[MATRIX].float()}), f"{MATRIX} has type torch.float32, expected codes in int8"),
+        (lambda t: t.pop(MATRIX), f"{MATRIX} is missing, expected codes in int8"),
+        (lambda t: t[f"{ROWS[:-3]}weight_format"].fill_(2), "weight_format = 2, which is not supported"),
+        (lambda t: t.pop(ROWS), f"{ROWS} is missing for a matrix [128, 64]"),
+    ],
+)
+def test_a_damaged_directory_in_8_bits_is_refused_by_name(break_it, message, saved, tmp_path: Path):
+    check_refused(break_it, message, saved["int8", False], tmp_path)
+
+
+def check_refused(break_it: Callable[[dict[str, Tensor]], Any], message: str, saved: Path, place: Path) -> None:
+    directory = Path(shutil.copytree(saved, place / "damaged"))
     tensors = load_file(directory / "model.safetensors")
     break_it(tensors)
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
@@ -424,6 +619,7 @@ SOURCES = {
     "int8": ({"base": "int8"}, "start"),
     "fused": ({"base": "mxfp4"}, "phi3"),
     "in 4 bits": ({"double_quant": True}, "saved"),
+    "in 8 bits": ({"base": "int8"}, "saved in 8"),
     "checkpoint": ({}, "imported"),
     "random": ({}, None),
 }
@@ -438,8 +634,9 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, str | N
     for name, case in named.items():
         write(Case(MODELS[case].family, MODELS[case].fields | shape), place / name)
     by_bitsandbytes(place / "start", True).save_pretrained(place / "saved")
+    by_bitsandbytes(place / "start", False, "int8").save_pretrained(place / "saved in 8")
     assert convert.main(["import", str(place / "start"), str(place / "imported")]) == 0
-    hf: dict[str | None, str | None] = {name: f"hf:{place / name}" for name in ("start", "phi3", "saved")}
+    hf: dict[str | None, str | None] = {name: f"hf:{place / name}" for name in ("start", "phi3", "saved", "saved in 8")}
     return hf | {"imported": str(place / "imported"), None: None}
 
 

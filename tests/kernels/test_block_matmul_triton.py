@@ -13,7 +13,7 @@ from megalite.config.load import from_dict
 from megalite.huggingface.base_weights import BaseWeights
 from megalite.parallel.quantized.reading import quantize_base
 
-FORMS = {"nf4": 64, "int8": 0, "mxfp4": 32}  # elements of a row that share a scale; 0: all
+FORMS = {"nf4": 64, "fp4": 64, "int8": 0, "mxfp4": 32}  # elements of a row that share a scale; 0: all
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -49,7 +49,7 @@ def test_both_are_operations(device):
 def test_a_stored_matrix_is_multiplied_by_them(base, monkeypatch, device):
     """Of three segments, one after the other, with scales that are quantized."""
     model = {"num_hidden_layers": 1, "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4}
-    lora = {"rank": 2, "base": base, "double_quant": base == "nf4"}
+    lora = {"rank": 2, "base": base, "double_quant": base in ("nf4", "fp4")}
     config = from_dict({"model": model | {"vocab_size": 16}, "lora": lora, "train": {"precision": "bf16"}})
     parts = build_parts(config, make_mesh(config), device)
     backend.select("triton")  # which `train.kernels` has changed

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from megalite.assembly.parts import make_mesh
 from megalite.checkpoint import CheckpointError
+from megalite.commands import convert
 from megalite.commands.train import check_run
 from megalite.config.errors import ConfigError
 from megalite.config.extensions import EXTENSIONS, load_extensions
@@ -20,6 +21,7 @@ from megalite.config.load import from_dict
 from megalite.families.model_config import hf_shape
 from megalite.training import teacher
 from megalite.training.trainer import Trainer
+from tests.support import jobs_quantized
 from tests.support.configs import write_tokens
 from tests.support.preferences import VOCAB, write_preferences
 
@@ -159,6 +161,31 @@ def test_the_copy_is_a_second_model_saved_at_the_start(model, prefix, tmp_path):
         losses.append([trainer.step().loss for _ in range(4)])
         trainer.close()
     assert losses[0] == losses[1] and abs(losses[0][-1] - losses[0][0]) > 0.01
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("option", "layout"), [("preference.reference", {"tp": 2}), ("distillation.teacher", {"dp": 1})]
+)
+def test_a_second_model_may_have_a_quantized_base(option, layout, model, prefix, tmp_path, ranks):
+    """It is its export, with the adapters merged into the values of the base. One whose base has moved is refused."""
+    start = Path(shutil.copytree(model, tmp_path / "start"))
+    saved_run(configuration(start, prefix, tmp_path, lora={"rank": 4, "base": "nf4"}, optimizer={"lr": 0.1}))
+    saved = tmp_path / "run"
+    assert convert.main(["export", str(saved), str(tmp_path / "merged")]) == 0
+    section, field = option.split(".")
+    changes: dict[str, dict[str, Any]] = {"run": {"name": "second"}, "checkpoint": {"load": "none"}, "parallel": layout}
+    if section == "distillation":
+        changes |= {"train": {"objective": "distillation"}, "data": {"train": write_tokens(tmp_path, VOCAB)}}
+    losses = []
+    for name in (str(saved), f"hf:{tmp_path / 'merged'}", f"hf:{model}"):
+        tree = configuration(model, prefix, tmp_path, **changes, **{section: {field: name}})
+        losses.append(ranks.run(layout.get("tp", 1), jobs_quantized.train, tree, 2)[0]["losses"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6) and losses[0] != pytest.approx(losses[2], rel=1e-4)
+    start.rename(tmp_path / "moved")
+    tree = configuration(model, prefix, tmp_path, **changes, **{section: {field: str(saved)}})
+    with pytest.raises(ConfigError, match=f"{option} = .*/start cannot be read.*convert export .* and set {option}"):
+        teacher.check(from_dict(tree), layout.get("tp", 1))
 
 
 BAD: dict[str, tuple[dict[str, dict[str, Any]], str]] = {

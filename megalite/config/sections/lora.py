@@ -56,13 +56,13 @@ class LoraConfig:
     """Ranks of single projections, {down: 4}. null: all have rank."""
     alphas: dict[str, float] | None = option(None, POSITIVE)
     """Alphas of single projections, {down: 8}. null: all have alpha."""
-    base: Literal["none", "nf4", "int8", "mxfp4"] = "none"
-    """Form in which the frozen matrices of layers are stored and gathered: nf4 has 4 bits and a scale for 64
-    elements (QLoRA, Dettmers et al. 2023), int8 has a scale for each row, both as bitsandbytes quantizes;
-    mxfp4 has 4 bits and a power of two for 32 elements. Embedding, head, norms and routers keep
+    base: Literal["none", "nf4", "fp4", "int8", "mxfp4"] = "none"
+    """Form in which the frozen matrices of layers are stored and gathered: nf4 (QLoRA, Dettmers et al. 2023)
+    and fp4 have 4 bits and a scale for 64 elements, int8 has a scale for each row, all as bitsandbytes
+    quantizes; mxfp4 has 4 bits and a power of two for 32 elements. Embedding, head, norms and routers keep
     train.precision. none: all do."""
     double_quant: bool = False
-    """Also quantize the scales of nf4, to 8 bits."""
+    """Also quantize the scales of nf4 or fp4, to 8 bits."""
     start: Literal["default", "loftq"] = "default"
     """Initial A and B: A random and B zero (default), or the best approximation of what the quantization of
     lora.base has lost (loftq; Li et al. 2023, one iteration)."""
@@ -146,7 +146,7 @@ _WITH_EXPERTS = tuple(
 def _has_nothing_lost(c: "RuleContext") -> bool:
     """Whether lora.start: loftq has no quantized base to start at, or another start is given."""
     lora = c.lora
-    other = lora.base == "none" or lora.init_from is not None or lora.dora or bool(expert_target(c))
+    other = lora.base == "none" or lora.init_from is not None or lora.dora
     return lora.start == "loftq" and other
 
 
@@ -161,17 +161,16 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "scales that are quantized",
         "lora.double_quant",
-        lambda c: c.lora.double_quant and c.lora.base != "nf4",
+        lambda c: c.lora.double_quant and c.lora.base not in ("nf4", "fp4"),
         message="has no effect with {lora.base}",
-        legal="Set lora.base to nf4, or remove it.",
+        legal="Set lora.base to nf4 or fp4, or remove it.",
     ),
     Rule(
         "adapters that start at what quantization has lost",
         "lora.start",
         _has_nothing_lost,
-        message="needs a quantized base whose adapters have no other start, without DoRA and experts",
-        legal="Set it to default, or set lora.base, lora.init_from to null, lora.dora to false, and remove "
-        f"{' and '.join(EXPERTS)} from lora.targets.",
+        message="needs a quantized base whose adapters have no other start, without DoRA",
+        legal="Set it to default, or set lora.base, lora.init_from to null, and lora.dora to false.",
     ),
     _unknown("targets", _adaptable),
     _unknown("ranks", _adaptable),

@@ -55,6 +55,7 @@ class FormSizes(NamedTuple):
 
 FORMS = {
     "nf4": FormSizes(64, 2, FP32, 6, in_rows=False),
+    "fp4": FormSizes(64, 2, FP32, 6, in_rows=False),
     "int8": FormSizes(None, 1, FP32, 10),
     "mxfp4": FormSizes(32, 2, 1, 12),
 }

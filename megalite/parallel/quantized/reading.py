@@ -17,7 +17,7 @@ from megalite_kernels import nf4
 from torch import Tensor
 
 from megalite.parallel.quantized.buffers import QuantizedBuffers
-from megalite.parallel.quantized.layout import MOST_THREADS, rows_at_once
+from megalite.parallel.quantized.layout import MOST_THREADS, BaseForm, rows_at_once
 from megalite.parallel.quantized.matmuls import QuantizedPart
 from megalite.parallel.spec import Segment
 
@@ -37,8 +37,12 @@ class BaseSource(Protocol):
         Raises CheckpointError.
         """
 
-    def nested(self, matrix: Segment) -> nf4.NestedScales | None:
+    def nested(self, matrix: Segment, form: BaseForm) -> nf4.NestedScales | None:
         """Return the quantized scales of a matrix that is read in this form; None: they are computed."""
+
+    def scales(self, matrix: Segment, form: BaseForm, first: int, stop: int) -> Tensor | None:
+        """Return the scales of blocks [first, stop) of a matrix whose elements are values with these scales;
+        None: they are computed."""
 
 
 @torch.no_grad()
@@ -77,7 +81,6 @@ class _Quantization:
 
     def __init__(self, part: QuantizedPart, source: BaseSource, pool: ThreadPoolExecutor, threads: int):
         self.part, self.source, self.pool, self.threads = part, source, pool, threads
-        self.nested = source.nested(part.segment) if part.double else None
 
     def rows(self, ranges: Iterable[tuple[int, int]]) -> Iterator[QuantizedRows]:
         """Yield ranges of rows in their order. They are read by this thread, and quantized by others."""
@@ -90,8 +93,11 @@ class _Quantization:
             yield self._next(waiting)
 
     def _submitted(self, first: int, stop: int) -> tuple[int, int, int, Future[nf4.Blocks]]:
-        values, start = self._read(first, stop)  # only the thread that quantizes them keeps them
-        return first, stop, start, self.pool.submit(self.part.format.quantize, values, self.part.block)
+        part, (values, start) = self.part, self._read(first, stop)
+        number = start // part.block
+        scales = self.source.scales(part.segment, part.form, number, number - -len(values) // part.block)
+        # only the thread that quantizes the values keeps them
+        return first, stop, start, self.pool.submit(part.format.quantize, values, part.block, scales)
 
     def _next(self, waiting: deque[tuple[int, int, int, Future[nf4.Blocks]]]) -> QuantizedRows:
         first, stop, start, quantized = waiting.popleft()
@@ -108,11 +114,7 @@ class _Quantization:
         end = min(-(-stop * width // part.block) * part.block, part.segment.numel)
         low, high = start // width, -(-end // width)
         values = self.source.rows(part.segment, low, high).reshape(-1)
-        values = values[start - low * width : end - low * width]
-        if self.nested is not None:
-            block = start // part.block
-            values = nf4.without_signs(values, self.nested.values(block, block - -len(values) // part.block))
-        return values, start
+        return values[start - low * width : end - low * width], start
 
 
 def _row_ranges(first: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
@@ -157,7 +159,7 @@ def _quantize_double(buffers: QuantizedBuffers, quantized: _Quantization) -> Non
         scales[done : done + len(new)], done = new, done + len(new)
         if part.first_row <= each.first < end:
             _write_codes(buffers, part, each)
-    nested = quantized.nested or nf4.quantize_scales(scales)
+    nested = quantized.source.nested(part.segment, part.form) or nf4.quantize_scales(scales)
     for first, stop in _row_ranges(0, part.rows, part.width):
         _write_scales(buffers, part, first, stop, nested.codes, 0)
     of_rows = nested.scales[part.first_nested() :][: len(part.nested)]

@@ -5,7 +5,7 @@ quantized while one more is read, and the codes of one are written to their plac
 the scales of a whole matrix are kept until they are quantized together. R is the number of elements of a
 range, `scratch` that of the form:
 
-    R · (4 · (threads + 1) + scratch · threads + 2), + 10 · R if the file is quantized
+    R · (4 · (threads + 1) + scratch · threads + 2), + 10 · R of a file in 4 bits or fp8, + 4 · R of int8
     + 4 · scales of the matrix        with double quantization, which may be followed by more (below)
     + what the source reads at a time     of a checkpoint and of random weights
 
@@ -28,8 +28,9 @@ from megalite.parallel.sharding.buckets import BucketLayout
 from megalite.parallel.spec import Segment
 
 HF = "hf:"
-WRITING, EXPANDING = 2, 10
-"""Bytes of an element whose code is written, and of one that is read from a file in few bits."""
+WRITING, EXPANDING, EXPANDING_BYTES = 2, 10, 4
+"""Bytes of an element whose code is written, of one that is read from a file in few bits, and of one that is
+read from a file in int8."""
 CHUNK = 64 << 20
 """Largest number of bytes of a chunk of a checkpoint, of which all are read."""
 DRAWN_ROWS = 128
@@ -66,7 +67,7 @@ def _matrix(config: Config, matrix: Segment, form: BaseForm, at: Coordinates, th
     elements = min(layout.rows_at_once(width) + cut, rows) * width
     running = min(threads, -(-rows // layout.rows_at_once(width)))
     start = config.model.initial_weights
-    expanding = EXPANDING if start is not None and start.startswith(HF) and _in_few_bits(start) else 0
+    expanding = _expanding(start) if start is not None and start.startswith(HF) else 0
     ranges = elements * (FP32 * (running + 1) + form.sizes.scratch * running + WRITING + expanding)
     ranges += _source(start, matrix)
     if not form.double:
@@ -76,12 +77,15 @@ def _matrix(config: Config, matrix: Segment, form: BaseForm, at: Coordinates, th
 
 
 @lru_cache(maxsize=64)
-def _in_few_bits(start: str) -> bool:
-    """Return whether a Hugging Face directory is quantized, as far as it can be read."""
+def _expanding(start: str) -> int:
+    """Return the bytes of an element while its value is computed; 0: the files have it, or cannot be read."""
     try:
-        return "quantization_config" in hf_config(start.removeprefix(HF))
+        given = hf_config(start.removeprefix(HF)).get("quantization_config")
     except ConfigError:
-        return False
+        return 0
+    if not isinstance(given, dict):
+        return 0
+    return EXPANDING_BYTES if given.get("load_in_8bit") else EXPANDING
 
 
 def _source(start: str | None, matrix: Segment) -> int:
