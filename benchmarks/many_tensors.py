@@ -28,8 +28,9 @@ from megalite.commands.parser import Parser
 from megalite.config.sections.model import ModelConfig
 from megalite.families.weight_files import INDEX, SAFETENSORS
 from megalite.huggingface.config_json import to_hf_config
-from megalite.huggingface.convert import HuggingFaceSource, export_model, import_model
+from megalite.huggingface.convert import export_model, import_model
 from megalite.huggingface.files import NewFile
+from megalite.huggingface.source import HuggingFaceSource
 from megalite.huggingface.tensor_places import places
 
 EXPERTS, LAYERS = 256, (15, 29, 58)

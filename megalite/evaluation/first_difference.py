@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megalite.evaluation.logits import arithmetic_in, inputs_of, load_stage, load_transformers
 from megalite.generation.sources import ModelSource
-from megalite.huggingface.convert import HuggingFaceSource
+from megalite.huggingface.source import HuggingFaceSource
 from megalite.huggingface.tensor_places import TensorPlace
 from megalite.model.kinds import KINDS
 from megalite.model.layer import Layer, PlacedBlock

@@ -17,8 +17,8 @@ from megalite.assembly import parts as build
 from megalite.checkpoint.manifest import WEIGHT
 from megalite.families.model_config import hf_config, loader_of, stored_dtype
 from megalite.generation.sources import ModelSource, for_inference
-from megalite.huggingface.convert import HF
 from megalite.huggingface.files import ConversionError
+from megalite.huggingface.source import HF
 from megalite.model.stage import Stage
 from megalite.parallel.microbatch import Microbatch
 from megalite.system.progress import Report, silent

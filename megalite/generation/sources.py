@@ -31,7 +31,9 @@ from megalite.data.tokenizer.tokenizers import Tokenizer
 from megalite.families.model_config import end_ids
 from megalite.huggingface.base_weights import BaseWeights, base_of, moved
 from megalite.huggingface.companions import recorded_tokenizer
-from megalite.huggingface.convert import HF, HuggingFaceSource, origin, starting_weights
+from megalite.huggingface.initial_weights import starting_weights
+from megalite.huggingface.original import origin
+from megalite.huggingface.source import HF, HuggingFaceSource
 from megalite.launch.machine import local_world_size, usable_cores
 from megalite.model.kinds import dispatch_of
 from megalite.model.mtp.losses import without_further_losses

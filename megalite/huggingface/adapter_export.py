@@ -22,13 +22,13 @@ from megalite.config.sections.model import ModelConfig
 from megalite.families.hub import repository
 from megalite.families.model_config import loader_of
 from megalite.families.weight_files import ADAPTER, ADAPTER_SETTINGS
-from megalite.huggingface import convert as converting
 from megalite.huggingface.base_weights import with_base
 from megalite.huggingface.config_json import to_hf_config
-from megalite.huggingface.convert import HF, family_of, head_of, model_of, places_of
+from megalite.huggingface.export_files import new_directory
 from megalite.huggingface.files import ConversionError, NewFile
 from megalite.huggingface.merging import Adapters, saved
 from megalite.huggingface.model_card import write_card
+from megalite.huggingface.original import family_of, head_of, model_of, origin, places_of
 from megalite.huggingface.peft_modules import (
     EMBEDDING,
     PREFIX,
@@ -39,6 +39,7 @@ from megalite.huggingface.peft_modules import (
     modules_of,
     saved_keys,
 )
+from megalite.huggingface.source import HF
 from megalite.huggingface.tensor_places import TensorPlace
 from megalite.huggingface.tokenizer_export import TokenizerChoice, choose, write_tokenizer
 from megalite.system.files import write_synced
@@ -80,12 +81,12 @@ def export_adapter(source: Path | Manifest, target: Path) -> dict[str, Any]:
     base = _base(model)
     family = family_of(model, directory)
     settings = _settings(modules, places, adapters, head, base, family)
-    tokenizer = choose(manifest, TokenizerChoice(), converting.origin(directory, model))
+    tokenizer = choose(manifest, TokenizerChoice(), origin(directory, model))
     parameters, dtypes = (
         sum(value.numel() for value in tensors.values()),
         {dtype_name(value.dtype) for value in tensors.values()},
     )
-    with converting.new_directory(target) as temporary:
+    with new_directory(target) as temporary:
         with closing(
             NewFile(
                 temporary / ADAPTER[0],

@@ -24,11 +24,11 @@ from megalite.checkpoint.resized_embeddings import Read, of_checkpoint
 from megalite.config.rule import show
 from megalite.config.schema import Config
 from megalite.families.weight_files import ADAPTER, ADAPTER_SETTINGS
-from megalite.huggingface import convert as converting
+from megalite.huggingface import initial_weights
 from megalite.huggingface.base_weights import BaseWeights, quantized_matrices
-from megalite.huggingface.convert import head_of, places_of
 from megalite.huggingface.files import ConversionError, TensorFiles
 from megalite.huggingface.merging import adapted, parts_of
+from megalite.huggingface.original import head_of, places_of
 from megalite.huggingface.peft_modules import EMBEDDING, AdaptedModule, FusedExperts, modules_of, saved_keys
 from megalite.huggingface.tensor_places import TensorPlace
 from megalite.model.adapter_parameters import MAGNITUDE, A, name_of
@@ -57,7 +57,7 @@ def starting_weights(config: Config) -> Read:
 
     The function raises CheckpointError.
     """
-    base = converting.starting_weights(
+    base = initial_weights.starting_weights(
         config.model, config.run.seed, beside_adapter=config.lora.init_from is not None
     )
     if config.lora.init_from is not None:

@@ -28,8 +28,9 @@ from megalite.checkpoint.resized_embeddings import Read, of_checkpoint
 from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict, to_dict
 from megalite.config.schema import Config
-from megalite.huggingface import convert as converting
 from megalite.huggingface.bits_and_bytes import EightBitTensors, FourBitTensors
+from megalite.huggingface.initial_weights import starting_weights
+from megalite.huggingface.source import HF, HuggingFaceSource
 from megalite.huggingface.weights_identity import weights_identity
 from megalite.model.adapter_parameters import with_adapters
 from megalite.model.parameters import model_specs
@@ -49,8 +50,8 @@ class BaseWeights:
     def __init__(self, config: Config, start: str | None):
         self.name = f"random weights of run.seed = {config.run.seed}" if start is None else start
         self._read = _reader(config, start)
-        hf = start is not None and start.startswith(converting.HF)
-        self._directory = Path(str(start).removeprefix(converting.HF)) if hf else None
+        hf = start is not None and start.startswith(HF)
+        self._directory = Path(str(start).removeprefix(HF)) if hf else None
         # the rows that were read last: (name, first row), rows
         self._last: tuple[tuple[str, int], Tensor] | None = None
         self._last_nested: tuple[str, nf4.NestedScales] | None = None
@@ -104,8 +105,8 @@ class BaseWeights:
         return of_rows[[*place.rows[first:stop]]]
 
     @cached_property
-    def _source(self) -> converting.HuggingFaceSource | None:
-        return None if self._directory is None else converting.HuggingFaceSource.of(self._directory)
+    def _source(self) -> HuggingFaceSource | None:
+        return None if self._directory is None else HuggingFaceSource.of(self._directory)
 
     def quantized(self, matrix: Segment, form: BaseForm, first: int = 0, stop: int | None = None) -> Tensor:
         """Return rows [first, stop) of a matrix as they are in a base of this form, [rows, columns] fp32."""
@@ -146,9 +147,9 @@ def _reader(config: Config, start: str | None) -> Read:
     """Return a function that fills rectangles of the weights of step 0. It raises CheckpointError."""
     if start is None:
         return _drawn(config)
-    if start.startswith(converting.HF):
+    if start.startswith(HF):
         model = replace(config.model, init_from=start)
-        read = converting.starting_weights(model, config.run.seed, beside_adapter=True)
+        read = starting_weights(model, config.run.seed, beside_adapter=True)
         assert read is not None
         return read
     return of_checkpoint(config.model, config.run.seed, checkpoint.manifest_of(checkpoint.find(Path(start))))

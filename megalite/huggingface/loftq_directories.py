@@ -23,12 +23,14 @@ from torch import Tensor
 from megalite.checkpoint.directories import check_free
 from megalite.config.sections.lora import PROJECTIONS
 from megalite.families.weight_files import ADAPTER, ADAPTER_SETTINGS, INDEX
-from megalite.huggingface.convert import HuggingFaceSource, head_in, new_directory
+from megalite.huggingface.export_files import new_directory
 from megalite.huggingface.files import ConversionError, SafetensorsFile
 from megalite.huggingface.loftq import decomposed
 from megalite.huggingface.nf4_export import in_4_bits, settings_of
+from megalite.huggingface.original import head_in
 from megalite.huggingface.peft_modules import AdaptedModule, modules_of
 from megalite.huggingface.quantized_files import WEIGHT, matrices_of, rewrite
+from megalite.huggingface.source import HuggingFaceSource
 from megalite.model.adapter_parameters import A, B
 from megalite.system.files import write_synced
 from megalite.system.progress import Report, silent

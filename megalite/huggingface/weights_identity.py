@@ -20,8 +20,8 @@ from megalite.config.rule import show
 from megalite.config.sections.model import ModelConfig
 from megalite.families.model_config import hf_shape
 from megalite.huggingface.config_json import TRAINING_ONLY, meaning
-from megalite.huggingface.convert import HF
 from megalite.huggingface.files import TensorFiles
+from megalite.huggingface.source import HF
 
 PIECES, PIECE = 4, 1 << 12
 """Of a tensor of a Hugging Face model, which has no checksums: number of pieces that are read, spread over

@@ -22,7 +22,8 @@ from megalite.checkpoint import CheckpointError, Manifest, directories
 from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict
 from megalite.config.schema import Config
-from megalite.huggingface.convert import model_of, new_directory
+from megalite.huggingface.export_files import new_directory
+from megalite.huggingface.original import model_of
 from megalite.interchange.export_plan import Export, LegacyLayout
 from megalite.interchange.export_state import StateToExport
 from megalite.interchange.import_state import origin_of

@@ -17,7 +17,7 @@ from megalite.checkpoint.agreement import on_rank_0
 from megalite.config.errors import ConfigError
 from megalite.config.schema import Config
 from megalite.config.sections.preference import SCORES
-from megalite.huggingface.convert import HF
+from megalite.huggingface.source import HF
 from megalite.huggingface.weights_identity import weights_identity
 from megalite.mesh.mesh import Mesh
 

@@ -33,8 +33,8 @@ from megalite.evaluation.first_difference import Suspect
 from megalite.evaluation.logits import arithmetic_in, encode, load_transformers
 from megalite.generation.sources import ModelSource
 from megalite.huggingface.config_json import without_training_options
-from megalite.huggingface.convert import HuggingFaceSource
 from megalite.huggingface.files import ConversionError
+from megalite.huggingface.source import HuggingFaceSource
 from megalite.huggingface.tensor_places import TensorPlace
 from megalite.model.mtp.losses import without_further_losses
 from megalite.model.parameters import weight_shapes

@@ -25,7 +25,9 @@ from megalite.families.model_config import hf_config, stored_dtype
 from megalite.generation.sources import open_source
 from megalite.huggingface import convert as converting
 from megalite.huggingface.files import ConversionError
+from megalite.huggingface.original import model_of
 from megalite.huggingface.router_bias import to_export
+from megalite.huggingface.source import HuggingFaceSource
 from tests.huggingface.hf_models import (
     CASES,
     CONSTANTS,
@@ -185,7 +187,7 @@ def test_biases_of_routers_are_not_left_out(tmp_path: Path) -> None:
     converting.import_model(write(CASES["minimax_m2"], tmp_path / "theirs"), tmp_path / "ours")
     manifest = manifest_of(tmp_path / "ours")
     with pytest.raises(ConversionError, match="biases of routers, which files of cohere2_moe models do not have"):
-        to_export(manifest, converting.model_of(manifest), "cohere2_moe")
+        to_export(manifest, model_of(manifest), "cohere2_moe")
 
 
 @pytest.mark.parametrize("name", ["olmo_hybrid", "kimi_linear"])
@@ -193,8 +195,8 @@ def test_names_that_only_transformers_writes_come_in(name: str, tmp_path: Path) 
     """It writes the convolutions of q, k and v in parts of equal size, and names of one kind of layer in all."""
     model, own = make(CASES[name]), tmp_path / "own"
     model.save_pretrained(own)
-    published = converting.HuggingFaceSource.of(write(CASES[name], tmp_path / "published"))
-    source = converting.HuggingFaceSource.of(own)
+    published = HuggingFaceSource.of(write(CASES[name], tmp_path / "published"))
+    source = HuggingFaceSource.of(own)
     assert stored(own).keys() != stored(tmp_path / "published").keys()
     for key, place in source.places.items():
         whole = [len(place.rows), *place.shape[1:]]
@@ -212,7 +214,7 @@ def test_experts_come_in_from_a_fused_file(name, tmp_path: Path) -> None:
     shutil.copyfile(theirs / "config.json", fused / "config.json")
     save_file({key: value.clone() for key, value in load(theirs).state_dict().items()}, fused / "model.safetensors")
     assert any(key.endswith("mlp.experts.gate_up_proj") for key in stored(fused))
-    each, stacked = converting.HuggingFaceSource.of(theirs), converting.HuggingFaceSource.of(fused)
+    each, stacked = HuggingFaceSource.of(theirs), HuggingFaceSource.of(fused)
     for key, place in each.places.items():
         whole = [len(place.rows), *place.shape[1:]]
         assert torch.equal(each.read(key, [0] * len(whole), whole), stacked.read(key, [0] * len(whole), whole)), key
@@ -247,7 +249,7 @@ def test_experts_in_mxfp4_are_those_of_transformers(tmp_path: Path) -> None:
         expected[key] = convert_moe_packed_tensors(blocks, scales).contiguous()
     save_file(tensors, packed / "model.safetensors")
     write_characters(packed)
-    source = converting.HuggingFaceSource.of(packed)
+    source = HuggingFaceSource.of(packed)
     name, part = "layers.1.mlp.experts.in.weight", ([150, 3], [250, 40])  # rows of three experts
     whole = source.read(name, [0, 0], source.places[name].shape)
     assert torch.equal(source.read(name, *part), whole[150:400, 3:43])

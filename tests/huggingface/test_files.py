@@ -18,8 +18,10 @@ from megalite.commands import convert as convert_hf
 from megalite.commands.train import ignored_fields
 from megalite.config.load import from_dict
 from megalite.families.model_config import hf_config, hf_shape
-from megalite.huggingface.convert import HuggingFaceSource, import_model, starting_weights
+from megalite.huggingface.convert import import_model
 from megalite.huggingface.files import ConversionError
+from megalite.huggingface.initial_weights import starting_weights
+from megalite.huggingface.source import HuggingFaceSource
 from megalite.parallel.spec import Rectangle
 from tests.huggingface.hf_models import CASES, load, write
 

@@ -19,6 +19,7 @@ from megalite.families.model_config import from_hf_config, hf_config
 from megalite.huggingface import convert as converting
 from megalite.huggingface import fp8
 from megalite.huggingface.files import ConversionError
+from megalite.huggingface.source import HuggingFaceSource
 from tests.huggingface.hf_models import CASES, make
 
 QUANTIZATION: dict[str, Any] = {
@@ -93,7 +94,7 @@ def test_a_part_is_read_as_of_the_whole(tmp_path: Path) -> None:
     """What a rank reads that starts from such a directory: rows of several experts, and rotated channels in another
     order."""
     write(tmp_path, UNEVEN)
-    source = converting.HuggingFaceSource.of(tmp_path)
+    source = HuggingFaceSource.of(tmp_path)
     for name in ("layers.1.mlp.experts.in.weight", "layers.0.attention.kv_a.weight"):
         shape = (len(source.places[name].rows), source.places[name].shape[1])
         whole = source.read(name, (0, 0), shape)

@@ -26,8 +26,8 @@ from megalite.data.indexed import IndexedTokens
 from megalite.evaluation.logits import load_stage, our_logits
 from megalite.families.model_config import hf_shape
 from megalite.generation.sources import open_source
-from megalite.huggingface.convert import HuggingFaceSource
 from megalite.huggingface.files import ConversionError
+from megalite.huggingface.source import HuggingFaceSource
 from megalite.parallel.quantized import layout
 from megalite.parallel.quantized.buffers import QuantizedBuffers
 from megalite.parallel.spec import Rectangle
