@@ -180,7 +180,7 @@ class TensorFiles(Mapping[str, Tensor]):
         tensor = self._files[name][name]
         if not tensor.is_floating_point() or tensor.dtype not in LETTERS:
             raise ConversionError(
-                f"{self.directory}: {name} has unsupported type {tensor.dtype}. Quantized weights are not "
+                f"{self.directory}: {name} has unsupported type {str(tensor.dtype).removeprefix('torch.')}. Quantized weights are not "
                 "supported."
             )
         return tensor

@@ -389,7 +389,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "stored as int8": (
         lambda d: rewrite(d, to_int8),
-        "model.norm.weight has unsupported type I8. Quantized weights are not supported",
+        "model.norm.weight has unsupported type int8. Quantized weights are not supported",
     ),
     "family": (
         lambda d: edit(d / "config.json", model_type="mamba"),
