@@ -16,12 +16,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from megalite.config.errors import ConfigError
 from megalite.stores.errors import StoreError, reason
 from megalite.stores.url import PACKAGES, normal, protocol_of
 
 Result = TypeVar("Result")
 PATIENCE_S = 60.0
 """Seconds for which reads, and the accesses at a start, are tried again."""
+DATA_PATIENCE_S = 300.0
+"""Seconds for which a run tries again to read its data."""
 PIECE = 8 << 20
 """Bytes of one request of a read; larger ranges are read with several requests at the same time."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 8.0
@@ -150,13 +153,20 @@ class ObjectStore:
             file.commit()
 
 
-def _object(entry: dict[str, Any]) -> StoredObject:
+def version_of(entry: dict[str, Any]) -> tuple[int | None, str]:
+    """Return the size and the tag of a file in what fsspec says of it; both change with its content."""
     tag = next((str(entry[key]) for key in _TAGS if entry.get(key) is not None), "")
+    return entry.get("size"), tag
+
+
+def _object(entry: dict[str, Any]) -> StoredObject:
     when = next((entry[key] for key in _TIMES if entry.get(key) is not None), 0.0)
     if isinstance(when, str):
         when = datetime.fromisoformat(when)
     return StoredObject(
-        int(entry["size"]), tag, when.timestamp() if isinstance(when, datetime) else float(when)
+        int(entry["size"]),
+        version_of(entry)[1],
+        when.timestamp() if isinstance(when, datetime) else float(when),
     )
 
 
@@ -196,14 +206,14 @@ def patiently(action: Callable[[], Result], url: str, seconds: float = PATIENCE_
         seconds: after which the error is final.
 
     Raises:
-        FileNotFoundError: at once.
+        FileNotFoundError, ConfigError: at once.
         StoreError: the store did not answer in time, or does not permit it.
     """
     pause, end = _FIRST_PAUSE_S, time.monotonic() + seconds
     while True:
         try:
             return action()
-        except (FileNotFoundError, StoreError):
+        except (FileNotFoundError, ConfigError):
             raise
         except PermissionError as error:
             raise StoreError(
