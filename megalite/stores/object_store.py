@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from megalite.config.errors import ConfigError
-from megalite.stores.errors import StoreError, reason
+from megalite.stores.errors import ConflictError, StoreError, reason
 from megalite.stores.url import PACKAGES, normal, protocol_of
 
 Result = TypeVar("Result")
@@ -28,7 +28,7 @@ DATA_PATIENCE_S = 300.0
 PIECE = 8 << 20
 """Bytes of one request of a read; larger ranges are read with several requests at the same time."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 8.0
-_TAGS = ("ETag", "etag", "generation", "md5Hash", "content_md5", "mtime", "created")
+_TAGS = ("generation", "ETag", "etag", "md5Hash", "content_md5", "mtime", "created")
 _TIMES = ("LastModified", "last_modified", "updated", "mtime", "created")
 
 
@@ -37,7 +37,7 @@ class StoredObject(NamedTuple):
 
     Attributes:
         size: in bytes.
-        tag: changes with the content: an ETag or, if the store has none, a generation or a time.
+        tag: changes with the content: a generation, an ETag or, if the store has neither, a time.
         modified: seconds since the epoch, by the clock of the store.
     """
 
@@ -141,6 +141,16 @@ class ObjectStore:
         """
         return 0
 
+    def _replaced(self, url: str, data: bytes) -> str:
+        """Return the tag of what a conditional write has met, if it is the data, or raise ConflictError.
+
+        A lost answer makes a second try fail; the content then shows that the first one has succeeded.
+        """
+        entry = self.info(url)
+        if entry is not None and self.read(url) == data:
+            return entry.tag
+        raise ConflictError(f"{url} has been written by another process.")
+
     def _commit(self, url: str, write: Callable[[Any], object]) -> None:
         """Write an object that becomes visible as a whole, also where objects are files."""
         path = self.path(url)
@@ -192,11 +202,24 @@ def _connected(protocol: str, bucket: str) -> ObjectStore:
             f"{protocol}://{bucket} requires the package {PACKAGES[protocol]}. Install it with "
             "`pip install 'megalite[stores]'`."
         ) from None
-    if PACKAGES[protocol] == "s3fs":
+    return _class_for(protocol)(fs, protocol)
+
+
+def _class_for(protocol: str) -> type[ObjectStore]:
+    package = PACKAGES[protocol]
+    if package == "s3fs":
         from megalite.stores.s3 import S3Store
 
-        return S3Store(fs, protocol)
-    return ObjectStore(fs, protocol)
+        return S3Store
+    if package == "gcsfs":
+        from megalite.stores.gcs import GcsStore
+
+        return GcsStore
+    if package == "adlfs":
+        from megalite.stores.azure import AzureStore
+
+        return AzureStore
+    return ObjectStore
 
 
 def patiently(action: Callable[[], Result], url: str, seconds: float = PATIENCE_S) -> Result:
