@@ -235,7 +235,9 @@ def test_options_that_do_not_apply_are_named(
             "do not divide model.num_hidden_layers=4",
         ),
         (["export", checkpoint, other, "--weights_only"], "--weights_only applies to --format megatron"),
-        (["import", checkpoint, other, "--drop_padding"], "--drop_padding applies to megatron:DIR"),
+        (["import", checkpoint, other, "--drop_padding"], "--drop_padding applies to megatron:DIR only"),
+        (["export", f"megatron:{exported / 'dist'}", other], "import megatron:"),
+        (["export", str(exported / "dist"), other], f"convert import megatron:{exported / 'dist'} CHECKPOINT_DIR"),
         (
             ["import", f"megatron:{exported / 'dist'}", other, "--model", "llama-3.2-1b"],
             "model.hidden_size is 2048, but 32 in",
