@@ -29,7 +29,7 @@ KINDS = {"param": "fp32_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"
 Parameter = TypeVar("Parameter")
 
 
-class Slot(NamedTuple):
+class BufferSlot(NamedTuple):
     """The place of a parameter: elements [start, start + size) of a bucket."""
 
     bucket: int
@@ -37,14 +37,14 @@ class Slot(NamedTuple):
     size: int
 
 
-def slots(sizes: Sequence[int], buckets: Sequence[int]) -> list[Slot] | None:
+def slots(sizes: Sequence[int], buckets: Sequence[int]) -> list[BufferSlot] | None:
     """Return the places of the parameters of a buffer, or None if they do not fill its buckets.
 
     Args:
         sizes: elements of the parameters, in the order in which modules are built.
         buckets: elements of the buckets, without the padding at their ends.
     """
-    places, bucket, end = list[Slot](), 0, 0
+    places, bucket, end = list[BufferSlot](), 0, 0
     for size in reversed(sizes):
         start = _aligned(end)
         if bucket < len(buckets) and start + size > buckets[bucket]:
@@ -53,7 +53,7 @@ def slots(sizes: Sequence[int], buckets: Sequence[int]) -> list[Slot] | None:
             bucket, start = bucket + 1, 0
         if bucket == len(buckets) or size > buckets[bucket]:
             return None
-        places.append(Slot(bucket, start, size))
+        places.append(BufferSlot(bucket, start, size))
         end = start + size
     filled = bool(buckets) and bucket == len(buckets) - 1 and buckets[-1] in (end, _aligned(end))
     return places[::-1] if filled or not (sizes or buckets) else None

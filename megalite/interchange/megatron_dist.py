@@ -22,7 +22,7 @@ from megalite.config.sections.model import ModelConfig
 from megalite.interchange.dcp_files import DcpDirectory
 from megalite.interchange.inert_pickles import load_pt
 from megalite.interchange.megatron_buffers import KINDS
-from megalite.interchange.megatron_dist_buffers import DistBuffers, Weight
+from megalite.interchange.megatron_dist_buffers import DistBuffers, StoredWeight
 from megalite.interchange.megatron_places import EMBEDDING, HEAD, MegatronTensor
 from megalite.interchange.megatron_source import MASTER, MODEL, MOMENTS, WITHOUT, check_known, facts_of
 from megalite.interchange.megatron_spelling import dist_places, spelling_of
@@ -85,7 +85,7 @@ class DistCheckpoint:
             stored, at = self._files.tensors[self._keys[MODEL, place.key]], len(place.lead)
             divided = any(chunk.sizes[at] < stored.shape[at] for chunk in stored.chunks)
             rows = self.rows() if name in (EMBEDDING, HEAD) else tensor.shape[0]
-            weights[name] = Weight((rows, *tensor.shape[1:]), stored.dtype, divided)
+            weights[name] = StoredWeight((rows, *tensor.shape[1:]), stored.dtype, divided)
         own = [tensor for tensor in tensors.values() if tensor.parts]
         self._buffers.locate(model, own, self.facts.arguments, self.spelling, weights)
 

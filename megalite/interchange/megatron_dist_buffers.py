@@ -25,7 +25,7 @@ from torch import Tensor
 from megalite.checkpoint import CheckpointError
 from megalite.config.sections.model import ModelConfig
 from megalite.interchange.dcp_files import DcpDirectory
-from megalite.interchange.megatron_buffers import ALIGNMENT, KINDS, Slot, by_dtype, slots
+from megalite.interchange.megatron_buffers import ALIGNMENT, KINDS, BufferSlot, by_dtype, slots
 from megalite.interchange.megatron_legacy import joined
 from megalite.interchange.megatron_places import DOWN, EMBEDDING, HEAD, LAYERS, MegatronTensor
 from megalite.interchange.megatron_source import WITHOUT
@@ -43,7 +43,7 @@ ELSEWHERE = ("overlap_param_gather_with_optimizer_step", "moe_use_legacy_grouped
 """Arguments with which parameters have other places."""
 
 
-class Weight(NamedTuple):
+class StoredWeight(NamedTuple):
     """What a checkpoint says of a weight.
 
     Attributes:
@@ -132,7 +132,7 @@ class DistBuffers:
         tensors: Sequence[MegatronTensor],
         arguments: Mapping[str, Any],
         spelling: Spelling,
-        weights: Mapping[str, Weight],
+        weights: Mapping[str, StoredWeight],
     ) -> None:
         """Find the parts of all tensors.
 
@@ -215,7 +215,7 @@ class DistBuffers:
 
     def _places(
         self, parameters: Sequence[_Parameter], buffers: Sequence[_Buffer]
-    ) -> list[tuple[_Parameter, _Buffer, Slot]] | None:
+    ) -> list[tuple[_Parameter, _Buffer, BufferSlot]] | None:
         """Return where parameters are in the buffers of a stage, or None if they do not fill them."""
         named = {each.name: each for each in parameters}
         try:
@@ -226,10 +226,10 @@ class DistBuffers:
             return None
         places = []
         for names, buffer in zip(of_dtype.values(), buffers, strict=True):
-            found = slots([prod(named[name].shape) for name in names], buffer.sizes)
-            if found is None:
+            own = slots([prod(named[name].shape) for name in names], buffer.sizes)
+            if own is None:
                 return None
-            places += [(named[name], buffer, slot) for name, slot in zip(names, found, strict=True)]
+            places += [(named[name], buffer, slot) for name, slot in zip(names, own, strict=True)]
         return places
 
     def _assign(self, parameters: Sequence[_Parameter], buffers: Sequence[_Buffer]) -> None:
@@ -272,7 +272,7 @@ class _Locals:
     """The parameters of ranks."""
 
     def __init__(
-        self, model: ModelConfig, spelling: Spelling, layout: _Layout, weights: Mapping[str, Weight]
+        self, model: ModelConfig, spelling: Spelling, layout: _Layout, weights: Mapping[str, StoredWeight]
     ):
         self._model, self._spelling, self._layout, self._weights = model, spelling, layout, weights
         self._per_rank = (model.num_experts or 0) // layout.ep
@@ -321,11 +321,11 @@ def _of_modules(spelling: Spelling, arguments: Mapping[str, Any]) -> Spelling:
 
 def _groups(files: DcpDirectory, names: Sequence[str]) -> dict[tuple[int, int], list[_Buffer]]:
     """Return (optimizer of the chain, group) → its buffers, in order."""
-    found: dict[tuple[int, int], dict[tuple[int, str], dict[int, str]]] = {}
+    by_group: dict[tuple[int, int], dict[tuple[int, str], dict[int, str]]] = {}
     for name in names:
         chained, group, number, dtype, bucket, kind = _matched(name)
         if kind == "param":
-            buffer = found.setdefault((chained, group), {}).setdefault((number, dtype), {})
+            buffer = by_group.setdefault((chained, group), {}).setdefault((number, dtype), {})
             buffer[bucket] = name.removesuffix(f".{kind}")
     return {
         group: [
@@ -336,7 +336,7 @@ def _groups(files: DcpDirectory, names: Sequence[str]) -> dict[tuple[int, int], 
             )
             for (_, dtype), buckets in sorted(buffers.items())
         ]
-        for group, buffers in found.items()
+        for group, buffers in by_group.items()
     }
 
 

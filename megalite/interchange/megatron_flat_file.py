@@ -73,10 +73,10 @@ class FlatFile:
         Raises:
             CheckpointError: the parameters do not fill the buffers.
         """
-        found = [{kind: dict[str, Tensor]() for kind in KINDS.values()} for _ in stages]
+        of_stages = [{kind: dict[str, Tensor]() for kind in KINDS.values()} for _ in stages]
         content = self._contents[int(experts)] if int(experts) < len(self._contents) else None
         if content is None:
-            return found
+            return of_stages
         buffers = self._buffers(content)
         for chunk, parameters in enumerate(stages):
             dtypes = {name: tensor.dtype for name, tensor in parameters.items()}
@@ -96,10 +96,10 @@ class FlatFile:
                     start = starts[place.bucket] + place.start
                     for theirs, kind in KINDS.items():
                         part = tensors[theirs][start : start + place.size]
-                        found[chunk][kind][name] = part.view(parameters[name].shape)
+                        of_stages[chunk][kind][name] = part.view(parameters[name].shape)
         if (rest := next(buffers, None)) is not None:
             raise self._mismatch("the end", 0, 0, rest[1])
-        return found
+        return of_stages
 
     def _by_dtype(self, dtypes: Mapping[str, torch.dtype]) -> dict[torch.dtype, list[str]]:
         try:
@@ -140,9 +140,9 @@ class FlatFile:
     def _mismatch(
         self, first: str, count: int, expected: int, tensors: Mapping[str, Tensor]
     ) -> CheckpointError:
-        found = len(tensors["param"]) if tensors else 0
+        stored = len(tensors["param"]) if tensors else 0
         return CheckpointError(
             f"{self._path}: the {count} parameters from {first} on take {expected:,} elements of a buffer of "
-            f"the distributed optimizer, found {found:,}. Save the checkpoint with --ckpt-format torch_dist "
+            f"the distributed optimizer, found {stored:,}. Save the checkpoint with --ckpt-format torch_dist "
             f"--dist-ckpt-optim-fully-reshardable, or {WITHOUT}."
         )

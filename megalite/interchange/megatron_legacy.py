@@ -288,8 +288,8 @@ class LegacyCheckpoint:
                 for stage in chunks
             ]
             parts = flat.parts(stored, experts, limited=pp == 0, shares_embedding=shares_embedding)
-            for stage, found in zip(chunks, parts, strict=True):
-                for kind, tensors in found.items():
+            for stage, states in zip(chunks, parts, strict=True):
+                for kind, tensors in states.items():
                     stage.ranks[tp, ep].setdefault(kind, {}).update(tensors)
 
     def _read_optimizer(self, number: tuple[int, int, int], content: dict[str, Any]) -> None:
