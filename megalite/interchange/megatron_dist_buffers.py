@@ -114,7 +114,7 @@ class DistBuffers:
         self._files = files
         self.objects = [name for name in files.objects if _OBJECT.fullmatch(name)]
         self.tensors = [name for name in files.tensors if _BUCKET.fullmatch(name)]
-        self._groups = _groups(files, self.tensors)
+        self._groups: dict[tuple[int, int], list[_Buffer]] = {}
         self._parts: dict[str, list[_Part]] = {}
 
     def common(self) -> dict[str, Any]:
@@ -142,14 +142,16 @@ class DistBuffers:
             weights: by the name of the tensor.
 
         Raises:
-            CheckpointError: the parameters do not fill the buffers.
+            CheckpointError: the parameters do not fill the buffers, or some are missing.
         """
         for name in ELSEWHERE:
             if arguments.get(name):
                 raise self._unknown(f"it was saved with {name}={arguments[name]}")
-        layout = _Layout.of(arguments)
+        self._groups, layout = _groups(self._files, self.tensors), _Layout.of(arguments)
         if layout.expert_tp != layout.tp and layout.ep == 1 and model.num_experts:
             raise self._unknown("experts have another tp than other tensors, and are in the same buffers")
+        if (model.num_experts or 0) % layout.ep:
+            raise self._unknown(f"{model.num_experts} experts are not divisible by ep {layout.ep}")
         local = _Locals(model, _of_modules(spelling, arguments), layout, weights)
         units, first, self._parts = _units(tensors), 0, {}
         experts: list[list[list[MegatronTensor]]] = [[] for _ in range(layout.pp)]
@@ -321,12 +323,20 @@ def _of_modules(spelling: Spelling, arguments: Mapping[str, Any]) -> Spelling:
 
 def _groups(files: DcpDirectory, names: Sequence[str]) -> dict[tuple[int, int], list[_Buffer]]:
     """Return (optimizer of the chain, group) → its buffers, in order."""
+    shapes = {name: tensor.shape for name, tensor in files.tensors.items()}
     by_group: dict[tuple[int, int], dict[tuple[int, str], dict[int, str]]] = {}
     for name in names:
         chained, group, number, dtype, bucket, kind = _matched(name)
+        bucket_name = name.removesuffix(f".{kind}")
+        alike = {shapes.get(f"{bucket_name}.{each}") for each in KINDS}
+        if len(shapes[name]) != 1 or alike != {shapes[name]}:
+            raise CheckpointError(
+                f"{files.directory} is damaged: expected {', '.join(KINDS)} of the same length in "
+                f"{bucket_name}"
+            )
         if kind == "param":
             buffer = by_group.setdefault((chained, group), {}).setdefault((number, dtype), {})
-            buffer[bucket] = name.removesuffix(f".{kind}")
+            buffer[bucket] = bucket_name
     return {
         group: [
             _Buffer(

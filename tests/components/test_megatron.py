@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import subprocess
 from pathlib import Path
@@ -186,7 +187,18 @@ def test_state_at_unknown_places_is_rejected(exported: Path, tmp_path: Path, cap
     common = torch.load(other / "common.pt", weights_only=False)
     common["args"].tensor_model_parallel_size = 1
     torch.save(common, other / "common.pt")
-    for place, message in ((wrong, "differs from its fp32 master weight"), (other, "could not be determined")):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(exported / "gpt" / "distributed" / "dp_reshardable" / ITERATION, damaged)
+    metadata = pickle.loads((damaged / ".metadata").read_bytes())
+    del metadata.state_dict_metadata[
+        next(name for name in metadata.state_dict_metadata if ".bucket_idx_0.exp_avg" in name)
+    ]
+    (damaged / ".metadata").write_bytes(pickle.dumps(metadata))
+    for place, message in (
+        (wrong, "differs from its fp32 master weight"),
+        (other, "could not be determined"),
+        (damaged, "is damaged: expected param, exp_avg, exp_avg_sq of the same length"),
+    ):
         with pytest.raises(SystemExit):
             convert.main(["import", f"megatron:{place}", str(tmp_path / "out")])
         assert message in capsys.readouterr().err
