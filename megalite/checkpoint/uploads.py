@@ -13,7 +13,8 @@ that it has written of a checkpoint. Rank 0 then writes the manifest, which publ
 | 5 | deletion of pruned checkpoints and of files of earlier saves, manifests first | the new checkpoint |
 
 A checkpoint in the spool with a file `origin` is in the store. Its data here is freed when it is not the
-newest any more.
+newest any more. One without it waits for its upload, unless the run has resumed from an earlier step, and so
+goes on without it: it is moved to checkpoints/unpublished, and never uploaded.
 """
 
 from __future__ import annotations
@@ -83,6 +84,16 @@ def clean(config: Config) -> list[str]:
     return [f"{url}: discarded {counted(aborted, 'unfinished upload')} of an earlier job"] if aborted else []
 
 
+def _set_aside(path: Path, step: int) -> None:
+    """Move a checkpoint that the run goes on without to where nothing is uploaded, resumed or pruned."""
+    place = path.with_name(run_files.UNPUBLISHED) / path.name
+    place.parent.mkdir(exist_ok=True)
+    remove_stub(place)
+    with suppress(FileNotFoundError):  # moved by another node that has the same spool
+        path.rename(place)
+        say(f"{path} was not uploaded, and the run goes on from step {step} without it: moved to {place}")
+
+
 def _waiting(directory: Path) -> list[Path]:
     """Return the checkpoints in a spool that are not known to be in the store, oldest save first."""
     paths = [
@@ -104,9 +115,8 @@ class RunUploads:
             here, and frees space in the spool.
 
     Attributes:
-        uploading: the checkpoint that is being uploaded. It must not be pruned, or nothing would ever be
-        in the
-            store if saves follow each other faster than uploads.
+        uploading: the checkpoint that is being uploaded. It must not be pruned, or nothing would ever be in
+            the store if saves follow each other faster than uploads.
     """
 
     def __init__(self, config: Config, rank: int, leads_node: bool = True):
@@ -136,9 +146,17 @@ class RunUploads:
     def _local(self) -> Path:
         return self.directory / run_files.CHECKPOINTS
 
-    def start(self) -> None:
-        """Start the thread, with what an earlier job has left in the spool."""
+    def start(self, step: int) -> None:
+        """Start the thread, with what an earlier job has left in the spool.
+
+        Args:
+            step: that of the checkpoint from which the run goes on. What was saved at later ones is not
+                of this run any more.
+        """
         if self._leads_node:
+            for path in _waiting(self.directory):
+                if (step_number(path.name) or 0) > step:
+                    _set_aside(path, step)
             self._of_earlier_job = set(_waiting(self.directory))
             self._queue = dict.fromkeys(_waiting(self.directory), 0)
         self._thread = Thread(target=self._run, daemon=True, name="uploads")

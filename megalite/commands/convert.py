@@ -42,6 +42,7 @@ from megalite.commands.parser import (
 )
 from megalite.config.amounts import byte_size
 from megalite.config.errors import ConfigError
+from megalite.config.rule import OTHER_PROGRAMS
 from megalite.data.indexed import DataError
 from megalite.families.model_config import families
 from megalite.system.messages import counted
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
 
 TOLERANCE = 1e-4
 ROW = 8  # positions per line
-OTHERS = ("megatron:", "torchtitan:", "dcp:")
 """How names of other programs' checkpoints begin."""
 MEGATRON: dict[str, Any] = {"megatron": "torch_dist", "megatron-legacy": "legacy"}
 RANKS = {
@@ -281,11 +281,12 @@ def start_copying() -> None:
 
 
 def bring_in(options: argparse.Namespace) -> Answer:
-    if options.hf_dir.startswith(OTHERS):
+    if options.hf_dir.startswith(OTHER_PROGRAMS):
         return _bring_other_in(options)
-    for name in ("weights_only", "model", "drop_padding"):
+    both = "megatron:DIR and torchtitan:DIR"
+    for name, of in (("weights_only", both), ("model", both), ("drop_padding", "megatron:DIR")):
         if getattr(options, name):
-            raise ConfigError(f"--{name} applies to megatron:DIR and torchtitan:DIR only. Leave it out.")
+            raise ConfigError(f"--{name} applies to {of} only. Leave it out.")
     source = hf_directory(options.hf_dir, "weights", "HF_DIR")
     check_free(options.checkpoint_dir)
     from megalite.huggingface.convert import import_model
@@ -405,6 +406,11 @@ class ExportLosses:
 
         self.rows, self.known = options.evaluate, dict[str, float]()
         self.config = from_dict(manifest.state["config"])
+        if self.config.model.output_head != "vocabulary":
+            raise ConfigError(
+                f"--evaluate {self.rows} computes the loss of the next words, and {source} has the head of a "
+                "reward model. Leave --evaluate out."
+            )
         self.sets = validation_sets(self.config, "--evaluate")
         self._checkpoint = open_source(source, options.ema, base_named(options.base))
 

@@ -21,7 +21,7 @@ from megalite.config.files import config_file, read_tree, shipped_configs
 from megalite.config.load import flatten, from_dict, resolve
 from megalite.config.precision import AUTO
 from megalite.config.repository_id import is_repository_id
-from megalite.config.rule import is_checkpoint, suggestion
+from megalite.config.rule import import_first, is_checkpoint, suggestion
 from megalite.config.schema import Config
 from megalite.config.values import nest
 from megalite.families import hub
@@ -194,6 +194,8 @@ def weights_of(given: str, option: str = "the model") -> str:
     """
     model = find_model(given, "weights", option)
     if model is None:
+        if (other := import_first(given)) is not None:
+            raise ConfigError(f"{option} {given} is not a checkpoint of megalite. {other}")
         manifest_of(find(Path(given)))  # which says what it is not
         return given
     if model.kind == "preset":

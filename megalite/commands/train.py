@@ -89,7 +89,7 @@ def main() -> int:
             config, mesh, config.run.directory, partial(end_hanging, config=config, mesh=mesh, job=job)
         ):
             trainer = Trainer(config, mesh, device, job.restarted)
-            job.running()
+            job.running(trainer.step_done)
             trainer.saver.uploads = job.uploads
             announce(trainer, remarks + notes)
             status = fit(trainer, observers(trainer, environment, hardware, kernels(trainer)))

@@ -106,6 +106,21 @@ CHECKPOINT_EXAMPLE = (
 )
 
 
+OTHER_PROGRAMS = ("megatron:", "torchtitan:", "dcp:")
+"""How names of other programs' checkpoints begin, which `convert import` reads."""
+
+
+def import_first(path: str) -> str | None:
+    """The way out for a checkpoint of another program; None: it is none."""
+    name = path if path.startswith(OTHER_PROGRAMS) else f"megatron:{path}"
+    if name != path and not os.path.isfile(Path(path, "latest_checkpointed_iteration.txt")):
+        return None
+    return (
+        f"A checkpoint of another program is imported first: run megalite convert import {name} "
+        "CHECKPOINT_DIR, and give CHECKPOINT_DIR."
+    )
+
+
 def is_checkpoint(path: str) -> bool:
     """Whether a directory is a published checkpoint, which has a manifest, or that of a run that has saved
     one; or a file, `best` or `latest`, that names one; or the same in a store. Raises StoreError."""

@@ -12,6 +12,7 @@ CHECKPOINTS = "checkpoints"
 LATEST, BEST = "latest", "best"  # in `checkpoints`: files that name a checkpoint
 MANIFEST = "manifest.json"  # in each checkpoint
 ORIGIN = "origin"  # in a checkpoint whose data is, or is also, in a store: where
+UNPUBLISHED = "unpublished"  # in `checkpoints`: those that never came into the store, and that the run left
 STORE_STATE = "store.json"  # what a run's spool knows of its store
 OFFLOAD = "offload"
 TOKENIZER = "tokenizer"

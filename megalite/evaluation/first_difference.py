@@ -156,6 +156,8 @@ class _Comparison:
         assert stage.head is not None
         self.stage, self.head, self.places, self.runs = stage, stage.head, places, runs
         self.logits, self.tokens, self.bound = logits, ids.unsqueeze(1), bound
+        # of mup, which transformers has in the last matrix of a block, or in the norm of its output
+        self.depth_factor = 1.0 / stage.model_config.depth_growth
         microbatch = Microbatch.of(self.tokens, self.tokens, torch.zeros(1, dtype=torch.int64))
         self.state = stage.forward_state(microbatch, step=0, training=False)
 
@@ -201,7 +203,7 @@ class _Comparison:
             for suspect in (
                 next(self._of_norms((*before, *inside)), None),
                 self._of_block(placed, name),
-                next(self._of_norms(after), None),
+                next(self._of_norms(after, self.depth_factor), None),
             ):
                 if suspect is not None:
                     return suspect
@@ -216,8 +218,8 @@ class _Comparison:
         alike = path != layer and kind.output_factor(self.stage.model_config) == 1.0
         return self.runs.get(path) if alike else None
 
-    def _of_norms(self, candidates: Iterable[Any]) -> Iterator[Suspect]:
-        """Yield the differences of norms among the candidates."""
+    def _of_norms(self, candidates: Iterable[Any], factor: float = 1.0) -> Iterator[Suspect]:
+        """Yield the differences of norms among the candidates, which theirs have times a factor."""
         for norm in candidates:
             if not isinstance(norm, RMSNorm | LayerNorm) or not isinstance(norm.weight, Weight):
                 continue
@@ -225,7 +227,7 @@ class _Comparison:
             run, order = self.runs.get(self._module(name)), list(self.places[name].rows)
             if run is None or run.x.shape != run.y.shape or run.x.shape[-1] != len(order):
                 continue
-            difference = self._differs(norm(run.x[..., order]), run.y[..., order])
+            difference = self._differs(factor * norm(run.x[..., order]), run.y[..., order])
             if difference is not None:
                 yield difference.at(self._files(name)[0], "on the same input, this norm's output differs")
 
@@ -243,7 +245,8 @@ class _Comparison:
             return call(operation, *arguments)
 
         block.call = watching
-        difference = self._differs(block(_columns(run.x), self.state), _columns(run.y))
+        factor = 1.0 if placed.spec.output_norm else self.depth_factor
+        difference = self._differs(factor * block(_columns(run.x), self.state), _columns(run.y))
         block.call = call
         if difference is None:
             return None

@@ -9,6 +9,7 @@ torch's own reader unpickles .metadata without restriction; here it becomes iner
 from __future__ import annotations
 
 import io
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -63,12 +64,12 @@ class DcpDirectory:
         try:
             storage = {(_name(index), _offset(index)): info for index, info in metadata.storage_data.items()}
             self.tensors: dict[str, DcpTensor] = {}
-            self._objects: dict[str, Any] = {}
+            self._objects: dict[str, StoredChunk] = {}
             for name, entry in metadata.state_dict_metadata.items():
                 if hasattr(entry, "chunks"):
                     self.tensors[name] = _tensor(name, entry, storage)
                 else:
-                    self._objects[name] = storage.get((name, None))
+                    self._objects[name] = _stored(name, (), (), storage[name, None])
         except (AttributeError, TypeError, KeyError, IndexError) as error:
             raise CheckpointError(
                 f"{path} is damaged: expected the metadata of torch.distributed.checkpoint, found "
@@ -77,6 +78,7 @@ class DcpDirectory:
         for name, tensor in self.tensors.items():
             _check_cover(path, name, tensor)
         self._cache: OrderedDict[StoredChunk, Tensor] = OrderedDict()
+        self._ordered: dict[str, list[StoredChunk]] = {}
 
     @property
     def objects(self) -> list[str]:
@@ -84,8 +86,7 @@ class DcpDirectory:
 
     def read_object(self, name: str) -> Any:
         """Return a pickled object, with inert records in place of classes."""
-        info = self._objects[name]
-        chunk = StoredChunk((), (), str(info.relative_path), int(info.offset), int(info.length))
+        chunk = self._objects[name]
         return load_pt(self._bytes(chunk), f"{self.directory / chunk.file} ({name})")
 
     def read(self, name: str, lead: Sequence[int] = ()) -> Tensor:
@@ -109,6 +110,26 @@ class DcpDirectory:
             )
             whole[place] = values
         return whole
+
+    def read_range(self, name: str, start: int, count: int) -> Tensor:
+        """Return consecutive elements of a tensor of one dimension."""
+        tensor = self.tensors[name]
+        whole, stop = torch.empty(count, dtype=tensor.dtype), start + count
+        chunks = self._in_order(name)
+        for chunk in chunks[max(0, bisect_right(chunks, start, key=lambda each: each.offsets[0]) - 1) :]:
+            (low,), (size,) = chunk.offsets, chunk.sizes
+            if low >= stop:
+                break
+            first, last = max(start, low), min(stop, low + size)
+            if first < last:
+                whole[first - start : last - start] = self._chunk(name, chunk)[first - low : last - low]
+        return whole
+
+    def _in_order(self, name: str) -> list[StoredChunk]:
+        """Return the chunks of a tensor of one dimension by their offsets."""
+        if name not in self._ordered:
+            self._ordered[name] = sorted(self.tensors[name].chunks, key=lambda chunk: chunk.offsets)
+        return self._ordered[name]
 
     def _chunk(self, name: str, chunk: StoredChunk) -> Tensor:
         if chunk in self._cache:
@@ -173,20 +194,63 @@ def _tensor(name: str, entry: Any, storage: Mapping[Any, Any]) -> DcpTensor:
                 "checkpoint "
                 "without transforms."
             )
-        file = str(info.relative_path)
-        if Path(file).is_absolute() or ".." in Path(file).parts:
-            raise CheckpointError(f"{name} is stored in {file}, which is outside of the directory")
-        sizes = tuple(int(each) for each in chunk.sizes)
-        chunks.append(StoredChunk(offsets, sizes, file, int(info.offset), int(info.length)))
+        chunks.append(_stored(name, offsets, tuple(int(each) for each in chunk.sizes), info))
     return DcpTensor(tuple(int(each) for each in entry.size), dtype, tuple(chunks))
 
 
+def _stored(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], info: Any) -> StoredChunk:
+    """Return where a chunk or an object is. Raises CheckpointError if that is not in the directory."""
+    file, start, length = str(info.relative_path), int(info.offset), int(info.length)
+    if Path(file).is_absolute() or ".." in Path(file).parts:
+        raise CheckpointError(f"{name} is stored in {file}, which is outside of the directory")
+    if start < 0 or length < 0:
+        raise CheckpointError(f"{name} is stored in {file}, in {length:,} bytes from byte {start:,} on")
+    return StoredChunk(offsets, sizes, file, start, length)
+
+
 def _check_cover(path: Path, name: str, tensor: DcpTensor) -> None:
-    """Raise CheckpointError if the chunks of a tensor do not have its number of elements."""
-    total = torch.Size(tensor.shape).numel()
+    """Raise CheckpointError if the chunks of a tensor do not have each of its elements once."""
+    shape = tensor.shape
+    for chunk in tensor.chunks:
+        sides = zip(chunk.offsets, chunk.sizes, shape, strict=False)
+        if not (
+            len(chunk.offsets) == len(chunk.sizes) == len(shape)
+            and all(low >= 0 <= size and low + size <= end for low, size, end in sides)
+        ):
+            raise CheckpointError(
+                f"{path} is damaged: {name} {list(shape)} has a chunk {_rectangle(chunk)}, which is not in it"
+            )
+    if both := _overlapping(tensor.chunks):
+        raise CheckpointError(
+            f"{path} is damaged: the chunks {_rectangle(both[0])} and {_rectangle(both[1])} of {name} overlap"
+        )
+    total = torch.Size(shape).numel()
     stored = sum(torch.Size(chunk.sizes).numel() for chunk in tensor.chunks)
     if stored != total:
         raise CheckpointError(
-            f"{path} is incomplete: {name} {list(tensor.shape)} has {total:,} elements, but its chunks have "
+            f"{path} is incomplete: {name} {list(shape)} has {total:,} elements, but its chunks have "
             f"{stored:,}"
         )
+
+
+def _overlapping(chunks: Sequence[StoredChunk]) -> tuple[StoredChunk, StoredChunk] | None:
+    """Return two chunks with a common element, or None."""
+    dims = range(len(chunks[0].offsets)) if chunks else range(0)
+    # along the dimension that most chunks divide, few are open at a time
+    axis = max(dims, key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}), default=None)
+    if axis is None:
+        return (chunks[0], chunks[1]) if len(chunks) > 1 else None
+    open_ones = list[StoredChunk]()
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[axis]):
+        open_ones = [one for one in open_ones if one.offsets[axis] + one.sizes[axis] > chunk.offsets[axis]]
+        for one in open_ones:
+            sides = zip(one.offsets, one.sizes, chunk.offsets, chunk.sizes, strict=True)
+            if all(max(low, other) < min(low + size, other + width) for low, size, other, width in sides):
+                return one, chunk
+        open_ones.append(chunk)
+    return None
+
+
+def _rectangle(chunk: StoredChunk) -> str:
+    sides = zip(chunk.offsets, chunk.sizes, strict=False)
+    return f"[{', '.join(f'{low}:{low + size}' for low, size in sides)}]"

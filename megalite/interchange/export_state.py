@@ -25,6 +25,7 @@ class StateToExport:
         wide: weights that keep their stored dtype in any case.
         rows: of embedding and head; those beyond the vocabulary are zero.
         optimizer: with state of the optimizer.
+        distributed: of the distributed optimizer, which has master weights of all parameters.
 
     Raises:
         CheckpointError: tensors are missing.
@@ -40,8 +41,9 @@ class StateToExport:
         wide: Collection[str] = (),
         rows: int,
         optimizer: bool,
+        distributed: bool = False,
     ):
-        self.manifest, self.tensors, self.rows = manifest, tensors, rows
+        self.manifest, self.tensors, self.rows, self.distributed = manifest, tensors, rows, distributed
         self._wide, self._dtype, self._kinds = (
             frozenset(wide),
             dtype,
@@ -60,11 +62,11 @@ class StateToExport:
                     self._full[name] = getattr(torch, manifest.tensors[name].dtype)
 
     def kinds(self, tensor: MegatronTensor) -> tuple[str, ...]:
-        """Return the kinds of a tensor in an export: MODEL, MASTER of 16-bit parameters, MOMENTS."""
+        """Return the kinds of a tensor in an export: MODEL, MASTER of 16-bit or all parameters, MOMENTS."""
         if not tensor.parts or MOMENTS[0] not in self._kinds:
             return (MODEL,)
-        rounded = self.dtype(MODEL, tensor).itemsize == 2
-        return (MODEL, *([MASTER] if rounded else []), *MOMENTS)
+        has_master = self.distributed or self.dtype(MODEL, tensor).itemsize == 2
+        return (MODEL, *([MASTER] if has_master else []), *MOMENTS)
 
     def dtype(self, kind: str, tensor: MegatronTensor) -> torch.dtype:
         """Return the dtype of a tensor."""

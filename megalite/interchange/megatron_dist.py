@@ -1,7 +1,8 @@
 """Megatron-LM's torch_dist format: a DCP directory, with the values besides tensors in common.pt or in it.
 
 optimizer.state.exp_avg.KEY      state of the optimizer of the tensor KEY; chained_N. may precede it
-optimizer.state.fp32_param.KEY   its fp32 master weight
+optimizer.state.fp32_param.KEY   its fp32 master weight; param in fully_reshardable
+optimizer.distributed.…          buffers of the distributed optimizer (`megatron_dist_buffers`)
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from megalite.checkpoint.errors import listing
 from megalite.config.sections.model import ModelConfig
 from megalite.interchange.dcp_files import DcpDirectory
 from megalite.interchange.inert_pickles import load_pt
+from megalite.interchange.megatron_buffers import KINDS
+from megalite.interchange.megatron_dist_buffers import DistBuffers, StoredWeight
 from megalite.interchange.megatron_places import EMBEDDING, HEAD, MegatronTensor
 from megalite.interchange.megatron_source import MASTER, MODEL, MOMENTS, WITHOUT, check_known, facts_of
 from megalite.interchange.megatron_spelling import dist_places, spelling_of
 
 COMMON, CONFIG = "common.pt", "metadata.json"
-_STATE = re.compile(r"(chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param)\.(.+)")
+_STATE = re.compile(r"(chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)")
 
 
 class DistCheckpoint:
@@ -38,13 +41,17 @@ class DistCheckpoint:
         self.layout: dict[str, int] = {}
         _check_backend(directory / CONFIG)
         self._files = DcpDirectory(directory)
+        self._buffers = DistBuffers(self._files)
         self._keys: dict[tuple[str, str], str] = {}
-        for key in self._files.tensors:
+        flat = set(self._buffers.tensors)
+        for key in (key for key in self._files.tensors if key not in flat):
             match = _STATE.fullmatch(key)
-            self._keys[(match[2], match[3]) if match else (MODEL, key)] = key
+            self._keys[(KINDS.get(match[2], match[2]), match[3]) if match else (MODEL, key)] = key
         self._model = [key for kind, key in self._keys if kind == MODEL]
         self.spelling = spelling_of([self._model], whole_down=True)
         common = self._common()
+        if values := self._buffers.common():
+            common["optimizer"] = values
         self.facts = facts_of(common, directory / COMMON, _step(common.get("optimizer")))
         self.extra_state = [name for name in self._files.objects if "._extra_state" in name]
         self._places: dict[str, list[Any]] = {}
@@ -55,27 +62,44 @@ class DistCheckpoint:
     ) -> None:
         self._places = {name: dist_places(tensor, self.spelling, model) for name, tensor in tensors.items()}
         expected = {place.key for places in self._places.values() for place in places}
-        states = [key for key in self._model if key.startswith("optimizer.") or ".optimizer." in key]
-        if optimizer and states:
+        states = [key for key in (*self._model, *self._files.objects) if _is_state(key)]
+        others = [key for key in states if key not in self._buffers.objects]
+        if optimizer and (unread := [key for key in others if key not in self._values]):
             raise CheckpointError(
-                f"{self.directory}: {states[0]} is a flat buffer of the distributed optimizer, whose "
-                "layout is not "
-                "stored. Save the checkpoint with --dist-ckpt-optim-fully-reshardable (or "
-                f"--ckpt-fully-parallel-save and fully_sharded_model_space), or {WITHOUT}."
+                f"{self.directory}: {unread[0]} is state of an optimizer in a form that is not supported. "
+                f"Save the checkpoint with --dist-ckpt-optim-fully-reshardable, or {WITHOUT}."
             )
         known = expected | set(states)
         check_known([*self._model, *self._files.objects], known | self._values, self.directory, mtp=mtp)
         kinds = (MODEL, *MOMENTS, MASTER) if optimizer else (MODEL,)
         self._kinds = tuple(kind for kind in kinds if any(stored == kind for stored, _ in self._keys))
         self._check_shapes(tensors)
+        if optimizer and self._buffers.tensors:
+            self._locate_buffers(model, tensors)
+            self._kinds = kinds
+
+    def _locate_buffers(self, model: ModelConfig, tensors: Mapping[str, MegatronTensor]) -> None:
+        weights = {}
+        for name, tensor in tensors.items():
+            place = self._places[name][0]
+            stored, at = self._files.tensors[self._keys[MODEL, place.key]], len(place.lead)
+            divided = any(chunk.sizes[at] < stored.shape[at] for chunk in stored.chunks)
+            rows = self.rows() if name in (EMBEDDING, HEAD) else tensor.shape[0]
+            weights[name] = StoredWeight((rows, *tensor.shape[1:]), stored.dtype, divided)
+        own = [tensor for tensor in tensors.values() if tensor.parts]
+        self._buffers.locate(model, own, self.facts.arguments, self.spelling, weights)
 
     def kinds(self) -> tuple[str, ...]:
         return self._kinds
 
     def has(self, kind: str, tensor: MegatronTensor) -> bool:
+        if kind != MODEL and self._buffers.tensors:
+            return self._buffers.has(tensor)
         return all((kind, place.key) in self._keys for place in self._places[tensor.name])
 
     def read(self, kind: str, tensor: MegatronTensor) -> Tensor:
+        if kind != MODEL and self._buffers.tensors:
+            return self._buffers.read(kind, tensor)
         parts = [
             self._files.read(self._keys[kind, place.key], place.lead) for place in self._places[tensor.name]
         ]
@@ -151,6 +175,10 @@ class DistCheckpoint:
                     )
         if problems:
             raise CheckpointError(f"{self.directory} does not match its model:{listing(problems)}")
+
+
+def _is_state(key: str) -> bool:
+    return key.startswith("optimizer.") or ".optimizer." in key
 
 
 def _check_backend(path: Path) -> None:

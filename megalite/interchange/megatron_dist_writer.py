@@ -14,6 +14,7 @@ import torch
 from megalite.interchange.dcp_writer import NewChunk, NewTensor, write_dcp
 from megalite.interchange.export_plan import Export, namespace, param_groups
 from megalite.interchange.export_state import StateToExport
+from megalite.interchange.megatron_buffers import KINDS
 from megalite.interchange.megatron_dist import COMMON, CONFIG
 from megalite.interchange.megatron_places import MegatronTensor
 from megalite.interchange.megatron_source import MODEL
@@ -35,7 +36,7 @@ def write_dist(place: Path, export: Export, progress: Report) -> None:
                 values = partial(reader.section, kind, tensor, section if len(places) > 1 else None)
                 reader.total += torch.Size(sizes).numel()
                 chunk = NewChunk((*at.lead, *(0 for _ in sizes)), (*(1 for _ in at.lead), *sizes), values)
-                key = at.key if kind == MODEL else f"optimizer.state.{kind}.{at.key}"
+                key = at.key if kind == MODEL else f"optimizer.state.{_called(kind, export)}.{at.key}"
                 shape, dtype = (*_lead_shape(at, export), *sizes), export.state.dtype(kind, tensor)
                 new.setdefault(key, NewTensor(shape, dtype, [])).chunks.append(chunk)
     write_dcp(place, new, {name: [None] for name in export.extra_state})
@@ -66,6 +67,13 @@ class _Sections:
         return values
 
 
+def _called(kind: str, export: Export) -> str:
+    """Return what the optimizer calls a kind of its tensors."""
+    if not export.state.distributed:
+        return kind
+    return next(theirs for theirs, ours in KINDS.items() if ours == kind)
+
+
 def _lead_shape(at: DistPlace, export: Export) -> Iterator[int]:
     """Yield the first dimensions of a tensor of all layers, or of all experts."""
     if export.spelling.stacked and at.key.startswith("decoder.layers."):
@@ -86,9 +94,8 @@ def _common(export: Export) -> dict[str, Any]:
     if not export.spelling.stacked:
         common["content_metadata"]["non_homogeneous_layers"] = True
     if export.updates is not None:
-        distributed = bool(export.arguments.get("use_distributed_optimizer"))
-        groups = param_groups(export)
-        inner: dict[str, Any] = {"param_groups": groups}
+        distributed = export.state.distributed
+        inner: dict[str, Any] = {"param_groups": param_groups(export)}
         if not distributed:
             inner["state"] = {"common_step": torch.tensor(float(export.updates))}
         common["optimizer"] = inner

@@ -141,7 +141,14 @@ def _prepared(
     if optimizer and dtype is None:
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.train.precision)
     state = StateToExport(
-        manifest, model, tensors, dtype=dtype, wide=origin.get("wide", ()), rows=rows, optimizer=optimizer
+        manifest,
+        model,
+        tensors,
+        dtype=dtype,
+        wide=origin.get("wide", ()),
+        rows=rows,
+        optimizer=optimizer,
+        distributed=form == "torch_dist" and bool(arguments.get("use_distributed_optimizer")),
     )
     step, samples = manifest.state["step"], manifest.state.get("samples", 0)
     arguments |= {

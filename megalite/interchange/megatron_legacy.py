@@ -3,6 +3,7 @@
     iter_0000100/mp_rank_01_002/model_optim_rng.pt       tp rank 1, pp rank 2; a third number is the ep rank
         model, or model0, model1, …                      its stage, or its virtual stages
         optimizer                                        state by the number of the parameter (megatron_order)
+    iter_0000100/mp_rank_01_002/distrib_optim.pt         of the distributed optimizer (megatron_flat_file)
 
 Virtual stage v of pp rank p follows that of rank p - 1, and virtual stage v - 1 of the last rank. Layers are
 numbered from 0 in each. Files are memory-mapped: reading one takes no memory until its tensors are used.
@@ -24,6 +25,7 @@ from megalite.checkpoint import CheckpointError
 from megalite.checkpoint.errors import listing
 from megalite.config.sections.model import ModelConfig
 from megalite.interchange.inert_pickles import load_pt
+from megalite.interchange.megatron_flat_file import FLAT_STATE, FlatFile, is_distributed
 from megalite.interchange.megatron_order import parameter_order
 from megalite.interchange.megatron_places import DOWN, EMBEDDING, HEAD, LAYERS, MegatronTensor
 from megalite.interchange.megatron_source import (
@@ -38,7 +40,7 @@ from megalite.interchange.megatron_source import (
 )
 from megalite.interchange.megatron_spelling import legacy_local, spelling_of
 
-FILE, FLAT_STATE = "model_optim_rng.pt", "distrib_optim.pt"
+FILE = "model_optim_rng.pt"
 _RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")
 
 
@@ -160,16 +162,6 @@ class LegacyCheckpoint:
         self, model: ModelConfig, tensors: Mapping[str, MegatronTensor], *, mtp: bool, optimizer: bool
     ) -> None:
         self._kinds = (MODEL,)
-        if (
-            optimizer
-            and self.facts.step is None
-            and (next(iter(self._paths.values())) / FLAT_STATE).is_file()
-        ):
-            raise CheckpointError(
-                f"{self.directory} has the state of the distributed optimizer in {FLAT_STATE}, a flat "
-                "buffer whose "
-                f"layout is not stored. Save the checkpoint with --ckpt-format torch_dist, or {WITHOUT}."
-            )
         per_rank = (model.num_experts or 0) // self.layout["ep"]
         for name, tensor in tensors.items():
             self._places[name] = self._find(tensor, model, per_rank)
@@ -183,8 +175,12 @@ class LegacyCheckpoint:
                 copy = {name for name in names[MODEL] if is_tied_copy(name, model)}
                 check_known(names[MODEL], known.get(id(stage), set()) | copy, self.directory, mtp=mtp)
         if optimizer and self.facts.step is not None:
+            distributed = is_distributed(self._first["optimizer"])
             for number, content in self._contents.items():
-                self._read_optimizer(number, content)
+                if distributed:
+                    self._read_buffers(number, model)
+                else:
+                    self._read_optimizer(number, content)
             self._kinds = (MODEL, *MOMENTS, *([MASTER] if self._has_masters() else []))
         self._check_tied(model, tensors)
 
@@ -271,6 +267,30 @@ class LegacyCheckpoint:
 
     def _has_masters(self) -> bool:
         return any(MASTER in rank and rank[MASTER] for stage in self._stages for rank in stage.ranks.values())
+
+    def _read_buffers(self, number: tuple[int, int, int], model: ModelConfig) -> None:
+        """Find the tensors of the distributed optimizer's state of one rank's parameters."""
+        tp, pp, ep = number
+        path = self._paths[number] / FLAT_STATE
+        if ep and not path.is_file():
+            return  # its parameters are those of another rank's file
+        flat = FlatFile(path, self.facts.arguments)
+        chunks = [stage for place, stage in enumerate(self._stages) if place % self.layout["pp"] == pp]
+        shares_embedding = model.tied_head and self.layout["pp"] > 1
+        for experts in (False, True) if self.layout["ep"] > 1 else (False,):
+            stored = [
+                {
+                    name: tensor
+                    for name, tensor in stage.ranks[tp, ep][MODEL].items()
+                    if not name.endswith("expert_bias")
+                    and (".experts." in name and self.layout["ep"] > 1) == experts
+                }
+                for stage in chunks
+            ]
+            parts = flat.parts(stored, experts, limited=pp == 0, shares_embedding=shares_embedding)
+            for stage, states in zip(chunks, parts, strict=True):
+                for kind, tensors in states.items():
+                    stage.ranks[tp, ep].setdefault(kind, {}).update(tensors)
 
     def _read_optimizer(self, number: tuple[int, int, int], content: dict[str, Any]) -> None:
         """Find the tensors of the state of one rank's parameters."""
@@ -416,13 +436,12 @@ def _grid(
 
 
 def _step(optimizer: Any) -> int | None:
-    """Return the updates of Adam: of the first parameter, or of its group, or none without state."""
+    """Return the updates of Adam: of the first parameter, or of its group, or None without state."""
     for each in optimizer if isinstance(optimizer, list) else [optimizer]:
         inner = each.get("optimizer", each) if isinstance(each, dict) else None
-        if not isinstance(inner, dict) or not inner.get("state"):
+        if not isinstance(inner, dict) or not (inner.get("state") or is_distributed(each)):
             continue
-        step = next(iter(inner["state"].values())).get("step")
-        groups = inner.get("param_groups") or [{}]
-        step = step if step is not None else groups[0].get("step")
-        return 0 if step is None else int(step.item() if isinstance(step, Tensor) else step)
+        states = [*inner.get("state", {}).values(), *(inner.get("param_groups") or [])]
+        step = next((state["step"] for state in states if state.get("step") is not None), 0)
+        return int(step.item() if isinstance(step, Tensor) else step)
     return None

@@ -30,11 +30,11 @@ def open_source(
     """
     prefix, _, path = name.partition(":")
     directory = Path(os.path.expanduser(path))
+    options = {"weights_only": weights_only, "drop_mtp": drop_mtp, "drop_padding": drop_padding}
     if prefix == "megatron":
         from megalite.interchange.megatron_import import megatron_source
 
-        kept = {"weights_only": weights_only, "drop_mtp": drop_mtp, "drop_padding": drop_padding}
-        return megatron_source(directory, given, **kept)
+        return megatron_source(directory, given, **options)
     from megalite.interchange.torchtitan import torchtitan_source
 
-    return torchtitan_source(directory, given, weights_only=weights_only, drop_padding=drop_padding)
+    return torchtitan_source(directory, given, **options)

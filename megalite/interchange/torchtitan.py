@@ -54,19 +54,33 @@ _OTHERS = ("optimizer.", "lr_scheduler", "dataloader", "train_state", "ft_datalo
 
 
 def torchtitan_source(
-    directory: Path, given: Config | None, *, weights_only: bool = False, drop_padding: bool = False
+    directory: Path,
+    given: Config | None,
+    *,
+    weights_only: bool = False,
+    drop_mtp: bool = False,
+    drop_padding: bool = False,
 ) -> Source:
     """Return the source of an import.
 
     Args:
         given: the model.
         weights_only: leave out the state of the optimizer.
+        drop_mtp, drop_padding: options of other sources, which are rejected.
 
     Raises:
         CheckpointError: it cannot be read, or does not match the model.
     """
     if drop_padding:
-        raise CheckpointError("--drop_padding applies to megatron:DIR only. Leave it out.")
+        raise CheckpointError(
+            "--drop_padding applies to megatron:DIR only: torchtitan does not pad the vocabulary. Leave it "
+            "out."
+        )
+    if drop_mtp:
+        raise CheckpointError(
+            "--drop_mtp applies to megatron:DIR and Hugging Face directories only: models of torchtitan that "
+            "are read have no multi-token prediction modules. Leave it out."
+        )
     if not (directory / METADATA).is_file():
         raise CheckpointError(
             f"{directory} is not a checkpoint of torchtitan: expected {METADATA}. Pass the directory of "

@@ -38,8 +38,9 @@ LEFT_OUT = (run_files.TRACES, run_files.STALLS, run_files.CHECKPOINTS, run_files
 def fetch_run(url: str, directory: Path) -> None:
     """Make the spool of a run ready: stubs of the published checkpoints, and the files of the run.
 
-    What the spool has and the store does not is kept, and waits for its upload, unless the run went on
-    elsewhere and its newest checkpoint is a later one. Nothing is changed while a job uses the spool.
+    What the spool has and the store does not is kept, unless the run went on elsewhere and its newest
+    checkpoint is a later one. What of it is uploaded is decided once the run has resumed
+    (`RunUploads.start`). Nothing is changed while a job uses the spool.
 
     Raises:
         StoreError: the store cannot be reached.

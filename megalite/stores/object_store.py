@@ -16,16 +16,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from megalite.stores.errors import StoreError, reason
+from megalite.config.errors import ConfigError
+from megalite.stores.errors import ConflictError, StoreError, reason
 from megalite.stores.url import PACKAGES, normal, protocol_of
 
 Result = TypeVar("Result")
 PATIENCE_S = 60.0
 """Seconds for which reads, and the accesses at a start, are tried again."""
+DATA_PATIENCE_S = 300.0
+"""Seconds for which a run tries again to read its data."""
 PIECE = 8 << 20
 """Bytes of one request of a read; larger ranges are read with several requests at the same time."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 8.0
-_TAGS = ("ETag", "etag", "generation", "md5Hash", "content_md5", "mtime", "created")
+_TAGS = ("generation", "ETag", "etag", "md5Hash", "content_md5", "mtime", "created")
 _TIMES = ("LastModified", "last_modified", "updated", "mtime", "created")
 
 
@@ -34,7 +37,7 @@ class StoredObject(NamedTuple):
 
     Attributes:
         size: in bytes.
-        tag: changes with the content: an ETag or, if the store has none, a generation or a time.
+        tag: changes with the content: a generation, an ETag or, if the store has neither, a time.
         modified: seconds since the epoch, by the clock of the store.
     """
 
@@ -138,6 +141,16 @@ class ObjectStore:
         """
         return 0
 
+    def _replaced(self, url: str, data: bytes) -> str:
+        """Return the tag of what a conditional write has met, if it is the data, or raise ConflictError.
+
+        A lost answer makes a second try fail; the content then shows that the first one has succeeded.
+        """
+        entry = self.info(url)
+        if entry is not None and self.read(url) == data:
+            return entry.tag
+        raise ConflictError(f"{url} has been written by another process.")
+
     def _commit(self, url: str, write: Callable[[Any], object]) -> None:
         """Write an object that becomes visible as a whole, also where objects are files."""
         path = self.path(url)
@@ -150,13 +163,20 @@ class ObjectStore:
             file.commit()
 
 
-def _object(entry: dict[str, Any]) -> StoredObject:
+def version_of(entry: dict[str, Any]) -> tuple[int | None, str]:
+    """Return the size and the tag of a file in what fsspec says of it; both change with its content."""
     tag = next((str(entry[key]) for key in _TAGS if entry.get(key) is not None), "")
+    return entry.get("size"), tag
+
+
+def _object(entry: dict[str, Any]) -> StoredObject:
     when = next((entry[key] for key in _TIMES if entry.get(key) is not None), 0.0)
     if isinstance(when, str):
         when = datetime.fromisoformat(when)
     return StoredObject(
-        int(entry["size"]), tag, when.timestamp() if isinstance(when, datetime) else float(when)
+        int(entry["size"]),
+        version_of(entry)[1],
+        when.timestamp() if isinstance(when, datetime) else float(when),
     )
 
 
@@ -182,11 +202,24 @@ def _connected(protocol: str, bucket: str) -> ObjectStore:
             f"{protocol}://{bucket} requires the package {PACKAGES[protocol]}. Install it with "
             "`pip install 'megalite[stores]'`."
         ) from None
-    if PACKAGES[protocol] == "s3fs":
+    return _class_for(protocol)(fs, protocol)
+
+
+def _class_for(protocol: str) -> type[ObjectStore]:
+    package = PACKAGES[protocol]
+    if package == "s3fs":
         from megalite.stores.s3 import S3Store
 
-        return S3Store(fs, protocol)
-    return ObjectStore(fs, protocol)
+        return S3Store
+    if package == "gcsfs":
+        from megalite.stores.gcs import GcsStore
+
+        return GcsStore
+    if package == "adlfs":
+        from megalite.stores.azure import AzureStore
+
+        return AzureStore
+    return ObjectStore
 
 
 def patiently(action: Callable[[], Result], url: str, seconds: float = PATIENCE_S) -> Result:
@@ -196,14 +229,14 @@ def patiently(action: Callable[[], Result], url: str, seconds: float = PATIENCE_
         seconds: after which the error is final.
 
     Raises:
-        FileNotFoundError: at once.
+        FileNotFoundError, ConfigError: at once.
         StoreError: the store did not answer in time, or does not permit it.
     """
     pause, end = _FIRST_PAUSE_S, time.monotonic() + seconds
     while True:
         try:
             return action()
-        except (FileNotFoundError, StoreError):
+        except (FileNotFoundError, ConfigError):
             raise
         except PermissionError as error:
             raise StoreError(

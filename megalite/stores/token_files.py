@@ -24,14 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalite.stores.errors import StoreError
-from megalite.stores.object_store import patiently, store_of
+from megalite.stores.object_store import DATA_PATIENCE_S, patiently, store_of
 from megalite.stores.stubs import alone, copy_object, replace_file
 from megalite.stores.url import cache_directory, local, normal
 
 BLOCK = 1 << 20
 DEFAULT_GB = 50.0
-PATIENCE_S = 300.0
-"""Seconds for which a read of tokens is tried again."""
 _TOUCHED_S = 60.0
 _SHARE = 20
 """The cache is looked through when this fraction of its limit has been written."""
@@ -118,7 +116,7 @@ class CachedObject:
                 if data is None:
                     low, high = number * self._block, min((number + 1) * self._block, self.size)
                     whole = patiently(
-                        lambda: self._store.read(self._url, low, high, self._tag), self._url, PATIENCE_S
+                        lambda: self._store.read(self._url, low, high, self._tag), self._url, DATA_PATIENCE_S
                     )
                     if len(whole) != high - low:
                         raise StoreError(

@@ -12,6 +12,7 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
+from megalite.config import run_files
 from megalite.config.errors import ConfigError
 from megalite.config.schema import Config
 from megalite.launch.exit_status import ExitStatus
@@ -59,14 +60,18 @@ class Job:
         self.uploads: RunUploads | None = None
         self.since, self.kills = time.time(), MemoryKills()
 
-    def running(self) -> None:
-        """Record that the job is training. Before this call nothing is changed."""
+    def running(self, step: int) -> None:
+        """Record that the job is training. Before this call nothing is changed.
+
+        Args:
+            step: steps done, those of the checkpoint that it has resumed.
+        """
         if self._config.run.url is not None:
             from megalite.checkpoint.uploads import RunUploads
 
             leads_node = int(os.environ.get("LOCAL_RANK", self._rank)) == 0
             self.uploads = RunUploads(self._config, self._rank, leads_node)
-            self.uploads.start()
+            self.uploads.start(step)
         if self._lock is not None:
             from megalite.data.tokenizer.run_copy import keep
             from megalite.launch import crash
@@ -124,14 +129,15 @@ def _store_ready(config: Config, claimed: Claim) -> list[str]:
 
     Raises ConfigError if the store cannot be reached, and the directory is released.
     """
-    from megalite.checkpoint import CheckpointError
+    from megalite.checkpoint import CheckpointError, latest, step_number
     from megalite.checkpoint.uploads import RunUploads, clean
 
     try:
         notes = clean(config)
         if claimed.complete is not None:
+            newest = latest(config.run.directory / run_files.CHECKPOINTS)
             uploads = RunUploads(config, 0)
-            uploads.start()
+            uploads.start((newest and step_number(newest.name)) or 0)
             uploads.wait()
             uploads.close()
     except CheckpointError as error:

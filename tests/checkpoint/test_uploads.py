@@ -55,9 +55,15 @@ def uploaded(config: Config) -> set[int]:
     return set(published(store_of(URL), f"{URL}/a/checkpoints").steps)
 
 
+def newest(config: Config) -> int:
+    """The step from which a run goes on."""
+    path = checkpoint.latest(config.run.directory / "checkpoints")
+    return 0 if path is None else int(path.name.removeprefix("step_"))
+
+
 def test_what_is_published_can_be_loaded_from_another_machine(config, tmp_path):
     uploads = RunUploads(config, 0)
-    uploads.start()
+    uploads.start(newest(config))
     for step in (1, 2, 3):
         uploads.saved(config.run.directory / f"checkpoints/step_{step:08d}", save(config, step, keep=2))
         (config.run.directory / "metrics.jsonl").write_text(f"{step}\n")
@@ -75,7 +81,7 @@ def test_what_is_published_can_be_loaded_from_another_machine(config, tmp_path):
 
 def test_a_save_of_the_same_step_replaces_it_by_its_manifest(config):
     uploads = RunUploads(config, 0)
-    uploads.start()
+    uploads.start(newest(config))
     save(config, 5)
     uploads.saved(config.run.directory / "checkpoints/step_00000005")
     uploads.wait()
@@ -114,14 +120,14 @@ def test_a_save_during_the_publication_of_the_same_step_keeps_its_files(config, 
 def test_another_node_does_not_wait_for_what_was_pruned_before_its_publication(config, tmp_path):
     node = from_dict({"run": {"dir": URL, "name": "a", "spool": str(tmp_path / "b")}, "store": {"final_wait": "5s"}})
     ranks = RunUploads(config, 0), RunUploads(node, 1)
-    ranks[1].start()
+    ranks[1].start(0)
     for step in (1, 2, 3):
         removed, name = save(config, step, keep=2), f"checkpoints/step_{step:08d}"
         (node.run.directory / name).mkdir(parents=True)
         shutil.copy(config.run.directory / name / "manifest.json", node.run.directory / name)
         ranks[0].saved(config.run.directory / name, removed)
         ranks[1].saved(node.run.directory / name, removed)
-    ranks[0].start()  # its uploads are slow
+    ranks[0].start(newest(config))  # its uploads are slow
     for uploads in ranks:
         uploads.wait()
         uploads.close()
@@ -140,7 +146,7 @@ def test_a_store_that_fails_delays_uploads_and_prunes_nothing_there(config, monk
         upload(file, url, part_bytes)
 
     uploads = RunUploads(config, 0)
-    uploads.start()
+    uploads.start(newest(config))
     save(config, 1)
     uploads.saved(config.run.directory / "checkpoints/step_00000001")
     uploads.wait()
@@ -164,7 +170,7 @@ def test_a_killed_job_leaves_its_checkpoints_to_the_next_one(config):
     fetch_run(f"{URL}/a", config.run.directory)  # nothing is there
     assert clean(config) == []
     uploads = RunUploads(config, 0)
-    uploads.start()
+    uploads.start(newest(config))
     uploads.wait()
     assert uploaded(config) == {1, 2}
     uploads.close()
@@ -176,7 +182,7 @@ def test_a_checkpoint_that_the_run_went_on_without_is_not_uploaded(config, tmp_p
     def job(machine: Config, *steps: int) -> None:
         fetch_run(f"{URL}/a", machine.run.directory)
         uploads = RunUploads(machine, 0)
-        uploads.start()
+        uploads.start(newest(machine))
         for step in steps:
             uploads.saved(machine.run.directory / f"checkpoints/step_{step:08d}", save(machine, step))
             uploads.wait()
@@ -185,11 +191,38 @@ def test_a_checkpoint_that_the_run_went_on_without_is_not_uploaded(config, tmp_p
 
     job(config, 1)
     save(config, 3)  # this machine is lost before the upload
+    save(config, 9)
     job(other, 2, 4)
     job(config)  # and comes back
     listing = published(store_of(URL), f"{URL}/a/checkpoints")
     assert (set(listing.steps), listing.newest) == ({1, 2, 4}, 4)
-    assert "step_00000003 was removed" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "step_00000003 was removed" in said
+    aside = config.run.directory / "checkpoints/unpublished/step_00000009"
+    assert f"step_00000009 was not uploaded, and the run goes on from step 4 without it: moved to {aside}" in said
+    assert content(aside) == 9
+    job(config, 10)
+    job(config)  # step 9 is now an earlier one
+    assert uploaded(config) == {1, 2, 4, 10}
+
+
+def test_a_run_that_resumes_from_an_earlier_step_does_not_upload_the_later_ones(config):
+    uploads = RunUploads(config, 0)
+    uploads.start(0)
+    save(config, 1)
+    uploads.saved(config.run.directory / "checkpoints/step_00000001")
+    uploads.wait()
+    uploads.close()
+    save(config, 2)  # not uploaded when the job was killed
+    uploads = RunUploads(config, 0)
+    uploads.start(1)  # checkpoint.load names step 1
+    save(config, 2)
+    uploads.saved(config.run.directory / "checkpoints/step_00000002")
+    uploads.wait()
+    uploads.close()
+    assert uploaded(config) == {1, 2}
+    aside = config.run.directory / "checkpoints/unpublished"
+    assert [path.name for path in aside.iterdir()] == ["step_00000002"]
 
 
 def test_a_bucket_that_is_missing_ends_the_job_with_one_message(config, monkeypatch):
@@ -216,7 +249,7 @@ def test_the_spool_has_a_limit(config):
 def test_data_that_is_damaged_in_the_store_is_found(config):
     save(config, 1)
     uploads = RunUploads(config, 0)
-    uploads.start()
+    uploads.start(newest(config))
     uploads.wait()
     uploads.close()
     [name] = [each for each in store_of(URL).find(f"{URL}/a/checkpoints") if each.endswith(".bin")]

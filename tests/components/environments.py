@@ -4,7 +4,7 @@ A component is another program or library that megalite meets through a process,
 needs is in `requirements/NAME.txt`, with a lower bound for each package, so that a resolver does not fall back
 to a release of years ago, and the exact versions are in `locks/NAME.txt`. Its environment is
 `.components/NAME` of the checkout, made when it is first used and again when its lock changes. `--lock NAME`
-resolves the requirements again and writes the lock.
+resolves the requirements again and writes the lock. Programs of npm have one version, in `NPM`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1] / ".components"
 OVER_OURS = frozenset({"megatron", "mlflow", "mup", "raytrain", "stores", "trackio", "wandb"})
 """Components that import megalite or torch: where a package is not in their environment, ours has it."""
+NPM = {"azurite": "3.35.0"}
+"""Packages of npm, and their versions."""
 _OUTSIDE = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # pip must not see this checkout
 
 
@@ -36,6 +38,19 @@ def python_of(name: str) -> Path:
     if not lock.exists():
         raise KeyError(f"{lock} does not exist: the components are {', '.join(names())}")
     return _environment(name, lock)
+
+
+def program_of_npm(package: str, program: str) -> Path:
+    """Return a program of a package of npm, which is installed if it is absent."""
+    directory = ROOT / f"{package}-{NPM[package]}"
+    path = directory / "node_modules" / ".bin" / program
+    ROOT.mkdir(exist_ok=True)
+    with open(ROOT / f"{package}.lock", "w") as guard:
+        fcntl.flock(guard, fcntl.LOCK_EX)
+        if not path.exists():
+            options = ["--no-audit", "--no-fund", "--no-save", "--prefix", directory]
+            subprocess.run(["npm", "install", *options, f"{package}@{NPM[package]}"], check=True, env=_OUTSIDE)
+    return path
 
 
 def names() -> list[str]:

@@ -3,9 +3,10 @@
     megatron_core.py write CASES.json OUT       on 4 ranks: both formats of every case, and logits
     megatron_core.py read CASES.json DIR OUT    on 1 rank: logits of DIR/NAME in torch_dist format
 
-megatron-core expects a GPU. Three of its functions are replaced, so that models of its local layer
-specification compute on a CPU. Its optimizers are not: state of AdamW with random moments is stored through
-its functions for that (`dist_checkpointing.optimizer`, `optimizer._get_param_groups`).
+megatron-core expects a GPU. Some functions are replaced, so that models of its local layer specification and
+its distributed optimizer compute on a CPU. Its other optimizers do not: state of AdamW with given moments is
+stored through its functions for that (`dist_checkpointing.optimizer`, `optimizer._get_param_groups`). The
+same state is then given to the distributed optimizer, which stores it in its own formats.
 """
 
 import contextlib
@@ -23,6 +24,9 @@ import torch.distributed as dist
 torch.cuda.current_device = lambda: torch.device("cpu")
 torch.cuda.synchronize = lambda *arguments, **options: None
 torch.Tensor.cuda = lambda self, *arguments, **options: self
+_tensor, _type = torch.tensor, torch.Tensor.type
+torch.tensor = lambda *arguments, device=None, **options: _tensor(*arguments, **options)
+torch.Tensor.type = lambda self, *to: _type(self, *to) if to else _type(self).replace("torch.", "torch.cuda.")
 
 from megatron.core import dist_checkpointing, mpu  # noqa: E402
 from megatron.core.dist_checkpointing.optimizer import (  # noqa: E402
@@ -30,12 +34,17 @@ from megatron.core.dist_checkpointing.optimizer import (  # noqa: E402
     make_sharded_optimizer_tensor,
     optim_state_to_sharding_state,
 )
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
 )
-from megatron.core.optimizer import OptimizerConfig, _get_param_groups  # noqa: E402
+from megatron.core.optimizer import (  # noqa: E402
+    OptimizerConfig,
+    _get_param_groups,
+    get_megatron_optimizer,
+)
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker  # noqa: E402
 from megatron.core.transformer import multi_latent_attention  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
@@ -163,6 +172,16 @@ def states_of(stages: list[GPTModel], half: bool) -> list[dict[str, Any]]:
     return states
 
 
+def legacy_optimizer(states: list[dict[str, Any]]) -> Any:
+    optimizers = [
+        {"optimizer": each["inner"], "fp32_from_fp16_params": each["masters"]}
+        if any(each["masters"])
+        else each["inner"]
+        for each in states
+    ]
+    return optimizers[0] if len(optimizers) == 1 else optimizers
+
+
 def common_of(arguments: dict[str, Any]) -> dict[str, Any]:
     return {
         "args": Namespace(**arguments, iteration=STEP, consumed_train_samples=STEP * arguments["global_batch_size"]),
@@ -213,7 +232,84 @@ def save_dist(place: Path, stages: list[GPTModel], states: list[dict[str, Any]],
     )
 
 
-def save_legacy(place: Path, stages: list[GPTModel], states: list[dict[str, Any]], arguments: dict[str, Any]) -> None:
+def distributed_optimizer(stages: list[GPTModel], states: list[dict[str, Any]], arguments: dict[str, Any]) -> Any:
+    """The distributed optimizer of the stages, with the state of each parameter that `states` has."""
+    for stage in stages:
+        for parameter in stage.parameters():
+            parameter.data = parameter.data.clone()  # not in the buffer of another one
+    options = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=arguments["overlap_grad_reduce"],
+        use_distributed_optimizer=True,
+        bucket_size=arguments["ddp_bucket_size"],
+    )
+    chunks = [
+        DistributedDataParallel(stage.config, options, stage, disable_bucketing=number > 0)
+        for number, stage in enumerate(stages)
+    ]
+    config = OptimizerConfig(
+        optimizer="adam", lr=1e-3, weight_decay=0.1, bf16=bool(arguments.get("bf16")), use_distributed_optimizer=True
+    )
+    chained = get_megatron_optimizer(config, chunks)
+    whole = {}
+    for each in states:
+        masters = iter([master for group in each["masters"] for master in group])
+        for number, parameter in enumerate(each["parameters"]):
+            values = {name: each["inner"]["state"][number][name] for name in ("exp_avg", "exp_avg_sq")}
+            whole[parameter] = values | {"param": next(masters, parameter.detach())}
+    for optimizer in chained.chained_optimizers:
+        optimizer.init_state_fn(optimizer.optimizer)
+        for parameter in optimizer.model_param_group_index_map:
+            part = optimizer._get_model_param_range_map(parameter)["param"]
+            values = {
+                name: tensor.flatten()[part.start : part.end].float() for name, tensor in whole[parameter].items()
+            }
+            with torch.no_grad():
+                optimizer._set_main_param_and_optimizer_states(parameter, values)
+        for state in optimizer.optimizer.state.values():
+            state["step"] = torch.tensor(float(STEP))
+    return chained
+
+
+def save_distributed(
+    place: Path, stages: list[GPTModel], states: list[dict[str, Any]], arguments: dict[str, Any]
+) -> None:
+    """Save in both sharding types of torch_dist, and in the legacy format, with the distributed optimizer.
+
+    megatron-core 0.16.1 gathers buckets without the padding at their ends, and then looks for parameters at their
+    places with it: fully_reshardable is right if no bucket is padded, as here without `overlap_grad_reduce`, and
+    "padded" has wrong state.
+    """
+    arguments = arguments | {"use_distributed_optimizer": True}
+    one_bucket = distributed_optimizer(stages, states, arguments | {"overlap_grad_reduce": False})
+    save_sharded(place, "fully_reshardable", stages, one_bucket, arguments)
+    optimizer = distributed_optimizer(stages, states, arguments)
+    save_sharded(place, "dp_reshardable", stages, optimizer, arguments)
+    save_sharded(place, "fully_reshardable", stages, optimizer, arguments, "padded")
+    directory = save_legacy(place / "legacy" / f"iter_{STEP:07d}", stages, optimizer.state_dict(), arguments)
+    optimizer.save_parameter_state(str(directory / "distrib_optim.pt"))
+    dist.barrier()
+
+
+def save_sharded(
+    place: Path, kind: str, stages: list[GPTModel], optimizer: Any, arguments: dict[str, Any], name: str = ""
+) -> None:
+    """Save in torch_dist, with a sharding type of the distributed optimizer."""
+    directory = place / (name or kind) / f"iter_{STEP:07d}"
+    if dist.get_rank() == 0:
+        directory.mkdir(parents=True)
+    dist.barrier()
+    options, model = metadata() | {"distrib_optim_sharding_type": kind}, sharded(stages)
+    dist_checkpointing.save(
+        {**common_of(arguments), **model, "optimizer": optimizer.sharded_state_dict(model, metadata=options)},
+        str(directory),
+        validate_access_integrity=False,
+        content_metadata={"chained_optim_avoid_prefix": True, "distrib_optim_sharding_type": kind},
+    )
+
+
+def save_legacy(place: Path, stages: list[GPTModel], optimizer: Any, arguments: dict[str, Any]) -> Path:
+    """Save what a rank has in the legacy format, and return the directory of the rank."""
     ranks = [
         mpu.get_tensor_model_parallel_rank(),
         mpu.get_pipeline_model_parallel_rank(),
@@ -228,18 +324,13 @@ def save_legacy(place: Path, stages: list[GPTModel], states: list[dict[str, Any]
     content = common_of(arguments)
     for key, stage in zip(keys, stages, strict=True):
         content[key] = stage.state_dict_for_save_checkpoint()
-    optimizers = [
-        {"optimizer": each["inner"], "fp32_from_fp16_params": each["masters"]}
-        if any(each["masters"])
-        else each["inner"]
-        for each in states
-    ]
-    content["optimizer"] = optimizers[0] if len(optimizers) == 1 else optimizers
+    content["optimizer"] = optimizer
+    directory = place / name
     if mpu.get_data_parallel_rank() == 0 or mpu.get_expert_model_parallel_world_size() > 1:
-        directory = place / name
         directory.mkdir(parents=True, exist_ok=True)
         torch.save(content, directory / "model_optim_rng.pt")
     dist.barrier()
+    return directory
 
 
 def logits_of(place: Path, arguments: dict[str, Any]) -> torch.Tensor:
@@ -258,6 +349,16 @@ def logits_of(place: Path, arguments: dict[str, Any]) -> torch.Tensor:
 def write(case: dict[str, Any], out: Path) -> None:
     arguments, layout = case["arguments"], case["layout"]
     initialize(**layout)
+    arguments = arguments | {
+        "tensor_model_parallel_size": layout.get("tp", 1),
+        "pipeline_model_parallel_size": layout.get("pp", 1),
+        "virtual_pipeline_model_parallel_size": layout.get("virtual_stages"),
+        "expert_model_parallel_size": layout.get("ep", 1),
+        "expert_tensor_parallel_size": layout.get("tp", 1),
+        "data_parallel_size": mpu.get_data_parallel_world_size(),
+        "overlap_grad_reduce": True,
+        "ddp_bucket_size": 20_000,
+    }
     torch.manual_seed(1)
     stages = stages_of(arguments)
     randomize(stages)
@@ -273,7 +374,8 @@ def write(case: dict[str, Any], out: Path) -> None:
         out.mkdir(parents=True)
     dist.barrier()
     save_dist(out / "dist" / f"iter_{STEP:07d}", stages, states, arguments)
-    save_legacy(out / "legacy" / f"iter_{STEP:07d}", stages, states, arguments)
+    save_legacy(out / "legacy" / f"iter_{STEP:07d}", stages, legacy_optimizer(states), arguments)
+    save_distributed(out / "distributed", stages, states, arguments)
     logits = logits_of(out / "dist" / f"iter_{STEP:07d}", arguments)
     if dist.get_rank() == 0:
         for form in ("dist", "legacy"):

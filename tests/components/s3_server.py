@@ -44,7 +44,8 @@ class S3Server:
         self.port = port
 
     def ask(self, path: str, method: str = "GET", body: bytes | None = None) -> bytes:
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}/{path}", body, _SIGNED, method=method)
+        headers = _SIGNED | {"Content-Type": "application/octet-stream"}  # without it, moto reads the body as a form
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}/{path}", body, headers, method=method)
         with urllib.request.urlopen(request, timeout=30) as answer:
             content: bytes = answer.read()
         return content

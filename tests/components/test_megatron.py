@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from tests.components.environments import python_of
 SCRIPT = Path(__file__).parent / "megatron_core.py"
 ITERATION = "iter_0000007"
 FORMATS = {"dist": "megatron", "legacy": "megatron-legacy"}
+DISTRIBUTED = ("fully_reshardable", "dp_reshardable", "legacy")  # forms of the distributed optimizer's state
 SIZES = {
     **{"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "kv_channels": 16},
     **{"max_position_embeddings": 64, "seq_length": 32, "norm_epsilon": 1e-5},
@@ -32,6 +35,7 @@ SIZES = {
     **{"global_batch_size": 4, "micro_batch_size": 2, "train_iters": 10, "clip_grad": 1.0},
     **{"lr": 1e-3, "min_lr": 1e-4, "lr_decay_style": "cosine", "lr_warmup_iters": 2, "weight_decay": 0.1},
     **{"adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8, "use_distributed_optimizer": False},
+    **{"transformer_impl": "local"},
 }
 LLAMA = SIZES | {
     **{"group_query_attention": True, "num_query_groups": 2, "normalization": "RMSNorm", "swiglu": True},
@@ -73,7 +77,8 @@ def run(ranks: int, *arguments: Path | str) -> None:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All cases in both formats, written on 4 ranks: NAME/dist, NAME/legacy, NAME/logits.pt."""
+    """All cases in both formats, written on 4 ranks: NAME/dist, NAME/legacy, NAME/logits.pt, and with the distributed
+    optimizer NAME/distributed."""
     out = tmp_path_factory.mktemp("megatron")
     (out / "cases.json").write_text(json.dumps(CASES))
     run(4, "write", out / "cases.json", out)
@@ -142,6 +147,61 @@ def test_both_formats_hold_the_same_training_state(exported: Path, name: str) ->
     one, other = (manifest_of(exported / "in" / f"{name}-{form}") for form in FORMATS)
     assert not list(differences(one, other))
     assert one.state["step"] == 7 and one.state["samples"] == 28
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_distributed_optimizer_has_the_same_training_state(exported: Path, name: str, tmp_path: Path) -> None:
+    """Each form of its state, flat buffers by tensor and pipeline stage among them, gives the same checkpoint as that
+    of an optimizer that is not distributed."""
+    expected = manifest_of(exported / "in" / f"{name}-dist")
+    for form in DISTRIBUTED:
+        theirs = exported / name / "distributed" / form / ITERATION
+        assert convert.main(["import", f"megatron:{theirs}", str(tmp_path / form)]) == 0
+        imported = manifest_of(tmp_path / form)
+        assert not list(differences(expected, imported)), form
+        assert imported.state["step"] == 7 and imported.state["samples"] == 28
+        if form == "legacy":
+            continue
+        out = tmp_path / f"{form}-out"
+        assert convert.main(["export", str(tmp_path / form), str(out), "--format", "megatron"]) == 0
+        whole = exported / name / "distributed" / "fully_reshardable" / ITERATION  # also of what came from buffers
+        assert_same(dict(sorted(tensors_of(whole).items())), dict(sorted(tensors_of(out / ITERATION).items())))
+        theirs_common, ours_common = (
+            torch.load(at / "common.pt", weights_only=False) for at in (whole, out / ITERATION)
+        )
+        for key in ("distrib_optim_sharding_type", "chained_optim_avoid_prefix"):
+            assert theirs_common["content_metadata"][key] == ours_common["content_metadata"][key]
+        assert sorted(leaves_of_groups(theirs_common)) == sorted(leaves_of_groups(ours_common))
+
+
+def leaves_of_groups(common: dict[str, Any]) -> list[tuple[float, float]]:
+    """Weight decay and step of each group of the optimizer, or of the first of chained ones."""
+    optimizer = common["optimizer"].get(0, common["optimizer"])
+    return sorted((float(each["wd_mult"]), float(each["step"])) for each in optimizer["optimizer"]["param_groups"])
+
+
+def test_state_at_unknown_places_is_rejected(exported: Path, tmp_path: Path, capsys: Any) -> None:
+    """megatron-core 0.16.1 writes state at wrong places if buckets are padded; other sizes do not fill the buffers."""
+    wrong, other = exported / "gpt" / "distributed" / "padded" / ITERATION, tmp_path / "other"
+    shutil.copytree(exported / "gpt" / "distributed" / "dp_reshardable" / ITERATION, other)
+    common = torch.load(other / "common.pt", weights_only=False)
+    common["args"].tensor_model_parallel_size = 1
+    torch.save(common, other / "common.pt")
+    damaged = tmp_path / "damaged"
+    shutil.copytree(exported / "gpt" / "distributed" / "dp_reshardable" / ITERATION, damaged)
+    metadata = pickle.loads((damaged / ".metadata").read_bytes())
+    del metadata.state_dict_metadata[
+        next(name for name in metadata.state_dict_metadata if ".bucket_idx_0.exp_avg" in name)
+    ]
+    (damaged / ".metadata").write_bytes(pickle.dumps(metadata))
+    for place, message in (
+        (wrong, "differs from its fp32 master weight"),
+        (other, "could not be determined"),
+        (damaged, "is damaged: expected param, exp_avg, exp_avg_sq of the same length"),
+    ):
+        with pytest.raises(SystemExit):
+            convert.main(["import", f"megatron:{place}", str(tmp_path / "out")])
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -211,6 +211,31 @@ def test_a_store_that_fails_does_not_end_a_run(server, proxy, tokens, forks, tmp
     assert whole_steps(server, failing, tmp_path / "check") == ({3, 4}, 4)
 
 
+@pytest.mark.parametrize("failing", ["503", "closed"])
+def test_streams_of_a_store_that_fails_are_read_again(server, proxy, tokens, forks, tmp_path, failing):
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for number in range(4):
+        lines = "".join(json.dumps({"text": f"{number} {i} " + "abc" * (i % 7)}) + "\n" for i in range(200))
+        (corpus / f"{number}.jsonl").write_text(lines)
+        server.write(f"corpus-{failing}/{number}.jsonl", lines.encode())
+    machine, began = Machine(tmp_path / "machine", proxy, tokens, forks), list[float]()
+
+    def fail(request: Request) -> None:
+        if f"/corpus-{failing}/" in request.path and request.method == "GET":
+            began.append(time.monotonic())
+            proxy.failing = failing if time.monotonic() < began[0] + FAILING_S else None
+
+    proxy.before = fail
+    options = ["--data.tokenizer", "byte", "--data.lanes", "2", "--model.vocab_size", "257"]
+    for name, place in (("local", corpus), ("remote", f"s3://{BUCKET}/corpus-{failing}")):
+        words = machine.training(name, 3, *options, data=f"jsonl:{place}/*.jsonl", url=str(tmp_path))
+        machine.run(*words)
+    assert began[-1] > began[0] + FAILING_S
+    lines = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("local", "remote")]
+    assert losses(lines[0]) == losses(lines[1])
+
+
 def test_what_could_not_be_uploaded_is_uploaded_by_the_next_start(server, proxy, tokens, forks, tmp_path):
     machine = Machine(tmp_path / "machine", proxy, tokens, forks)
     proxy.before = lambda request: setattr(proxy, "failing", "503" if request.method in ("PUT", "POST") else None)

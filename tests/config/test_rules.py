@@ -501,6 +501,18 @@ ROWS = [
         ("neither a checkpoint (manifest",),
     ),
     Row(
+        "init_from exists",
+        {"model.init_from": "megatron:theirs"},
+        {"model.init_from": "."},
+        ("run megalite convert import megatron:theirs CHECKPOINT_DIR",),
+    ),
+    Row(
+        "checkpoint exists",
+        {"checkpoint.load": "torchtitan:theirs"},
+        {"checkpoint.load": "auto"},
+        ("run megalite convert import torchtitan:theirs CHECKPOINT_DIR",),
+    ),
+    Row(
         "init_from hf exists",
         {"model.init_from": "hf:nowhere"},
         {"model.init_from": None},

@@ -25,7 +25,11 @@ from megalite.data.streams.build import expanded
 from megalite.data.streams.stream import Streamed
 from megalite.data.tokenizer.tokenizers import ByteTokenizer
 from megalite.mesh.layout import AxisPlace
+from megalite.stores import object_store, retried_file
+from megalite.stores.errors import ConflictError, StoreError
+from megalite.stores.retried_file import open_file
 from tests.data.streams import SHARDS, TEXTS, WRITERS, shares, write_jsonl
+from tests.data.unsteady import ConnectionLost, UnsteadyFileSystem
 
 S, EOS = 32, 256
 
@@ -98,6 +102,65 @@ def test_any_file_system(tmp_path):
         (tmp_path / f"{number}.jsonl").symlink_to(f"blob{number}")
     assert documents(lane(stream(f"jsonl:{tmp_path}/*.jsonl", **options), 0, 1, 4))[:3] == ["a", "b", "a"]
     assert expanded("s3://b/{00..02}-{a,b}.tar")[1:3] == ["s3://b/00-b.tar", "s3://b/01-a.tar"]
+
+
+@pytest.mark.parametrize("form", WRITERS)
+def test_a_remote_file_system_that_fails_at_times_changes_nothing(form, tmp_path, monkeypatch):
+    """Each fourth access fails with an error of its library: at the start, and in the middle of a file."""
+    monkeypatch.setattr(object_store, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(retried_file, "BUFFER", 64)
+    name = WRITERS[form](tmp_path, shares())
+    memory, place = fsspec.filesystem("memory"), f"/unsteady/{form}"
+    for path in tmp_path.iterdir():
+        memory.pipe(f"{place}/{path.name}", path.read_bytes())
+    accesses, failed = Counter[str](), Counter[str]()
+
+    def before(access: str) -> None:
+        accesses[access] += 1
+        if accesses[access] % 4 == 1:
+            failed[access] += 1
+            raise ConnectionLost(f"{access} number {accesses[access]}")
+
+    monkeypatch.setattr(UnsteadyFileSystem, "before", staticmethod(before))
+    options = {"lanes": 2, "shuffle": form == "jsonl", "shuffle_buffer": 4}
+    data = stream(name.replace(str(tmp_path), f"unsteady:/{place}"), **options)
+    local = stream(name, **options)
+    assert [whole(data[i]) for i in range(200)] == [whole(local[i]) for i in range(200)]
+    assert (
+        failed["read"] > 3
+        and failed["info"]
+        and (failed["list"] or "*" not in name)
+        and (failed["cat"] or form != "mds")
+    )
+
+
+def test_a_remote_file_system_that_does_not_answer_or_has_another_file_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(object_store, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(retried_file, "DATA_PATIENCE_S", 0.2)
+    monkeypatch.setattr(retried_file, "BUFFER", 64)
+    url, down = "unsteady://unsteady/one.jsonl", False
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/unsteady/one.jsonl", json.dumps({"text": "a" * 500}).encode() * 9)
+
+    def before(access: str) -> None:
+        if access == "read" and down:
+            raise ConnectionLost("reset by peer")
+
+    monkeypatch.setattr(UnsteadyFileSystem, "before", staticmethod(before))
+    system = fsspec.filesystem("unsteady")
+    with open_file(system, "/unsteady/one.jsonl", url) as file:
+        first = file.read(10)
+        down = True
+        with pytest.raises(StoreError, match=rf"{url} could not be reached .*ConnectionLost: reset by peer"):
+            file.read(1 << 17)
+        down = False
+        assert first + file.read(90) == memory.cat_file("/unsteady/one.jsonl")[:100]
+        down = True
+        memory.pipe("/unsteady/one.jsonl", b"another one")
+        with pytest.raises(ConflictError, match=f"{url} has been replaced"):
+            file.read(1 << 17)
+    with pytest.raises(DataError, match=r"unsteady/missing.jsonl could not be opened"):
+        stream("jsonl:unsteady://unsteady/missing.jsonl")
 
 
 @pytest.mark.parametrize("form", WRITERS)

@@ -117,6 +117,22 @@ def test_the_first_part_that_differs_is_the_suspect(name: str, tmp_path: Path, c
     assert status == 1 and suspect["place"].startswith(place) and reason in suspect["reason"], suspect
 
 
+@pytest.mark.parametrize(
+    ("case", "place"), [("llama, biases, head_dim", f"{LAYER}.mlp (gate_proj, up_proj)"), ("olmo2", LAYER)]
+)
+def test_factors_of_mup_are_no_difference(case: str, place: str, tmp_path: Path, capsys, monkeypatch) -> None:
+    """The export has them in its matrices and norms: what is named is the activation, which was changed in it."""
+    theirs = write(single(case), tmp_path / "theirs")
+    mup = {"mup": {"base_width": 16, "base_depth": 1}}
+    ours = damaged(theirs, tmp_path / "ours", mup, monkeypatch)
+    assert convert_hf.main(["export", str(ours), str(tmp_path / "plain")]) == 0
+    assert check(capsys, ours, tmp_path / "plain", "--tokens", "12")[0] == 0
+    other = alter(tmp_path / "plain", {}, {"hidden_act": "gelu"})
+    status, report = check(capsys, ours, other, "--tokens", "12", "--tolerance", "1e-6")
+    suspect = report["suspect"]
+    assert status == 1 and suspect["place"] == place, suspect
+
+
 @pytest.mark.parametrize("part", ["self_attn.q_proj.weight", "self_attn.k_proj.bias", "mlp.gate_proj.weight"])
 def test_a_tensor_that_was_converted_wrongly_is_the_suspect(part: str, tmp_path: Path, capsys) -> None:
     """Two rows of the first layer's tensor are swapped, and of a gate all are those of up."""

@@ -128,12 +128,20 @@ def without_group(content: dict[str, Any]) -> None:
     content["optimizer"]["optimizer"]["param_groups"][1]["params"].pop()
 
 
-def flat(directory: Path) -> None:
+def distributed(directory: Path) -> None:
+    """As saved with the distributed optimizer, without its file."""
     for path in directory.rglob("*.pt"):
         content = torch.load(path, weights_only=False)
-        content["optimizer"] = {"optimizer": {"param_groups": []}}
+        content["optimizer"] = {"optimizer": {"param_groups": [{"step": 2}]}}
         torch.save(content, path)
-    (directory / FIRST).with_name("distrib_optim.pt").touch()
+
+
+def other_buffers(directory: Path) -> None:
+    distributed(directory)
+    tensors = {name: torch.zeros(10) for name in ("param", "exp_avg", "exp_avg_sq")}
+    content = {"buckets_coalesced": True, 0: {(torch.bfloat16, torch.float32): tensors | {"numel_unpadded": 10}}}
+    for path in directory.rglob("*.pt"):
+        torch.save(content, path.with_name("distrib_optim.pt"))
 
 
 DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
@@ -175,7 +183,8 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None], str]] = {
         "differs from its fp32 master weight",
     ),
     "another order of parameters": ("legacy", edited(without_group), "Groups other than those with and without"),
-    "a flat state": ("legacy", flat, "flat buffer whose layout is not stored"),
+    "no state of the distributed optimizer": ("legacy", distributed, "distrib_optim.pt is missing: it has the state"),
+    "other buffers": ("legacy", other_buffers, "elements of a buffer of the distributed optimizer, found 10"),
     "an argument that is not supported": (
         "legacy",
         edited(lambda content: vars(content["args"]).update(rotary_interleaved=True)),
@@ -226,7 +235,9 @@ def test_options_that_do_not_apply_are_named(
             "do not divide model.num_hidden_layers=4",
         ),
         (["export", checkpoint, other, "--weights_only"], "--weights_only applies to --format megatron"),
-        (["import", checkpoint, other, "--drop_padding"], "--drop_padding applies to megatron:DIR"),
+        (["import", checkpoint, other, "--drop_padding"], "--drop_padding applies to megatron:DIR only"),
+        (["export", f"megatron:{exported / 'dist'}", other], "import megatron:"),
+        (["export", str(exported / "dist"), other], f"convert import megatron:{exported / 'dist'} CHECKPOINT_DIR"),
         (
             ["import", f"megatron:{exported / 'dist'}", other, "--model", "llama-3.2-1b"],
             "model.hidden_size is 2048, but 32 in",

@@ -82,6 +82,8 @@ def test_another_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for more, message in (
         ([], "does not say what its model is"),
         (["--model", str(tmp_path / "config.json")], "norm.weight is missing"),
+        (["--drop_padding"], "--drop_padding applies to megatron:DIR only"),
+        (["--drop_mtp"], "--drop_mtp applies to megatron:DIR and Hugging Face directories only"),
     ):
         with pytest.raises(SystemExit):
             convert.main(["import", name, out, *more])

@@ -334,7 +334,7 @@ def test_a_run_that_trains_again_keeps_the_report_under_another_name(tmp_path):
     class Lock:
         def release(self) -> None: ...
 
-    Job(config, Lock()).running()  # type: ignore[arg-type]
+    Job(config, Lock()).running(0)  # type: ignore[arg-type]
     assert sorted(path.name for path in config.run.directory.iterdir()) == ["crash.previous.md", "summary.json"]
 
 

@@ -143,6 +143,10 @@ def test_an_exported_reward_model_is_read_again(model, prefix, tmp_path, capsys)
     with pytest.raises(SystemExit):
         generate.main([str(tmp_path / "imported"), "--prompt", "1 2"])
     assert "which predicts no tokens. Export it" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        convert_hf.main(["export", str(tmp_path / "imported"), str(tmp_path / "never"), "--evaluate", "2"])
+    assert "--evaluate 2 computes the loss of the next words" in capsys.readouterr().err
+    assert not (tmp_path / "never").exists()
     (tmp_path / "next").mkdir()
     next_run = train_here(after, prefix, tmp_path / "next", {})
     theirs = rewards(classifier(after, after, False), documents_of(prefix))

@@ -166,7 +166,7 @@ def test_summary_json_tells_how_the_run_stands(tmp_path):
         file.write('{"step": 20, "val_loss": 2.5}\n{"step": 21, "lo')  # a killed run's last line
     job, _ = begin_job(config(tmp_path), restarted=False)
     assert not (run / "summary.json").exists(), "nothing has been changed yet"
-    job.running()
+    job.running(20)
     content = json.loads((run / "summary.json").read_text())
     assert (content["state"], content["exit_status"], content["step"], content["loss"], content["val_loss"]) == (
         "running",

@@ -62,7 +62,7 @@ def trained(config: Config) -> None:
     trainer.save()
     trainer.close()
     job, _ = begin(config, restarted=False)
-    job.running()
+    job.running(1)
     job.end(ExitStatus.DONE)
 
 

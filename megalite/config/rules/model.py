@@ -13,6 +13,7 @@ from megalite.config.rule import (
     Rule,
     describe_legal,
     divisors,
+    import_first,
     is_checkpoint,
     multiples,
 )
@@ -312,8 +313,10 @@ def _init_from(c: RuleContext) -> str:
 
 
 def _own_weights(c: RuleContext) -> str:
-    """The way out for what is no checkpoint: hf: for a Hugging Face model, else an example."""
+    """The way out for what is no checkpoint: hf: for a Hugging Face model, an import, else an example."""
     path = _init_from(c)
+    if (other := import_first(path)) is not None:
+        return other
     if os.path.isfile(Path(path, "config.json")) or is_repository_id(path):
         return (
             f"The weights of a Hugging Face model are hf:{path}; set model.from_hf to {path} for its shape."

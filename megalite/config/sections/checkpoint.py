@@ -11,6 +11,7 @@ from megalite.config.option import POSITIVE, SIZE, option
 from megalite.config.rule import (
     CHECKPOINT_EXAMPLE,
     Rule,
+    import_first,
     is_checkpoint,
 )
 
@@ -66,6 +67,8 @@ def _start(c: "RuleContext") -> str:
     load = c.checkpoint.load
     if os.path.isfile(Path(load, "config.json")):
         return f"It is a Hugging Face model: set model.init_from to hf:{load} and model.from_hf to {load}."
+    if (other := import_first(load)) is not None:
+        return other
     word = STARTS.get(load.lower()) or next(iter(get_close_matches(load, ("auto", "none"), n=1)), None)
     return f"Nearest: {word}." if word else CHECKPOINT_EXAMPLE
 

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -21,7 +22,7 @@ from megalite.data.streams.blend import StreamBlend
 from megalite.data.streams.jsonl import JsonLinesShard
 from megalite.data.streams.mds import mds_shards
 from megalite.data.streams.parquet import ParquetShard
-from megalite.data.streams.shard import Shard, filesystem_of
+from megalite.data.streams.shard import Shard, asked, filesystem_of
 from megalite.data.streams.stream import Stream, lanes_for
 from megalite.data.streams.token_documents import token_shards
 from megalite.data.streams.webdataset import TarShard
@@ -140,22 +141,25 @@ def _files(path: str, source: str) -> dict[str, int | None]:
     system, _ = filesystem_of(path)
     files: dict[str, int | None] = {}
     for one in expanded(path):
-        stripped = system._strip_protocol(one)
         try:
-            matches = (
-                system.glob(stripped, detail=True)
-                if any(letter in stripped for letter in "*?[")
-                else {stripped: system.info(stripped)}
-            )
-            for name, info in matches.items():
-                if info["type"] not in ("file", "directory"):  # a symbolic link, which a glob does not follow
-                    matches[name] = system.info(name)
+            matches = asked(system, one, partial(_matches, system, system._strip_protocol(one)))
         except (OSError, ValueError) as error:
             raise DataError(f"{source}: {one} could not be opened ({error}). Correct the path.") from None
         files |= {name: info.get("size") for name, info in sorted(matches.items()) if info["type"] == "file"}
     if not files:
         raise DataError(f"{source} matches no file. Name a file, a glob, or a range such as {{000..127}}.")
     return files
+
+
+def _matches(system: Any, path: str) -> dict[str, dict[str, Any]]:
+    """Return the files of a path or a glob in a file system, with what it says of them."""
+    if not any(letter in path for letter in "*?["):
+        return {path: system.info(path)}
+    matches: dict[str, dict[str, Any]] = system.glob(path, detail=True)
+    for name, info in matches.items():
+        if info["type"] not in ("file", "directory"):  # a symbolic link, which a glob does not follow
+            matches[name] = system.info(name)
+    return matches
 
 
 def expanded(path: str) -> list[str]:

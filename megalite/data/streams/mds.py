@@ -20,7 +20,7 @@ from megalite.data.indexed import DataError
 from megalite.data.lone_surrogates import whole
 from megalite.data.preparation.contents import Damage
 from megalite.data.preparation.tasks import decoded
-from megalite.data.streams.shard import TEXT_KEY, StreamRecord, filesystem_of, opened
+from megalite.data.streams.shard import TEXT_KEY, StreamRecord, asked, filesystem_of, opened
 
 INDEX = "index.json"
 TEXTS = ("str", "bytes", "json")
@@ -85,7 +85,7 @@ def mds_shards(directory: str, text_key: str) -> list[MdsShard]:
     index = f"{directory.rstrip('/')}/{INDEX}"
     system, path = filesystem_of(index)
     try:
-        content = json.loads(system.cat_file(path))
+        content = json.loads(asked(system, index, lambda: system.cat_file(path)))
         entries = content["shards"]
         return [_shard(directory, text_key, entry, index) for entry in entries]
     except FileNotFoundError:

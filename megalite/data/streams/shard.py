@@ -1,14 +1,15 @@
 """Shards, the files of a stream, and the records in them.
 
 A shard is read in order, from any record on. Each format is a class with the interface `Shard`. Files are
-opened by fsspec, so that a path may have any scheme that it knows.
+opened by fsspec, so that a path may have any scheme that it knows. If it is remote, accesses are tried again
+after any error, for as long as those of token files in a store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, BinaryIO, NamedTuple, Protocol, cast
+from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar, cast
 
 import fsspec
 import numpy as np
@@ -22,7 +23,10 @@ from megalite.data.preparation.contents import (
     decompressed,
     reason_of,
 )
+from megalite.stores.object_store import patiently
+from megalite.stores.retried_file import is_local, open_file
 
+Result = TypeVar("Result")
 TEXT_KEY = "data.text_key"
 
 
@@ -73,10 +77,11 @@ def place(shard: Shard, row: int) -> str:
 def opened(path: str) -> Iterator[tuple[BinaryIO, bool]]:
     """Open a file and yield its plain stream, and whether that is the file itself and can seek.
 
-    Raises Damage, here or where it is read.
+    Raises Damage, here or where it is read, or StoreError if a remote file system does not answer.
     """
+    system, stripped = filesystem_of(path)
     try:
-        with filesystem_of(path)[0].open(path, "rb") as raw:
+        with open_file(system, stripped, path) as raw:
             file = cast(BinaryIO, raw)
             kind = compression_of(file.read(6))
             file.seek(0)
@@ -100,3 +105,13 @@ def filesystem_of(path: str) -> tuple[Any, str]:
             "s3:// or gcsfs for gs://."
         ) from None
     return system, stripped
+
+
+def asked(system: Any, url: str, action: Callable[[], Result]) -> Result:
+    """Run an action of a file system, if it is remote again after errors that may pass.
+
+    Raises:
+        FileNotFoundError, or what a local file system raises.
+        StoreError: a remote one does not answer.
+    """
+    return action() if is_local(system) else patiently(action, url)
