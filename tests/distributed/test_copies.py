@@ -19,7 +19,7 @@ from tests.support.configs import SINGLE, config_of, write_tokens
 from tests.support.spaces.layouts import Case
 
 MODEL: Case = {**SINGLE, "tied": True, "kv_heads": 2, "vocab_size": 96, "layers": 4, "masked": True, "dropout": 0.1}
-BATCH, STEPS, EVERY, KILLED = 24, 6, 2, 6
+BATCH, STEPS, EVERY, KILLED = 12, 6, 2, 6
 DISK = 3  # interval of checkpoints
 LAYOUTS: dict[str, Case] = {
     "dp2-zero3": {"dp": 2, "zero": 3},
@@ -27,7 +27,6 @@ LAYOUTS: dict[str, Case] = {
     "pp2-dp2-zero1": {"pp": 2, "dp": 2, "zero": 1},
     "pp2-dp2-zb-v": {"pp": 2, "dp": 2, "zero": 1, "schedule": "zb-v"},
     "tp2-dp2-zero2": {"tp": 2, "dp": 2, "zero": 2},
-    "tp2-pp2": {"tp": 2, "pp": 2},
     "dp3-zero1": {"dp": 3, "zero": 1},
     "one process": {},
 }
@@ -54,18 +53,15 @@ class Loss(NamedTuple):
 
 LOSSES = {
     "a rank, on one node": Loss("dp2-zero3", "aa", "", "dp2-zero3", "aa"),
-    "a rank, on two": Loss("tp2-pp2", "aabb", "", "dp3-zero1", "aab"),
     "a node, replaced by an empty one": Loss("dp2-zero2", "ab", "b", "dp2-zero2", "ac"),
     "the node of rank 0": Loss("pp2-dp2-zero1", "aabb", "a", "dp2-zero3", "bb"),
     "a node of four": Loss("tp2-dp2-zero2", "abcd", "c", "dp3-zero1", "abd"),
     "nodes in another order": Loss("pp2-dp2-zb-v", "aabb", "", "pp2-dp2-zb-v", "bbaa"),
-    "all but one rank": Loss("pp2-dp2-zero1", "aabb", "b", "one process", "a"),
     "neighbors": Loss(
         *("tp2-dp2-zero2", "abcd", "bc", "dp2-zero3", "ad"),
         resumed=3,
         says="the copy in memory of step_00000004 is not used: rank_00001.bin is on none of the 2 nodes",
     ),
-    "every node": Loss("dp2-zero3", "ab", "ab", "dp2-zero2", "cd", resumed=3, says=""),
 }
 
 
@@ -118,11 +114,10 @@ def test_a_restart_has_the_state_of_the_copy_bit_for_bit(name, ranks, prefix, tm
     assert not [path for path in left if path.parent.name in case.then], "a run that is done needs no copies"
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
-def test_a_torn_copy_is_not_used_and_the_one_before_is(background, ranks, prefix, tmp_path):
-    """Rank 1 is killed in the middle of its file of step 4."""
+def test_a_torn_copy_is_not_used_and_the_one_before_is(ranks, prefix, tmp_path):
+    """In the background, where rank 1 is killed in the middle of its file of step 4."""
     copies = nodes(tmp_path / "memory", "aabb")
-    config = configuration("pp2-dp2-zero1", prefix, tmp_path, checkpoint={"interval": None, "async_save": background})
+    config = configuration("pp2-dp2-zero1", prefix, tmp_path, checkpoint={"interval": None, "async_save": True})
     before = ranks.run(4, jobs_copies.fitted, config, copies, KILLED, (), 1, 4)[0]
     assert {path.name for path in copies[0].iterdir()} == {"step_00000002", ".step_00000004.saving"}
     after = ranks.run(4, jobs_copies.fitted, config, copies)[0]
@@ -146,8 +141,8 @@ def test_a_request_for_another_number_of_ranks_ends_with_a_copy(ranks, prefix, t
         assert (value - expected[STEPS][name]).abs().max() <= 1e-9, name
 
 
-def test_only_a_restart_of_the_same_job_with_the_same_options_reads_copies(ranks, prefix, tmp_path):
-    config, copies = configuration("dp2-zero2", prefix, tmp_path), nodes(tmp_path / "memory", "ab")
+def test_only_a_restart_with_the_same_options_reads_copies(ranks, prefix, tmp_path):
+    config = configuration("dp2-zero2", prefix, tmp_path)
     place = directory_of(tmp_path / "run")
     try:
         ranks.run(2, jobs_copies.fitted, config, None, KILLED)
@@ -156,24 +151,15 @@ def test_only_a_restart_of_the_same_job_with_the_same_options_reads_copies(ranks
         changed = ranks.run(2, jobs_copies.fitted, other, None, KILLED)[0]
         assert (changed["origin"], changed["resumed"]) == ("checkpoint", 3)
         assert "the copy in memory of step_00000004 is not used: it was made with other options" in changed["notes"]
-        first = ranks.run(2, jobs_copies.fitted, config, None, 5, (), None, None, False)[0]
+        first = ranks.run(2, jobs_copies.fitted, config, None, 4, (), None, None, False)[0]
         assert (first["origin"], first["notes"].count("copy in memory")) == ("checkpoint", 0)
+        assert not place.exists()
     finally:
         shutil.rmtree(place, ignore_errors=True)
-    ranks.run(2, jobs_copies.fitted, config, copies, 6)  # two jobs: one node has missed the second
-    shutil.move(copies[1], tmp_path / "first job")
-    shutil.rmtree(copies[0])
-    ranks.run(2, jobs_copies.fitted, config, copies, 6)
-    shutil.rmtree(copies[1])
-    shutil.move(tmp_path / "first job", copies[1])
-    for path in copies[1].glob("step_00000004"):
-        path.rename(path.with_name("step_00000005"))
-    mixed = ranks.run(2, jobs_copies.fitted, config, copies, 6)[0]
-    assert mixed["origin"] == "checkpoint" and "nodes have copies of several jobs" in mixed["notes"]
 
 
 def test_too_little_memory_is_one_message_before_the_first_step(ranks, prefix, tmp_path):
     config = configuration("dp2-zero2", prefix, tmp_path)
     for message in ranks.run(2, jobs_copies.without_room, config, nodes(tmp_path / "memory", "ab")):
         assert message.startswith("checkpoint.copy_interval = 2: 2 copies of the state of this node's ranks, and of")
-        assert "has room for 1.0 KB" in message
+        assert "has room for 1 kB" in message

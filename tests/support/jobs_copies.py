@@ -32,7 +32,7 @@ class Killed(Exception):
 
 
 class Events(Observer):
-    """Records the state before each step, ends the run before one, or asks it to stop for another number of ranks.
+    """Records the state from step 3 on, ends the run before one, or asks it to stop for another number of ranks.
 
     Optimistic steps end without being told to when the state is read.
     """
@@ -42,8 +42,9 @@ class Events(Observer):
         self.states: dict[int, dict[str, Tensor]] = {}
 
     def before(self, step: int) -> None:
-        self.trainer.drain()
-        self.states[step - 1] = global_tensors(self.trainer, STATE)
+        if step > 3:
+            self.trainer.drain()
+            self.states[step - 1] = global_tensors(self.trainer, STATE)
         if step == self.killed:
             raise Killed
         if step == self.asked:
