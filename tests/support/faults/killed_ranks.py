@@ -83,10 +83,8 @@ class Kills:
             trained, published = steps_of(run), newest(run)
             # A save in flight is lost, with the steps since the previous one; with background saves, also the steps
             # after it.
-            assert published >= max(trained, default=0) - INTERVAL * (3 if self.options["background"] else 2), (
-                trained,
-                published,
-            )
+            most_lost = INTERVAL * (3 if self.options["background"] else 2)
+            assert published >= max(trained, default=0) - most_lost, (trained, published)
         assert steps_of(run) == list(range(1, STEPS + 1))
         assert jobs_saving.content_of(run / "checkpoints" / checkpoint.step_name(STEPS)) == self.expected
         return kills
