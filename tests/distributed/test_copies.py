@@ -75,7 +75,7 @@ def configuration(layout: str, prefix: str, directory: Path, **changes: dict[str
     config = config_of(case, prefix, run={"dir": str(directory), "name": "run"})
     config["train"] |= {"steps": STEPS, "global_batch_size": BATCH, "micro_batch_size": 2, "ema_decay": 0.9}
     config["checkpoint"] |= {"load": "auto", "interval": DISK, "copy_interval": EVERY}
-    return {section: {**values, **changes.get(section, {})} for section, values in config.items()}
+    return {section: {**config.get(section, {}), **changes.get(section, {})} for section in {**config, **changes}}
 
 
 def ranks_of(layout: str) -> int:
@@ -160,6 +160,15 @@ def test_only_a_restart_with_the_same_options_reads_copies(ranks, prefix, tmp_pa
         assert not place.exists()
     finally:
         shutil.rmtree(place, ignore_errors=True)
+
+
+def test_a_run_that_goes_back_keeps_no_copy_of_what_it_leaves(ranks, prefix, tmp_path):
+    """Copies after steps 2 and 4; steps 5 and 6 are bad, and 6 is not copied; the run goes back to the checkpoint of
+    step 3."""
+    faults = {"inject": "nan:step=5-6", "skip_limit": 2, "rollback": True}
+    config = configuration("one process", prefix, tmp_path, faults=faults, train={"steps": 7})
+    seen = ranks.run(1, jobs_copies.left_by_a_rollback, config, nodes(tmp_path / "memory", "a"))
+    assert seen == [[(["step_00000002", "step_00000004"], [])]]
 
 
 def test_too_little_memory_is_one_message_before_the_first_step(ranks, prefix, tmp_path):

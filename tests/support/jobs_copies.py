@@ -22,7 +22,7 @@ from megalite.monitoring.observers import Observer
 from megalite.optimizer.registry import STATE
 from megalite.training import memory_copies
 from megalite.training.fit import fit
-from megalite.training.trainer import Trainer
+from megalite.training.trainer import StepResult, Trainer
 from megalite.training.verify import global_tensors
 from tests.support.jobs import mesh_of
 
@@ -137,3 +137,28 @@ def without_room(context: Any, config: dict[str, Any], nodes: Sequence[Path]) ->
         except ConfigError as error:
             return str(error)
     return "it has started"
+
+
+def left_by_a_rollback(context: Any, config: dict[str, Any], nodes: Sequence[Path]) -> list[tuple[list[str], ...]]:
+    """The copies on this rank's node before and after each rollback of a run."""
+    parsed, seen = from_dict(config), list[tuple[list[str], ...]]()
+    with node(context, nodes):
+        trainer = Trainer(parsed, mesh_of(context, parsed))
+        roll_back = trainer.roll_back
+
+        def names() -> list[str]:
+            return sorted(path.name for path in nodes[context.rank].glob("step_*"))
+
+        def recorded(bad: StepResult) -> None:
+            before = names()
+            roll_back(bad)
+            seen.append((before, names()))
+
+        trainer.roll_back = recorded  # type: ignore[method-assign]
+        try:
+            fit(trainer)
+        finally:
+            gc.unfreeze()
+            gc.enable()
+            trainer.close()
+    return seen
