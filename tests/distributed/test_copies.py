@@ -13,7 +13,9 @@ import torch
 
 from megalite import checkpoint
 from megalite.checkpoint.copies import directory_of
+from megalite.config.load import from_dict
 from megalite.launch.exit_status import ExitStatus
+from megalite.planner.api import copying_bytes
 from tests.support import jobs_copies
 from tests.support.configs import SINGLE, config_of, write_tokens
 from tests.support.spaces.layouts import Case
@@ -147,6 +149,8 @@ def test_only_a_restart_with_the_same_options_reads_copies(ranks, prefix, tmp_pa
     try:
         ranks.run(2, jobs_copies.fitted, config, None, 4)
         assert {path.name for path in place.iterdir()} == {"step_00000002"}
+        data = sum(chunk.bytes for chunk in checkpoint.manifest_of(place / "step_00000002").chunks())
+        assert copying_bytes(from_dict(config)) == 2 * data, "per rank: two copies of its half, two of a neighbor's"
         newer = ranks.run(2, jobs_copies.fitted, config, None, KILLED)[0]
         assert (newer["origin"], newer["resumed"]) == ("checkpoint", 3)
         assert "the copy in memory of step_00000002 is not used: " in newer["notes"] and "is newer" in newer["notes"]
