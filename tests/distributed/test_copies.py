@@ -179,4 +179,8 @@ def test_too_little_memory_is_one_message_before_the_first_step(ranks, prefix, t
     config = configuration("dp2-zero2", prefix, tmp_path)
     for message in ranks.run(2, jobs_copies.without_room, config, nodes(tmp_path / "memory", "ab")):
         assert message.startswith("checkpoint.copy_interval = 2: 2 copies of the state of this node's ranks, and of")
-        assert "has room for 1 kB" in message
+        assert "has room for 1 kB" in message and "continuing" not in message
+    ranks.run(2, jobs_copies.fitted, config, nodes(tmp_path / "memory", "ab"), 4)
+    shutil.rmtree(tmp_path / "memory")
+    for message in ranks.run(2, jobs_copies.without_room, config, nodes(tmp_path / "memory", "ab")):
+        assert message.endswith("continuing without copies in memory"), "a job that goes on does not end there"

@@ -128,15 +128,16 @@ def tearing(trainer: Trainer, own: int | None, step: int | None) -> Iterator[Non
 
 
 def without_room(context: Any, config: dict[str, Any], nodes: Sequence[Path]) -> str:
-    """The error of a run whose directory has hardly any room."""
+    """The error of a run whose directory has hardly any room, or what it says."""
     parsed = from_dict(config)
     usage = SimpleNamespace(free=1000)
     with node(context, nodes), patch.object(copies.shutil, "disk_usage", lambda path: usage):
         try:
-            Trainer(parsed, mesh_of(context, parsed))
+            trainer = Trainer(parsed, mesh_of(context, parsed))
         except ConfigError as error:
             return str(error)
-    return "it has started"
+    trainer.close()
+    return "\n".join(trainer.notes)
 
 
 def left_by_a_rollback(context: Any, config: dict[str, Any], nodes: Sequence[Path]) -> list[tuple[list[str], ...]]:
