@@ -126,8 +126,8 @@ def check_room(trainer: Trainer) -> None:
     assert copies is not None
     need, room = copies.room(checkpointing.to_save(trainer))
     message = (
-        f"checkpoint.copy_interval = {trainer.config.checkpoint.copy_interval}: {KEPT} copies of the state of "
-        f"this node's ranks, and of those of its neighbor, take {amount(need, 'B')}, but {copies.directory} "
+        f"checkpoint.copy_interval = {trainer.config.checkpoint.copy_interval}: {KEPT} copies of the state "
+        f"of this node's ranks, and of those of its neighbor, take {amount(need, 'B')}, but {copies.directory} "
         f"has room for {amount(room, 'B')}. Give it more memory (in a container --shm-size), leave "
         f"checkpoint.copy_interval unset, or name another directory in memory with {DIRECTORY}."
     )
