@@ -125,11 +125,12 @@ def check_room(trainer: Trainer) -> None:
     copies = trainer.copies
     assert copies is not None
     need, room = copies.room(checkpointing.to_save(trainer))
+    every = trainer.config.checkpoint.copy_interval
     message = (
-        f"checkpoint.copy_interval = {trainer.config.checkpoint.copy_interval}: {KEPT} copies of the state "
-        f"of this node's ranks, and of those of its neighbor, take {amount(need, 'B')}, but {copies.directory} "
-        f"has room for {amount(room, 'B')}. Give it more memory (in a container --shm-size), leave "
-        f"checkpoint.copy_interval unset, or name another directory in memory with {DIRECTORY}."
+        f"checkpoint.copy_interval = {every}: {KEPT} copies of the state of this node's ranks, and of those of "
+        f"its neighbor, take {amount(need, 'B')}, but {copies.directory} has room for {amount(room, 'B')}. "
+        "Give it more memory (in a container --shm-size), leave checkpoint.copy_interval unset, or name "
+        f"another directory in memory with {DIRECTORY}."
     )
     try:
         with raise_on_all_ranks(trainer.mesh):
