@@ -127,10 +127,10 @@ def check_room(trainer: Trainer) -> None:
     need, room = copies.room(checkpointing.to_save(trainer))
     every = trainer.config.checkpoint.copy_interval
     message = (
-        f"checkpoint.copy_interval = {every}: {KEPT} copies of the state of this node's ranks, and of those of "
-        f"its neighbor, take {amount(need, 'B')}, but {copies.directory} has room for {amount(room, 'B')}. "
-        "Give it more memory (in a container --shm-size), leave checkpoint.copy_interval unset, or name "
-        f"another directory in memory with {DIRECTORY}."
+        f"checkpoint.copy_interval = {every}: {KEPT} copies of the state of this node's ranks, and of those "
+        f"of its neighbor, take {amount(need, 'B')}, but {copies.directory} has room for {amount(room, 'B')}"
+        ". Give it more memory (in a container --shm-size), leave checkpoint.copy_interval unset, or "
+        f"name another directory in memory with {DIRECTORY}."
     )
     try:
         with raise_on_all_ranks(trainer.mesh):
