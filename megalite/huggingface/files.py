@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint import CheckpointError
+from megalite.checkpoint.checksummed_chunks import dtype_name
 from megalite.families.weight_files import INDEX, MODEL, weights_file
 from megalite.system.text import abbreviated
 
@@ -180,7 +181,7 @@ class TensorFiles(Mapping[str, Tensor]):
         tensor = self._files[name][name]
         if not tensor.is_floating_point() or tensor.dtype not in LETTERS:
             raise ConversionError(
-                f"{self.directory}: {name} has unsupported type {str(tensor.dtype).removeprefix('torch.')}. Quantized weights are not "
+                f"{self.directory}: {name} has unsupported type {dtype_name(tensor.dtype)}. Quantized weights are not "
                 "supported."
             )
         return tensor

@@ -26,6 +26,8 @@ from megalite.launch.exit_status import signal_status, training_status
 from megalite.system.processes import launched
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+RESIZE_SIGNAL = signal.SIGUSR2
+"""A launcher sends it to the ranks of a run that is to continue on another number of ranks."""
 STACK = 1 << 19  # bytes
 SAME_PRESS_S = 1.0
 """Under a launcher, repeats within this time of the first signal are the same Ctrl-C: from the terminal, and

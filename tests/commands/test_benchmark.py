@@ -22,6 +22,7 @@ from benchmarks import (
     context,
     fp8_training,
     fp8_training_run,
+    memory_copies,
     overhead,
     peers,
     plan,
@@ -264,6 +265,22 @@ def test_checkpoint_compares_with_torch_save(run: Callable[..., dict[str, Any]],
     fast, slow = ({"gb_per_second": speed, "held_s": held} for speed, held in ((1.0, 1.0), (0.75, 10.0)))
     assert [target["met"] for target in checkpoint.targets([fast, slow, fast])] == [False, True]
     assert [target["measured"] for target in checkpoint.targets([slow, fast, slow])] == [pytest.approx(4 / 3), 10.0]
+
+
+@pytest.mark.usefixtures("launched_forked")
+def test_copies_stand_beside_checkpoints(run: Callable[..., dict[str, Any]]) -> None:
+    content = run("copies")
+    size = content["config"]["bytes"]
+    assert size == 3 * 4 * 2 * 64 * 64
+    ways = [(row["action"], row["way"]) for row in content["results"]]
+    assert len(ways) == 9 and ways[0] == ("copy", "disk") and ways[-1] == ("restore", "memory of another node")
+    for row in content["results"]:
+        assert row["held_s"] > 0 and row["complete_s"] == pytest.approx(size / 1e9 / row["gb_per_second"])
+    at_once, short, long = (
+        {"action": "copy", "way": f"one node, {way}", "held_s": held}
+        for way, held in (("at once", 1.0), ("in the background", 0.1), ("in the background", 0.2))
+    )
+    assert [memory_copies.targets([at_once, each])[0]["met"] for each in (short, long)] == [True, False]
 
 
 def test_preparation_stands_beside_what_others_do(

@@ -42,7 +42,7 @@ SMALLER = {
     ("score", "--top_k"): "--sequence_length 64",
     ("plan", "llama-3-70b"): "--plans 1",
 }
-ENDS_WITH = {"--faults": 1}  # its second fault comes after the one restart
+ENDS_WITH = {"--run.name faults": 1}  # its second fault comes after the one restart
 NODES = {
     "--nnodes 4": "--nnodes 2",
     "--nproc 8": "--nproc 2",
