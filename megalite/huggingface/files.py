@@ -181,8 +181,8 @@ class TensorFiles(Mapping[str, Tensor]):
         tensor = self._files[name][name]
         if not tensor.is_floating_point() or tensor.dtype not in LETTERS:
             raise ConversionError(
-                f"{self.directory}: {name} has unsupported type {dtype_name(tensor.dtype)}. Quantized weights are not "
-                "supported."
+                f"{self.directory}: {name} has unsupported type {dtype_name(tensor.dtype)}. "
+                "Quantized weights are not supported."
             )
         return tensor
 
