@@ -17,10 +17,11 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from megalite.commands import start_ranks
+from megalite.config.dims import ParallelDims
 from megalite.config.errors import ConfigError
 from megalite.config.load import exit_with, load, tell_torchrun, write_config
 from megalite.config.schema import Config
-from megalite.launch import signals
+from megalite.launch import signals, spares
 from megalite.launch.causes import Lost, lost_by
 from megalite.launch.environment import set_variables
 from megalite.launch.exit_status import ExitStatus, process_status, training_status
@@ -51,6 +52,8 @@ def main() -> int:
     # before torch is imported: a wrong option is reported at once
     loaded = load(world_size=int(os.environ.get("WORLD_SIZE", "1")))
     config = loaded.config
+    if config.parallel.min_ranks is not None:
+        spares.leave_out(ParallelDims.of(config).world)
     # also before: set after the first use of a device, some have no effect
     remarks = set_variables(config.network)
     if not launched() and os.environ.get("RANK", "0") == "0" and sys.stderr.isatty():
@@ -104,6 +107,7 @@ def main() -> int:
         report_unexpected(error, config, mesh, job)
         raise
     job.end(status)
+    spares.dismiss(status)
     return process_status(status)
 
 
@@ -224,12 +228,13 @@ def announce(trainer: Trainer, notes: list[str]) -> None:
     """Store the resolved configuration and print what runs where. Collective."""
     from megalite.mesh.map import describe
     from megalite.monitoring.epochs import repeated
+    from megalite.monitoring.size_changes import describe_change
     from megalite.training import recompute_budget
     from megalite.training.checkpointing import describe_saves
     from megalite.training.kernel_choice import on_gpu
     from megalite.training.memory_report import report
 
-    notes[:0] = [*random_weights(trainer), *ignored_fields(trainer.config)]
+    notes[:0] = [*random_weights(trainer), *ignored_fields(trainer.config), *describe_change(trainer)]
     notes += [*on_gpu(trainer), *placement(trainer), *repeated(trainer), *report(trainer)]
     notes += [
         *recompute_budget.describe(trainer.config, trainer.mesh, trainer.device),

@@ -26,6 +26,7 @@ from megalite.launch.exit_status import signal_status, training_status
 from megalite.system.processes import launched
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+RESIZE_SIGNAL = signal.SIGTERM  # from the launcher: stop at the end of a step, so that the ranks can change
 STACK = 1 << 19  # bytes
 SAME_PRESS_S = 1.0
 """Under a launcher, repeats within this time of the first signal are the same Ctrl-C: from the terminal, and

@@ -36,7 +36,7 @@ class FaultsConfig:
 
 
 KINDS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("kill", "exit", "hang", "nan", "oom", "sigint", "sigterm", "sigusr1"), ()),
+    **dict.fromkeys(("kill", "exit", "hang", "nan", "oom", "sigint", "sigterm", "sigusr1", "return"), ()),
     "slow": ("seconds",),
     "spike": ("factor",),
 }
@@ -99,6 +99,8 @@ def _wrong(c: "RuleContext") -> tuple[str, str] | None:
     except ValueError as error:
         text, reason = error.args
         return text, reason
+    if c.parallel.min_ranks is not None:  # a fault may concern a start with more ranks
+        return None
     absent = [fault for fault in faults if fault.rank is not None and not 0 <= fault.rank < c.world_size]
     return (
         (f"{absent[0].kind}:rank={absent[0].rank}", f"names a rank that {c.world_size} processes do not have")

@@ -1,0 +1,176 @@
+"""Runs that lose ranks and take them back: in fp64 they end as the run on one process that never changed.
+
+The batch grows, two datasets are blended and begin a second epoch, dropout draws and the weights are averaged, so a
+position that is not restored shows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megalite import checkpoint
+from megalite.checkpoint.inspect import differences
+from megalite.config.elastic import layouts, ranks_of
+from megalite.config.load import from_dict
+from tests.support.configs import SEQUENCE, SINGLE, config_of, write_tokens
+
+ROOT = Path(__file__).parents[3]
+TIMEOUT = 900.0  # seconds: far more than a loaded machine needs
+LIMIT = 1e-9
+MODEL = {
+    **SINGLE,
+    "tied": True,
+    "kv_heads": 2,
+    "vocab_size": 96,
+    "layers": 2,
+    "masked": True,
+    "dropout": 0.1,
+    "ema": True,
+}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # the smallest number of ranks, and the largest layout
+    "data": (1, {"dp": 4, "zero": 1}),
+    "shards": (2, {"dp": 4, "zero": 3}),
+    "pipeline": (1, {"pp": 2, "dp": 2, "zero": 2}),
+    "model": (1, {"tp": 2, "pp": 2, "dp": 1, "zero": 1, "sequence_parallel": True}),
+    "pair": (1, {"dp": 2, "zero": 1}),
+}
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Losses and returns in the order in which they happen.
+
+    Attributes:
+        faults: values of faults.inject.
+        sizes: the number of ranks of every start.
+        last: the step of the last change.
+    """
+
+    faults: list[str]
+    sizes: list[int]
+    last: int
+
+    @classmethod
+    def draw(cls, seed: int, count: int, fewest: int, most: int, used: Callable[[int], int]) -> Changes:
+        """Draw changes: a loss of a random rank, or the return of all that are lost, every one to three steps."""
+        chosen, step, usable = random.Random(seed), 1, most
+        faults, sizes = list[str](), [used(most)]
+        for start in range(count):
+            step += chosen.randint(1, 3)
+            may_lose, may_return = usable > fewest and sizes[-1] > 1, usable < most
+            if may_lose and (not may_return or chosen.random() < 0.5):
+                faults.append(f"kill:rank={chosen.randrange(sizes[-1])},step={step},restart={start}")
+                usable -= 1
+            else:
+                faults.append(f"return:rank=0,step={step},restart={start}")
+                usable = most
+            sizes.append(used(usable))
+        return cls(faults, sizes, step)
+
+
+def configuration(layout: str, directory: Path, name: str, steps: int) -> dict[str, Any]:
+    """The whole configuration of a run with the largest layout of LAYOUTS."""
+    sizes = LAYOUTS[layout][1]
+    blend = {}
+    for number, (count, weight) in enumerate([(1_600, 0.7), (2_400, 0.3)]):
+        (directory / str(number)).mkdir(exist_ok=True)
+        prefix = directory / str(number) / "tokens_96"
+        if not prefix.with_suffix(".bin").exists():
+            write_tokens(directory / str(number), MODEL["vocab_size"], count, seed=number)
+        blend[str(prefix)] = weight
+    config = config_of({**MODEL, **sizes}, str(directory / "none"), "fp64")
+    config["run"] = {"dir": str(directory / "runs"), "name": name, "timeout": "120s"}
+    config["data"] |= {"train": blend, "sequence_length": SEQUENCE}
+    config["train"] |= {
+        "steps": steps,
+        "global_batch_size": 24,
+        "micro_batch_size": 1,
+        "rampup_batch_size": [12, 12, 60],
+    }
+    config["checkpoint"] = {"load": "auto", "interval": 3, "keep": 2}
+    return config
+
+
+def used_ranks(config: dict[str, Any], fewest: int, most: int) -> dict[int, int]:
+    """Number of ranks → ranks of its layout."""
+    resolved = from_dict(config)
+    resolved.parallel.min_ranks = fewest
+    return {size: ranks_of(layout) for size, layout in layouts(resolved, range(fewest, most + 1)).items()}
+
+
+def trained(config: dict[str, Any], directory: Path, *options: str, environment: dict[str, str] | None = None) -> str:
+    """Train with `megalite train` until the run is done. Returns what it has printed."""
+    file = directory / f"{config['run']['name']}.yaml"
+    file.write_text(yaml.safe_dump(config))
+    done = subprocess.run(
+        [sys.executable, "-m", "megalite", "train", "--config", str(file), *options],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1", **(environment or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def steps_of(run: Path) -> dict[int, float]:
+    """Step → loss; every step is there once."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    assert [step for step, _ in losses] == list(range(1, len(losses) + 1)), losses
+    return dict(losses)
+
+
+def largest_difference(run: Path, other: Path, steps: int) -> float:
+    """The largest relative difference between losses, or between tensors of the last checkpoints, of two runs."""
+    one, two = steps_of(run), steps_of(other)
+    assert one.keys() == two.keys() == set(range(1, steps + 1))
+    worst = max(abs(one[step] - two[step]) / abs(two[step]) for step in one)
+    ends = [checkpoint.manifest_of(each / "checkpoints" / checkpoint.step_name(steps)) for each in (other, run)]
+    for name in ("samples", "skipped"):
+        assert ends[0].state[name] == ends[1].state[name], name
+    assert any(name.startswith("ema/") for name in ends[0].tensors)
+    for difference in differences(*ends):
+        assert difference.relative is not None, difference
+        worst = max(worst, difference.relative)
+    assert math.isfinite(worst)
+    return worst
+
+
+def prove(layout: str, seed: int, count: int, directory: Path) -> float:
+    """Compare a run with `count` random losses and returns with the run on one process that has none.
+
+    Returns the largest relative difference of losses, weights, moments and averages.
+    """
+    fewest, sizes = LAYOUTS[layout]
+    most = math.prod(sizes[axis] for axis in ("tp", "pp", "dp") if axis in sizes)
+    changes = Changes.draw(
+        seed, count, fewest, most, used_ranks(configuration(layout, directory, "-", 1), fewest, most).get
+    )
+    steps = changes.last + 2
+    config = configuration(layout, directory, f"elastic-{layout}-{seed}", steps)
+    config["faults"] = {"inject": changes.faults}
+    output = trained(config, directory, "--nproc", f"{fewest}:{most}", "--return_after", "1h")
+    assert output.count("injected kill") == sum(fault.startswith("kill") for fault in changes.faults), output
+    after = [line for line in output.splitlines() if line.startswith("going on after step ")]
+    assert [int(line.split(" with ")[1].split()[0]) for line in after] == changes.sizes[1:], (changes, output)
+    alone = configuration(layout, directory, f"alone-{layout}-{seed}", steps)
+    alone["parallel"] |= {"tp": 1, "pp": 1, "dp": 1, "zero": 0, "sequence_parallel": False}
+    trained(alone, directory)
+    run = directory / "runs"
+    worst = largest_difference(run / config["run"]["name"], run / alone["run"]["name"], steps)
+    assert worst <= LIMIT, (worst, changes)
+    return worst
