@@ -14,7 +14,7 @@ import traceback
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megalite.commands import start_ranks
 from megalite.config.dims import ParallelDims
@@ -113,9 +113,12 @@ def main() -> int:
 
 def report_unexpected(error: Exception, config: Config, mesh: Mesh, job: Job) -> None:
     """Leave what is known of an error that is being handled and has no message for the user."""
+    import torch
+
     lost, message = lost_by(error), f"{type(error).__name__}: {error}"
     job.end(ExitStatus.FAILED, (lost and lost.reason) or str(error))
-    tell_torchrun(message, **({} if lost is None else {"lost": asdict(lost)}))
+    known: dict[str, Any] = {"device": True} if isinstance(error, torch.AcceleratorError) else {}
+    tell_torchrun(message, **known, **({} if lost is None else {"lost": asdict(lost)}))
     report_crash(message, lost, config, mesh, job, traceback.format_exc())
 
 

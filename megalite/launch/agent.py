@@ -222,6 +222,7 @@ class _Agent(LocalElasticAgent):
         self._repeated, self._timer = RepeatedSignal(), Timer(0, lambda: None)
         self._ended: dict[int, float] = {}  # ranks that have ended by themselves, and when
         self._ends: list[End] = []  # of all ranks, once one has failed
+        self._explained: set[int] = set()  # those that have reported an error that is not of their device
         self._slots = (
             Slots(options.ranks, self._started_of, options.return_after_s, devices_of(options.ranks))
             if options.elastic
@@ -242,7 +243,7 @@ class _Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.end_file.unlink(missing_ok=True)
         self.started, self._kills, self._ended, self._ends = time.time(), MemoryKills(), {}, []
-        self._asked = False
+        self._asked, self._explained = False, set()
         with blocked(SIGNALS):  # until the ranks have handlers
             started: dict[int, Any] = super()._start_workers(worker_group)
         os.environ.pop(LOST_AT, None)  # of this start alone
@@ -299,13 +300,17 @@ class _Agent(LocalElasticAgent):
         """Drop the places of lost ranks of an elastic run, and let torch restart the others without counting
         it. Returns whether the run goes on in this way.
 
-        Ranks that have all failed by themselves have the same error, which fewer ranks would have, too.
+        A rank is lost if it was killed, has ended without a message, or reports an error of its GPU. Other
+        errors, and an end of all ranks, fewer ranks would have, too.
         """
         if self._slots is None:
             return False
         own = [end for end in self._ends if end.kind is ExitCause.OWN]
         # ranks that are asked to stop before their first step end with a status of their own
-        lost = [end.rank for end in own if not (self._asked and end.status == ExitStatus.STOPPED)]
+        stopped = (ExitStatus.STOPPED, -RESIZE_SIGNAL) if self._asked else ()
+        lost = [end.rank for end in own if end.status not in stopped]
+        if any(rank in self._explained for rank in lost):
+            return False
         local = [worker.local_rank for worker in worker_group.workers if worker.global_rank in lost]
         if lost or not (self._asked or self.options.nodes > 1):
             left = len(self._slots.usable) - len(local)
@@ -377,6 +382,8 @@ class _Agent(LocalElasticAgent):
         """Describe the exit of a rank from its exit status and its error file."""
         message = failure.error_file_data.get("message")
         content = message.get("extraInfo", {}) if isinstance(message, dict) else {}
+        if content and not content.get("device"):
+            self._explained.add(rank)
         lost, status, noted = lost_in(content.get("lost")), failure.exitcode, self._ended.get(rank)
         at = float(content.get("written", time.time() if noted is None else noted))
         if lost is not None:
