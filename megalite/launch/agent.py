@@ -348,16 +348,17 @@ class _Agent(LocalElasticAgent):
             return
         self._asked = True
         os.environ[LOST_AT] = str(time.time())
-        if self._store is not None:
-            self._store.set(RESIZE, "1")  # before they end: the other agents look then
+        store: Any = self._store
+        store.set(RESIZE, "1")  # before they end: the other agents look then
         self._send(RESIZE_SIGNAL)
 
     def _stopped_to_change(self) -> bool:
         """Whether all ranks have stopped because their number changes, and not for good."""
         if self._slots is None or self.received or not self.end_file.exists():
             return False
+        store: Any = self._store
         stopped = self.end_file.read_text(encoding="utf-8") == str(int(ExitStatus.STOPPED))
-        return stopped and (self._asked or (self._store is not None and self._store.check([RESIZE])))
+        return stopped and (self._asked or bool(store.check([RESIZE])))
 
     def _handlers(self) -> list[SubprocessHandler]:
         """The processes of the ranks, by local rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 
 import pytest
@@ -64,14 +65,14 @@ def test_a_gpu_returns_once_it_computes(computes, monkeypatch):
     places.start()
     places.lose([1])
     places.start()
-    assert slots.os.environ["CUDA_VISIBLE_DEVICES"] == "a,c"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "a,c"
     clock.now += 5.0
     assert not places.grown(), "the process has only been started"
     probe = places._slots[1].probe
     assert isinstance(probe, subprocess.Popen) and probe.wait(60) == 1 - computes
     assert places.grown() == computes
     places.start()
-    assert slots.os.environ["CUDA_VISIBLE_DEVICES"] == ("a,b,c" if computes else "a,c")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ("a,b,c" if computes else "a,c")
     clock.now += 4.0
     assert not places.grown() and places._slots[1].probe is None, "it is not tried again before its time"
     places.close()

@@ -24,6 +24,8 @@ from megalite.checkpoint.inspect import differences
 from megalite.config.elastic import layouts, ranks_of
 from megalite.config.load import from_dict
 from tests.support.configs import SEQUENCE, SINGLE, config_of, write_tokens
+from tests.support.jobs_saving import fit_to_the_end
+from tests.support.pool import RankPool
 
 ROOT = Path(__file__).parents[3]
 TIMEOUT = 900.0  # seconds: far more than a loaded machine needs
@@ -150,7 +152,7 @@ def largest_difference(run: Path, other: Path, steps: int) -> float:
     return worst
 
 
-def prove(layout: str, seed: int, count: int, directory: Path) -> float:
+def prove(layout: str, seed: int, count: int, directory: Path, ranks: RankPool) -> float:
     """Compare a run with `count` random losses and returns with the run on one process that has none.
 
     Returns the largest relative difference of losses, weights, moments and averages.
@@ -158,7 +160,7 @@ def prove(layout: str, seed: int, count: int, directory: Path) -> float:
     fewest, sizes = LAYOUTS[layout]
     most = math.prod(sizes[axis] for axis in ("tp", "pp", "dp") if axis in sizes)
     changes = Changes.draw(
-        seed, count, fewest, most, used_ranks(configuration(layout, directory, "-", 1), fewest, most).get
+        seed, count, fewest, most, used_ranks(configuration(layout, directory, "-", 10), fewest, most).get
     )
     steps = changes.last + 2
     config = configuration(layout, directory, f"elastic-{layout}-{seed}", steps)
@@ -169,7 +171,7 @@ def prove(layout: str, seed: int, count: int, directory: Path) -> float:
     assert [int(line.split(" with ")[1].split()[0]) for line in after] == changes.sizes[1:], (changes, output)
     alone = configuration(layout, directory, f"alone-{layout}-{seed}", steps)
     alone["parallel"] |= {"tp": 1, "pp": 1, "dp": 1, "zero": 0, "sequence_parallel": False}
-    trained(alone, directory)
+    ranks.run(1, fit_to_the_end, alone)
     run = directory / "runs"
     worst = largest_difference(run / config["run"]["name"], run / alone["run"]["name"], steps)
     assert worst <= LIMIT, (worst, changes)
