@@ -10,8 +10,10 @@ import json
 import math
 import os
 import random
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,21 +113,28 @@ def used_ranks(config: dict[str, Any], fewest: int, most: int) -> dict[int, int]
     return {size: ranks_of(layout) for size, layout in layouts(resolved, range(fewest, most + 1)).items()}
 
 
-def trained(config: dict[str, Any], directory: Path, *options: str, environment: dict[str, str] | None = None) -> str:
-    """Train with `megalite train` until the run is done. Returns what it has printed."""
+def start(config: dict[str, Any], directory: Path, *options: str) -> subprocess.Popen[str]:
+    """Start `megalite train`."""
     file = directory / f"{config['run']['name']}.yaml"
     file.write_text(yaml.safe_dump(config))
-    done = subprocess.run(
+    return subprocess.Popen(
         [sys.executable, "-m", "megalite", "train", "--config", str(file), *options],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1", **(environment or {})},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=TIMEOUT,
     )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    """Wait until a run is done. Returns what it has printed."""
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT)
+    finally:
+        process.kill()
+    assert process.returncode == 0, output
+    return output
 
 
 def steps_of(run: Path) -> dict[int, float]:
@@ -165,7 +174,7 @@ def prove(layout: str, seed: int, count: int, directory: Path, ranks: RankPool) 
     steps = changes.last + 2
     config = configuration(layout, directory, f"elastic-{layout}-{seed}", steps)
     config["faults"] = {"inject": changes.faults}
-    output = trained(config, directory, "--nproc", f"{fewest}:{most}", "--return_after", "1h")
+    output = finish(start(config, directory, "--nproc", f"{fewest}:{most}", "--return_after", "1h"))
     assert output.count("injected kill") == sum(fault.startswith("kill") for fault in changes.faults), output
     after = [line for line in output.splitlines() if line.startswith("going on after step ")]
     assert [int(line.split(" with ")[1].split()[0]) for line in after] == changes.sizes[1:], (changes, output)
@@ -176,3 +185,59 @@ def prove(layout: str, seed: int, count: int, directory: Path, ranks: RankPool) 
     worst = largest_difference(run / config["run"]["name"], run / alone["run"]["name"], steps)
     assert worst <= LIMIT, (worst, changes)
     return worst
+
+
+def prove_nodes(directory: Path, ranks: RankPool) -> float:
+    """Kill one of two launchers, which are nodes to each other, and start it again. Returns as `prove`."""
+    steps = 400
+    config = configuration("pair", directory, "nodes", steps)
+    # the run waits for the return on one node, and hurries to its end on both
+    config["faults"] = {"inject": [f"slow:rank=0,step=1-{steps},seconds=0.2,restart={start}" for start in (0, 1)]}
+    config["checkpoint"] |= {"interval": 5}
+    endpoint = f"localhost:{free_port()}"
+    options = ["--nproc", "1", "--nnodes", "1:2", "--rdzv_endpoint", endpoint]
+    run = directory / "runs" / "nodes"
+    first = start(config, directory, *options)
+    sizes = []
+    try:
+        second = start(config, directory, *options)
+        wait_for(run, first, lambda step: step >= 7)
+        sizes.append(ranks_now(run))
+        second.kill()
+        second.communicate()
+        wait_for(run, first, lambda step: ranks_now(run) == 1 and step >= 12)
+        second = start(config, directory, *options)
+        finish(second)
+    finally:
+        output = finish(first)
+    changes = [line.partition(" with ")[2].split()[0] for line in output.splitlines() if line.startswith("going on")]
+    assert [*sizes, *map(int, changes)] == [2, 1, 2], output
+    alone = configuration("pair", directory, "alone", steps)
+    alone["parallel"] |= {"dp": 1, "zero": 0}
+    ranks.run(1, fit_to_the_end, alone)
+    worst = largest_difference(run, run.with_name("alone"), steps)
+    assert worst <= LIMIT, worst
+    return worst
+
+
+def ranks_now(run: Path) -> int:
+    """The number of ranks of the newest start."""
+    return int(json.loads((run / "starts.jsonl").read_text().splitlines()[-1])["change"]["ranks"])
+
+
+def wait_for(run: Path, process: subprocess.Popen[str], reached: Callable[[int], bool]) -> None:
+    """Wait until the last recorded step of a run meets a condition."""
+    deadline, metrics = time.monotonic() + TIMEOUT, run / "metrics.jsonl"
+    while True:
+        lines = metrics.read_text().splitlines() if metrics.exists() else []
+        steps = [json.loads(line)["step"] for line in lines if line.endswith("}")]
+        if steps and (run / "starts.jsonl").exists() and reached(steps[-1]):
+            return
+        assert process.poll() is None and time.monotonic() < deadline, finish(process)
+        time.sleep(0.1)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
