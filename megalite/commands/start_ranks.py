@@ -111,11 +111,11 @@ def plan_layouts(config: Config, ranks: Between, nodes: Between) -> dict[int, in
     try:
         check(config, most)
         # with a fixed number of ranks on a node, they come and go together
-        found = layouts(config, range(most, fewest - 1, -ranks.most if ranks.fixed else -1))
+        by_size = layouts(config, range(most, fewest - 1, -ranks.most if ranks.fixed else -1))
     except ConfigError as error:
         exit_with(str(error))
-    print("\n".join(table(found)), flush=True)
-    return {size: ranks_of(layout) for size, layout in found.items()}
+    print("\n".join(table(by_size)), flush=True)
+    return {size: ranks_of(layout) for size, layout in by_size.items()}
 
 
 def report_failure(config: Config, ends: Sequence[End], reason: str, *, since: float, logs: Path) -> None:

@@ -77,13 +77,13 @@ def layouts(
     config: Config, sizes: Iterable[int], leave_out: Container[str] = ()
 ) -> dict[int, ParallelConfig]:
     """Return the layout of each number of ranks. Raises ConfigError if one has none."""
-    found = dict[int, ParallelConfig]()
+    by_size = dict[int, ParallelConfig]()
     for size in sizes:
         layout = layout_of(config, size, leave_out)
         if layout is None:
             raise ConfigError(_no_layout(config, size, leave_out))
-        found[size] = layout
-    return found
+        by_size[size] = layout
+    return by_size
 
 
 def ranks_of(layout: ParallelConfig) -> int:
@@ -97,11 +97,11 @@ def describe(layout: ParallelConfig) -> str:
     return " · ".join(f"{name} {getattr(layout, name)}" for name in names)
 
 
-def table(found: dict[int, ParallelConfig]) -> list[str]:
+def table(by_size: dict[int, ParallelConfig]) -> list[str]:
     """Return the layouts by number of ranks as lines of text, the largest first."""
     rows = [["ranks", "spares", "layout"]]
-    for size in sorted(found, reverse=True):
-        layout = found[size]
+    for size in sorted(by_size, reverse=True):
+        layout = by_size[size]
         rows.append([str(size), str(size - ranks_of(layout)), describe(layout)])
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     return [f"{ranks:>{widths[0]}}  {spares:>{widths[1]}}  {layout}" for ranks, spares, layout in rows]

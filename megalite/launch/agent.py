@@ -228,7 +228,7 @@ class _Agent(LocalElasticAgent):
             if options.elastic
             else None
         )
-        self._asked = False  # the ranks to stop, so that more can start
+        self._stop_requested = False  # the ranks to stop, so that more can start
         self._too_few = ""
 
     def _started_of(self, usable: int) -> int:
@@ -243,7 +243,7 @@ class _Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.end_file.unlink(missing_ok=True)
         self.started, self._kills, self._ended, self._ends = time.time(), MemoryKills(), {}, []
-        self._asked, self._explained = False, set()
+        self._stop_requested, self._explained = False, set()
         with blocked(SIGNALS):  # until the ranks have handlers
             started: dict[int, Any] = super()._start_workers(worker_group)
         os.environ.pop(LOST_AT, None)  # of this start alone
@@ -265,7 +265,7 @@ class _Agent(LocalElasticAgent):
             elif not self._go_on_without(worker_group) and self._remaining_restarts:
                 say(f"{self._ends[0]}; restarting all ranks")
         elif result.state == WorkerState.SUCCEEDED and self._stopped_to_change():
-            self._asked = True
+            self._stop_requested = True
             self._restart_workers(worker_group)
             return RunResult(WorkerState.HEALTHY)
         return result
@@ -307,12 +307,12 @@ class _Agent(LocalElasticAgent):
             return False
         own = [end for end in self._ends if end.kind is ExitCause.OWN]
         # ranks that are asked to stop before their first step end with a status of their own
-        stopped = (ExitStatus.STOPPED, -RESIZE_SIGNAL) if self._asked else ()
+        stopped = (ExitStatus.STOPPED, -RESIZE_SIGNAL) if self._stop_requested else ()
         lost = [end.rank for end in own if end.status not in stopped]
         if any(rank in self._explained for rank in lost):
             return False
         local = [worker.local_rank for worker in worker_group.workers if worker.global_rank in lost]
-        if lost or not (self._asked or self.options.nodes > 1):
+        if lost or not (self._stop_requested or self.options.nodes > 1):
             left = len(self._slots.usable) - len(local)
             if not local or len(local) == len(worker_group.workers) or self.options.fewest is None:
                 return False
@@ -333,20 +333,20 @@ class _Agent(LocalElasticAgent):
         """Ask the ranks to stop once more of them can start."""
         if self._slots is None:
             return
-        told = self.end_file.with_name(RETURN_FILE)
-        if injected := told.exists():
+        returned = self.end_file.with_name(RETURN_FILE)
+        if injected := returned.exists():
             self._slots.restore()
-        if not (self._asked or self.received) and self._slots.grown():
+        if not (self._stop_requested or self.received) and self._slots.grown():
             say("places for ranks have returned; the ranks stop after a step to go on with more")
             self._ask()
         if injected:
-            told.unlink()  # the rank waits for it
+            returned.unlink()  # the rank waits for it
 
     def _ask(self) -> None:
         """Ask the ranks to stop at the end of a step, so that their number can change."""
-        if self._asked:
+        if self._stop_requested:
             return
-        self._asked = True
+        self._stop_requested = True
         os.environ[LOST_AT] = str(time.time())
         store: Any = self._store
         store.set(RESIZE, "1")  # before they end: the other agents look then
@@ -358,7 +358,7 @@ class _Agent(LocalElasticAgent):
             return False
         store: Any = self._store
         stopped = self.end_file.read_text(encoding="utf-8") == str(int(ExitStatus.STOPPED))
-        return stopped and (self._asked or bool(store.check([RESIZE])))
+        return stopped and (self._stop_requested or bool(store.check([RESIZE])))
 
     def _handlers(self) -> list[SubprocessHandler]:
         """The processes of the ranks, by local rank."""

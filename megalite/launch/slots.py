@@ -142,9 +142,9 @@ class Slots:
 
 def devices_of(count: int) -> list[str]:
     """Return the entries of CUDA_VISIBLE_DEVICES for ranks; empty unless each has a GPU of its own."""
-    found = len(machine.gpus())
+    gpus = len(machine.gpus())
     visible = os.environ.get(DEVICES)
     names = (
-        [name.strip() for name in visible.split(",")] if visible is not None else list(map(str, range(found)))
+        [name.strip() for name in visible.split(",")] if visible is not None else list(map(str, range(gpus)))
     )
-    return names[:count] if 1 < count <= found else []
+    return names[:count] if 1 < count <= gpus else []

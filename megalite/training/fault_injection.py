@@ -31,10 +31,10 @@ def _return(fault: Fault) -> None:
     stop, so that they do after this step."""
     if LOGS not in os.environ:
         return
-    told = Path(os.environ[LOGS], RETURN_FILE)
-    told.touch()
+    returned = Path(os.environ[LOGS], RETURN_FILE)
+    returned.touch()
     given_up = monotonic() + RETURN_S
-    while told.exists() and monotonic() < given_up:
+    while returned.exists() and monotonic() < given_up:
         sleep(0.01)
 
 

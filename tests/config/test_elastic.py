@@ -94,10 +94,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[int, dict[str, Any]]
 def test_layouts_by_number_of_ranks(name):
     largest, options, expected = CASES[name]
     given = config(largest, **options)
-    found = elastic.layouts(given, expected, ABOUT_FILES)
+    by_size = elastic.layouts(given, expected, ABOUT_FILES)
     for ranks, changed in expected.items():
         wanted = from_dict({"parallel": {**largest, "min_ranks": 1, **changed}}).parallel
-        assert found[ranks] == wanted, ranks
+        assert by_size[ranks] == wanted, ranks
     assert given == config(largest, **options), "the given one is not changed"
 
 

@@ -113,28 +113,33 @@ def used_ranks(config: dict[str, Any], fewest: int, most: int) -> dict[int, int]
     return {size: ranks_of(layout) for size, layout in layouts(resolved, range(fewest, most + 1)).items()}
 
 
-def start(config: dict[str, Any], directory: Path, *options: str) -> subprocess.Popen[str]:
-    """Start `megalite train`."""
-    file = directory / f"{config['run']['name']}.yaml"
-    file.write_text(yaml.safe_dump(config))
-    return subprocess.Popen(
-        [sys.executable, "-m", "megalite", "train", "--config", str(file), *options],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+class TrainCommand:
+    """`megalite train` in a process. Its output is in a file, since nobody reads a pipe while it trains."""
 
+    def __init__(self, config: dict[str, Any], directory: Path, name: str, *options: str):
+        file, self.log = directory / f"{name}.yaml", directory / f"{name}.log"
+        file.write_text(yaml.safe_dump(config))
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "megalite", "train", "--config", str(file), *options],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
 
-def finish(process: subprocess.Popen[str]) -> str:
-    """Wait until a run is done. Returns what it has printed."""
-    try:
-        output, _ = process.communicate(timeout=TIMEOUT)
-    finally:
-        process.kill()
-    assert process.returncode == 0, output
-    return output
+    def finish(self) -> str:
+        """Wait until the run is done. Returns what it has printed."""
+        try:
+            status = self.process.wait(timeout=TIMEOUT)
+        finally:
+            self.kill()
+        assert status == 0, self.log.read_text()
+        return self.log.read_text()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
 
 def steps_of(run: Path) -> dict[int, float]:
@@ -174,7 +179,7 @@ def prove(layout: str, seed: int, count: int, directory: Path, ranks: RankPool) 
     steps = changes.last + 2
     config = configuration(layout, directory, f"elastic-{layout}-{seed}", steps)
     config["faults"] = {"inject": changes.faults}
-    output = finish(start(config, directory, "--nproc", f"{fewest}:{most}", "--return_after", "1h"))
+    output = TrainCommand(config, directory, "elastic", "--nproc", f"{fewest}:{most}", "--return_after", "1h").finish()
     assert output.count("injected kill") == sum(fault.startswith("kill") for fault in changes.faults), output
     after = [line for line in output.splitlines() if line.startswith("going on after step ")]
     assert [int(line.split(" with ")[1].split()[0]) for line in after] == changes.sizes[1:], (changes, output)
@@ -189,27 +194,29 @@ def prove(layout: str, seed: int, count: int, directory: Path, ranks: RankPool) 
 
 def prove_nodes(directory: Path, ranks: RankPool) -> float:
     """Kill one of two launchers, which are nodes to each other, and start it again. Returns as `prove`."""
-    steps = 400
+    steps = 60
     config = configuration("pair", directory, "nodes", steps)
-    # the run waits for the return on one node, and hurries to its end on both
-    config["faults"] = {"inject": [f"slow:rank=0,step=1-{steps},seconds=0.2,restart={start}" for start in (0, 1)]}
+    # the run waits for the loss and for the return, and hurries to its end on both nodes
+    config["faults"] = {"inject": [f"slow:rank=0,step=8-{steps},seconds=1,restart={start}" for start in (0, 1)]}
     config["checkpoint"] |= {"interval": 5}
-    endpoint = f"localhost:{free_port()}"
-    options = ["--nproc", "1", "--nnodes", "1:2", "--rdzv_endpoint", endpoint]
+    port = free_port()
+    options = ["--nproc", "1", "--nnodes", "1:2", "--rdzv_endpoint", f"localhost:{port}"]
     run = directory / "runs" / "nodes"
-    first = start(config, directory, *options)
-    sizes = []
+    first, sizes = TrainCommand(config, directory, "first", *options), list[int]()
+    while socket.socket().connect_ex(("localhost", port)) and first.process.poll() is None:
+        time.sleep(0.1)  # the first one hosts the rendezvous, and stays
+    second = TrainCommand(config, directory, "second", *options)
     try:
-        second = start(config, directory, *options)
         wait_for(run, first, lambda step: step >= 7)
         sizes.append(ranks_now(run))
         second.kill()
-        second.communicate()
         wait_for(run, first, lambda step: ranks_now(run) == 1 and step >= 12)
-        second = start(config, directory, *options)
-        finish(second)
+        second = TrainCommand(config, directory, "third", *options)
+        output = first.finish()
+        second.finish()
     finally:
-        output = finish(first)
+        first.kill()
+        second.kill()
     changes = [line.partition(" with ")[2].split()[0] for line in output.splitlines() if line.startswith("going on")]
     assert [*sizes, *map(int, changes)] == [2, 1, 2], output
     alone = configuration("pair", directory, "alone", steps)
@@ -225,7 +232,7 @@ def ranks_now(run: Path) -> int:
     return int(json.loads((run / "starts.jsonl").read_text().splitlines()[-1])["change"]["ranks"])
 
 
-def wait_for(run: Path, process: subprocess.Popen[str], reached: Callable[[int], bool]) -> None:
+def wait_for(run: Path, command: TrainCommand, reached: Callable[[int], bool]) -> None:
     """Wait until the last recorded step of a run meets a condition."""
     deadline, metrics = time.monotonic() + TIMEOUT, run / "metrics.jsonl"
     while True:
@@ -233,7 +240,7 @@ def wait_for(run: Path, process: subprocess.Popen[str], reached: Callable[[int],
         steps = [json.loads(line)["step"] for line in lines if line.endswith("}")]
         if steps and (run / "starts.jsonl").exists() and reached(steps[-1]):
             return
-        assert process.poll() is None and time.monotonic() < deadline, finish(process)
+        assert command.process.poll() is None and time.monotonic() < deadline, command.log.read_text()
         time.sleep(0.1)
 
 
