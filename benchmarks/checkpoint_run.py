@@ -31,7 +31,7 @@ def main() -> None:
     spec = read_spec()
     torch.set_num_threads(spec["threads"])
     dist.init_process_group("gloo")
-    mesh = Mesh(Layout(dp=dist.get_world_size()), background_saves=True)
+    mesh = Mesh(Layout(dp=dist.get_world_size()), background=["saving"])
     directory = Path(spec["directory"])
     own = rectangles(mesh, spec["matrices"], tuple(spec["shape"]))
     warm_up(mesh, directory)

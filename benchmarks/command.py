@@ -7,6 +7,7 @@
     peers [NAME ...] [--rounds 10]              ratios to nanoGPT, DDP, torchtitan, picotron …
     comm                                        data parallelism on 4 ranks against torch
     checkpoint                                  saving on 4 ranks against torch.save
+    copies                                      copies in memory on 4 ranks, against checkpoints
     scaling [--worlds 1,2,4] [--layout tp2xdp]  strong and weak scaling, here or under torchrun
     plan                                        five layouts against the planner's predictions
     prepare [--megabytes N] [--workers N]       preparation against Megatron-LM and datatrove
@@ -36,6 +37,7 @@ from benchmarks import (
     gpu_step,
     host,
     kernels,
+    memory_copies,
     overhead,
     peers,
     plan,
@@ -53,6 +55,7 @@ ON_CPU = {
     "overhead": overhead,
     "comm": comm,
     "checkpoint": checkpoint,
+    "copies": memory_copies,
     "plan": plan,
     "bubble": bubble,
     "peers": peers,
@@ -135,7 +138,7 @@ def parser() -> Parser:
     commands = top.add_subparsers(
         dest="benchmark",
         required=True,
-        metavar="step|kernels|host|overhead|peers|comm|checkpoint|scaling|plan|prepare|bubble|context",
+        metavar="step|kernels|host|overhead|peers|comm|checkpoint|copies|scaling|plan|prepare|bubble|context",
     )
     threads = Parser(add_help=False)
     threads.add_argument("--threads", type=int, default=2, help="threads of single-process runs (default 2)")
@@ -186,6 +189,11 @@ def parser() -> Parser:
         "checkpoint",
         parents=[common, threads],
         help="saving on four ranks against torch.save, at once and in the background",
+    )
+    commands.add_parser(
+        "copies",
+        parents=[common, threads],
+        help="copies of the state in memory on four ranks, against checkpoints on the disk",
     )
     add_scaling(
         commands.add_parser(

@@ -25,6 +25,7 @@ from megalite.assembly.plan import staggered_end as staggered_end
 from megalite.config import run_files
 from megalite.config.amounts import duration_seconds
 from megalite.config.schema import Config
+from megalite.config.sections.checkpoint import CheckpointConfig
 from megalite.config.token_files import is_chat, prefixes
 from megalite.mesh.mesh import Layout, Mesh, MeshAxis
 from megalite.model.adapter_parameters import trained_specs
@@ -90,8 +91,14 @@ def mesh_options(config: Config) -> dict[str, Any]:
         "staggered_end": staggered_end(config),
         "stage_axis": entry_of(config.optimizer.name).exchange_axis == "stage",
         "counts_tokens": counts_tokens(config),
-        "background_saves": config.checkpoint.async_save,
+        "background": background_axes(config.checkpoint),
     }
+
+
+def background_axes(options: CheckpointConfig) -> tuple[str, ...]:
+    """Return the axes over which threads communicate during training."""
+    copying = ("copying",) if options.copy_interval is not None else ()
+    return ("saving", *copying) if options.async_save else ()
 
 
 def make_mesh(config: Config) -> Mesh:

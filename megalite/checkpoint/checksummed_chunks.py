@@ -7,8 +7,8 @@ which its checksum includes, and the next one follows: every byte of a file is c
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -105,19 +105,19 @@ def _start_writeback(file: BinaryIO, start: int) -> None:
 
 
 def read_verified(
-    directory: Path, sizes: Mapping[str, int], chunks: Iterable[Chunk]
+    open_file: Callable[[str], AbstractContextManager[BinaryIO]], chunks: Iterable[Chunk]
 ) -> Iterator[tuple[Chunk, NDArray[np.uint8]]]:
     """Yield each chunk with its bytes, file by file; one chunk is in memory at a time.
 
     Args:
-        sizes: file → its size in bytes.
+        open_file: opens the file of this name, and checks its size.
 
     Raises:
         DamagedError: a file is missing or has another size, or the checksum of a chunk differs.
     """
     ordered = sorted(chunks, key=lambda chunk: chunk.position)
     for name, chunks_of_file in groupby(ordered, key=lambda chunk: chunk.file):
-        with open_checked(directory / name, sizes[name]) as file:
+        with open_file(name) as file:
             for chunk in chunks_of_file:
                 yield chunk, _read_chunk(file, chunk)
 

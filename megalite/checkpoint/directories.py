@@ -30,7 +30,8 @@ _CHECKPOINT_FILE = re.compile(r"manifest\.json|origin|rank_\d{5,}(-[0-9a-f]{8})?
 _LEFTOVER = re.compile(r"\.(.+)\.(saving|replaced|deleted)")
 
 
-def _hidden(directory: Path, kind: str) -> Path:
+def hidden(directory: Path, kind: str) -> Path:
+    """Return the path at which a checkpoint is while it is being saved, replaced or deleted (`kind`)."""
     return directory.with_name(f".{directory.name}.{kind}")
 
 
@@ -55,7 +56,7 @@ def begin(directory: Path) -> Path:
         )
     directory.parent.mkdir(parents=True, exist_ok=True)
     _clear_leftovers(directory)
-    temporary = _hidden(directory, "saving")
+    temporary = hidden(directory, "saving")
     temporary.mkdir()
     return temporary
 
@@ -80,7 +81,7 @@ def _clear_leftovers(directory: Path) -> None:
 
 def _restore(directory: Path) -> None:
     """Rename back a checkpoint that an interrupted save had moved away."""
-    replaced = _hidden(directory, "replaced")
+    replaced = hidden(directory, "replaced")
     if replaced.exists() and not directory.exists():
         replaced.rename(directory)
 
@@ -102,7 +103,7 @@ def publish(temporary: Path, directory: Path, manifest: str) -> None:
     # last: a directory without a manifest is not a checkpoint
     write_synced(temporary / run_files.MANIFEST, manifest)
     _sync_directory(temporary)
-    replaced = _hidden(directory, "replaced")
+    replaced = hidden(directory, "replaced")
     if directory.exists():
         directory.rename(replaced)
     temporary.rename(directory)
@@ -211,7 +212,7 @@ def prune(
         elif path not in spared and (not keep_every or (step_number(path.name) or 0) % keep_every):
             removed.append(path.name)
             if path != in_use:
-                deleted = _hidden(path, "deleted")
+                deleted = hidden(path, "deleted")
                 path.rename(deleted)
                 remove(deleted)
     return removed

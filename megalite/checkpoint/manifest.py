@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,6 +68,12 @@ class Manifest:
             raw = path.read_bytes()
         except OSError as error:
             raise damaged(path, "a file", error.strerror or "none") from None
+        return Manifest.parsed(raw, directory)
+
+    @staticmethod
+    def parsed(raw: bytes, directory: Path) -> Manifest:
+        """Return the manifest with this text, of a checkpoint in `directory`. Raises as `of`."""
+        path = directory / run_files.MANIFEST
         size = len(_END % 0)
         expected, end = (_END % crc32c(raw[:-size])).encode(), raw[-size:]
         if end != expected:
@@ -113,12 +120,16 @@ class Manifest:
 
     def read(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, NDArray[np.uint8]]]:
         """Yield each chunk with its bytes, verified. Raises DamagedError (`read_verified`)."""
-        return read_verified(self.directory, self.files, chunks)
+        return read_verified(self.open, chunks)
+
+    def open(self, name: str) -> AbstractContextManager[BinaryIO]:
+        """Open a file of the checkpoint. Raises DamagedError if it is missing or has another size."""
+        return open_checked(self.directory / name, self.files[name])
 
     def check_files(self) -> None:
         """Raise DamagedError if a file is missing or has another size. Reads no data."""
-        for name, size in self.files.items():
-            with open_checked(self.directory / name, size):
+        for name in self.files:
+            with self.open(name):
                 pass
 
     def verify(self, rank: int = 0, size: int = 1) -> int:

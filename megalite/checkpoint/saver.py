@@ -8,7 +8,7 @@ with the collectives of training. At most one save is in progress.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from time import perf_counter
@@ -20,13 +20,10 @@ from megalite.checkpoint.directories import TIMED_KEPT
 from megalite.config.sections.checkpoint import CheckpointConfig
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from megalite.checkpoint.staging import Staging
     from megalite.checkpoint.uploads import RunUploads
     from megalite.mesh.mesh import Mesh
     from megalite.parallel.spec import Rectangle
-
-PART = 1 << 26  # bytes: larger rectangles are split, so that their parts fill the pieces of pinned memory
 
 
 @dataclass
@@ -72,7 +69,7 @@ class Saver:
         self.newest: Path | None = None
         self.uploads: RunUploads | None = None
         self.best_failed = self.saving_best = False
-        self._pieces: list[Tensor] = []  # staging memory, reused by every save
+        self._staging: Staging | None = None
         self._thread: Thread | None = None
         self._ended: list[Save] = []
 
@@ -87,6 +84,12 @@ class Saver:
         """
         if self.options.async_save:
             self._staged(rectangles)
+
+    def _staged(self, rectangles: Sequence[Rectangle]) -> list[Rectangle]:
+        from megalite.checkpoint.staging import Staging  # imports torch
+
+        self._staging = self._staging or Staging()
+        return self._staging.copied(rectangles)
 
     def begin(
         self,
@@ -153,27 +156,3 @@ class Saver:
         except Exception as error:  # reported by the caller of `take_ended`: this may run on the thread
             save.error = error
         self._ended.append(save)
-
-    def _staged(self, rectangles: Sequence[Rectangle]) -> list[Rectangle]:
-        """Copy the rectangles to staging memory.
-
-        The copies are complete when this returns and unchanged until the next save.
-        """
-        import torch
-
-        from megalite.system.pinned_memory import allocate, piece_sizes, places
-
-        parts = [part for rectangle in rectangles for part in rectangle.split(PART)]
-        sizes = [part.tensor.nbytes for part in parts]
-        on_gpu = any(part.tensor.is_cuda for part in parts)
-        if [piece.numel() for piece in self._pieces] != piece_sizes(sizes):
-            self._pieces = []  # freed before the new ones are allocated
-            self._pieces = allocate(piece_sizes(sizes), pinned=on_gpu)
-        copies = []
-        for part, memory in zip(parts, places(sizes, self._pieces), strict=True):
-            tensor = memory.view(part.tensor.dtype).view(part.tensor.shape)
-            tensor.copy_(part.tensor.detach(), non_blocking=True)
-            copies.append(replace(part, tensor=tensor))
-        if on_gpu:
-            torch.cuda.current_stream().synchronize()
-        return copies

@@ -21,7 +21,7 @@ from torch import Tensor
 from megalite.checkpoint.checksummed_chunks import Chunk, append_chunk, dtype_name
 from megalite.checkpoint.errors import CheckpointError, listing, reason
 from megalite.checkpoint.manifest import Manifest, StoredTensor
-from megalite.mesh.mesh import Mesh
+from megalite.mesh.mesh import Mesh, MeshAxis
 from megalite.parallel.collectives import after_meeting
 from megalite.parallel.spec import Rectangle
 
@@ -42,16 +42,23 @@ Outcome = list[_Written] | str
 """The chunks written by a rank, or the reason for its failure."""
 
 
-def write(directory: Path, rectangles: Sequence[Rectangle], mesh: Mesh, suffix: str = "") -> list[Outcome]:
+def write(
+    directory: Path,
+    rectangles: Sequence[Rectangle],
+    mesh: Mesh,
+    suffix: str = "",
+    over: MeshAxis | None = None,
+) -> list[Outcome]:
     """Write this rank's rectangles to `directory` and sync them to disk.
 
-    Collective. Return the outcomes of all ranks on rank 0.
+    Collective over `mesh.saving`. Return the outcomes of all ranks on rank 0.
 
     Args:
         suffix: of the names of the files.
+        over: another axis of all ranks, in place of `mesh.saving`.
     """
     own: Outcome
-    world = mesh.saving
+    world = over or mesh.saving
     try:
         own = _write_own(directory / file_name(world.rank, suffix), rectangles)
     except Exception as error:  # the other ranks must not wait for this one
@@ -69,6 +76,11 @@ def write(directory: Path, rectangles: Sequence[Rectangle], mesh: Mesh, suffix: 
 def file_name(rank: int, suffix: str = "") -> str:
     """Return the name of a rank's file."""
     return f"rank_{rank:05d}{suffix}.bin"
+
+
+def rank_of(name: str) -> int:
+    """Return the rank that has written a file without a suffix."""
+    return int(name.removeprefix("rank_").removesuffix(".bin"))
 
 
 def _write_own(path: Path, rectangles: Sequence[Rectangle]) -> list[_Written]:

@@ -35,6 +35,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from megalite.checkpoint.copies import DIRECTORY as COPIES
 from megalite.launch.causes import End, ExitCause, by_cause, lost_in
 from megalite.launch.exit_status import END_FILE, ExitStatus, shell_status, training_status
 from megalite.launch.local_ranks import package_path
@@ -59,8 +60,6 @@ REFUSED = (ExitStatus.CONFIGURATION, ExitStatus.IN_USE)
 ENDED_BY_AGENT = (-signal.SIGTERM, -signal.SIGKILL, ExitStatus.STOPPED)
 AT_ONCE_S = 5.0  # from a second Ctrl-C to SIGKILL
 LAST_CALL_S = 10  # wait for further nodes once there are enough
-COPIES = "MEGALITE_COPIES"
-"""Environment variable: a directory in memory of this node, for copies of the run's state."""
 RESIZE = "megalite/resize"
 """Key in the store of the agents: the ranks were asked to stop so that their number can change."""
 
@@ -244,7 +243,7 @@ class _Agent(LocalElasticAgent):
         self.end_file.unlink(missing_ok=True)
         self.started, self._kills, self._ended, self._ends = time.time(), MemoryKills(), {}, []
         self._stop_requested, self._explained = False, set()
-        with blocked(SIGNALS):  # until the ranks have handlers
+        with blocked((*SIGNALS, RESIZE_SIGNAL)):  # until the ranks have handlers
             started: dict[int, Any] = super()._start_workers(worker_group)
         os.environ.pop(LOST_AT, None)  # of this start alone
         self.pids = list(started.values())

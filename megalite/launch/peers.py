@@ -30,6 +30,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megalite.launch.causes import Lost
+from megalite.system.addresses import own_address
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -135,7 +136,7 @@ class Peers:
         self._store = store.clone()  # type: ignore[attr-defined]
         self.start = store.compare_set("peers/start", "", self.token).decode()
         self._listener = socket.create_server(("", 0), backlog=64)
-        address = [_own_address(), self._listener.getsockname()[1], self.token, os.uname().nodename]
+        address = [own_address(), self._listener.getsockname()[1], self.token, os.uname().nodename]
         store.set(f"{self._prefix}/address/{rank}", json.dumps(address))
         self._watched, self._seen, self._changed = (rank + 1) % size, "", monotonic()
         wanted = {self._watched, *(() if store_rank is None else (store_rank,))}
@@ -455,11 +456,3 @@ def _question(address: list[Any]) -> tuple[PeerState, Place]:
         TypeError,
     ):  # it ended while it answered, or another process has its port
         return PeerState.ENDED, {}
-
-
-def _own_address() -> str:
-    """Return the address that this host uses to reach the store."""
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as link:
-        link.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))
-        return str(link.getsockname()[0])
-    return "127.0.0.1"

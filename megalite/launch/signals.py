@@ -26,7 +26,8 @@ from megalite.launch.exit_status import signal_status, training_status
 from megalite.system.processes import launched
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-RESIZE_SIGNAL = signal.SIGTERM  # from the launcher: stop at the end of a step, so that the ranks can change
+RESIZE_SIGNAL = signal.SIGUSR2
+"""A launcher sends it to the ranks of a run that is to continue on another number of ranks."""
 STACK = 1 << 19  # bytes
 SAME_PRESS_S = 1.0
 """Under a launcher, repeats within this time of the first signal are the same Ctrl-C: from the terminal, and
@@ -163,7 +164,7 @@ def end_training_on_signal(where: str, before: Callable[[int], object] | None = 
     A script may start it with SIGUSR1 ignored until it can save.
     """
     ignored = signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
-    signals = SIGNALS if ignored else (*SIGNALS, signal.SIGUSR1)
+    signals = (*SIGNALS, RESIZE_SIGNAL) if ignored else (*SIGNALS, RESIZE_SIGNAL, signal.SIGUSR1)
     return end_on_signal(where, training_status, signals=signals, before=before)
 
 
@@ -194,4 +195,4 @@ def raise_on_signal() -> Iterator[list[int]]:
 
 def unblock() -> None:
     """Unblock the signals that the launcher has blocked (`processes.blocked`)."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*SIGNALS, RESIZE_SIGNAL))

@@ -101,8 +101,8 @@ class Mesh:
         stage_axis: whether the ranks of a stage have an axis also without that.
         counts_tokens: whether the data ranks sum valid tokens in every step: on NCCL gives `counting` a gloo
             group of its own, so that the count needs no device; otherwise it is the data axis.
-        background_saves: whether saves communicate during training: gives `saving` a gloo group of its own;
-            otherwise it is the world.
+        background: which of `saving` and `copying` communicate during training: each has a gloo group of its
+            own; otherwise it is the world.
         timeout: time after which an operation fails if its peers do not answer; default: torch's.
 
     Raises:
@@ -119,7 +119,7 @@ class Mesh:
         staggered_end: bool = False,
         stage_axis: bool = False,
         counts_tokens: bool = False,
-        background_saves: bool = False,
+        background: Collection[str] = (),
         timeout: timedelta | None = None,
     ):
         import torch.distributed as dist
@@ -183,11 +183,11 @@ class Mesh:
             if staggered_end or stage_axis
             else None
         )
-        own = background_saves and self.world.size > 1
-        self.saving = (
-            replace(self.world, name="saving", group=self._groups.on_cpu(self.world.ranks))
-            if own
+        self.saving, self.copying = (
+            replace(self.world, name=name, group=self._groups.on_cpu(self.world.ranks))
+            if name in background and self.world.size > 1
             else self.world
+            for name in ("saving", "copying")
         )
         own = counts_tokens and self.data.size > 1 and dist.get_backend() == "nccl"
         self.counting = (

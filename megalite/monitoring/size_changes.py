@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def change_of(trainer: Trainer) -> dict[str, Any]:
     """Return what starts.jsonl says of a start of an elastic run; empty for another run.
 
-    Keys: `ranks`, `layout`, `state` ("disk", or "start" without a state to continue), and after a change of
-    the number of ranks `seconds`: from the moment at which the launcher noticed the loss, or asked the ranks
+    Keys: `ranks`, `layout`, `state` ("memory", "checkpoint", or None at step 0), and after a change of the
+    number of ranks `seconds`: from the moment at which the launcher noticed the loss, or asked the ranks
     to stop for a return, until now.
     """
     if trainer.config.parallel.min_ranks is None:
@@ -25,7 +25,7 @@ def change_of(trainer: Trainer) -> dict[str, Any]:
     change = {
         "ranks": trainer.mesh.world.size,
         "layout": describe_layout(trainer.config.parallel),
-        "state": "disk" if trainer.step_done else "start",
+        "state": _origin(trainer),
     }
     if lost_at := os.environ.get(LOST_AT):
         change["seconds"] = round(time.time() - float(lost_at), 2)
@@ -39,5 +39,12 @@ def describe_change(trainer: Trainer) -> list[str]:
         return []
     return [
         f"going on after step {trainer.step_done} with {change['ranks']} ranks ({change['layout']}), state "
-        f"from {change['state']}, {change['seconds']:.1f} s after the change was noticed"
+        f"from {change['state'] or 'the start'}, {change['seconds']:.1f} s after the change was noticed"
     ]
+
+
+def _origin(trainer: Trainer) -> str | None:
+    """From where the run has resumed, before its first step; None if it starts at step 0."""
+    if trainer.copies is not None and trainer.copies.resumed is not None:
+        return "memory"
+    return "checkpoint" if trainer.step_done else None

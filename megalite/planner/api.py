@@ -38,6 +38,7 @@ from megalite.planner.memory.states import (
     DeviceType,  # "cuda" or "cpu"
     Sharing,  # the ranks that share the buckets of a domain
     checkpoint_bytes,  # tensors of a checkpoint
+    copying_bytes,  # CPU memory of copies of the state, per rank
     model_states,  # weights, gradients and optimizer state of a rank
 )
 from megalite.planner.report.fp8_effect import (
@@ -61,6 +62,7 @@ __all__ = [
     "budget_bytes",
     "budget_table",
     "checkpoint_bytes",
+    "copying_bytes",
     "decide_recomputation",
     "describe_state_exchange",
     "describe_worst_load",

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megalite import checkpoint
-from megalite.checkpoint import CheckpointError, DamagedError, find
+from megalite.checkpoint import CheckpointError, DamagedError, Manifest, find
 from megalite.checkpoint.agreement import on_rank_0, raise_on_all_ranks
 from megalite.checkpoint.directories import TIMED, TIMED_KEPT
 from megalite.checkpoint.manifest import WEIGHT
@@ -40,6 +40,7 @@ from megalite.training.best import resume_state, state_to_save
 from megalite.training.start_copy import check_start
 
 if TYPE_CHECKING:
+    from megalite.checkpoint.copies import Copies
     from megalite.training.trainer import StepResult, Trainer
 
 
@@ -51,8 +52,31 @@ def rate(size: int, seconds: float) -> str:
     return f", {size / 1e6:,.1f} MB at {size / 1e6 / seconds:,.2f} MB/s" if seconds >= LONG_S else ""
 
 
+def copies_of(trainer: Trainer) -> Copies | None:
+    """Return the run's copies in memory, or None if it makes none. Collective."""
+    if trainer.config.checkpoint.copy_interval is None:
+        return None
+    from megalite.training import memory_copies  # only with checkpoint.copy_interval
+
+    return memory_copies.open_copies(trainer)
+
+
+def reserve(trainer: Trainer) -> None:
+    """Allocate what saves and copies need in memory, or raise ConfigError if there is too little."""
+    trainer.saver.reserve(to_save(trainer))
+    if trainer.copies is not None:
+        from megalite.training import memory_copies  # only with checkpoint.copy_interval
+
+        memory_copies.check_room(trainer)
+
+
 def start_weights(trainer: Trainer, restarted: bool) -> None:
     """Resume, warm-start or initialize the weights according to `checkpoint.load` and `model.init_from`."""
+    if trainer.copies is not None:
+        from megalite.training import memory_copies  # only with checkpoint.copy_interval
+
+        if memory_copies.resume_from_memory(trainer, restarted):
+            return
     option = trainer.config.checkpoint.load
     # a restarted job continues from its own checkpoint, not from the one at which it first started
     if restarted and _has_saved(trainer):
@@ -160,13 +184,13 @@ def _resume_newest(trainer: Trainer) -> bool:
     return False
 
 
-def _checked(trainer: Trainer, directory: Path) -> checkpoint.Manifest:
-    """Read the manifest of a checkpoint. Collective.
+def _checked(trainer: Trainer, source: Path | Manifest) -> Manifest:
+    """Read the manifest of a checkpoint, unless it has been read. Collective.
 
     With `checkpoint.verify = full` every byte is checked, and the ranks share the work.
     """
     with raise_on_all_ranks(trainer.mesh, CheckpointError):
-        manifest = checkpoint.manifest_of(directory)
+        manifest = source if isinstance(source, Manifest) else checkpoint.manifest_of(source)
         if trainer.config.checkpoint.verify == "full":
             manifest.verify(trainer.mesh.world.rank, trainer.mesh.world.size)
     return manifest
@@ -245,7 +269,7 @@ def load_base(trainer: Trainer, start: str | None) -> None:
         LoftqStart(config, base).fill(store.to_load())
 
 
-def resume_base(trainer: Trainer, resumed: checkpoint.Manifest) -> None:
+def resume_base(trainer: Trainer, resumed: Manifest) -> None:
     """Read and quantize the frozen matrices on which a checkpoint was trained, if `lora.base` says so.
 
     Raises:
@@ -288,8 +312,11 @@ def _has_reward_head(config: Config, source: str, known: Collection[str] | None)
     return hf_shape(source.removeprefix("hf:")).get("output_head") == "reward"
 
 
-def resume(trainer: Trainer, directory: Path) -> None:
+def resume(trainer: Trainer, source: Path | Manifest) -> None:
     """Resume from a checkpoint saved under any topology.
+
+    Args:
+        source: its directory, or its manifest if that has been read already.
 
     Raises:
         DamagedError: on every rank, if any rank finds damage.
@@ -299,8 +326,8 @@ def resume(trainer: Trainer, directory: Path) -> None:
 
     started = perf_counter()
     trainer.mesh.activity.enter(LOADING)
-    manifest = _checked(trainer, directory)
-    state = manifest.state
+    manifest = _checked(trainer, source)
+    state, directory = manifest.state, manifest.directory
     # before any weight is overwritten, because nodes may have different data
     with raise_on_all_ranks(trainer.mesh):
         resume_checks.continue_steps(trainer.config, state)
@@ -350,7 +377,20 @@ def begin_save(trainer: Trainer, best: bool = False, timed: bool = False) -> Sav
     trainer.drain()  # an unconfirmed step must not be saved
     trainer.mesh.activity.enter(SAVING)
     directory = trainer.run_dir / run_files.CHECKPOINTS / checkpoint.step_name(trainer.step_done)
-    state = {
+    state = state_of(trainer) | ({TIMED: True} if timed else {})
+    # first, because optimizer state lost by a disk must not replace a good checkpoint
+    with raise_on_all_ranks(trainer.mesh, OffloadError):
+        trainer.store.state.sync()
+    save = trainer.saver.begin(
+        directory, to_save(trainer), state, rollback_safe=trainer.bad_steps.streak == 0, best=best
+    )
+    trainer.store.state.release()
+    return save
+
+
+def state_of(trainer: Trainer) -> dict[str, Any]:
+    """Return what a checkpoint has besides tensors, as JSON data."""
+    return {
         "step": trainer.step_done,
         "samples": trainer.samples,
         "skipped": trainer.weight_updater.skipped,
@@ -364,17 +404,8 @@ def begin_save(trainer: Trainer, best: bool = False, timed: bool = False) -> Sav
         **({"loop": state_to_save(trainer)} if trainer.loop_state else {}),
         **reference.to_save(trainer),
         **({} if trainer.store.base is None else {BASE: trainer.store.base}),
-        **({TIMED: True} if timed else {}),
         **({"started": trainer.optimizer.state.started} if trainer.optimizer.state.started else {}),
     }
-    # first, because optimizer state lost by a disk must not replace a good checkpoint
-    with raise_on_all_ranks(trainer.mesh, OffloadError):
-        trainer.store.state.sync()
-    save = trainer.saver.begin(
-        directory, to_save(trainer), state, rollback_safe=trainer.bad_steps.streak == 0, best=best
-    )
-    trainer.store.state.release()
-    return save
 
 
 def to_save(trainer: Trainer) -> list[Rectangle]:
@@ -413,6 +444,8 @@ def roll_back(trainer: Trainer, bad: StepResult) -> None:
     # sets samples and streak to the checkpoint's: the bad samples must not be read again
     resume(trainer, directory)
     trainer.samples, trainer.bad_steps.streak = samples, 0
+    if trainer.copies is not None:
+        trainer.copies.remove()  # of steps that are not part of the run any more
 
 
 def describe_saves(config: Config) -> str:
@@ -431,9 +464,20 @@ def describe_saves(config: Config) -> str:
     else:
         return (
             "no checkpoint before the end of the run or a signal, because checkpoint.interval and "
-            "checkpoint.minutes are null"
+            f"checkpoint.minutes are null{_copies(config)}"
         )
-    return f"a checkpoint {when}, about {text} each; {retention}{_little_room(config, size)}"
+    return f"a checkpoint {when}, about {text} each; {retention}{_little_room(config, size)}{_copies(config)}"
+
+
+def _copies(config: Config) -> str:
+    """Describe copies in memory, or return an empty string."""
+    from megalite.planner.api import copying_bytes  # only needed for the report of the command
+    from megalite.system.progress import amount
+
+    if (interval := config.checkpoint.copy_interval) is None:
+        return ""
+    most = amount(copying_bytes(config), "B")
+    return f"\na copy in memory every {interval:,} steps; copies take at most {most} of host memory per rank"
 
 
 def _little_room(config: Config, size: float) -> str:

@@ -22,7 +22,7 @@ from megalite.monitoring.metrics import MetricsWriter, StepMetrics, peak_memory_
 from megalite.monitoring.observers import Observer, numbers_of
 from megalite.system.activity import AWAITING_SAVES, BETWEEN, REPORTING
 from megalite.training.checkpointing import rate
-from megalite.training.stop_requests import SaveTimer, StopRequest, requested_end
+from megalite.training.stop_requests import SaveTimer, StopRequest, requested_end, resize_requested
 from megalite.training.trainer import StepResult, Trainer
 
 
@@ -31,15 +31,16 @@ def fit(
 ) -> ExitStatus:
     """Train until `train.steps`, a signal, the time limit or early stopping.
 
-    Saves at the end and at every `checkpoint.interval`, or every `checkpoint.minutes`. Every rank calls it,
-    inside a `Watchdog` if there are several.
+    Saves at the end and at every `checkpoint.interval`, or every `checkpoint.minutes`, and copies the state
+    to memory at every `checkpoint.copy_interval`. Every rank calls it, inside a `Watchdog` if there are
+    several.
 
     Args:
         clock: time in seconds, for `checkpoint.minutes`.
 
     Returns:
-        DONE, STOPPED (SIGTERM, SIGUSR1, SIGHUP or the time limit) or INTERRUPTED (SIGINT), the same on every
-        rank.
+        DONE, STOPPED (SIGTERM, SIGUSR1, SIGUSR2, SIGHUP or the time limit) or INTERRUPTED (SIGINT), the same
+        on every rank.
     """
     config, lead = trainer.config, trainer.mesh.rank == 0
     limit = duration_seconds(config.train.stop_after) if config.train.stop_after else None
@@ -52,17 +53,18 @@ def fit(
         announce(trainer, console)
         mark_best(trainer)
         timer = SaveTimer(config.checkpoint, lead, clock)
-        ended = None
+        ended, resized = None, False
         while trainer.step_done < config.train.steps:
             due = Due.after(trainer.step_done + 1, config)
-            results = run_step(trainer, observers, request, timer, wait=due.validation or due.save)
+            results = run_step(trainer, observers, request, timer, wait=due.known)
             report_results(trainer, results, observers, console, writer)
             if bad := [result for result in results if result.streak >= config.faults.skip_limit]:
                 go_back(trainer, bad[-1], timer, console, writer)
                 continue
-            ended = requested_end(max((result.stop for result in results), default=0.0))
+            requests = max((result.stop for result in results), default=0.0)
+            ended, resized = requested_end(requests), resize_requested(requests)
             due = due._replace(timed=timer.due(results))
-            validate_and_save(trainer, due, ended is not None, timer, console, writer)
+            validate_save_and_copy(trainer, due, ended is not None, resized, timer, console, writer)
             if ended is not None:
                 console.message(
                     f"stopping after step {trainer.step_done}: "
@@ -75,13 +77,30 @@ def fit(
         for observer in observers:
             for line in observer.finish():
                 console.message(line)
-        if trainer.step_done == config.train.steps or ended is None:
-            console.message(f"done: {trainer.run_dir}")
-            ended = None
-        else:
-            load = "" if config.checkpoint.load == "auto" else " with --checkpoint.load auto"
-            console.message(f"everything is saved: repeat the command{load} to resume")
-    return ended or ExitStatus.DONE
+        status = ended or ExitStatus.DONE
+        if trainer.step_done == config.train.steps:
+            status = ExitStatus.DONE
+        end(trainer, status, console, resized)
+    return status
+
+
+def end(trainer: Trainer, status: ExitStatus, console: Console, resized: bool) -> None:
+    """Print how the run ends, and remove copies in memory that are not needed any more.
+
+    Args:
+        resized: whether it has stopped to continue on another number of ranks.
+    """
+    if status is ExitStatus.DONE:
+        console.message(f"done: {trainer.run_dir}")
+    elif resized:
+        console.message("the state is kept, to continue on another number of ranks")
+    else:
+        load = "" if trainer.config.checkpoint.load == "auto" else " with --checkpoint.load auto"
+        console.message(f"everything is saved: repeat the command{load} to resume")
+    if trainer.copies is not None:
+        trainer.copies.close()
+        if status is ExitStatus.DONE or not resized:
+            trainer.copies.remove()  # the disk has all of it
 
 
 class Due(NamedTuple):
@@ -91,6 +110,12 @@ class Due(NamedTuple):
     save: bool
     end: bool
     timed: bool = False  # a save, by checkpoint.minutes: known only after the step
+    copy: bool = False
+
+    @property
+    def known(self) -> bool:
+        """Whether the result of the step must be known first."""
+        return self.validation or self.save or self.copy
 
     @staticmethod
     def after(step: int, config: Config) -> Due:
@@ -99,6 +124,7 @@ class Due(NamedTuple):
             _is_due(config.validation.interval, step, end),
             end or _is_due(config.checkpoint.interval, step, end),
             end,
+            copy=_is_due(config.checkpoint.copy_interval, step, False),
         )
 
 
@@ -162,6 +188,27 @@ def go_back(
         writer.rewind(trainer.step_done)
 
 
+def validate_save_and_copy(
+    trainer: Trainer,
+    due: Due,
+    stop: bool,
+    resized: bool,
+    timer: SaveTimer,
+    console: Console,
+    writer: MetricsWriter | None,
+) -> None:
+    """Validate, save and copy the state to memory as due after a step.
+
+    Args:
+        stop: whether the run has to stop.
+        resized: whether it stops only to continue on another number of ranks, for which a copy is enough.
+    """
+    only_copy = resized and trainer.copies is not None
+    validate_and_save(trainer, due, stop and not only_copy, timer, console, writer)
+    if (due.copy or only_copy) and not due.end:
+        copy(trainer, timer, console, last=only_copy)
+
+
 def validate_and_save(
     trainer: Trainer, due: Due, stop: bool, timer: SaveTimer, console: Console, writer: MetricsWriter | None
 ) -> None:
@@ -193,6 +240,25 @@ def save(trainer: Trainer, timer: SaveTimer, console: Console, lowest: bool, tim
     timer.saved(trainer.step_done, begun.held)
     if trainer.config.checkpoint.async_save:
         console.message(f"saving {begun.directory} (training paused for {begun.held:.2f} s)")
+
+
+def copy(trainer: Trainer, timer: SaveTimer, console: Console, last: bool) -> None:
+    """Copy the state to memory, and report copies that have failed.
+
+    Args:
+        last: whether the run ends with the copy: it is saved on the disk instead if the copy fails.
+    """
+    from megalite.training import memory_copies  # only with checkpoint.copy_interval
+
+    assert trainer.copies is not None
+    begun = memory_copies.copy(trainer, wait=last)
+    for line in memory_copies.report(trainer.copies):
+        console.message(line)
+    if last:
+        if begun is None or begun.error is not None:
+            save(trainer, timer, console, lowest=False)
+        trainer.mesh.activity.enter(AWAITING_SAVES)
+        report_saves(trainer.saver, console, last=True)
 
 
 def validate(trainer: Trainer, console: Console, writer: MetricsWriter | None) -> bool:

@@ -64,7 +64,7 @@ def build_on_meta(config: Config, ranks: Sequence[int], device: DeviceType) -> l
     """
     layout, states = build.layout(config), []
     # their process group would be real
-    options = build.mesh_options(config) | {"background_saves": False}
+    options = build.mesh_options(config) | {"background": ()}
     config = replace(config, train=replace(config.train, kernels="auto"))  # no kernel runs here
     # also tensors in CPU memory
     everything = torch.device("meta") if config.parallel.offload_parameters else nullcontext()

@@ -5,6 +5,7 @@ after the same step. This requires no additional collective and has the timeout 
 peer has died, the collective fails, and no checkpoint is published.
 
 A preempted job receives SIGTERM (forwarded by torchrun) or SIGUSR1 (SLURM's --signal, sent to the workers).
+A launcher that continues the run on another number of ranks sends SIGUSR2.
 Ctrl-C sends SIGINT, and a closed terminal SIGHUP. A second SIGINT ends the process immediately, even if a
 collective or a save hangs: see `launch.signals`, which also handles signals outside of the steps.
 """
@@ -22,17 +23,23 @@ from typing import TYPE_CHECKING
 
 from megalite.config.sections.checkpoint import CheckpointConfig
 from megalite.launch.exit_status import ExitStatus, signal_status
-from megalite.launch.signals import SIGNALS, RepeatedSignal, SignalListener, end_at_once
+from megalite.launch.signals import (
+    RESIZE_SIGNAL,
+    SIGNALS,
+    RepeatedSignal,
+    SignalListener,
+    end_at_once,
+)
 from megalite.system.activity import Activity
 from megalite.system.processes import LAUNCHER
 
 if TYPE_CHECKING:
     from megalite.training.trainer import StepResult
 
-SAVE, STOP, INTERRUPT = 0.5, 1.0, 2.0**24
+SAVE, STOP, INTERRUPT, RESIZE = 0.5, 1.0, 2.0**17, 2.0**34
 """Values of a rank's request, which can be recovered from the sum over all ranks.
 
-Only rank 0 requests a save, fewer than 2**24 ranks request a stop, and fp64 sums are exact.
+Only rank 0 requests a save, fewer than 2**17 ranks request a stop, and fp64 sums are exact.
 """
 SHARE = 0.05  # maximum fraction of time for saves: a save of 1 s is followed by at least 19 s without one
 
@@ -41,7 +48,12 @@ def requested_end(requests: float) -> ExitStatus | None:
     """Return the exit status that the summed requests ask for, or None if the run continues."""
     if requests < STOP:
         return None
-    return ExitStatus.INTERRUPTED if requests >= INTERRUPT else ExitStatus.STOPPED
+    return ExitStatus.INTERRUPTED if requests % RESIZE >= INTERRUPT else ExitStatus.STOPPED
+
+
+def resize_requested(requests: float) -> bool:
+    """Return whether the run only has to stop to continue on another number of ranks, from the same sum."""
+    return requests >= RESIZE and requests % RESIZE < STOP
 
 
 def save_requested(requests: float) -> bool:
@@ -96,11 +108,17 @@ class StopRequest:
     @property
     def value(self) -> float:
         """This rank's contribution to the sum that `requested_end` reads."""
-        return INTERRUPT if signal.SIGINT in self._signals else STOP if self.reason else 0.0
+        if signal.SIGINT in self._signals:
+            return INTERRUPT
+        if self.reason is None:
+            return 0.0
+        return RESIZE if set(self._signals) == {RESIZE_SIGNAL} else STOP
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():  # Python only allows signal handlers there
-            self._listener = SignalListener(self._react, (*SIGNALS, signal.SIGUSR1), self._handle)
+            self._listener = SignalListener(
+                self._react, (*SIGNALS, signal.SIGUSR1, RESIZE_SIGNAL), self._handle
+            )
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

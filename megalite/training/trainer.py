@@ -123,8 +123,9 @@ class Trainer:
         self.loader = self.loader_of(self.train_data)
         if config.train.rampup_batch_size is not None:
             self.loader.size = partial(batch_size, config.train)
+        self.copies = checkpointing.copies_of(self)  # in memory; None: there are none
         checkpointing.start_weights(self, restarted)  # may resume: sets step_done and samples
-        self.saver.reserve(checkpointing.to_save(self))
+        checkpointing.reserve(self)
         self._check_plan()  # before the first pipeline message: a mismatch would hang
 
     def _make_weight_updater(self) -> WeightUpdater:

@@ -5,10 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from megalite.checkpoint import saver as saving
-from megalite.checkpoint.saver import Saver
-from megalite.config.sections.checkpoint import CheckpointConfig
-from megalite.mesh.mesh import Layout, Mesh
+from megalite.checkpoint import staging
 from megalite.parallel.spec import Rectangle
 from megalite.system import pinned_memory
 
@@ -19,7 +16,7 @@ def rounded(size: int) -> int:
 
 
 def test_17_gb_of_saves_take_little_more_than_17_gb():
-    sizes = [saving.PART] * 200 + [50_000_000] * 72 + [4096] * 400  # as rectangles are split
+    sizes = [staging.PART] * 200 + [50_000_000] * 72 + [4096] * 400  # as rectangles are split
     pieces = pinned_memory.piece_sizes(sizes)
     assert max(pieces) <= pinned_memory.PIECE == 1 << 30
     assert sum(pieces) >= sum(sizes) > 17e9
@@ -27,7 +24,7 @@ def test_17_gb_of_saves_take_little_more_than_17_gb():
 
 
 def test_a_matrix_larger_than_a_piece_is_saved_by_rows(monkeypatch):
-    monkeypatch.setattr(saving, "PART", 1 << 10)
+    monkeypatch.setattr(staging, "PART", 1 << 10)
     monkeypatch.setattr(pinned_memory, "PIECE", 1 << 12)
     generator = torch.Generator().manual_seed(0)
     shapes, first = ((130, 24), (300,), (5, 7), (1, 900)), (7, 3, 0, 2)
@@ -37,13 +34,13 @@ def test_a_matrix_larger_than_a_piece_is_saved_by_rows(monkeypatch):
         )
         for shape, at in zip(shapes, first, strict=True)
     ]
-    saver = Saver(Mesh(Layout()), CheckpointConfig(async_save=True))
-    copies = saver._staged(given)
-    again = saver._staged(given)
+    memory = staging.Staging()
+    copies = memory.copied(given)
+    again = memory.copied(given)
     assert [x.tensor.data_ptr() for x in copies] == [x.tensor.data_ptr() for x in again], "memory is reused"
     for rectangle in given:
         parts = [copy for copy in copies if copy.name == rectangle.name]
-        assert all(part.tensor.nbytes <= saving.PART or part.tensor.shape[0] == 1 for part in parts)
+        assert all(part.tensor.nbytes <= staging.PART or part.tensor.shape[0] == 1 for part in parts)
         assert all(
             part.global_shape == rectangle.global_shape and part.offsets[1:] == rectangle.offsets[1:] for part in parts
         )

@@ -22,6 +22,7 @@ from benchmarks import (
     context,
     fp8_training,
     fp8_training_run,
+    memory_copies,
     overhead,
     peers,
     plan,
@@ -264,6 +265,20 @@ def test_checkpoint_compares_with_torch_save(run: Callable[..., dict[str, Any]],
     fast, slow = ({"gb_per_second": speed, "held_s": held} for speed, held in ((1.0, 1.0), (0.75, 10.0)))
     assert [target["met"] for target in checkpoint.targets([fast, slow, fast])] == [False, True]
     assert [target["measured"] for target in checkpoint.targets([slow, fast, slow])] == [pytest.approx(4 / 3), 10.0]
+
+
+@pytest.mark.usefixtures("launched_forked")
+def test_copies_stand_beside_checkpoints(run: Callable[..., dict[str, Any]]) -> None:
+    content = run("copies")
+    size = content["config"]["bytes"]
+    assert size == 3 * 4 * 2 * 64 * 64
+    ways = [(row["action"], row["way"]) for row in content["results"]]
+    assert len(ways) == 9 and ways[0] == ("copy", "disk") and ways[-1] == ("restore", "memory of another node")
+    for row in content["results"]:
+        assert 0 < row["held_s"] <= row["complete_s"] == pytest.approx(size / 1e9 / row["gb_per_second"])
+    fast, slow = ({"action": "restore", "way": "disk", "complete_s": seconds} for seconds in (1.0, 2.0))
+    memory = {"action": "restore", "way": "memory of the node", "complete_s": 1.5}
+    assert [memory_copies.targets([memory, disk])[0]["met"] for disk in (fast, slow)] == [False, True]
 
 
 def test_preparation_stands_beside_what_others_do(

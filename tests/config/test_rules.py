@@ -60,7 +60,16 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
     **dict.fromkeys(
         ("data.sequence_length", "model.num_key_value_heads", "model.sliding_window", "model.intermediate_size"), (0, 1)
     ),
-    **dict.fromkeys(("checkpoint.interval", "checkpoint.keep", "validation.batches", "logging.interval"), (0, 1)),
+    **dict.fromkeys(
+        (
+            "checkpoint.interval",
+            "checkpoint.copy_interval",
+            "checkpoint.keep",
+            "validation.batches",
+            "logging.interval",
+        ),
+        (0, 1),
+    ),
     "checkpoint.minutes": (0.0, 0.1),
     **{"data.lanes": (0, None), "data.shuffle_buffer": (0, 256), "data.fim_rate": (1.5, 0.0)},
     "data.fim_spm_rate": (-0.5, 0.5),

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-from megalite.launch.agent import COPIES, Launch, launch
+from megalite.checkpoint.copies import DIRECTORY as COPIES
+from megalite.launch.agent import Launch, launch
 from megalite.launch.exit_status import END_FILE
 from megalite.launch.output import LOGS, RETURN_FILE
 from megalite.launch.signals import RESIZE_SIGNAL

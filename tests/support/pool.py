@@ -38,6 +38,7 @@ ALONE = 0  # the generation of every world of one; groups count from 1
 PRELOAD = ["torch", "torch.distributed", "numpy", "pytest", "megalite.training.trainer"]
 GROUP_TIMEOUT = timedelta(seconds=600)
 GRACE_S = 1.0  # time for the other ranks' errors, or for stacks to be written, before the ranks are killed
+STACKS = signal.SIGRTMIN  # makes a rank write its stacks; a run handles the other signals
 LOG_TAIL = 6000  # characters of a rank's output in an error
 
 
@@ -79,7 +80,7 @@ def _serve(rank: int, pipe: connection.Connection, store_port: int, log_path: st
     """Run jobs from the pipe until it closes."""
     log = _redirect_output(log_path)
     faulthandler.enable(log)
-    faulthandler.register(signal.SIGUSR2, log, all_threads=True)
+    faulthandler.register(STACKS, log, all_threads=True)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     import torch
     import torch.distributed as dist
@@ -276,7 +277,7 @@ class RankPool:
         """Make every hanging rank write its stacks."""
         hanging = list(hanging)
         for number in hanging:
-            os.kill(ranks[number].process.pid or 0, signal.SIGUSR2)
+            os.kill(ranks[number].process.pid or 0, STACKS)
         time.sleep(GRACE_S)
         stacks = "".join(f"\nrank {number}:{_tail(ranks[number])}" for number in hanging)
         return f"ranks {hanging} have not answered after {timeout:g} s{stacks}"

@@ -38,6 +38,9 @@ class CheckpointConfig:
     async_save: bool = False
     """Copy the state and write it to disk while training continues. Costs as much CPU memory as the state
     that this rank saves."""
+    copy_interval: int | None = option(None, SIZE, amount=amounts.STEPS)
+    """Every so many steps, copy the state to memory that outlives the ranks, from which a restart resumes. A
+    node keeps two copies, and two of another node's. null: none."""
     verify: Literal["read", "full"] = "read"
     """Which checksums are verified before a checkpoint is used: those of the chunks that are read (read), or
     all, split over the ranks (full)."""

@@ -37,7 +37,7 @@ from megalite.planner.memory.buffers import (
 )
 from megalite.planner.memory.loading import loading_bytes
 from megalite.planner.memory.peak_passes import loads, moments_of
-from megalite.planner.memory.states import DeviceType, States, Widths, model_states
+from megalite.planner.memory.states import DeviceType, States, Widths, copying_bytes, model_states
 from megalite.planner.memory.teacher import teacher_bytes
 
 
@@ -68,6 +68,7 @@ class RankMemory:
         teacher: a teacher's weights, states and logits (`memory.teacher`).
         loading: CPU memory besides the states while a quantized base is read, before the first step
             (`memory.loading`).
+        copying: CPU memory of copies of the state (`checkpoint.copy_interval`).
     """
 
     pp_rank: int
@@ -81,6 +82,7 @@ class RankMemory:
     exchanging: int = 0
     teacher: int = 0
     loading: int = 0
+    copying: int = 0
 
     @property
     def parameters(self) -> int:
@@ -105,8 +107,8 @@ class RankMemory:
 
     @property
     def host(self) -> int:
-        """Return the peak in CPU memory: offloaded state, and what loading needs."""
-        return self.states.host + self.loading
+        """Return the peak in CPU memory: offloaded state, and what loading or copies need."""
+        return self.states.host + max(self.loading, self.copying)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON: the range of ranks as its start and length, every part in bytes."""
@@ -118,6 +120,7 @@ class RankMemory:
             "step": self.step,
         }
         tree |= {"exchanging": self.exchanging, "teacher": self.teacher, "loading": self.loading}
+        tree |= {"copying": self.copying}
         return {
             "pp_rank": self.pp_rank,
             "first_rank": self.ranks.start,
@@ -188,6 +191,7 @@ def _rank(
         besides.exchanging,
         besides.teacher,
         besides.loading,
+        copying_bytes(standing.config),
     )
 
 

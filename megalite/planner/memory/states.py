@@ -147,6 +147,22 @@ def checkpoint_bytes(config: Config) -> int:
     return sum(stored(*each) for each in segments)
 
 
+COPIES_KEPT = 4
+"""Copies in memory that a rank keeps: two of its part of the state, and two of that of a rank elsewhere."""
+
+
+def copying_bytes(config: Config) -> int:
+    """Return the bytes of CPU memory that copies of the state take for each rank, or 0 without any.
+
+    Staging memory of background copies is included. On one node half of the rest is enough.
+    """
+    options = config.checkpoint
+    if options.copy_interval is None:
+        return 0
+    own = -(-checkpoint_bytes(config) // ParallelDims.of(config).world)
+    return (COPIES_KEPT + int(options.async_save)) * own
+
+
 @dataclass(frozen=True)
 class States:
     """Bytes kept between steps, and the copies that a step adds until its update is confirmed.

@@ -102,7 +102,7 @@ def configuration(layout: str, directory: Path, name: str, steps: int) -> dict[s
         "micro_batch_size": 1,
         "rampup_batch_size": [12, 12, 60],
     }
-    config["checkpoint"] = {"load": "auto", "interval": 3, "keep": 2}
+    config["checkpoint"] = {"load": "auto", "interval": 6, "copy_interval": 2, "keep": 2}
     return config
 
 
@@ -183,6 +183,7 @@ def prove(layout: str, seed: int, count: int, directory: Path, ranks: RankPool) 
     assert output.count("injected kill") == sum(fault.startswith("kill") for fault in changes.faults), output
     after = [line for line in output.splitlines() if line.startswith("going on after step ")]
     assert [int(line.split(" with ")[1].split()[0]) for line in after] == changes.sizes[1:], (changes, output)
+    assert all("state from memory" in line or "after step 0" in line for line in after), output
     alone = configuration(layout, directory, f"alone-{layout}-{seed}", steps)
     alone["parallel"] |= {"tp": 1, "pp": 1, "dp": 1, "zero": 0, "sequence_parallel": False}
     ranks.run(1, fit_to_the_end, alone)
@@ -198,7 +199,6 @@ def prove_nodes(directory: Path, ranks: RankPool) -> float:
     config = configuration("pair", directory, "nodes", steps)
     # the run waits for the loss and for the return, and hurries to its end on both nodes
     config["faults"] = {"inject": [f"slow:rank=0,step=8-{steps},seconds=1,restart={start}" for start in (0, 1)]}
-    config["checkpoint"] |= {"interval": 5}
     port = free_port()
     options = ["--nproc", "1", "--nnodes", "1:2", "--rdzv_endpoint", f"localhost:{port}"]
     run = directory / "runs" / "nodes"

@@ -1,0 +1,165 @@
+"""Copies in memory: whatever is lost, a run that restarts from them has the state of before, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from megalite import checkpoint
+from megalite.checkpoint.copies import directory_of
+from megalite.launch.exit_status import ExitStatus
+from tests.support import jobs_copies
+from tests.support.configs import SINGLE, config_of, write_tokens
+from tests.support.spaces.layouts import Case
+
+MODEL: Case = {**SINGLE, "tied": True, "kv_heads": 2, "vocab_size": 96, "layers": 4, "masked": True, "dropout": 0.1}
+BATCH, STEPS, EVERY, KILLED = 12, 6, 2, 6
+DISK = 3  # interval of checkpoints
+LAYOUTS: dict[str, Case] = {
+    "dp2-zero3": {"dp": 2, "zero": 3},
+    "dp2-zero2": {"dp": 2, "zero": 2},
+    "pp2-dp2-zero1": {"pp": 2, "dp": 2, "zero": 1},
+    "pp2-dp2-zb-v": {"pp": 2, "dp": 2, "zero": 1, "schedule": "zb-v"},
+    "tp2-dp2-zero2": {"tp": 2, "dp": 2, "zero": 2},
+    "dp3-zero1": {"dp": 3, "zero": 1},
+    "one process": {},
+}
+
+
+class Loss(NamedTuple):
+    """A run, what is lost of it, and the run that goes on.
+
+    Attributes:
+        nodes, then: the node of each rank, before and after.
+        lost: nodes whose memory is lost.
+        resumed: the step at which the run goes on.
+        says: a part of what it says.
+    """
+
+    layout: str
+    nodes: str
+    lost: str
+    other: str
+    then: str
+    resumed: int = 4
+    says: str = "continuing from the copy in memory of step_00000004"
+
+
+LOSSES = {
+    "a rank, on one node": Loss("dp2-zero3", "aa", "", "dp2-zero3", "aa"),
+    "a node, replaced by an empty one": Loss("dp2-zero2", "ab", "b", "dp2-zero2", "ac"),
+    "the node of rank 0": Loss("pp2-dp2-zero1", "aabb", "a", "dp2-zero3", "bb"),
+    "a node of four": Loss("tp2-dp2-zero2", "abcd", "c", "dp3-zero1", "abd"),
+    "nodes in another order": Loss("pp2-dp2-zb-v", "aabb", "", "pp2-dp2-zb-v", "bbaa"),
+    "neighbors": Loss(
+        *("tp2-dp2-zero2", "abcd", "bc", "dp2-zero3", "ad"),
+        resumed=3,
+        says="the copy in memory of step_00000004 is not used: rank_00001.bin is on none of the 2 nodes",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory) -> str:
+    return write_tokens(tmp_path_factory.mktemp("data"), MODEL["vocab_size"])
+
+
+def configuration(layout: str, prefix: str, directory: Path, **changes: dict[str, Any]) -> dict[str, Any]:
+    case = {**MODEL, **LAYOUTS[layout]}
+    config = config_of(case, prefix, run={"dir": str(directory), "name": "run"})
+    config["train"] |= {"steps": STEPS, "global_batch_size": BATCH, "micro_batch_size": 2, "ema_decay": 0.9}
+    config["checkpoint"] |= {"load": "auto", "interval": DISK, "copy_interval": EVERY}
+    return {section: {**values, **changes.get(section, {})} for section, values in config.items()}
+
+
+def ranks_of(layout: str) -> int:
+    return prod(LAYOUTS[layout].get(axis, 1) for axis in ("tp", "pp", "dp"))
+
+
+def nodes(directory: Path, names: str) -> list[Path]:
+    return [directory / name for name in names]
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_restart_has_the_state_of_the_copy_bit_for_bit(name, ranks, prefix, tmp_path):
+    """Copies after steps 2 and 4, a checkpoint after step 3, the end before step 6."""
+    case, copies = LOSSES[name], tmp_path / "memory"
+    before = ranks.run(
+        *(ranks_of(case.layout), jobs_copies.fitted, configuration(case.layout, prefix, tmp_path)),
+        *(nodes(copies, case.nodes), KILLED),
+    )[0]
+    for each in case.lost:
+        shutil.rmtree(copies / each)
+    config = configuration(case.other, prefix, tmp_path)
+    after = ranks.run(ranks_of(case.other), jobs_copies.fitted, config, nodes(copies, case.then))
+    for each in after:
+        assert (each["origin"], each["resumed"]) == ("memory" if case.resumed == 4 else "checkpoint", case.resumed)
+        assert case.says in each["notes"] and each["ended"] == STEPS
+    assert equal(after[0]["states"][case.resumed], before["states"][case.resumed])
+    if case.layout == case.other:
+        assert equal(after[0]["states"][5], before["states"][5])
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    left = [path for each in set(case.nodes + case.then) for path in (copies / each).glob("*")]
+    assert not [path for path in left if path.parent.name in case.then], "a run that is done needs no copies"
+
+
+def test_a_torn_copy_is_not_used_and_the_one_before_is(ranks, prefix, tmp_path):
+    """In the background, where rank 1 is killed in the middle of its file of step 4."""
+    copies = nodes(tmp_path / "memory", "aabb")
+    config = configuration("pp2-dp2-zero1", prefix, tmp_path, checkpoint={"interval": None, "async_save": True})
+    before = ranks.run(4, jobs_copies.fitted, config, copies, KILLED, (), 1, 4)[0]
+    assert {path.name for path in copies[0].iterdir()} == {"step_00000002", ".step_00000004.saving"}
+    after = ranks.run(4, jobs_copies.fitted, config, copies)[0]
+    assert (after["origin"], after["resumed"]) == ("memory", 2)
+    assert equal(after["states"][5], before["states"][5])
+
+
+def test_a_request_for_another_number_of_ranks_ends_with_a_copy(ranks, prefix, tmp_path):
+    """One rank is asked. Nothing is written to the disk; in fp64 the run is the one that never changed."""
+    copies, changes = tmp_path / "memory", {"train": {"precision": "fp64"}, "checkpoint": {"interval": None}}
+    straight = configuration("one process", prefix, tmp_path / "straight", **changes)
+    expected = ranks.run(1, jobs_copies.fitted, straight)[0]["states"]
+    config = configuration("tp2-dp2-zero2", prefix, tmp_path, **changes)
+    asked = ranks.run(4, jobs_copies.fitted, config, nodes(copies, "aabb"), None, (None, None, 3, None))
+    assert {(each["ended"], each["status"]) for each in asked} == {(3, ExitStatus.STOPPED)}
+    assert checkpoint.latest(tmp_path / "run" / "checkpoints") is None
+    config = configuration("dp3-zero1", prefix, tmp_path, **changes)
+    after = ranks.run(3, jobs_copies.fitted, config, nodes(copies, "abb"))[0]
+    assert (after["origin"], after["resumed"]) == ("memory", 3)
+    for name, value in after["states"][STEPS].items():
+        assert (value - expected[STEPS][name]).abs().max() <= 1e-9, name
+
+
+def test_only_a_restart_with_the_same_options_reads_copies(ranks, prefix, tmp_path):
+    config = configuration("dp2-zero2", prefix, tmp_path)
+    place = directory_of(tmp_path / "run")
+    try:
+        ranks.run(2, jobs_copies.fitted, config, None, KILLED)
+        assert {path.name for path in place.iterdir()} == {"step_00000002", "step_00000004"}
+        other = configuration("dp2-zero2", prefix, tmp_path, optimizer={"lr": 1e-3})
+        changed = ranks.run(2, jobs_copies.fitted, other, None, KILLED)[0]
+        assert (changed["origin"], changed["resumed"]) == ("checkpoint", 3)
+        assert "the copy in memory of step_00000004 is not used: it was made with other options" in changed["notes"]
+        first = ranks.run(2, jobs_copies.fitted, config, None, 4, (), None, None, False)[0]
+        assert (first["origin"], first["notes"].count("copy in memory")) == ("checkpoint", 0)
+        assert not place.exists()
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def test_too_little_memory_is_one_message_before_the_first_step(ranks, prefix, tmp_path):
+    config = configuration("dp2-zero2", prefix, tmp_path)
+    for message in ranks.run(2, jobs_copies.without_room, config, nodes(tmp_path / "memory", "ab")):
+        assert message.startswith("checkpoint.copy_interval = 2: 2 copies of the state of this node's ranks, and of")
+        assert "has room for 1 kB" in message

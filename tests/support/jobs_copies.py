@@ -1,0 +1,139 @@
+"""Runs on the pool's ranks that copy their state to memory, end as if they were killed, and go on elsewhere."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from torch import Tensor
+
+from megalite.checkpoint import copies, tensors
+from megalite.config.errors import ConfigError
+from megalite.config.load import from_dict
+from megalite.monitoring.observers import Observer
+from megalite.optimizer.registry import STATE
+from megalite.training import memory_copies
+from megalite.training.fit import fit
+from megalite.training.trainer import Trainer
+from megalite.training.verify import global_tensors
+from tests.support.jobs import mesh_of
+
+
+class Killed(Exception):
+    """What ends a rank here at the place of a signal."""
+
+
+class Events(Observer):
+    """Records the state from step 3 on, ends the run before one, or asks it to stop for another number of ranks.
+
+    Optimistic steps end without being told to when the state is read.
+    """
+
+    def __init__(self, trainer: Trainer, killed: int | None, asked: int | None):
+        self.trainer, self.killed, self.asked = trainer, killed, asked
+        self.states: dict[int, dict[str, Tensor]] = {}
+
+    def before(self, step: int) -> None:
+        if step > 3:
+            self.trainer.drain()
+            self.states[step - 1] = global_tensors(self.trainer, STATE)
+        if step == self.killed:
+            raise Killed
+        if step == self.asked:
+            os.kill(os.getpid(), signal.SIGUSR2)
+
+
+@contextmanager
+def node(context: Any, nodes: Sequence[Path] | None) -> Iterator[None]:
+    """On the node of this rank. Without nodes all copies are on one, and only a restart may read them."""
+    named = {} if nodes is None else {copies.DIRECTORY: str(nodes[context.rank])}
+    with patch.dict(os.environ, named):
+        yield
+
+
+def fitted(
+    context: Any,
+    config: dict[str, Any],
+    nodes: Sequence[Path] | None = None,
+    killed: int | None = None,
+    asked: Sequence[int | None] = (),
+    torn_by: int | None = None,
+    torn_at: int | None = None,
+    restarted: bool = True,
+) -> dict[str, Any]:
+    """A run up to its end, or to the step before which it is killed.
+
+    Args:
+        nodes: the directory for copies of each rank's node.
+        asked: for each rank, the step before which it is asked to stop, if at all.
+        torn_by, torn_at: a rank that fails in the middle of its file, and the step of the copy.
+
+    Returns:
+        where the run has resumed and ended, and on rank 0 its tensors at the start of each step and at its end.
+    """
+    parsed = from_dict(config)
+    with node(context, nodes):
+        trainer = Trainer(parsed, mesh_of(context, parsed), restarted=restarted)
+        report: dict[str, Any] = {
+            "origin": memory_copies.origin(trainer),
+            "resumed": trainer.step_done,
+            "notes": "\n".join(trainer.notes),
+        }
+        events = Events(trainer, killed, asked[context.rank] if asked else None)
+        try:
+            with tearing(trainer, torn_at if torn_by == context.rank else None, torn_at):
+                report["status"] = fit(trainer, [events])
+        except Killed:
+            report["status"] = None
+        finally:
+            gc.unfreeze()
+            gc.enable()
+            trainer.close()
+            if trainer.copies is not None:
+                trainer.copies.close()
+        events.states[trainer.step_done] = global_tensors(trainer, STATE)
+    return report | {"ended": trainer.step_done, "states": {} if context.rank else events.states}
+
+
+@contextmanager
+def tearing(trainer: Trainer, own: int | None, step: int | None) -> Iterator[None]:
+    """A rank writes half of its file, and no rank says that the copy has failed: a killed run leaves it as it is."""
+    if step is None:
+        yield
+        return
+    append, remove = tensors.append_chunk, shutil.rmtree
+
+    def half(file: Any, *args: Any) -> Any:
+        chunk = append(file, *args)
+        if f".step_{own or 0:08d}" in file.name:
+            file.truncate(chunk.offset + chunk.bytes // 2)
+            file.flush()
+            raise OSError("killed")
+        return chunk
+
+    def keep(path: Any, **options: Any) -> None:
+        if f".step_{step:08d}" not in str(path):
+            remove(path, **options)
+
+    with patch.object(tensors, "append_chunk", half), patch.object(copies.shutil, "rmtree", keep):
+        yield
+
+
+def without_room(context: Any, config: dict[str, Any], nodes: Sequence[Path]) -> str:
+    """The error of a run whose directory has hardly any room."""
+    parsed = from_dict(config)
+    usage = SimpleNamespace(free=1000)
+    with node(context, nodes), patch.object(copies.shutil, "disk_usage", lambda path: usage):
+        try:
+            Trainer(parsed, mesh_of(context, parsed))
+        except ConfigError as error:
+            return str(error)
+    return "it has started"
