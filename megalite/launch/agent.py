@@ -18,8 +18,8 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,10 +35,10 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from megalite.checkpoint.copies import DIRECTORY as COPIES
 from megalite.launch.causes import End, ExitCause, by_cause, lost_in
 from megalite.launch.exit_status import END_FILE, ExitStatus, shell_status, training_status
 from megalite.launch.local_ranks import package_path
+from megalite.launch.memory_directory import memory_directory
 from megalite.launch.memory_kills import MemoryKills
 from megalite.launch.output import LOGS, RETURN_FILE
 from megalite.launch.signals import (
@@ -105,7 +105,8 @@ class Launch:
 def launch(options: Launch, command: Sequence[str]) -> int:
     """Run `python COMMAND …` as this node's ranks. Returns the exit status of the run."""
     logging.disable(logging.CRITICAL)  # the agent's own warnings: everything that matters is said below
-    with tempfile.TemporaryDirectory(prefix="megalite_launch_") as scratch, _memory(options) as memory:
+    kept = memory_directory() if options.restarts or options.elastic else nullcontext(dict[str, str]())
+    with tempfile.TemporaryDirectory(prefix="megalite_launch_") as scratch, kept as memory:
         end_file = Path(scratch, "end")
         os.environ |= _environment(options, end_file) | memory
         try:
@@ -138,18 +139,6 @@ def _environment(options: Launch, end_file: Path) -> dict[str, str]:
     if options.nodes > 1:  # else restarted ranks find the addresses of ended ones in the agent's store
         variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     return variables
-
-
-@contextmanager
-def _memory(options: Launch) -> Iterator[dict[str, str]]:
-    """Create a directory in memory that outlives the ranks until the run ends. Yields its environment
-    variable; none if nothing can be restarted, or without such memory."""
-    place = Path("/dev/shm")
-    if not (options.restarts or options.elastic) or not os.access(place, os.W_OK):
-        yield {}
-        return
-    with tempfile.TemporaryDirectory(prefix="megalite-", dir=place, ignore_cleanup_errors=True) as directory:
-        yield {COPIES: directory}
 
 
 def _meeting(options: Launch) -> RendezvousParameters:

@@ -37,8 +37,9 @@ def describe_change(trainer: Trainer) -> list[str]:
     change = change_of(trainer)
     if "seconds" not in change:
         return []
+    ranks = f"{change['ranks']} rank{'s' * (change['ranks'] > 1)}"
     return [
-        f"going on after step {trainer.step_done} with {change['ranks']} ranks ({change['layout']}), state "
+        f"going on after step {trainer.step_done} with {ranks} ({change['layout']}), state "
         f"from {change['state'] or 'the start'}, {change['seconds']:.1f} s after the change was noticed"
     ]
 

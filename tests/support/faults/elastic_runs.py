@@ -197,8 +197,8 @@ def prove_nodes(directory: Path, ranks: RankPool) -> float:
     """Kill one of two launchers, which are nodes to each other, and start it again. Returns as `prove`."""
     steps = 60
     config = configuration("pair", directory, "nodes", steps)
-    # the run waits for the loss and for the return, and hurries to its end on both nodes
-    config["faults"] = {"inject": [f"slow:rank=0,step=8-{steps},seconds=1,restart={start}" for start in (0, 1)]}
+    # the run waits for the loss and for the return
+    config["faults"] = {"inject": [f"slow:rank=0,step=8-{steps},seconds=1,restart={start}" for start in range(3)]}
     port = free_port()
     options = ["--nproc", "1", "--nnodes", "1:2", "--rdzv_endpoint", f"localhost:{port}"]
     run = directory / "runs" / "nodes"
@@ -218,7 +218,8 @@ def prove_nodes(directory: Path, ranks: RankPool) -> float:
         first.kill()
         second.kill()
     changes = [line.partition(" with ")[2].split()[0] for line in output.splitlines() if line.startswith("going on")]
-    assert [*sizes, *map(int, changes)] == [2, 1, 2], output
+    # the second node may come when the first one has already started
+    assert sizes == [2] and [int(ranks) for ranks in changes][-2:] == [1, 2], output
     alone = configuration("pair", directory, "alone", steps)
     alone["parallel"] |= {"dp": 1, "zero": 0}
     ranks.run(1, fit_to_the_end, alone)
