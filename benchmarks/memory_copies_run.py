@@ -30,7 +30,7 @@ STEP = 1
 Figures = dict[str, float]
 
 
-class Measured:
+class MeasuredCopies:
     """The state of this rank, and the ways to copy and to restore it."""
 
     def __init__(self, mesh: Mesh, disk: Path, memory: Path, own: list[Rectangle]):
@@ -42,11 +42,11 @@ class Measured:
         return self.memory / f"{nodes}-{self.mesh.rank * nodes // self.mesh.world.size}"
 
     def copy(self, copies: Copies) -> Figures:
-        made = copies.begin(STEP, self.own, {})
+        copied = copies.begin(STEP, self.own, {})
         copies.wait()
-        if made.error is not None:
-            raise made.error
-        return {"held_s": made.held, "complete_s": made.complete}
+        if copied.error is not None:
+            raise copied.error
+        return {"held_s": copied.held, "complete_s": copied.complete}
 
     def save(self) -> Figures:
         saver = Saver(self.mesh, CheckpointConfig())
@@ -82,7 +82,7 @@ class Measured:
         if self.mesh.rank == 0:
             os.sync()
             try:
-                Path("/proc/sys/vm/drop_caches").write_text("3")
+                Path("/proc/sys/vm/drop_caches").write_text("3", encoding="ascii")
                 self.dropped = "drop_caches"
             except OSError:
                 self.dropped = "posix_fadvise"
@@ -98,7 +98,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     mesh = Mesh(Layout(dp=dist.get_world_size()), background=["copying"])
     own = rectangles(mesh, spec["matrices"], tuple(spec["shape"]))
-    each = Measured(mesh, Path(spec["disk"]), Path(spec["memory"]), own)
+    each = MeasuredCopies(mesh, Path(spec["disk"]), Path(spec["memory"]), own)
     warm_up(mesh, each.disk)
     seconds: dict[tuple[str, str], list[Figures]] = {}
 

@@ -103,10 +103,10 @@ class CopyManifest(Manifest):
     timeout: float | None = None
 
     @contextmanager
-    def open(self, name: str) -> Iterator[BinaryIO]:
+    def opened(self, name: str) -> Iterator[BinaryIO]:
         """Open a file of the copy, here or on another node. Raises DamagedError."""
         if name not in self.elsewhere:
-            with super().open(name) as file:
+            with super().opened(name) as file:
                 yield file
             return
         try:

@@ -120,16 +120,16 @@ class Manifest:
 
     def read(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, NDArray[np.uint8]]]:
         """Yield each chunk with its bytes, verified. Raises DamagedError (`read_verified`)."""
-        return read_verified(self.open, chunks)
+        return read_verified(self.opened, chunks)
 
-    def open(self, name: str) -> AbstractContextManager[BinaryIO]:
+    def opened(self, name: str) -> AbstractContextManager[BinaryIO]:
         """Open a file of the checkpoint. Raises DamagedError if it is missing or has another size."""
         return open_checked(self.directory / name, self.files[name])
 
     def check_files(self) -> None:
         """Raise DamagedError if a file is missing or has another size. Reads no data."""
         for name in self.files:
-            with self.open(name):
+            with self.opened(name):
                 pass
 
     def verify(self, rank: int = 0, size: int = 1) -> int:

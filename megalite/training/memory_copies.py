@@ -59,22 +59,22 @@ def resume_from_memory(trainer: Trainer, restarted: bool) -> bool:
     if any(gathered(restarted or DIRECTORY in os.environ, trainer.mesh)):
         published = _published(trainer)
         newest = step_number(published[0].name) or 0 if published else 0
-        for found in copies.found():
-            name = f"the copy in memory of {step_name(found.step)}"
-            if found.step < newest:
+        for candidate in copies.found():
+            name = f"the copy in memory of {step_name(candidate.step)}"
+            if candidate.step < newest:
                 notes.append(f"{name} is not used: {published[0]} is newer")
                 break
-            problem = found.problem or _problem(trainer, found.manifest)
+            problem = candidate.problem or _problem(trainer, candidate.manifest)
             if not problem:
-                assert found.manifest is not None
+                assert candidate.manifest is not None
                 try:
                     if not published:  # a load that fails would leave half of a state to start with
-                        _verify(trainer, found.manifest)
-                    checkpointing.resume(trainer, found.manifest)
+                        _verify(trainer, candidate.manifest)
+                    checkpointing.resume(trainer, candidate.manifest)
                 except DamagedError as error:
                     problem = str(error)
             if not problem:
-                used = copies.resumed = found.step
+                used = copies.resumed = candidate.step
                 notes.append(f"continuing from {name}")
                 trainer.saver.newest = _rollback_target(published)
                 break

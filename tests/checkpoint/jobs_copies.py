@@ -37,8 +37,8 @@ def parts(context: RankContext, cuts: int) -> list[Rectangle]:
 def copy(context: RankContext, directory: Path, nodes: Sequence[str], steps: Sequence[int]) -> None:
     with opened(context, directory, nodes) as copies:
         for step in steps:
-            if (made := copies.begin(step, parts(context, 10), {"step": step})).error is not None:
-                raise made.error
+            if (copied := copies.begin(step, parts(context, 10), {"step": step})).error is not None:
+                raise copied.error
 
 
 def found(context: RankContext, directory: Path, nodes: Sequence[str]) -> list[tuple[int, str]]:

@@ -131,8 +131,8 @@ def test_a_request_for_another_number_of_ranks_ends_with_a_copy(ranks, prefix, t
     straight = configuration("one process", prefix, tmp_path / "straight", **changes)
     expected = ranks.run(1, jobs_copies.fitted, straight)[0]["states"]
     config = configuration("tp2-dp2-zero2", prefix, tmp_path, **changes)
-    asked = ranks.run(4, jobs_copies.fitted, config, nodes(copies, "aabb"), None, (None, None, 3, None))
-    assert {(each["ended"], each["status"]) for each in asked} == {(3, ExitStatus.STOPPED)}
+    stopped = ranks.run(4, jobs_copies.fitted, config, nodes(copies, "aabb"), None, (None, None, 3, None))
+    assert {(each["ended"], each["status"]) for each in stopped} == {(3, ExitStatus.STOPPED)}
     assert checkpoint.latest(tmp_path / "run" / "checkpoints") is None
     config = configuration("dp3-zero1", prefix, tmp_path, **changes)
     after = ranks.run(3, jobs_copies.fitted, config, nodes(copies, "abb"))[0]

@@ -37,8 +37,8 @@ class Events(Observer):
     Optimistic steps end without being told to when the state is read.
     """
 
-    def __init__(self, trainer: Trainer, killed: int | None, asked: int | None):
-        self.trainer, self.killed, self.asked = trainer, killed, asked
+    def __init__(self, trainer: Trainer, killed: int | None, stop_before: int | None):
+        self.trainer, self.killed, self.stop_before = trainer, killed, stop_before
         self.states: dict[int, dict[str, Tensor]] = {}
 
     def before(self, step: int) -> None:
@@ -47,7 +47,7 @@ class Events(Observer):
             self.states[step - 1] = global_tensors(self.trainer, STATE)
         if step == self.killed:
             raise Killed
-        if step == self.asked:
+        if step == self.stop_before:
             os.kill(os.getpid(), signal.SIGUSR2)
 
 
@@ -64,7 +64,7 @@ def fitted(
     config: dict[str, Any],
     nodes: Sequence[Path] | None = None,
     killed: int | None = None,
-    asked: Sequence[int | None] = (),
+    stop_before: Sequence[int | None] = (),
     torn_by: int | None = None,
     torn_at: int | None = None,
     restarted: bool = True,
@@ -73,7 +73,7 @@ def fitted(
 
     Args:
         nodes: the directory for copies of each rank's node.
-        asked: for each rank, the step before which it is asked to stop, if at all.
+        stop_before: for each rank, the step before which it is asked to stop, if at all.
         torn_by, torn_at: a rank that fails in the middle of its file, and the step of the copy.
 
     Returns:
@@ -87,7 +87,7 @@ def fitted(
             "resumed": trainer.step_done,
             "notes": "\n".join(trainer.notes),
         }
-        events = Events(trainer, killed, asked[context.rank] if asked else None)
+        events = Events(trainer, killed, stop_before[context.rank] if stop_before else None)
         try:
             with tearing(trainer, torn_at if torn_by == context.rank else None, torn_at):
                 report["status"] = fit(trainer, [events])
