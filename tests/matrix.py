@@ -200,7 +200,7 @@ class Kills:
 
 
 class Elastic:
-    """Runs with ten random losses and returns of ranks each: the run on one process that has none."""
+    """Runs with ten random losses and returns of ranks each, and of a node: the run on one process that has none."""
 
     longest_s = 240.0
 
@@ -210,13 +210,16 @@ class Elastic:
     def cases(self) -> list[str]:
         from tests.support.faults.elastic_runs import LAYOUTS
 
-        return [f"{seed}-{layout}" for seed, layout in enumerate(islice(cycle(LAYOUTS), ELASTIC_RUNS))]
+        return ["nodes", *(f"{seed}-{layout}" for seed, layout in enumerate(islice(cycle(LAYOUTS), ELASTIC_RUNS)))]
 
     def prove(self, case: str) -> None:
-        from tests.support.faults.elastic_runs import prove
+        from tests.support.faults.elastic_runs import prove, prove_nodes
 
         seed, _, layout = case.partition("-")
         with tempfile.TemporaryDirectory(dir=self._directory) as directory:
+            if case == "nodes":
+                prove_nodes(Path(directory), self._ranks)
+                return
             prove(layout, int(seed), CHANGES, Path(directory), self._ranks)
 
 
