@@ -67,14 +67,14 @@ def _row(action: str, way: str, rounds: list[dict[str, float]], size: int) -> di
 
 
 def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the target: a restart from memory does not wait longer than one from a disk."""
-    seconds = {(row["action"], row["way"]): row["complete_s"] for row in rows}
-    ratio = seconds["restore", "memory of the node"] / seconds["restore", "disk"]
+    """Return the target: a copy in the background holds up training for a small part of its time."""
+    held = {row["way"]: row["held_s"] for row in rows if row["action"] == "copy"}
+    share = held["one node, in the background"] / held["one node, at once"]
     return [
         {
-            "target": "restore, memory of the node / disk",
-            "measured": ratio,
-            "wanted": "≤ 1",
-            "met": ratio <= 1,
+            "target": "held, in the background / at once",
+            "measured": share,
+            "wanted": "≤ 0.15",
+            "met": share <= 0.15,
         }
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 from pathlib import Path
@@ -33,6 +34,9 @@ def test_the_newest_whole_copy_of_one_job_is_found(ranks: RankPool, tmp_path: Pa
     shutil.rmtree(tmp_path / "b" / "step_00000002")
     shutil.move(tmp_path / "second" / "b" / "step_00000003", tmp_path / "b" / "step_00000002")
     assert ranks.run(4, jobs_copies.found, tmp_path, NODES)[0][1] == (2, "its nodes have different copies")
+    for path in tmp_path.glob("*/step_00000001/rank_00003.bin"):
+        os.truncate(path, path.stat().st_size - 128)
+    assert ranks.run(4, jobs_copies.found, tmp_path, NODES)[0][2] == (1, "rank_00003.bin is on none of the 3 nodes")
 
 
 @pytest.mark.parametrize("lost", ["", "a", "c"])

@@ -145,8 +145,12 @@ def test_only_a_restart_with_the_same_options_reads_copies(ranks, prefix, tmp_pa
     config = configuration("dp2-zero2", prefix, tmp_path)
     place = directory_of(tmp_path / "run")
     try:
-        ranks.run(2, jobs_copies.fitted, config, None, KILLED)
-        assert {path.name for path in place.iterdir()} == {"step_00000002", "step_00000004"}
+        ranks.run(2, jobs_copies.fitted, config, None, 4)
+        assert {path.name for path in place.iterdir()} == {"step_00000002"}
+        newer = ranks.run(2, jobs_copies.fitted, config, None, KILLED)[0]
+        assert (newer["origin"], newer["resumed"]) == ("checkpoint", 3)
+        assert "the copy in memory of step_00000002 is not used: " in newer["notes"] and "is newer" in newer["notes"]
+        assert {path.name for path in place.iterdir()} == {"step_00000004"}
         other = configuration("dp2-zero2", prefix, tmp_path, optimizer={"lr": 1e-3})
         changed = ranks.run(2, jobs_copies.fitted, other, None, KILLED)[0]
         assert (changed["origin"], changed["resumed"]) == ("checkpoint", 3)
