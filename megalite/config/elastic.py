@@ -139,7 +139,12 @@ def _variants(parallel: ParallelConfig, tp: int, pp: int, cp: int, dp: int) -> I
     for ep in reversed(divisors(parallel.ep)):
         yield replace(
             parallel,
-            **{"tp": tp, "pp": pp, "cp": cp, "dp": dp, "ep": ep, "dp_shard": shard},
+            tp=tp,
+            pp=pp,
+            cp=cp,
+            dp=dp,
+            ep=ep,
+            dp_shard=shard,
             context_inner=inner,
             partition=partition,
         )

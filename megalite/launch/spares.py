@@ -57,7 +57,7 @@ def _wait() -> None:
 
 
 def _store() -> TCPStore:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return TCPStore(address, port, is_master=False, timeout=timedelta(minutes=10), wait_for_workers=False)
