@@ -19,6 +19,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from megalite.checkpoint import tensors
+from megalite.checkpoint.copies import DIRECTORY
 from megalite.monitoring.observers import Observer
 from megalite.training.fit import fit
 from megalite.training.watchdog import Watchdog
@@ -192,8 +193,14 @@ def await_a_slow_writer(context: Any, config: dict[str, Any], go_on: Path) -> tu
     return seen[0] if seen else (0, False)
 
 
-def fit_until_killed(context: Any, config: dict[str, Any], seconds: float | None, victims: list[int]) -> int:
-    """A run of which some ranks are killed after a while, unless it has ended by then."""
+def fit_until_killed(
+    context: Any, config: dict[str, Any], seconds: float | None, victims: list[int], memory: Path
+) -> int:
+    """A run of which some ranks are killed after a while, unless it has ended by then.
+
+    Args:
+        memory: each rank is a node, whose copies in memory, if there are any, are in a directory in here.
+    """
     done = threading.Event()
 
     def kill() -> None:
@@ -203,7 +210,8 @@ def fit_until_killed(context: Any, config: dict[str, Any], seconds: float | None
     if seconds is not None and context.rank in victims:
         threading.Thread(target=kill, daemon=True).start()
     try:
-        return fit_to_the_end(context, config)
+        with patch.dict(os.environ, {DIRECTORY: str(memory / str(context.rank))}):
+            return fit_to_the_end(context, config)
     finally:
         done.set()
 

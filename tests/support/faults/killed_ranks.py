@@ -24,8 +24,11 @@ LAYOUTS: dict[str, Case] = {
 STEPS, INTERVAL = 10, 2
 
 
-def configuration(layout: str, prefix: str, directory: Path, *, background: bool) -> dict[str, Any]:
+def configuration(
+    layout: str, prefix: str, directory: Path, *, background: bool, copies: bool = False
+) -> dict[str, Any]:
     saves = {"load": "auto", "interval": INTERVAL, "keep": 2, "async_save": background}
+    saves["copy_interval"] = 1 if copies else None
     config = config_of(LAYOUTS[layout], prefix, run={"dir": str(directory), "name": "killed"}, checkpoint=saves)
     config["train"]["steps"] = STEPS
     return config
@@ -34,10 +37,19 @@ def configuration(layout: str, prefix: str, directory: Path, *, background: bool
 class Kills:
     """Kills runs of one layout; the uninterrupted run is computed once."""
 
-    def __init__(self, layout: str, prefix: str, directory: Path, ranks: RankPool, *, background: bool):
+    def __init__(
+        self,
+        layout: str,
+        prefix: str,
+        directory: Path,
+        ranks: RankPool,
+        *,
+        background: bool,
+        copies: bool = False,
+    ):
         self.layout, self.prefix, self.directory = layout, prefix, directory
-        self.ranks, self.background = ranks, background
-        config = configuration(layout, prefix, directory / "straight", background=background)
+        self.ranks, self.options = ranks, {"background": background, "copies": copies}
+        config = configuration(layout, prefix, directory / "straight", **self.options)
         began = time.monotonic()
         ranks.run(2, jobs_saving.fit_to_the_end, config)
         self.seconds = time.monotonic() - began
@@ -56,13 +68,14 @@ class Kills:
 
     def _run(self, directory: Path, most: int, draw: random.Random) -> int:
         """One run to its end, with a limited number of kills; returns how many there were."""
-        config = configuration(self.layout, self.prefix, directory, background=self.background)
+        config = configuration(self.layout, self.prefix, directory, **self.options)
         run = directory / "killed"
         for kills in range(most + 1):
             seconds, victims = draw.uniform(0.0, self.seconds), draw.choice([[0], [1], [0, 1]])
             began = time.monotonic()
             try:
-                self.ranks.run(2, jobs_saving.fit_until_killed, config, seconds if kills < most else None, victims)
+                after, memory = seconds if kills < most else None, directory / "memory"
+                self.ranks.run(2, jobs_saving.fit_until_killed, config, after, victims, memory)
                 self.seconds = min(self.seconds, time.monotonic() - began)  # ranks that have run before are faster
                 break
             except RankError as error:
@@ -70,7 +83,8 @@ class Kills:
             trained, published = steps_of(run), newest(run)
             # A save in flight is lost, with the steps since the previous one; with background saves, also the steps
             # after it.
-            assert published >= max(trained, default=0) - INTERVAL * (3 if self.background else 2), (trained, published)
+            most_lost = INTERVAL * (3 if self.options["background"] else 2)
+            assert published >= max(trained, default=0) - most_lost, (trained, published)
         assert steps_of(run) == list(range(1, STEPS + 1))
         assert jobs_saving.content_of(run / "checkpoints" / checkpoint.step_name(STEPS)) == self.expected
         return kills
