@@ -148,6 +148,7 @@ class Copies:
         timeout: seconds to wait for another node; None: no limit.
 
     Attributes:
+        of_restart: whether the ranks continue a job, and may read its copies.
         resumed: the step of the copy from which this run has resumed; None: it has not.
 
     Raises:
@@ -158,6 +159,7 @@ class Copies:
         self, directory: Path, mesh: Mesh, *, background: bool = False, timeout: float | None = None
     ):
         self.directory, self.mesh = directory, mesh
+        self.of_restart = False
         self.resumed: int | None = None
         self._timeout = timeout
         self._thread: Thread | None = None

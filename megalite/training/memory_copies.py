@@ -56,7 +56,8 @@ def resume_from_memory(trainer: Trainer, restarted: bool) -> bool:
     copies, notes = trainer.copies, list[str]()
     assert copies is not None
     used = None
-    if any(gathered(restarted or DIRECTORY in os.environ, trainer.mesh)):
+    copies.of_restart = any(gathered(restarted or DIRECTORY in os.environ, trainer.mesh))
+    if copies.of_restart:
         published = _published(trainer)
         newest = step_number(published[0].name) or 0 if published else 0
         for candidate in copies.found():
@@ -116,21 +117,32 @@ def _rollback_target(published: list[Path]) -> Path | None:
 def check_room(trainer: Trainer) -> None:
     """Check that the copies fit into their directory.
 
+    A job that continues on fewer nodes, each with more of the state, goes on without copies if they do not.
+
     Raises:
         ConfigError: on every rank, if they do not on a node.
     """
     copies = trainer.copies
     assert copies is not None
     need, room = copies.room(checkpointing.to_save(trainer))
-    with raise_on_all_ranks(trainer.mesh):
-        if need > room:
-            raise ConfigError(
-                f"checkpoint.copy_interval = {trainer.config.checkpoint.copy_interval}: {KEPT} copies of the "
-                f"state of this node's ranks, and of those of its neighbor, take {amount(need, 'B')}, but "
-                f"{copies.directory} has room for {amount(room, 'B')}. Give it more memory (in a container "
-                "--shm-size), leave checkpoint.copy_interval unset, or name another directory in memory with "
-                f"{DIRECTORY}."
-            )
+    every = trainer.config.checkpoint.copy_interval
+    message = (
+        f"checkpoint.copy_interval = {every}: {KEPT} copies of the state of this node's ranks, and of those "
+        f"of its neighbor, take {amount(need, 'B')}, but {copies.directory} has room for {amount(room, 'B')}"
+        ". Give it more memory (in a container --shm-size), leave checkpoint.copy_interval unset, or "
+        f"name another directory in memory with {DIRECTORY}."
+    )
+    try:
+        with raise_on_all_ranks(trainer.mesh):
+            if need > room:
+                raise ConfigError(message)
+    except ConfigError as error:
+        if not (copies.of_restart and trainer.step_done):
+            raise
+        trainer.notes.append(f"{error}\ncontinuing without copies in memory")
+        copies.remove()
+        copies.close()
+        trainer.copies = None
 
 
 def copy(trainer: Trainer, wait: bool = False) -> Copy | None:

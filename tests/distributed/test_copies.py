@@ -13,7 +13,9 @@ import torch
 
 from megalite import checkpoint
 from megalite.checkpoint.copies import directory_of
+from megalite.config.load import from_dict
 from megalite.launch.exit_status import ExitStatus
+from megalite.planner.api import copying_bytes
 from tests.support import jobs_copies
 from tests.support.configs import SINGLE, config_of, write_tokens
 from tests.support.spaces.layouts import Case
@@ -75,7 +77,7 @@ def configuration(layout: str, prefix: str, directory: Path, **changes: dict[str
     config = config_of(case, prefix, run={"dir": str(directory), "name": "run"})
     config["train"] |= {"steps": STEPS, "global_batch_size": BATCH, "micro_batch_size": 2, "ema_decay": 0.9}
     config["checkpoint"] |= {"load": "auto", "interval": DISK, "copy_interval": EVERY}
-    return {section: {**values, **changes.get(section, {})} for section, values in config.items()}
+    return {section: {**config.get(section, {}), **changes.get(section, {})} for section in {**config, **changes}}
 
 
 def ranks_of(layout: str) -> int:
@@ -147,6 +149,8 @@ def test_only_a_restart_with_the_same_options_reads_copies(ranks, prefix, tmp_pa
     try:
         ranks.run(2, jobs_copies.fitted, config, None, 4)
         assert {path.name for path in place.iterdir()} == {"step_00000002"}
+        data = sum(chunk.bytes for chunk in checkpoint.manifest_of(place / "step_00000002").chunks())
+        assert copying_bytes(from_dict(config)) == 2 * data, "per rank: two copies of its half, two of a neighbor's"
         newer = ranks.run(2, jobs_copies.fitted, config, None, KILLED)[0]
         assert (newer["origin"], newer["resumed"]) == ("checkpoint", 3)
         assert "the copy in memory of step_00000002 is not used: " in newer["notes"] and "is newer" in newer["notes"]
@@ -162,8 +166,21 @@ def test_only_a_restart_with_the_same_options_reads_copies(ranks, prefix, tmp_pa
         shutil.rmtree(place, ignore_errors=True)
 
 
+def test_a_run_that_goes_back_keeps_no_copy_of_what_it_leaves(ranks, prefix, tmp_path):
+    """Copies after steps 2 and 4; steps 5 and 6 are bad, and 6 is not copied; the run goes back to the checkpoint of
+    step 3."""
+    faults = {"inject": "nan:step=5-6", "skip_limit": 2, "rollback": True}
+    config = configuration("one process", prefix, tmp_path, faults=faults, train={"steps": 7})
+    seen = ranks.run(1, jobs_copies.left_by_a_rollback, config, nodes(tmp_path / "memory", "a"))
+    assert seen == [[(["step_00000002", "step_00000004"], [])]]
+
+
 def test_too_little_memory_is_one_message_before_the_first_step(ranks, prefix, tmp_path):
     config = configuration("dp2-zero2", prefix, tmp_path)
     for message in ranks.run(2, jobs_copies.without_room, config, nodes(tmp_path / "memory", "ab")):
         assert message.startswith("checkpoint.copy_interval = 2: 2 copies of the state of this node's ranks, and of")
-        assert "has room for 1 kB" in message
+        assert "has room for 1 kB" in message and "continuing" not in message
+    ranks.run(2, jobs_copies.fitted, config, nodes(tmp_path / "memory", "ab"), 4)
+    shutil.rmtree(tmp_path / "memory")
+    for message in ranks.run(2, jobs_copies.without_room, config, nodes(tmp_path / "memory", "ab")):
+        assert message.endswith("continuing without copies in memory"), "a job that goes on does not end there"

@@ -22,7 +22,7 @@ from megalite.monitoring.observers import Observer
 from megalite.optimizer.registry import STATE
 from megalite.training import memory_copies
 from megalite.training.fit import fit
-from megalite.training.trainer import Trainer
+from megalite.training.trainer import StepResult, Trainer
 from megalite.training.verify import global_tensors
 from tests.support.jobs import mesh_of
 
@@ -128,12 +128,38 @@ def tearing(trainer: Trainer, own: int | None, step: int | None) -> Iterator[Non
 
 
 def without_room(context: Any, config: dict[str, Any], nodes: Sequence[Path]) -> str:
-    """The error of a run whose directory has hardly any room."""
+    """The error of a run whose directory has hardly any room, or what it says."""
     parsed = from_dict(config)
     usage = SimpleNamespace(free=1000)
     with node(context, nodes), patch.object(copies.shutil, "disk_usage", lambda path: usage):
         try:
-            Trainer(parsed, mesh_of(context, parsed))
+            trainer = Trainer(parsed, mesh_of(context, parsed))
         except ConfigError as error:
             return str(error)
-    return "it has started"
+    trainer.close()
+    return "\n".join(trainer.notes)
+
+
+def left_by_a_rollback(context: Any, config: dict[str, Any], nodes: Sequence[Path]) -> list[tuple[list[str], ...]]:
+    """The copies on this rank's node before and after each rollback of a run."""
+    parsed, seen = from_dict(config), list[tuple[list[str], ...]]()
+    with node(context, nodes):
+        trainer = Trainer(parsed, mesh_of(context, parsed))
+        roll_back = trainer.roll_back
+
+        def names() -> list[str]:
+            return sorted(path.name for path in nodes[context.rank].glob("step_*"))
+
+        def recorded(bad: StepResult) -> None:
+            before = names()
+            roll_back(bad)
+            seen.append((before, names()))
+
+        trainer.roll_back = recorded  # type: ignore[method-assign]
+        try:
+            fit(trainer)
+        finally:
+            gc.unfreeze()
+            gc.enable()
+            trainer.close()
+    return seen
