@@ -25,7 +25,7 @@ def change_of(trainer: Trainer) -> dict[str, Any]:
     change = {
         "ranks": trainer.mesh.world.size,
         "layout": describe_layout(trainer.config.parallel),
-        "state": _origin(trainer),
+        "state": origin(trainer),
     }
     if lost_at := os.environ.get(LOST_AT):
         change["seconds"] = round(time.time() - float(lost_at), 2)
@@ -44,8 +44,8 @@ def describe_change(trainer: Trainer) -> list[str]:
     ]
 
 
-def _origin(trainer: Trainer) -> str | None:
-    """From where the run has resumed, before its first step; None if it starts at step 0."""
+def origin(trainer: Trainer) -> str | None:
+    """Return from where the run has resumed, before its first step; None if it starts at step 0."""
     if trainer.copies is not None and trainer.copies.resumed is not None:
         return "memory"
     return "checkpoint" if trainer.step_done else None
