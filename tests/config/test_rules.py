@@ -91,7 +91,9 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
     "model.mlp_multipliers": ([0.0, 1.0], None),
     **dict.fromkeys(("model.router_aux_loss_coef", "model.router_z_loss_coef", "model.router_bias_rate"), (-1e-9, 0.0)),
     **dict.fromkeys(("model.rope_local_theta", "model.expert_capacity_factor"), (0.0, None)),
-    **dict.fromkeys(("parallel.dp_shard", "parallel.powersgd_rank", "parallel.context_inner"), (0, 1)),
+    **dict.fromkeys(
+        ("parallel.dp_shard", "parallel.min_ranks", "parallel.powersgd_rank", "parallel.context_inner"), (0, 1)
+    ),
     "parallel.layer_costs": ([1.0, 1.0, -1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]),
     "parallel.schedule_costs": ([1.0, -1.0, 1.0, 0.0], [1.0, 0.0, 1.0, 0.0]),
     "model.kv_lora_rank": (0, None),
