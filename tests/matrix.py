@@ -49,6 +49,7 @@ LONGEST_DELAY_S = 0.003
 RESHARDING_STEPS = 10
 KILLED_RUNS, KILLS_A_RUN = 10, 10
 ELASTIC_RUNS, CHANGES = 20, 10
+NODES = ("nodes", "places")  # runs on two launchers: one is killed, or loses a rank
 PLANS = {"ranks": range(1, 9), "microbatches": range(1, 33), "virtual stages": range(1, 5)}
 
 
@@ -210,15 +211,15 @@ class Elastic:
     def cases(self) -> list[str]:
         from tests.support.faults.elastic_runs import LAYOUTS
 
-        return ["nodes", *(f"{seed}-{layout}" for seed, layout in enumerate(islice(cycle(LAYOUTS), ELASTIC_RUNS)))]
+        return [*NODES, *(f"{seed}-{layout}" for seed, layout in enumerate(islice(cycle(LAYOUTS), ELASTIC_RUNS)))]
 
     def prove(self, case: str) -> None:
-        from tests.support.faults.elastic_runs import prove, prove_nodes
+        from tests.support.faults.elastic_runs import prove, prove_nodes, prove_places_of_nodes
 
         seed, _, layout = case.partition("-")
         with tempfile.TemporaryDirectory(dir=self._directory) as directory:
-            if case == "nodes":
-                prove_nodes(Path(directory), self._ranks)
+            if case in NODES:
+                (prove_nodes if case == "nodes" else prove_places_of_nodes)(Path(directory), self._ranks)
                 return
             prove(layout, int(seed), CHANGES, Path(directory), self._ranks)
 

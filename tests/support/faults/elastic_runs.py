@@ -228,6 +228,30 @@ def prove_nodes(directory: Path, ranks: RankPool) -> float:
     return worst
 
 
+def prove_places_of_nodes(directory: Path, ranks: RankPool) -> float:
+    """One of four ranks of two launchers is killed, and its place returns. Returns as `prove`."""
+    steps = 14
+    config = configuration("data", directory, "places", steps)
+    config["faults"] = {"inject": ["kill:rank=1,step=4", "return:rank=0,step=8,restart=1"]}
+    port = free_port()
+    options = ["--nproc", "1:2", "--nnodes", "2", "--rdzv_endpoint", f"localhost:{port}", "--return_after", "1h"]
+    nodes = [TrainCommand(config, directory, name, *options) for name in ("first", "second")]
+    try:
+        outputs = [node.finish() for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    changes = [line for line in "".join(outputs).splitlines() if line.startswith("going on after")]
+    assert [line.partition(" with ")[2].split()[0] for line in changes] == ["3", "4"], outputs
+    alone = configuration("data", directory, "alone", steps)
+    alone["parallel"] |= {"dp": 1, "zero": 0}
+    ranks.run(1, fit_to_the_end, alone)
+    run = directory / "runs" / "places"
+    worst = largest_difference(run, run.with_name("alone"), steps)
+    assert worst <= LIMIT, worst
+    return worst
+
+
 def ranks_now(run: Path) -> int:
     """The number of ranks of the newest start."""
     return int(json.loads((run / "starts.jsonl").read_text().splitlines()[-1])["change"]["ranks"])
