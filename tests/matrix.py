@@ -1,9 +1,9 @@
 """The long form of the tests, in slices that can be resumed.
 
 Every plan; kernels compiled at the sizes of real models; 500 random configurations; 200 rounds under random delays;
-checkpoints of eight layouts loaded on every other; a hundred kills; thousands of layouts with context parallelism, with
-experts, with latent attention or sinks, and of the equivalence table, in an order in which any beginning is a random
-sample.
+checkpoints of eight layouts loaded on every other; a hundred kills; two hundred losses and returns of ranks; thousands
+of layouts with context parallelism, with experts, with latent attention or sinks, and of the equivalence table, in an
+order in which any beginning is a random sample.
 
     python -m tests.matrix --minutes 9 [--part PART]       goes on where the last stopped
     python -m tests.matrix --reproduce random/17           one case, with its whole error
@@ -48,6 +48,8 @@ STRESS_STEPS = 10
 LONGEST_DELAY_S = 0.003
 RESHARDING_STEPS = 10
 KILLED_RUNS, KILLS_A_RUN = 10, 10
+ELASTIC_RUNS, CHANGES = 20, 10
+NODES = ("nodes", "places")  # runs on two launchers: one is killed, or loses a rank
 PLANS = {"ranks": range(1, 9), "microbatches": range(1, 33), "virtual stages": range(1, 5)}
 
 
@@ -198,6 +200,30 @@ class Kills:
             )
 
 
+class Elastic:
+    """Runs with ten random losses and returns of ranks each, and of a node: the run on one process that has none."""
+
+    longest_s = 240.0
+
+    def __init__(self, directory: Path, ranks: RankPool):
+        self._directory, self._ranks = directory, ranks
+
+    def cases(self) -> list[str]:
+        from tests.support.faults.elastic_runs import LAYOUTS
+
+        return [*NODES, *(f"{seed}-{layout}" for seed, layout in enumerate(islice(cycle(LAYOUTS), ELASTIC_RUNS)))]
+
+    def prove(self, case: str) -> None:
+        from tests.support.faults.elastic_runs import prove, prove_nodes, prove_places_of_nodes
+
+        seed, _, layout = case.partition("-")
+        with tempfile.TemporaryDirectory(dir=self._directory) as directory:
+            if case in NODES:
+                (prove_nodes if case == "nodes" else prove_places_of_nodes)(Path(directory), self._ranks)
+                return
+            prove(layout, int(seed), CHANGES, Path(directory), self._ranks)
+
+
 class Plans:
     """Schedules of every size, training and evaluation: valid, and free of deadlocks with rendezvous messages."""
 
@@ -275,6 +301,7 @@ PARTS: dict[str, Callable[[Path, RankPool], Part]] = {
     "stress": Stress,
     "resharding": Resharding,
     "kills": Kills,
+    "elastic": Elastic,
     "context": partial(Sample, "context", 2_000, STEPS),
     "experts": partial(Sample, "experts", 2_000, STEPS),
     "attention": partial(Sample, "attention", 2_000, STEPS),

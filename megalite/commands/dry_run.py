@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 from megalite.commands.parser import Parser, positive
+from megalite.config.elastic import describe, table
 from megalite.config.errors import ConfigError
 from megalite.config.load import exit_with
 from megalite.config.schema import Config
@@ -26,12 +27,17 @@ def main(argv: list[str] | None = None) -> None:
     try:
         config = dry_run.read(rest, options.world_size, options.device)
         ranks = dry_run.distinct(config, options.ranks)
+        # with --world_size the configuration has that size's layout, and not the largest one
+        layouts = dry_run.by_size(config) if options.world_size is None else {}
     except ConfigError as error:
         exit_with(str(error))
     with Progress(quiet=options.json and not sys.stderr.isatty()) as progress:
         progress(f"building {len(ranks)} rank{'s' * (len(ranks) > 1)} on the meta device")
         content = calculated(config, ranks, options.device)
-    print(json.dumps(content) if options.json else "\n".join(dry_run.describe(config, content)), flush=True)
+    if layouts:
+        content["layouts"] = {size: describe(layout) for size, layout in layouts.items()}
+    lines = [*dry_run.describe(config, content), *(["", *table(layouts)] if layouts else [])]
+    print(json.dumps(content) if options.json else "\n".join(lines), flush=True)
 
 
 def calculated(config: Config, ranks: list[int], device: DeviceType) -> dict[str, Any]:

@@ -390,6 +390,7 @@ def gpus_per_node(hardware: str | None, gpu: str | None) -> int:
 
 def checked(arguments: Arguments, world: int, device: Any) -> Config:
     """The configuration in a world of ranks. Raises ConfigError if it cannot run, whatever its files are."""
+    from megalite.config.elastic import fit_layout
     from megalite.config.load import given, resolve
     from megalite.config.rules import check
     from megalite.training.dry_run import ABOUT_FILES
@@ -401,6 +402,8 @@ def checked(arguments: Arguments, world: int, device: Any) -> Config:
     config = resolve(
         replace(arguments, overrides=arguments.overrides | absent), world, weights=False, device=device
     )
+    if config.parallel.min_ranks is not None:
+        world = fit_layout(config, world, leave_out=ABOUT_FILES)
     check(config, world, leave_out=ABOUT_FILES)
     for option in absent:
         setattr(config.data, option.partition(".")[2], data[option])

@@ -1,25 +1,55 @@
 """The options of `megalite train` that start the ranks: `--nproc N`, and on several nodes `--nnodes M
---rdzv_endpoint HOST:PORT`."""
+--rdzv_endpoint HOST:PORT`. Either number may be MIN:MAX: ranks may then be lost and return."""
 
 from __future__ import annotations
 
 import argparse
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from megalite.commands.parser import Parser, positive
 from megalite.config import run_files
 from megalite.config.amounts import duration_seconds
 from megalite.config.arguments import LAUNCH
-from megalite.config.load import load_config
+from megalite.config.errors import ConfigError
+from megalite.config.load import exit_with, load_config
 from megalite.system.messages import say
 
 if TYPE_CHECKING:
     from megalite.config.schema import Config
     from megalite.launch.causes import End
+
+
+RETURN_AFTER = "30s"
+
+
+@dataclass(frozen=True)
+class Between:
+    """A number that may change between two others: N, or MIN:MAX."""
+
+    fewest: int
+    most: int
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """Parse an option. Raises ArgumentTypeError."""
+        first, colon, last = text.partition(":")
+        fewest = positive(first)
+        most = positive(last) if colon else fewest
+        if fewest > most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not MIN:MAX, because {fewest} exceeds {most}")
+        return cls(fewest, most)
+
+    @property
+    def fixed(self) -> bool:
+        return self.fewest == self.most
+
+    def __str__(self) -> str:
+        return str(self.most) if self.fixed else f"{self.fewest}:{self.most}"
 
 
 def wanted(words: Sequence[str]) -> bool:
@@ -33,25 +63,59 @@ def main(words: Sequence[str]) -> int:
     tool = parser()
     options, rest = tool.parse_known_args(words)
     check(tool, options)
-    ranks = gpu_count(tool) if options.nproc == "gpu" else int(options.nproc)
+    if options.nproc == "gpu":
+        options.nproc = Between(*[gpu_count(tool)] * 2)
+    ranks, nodes = options.nproc, options.nnodes
     # a wrong option is one message, before torch is imported; advice comes from local rank 0
-    config = load_config(rest, world_size=ranks * options.nnodes, advise=False)
+    config = load_config(rest, world_size=ranks.most * nodes.most, advise=False)
+    used = dict[int, int]()
+    if not (ranks.fixed and nodes.fixed):
+        used = plan_layouts(config, ranks, nodes)
+        rest = [
+            *rest,
+            f"--parallel.min_ranks={config.parallel.min_ranks}",
+            f"--parallel.dp={config.parallel.dp}",
+        ]
     # importing torch, here and in the ranks, takes seconds to a minute
-    say(f"starting {ranks} rank{'s' * (ranks > 1)} …")
+    say(f"starting {ranks.most} rank{'s' * (ranks.most > 1)} …")
     from megalite import checkpoint
     from megalite.launch.agent import Launch, launch
 
     settings = Launch(
-        ranks=ranks,
-        nodes=options.nnodes,
+        ranks=ranks.most,
+        nodes=nodes.most,
         node_rank=options.node_rank,
         endpoint=options.rdzv_endpoint,
         restarts=options.max_restarts,
         patience_s=duration_seconds(config.run.timeout) or 0.0,
+        fewest=None if ranks.fixed else ranks.fewest,
+        fewest_nodes=None if nodes.fixed else nodes.fewest,
+        used=lambda count: used.get(count, count),
+        return_after_s=duration_seconds(options.return_after) or 0.0,
         newest=lambda: checkpoint.latest(config.run.directory / run_files.CHECKPOINTS),
         crashed=partial(report_failure, config),
     )
     return launch(settings, ["-m", "megalite", "train", *rest])
+
+
+def plan_layouts(config: Config, ranks: Between, nodes: Between) -> dict[int, int]:
+    """Print the layout of every number of ranks that a run may have. Sets parallel.min_ranks.
+
+    Exits with status 2 if a number has none. Returns the number of ranks that each uses.
+    """
+    from megalite.config.elastic import layouts, ranks_of, table
+    from megalite.config.rules import check
+
+    fewest, most = ranks.fewest * nodes.fewest, ranks.most * nodes.most
+    config.parallel.min_ranks = fewest
+    try:
+        check(config, most)
+        # with a fixed number of ranks on a node, they come and go together
+        by_size = layouts(config, range(most, fewest - 1, -ranks.most if ranks.fixed else -1))
+    except ConfigError as error:
+        exit_with(str(error))
+    print("\n".join(table(by_size)), flush=True)
+    return {size: ranks_of(layout) for size, layout in by_size.items()}
 
 
 def report_failure(config: Config, ends: Sequence[End], reason: str, *, since: float, logs: Path) -> None:
@@ -79,17 +143,16 @@ def parser() -> Parser:
     tool = Parser(prog="megalite train", description=__doc__, add_help=False, allow_abbrev=False)
     add = tool.add_argument
     add("--nproc", type=number_of_ranks)
-    add("--nnodes", type=positive, default=1)
+    add("--nnodes", type=Between.read, default=Between(1, 1))
     add("--node_rank", type=int)
     add("--rdzv_endpoint")
     add("--max_restarts", type=int, default=0)
+    add("--return_after", default=RETURN_AFTER)
     return tool
 
 
-def number_of_ranks(text: str) -> str:
-    if text != "gpu":
-        positive(text)
-    return text
+def number_of_ranks(text: str) -> Between | str:
+    return text if text == "gpu" else Between.read(text)
 
 
 def check(tool: Parser, options: argparse.Namespace) -> None:
@@ -100,27 +163,34 @@ def check(tool: Parser, options: argparse.Namespace) -> None:
         )
     if options.nproc is None:
         tool.error(
-            "--nnodes, --node_rank, --rdzv_endpoint and --max_restarts require --nproc. Add --nproc N or "
-            "remove them."
+            "--nnodes, --node_rank, --rdzv_endpoint, --max_restarts and --return_after require --nproc. Add "
+            "--nproc N or remove them."
         )
     if options.max_restarts < 0:
         tool.error(f"--max_restarts must be non-negative, got {options.max_restarts}.")
     host, _, port = (options.rdzv_endpoint or "").rpartition(":")
-    if options.nnodes > 1 and not (host and port.isdecimal()):
+    if options.nnodes.most > 1 and not (host and port.isdecimal()):
         tool.error(
             f"--nnodes {options.nnodes} requires --rdzv_endpoint HOST:PORT, got "
             f"{options.rdzv_endpoint or 'none'}."
         )
-    if options.nnodes == 1 and (options.rdzv_endpoint is not None or options.node_rank is not None):
+    if options.nnodes.most == 1 and (options.rdzv_endpoint is not None or options.node_rank is not None):
         tool.error(
             "--rdzv_endpoint and --node_rank require more than one node. Add --nnodes M or remove them."
+        )
+    if not duration_seconds(options.return_after):
+        tool.error(f"--return_after {options.return_after} is not a duration. Use for example 30s or 10m.")
+    if options.node_rank is not None and not options.nnodes.fixed:
+        tool.error(
+            f"--node_rank is not supported with --nnodes {options.nnodes}, because nodes are numbered "
+            "as they arrive. Remove it."
         )
     # the store of fixed places keeps the entries of ended ranks
     if options.node_rank is not None and options.max_restarts:
         tool.error("--max_restarts is not supported with --node_rank. Remove one of them.")
-    if options.node_rank is not None and not 0 <= options.node_rank < options.nnodes:
+    if options.node_rank is not None and not 0 <= options.node_rank < options.nnodes.most:
         tool.error(
-            f"--node_rank must be between 0 and {options.nnodes - 1} for --nnodes {options.nnodes}, got "
+            f"--node_rank must be between 0 and {options.nnodes.most - 1} for --nnodes {options.nnodes}, got "
             f"{options.node_rank}."
         )
 

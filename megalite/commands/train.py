@@ -14,13 +14,14 @@ import traceback
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megalite.commands import start_ranks
+from megalite.config.dims import ParallelDims
 from megalite.config.errors import ConfigError
 from megalite.config.load import exit_with, load, tell_torchrun, write_config
 from megalite.config.schema import Config
-from megalite.launch import signals
+from megalite.launch import signals, spares
 from megalite.launch.causes import Lost, lost_by
 from megalite.launch.environment import set_variables
 from megalite.launch.exit_status import ExitStatus, process_status, training_status
@@ -51,6 +52,8 @@ def main() -> int:
     # before torch is imported: a wrong option is reported at once
     loaded = load(world_size=int(os.environ.get("WORLD_SIZE", "1")))
     config = loaded.config
+    if config.parallel.min_ranks is not None:
+        spares.leave_out(ParallelDims.of(config).world)
     # also before: set after the first use of a device, some have no effect
     remarks = set_variables(config.network)
     if not launched() and os.environ.get("RANK", "0") == "0" and sys.stderr.isatty():
@@ -108,14 +111,18 @@ def main() -> int:
         report_unexpected(error, config, mesh, job)
         raise
     job.end(status)
+    spares.dismiss(status)
     return process_status(status)
 
 
 def report_unexpected(error: Exception, config: Config, mesh: Mesh, job: Job) -> None:
     """Leave what is known of an error that is being handled and has no message for the user."""
+    import torch
+
     lost, message = lost_by(error), f"{type(error).__name__}: {error}"
     job.end(ExitStatus.FAILED, (lost and lost.reason) or str(error))
-    tell_torchrun(message, **({} if lost is None else {"lost": asdict(lost)}))
+    known: dict[str, Any] = {"device": True} if isinstance(error, torch.AcceleratorError) else {}
+    tell_torchrun(message, **known, **({} if lost is None else {"lost": asdict(lost)}))
     report_crash(message, lost, config, mesh, job, traceback.format_exc())
 
 
@@ -228,12 +235,13 @@ def announce(trainer: Trainer, notes: list[str]) -> None:
     """Store the resolved configuration and print what runs where. Collective."""
     from megalite.mesh.map import describe
     from megalite.monitoring.epochs import repeated
+    from megalite.monitoring.size_changes import describe_change
     from megalite.training import recompute_budget
     from megalite.training.checkpointing import describe_saves
     from megalite.training.kernel_choice import on_gpu
     from megalite.training.memory_report import report
 
-    notes[:0] = [*random_weights(trainer), *ignored_fields(trainer.config)]
+    notes[:0] = [*random_weights(trainer), *ignored_fields(trainer.config), *describe_change(trainer)]
     notes += [*on_gpu(trainer), *placement(trainer), *repeated(trainer), *report(trainer)]
     notes += [
         *recompute_budget.describe(trainer.config, trainer.mesh, trainer.device),

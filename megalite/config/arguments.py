@@ -20,13 +20,16 @@ if TYPE_CHECKING:
 
 
 LAUNCH = {
-    "nproc": "Start N ranks on this machine; gpu: one for each GPU. Without it this process is the only one, "
-    "or one of torchrun's.",
-    "nnodes": "Number of nodes (default 1), each of which runs this command with the same --nproc.",
+    "nproc": "Start N ranks on this machine; gpu: one for each GPU; MIN:MAX: the run goes on with fewer, "
+    "down to MIN, when some are lost. Without it this process is the only one, or one of torchrun's.",
+    "nnodes": "Number of nodes (default 1), each of which runs this command with the same --nproc; MIN:MAX: "
+    "nodes may be lost and return.",
     "node_rank": "Place of this node, from 0. Default: the nodes' order of arrival.",
     "rdzv_endpoint": "HOST:PORT where several nodes meet: an address of the first one, and a free port "
     "there.",
     "max_restarts": "Start all ranks again up to K times after one has failed (default 0).",
+    "return_after": "With MIN:MAX, time after which a lost place for a rank is tried again (default 30s); it "
+    "doubles each time that the place is lost.",
 }
 """What `megalite.commands.start_ranks` takes, which is no part of the configuration → help."""
 DRY_RUN = ("world_size", "ranks", "device")

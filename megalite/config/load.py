@@ -120,6 +120,10 @@ def load(
             print_advice(loaded.advice)
         if arguments.print_config and _is_local_rank_0():
             print(to_yaml(loaded.config, loaded.origins), end="", flush=True)
+        if loaded.config.parallel.min_ranks is not None:
+            from megalite.config.elastic import fit_layout
+
+            world_size = fit_layout(loaded.config, world_size)
         check(loaded.config, world_size)
     except ConfigError as error:
         exit_with(str(error))

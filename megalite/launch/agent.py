@@ -4,7 +4,8 @@ run does.
 The agent is the one that torchrun runs: it meets the agents of other nodes, starts the ranks and restarts
 them. Around it is what torchrun lacks: signals are forwarded and the ranks get the time to save, the exit
 status is the run's, a failure is one line after what the ranks have printed, and a rank that was refused is
-not started again.
+not started again. The ranks of an elastic run go on without those that were lost, and stop to go on with more
+when places for them have returned; neither counts as a restart.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,15 +31,25 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from megalite.launch.causes import End, ExitCause, by_cause, lost_in
 from megalite.launch.exit_status import END_FILE, ExitStatus, shell_status, training_status
 from megalite.launch.local_ranks import package_path
+from megalite.launch.memory_directory import memory_directory
 from megalite.launch.memory_kills import MemoryKills
-from megalite.launch.output import LOGS
-from megalite.launch.signals import SIGNALS, RepeatedSignal, SignalListener, end_at_once, signal_message
+from megalite.launch.output import LOGS, RETURN_FILE
+from megalite.launch.signals import (
+    RESIZE_SIGNAL,
+    SIGNALS,
+    RepeatedSignal,
+    SignalListener,
+    end_at_once,
+    signal_message,
+)
+from megalite.launch.slots import LOST_AT, Slots, devices_of
 from megalite.system.messages import say
 from megalite.system.processes import blocked, marked
 
@@ -50,6 +61,9 @@ NOT_RESTARTED = (*REFUSED, ExitStatus.CORRUPTED)
 # before the first step a rank ends at SIGTERM with a status of its own
 ENDED_BY_AGENT = (-signal.SIGTERM, -signal.SIGKILL, ExitStatus.STOPPED)
 AT_ONCE_S = 5.0  # from a second Ctrl-C to SIGKILL
+LAST_CALL_S = 10  # wait for further nodes once there are enough
+RESIZE = "megalite/resize"
+"""Key in the store of the agents: the ranks were asked to stop so that their number can change."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +75,10 @@ class Launch:
         node_rank: rank of this node; None: nodes are numbered in order of arrival.
         endpoint: HOST:PORT of the rendezvous; None with one node.
         restarts: how often the ranks are restarted after a failure.
+        fewest: the smallest number of ranks on this machine with which the run goes on; None: all of them.
+        fewest_nodes: the same of nodes.
+        used: returns how many ranks of a number on one node the run can use.
+        return_after_s: seconds after which a lost place for a rank is tried again.
         patience_s: seconds for the ranks to save and exit after a signal, and for other nodes to arrive.
         newest: returns the newest checkpoint, for the message about a failure.
         crashed: called with the exit of each rank and the message, and as keywords their start time and the
@@ -74,15 +92,25 @@ class Launch:
     restarts: int
     patience_s: float
     newest: Callable[[], Path | None]
+    fewest: int | None = None
+    fewest_nodes: int | None = None
+    used: Callable[[int], int] = lambda ranks: ranks
+    return_after_s: float = 0.0
     crashed: Callable[..., None] = lambda ends, reason, **known: None
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the number of ranks may change."""
+        return self.fewest is not None or self.fewest_nodes is not None
 
 
 def launch(options: Launch, command: Sequence[str]) -> int:
     """Run `python COMMAND …` as this node's ranks. Returns the exit status of the run."""
     logging.disable(logging.CRITICAL)  # the agent's own warnings: everything that matters is said below
-    with tempfile.TemporaryDirectory(prefix="megalite_launch_") as scratch:
+    kept = memory_directory() if options.restarts or options.elastic else nullcontext(dict[str, str]())
+    with tempfile.TemporaryDirectory(prefix="megalite_launch_") as scratch, kept as memory:
         end_file = Path(scratch, "end")
-        os.environ |= _environment(options, end_file)
+        os.environ |= _environment(options, end_file) | memory
         try:
             agent = _Agent(options, command, scratch, end_file)
         except MEETING_FAILED as error:
@@ -118,10 +146,13 @@ def _environment(options: Launch, end_file: Path) -> dict[str, str]:
 def _meeting(options: Launch) -> RendezvousParameters:
     """Return the rendezvous of the agents: a fixed store with node ranks, else in order of arrival."""
     job = os.environ.get("SLURM_JOB_ID", "megalite")
-    common: dict[str, Any] = {"run_id": job, "min_nodes": options.nodes, "max_nodes": options.nodes}
+    fewest = options.fewest_nodes or options.nodes
+    common: dict[str, Any] = {"run_id": job, "min_nodes": fewest, "max_nodes": options.nodes}
     waits: dict[str, Any] = dict.fromkeys(
         ("timeout", "join_timeout", "read_timeout"), int(options.patience_s)
     )
+    if fewest < options.nodes:
+        waits["last_call_timeout"] = LAST_CALL_S
     if options.nodes == 1:
         common["run_id"] = str(uuid.uuid4())
         return RendezvousParameters("c10d", "localhost:0", **common, local_addr="localhost", **waits)
@@ -181,12 +212,31 @@ class _Agent(LocalElasticAgent):
         self._repeated, self._timer = RepeatedSignal(), Timer(0, lambda: None)
         self._ended: dict[int, float] = {}  # ranks that have ended by themselves, and when
         self._ends: list[End] = []  # of all ranks, once one has failed
+        self._explained: set[int] = set()  # those that have reported an error that is not of their device
+        self._slots = (
+            Slots(options.ranks, self._started_of, options.return_after_s, devices_of(options.ranks))
+            if options.elastic
+            else None
+        )
+        self._stop_requested = False  # the ranks to stop, so that more can start
+        self._too_few = ""
+
+    def _started_of(self, usable: int) -> int:
+        """The number of ranks to start on usable places; on several nodes all: the ranks know the layout."""
+        return self.options.used(usable) if self.options.nodes == 1 else usable
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        if self._slots is not None:
+            worker_group.spec.local_world_size = self._slots.start()
+        super()._rendezvous(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.end_file.unlink(missing_ok=True)
-        self.started, self._kills, self._ended = time.time(), MemoryKills(), {}
-        with blocked(SIGNALS):  # until the ranks have handlers
+        self.started, self._kills, self._ended, self._ends = time.time(), MemoryKills(), {}, []
+        self._stop_requested, self._explained = False, set()
+        with blocked((*SIGNALS, RESIZE_SIGNAL)):  # until the ranks have handlers
             started: dict[int, Any] = super()._start_workers(worker_group)
+        os.environ.pop(LOST_AT, None)  # of this start alone
         self.pids = list(started.values())
         for number in self.received:  # while they were started
             self._send(number)
@@ -194,15 +244,116 @@ class _Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if not self._note_ended(worker_group):
+            self._look_for_returns()
             return RunResult(WorkerState.HEALTHY)
+        self._end_survivors()
         result = super()._monitor_workers(worker_group)
         if result.is_failed():
             self._ends = by_cause([self._end(rank, failure) for rank, failure in result.failures.items()])
             if self.received or self._ends[0].status in NOT_RESTARTED:
                 self._remaining_restarts = 0
-            elif self._remaining_restarts:
+            elif not self._go_on_without(worker_group) and self._remaining_restarts:
                 say(f"{self._ends[0]}; restarting all ranks")
+        elif result.state == WorkerState.SUCCEEDED and self._stopped_to_change():
+            self._stop_requested = True
+            self._restart_workers(worker_group)
+            return RunResult(WorkerState.HEALTHY)
         return result
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if worker_group.state == WorkerState.HEALTHY:  # not after a failure: a further start, but no restart
+            worker_group.spec.max_restarts += 1
+        super()._restart_workers(worker_group)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        """Let the ranks stop at the end of a step if another node has come, before they are terminated."""
+        if self._slots is not None and worker_group.state == WorkerState.HEALTHY and not self.received:
+            self._ask()
+            until = time.monotonic() + self.options.patience_s
+            while not self._note_ended(worker_group) and time.monotonic() < until:
+                time.sleep(worker_group.spec.monitor_interval)
+        super()._stop_workers(worker_group)
+
+    def _end_survivors(self) -> None:
+        """Kill the ranks that wait for a killed one, if the run goes on without it: all that they could do is
+        report the loss, which takes seconds."""
+        if self._slots is None or self.options.fewest is None or self.received:
+            return
+        processes = [handler.proc for handler in self._handlers()]
+        killed = [process for process in processes if (process.poll() or 0) < 0]
+        if killed and len(self._slots.usable) - len(killed) >= self.options.fewest:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+
+    def _go_on_without(self, worker_group: WorkerGroup) -> bool:
+        """Drop the places of lost ranks of an elastic run, and let torch restart the others without counting
+        it. Returns whether the run goes on in this way.
+
+        A rank is lost if it was killed, has ended without a message, or reports an error of its GPU. Other
+        errors, and an end of all ranks, fewer ranks would have, too.
+        """
+        if self._slots is None:
+            return False
+        own = [end for end in self._ends if end.kind is ExitCause.OWN]
+        # ranks that are asked to stop before their first step end with a status of their own
+        stopped = (ExitStatus.STOPPED, -RESIZE_SIGNAL) if self._stop_requested else ()
+        lost = [end.rank for end in own if end.status not in stopped]
+        if any(rank in self._explained for rank in lost):
+            return False
+        local = [worker.local_rank for worker in worker_group.workers if worker.global_rank in lost]
+        if lost or not (self._stop_requested or self.options.nodes > 1):
+            left = len(self._slots.usable) - len(local)
+            if not local or len(local) == len(worker_group.workers) or self.options.fewest is None:
+                return False
+            if left < self.options.fewest:
+                self._too_few = (
+                    f"; {left} of {self.options.ranks} places for ranks are left, fewer than "
+                    f"--nproc {self.options.fewest}:{self.options.ranks} allows"
+                )
+                return False
+            self._slots.lose(local)
+        os.environ[LOST_AT] = str(time.time())
+        worker_group.spec.max_restarts += 1
+        self._remaining_restarts += 1  # which torch subtracts again
+        say(f"{self._ends[0]}; going on with the other ranks")
+        return True
+
+    def _look_for_returns(self) -> None:
+        """Ask the ranks to stop once more of them can start."""
+        if self._slots is None:
+            return
+        returned = self.end_file.with_name(RETURN_FILE)
+        if injected := returned.exists():
+            self._slots.restore()
+        if not (self._stop_requested or self.received) and self._slots.grown():
+            say("places for ranks have returned; the ranks stop after a step to go on with more")
+            self._ask()
+        if injected:
+            returned.unlink()  # the rank waits for it
+
+    def _ask(self) -> None:
+        """Ask the ranks to stop at the end of a step, so that their number can change."""
+        if self._stop_requested:
+            return
+        self._stop_requested = True
+        os.environ[LOST_AT] = str(time.time())
+        store: Any = self._store
+        store.set(RESIZE, "1")  # before they end: the other agents look then
+        self._send(RESIZE_SIGNAL)
+
+    def _stopped_to_change(self) -> bool:
+        """Whether all ranks have stopped because their number changes, and not for good."""
+        if self._slots is None or self.received or not self.end_file.exists():
+            return False
+        store: Any = self._store
+        stopped = self.end_file.read_text(encoding="utf-8") == str(int(ExitStatus.STOPPED))
+        return stopped and (self._stop_requested or bool(store.check([RESIZE])))
+
+    def _handlers(self) -> list[SubprocessHandler]:
+        """The processes of the ranks, by local rank."""
+        assert isinstance(self._pcontext, SubprocessContext)
+        return [self._pcontext.subprocess_handlers[rank] for rank in range(len(self.pids))]
 
     def _note_ended(self, worker_group: WorkerGroup) -> bool:
         """Record when ranks were first seen to have ended. torch's own record has whole seconds, those of
@@ -211,10 +362,9 @@ class _Agent(LocalElasticAgent):
         Returns whether one has failed or all have ended. Only then the agent looks, who ends the others: a
         rank that has ended by itself is always recorded before.
         """
-        assert isinstance(self._pcontext, SubprocessContext)
-        statuses = []
+        handlers, statuses = self._handlers(), []
         for worker in worker_group.workers:
-            statuses.append(self._pcontext.subprocess_handlers[worker.local_rank].proc.poll())
+            statuses.append(handlers[worker.local_rank].proc.poll())
             if statuses[-1] is not None:
                 self._ended.setdefault(worker.global_rank, time.time())
         return any(statuses) or None not in statuses
@@ -223,6 +373,8 @@ class _Agent(LocalElasticAgent):
         """Describe the exit of a rank from its exit status and its error file."""
         message = failure.error_file_data.get("message")
         content = message.get("extraInfo", {}) if isinstance(message, dict) else {}
+        if content and not content.get("device"):
+            self._explained.add(rank)
         lost, status, noted = lost_in(content.get("lost")), failure.exitcode, self._ended.get(rank)
         at = float(content.get("written", time.time() if noted is None else noted))
         if lost is not None:
@@ -266,6 +418,10 @@ class _Agent(LocalElasticAgent):
     def finish(self) -> None:
         """Leave the rendezvous."""
         self._timer.cancel()
+        if self._slots is not None:
+            self._slots.close()
+        if self.options.fewest_nodes is not None and self._ends and not self.received:
+            return  # the other nodes go on; closing the meeting would end them
         with suppress(Exception):  # the store's node may have ended
             self._rdzv_handler.shutdown()
 
@@ -290,7 +446,7 @@ class _Agent(LocalElasticAgent):
             return first.status if first.status > 0 else int(training_status(self.received[0]))
         newest = self.options.newest()
         place = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint"
-        line = f"{first}; {place}"
+        line = f"{first}{self._too_few}; {place}"
         say(line)
         failed = {end.rank for end in self._ends}
         others = [

@@ -27,6 +27,8 @@ LOGS = "MEGALITE_LOG_DIR"
 """Environment variable: where the launcher wants the last lines of its ranks."""
 KEPT = 16 << 10  # bytes
 JOB = "job"
+RETURN_FILE = "return"
+"""Name of a file in LOGS that tells the launcher that lost places for ranks are healthy again."""
 
 
 class Recent:

@@ -65,7 +65,7 @@ class Holder:
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         return Holder(
             os.uname().nodename,
-            _machine(),
+            machine_id(),
             os.getpid(),
             start_of(os.getpid()),
             scheduler.job(),
@@ -80,7 +80,8 @@ class Holder:
         )
 
 
-def _machine() -> str:
+def machine_id() -> str:
+    """Identify the running kernel and its pid namespace."""
     with suppress(OSError):
         boot, namespace = (
             Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip(),

@@ -164,7 +164,7 @@ def end_training_on_signal(where: str, before: Callable[[int], object] | None = 
     A script may start it with SIGUSR1 ignored until it can save.
     """
     ignored = signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
-    signals = SIGNALS if ignored else (*SIGNALS, signal.SIGUSR1)
+    signals = (*SIGNALS, RESIZE_SIGNAL) if ignored else (*SIGNALS, RESIZE_SIGNAL, signal.SIGUSR1)
     return end_on_signal(where, training_status, signals=signals, before=before)
 
 
@@ -195,4 +195,4 @@ def raise_on_signal() -> Iterator[list[int]]:
 
 def unblock() -> None:
     """Unblock the signals that the launcher has blocked (`processes.blocked`)."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*SIGNALS, RESIZE_SIGNAL))

@@ -17,6 +17,7 @@ from megalite.launch.environment import ALIKE, EQUAL, RankEnvironment
 from megalite.monitoring import starts
 from megalite.monitoring.metrics import StepMetrics
 from megalite.monitoring.observers import Observer
+from megalite.monitoring.size_changes import change_of
 from megalite.parallel.pipeline.simulator import simulate
 from megalite.planner.api import Device, prediction_interval, step_seconds, sum_by_stage, unit_flops
 from megalite.system.files import write_synced
@@ -132,7 +133,12 @@ class Outcome(Observer):
             self._keep(run_files.ENVIRONMENT, environment)
             self.predicted = predictions(trainer.config, device)
             start = starts.Start(
-                trainer.step_done, to_dict(trainer.config), environment, list(kernels), self.predicted
+                trainer.step_done,
+                to_dict(trainer.config),
+                environment,
+                list(kernels),
+                self.predicted,
+                change_of(trainer),
             )
             starts.add(trainer.run_dir, start)
 

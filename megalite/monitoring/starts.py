@@ -37,6 +37,7 @@ class Start:
         kernels: descriptions of the selected implementations.
         prediction: `step_time_s` (seconds), `step_time_interval_s` and `bubble_fraction`, each None if not
             predicted.
+        change: of an elastic run: ranks, layout, where the state came from, seconds (`size_changes`).
         started: time in UTC.
     """
 
@@ -45,6 +46,7 @@ class Start:
     environment: dict[str, Any] = field(default_factory=dict)
     kernels: list[str] = field(default_factory=list)
     prediction: dict[str, Any] = field(default_factory=dict)
+    change: dict[str, Any] = field(default_factory=dict)
     started: str = field(default_factory=now)
 
 

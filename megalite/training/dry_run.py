@@ -14,12 +14,14 @@ from megalite.assembly.fp8_matrices import describe_fp8
 from megalite.assembly.mup_rates import describe_mup
 from megalite.config.arguments import DRY_RUN, read_arguments
 from megalite.config.dims import ParallelDims
+from megalite.config.elastic import fit_layout, layouts
 from megalite.config.errors import ConfigError
 from megalite.config.load import resolve
 from megalite.config.rampup import samples_after
 from megalite.config.recompute import shown
 from megalite.config.rules import check
 from megalite.config.schema import Config
+from megalite.config.sections.parallel import ParallelConfig
 from megalite.config.token_files import remarks
 from megalite.model.cost.flops import per_token
 from megalite.model.kinds import dispatch_of
@@ -84,8 +86,21 @@ def read(argv: list[str], world_size: int | None, device: DeviceType = "cuda") -
             "Could not determine model.vocab_size: found no PREFIX.json next to data.train. Set "
             "--model.vocab_size N."
         )
+    if config.parallel.min_ranks is not None:
+        world_size = fit_layout(config, world_size, leave_out=ABOUT_FILES)
     check(config, world_size, leave_out=ABOUT_FILES)
     return resolve_budget(resolve_layout(config, world_size), device)
+
+
+def by_size(config: Config) -> dict[int, ParallelConfig]:
+    """Return the layout of each number of ranks of an elastic run, whose configuration has the largest one.
+
+    Empty if the number of ranks is fixed. Raises ConfigError if one has none.
+    """
+    fewest = config.parallel.min_ranks
+    if fewest is None:
+        return {}
+    return layouts(config, range(ParallelDims.of(config).world, fewest - 1, -1), leave_out=ABOUT_FILES)
 
 
 def distinct(config: Config, ranks: list[int] | None) -> list[int]:

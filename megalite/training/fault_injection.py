@@ -8,8 +8,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from math import nan, prod
+from pathlib import Path
 from threading import Event
-from time import sleep
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -17,15 +18,30 @@ from torch import Tensor
 
 from megalite.config.sections.faults import Fault, parse_faults
 from megalite.launch import scheduler
+from megalite.launch.output import LOGS, RETURN_FILE
 from megalite.mesh.mesh import Mesh
 
 if TYPE_CHECKING:
     from megalite.parallel.pipeline.runtime import Runtime
     from megalite.parallel.recheck.runtime import RecheckedRuntime
 
+RETURN_S = 10.0  # the longest wait for the launcher
+
 
 def _run_out(fault: Fault) -> None:
     raise torch.OutOfMemoryError("injected: out of memory")
+
+
+def _return(fault: Fault) -> None:
+    """Tell the launcher that lost places for ranks are healthy, and wait until it has asked the ranks to
+    stop, so that they do after this step."""
+    if LOGS not in os.environ:
+        return
+    returned = Path(os.environ[LOGS], RETURN_FILE)
+    returned.touch()
+    given_up = monotonic() + RETURN_S
+    while returned.exists() and monotonic() < given_up:
+        sleep(0.01)
 
 
 BETWEEN_STEPS: dict[str, Callable[[Fault], object]] = {
@@ -36,6 +52,7 @@ BETWEEN_STEPS: dict[str, Callable[[Fault], object]] = {
     "slow": lambda fault: sleep(fault.amount),
     "sigint": lambda fault: os.kill(os.getpid(), signal.SIGINT),
     "sigterm": lambda fault: os.kill(os.getpid(), signal.SIGTERM),
+    "return": _return,
     "sigusr1": lambda fault: os.kill(os.getpid(), signal.SIGUSR1),
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from megalite import checkpoint
 from megalite.checkpoint import CheckpointError, DamagedError, Manifest
@@ -188,10 +188,3 @@ def report(copies: Copies) -> list[str]:
                 f"paused for {ended.held:.2f} s); further copies are not reported"
             )
     return lines
-
-
-def origin(trainer: Trainer) -> Literal["memory", "checkpoint"] | None:
-    """Return from where a run has resumed, before its first step; None: it starts at step 0."""
-    if trainer.copies is not None and trainer.copies.resumed is not None:
-        return "memory"
-    return "checkpoint" if trainer.step_done else None

@@ -92,7 +92,9 @@ BOUNDS: dict[str, tuple[Any, Any]] = {
     "model.mlp_multipliers": ([0.0, 1.0], None),
     **dict.fromkeys(("model.router_aux_loss_coef", "model.router_z_loss_coef", "model.router_bias_rate"), (-1e-9, 0.0)),
     **dict.fromkeys(("model.rope_local_theta", "model.expert_capacity_factor"), (0.0, None)),
-    **dict.fromkeys(("parallel.dp_shard", "parallel.powersgd_rank", "parallel.context_inner"), (0, 1)),
+    **dict.fromkeys(
+        ("parallel.dp_shard", "parallel.min_ranks", "parallel.powersgd_rank", "parallel.context_inner"), (0, 1)
+    ),
     "parallel.layer_costs": ([1.0, 1.0, -1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 1.0, 1.0, 1.0]),
     "parallel.schedule_costs": ([1.0, -1.0, 1.0, 0.0], [1.0, 0.0, 1.0, 0.0]),
     "model.kv_lora_rank": (0, None),
@@ -1132,6 +1134,12 @@ ROWS = [
         ("fp64",),
     ),
     Row(
+        "an elastic run keeps its errors",
+        {"parallel.powersgd_rank": 4, "parallel.min_ranks": 1},
+        {"parallel.min_ranks": None},
+        ("parallel.powersgd_rank = 4",),
+    ),
+    Row(
         "PowerSGD reduces whole gradients",
         {"parallel.powersgd_rank": 4, "parallel.zero": 2},
         {"parallel.zero": 1},
@@ -1587,11 +1595,9 @@ ROWS = [
             ("bitflip:step=3,matmul=0,pass=5", None, "has a value out of range"),
         )
     ),
-    Row(
-        "faults can happen",
-        {"faults.inject": "sigterm:rank=0,step=2 nan:rank=1,step=2"},
-        {"faults.inject": "nan:step=2"},
-        ("nan:rank=1",),
+    *(
+        Row("faults can happen", {"faults.inject": "sigterm:rank=0,step=2 nan:rank=1,step=2"}, fixed, ("nan:rank=1",))
+        for fixed in ({"faults.inject": "nan:step=2"}, {"parallel.min_ranks": 1})
     ),
     *(
         Row("faults can happen", {"faults.recheck": every, "faults.inject": fault}, {"faults.inject": fixed}, (says,))

@@ -236,6 +236,12 @@ def test_ranks_that_do_not_end_after_a_signal_are_killed_after_the_time_to_save(
     [
         ("--nproc 0", "'0' is not a positive integer"),
         ("--nproc all", "'all' is not a positive integer"),
+        ("--nproc 4:2", "'4:2' is not MIN:MAX, because 4 exceeds 2"),
+        ("--nproc 1:2 --return_after soon", "--return_after soon is not a duration"),
+        (
+            "--nproc 1 --nnodes 1:2 --rdzv_endpoint node0:29500 --node_rank 0",
+            "--node_rank is not supported with --nnodes 1:2",
+        ),
         ("--nnodes 2", "require --nproc"),
         ("--nproc 2 --nnodes 2", "--nnodes 2 requires --rdzv_endpoint HOST:PORT, got none"),
         (

@@ -97,11 +97,11 @@ def in_step(run: Path, step: int) -> bool:
     return metrics.exists() and metrics.read_text().count("\n") >= step
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGUSR2, 75)])
 def test_before_training_a_run_ends_at_once_and_has_changed_nothing(tmp_path, number, status):
     process = training(tmp_path / "run")
     # the last handler that is installed; torch is not imported yet
-    wait_until(lambda: handles(process, signal.SIGHUP), process)
+    wait_until(lambda: handles(process, signal.SIGUSR1), process)
     process.send_signal(number)
     result, output = finish(process)
     *before, line = output.splitlines()

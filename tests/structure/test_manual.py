@@ -34,7 +34,9 @@ TITLES = {"", "needs a GPU", "needs a network", "needs Docker", "needs SLURM", "
 ELSEWHERE = ("make demo",)  # .ci/run runs it
 FEWER_RANKS = {"--nproc 8": "--nproc 4", "--nproc-per-node 8": "--nproc-per-node 2"}
 SMALLER = {
-    ("train", "--faults"): "--train.steps 14 --train.watchdog 3s --run.timeout 8s",
+    ("train", "hang:rank=1"): "--train.steps 14 --train.watchdog 3s --run.timeout 8s",
+    ("train", "return:rank=0"): "--train.steps 30",
+    ("train", "--checkpoint.copy_interval"): "--train.steps 16",
     ("train", "--profiling.steps"): "--train.steps 12",
     ("train", "finetune-"): "--data.sequence_length 64",
     ("train", "--train.objective"): "--validation.interval 2",
@@ -42,9 +44,11 @@ SMALLER = {
     ("score", "--top_k"): "--sequence_length 64",
     ("plan", "llama-3-70b"): "--plans 1",
 }
-ENDS_WITH = {"--run.name faults": 1}  # its second fault comes after the one restart
+ENDS_WITH = {"hang:rank=1": 1}  # its second fault comes after the one restart
 NODES = {
     "--nnodes 4": "--nnodes 2",
+    "--nnodes 2:4": "--nnodes 2:2",
+    "--parallel.min_ranks 16": "--parallel.min_ranks 4",
     "--nproc 8": "--nproc 2",
     "--nproc-per-node 8": "--nproc-per-node 2",
     "--tp 8 --pp 1 --dp 4": "--tp 2 --pp 1 --dp 2",

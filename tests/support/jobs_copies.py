@@ -18,9 +18,9 @@ from torch import Tensor
 from megalite.checkpoint import copies, tensors
 from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict
+from megalite.monitoring import size_changes
 from megalite.monitoring.observers import Observer
 from megalite.optimizer.registry import STATE
-from megalite.training import memory_copies
 from megalite.training.fit import fit
 from megalite.training.trainer import StepResult, Trainer
 from megalite.training.verify import global_tensors
@@ -83,7 +83,7 @@ def fitted(
     with node(context, nodes):
         trainer = Trainer(parsed, mesh_of(context, parsed), restarted=restarted)
         report: dict[str, Any] = {
-            "origin": memory_copies.origin(trainer),
+            "origin": size_changes.origin(trainer),
             "resumed": trainer.step_done,
             "notes": "\n".join(trainer.notes),
         }

@@ -235,3 +235,15 @@ def test_deepseek_v3_fits_on_2048_gpus(say):
     )
     assert content["parameters"] == 671_026_404_352
     assert max(rank["total"] for rank in content["ranks"]) < 80e9
+
+
+def test_a_dry_run_of_an_elastic_run_has_the_layout_of_each_number_of_ranks(say):
+    options = {
+        **{"model.preset": "tiny", "model.vocab_size": 512, "tp": 2, "dp": 2, "parallel.min_ranks": 2},
+        **{"train.global_batch_size": 8, "train.micro_batch_size": 1, "train.steps": 10},
+    }
+    largest = json.loads(say(options, "--json", "--device", "cpu"))
+    assert largest["layouts"] == {"4": "tp 2 · pp 1 · dp 2", "3": "tp 2 · pp 1 · dp 1", "2": "tp 2 · pp 1 · dp 1"}
+    fewer = json.loads(say(options, "--json", "--device", "cpu", "--world_size", "3"))
+    assert (largest["world_size"], fewer["world_size"]) == (4, 2) and "layouts" not in fewer
+    assert max(rank["optimizer"] for rank in fewer["ranks"]) > max(rank["optimizer"] for rank in largest["ranks"])

@@ -42,7 +42,7 @@ class FaultsConfig:
 
 
 KINDS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("kill", "exit", "hang", "nan", "oom", "sigint", "sigterm", "sigusr1"), ()),
+    **dict.fromkeys(("kill", "exit", "hang", "nan", "oom", "sigint", "sigterm", "sigusr1", "return"), ()),
     "slow": ("seconds",),
     "spike": ("factor",),
     "bitflip": ("matmul",),
@@ -119,6 +119,8 @@ def _wrong(c: "RuleContext") -> tuple[str, str] | None:
         if fault.in_pass not in (0, OWN_PASS) and any(step % (c.faults.recheck or 1) for step in fault.steps):
             what = f"bitflip:step={fault.steps[0]},pass={fault.in_pass}"
             return what, f"names a step that faults.recheck = {c.faults.recheck} does not repeat"
+    if c.parallel.min_ranks is not None:  # a fault may concern a start with more ranks
+        return None
     absent = [fault for fault in faults if fault.rank is not None and not 0 <= fault.rank < c.world_size]
     return (
         (f"{absent[0].kind}:rank={absent[0].rank}", f"names a rank that {c.world_size} processes do not have")

@@ -34,6 +34,9 @@ class ParallelConfig:
     """With context gather, ring or auto, the part of a row that a rank holds: an early and a late run
     (zigzag), or with documents the blocks that give all ranks equally much attention to compute (balanced),
     chosen anew for every microbatch."""
+    min_ranks: int | None = option(None, SIZE)
+    """Let the number of ranks change while the run trains, between this one and tp · pp · cp · dp: the
+    largest legal layout for the ranks that are there is used. null: the number is fixed."""
     sequence_parallel: bool = False
     """Split the activations between tensor-parallel regions along the sequence."""
     ep: int = option(1, SIZE)
@@ -147,6 +150,14 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.parallel.offload_dir is not None and c.parallel.offload != "disk",
         message="has no effect: {parallel.offload}",
         legal="Remove it, or set parallel.offload to disk.",
+    ),
+    Rule(
+        "an elastic run keeps its errors",
+        "parallel.min_ranks",
+        lambda c: c.parallel.min_ranks is not None and c.parallel.powersgd_rank,
+        message="is not supported with {parallel.powersgd_rank}: its error terms belong to ranks, and a "
+        "change of their number would change the run",
+        legal="Remove one of the two.",
     ),
     Rule(
         "PowerSGD reduces whole gradients",
