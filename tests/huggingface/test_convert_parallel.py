@@ -17,7 +17,7 @@ from megalite.commands import convert as convert_hf
 from megalite.config.load import from_dict
 from megalite.data.indexed import IndexedTokens
 from megalite.families.model_config import hf_shape
-from megalite.huggingface.convert import ConversionError
+from megalite.huggingface.files import ConversionError
 from megalite.training.trainer import Trainer
 from tests.commands.jobs import step_from_hf
 from tests.huggingface.hf_models import BF16, CASES, VOCAB, make, write
