@@ -21,6 +21,7 @@ from benchmarks import report
 from benchmarks.training_runs import prepare_bytes, trained
 from megalite.commands.parser import Parser, positive
 
+NAMES = ("mup", "standard")
 RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
 HEAD = 32  # channels
 RUN = {
@@ -42,6 +43,7 @@ class WidthRunner:
     steps: int
     layers: int
     base: int
+    initializer_range: float
 
     def loss(self, width: int, rate: float, mup: bool) -> float:
         """Return the last validation loss.
@@ -58,6 +60,7 @@ class WidthRunner:
             "num_attention_heads": heads,
             "num_key_value_heads": max(heads // 2, 1),
             "max_position_embeddings": RUN["data.sequence_length"],
+            "initializer_range": self.initializer_range,
             "mup": json.dumps({"base_width": self.base} if mup else None),
         }
         options: dict[str, object] = {f"model.{name}": value for name, value in model.items()} | RUN
@@ -66,7 +69,9 @@ class WidthRunner:
         return trained(self.directory, label, options, steps=self.steps).losses[-1]
 
 
-def sweep(runner: WidthRunner, widths: Sequence[int], rates: Sequence[float]) -> dict[str, Any]:
+def sweep(
+    runner: WidthRunner, names: Sequence[str], widths: Sequence[int], rates: Sequence[float]
+) -> dict[str, Any]:
     """Return the losses of all runs, and the best rate of each width and parametrization."""
     rows = [
         {
@@ -79,10 +84,11 @@ def sweep(runner: WidthRunner, widths: Sequence[int], rates: Sequence[float]) ->
             ),
             "best": min(losses, key=lambda rate: losses[rate]),
         }
-        for name in ("mup", "standard")
+        for name in names
         for width in widths
     ]
     protocol = {"steps": runner.steps, "layers": runner.layers, "base_width": runner.base, "run": RUN}
+    protocol |= {"initializer_range": runner.initializer_range}
     return {"protocol": protocol, "rates": list(rates), "results": rows}
 
 
@@ -90,9 +96,10 @@ def draw(content: dict[str, Any], path: Path) -> None:
     """Plot the losses over the rates, and mark the best rate of each width."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    for panel, name in zip(panels, ("mup", "standard"), strict=True):
+    names = list(dict.fromkeys(row["parametrization"] for row in content["results"]))
+    figure = Figure(figsize=(5 * len(names), 4), layout="constrained")
+    panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
+    for panel, name in zip(panels, names, strict=True):
         for row in content["results"]:
             if row["parametrization"] == name:
                 losses = {float(rate): loss for rate, loss in row["losses"].items()}
@@ -101,9 +108,11 @@ def draw(content: dict[str, Any], path: Path) -> None:
                 )
                 panel.plot(row["best"], losses[row["best"]], marker="o", color=line.get_color())
         panel.set(xscale="log", xlabel="optimizer.lr", title="model.mup" if name == "mup" else "without it")
+        panel.set_xticks(content["rates"], [f"{rate:g}" for rate in content["rates"]])
+        panel.minorticks_off()
         panel.grid(alpha=0.3)
     lowest = min(min(row["losses"].values()) for row in content["results"])
-    panels[0].set(ylabel="validation loss (nats per token)", ylim=(lowest - 0.05, lowest + 1.2))
+    panels[0].set(ylabel="validation loss (nats per token)", ylim=(lowest - 0.05, lowest + 0.7))
     panels[0].legend()
     figure.savefig(path, dpi=150)
 
@@ -113,13 +122,17 @@ def main() -> None:
     tool.add_argument("--widths", type=positive, nargs="+", default=[128, 256, 512], metavar="W")
     tool.add_argument("--steps", type=positive, default=200, help="steps of every run (default 200)")
     tool.add_argument("--layers", type=positive, default=2, help="layers of every model (default 2)")
+    tool.add_argument("--rates", type=float, nargs="+", default=RATES, metavar="LR", help="the grid")
+    tool.add_argument("--initializer_range", type=float, default=0.02, metavar="STD", help="default 0.02")
+    tool.add_argument("--only", choices=NAMES, help="one of the parametrizations (default both)")
     tool.add_argument("--runs", type=Path, default=Path("runs/width-transfer"), metavar="DIR")
     tool.add_argument("--output", type=Path, default=report.RESULTS, metavar="DIR")
     options = tool.parse_args()
     prepare_bytes(options.runs / "bytes")
-    runner = WidthRunner(options.runs, options.steps, options.layers, min(options.widths))
+    base, names = min(options.widths), [options.only] if options.only else NAMES
+    runner = WidthRunner(options.runs, options.steps, options.layers, base, options.initializer_range)
     try:
-        content = sweep(runner, options.widths, RATES)
+        content = sweep(runner, names, options.widths, options.rates)
     except report.BenchmarkError as error:
         tool.exit(1, f"{tool.prog}: {error}\n")
     options.output.mkdir(parents=True, exist_ok=True)
