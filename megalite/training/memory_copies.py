@@ -98,22 +98,20 @@ def _lineage(trainer: Trainer) -> dict[str, Any]:
     Keys:
         run: what identifies the run, also among earlier ones in its directory; None: nothing does.
         saving: the name of a checkpoint whose save is in progress, or None.
-        latest: the directory of the newest checkpoint and the end of its manifest, which has its checksum,
-            or None.
-        rollback: the checkpoint to roll back to, or None.
+        latest: the name of the newest checkpoint and the end of its manifest, which has its checksum, or
+            None.
+        rollback: the checkpoint to roll back to, by its name if it is the run's own, or None.
     """
-    saver, run, latest = trainer.saver, None, None
+    saver, run, latest, rollback = trainer.saver, None, None, None
+    checkpoints = trainer.run_dir / run_files.CHECKPOINTS
     saving = saver.saving if saver.under_way else None  # first: the save may end now
     with suppress(OSError), open(trainer.run_dir / run_files.STARTS, "rb") as file:
         run = hashlib.sha256(file.readline()).hexdigest()
-    if (newest := checkpoint.latest(trainer.run_dir / run_files.CHECKPOINTS)) is not None:
-        latest = [str(newest), _end_of_manifest(newest)]
-    return {
-        "run": run,
-        "saving": None if saving is None else str(saving),
-        "latest": latest,
-        "rollback": None if saver.newest is None else str(saver.newest),
-    }
+    if (newest := checkpoint.latest(checkpoints)) is not None:
+        latest = [newest.name, _end_of_manifest(newest)]
+    if (target := saver.newest) is not None:
+        rollback = target.name if target.parent == checkpoints else str(target.absolute())
+    return {"run": run, "saving": saving and saving.name, "latest": latest, "rollback": rollback}
 
 
 def _end_of_manifest(directory: Path) -> str:
@@ -143,7 +141,7 @@ def _problem(trainer: Trainer, manifest: Manifest | None, disk: dict[str, Any]) 
     if copied["run"] != disk["run"]:
         return f"it is of another run in {trainer.run_dir}"
     if latest != copied["latest"] and not _published_later(copied, disk):
-        return "the checkpoints before it are gone" if latest is None else f"{latest[0]} is newer"
+        return "the checkpoints before it are gone" if latest is None else f"checkpoint {latest[0]} is newer"
     config, saved = trainer.config, manifest.state["config"]
     if config.train.memory_budget is not None:  # what is recomputed depends on the layout
         config = replace(config, train=replace(config.train, recompute=saved["train"]["recompute"]))
@@ -158,15 +156,17 @@ def _verify(trainer: Trainer, manifest: Manifest) -> None:
 def _rollback_target(trainer: Trainer, copied: dict[str, Any], disk: dict[str, Any]) -> Path | None:
     """Return the checkpoint to roll back to: that of when a copy was made or, if it was not saved among
     skipped steps, the one whose save was in progress. Collective."""
+    checkpoints = trainer.run_dir / run_files.CHECKPOINTS
 
     def look() -> Path | None:
         if _published_later(copied, disk):
             with suppress(CheckpointError):
-                newest = Path(disk["latest"][0])
+                newest = checkpoints / disk["latest"][0]
                 if checkpoint.manifest_of(newest).state["guard"]["streak"] == 0:
                     return newest
-        target = copied["rollback"]
-        return Path(target) if target is not None and Path(target).is_dir() else None
+        if copied["rollback"] is None or not (target := checkpoints / copied["rollback"]).is_dir():
+            return None
+        return target
 
     return on_rank_0(trainer.mesh, look)
 
