@@ -226,9 +226,9 @@ class Copies:
 
     def _is_own(self) -> bool:
         """Whether the directory is one, no link to another, and only this user can write into it."""
-        found = self.directory.lstat()
-        writable = stat.S_IWGRP | stat.S_IWOTH
-        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & writable
+        status = self.directory.lstat()
+        writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not writable
 
     @property
     def leads_node(self) -> bool:

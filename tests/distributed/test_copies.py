@@ -107,6 +107,7 @@ def test_a_restart_has_the_state_of_the_copy_bit_for_bit(name, ranks, prefix, tm
     for each in after:
         assert (each["origin"], each["resumed"]) == ("memory" if case.resumed == 4 else "checkpoint", case.resumed)
         assert case.says in each["notes"] and each["ended"] == STEPS
+    assert {each["rollback"] for each in after} == {tmp_path / "run" / "checkpoints" / "step_00000003"}
     assert equal(after[0]["states"][case.resumed], before["states"][case.resumed])
     if case.layout == case.other:
         assert equal(after[0]["states"][5], before["states"][5])

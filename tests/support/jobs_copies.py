@@ -86,7 +86,8 @@ def fitted(
         where the run has resumed and ended, and on rank 0 its tensors at the start of each step and at its end.
     """
     parsed = from_dict(config)
-    with node(context, nodes):
+    read = SimpleNamespace(history=checkpoint.history) if context.rank else checkpoint  # others may see older content
+    with node(context, nodes), patch.object(memory_copies, "checkpoint", read):
         trainer = Trainer(parsed, mesh_of(context, parsed), restarted=restarted)
         report: dict[str, Any] = {
             "origin": size_changes.origin(trainer),
