@@ -19,6 +19,7 @@ import hashlib
 import os
 import secrets
 import shutil
+import stat
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -41,7 +42,9 @@ from megalite.mesh.mesh import Mesh
 from megalite.parallel.spec import Rectangle
 from megalite.system.addresses import own_address
 
-DIRECTORY = "MEGALITE_COPIES"
+PLACE_VARIABLE, PLACE = "MEGALITE_COPIES", Path("/dev/shm")
+"""Environment variable: where the directories of copies are made, and where they are without it."""
+DIRECTORY = "MEGALITE_KEPT_COPIES"
 """Environment variable: the directory of this node's copies, which a launcher keeps over its restarts."""
 JOB = "job"
 """Key of the state of a copy: the job that has made it, the same over its restarts."""
@@ -52,10 +55,15 @@ PIECE = 1 << 24  # bytes that are read from another node at a time
 
 def directory_of(run: Path) -> Path:
     """Return the directory of the copies of a run on this node."""
-    if named := os.environ.get(DIRECTORY):
-        return Path(named)
+    if kept := os.environ.get(DIRECTORY):
+        return Path(kept)
     digest = hashlib.sha256(str(run.absolute()).encode()).hexdigest()[:12]
-    return Path("/dev/shm") / f"megalite-{os.getuid()}-{digest}"
+    return place() / f"megalite-{os.getuid()}-{digest}"
+
+
+def place() -> Path:
+    """Return where the directories of copies are made."""
+    return Path(os.environ.get(PLACE_VARIABLE) or PLACE)
 
 
 @dataclass
@@ -150,9 +158,10 @@ class Copies:
     Attributes:
         of_restart: whether the ranks continue a job, and may read its copies.
         resumed: the step of the copy from which this run has resumed; None: it has not.
+        without_room: whether there is too little memory, so that none are made.
 
     Raises:
-        CheckpointError: the directory belongs to another user.
+        CheckpointError: another user could write into the directory, or it cannot be made.
     """
 
     def __init__(
@@ -161,6 +170,7 @@ class Copies:
         self.directory, self.mesh = directory, mesh
         self.of_restart = False
         self.resumed: int | None = None
+        self.without_room = self._closed = False
         self._timeout = timeout
         self._thread: Thread | None = None
         self._staging = Staging() if background else None
@@ -182,7 +192,7 @@ class Copies:
 
     def _announce(self, token: bytes, address: Address | None) -> list[_Announcement]:
         with raise_on_all_ranks(self.mesh, CheckpointError):
-            self._check_owner()
+            self._claim()
             host = os.environ.get("NCCL_HOSTID") or os.uname().nodename
             copies = {
                 step: _content(path)
@@ -193,13 +203,32 @@ class Copies:
         own = _Announcement(host, str(self.directory.absolute()), address, token, job, copies)
         return gathered(own, self.mesh)
 
-    def _check_owner(self) -> None:
-        """Raise CheckpointError if another user could have put something into the directory."""
-        if self.directory.exists() and self.directory.stat().st_uid != os.getuid():
+    def _claim(self) -> None:
+        """Make the directory, unless it is there. Its name can be known, and all users can write where it is.
+
+        Raises:
+            CheckpointError: it cannot be made, or is not one into which only this user can write.
+        """
+        way_out = f"Remove it, or set {PLACE_VARIABLE} to another directory in memory."
+        try:
+            with suppress(FileExistsError):
+                self.directory.mkdir(parents=True, mode=0o700)
+            if not self._is_own():
+                raise CheckpointError(
+                    f"{self.directory}, the directory for copies in memory, is a link, or another user can "
+                    f"write into it. {way_out}"
+                )
+        except OSError as error:
             raise CheckpointError(
-                f"{self.directory}, the directory for copies in memory, belongs to another user. Remove it, "
-                f"or set {DIRECTORY} to another directory in memory."
-            )
+                f"could not make {self.directory}, the directory for copies in memory: {reason(error)}. "
+                f"{way_out}"
+            ) from None
+
+    def _is_own(self) -> bool:
+        """Whether the directory is one, no link to another, and only this user can write into it."""
+        status = self.directory.lstat()
+        writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not writable
 
     @property
     def leads_node(self) -> bool:
@@ -272,11 +301,13 @@ class Copies:
         own = sum(-(-part.tensor.nbytes // ALIGNMENT) * ALIGNMENT for part in rectangles)
         sizes = gathered(own, self.mesh)
         kept = [*self._own, *(each for rank in self._own for each in self._files_from_neighbor(rank))]
-        there = self.directory
-        while not there.exists():
-            there = there.parent
         taken = sum(path.stat().st_size for path in self.directory.rglob("*") if path.is_file())
-        return KEPT * sum(sizes[rank] for rank in kept), shutil.disk_usage(there).free + taken
+        return KEPT * sum(sizes[rank] for rank in kept), shutil.disk_usage(self.directory).free + taken
+
+    def reserve(self, rectangles: Sequence[Rectangle]) -> None:
+        """Allocate and touch the staging memory of copies in the background."""
+        if self._staging is not None:
+            self._staging.copied(rectangles)
 
     def begin(self, step: int, rectangles: Sequence[Rectangle], state: dict[str, Any]) -> Copy:
         """Start a copy of the current content of the rectangles, which may change once this returns.
@@ -313,7 +344,7 @@ class Copies:
         mesh, over, fresh = self.mesh, self.mesh.copying, folder(self.directory, copy.step, unfinished=True)
         try:
             # every rank has the previous copy: the one before may go
-            with raise_on_all_ranks(mesh, OSError, over):
+            with raise_on_all_ranks(mesh, Exception, over):
                 self._prepare(copy.step)
             outcomes = tensors.write(fresh, rectangles, mesh, over=over)
             content = {**state, JOB: self._job}
@@ -337,9 +368,9 @@ class Copies:
         """Remove all but the newest copy, and what has been left of others."""
         if not self.leads_node:
             return
+        self._claim()
         newest = max(numbered(self.directory), default=None)
         self._clear(None if newest == step else newest)
-        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder(self.directory, step, unfinished=True).mkdir()
 
     def _fetch(self, step: int, sizes: Mapping[str, int]) -> None:
@@ -370,12 +401,15 @@ class Copies:
     # ---- removing copies
 
     def remove(self, keep: int | None = None) -> None:
-        """Remove the copies of this node, except that of the step `keep`."""
+        """Remove the copies of this node, except that of the step `keep`, and once closed the directory."""
         self.wait()
         if self.leads_node:
-            self._clear(keep)
-            with suppress(OSError):
-                self.directory.rmdir()  # if it is empty
+            with suppress(FileNotFoundError):
+                if self._is_own():
+                    self._clear(keep)
+            if self._closed:
+                with suppress(OSError):
+                    self.directory.rmdir()  # if it is empty
 
     def _clear(self, keep: int | None) -> None:
         for path in [*self.directory.glob("step_*"), *self.directory.glob(".step_*")]:
@@ -386,6 +420,7 @@ class Copies:
     def close(self) -> None:
         """Wait until no copy is in progress, and stop serving other nodes."""
         self.wait()
+        self._closed = True
         if self._server is not None:
             self._server.close()
 

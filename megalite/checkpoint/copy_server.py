@@ -13,7 +13,7 @@ import struct
 from contextlib import suppress
 from hmac import compare_digest
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 from megalite.checkpoint.directories import hidden
@@ -21,6 +21,9 @@ from megalite.checkpoint.tensors import file_name
 from megalite.config.run_files import step_name
 
 TOKEN_BYTES = 16
+TOKEN_S = 5.0
+"""Seconds for a connection to send the token: others could hold threads for as long as they like."""
+PAUSE_S = 0.5  # after an error, until the next connection is accepted
 _REQUEST = struct.Struct("!Q?IQQ")  # step, whether the copy is still being made, rank, offset, bytes
 _ANSWER = struct.Struct("!q")
 Address = tuple[str, int]
@@ -46,27 +49,32 @@ class CopyServer:
 
     def __init__(self, directory: Path, token: bytes, timeout: float | None):
         self._directory, self._token, self._timeout = directory, token, timeout
+        self._closed = Event()
         self._listener = socket.create_server(("", 0), backlog=64)
         self.port: int = self._listener.getsockname()[1]
         Thread(target=self._accept, name="megalite-copies", daemon=True).start()
 
     def close(self) -> None:
         """Accept no further connection."""
+        self._closed.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
         self._listener.close()
 
     def _accept(self) -> None:
-        with suppress(OSError):  # closed
-            while True:
+        while not self._closed.is_set():
+            try:
                 link, _ = self._listener.accept()
                 Thread(target=self._answer, args=(link,), name="megalite-copy", daemon=True).start()
+            except (OSError, RuntimeError):  # closed, or no file descriptor or thread is left for the moment
+                self._closed.wait(PAUSE_S)
 
     def _answer(self, link: socket.socket) -> None:
         with link, suppress(OSError):
-            link.settimeout(self._timeout)
+            link.settimeout(TOKEN_S)
             if not compare_digest(_received(link, TOKEN_BYTES), self._token):
                 return
+            link.settimeout(self._timeout)
             while True:
                 step, unfinished, rank, offset, size = _REQUEST.unpack(_received(link, _REQUEST.size))
                 path = folder(self._directory, step, unfinished) / file_name(rank)

@@ -60,6 +60,7 @@ class Saver:
             resumed from.
         best_failed: whether the last save of a best checkpoint failed; the same on all ranks once it has
             ended.
+        saving: the checkpoint of the last save, which is in progress, or has ended.
         saving_best: whether the last save is of a best checkpoint.
         uploads: uploads what is saved, if run.dir is a store.
     """
@@ -67,6 +68,7 @@ class Saver:
     def __init__(self, mesh: Mesh, options: CheckpointConfig):
         self.mesh, self.options = mesh, options
         self.newest: Path | None = None
+        self.saving: Path | None = None
         self.uploads: RunUploads | None = None
         self.best_failed = self.saving_best = False
         self._staging: Staging | None = None
@@ -105,7 +107,7 @@ class Saver:
         """
         save = Save(directory, perf_counter(), rollback_safe=rollback_safe, best=best)
         self.wait()
-        self.saving_best = best
+        self.saving, self.saving_best = directory, best
         if self.options.async_save:
             self._thread = Thread(
                 target=self._write, args=(save, self._staged(rectangles), state), daemon=True, name="save"

@@ -12,19 +12,26 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megalite.checkpoint.copies import DIRECTORY
+from megalite.checkpoint import copies
 from megalite.launch.run_lock import machine_id, start_of
-
-PLACE = Path("/dev/shm")
 
 
 @contextmanager
-def memory_directory(place: Path = PLACE) -> Iterator[dict[str, str]]:
+def memory_directory(place: Path | None = None) -> Iterator[dict[str, str]]:
     """Create the directory until the end of the block. Yields its environment variable, or nothing where
-    there is no such memory; ranks then choose a directory themselves."""
+    there is no such memory; ranks then choose a directory themselves.
+
+    Args:
+        place: where; None: in MEGALITE_COPIES or /dev/shm.
+    """
+    if place is None:
+        place = copies.place()
+        if copies.PLACE_VARIABLE in os.environ:
+            with suppress(OSError):
+                place.mkdir(parents=True, exist_ok=True)
     if not os.access(place, os.W_OK):
         yield {}
         return
@@ -33,7 +40,7 @@ def memory_directory(place: Path = PLACE) -> Iterator[dict[str, str]]:
     _remove_abandoned(place, machine)
     prefix = f"{machine}-{os.getpid()}-{start_of(os.getpid())}-"
     with tempfile.TemporaryDirectory(prefix=prefix, dir=place, ignore_cleanup_errors=True) as directory:
-        yield {DIRECTORY: directory}
+        yield {copies.DIRECTORY: directory}
 
 
 def _remove_abandoned(place: Path, machine: str) -> None:

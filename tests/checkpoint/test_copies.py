@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
+import time
 from pathlib import Path
 
 import pytest
 
-from megalite.checkpoint import CheckpointError, copies
+from megalite.checkpoint import CheckpointError, copies, copy_server
 from megalite.checkpoint.copies import Copies
 from megalite.checkpoint.copy_server import TOKEN_BYTES, CopyServer, NodeFile
 from megalite.mesh.mesh import Layout, Mesh
@@ -85,7 +87,58 @@ def test_a_server_answers_only_its_job_and_only_files_of_copies(tmp_path: Path) 
         assert link.recv(1)
 
 
-def test_a_directory_of_another_user_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_outlives_errors_and_connections_without_a_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a limit for the answers of nodes, too."""
+    accept, errors = socket.socket.accept, [OSError(errno.EMFILE, "Too many open files")]
+
+    def failing(listener: socket.socket) -> object:
+        if errors:
+            raise errors.pop()
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    monkeypatch.setattr(copy_server, "PAUSE_S", 0.01)
+    monkeypatch.setattr(copy_server, "TOKEN_S", 0.05)
+    token = bytes(range(TOKEN_BYTES))
+    server = CopyServer(tmp_path, token, timeout=None)
+    try:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as link:
+            assert link.recv(1) == b"", "the server closes it"
+        with NodeFile(("127.0.0.1", server.port), token, 7, 2, timeout=20) as file:
+            time.sleep(0.2)  # longer than a token may take
+            with pytest.raises(FileNotFoundError):
+                file.readinto(bytearray(4))
+    finally:
+        server.close()
+    assert not errors
+
+
+def test_only_a_directory_of_this_user_alone_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the start, and before each copy: others may write where it is, and can know its name."""
+    mesh, checkpoints, place = Mesh(Layout()), tmp_path / "checkpoints", tmp_path / "copies"
+    kept = checkpoints / "step_00000001" / "manifest.json"
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    rejected = pytest.raises(CheckpointError, match="another user can write into it. Remove it, or set MEGALITE_COPIES")
+    place.symlink_to(checkpoints)
+    with rejected:
+        Copies(place, mesh)
+    place.unlink()
+    used = Copies(place, mesh)
+    assert place.stat().st_mode & 0o777 == 0o700
+    place.rmdir()
+    place.symlink_to(checkpoints)
+    used.remove()
+    error = used.begin(2, [], {}).error
+    assert isinstance(error, CheckpointError) and "is a link" in str(error) and kept.exists()
+    place.unlink()
+    place.mkdir()
+    place.chmod(0o770)
+    with rejected:
+        Copies(place, mesh)
+    place.chmod(0o700)
     monkeypatch.setattr(copies.os, "getuid", lambda: tmp_path.stat().st_uid + 1)
-    with pytest.raises(CheckpointError, match="belongs to another user. Remove it, or set MEGALITE_COPIES"):
-        Copies(tmp_path, Mesh(Layout()))
+    with rejected:
+        Copies(place, mesh)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megalite import checkpoint
-from megalite.checkpoint.copies import directory_of
+from megalite.checkpoint.copies import DIRECTORY, PLACE_VARIABLE, directory_of
 from megalite.config.load import from_dict
 from megalite.launch.exit_status import ExitStatus
 from megalite.planner.api import copying_bytes
@@ -107,6 +107,7 @@ def test_a_restart_has_the_state_of_the_copy_bit_for_bit(name, ranks, prefix, tm
     for each in after:
         assert (each["origin"], each["resumed"]) == ("memory" if case.resumed == 4 else "checkpoint", case.resumed)
         assert case.says in each["notes"] and each["ended"] == STEPS
+    assert {each["rollback"] for each in after} == {tmp_path / "run" / "checkpoints" / "step_00000003"}
     assert equal(after[0]["states"][case.resumed], before["states"][case.resumed])
     if case.layout == case.other:
         assert equal(after[0]["states"][5], before["states"][5])
@@ -143,27 +144,51 @@ def test_a_request_for_another_number_of_ranks_ends_with_a_copy(ranks, prefix, t
         assert (value - expected[STEPS][name]).abs().max() <= 1e-9, name
 
 
-def test_only_a_restart_with_the_same_options_reads_copies(ranks, prefix, tmp_path):
-    config = configuration("dp2-zero2", prefix, tmp_path)
+def test_only_a_restart_with_the_same_options_reads_copies(ranks, prefix, tmp_path, monkeypatch):
+    config, user = configuration("dp2-zero2", prefix, tmp_path), tmp_path / "memory"
+    monkeypatch.delenv(DIRECTORY, raising=False)
+    monkeypatch.setenv(PLACE_VARIABLE, str(user))
     place = directory_of(tmp_path / "run")
-    try:
-        ranks.run(2, jobs_copies.fitted, config, None, 4)
-        assert {path.name for path in place.iterdir()} == {"step_00000002"}
-        data = sum(chunk.bytes for chunk in checkpoint.manifest_of(place / "step_00000002").chunks())
-        assert copying_bytes(from_dict(config)) == 2 * data, "per rank: two copies of its half, two of a neighbor's"
-        newer = ranks.run(2, jobs_copies.fitted, config, None, KILLED)[0]
-        assert (newer["origin"], newer["resumed"]) == ("checkpoint", 3)
-        assert "the copy in memory of step_00000002 is not used: " in newer["notes"] and "is newer" in newer["notes"]
-        assert {path.name for path in place.iterdir()} == {"step_00000004"}
-        other = configuration("dp2-zero2", prefix, tmp_path, optimizer={"lr": 1e-3})
-        changed = ranks.run(2, jobs_copies.fitted, other, None, KILLED)[0]
-        assert (changed["origin"], changed["resumed"]) == ("checkpoint", 3)
-        assert "the copy in memory of step_00000004 is not used: it was made with other options" in changed["notes"]
-        first = ranks.run(2, jobs_copies.fitted, config, None, 4, (), None, None, False)[0]
-        assert (first["origin"], first["notes"].count("copy in memory")) == ("checkpoint", 0)
-        assert not place.exists()
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
+    assert place.parent == user, "runs for which a user names the same place do not share copies"
+    ranks.run(2, jobs_copies.fitted, config, user, 4)
+    assert {path.name for path in place.iterdir()} == {"step_00000002"}
+    data = sum(chunk.bytes for chunk in checkpoint.manifest_of(place / "step_00000002").chunks())
+    assert copying_bytes(from_dict(config)) == 2 * data, "per rank: two copies of its half, two of a neighbor's"
+    newer = ranks.run(2, jobs_copies.fitted, config, user, KILLED)[0]
+    assert (newer["origin"], newer["resumed"]) == ("checkpoint", 3)
+    assert "the copy in memory of step_00000002 is not used: " in newer["notes"] and "is newer" in newer["notes"]
+    assert {path.name for path in place.iterdir()} == {"step_00000004"}
+    other = configuration("dp2-zero2", prefix, tmp_path, optimizer={"lr": 1e-3})
+    changed = ranks.run(2, jobs_copies.fitted, other, user, KILLED)[0]
+    assert (changed["origin"], changed["resumed"]) == ("checkpoint", 3)
+    assert "the copy in memory of step_00000004 is not used: it was made with other options" in changed["notes"]
+    first = ranks.run(2, jobs_copies.fitted, config, user, 4, (), None, None, False)[0]
+    assert (first["origin"], first["notes"].count("copy in memory")) == ("checkpoint", 0)
+    assert list(place.iterdir()) == []
+
+
+def test_a_copy_is_newer_than_the_checkpoint_that_it_follows(ranks, prefix, tmp_path):
+    """Whatever the numbers of steps."""
+    config = configuration("one process", prefix, tmp_path, checkpoint={"async_save": True})
+    checkpoints, memory = tmp_path / "run" / "checkpoints", nodes(tmp_path / "memory", "a")
+
+    def fitted(config: dict[str, Any], killed: int | None = None, *options: bool) -> dict[str, Any]:
+        return ranks.run(1, jobs_copies.fitted, config, memory, killed, (), None, None, *options)[0]
+
+    fitted(config, 5, True, True)
+    after = fitted(config)
+    assert (after["origin"], after["resumed"]) == ("memory", 4), "of step 3, published after it"
+    assert after["rollback"] == checkpoints / "step_00000003"
+    (tmp_path / "run" / "starts.jsonl").write_text('{"step": 0, "started": "then"}\n')
+    earlier = configuration("one process", prefix, tmp_path, checkpoint={"load": str(checkpoints / "step_00000003")})
+    fitted(earlier, 5, False)
+    again = fitted(earlier, 5)
+    assert (again["origin"], again["resumed"]) == ("memory", 4), "beside step 6, which the run has left"
+    assert again["rollback"] == checkpoints / "step_00000003"
+    (tmp_path / "run" / "starts.jsonl").write_text('{"step": 0, "started": "now"}\n')
+    other = fitted(earlier)
+    assert other["origin"] == "checkpoint"
+    assert f"the copy in memory of step_00000004 is not used: it is of another run in {tmp_path}" in other["notes"]
 
 
 def test_a_run_that_goes_back_keeps_no_copy_of_what_it_leaves(ranks, prefix, tmp_path):
@@ -177,10 +202,11 @@ def test_a_run_that_goes_back_keeps_no_copy_of_what_it_leaves(ranks, prefix, tmp
 
 def test_too_little_memory_is_one_message_before_the_first_step(ranks, prefix, tmp_path):
     config = configuration("dp2-zero2", prefix, tmp_path)
-    for message in ranks.run(2, jobs_copies.without_room, config, nodes(tmp_path / "memory", "ab")):
+    for message, _ in ranks.run(2, jobs_copies.without_room, config, nodes(tmp_path / "memory", "ab")):
         assert message.startswith("checkpoint.copy_interval = 2: 2 copies of the state of this node's ranks, and of")
         assert "has room for 1 kB" in message and "continuing" not in message
-    ranks.run(2, jobs_copies.fitted, config, nodes(tmp_path / "memory", "ab"), 4)
-    shutil.rmtree(tmp_path / "memory")
-    for message in ranks.run(2, jobs_copies.without_room, config, nodes(tmp_path / "memory", "ab")):
+    ranks.run(2, jobs_copies.fitted, config, nodes(tmp_path / "memory", "ab"), KILLED)
+    for message, origin in ranks.run(2, jobs_copies.without_room, config, nodes(tmp_path / "memory", "ab")):
         assert message.endswith("continuing without copies in memory"), "a job that goes on does not end there"
+        assert origin == "memory", "what it goes on from stays"
+    assert [path.name for path in (tmp_path / "memory" / "b").iterdir()] == ["step_00000004"]

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megalite.checkpoint.copies import DIRECTORY
+from megalite.checkpoint.copies import DIRECTORY, PLACE_VARIABLE
 from megalite.launch.memory_directory import memory_directory
 
 KILLED = """
@@ -31,6 +31,12 @@ def test_what_a_killed_launcher_leaves_is_removed_by_the_next_one(tmp_path):
         with memory_directory(tmp_path) as second:  # of another launcher
             assert first[DIRECTORY] != second[DIRECTORY] and Path(first[DIRECTORY], "step_00000001").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["megalite-of-another"]
+
+
+def test_a_user_names_the_place(tmp_path, monkeypatch):
+    monkeypatch.setenv(PLACE_VARIABLE, str(tmp_path / "place"))
+    with memory_directory() as variables:
+        assert Path(variables[DIRECTORY]).parent == tmp_path / "place"
 
 
 def test_without_such_memory_the_ranks_choose(tmp_path):

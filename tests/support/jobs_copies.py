@@ -6,6 +6,7 @@ import gc
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,12 +16,14 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from megalite.checkpoint import copies, tensors
+from megalite import checkpoint
+from megalite.checkpoint import copies, staging, tensors
 from megalite.config.errors import ConfigError
 from megalite.config.load import from_dict
 from megalite.monitoring import size_changes
 from megalite.monitoring.observers import Observer
 from megalite.optimizer.registry import STATE
+from megalite.training import memory_copies
 from megalite.training.fit import fit
 from megalite.training.trainer import StepResult, Trainer
 from megalite.training.verify import global_tensors
@@ -52,9 +55,10 @@ class Events(Observer):
 
 
 @contextmanager
-def node(context: Any, nodes: Sequence[Path] | None) -> Iterator[None]:
-    """On the node of this rank. Without nodes all copies are on one, and only a restart may read them."""
-    named = {} if nodes is None else {copies.DIRECTORY: str(nodes[context.rank])}
+def node(context: Any, nodes: Sequence[Path] | Path) -> Iterator[None]:
+    """On the node of this rank, whose launcher keeps its copies, or on the only one, where a user names the place."""
+    of_user = isinstance(nodes, Path)
+    named = {copies.PLACE_VARIABLE: str(nodes)} if of_user else {copies.DIRECTORY: str(nodes[context.rank])}
     with patch.dict(os.environ, named):
         yield
 
@@ -62,38 +66,53 @@ def node(context: Any, nodes: Sequence[Path] | None) -> Iterator[None]:
 def fitted(
     context: Any,
     config: dict[str, Any],
-    nodes: Sequence[Path] | None = None,
+    nodes: Sequence[Path] | Path = Path("/dev/shm"),
     killed: int | None = None,
     stop_before: Sequence[int | None] = (),
     torn_by: int | None = None,
     torn_at: int | None = None,
     restarted: bool = True,
+    slow_save: bool = False,
 ) -> dict[str, Any]:
-    """A run up to its end, or to the step before which it is killed.
+    """A run up to its end, or to the step before which it is killed. Its staging memory is there before the first step.
 
     Args:
-        nodes: the directory for copies of each rank's node.
+        nodes: the directory for copies of each rank's node, or where a user wants those of the only node.
         stop_before: for each rank, the step before which it is asked to stop, if at all.
         torn_by, torn_at: a rank that fails in the middle of its file, and the step of the copy.
+        slow_save: a save in the background ends after all steps.
 
     Returns:
         where the run has resumed and ended, and on rank 0 its tensors at the start of each step and at its end.
     """
     parsed = from_dict(config)
-    with node(context, nodes):
+    read = SimpleNamespace(history=checkpoint.history) if context.rank else checkpoint  # others may see older content
+    with node(context, nodes), patch.object(memory_copies, "checkpoint", read):
         trainer = Trainer(parsed, mesh_of(context, parsed), restarted=restarted)
         report: dict[str, Any] = {
             "origin": size_changes.origin(trainer),
             "resumed": trainer.step_done,
             "notes": "\n".join(trainer.notes),
+            "rollback": trainer.saver.newest,
         }
         events = Events(trainer, killed, stop_before[context.rank] if stop_before else None)
+        done, save = threading.Event(), checkpoint.save
+
+        def saved(*args: Any, **options: Any) -> int:
+            done.wait(60 if slow_save else 0)
+            return save(*args, **options)
+
         try:
-            with tearing(trainer, torn_at if torn_by == context.rank else None, torn_at):
+            with (
+                tearing(trainer, torn_at if torn_by == context.rank else None, torn_at),
+                patch.object(staging, "allocate", side_effect=MemoryError),
+                patch.object(checkpoint, "save", saved),
+            ):
                 report["status"] = fit(trainer, [events])
         except Killed:
             report["status"] = None
         finally:
+            done.set()
             gc.unfreeze()
             gc.enable()
             trainer.close()
@@ -127,17 +146,18 @@ def tearing(trainer: Trainer, own: int | None, step: int | None) -> Iterator[Non
         yield
 
 
-def without_room(context: Any, config: dict[str, Any], nodes: Sequence[Path]) -> str:
-    """The error of a run whose directory has hardly any room, or what it says."""
+def without_room(context: Any, config: dict[str, Any], nodes: Sequence[Path]) -> tuple[str, str | None]:
+    """The error of a run whose directory has hardly any room, or what it says, and where its state came from."""
     parsed = from_dict(config)
     usage = SimpleNamespace(free=1000)
     with node(context, nodes), patch.object(copies.shutil, "disk_usage", lambda path: usage):
         try:
             trainer = Trainer(parsed, mesh_of(context, parsed))
         except ConfigError as error:
-            return str(error)
+            return str(error), None
+        assert memory_copies.copy(trainer) is None
     trainer.close()
-    return "\n".join(trainer.notes)
+    return "\n".join(trainer.notes), size_changes.origin(trainer)
 
 
 def left_by_a_rollback(context: Any, config: dict[str, Any], nodes: Sequence[Path]) -> list[tuple[list[str], ...]]:
