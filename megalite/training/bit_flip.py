@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megalite.config.errors import ConfigError
 from megalite.system import rng
 
 MATMULS = ("mm", "addmm", "addmm_")
@@ -28,7 +29,7 @@ class BitFlip(TorchDispatchMode):
         key: of the random element.
 
     Raises:
-        RuntimeError: at the end, if there are too few matmuls.
+        ConfigError: at the end, if there are too few matmuls.
     """
 
     def __init__(self, matmul: int, key: Sequence[int]):
@@ -38,7 +39,7 @@ class BitFlip(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         if error[0] is None and self.count <= self._matmul:
-            raise RuntimeError(
+            raise ConfigError(
                 f"faults.inject: bitflip with matmul={self._matmul} flipped nothing, because this pass has "
                 f"only {self.count} matmuls on rank {self._key[0]}"
             )
