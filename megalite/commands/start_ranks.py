@@ -79,8 +79,10 @@ def main(words: Sequence[str]) -> int:
     # importing torch, here and in the ranks, takes seconds to a minute
     say(f"starting {ranks.most} rank{'s' * (ranks.most > 1)} …")
     from megalite import checkpoint
+    from megalite.checkpoint.kept_copies import newest_published, save_newest
     from megalite.launch.agent import Launch, launch
 
+    checkpoints = config.run.directory / run_files.CHECKPOINTS
     settings = Launch(
         ranks=ranks.most,
         nodes=nodes.most,
@@ -92,7 +94,8 @@ def main(words: Sequence[str]) -> int:
         fewest_nodes=None if nodes.fixed else nodes.fewest,
         used=lambda count: used.get(count, count),
         return_after_s=duration_seconds(options.return_after) or 0.0,
-        newest=lambda: checkpoint.latest(config.run.directory / run_files.CHECKPOINTS),
+        newest=lambda: checkpoint.latest(checkpoints),
+        save_copies=partial(save_newest, checkpoints=checkpoints, before=newest_published(checkpoints)),
         crashed=partial(report_failure, config),
     )
     return launch(settings, ["-m", "megalite", "train", *rest])
@@ -168,6 +171,13 @@ def check(tool: Parser, options: argparse.Namespace) -> None:
         )
     if options.max_restarts < 0:
         tool.error(f"--max_restarts must be non-negative, got {options.max_restarts}.")
+    if not duration_seconds(options.return_after):
+        tool.error(f"--return_after {options.return_after} is not a duration. Use for example 30s or 10m.")
+    check_nodes(tool, options)
+
+
+def check_nodes(tool: Parser, options: argparse.Namespace) -> None:
+    """Exit with status 2 and one message if the options of several nodes are inconsistent."""
     host, _, port = (options.rdzv_endpoint or "").rpartition(":")
     if options.nnodes.most > 1 and not (host and port.isdecimal()):
         tool.error(
@@ -178,13 +188,12 @@ def check(tool: Parser, options: argparse.Namespace) -> None:
         tool.error(
             "--rdzv_endpoint and --node_rank require more than one node. Add --nnodes M or remove them."
         )
-    if not duration_seconds(options.return_after):
-        tool.error(f"--return_after {options.return_after} is not a duration. Use for example 30s or 10m.")
-    if options.node_rank is not None and not options.nnodes.fixed:
-        tool.error(
-            f"--node_rank is not supported with --nnodes {options.nnodes}, because nodes are numbered "
-            "as they arrive. Remove it."
-        )
+    for name, number in (("nnodes", options.nnodes), ("nproc", options.nproc)):
+        if options.node_rank is not None and isinstance(number, Between) and not number.fixed:
+            tool.error(
+                f"--node_rank is not supported with --{name} {number}, because nodes are numbered as they "
+                "arrive. Remove it."
+            )
     # the store of fixed places keeps the entries of ended ranks
     if options.node_rank is not None and options.max_restarts:
         tool.error("--max_restarts is not supported with --node_rank. Remove one of them.")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -19,12 +20,12 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Timer
-from typing import Any
+from threading import Lock, Thread, Timer
+from typing import Any, Literal
 
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -35,6 +36,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from megalite.checkpoint.copies import DIRECTORY
 from megalite.launch.causes import End, ExitCause, by_cause, lost_in
 from megalite.launch.exit_status import END_FILE, ExitStatus, shell_status, training_status
 from megalite.launch.local_ranks import package_path
@@ -56,6 +58,8 @@ from megalite.system.processes import blocked, marked
 MEETING_FAILED = (DistError, RendezvousError, SignalException, OSError)  # no meeting with the other nodes
 # the same again after a restart; the rank has said why
 REFUSED = (ExitStatus.CONFIGURATION, ExitStatus.IN_USE)
+# another job has the directory of the run; a copy may contain what was computed wrong
+NOT_SAVED = (ExitStatus.IN_USE, ExitStatus.CORRUPTED)
 # a restart would use the device that computes wrong values
 NOT_RESTARTED = (*REFUSED, ExitStatus.CORRUPTED)
 # before the first step a rank ends at SIGTERM with a status of its own
@@ -81,6 +85,8 @@ class Launch:
         return_after_s: seconds after which a lost place for a rank is tried again.
         patience_s: seconds for the ranks to save and exit after a signal, and for other nodes to arrive.
         newest: returns the newest checkpoint, for the message about a failure.
+        save_copies: called once no rank runs any more, with the directory of the copies in memory: saves what
+            is newer than the newest checkpoint, and returns lines for the user.
         crashed: called with the exit of each rank and the message, and as keywords their start time and the
             directory with their last lines of output.
     """
@@ -92,6 +98,7 @@ class Launch:
     restarts: int
     patience_s: float
     newest: Callable[[], Path | None]
+    save_copies: Callable[[Path], list[str]] = lambda directory: []
     fewest: int | None = None
     fewest_nodes: int | None = None
     used: Callable[[int], int] = lambda ranks: ranks
@@ -107,12 +114,12 @@ class Launch:
 def launch(options: Launch, command: Sequence[str]) -> int:
     """Run `python COMMAND …` as this node's ranks. Returns the exit status of the run."""
     logging.disable(logging.CRITICAL)  # the agent's own warnings: everything that matters is said below
-    kept = memory_directory() if options.restarts or options.elastic else nullcontext(dict[str, str]())
-    with tempfile.TemporaryDirectory(prefix="megalite_launch_") as scratch, kept as memory:
+    scratch_directory = tempfile.TemporaryDirectory(prefix="megalite_launch_", ignore_cleanup_errors=True)
+    with scratch_directory as scratch, memory_directory() as memory:
         end_file = Path(scratch, "end")
         os.environ |= _environment(options, end_file) | memory
         try:
-            agent = _Agent(options, command, scratch, end_file)
+            agent = _Agent(options, command, scratch, end_file, memory.get(DIRECTORY))
         except MEETING_FAILED as error:
             say(f"the ranks could not be started: {error}")
             return int(ExitStatus.FAILED)
@@ -121,6 +128,7 @@ def launch(options: Launch, command: Sequence[str]) -> int:
             return agent.outcome(agent.run())
         except MEETING_FAILED as error:
             say(f"the ranks could not be started: {error}")
+            agent.end()
             return int(ExitStatus.FAILED)
         finally:
             agent.finish()
@@ -190,7 +198,9 @@ def _is_here(host: str) -> bool:
 class _Agent(LocalElasticAgent):
     """torchrun's agent, with signals forwarded to the ranks."""
 
-    def __init__(self, options: Launch, command: Sequence[str], scratch: str, end_file: Path):
+    def __init__(
+        self, options: Launch, command: Sequence[str], scratch: str, end_file: Path, memory: str | None
+    ):
         meeting = _meeting(options)
         static = meeting.endpoint.rpartition(":") if meeting.backend == "static" else None
         spec = WorkerSpec(
@@ -207,6 +217,11 @@ class _Agent(LocalElasticAgent):
         )
         super().__init__(spec, DefaultLogsSpecs(log_dir=scratch), shutdown_timeout=int(options.patience_s))
         self.options, self.end_file, self._killed = options, end_file, False
+        self._memory = None if memory is None else Path(memory)
+        # no rank is there while the nodes meet
+        self._phase: Literal["meeting", "running", "ended"] = "meeting"
+        self._turn, self._saving = Lock(), Lock()
+        self._changed = "; nothing was changed"  # until ranks have been started
         self.pids: list[int] = []
         self.received: list[int] = []
         self._repeated, self._timer = RepeatedSignal(), Timer(0, lambda: None)
@@ -226,11 +241,15 @@ class _Agent(LocalElasticAgent):
         return self.options.used(usable) if self.options.nodes == 1 else usable
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        self.pids = []
+        self._enter("meeting")
         if self._slots is not None:
             worker_group.spec.local_world_size = self._slots.start()
         super()._rendezvous(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._enter("running")
+        self._changed = ""
         self.end_file.unlink(missing_ok=True)
         self.started, self._kills, self._ended, self._ends = time.time(), MemoryKills(), {}, []
         self._stop_requested, self._explained = False, set()
@@ -262,6 +281,8 @@ class _Agent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state == WorkerState.HEALTHY:  # not after a failure: a further start, but no restart
+            if self.received:
+                return  # the ranks save, and end
             worker_group.spec.max_restarts += 1
         super()._restart_workers(worker_group)
 
@@ -386,29 +407,68 @@ class _Agent(LocalElasticAgent):
         killed = kind is ExitCause.OWN and status == -signal.SIGKILL and not self._killed
         return End(rank, status, kind, at, lost, self._kills.explanation(failure.pid) if killed else "")
 
+    def _enter(self, phase: Literal["meeting", "running"]) -> None:
+        """Begin a phase. The launcher ends if a signal has arrived between two starts of the ranks."""
+        with self._turn:
+            stop = bool(self.received)
+            self._phase = self._phase if stop and phase == "running" else phase
+        if stop:
+            self._leave()
+
+    def _leave(self) -> None:
+        """End at once because of a signal that no rank can act on, after saving what only memory has."""
+        number = self.received[0]
+        with self._saving:  # until the process ends
+            try:
+                self._save_copies()
+                for directory in (self.end_file.parent, self._memory):
+                    shutil.rmtree(directory or "", ignore_errors=True)
+            finally:
+                line = f"{signal_message(number)} before the first step{self._changed}"
+                end_at_once(line, training_status(number))
+
+    def end(self, others_go_on: bool = False) -> None:
+        """Begin the last phase, in which no rank is started any more.
+
+        Args:
+            others_go_on: whether other nodes go on, which have the copies.
+        """
+        self._phase = "ended"
+        if not others_go_on:
+            self._save_copies()
+
+    def _save_copies(self) -> None:
+        """Save the newest copy in memory on the disk if no checkpoint is as new. The ranks have ended."""
+        refused = bool(self._ends) and self._ends[0].status in NOT_SAVED
+        if self._memory is not None and not refused:
+            for line in self.options.save_copies(self._memory):
+                say(line)
+
     def forward(self, number: int) -> None:
         """Forward a signal to the ranks, and kill those that do not exit in time.
 
         Called on the listener's thread.
         """
-        if not self.pids:
-            end_at_once(
-                f"{signal_message(number)} before the first step; nothing was changed",
-                training_status(number),
-            )
         again = number == signal.SIGINT and self._repeated.arrived()
-        if not self.received or again:
+        with self._turn:
+            first, phase = not self.received, self._phase
+            self.received.append(number)
+        if phase != "running":
+            if again:
+                end_at_once(signal_message(number), training_status(number))
+            if phase == "meeting":
+                Thread(target=self._leave, daemon=True).start()
+            return
+        if first or again:
             self._timer.cancel()
             self._timer = Timer(AT_ONCE_S if again else self.options.patience_s, self._kill)
             self._timer.daemon = True
             self._timer.start()
-        self.received.append(number)
         self._send(number)
 
     def _send(self, number: int) -> None:
-        for pid in self.pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
+        for handler in self._handlers() if self.pids else ():
+            handler.proc.send_signal(number)  # not to an ended one, whose number may be that of another
 
     def _kill(self) -> None:
         self._killed = True
@@ -420,16 +480,24 @@ class _Agent(LocalElasticAgent):
         self._timer.cancel()
         if self._slots is not None:
             self._slots.close()
-        if self.options.fewest_nodes is not None and self._ends and not self.received:
-            return  # the other nodes go on; closing the meeting would end them
+        if self._others_go_on:
+            return  # closing the meeting would end them
         with suppress(Exception):  # the store's node may have ended
             self._rdzv_handler.shutdown()
+
+    @property
+    def _others_go_on(self) -> bool:
+        """Whether the other nodes go on without this one, whose ranks have failed."""
+        return self.options.fewest_nodes is not None and bool(self._ends) and not self.received
 
     def outcome(self, result: RunResult | None) -> int:
         """Return the exit status of the run.
 
-        Prints a line about the failed rank, unless the rank has reported its failure itself.
+        Saves what only memory has. Prints a line about the failed rank, unless the rank has reported its
+        failure itself.
         """
+        # a refusal is one of all nodes
+        self.end(result is not None and self._others_go_on and self._ends[0].status not in REFUSED)
         if result is None:  # another node has closed the meeting
             say("the other nodes have ended")
             return int(ExitStatus.FAILED)

@@ -1,19 +1,22 @@
 """Processes beyond the layout of an elastic run.
 
 On several nodes, and under torchrun, a process is started for every place, and the layout may use fewer.
-The others are spares: they wait without a process group until the run ends, and take no part in it. Under
-`megalite train --nproc` on one node none are started.
+The others are spares: they wait without a process group until the run ends, and take no part in it. Signals
+do not end them: a spare that ended first would look like a failed rank, while the ranks save. Under `megalite
+train --nproc` on one node none are started.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from megalite.launch.exit_status import ExitStatus, process_status
 from megalite.launch.machine import local_world_size
+from megalite.launch.signals import RESIZE_SIGNAL, SIGNALS, SignalListener
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -47,7 +50,8 @@ def dismiss(status: ExitStatus) -> None:
 def _wait() -> None:
     status = ExitStatus.DONE
     try:
-        store = _store()
+        store = _store()  # rank 0 is there: until then a signal ends this process as it ends a rank
+        SignalListener(lambda number: None, (*SIGNALS, signal.SIGUSR1, RESIZE_SIGNAL))
         while not store.check([ENDED]):
             time.sleep(POLL_S)
         status = ExitStatus(int(store.get(ENDED)))

@@ -15,16 +15,19 @@ import pytest
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
+from megalite.checkpoint.copies import DIRECTORY as COPIES
 from megalite.commands.start_ranks import main, wanted
 from megalite.launch.agent import Launch, launch
 from megalite.launch.exit_status import END_FILE
 from megalite.launch.local_ranks import run_ranks
 from megalite.system.processes import LAUNCHER
+from tests.support.configs import write_tokens
 
 HEAD = f"""
 import os, signal, sys, time
 rank, restart = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 assert os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"] == "2" and os.environ["{LAUNCHER}"].split()[0] == str(os.getppid())
+assert os.path.isdir(os.environ["{COPIES}"]), "a copy outlives the ranks, also without restarts"
 def ready():
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 def end(status):
@@ -242,6 +245,10 @@ def test_ranks_that_do_not_end_after_a_signal_are_killed_after_the_time_to_save(
             "--nproc 1 --nnodes 1:2 --rdzv_endpoint node0:29500 --node_rank 0",
             "--node_rank is not supported with --nnodes 1:2",
         ),
+        (
+            "--nproc 1:2 --nnodes 2 --rdzv_endpoint node0:29500 --node_rank 0",
+            "--node_rank is not supported with --nproc 1:2",
+        ),
         ("--nnodes 2", "require --nproc"),
         ("--nproc 2 --nnodes 2", "--nnodes 2 requires --rdzv_endpoint HOST:PORT, got none"),
         (
@@ -267,3 +274,14 @@ def test_a_rank_of_a_launcher_starts_no_others(monkeypatch, capfd):
     with pytest.raises(SystemExit) as caught:
         main(["--nproc", "2"])
     assert caught.value.code == 2 and "--nproc cannot be used under torchrun" in capfd.readouterr().err
+
+
+def test_copies_in_memory_are_saved_in_the_run(monkeypatch, tmp_path):
+    settings, memory = [], tmp_path / "memory"
+    monkeypatch.setattr("megalite.launch.agent.launch", lambda options, command: settings.append(options) or 0)
+    words = f"--nproc 2 --dp 2 --data.train {write_tokens(tmp_path, 96)} --run.name a --run.dir {tmp_path}"
+    assert main([*words.split(), "--model.vocab_size", "96"]) == 0
+    (memory / "step_00000004").mkdir(parents=True)
+    (memory / "step_00000004" / "manifest.json").write_text("damaged")
+    (line,) = settings[0].save_copies(memory)
+    assert line.endswith(f"--checkpoint.load {tmp_path / 'a' / 'checkpoints' / 'step_00000004'}")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -30,6 +33,8 @@ def changed():  # this start follows a change of the number of ranks
 def all_up():
     while any(not os.path.exists(f"{{DIRECTORY}}/{{start}}-{{each}}-{{world}}") for each in range(world)):
         time.sleep(0.01)
+def copy():  # as the ranks do when they are asked to stop
+    os.mkdir(os.path.join(os.environ["{COPIES}"], "step_00000007"))
 def wait_for_a_signal():
     signal.signal({int(RESIZE_SIGNAL)}, lambda number, frame: got.append(number))
     signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
@@ -71,7 +76,11 @@ def run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., Star
     """run(code of a rank, fewest ranks, most ranks) → status, stderr, and the number of ranks of each start."""
 
     def call(code: str, fewest: int, most: int, *, restarts: int = 0, **options: object) -> Started:
+        def save(directory: Path) -> list[str]:
+            return [f"saving {path.name}" for path in directory.glob("step_*")]
+
         options.setdefault("return_after_s", 3600.0)
+        options.setdefault("save_copies", save)
         settings = Launch(most, 1, None, None, restarts, 60.0, newest=lambda: None, fewest=fewest, **options)  # type: ignore[arg-type]
         status = launch(settings, ["-c", f"DIRECTORY = {str(tmp_path)!r}" + HEAD + code])
         names = [path.name.split("-") for path in tmp_path.iterdir()]
@@ -154,3 +163,63 @@ def test_a_signal_is_for_good(run):
     """The ranks save because of it, and the places that have returned start no others."""
     code = "if rank == 0:\n    all_up()\n    os.kill(os.getppid(), signal.SIGTERM)\nwait_for_a_signal()\nend(75)"
     assert run(code, 1, 2) == (75, "", [2])
+
+
+@pytest.mark.parametrize(
+    "code, status, said",
+    [
+        # a place returns, and while the ranks copy to go on with more a signal arrives
+        (
+            "start == 1 and (copy(), os.kill(os.getppid(), signal.SIGTERM), time.sleep(0.5), end(75))",
+            75,
+            ["saving step_00000007"],
+        ),
+        # a signal after the restart, before the first step
+        (
+            "start == 1 and (signal.signal(signal.SIGTERM, lambda *_: os._exit(75)), copy(), "
+            "os.kill(os.getppid(), signal.SIGTERM), time.sleep(60))",
+            75,
+            ["saving step_00000007"],
+        ),
+        # the next start fails
+        ("start == 1 and (copy(), sys.exit(2))", 2, ["saving step_00000007"]),
+        # another job has the run now
+        ("start == 1 and (copy(), sys.exit(73))", 73, []),
+    ],
+    ids=["stopped for a return", "before the first step", "refused", "in use"],
+)
+def test_what_only_memory_has_is_saved_when_the_run_ends(run, code, status, said):
+    ended, output, sizes = run(f"start == 0 and (die() if rank == 1 else time.sleep(60))\n{code}", 1, 2)
+    assert (ended, sizes, output.splitlines()[1:]) == (status, [2, 1], said)
+
+
+MEETS = """
+import sys, time
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from megalite.launch.agent import Launch, launch
+whole, started = LocalElasticAgent._rendezvous, []
+def meet(agent, group):
+    if started:  # another node does not come
+        print(*agent._memory.glob("step_*"), flush=True)
+        time.sleep(60)
+    started.append(whole(agent, group))
+LocalElasticAgent._rendezvous = meet
+def save(directory):
+    return [f"saving {path.name}" for path in directory.glob("step_*")]
+sys.exit(launch(Launch(1, 1, None, None, 1, 60.0, newest=lambda: None, save_copies=save), ["-c", sys.argv[1]]))
+"""
+
+
+def test_a_signal_while_the_launcher_waits_for_other_nodes_ends_it_once_copies_are_saved(tmp_path):
+    code = f"DIRECTORY = {str(tmp_path)!r}{HEAD}copy()\ndie()"
+    launcher = subprocess.Popen([sys.executable, "-c", MEETS, code], stdout=-1, stderr=-1, text=True)
+    assert launcher.stdout is not None
+    memory = Path(launcher.stdout.readline().strip()).parent
+    assert memory.exists()
+    launcher.send_signal(signal.SIGTERM)
+    said = launcher.communicate(timeout=60)[1]
+    assert launcher.returncode == 75 and said.splitlines()[1:] == [
+        "saving step_00000007",
+        "stopped by SIGTERM before the first step",
+    ], said
+    assert not memory.exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -10,15 +11,20 @@ from torch.distributed import TCPStore
 
 from megalite.launch import spares
 from megalite.launch.exit_status import END_FILE, ExitStatus
+from megalite.launch.signals import RESIZE_SIGNAL
 
 SPARE = """
-from megalite.launch import spares
+from megalite.launch import signals, spares
+signals.end_training_on_signal(" before the first step")  # as `prepare_process`
 connect = spares._store
-def said():
-    store = connect()
-    print("connected", flush=True)
-    return store
-spares._store = said
+class Said:
+    def __init__(self):
+        self.store = connect()
+        self.get = self.store.get
+    def check(self, keys):
+        print("waiting", flush=True)
+        return self.store.check(keys)
+spares._store = Said
 spares.leave_out(2)
 print("a rank")
 """
@@ -45,9 +51,12 @@ def test_a_spare_waits_until_the_run_has_ended_and_passes_on_how(tmp_path, monke
     monkeypatch.setenv(spares.SPARES, "")  # so that it is restored
     spares.leave_out(2)
     assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == ("2", "2")
-    assert waiting.stdout is not None and waiting.stdout.readline() == "connected\n" and waiting.poll() is None
+    assert waiting.stdout is not None and waiting.stdout.readline() == "waiting\n"
+    for number in (signal.SIGTERM, signal.SIGUSR1, RESIZE_SIGNAL, signal.SIGINT):  # the ranks save meanwhile
+        waiting.send_signal(number)
+        assert waiting.stdout.readline() == "waiting\n" and waiting.poll() is None
     spares.dismiss(ExitStatus.STOPPED)
-    assert waiting.communicate(timeout=120)[0] == "" and waiting.returncode == 0
+    assert "a rank" not in waiting.communicate(timeout=120)[0] and waiting.returncode == 0
     assert (tmp_path / "end").read_text() == "75", "the launcher of its node learns it"
 
 
@@ -58,10 +67,10 @@ def test_a_spare_ends_with_the_store():
     server = subprocess.Popen([sys.executable, "-c", serve], stdout=-1, text=True)
     assert server.stdout is not None
     waiting = spare(int(server.stdout.readline()))
-    assert waiting.stdout is not None and waiting.stdout.readline() == "connected\n"
+    assert waiting.stdout is not None and waiting.stdout.readline() == "waiting\n"
     server.kill()
     server.wait()
-    assert waiting.communicate(timeout=120)[0] == "" and waiting.returncode == 0
+    assert "a rank" not in waiting.communicate(timeout=120)[0] and waiting.returncode == 0
 
 
 def test_without_spares_nothing_changes(monkeypatch):
