@@ -122,7 +122,8 @@ def test_a_torn_copy_is_not_used_and_the_one_before_is(ranks, prefix, tmp_path):
     copies = nodes(tmp_path / "memory", "aabb")
     config = configuration("pp2-dp2-zero1", prefix, tmp_path, checkpoint={"interval": None, "async_save": True})
     before = ranks.run(4, jobs_copies.fitted, config, copies, KILLED, (), 1, 4)[0]
-    assert {path.name for path in copies[0].iterdir()} == {"step_00000002", ".step_00000004.saving"}
+    left = {path.name for path in copies[0].iterdir()}
+    assert "step_00000002" in left and "step_00000004" not in left
     after = ranks.run(4, jobs_copies.fitted, config, copies)[0]
     assert (after["origin"], after["resumed"]) == ("memory", 2)
     assert equal(after["states"][5], before["states"][5])

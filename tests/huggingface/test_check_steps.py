@@ -15,6 +15,7 @@ from torch import Tensor
 from megalite.commands import convert as convert_hf
 from megalite.config.sections.model import ModelConfig
 from megalite.huggingface import convert as converting
+from megalite.huggingface import source
 from megalite.huggingface.config_json import without_training_options
 from tests.huggingface.hf_models import CASES, Case, write
 
@@ -100,9 +101,9 @@ FAULTS = {
 
 def damaged(theirs: Path, ours: Path, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint of the same weights with other fields of the model."""
-    read = converting.from_hf_config
+    read = source.from_hf_config
     with monkeypatch.context() as patch:
-        patch.setattr(converting, "from_hf_config", lambda config: read(config) | fields)
+        patch.setattr(source, "from_hf_config", lambda config: read(config) | fields)
         assert convert_hf.main(["import", str(theirs), str(ours)]) == 0
     return ours
 

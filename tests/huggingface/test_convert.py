@@ -454,7 +454,7 @@ def test_a_missing_or_unlisted_shard_is_named(tmp_path: Path, capsys):
     assert not (tmp_path / "ours").exists()
 
 
-@pytest.mark.parametrize("failing", ["_store", "_write_weights"])
+@pytest.mark.parametrize("failing", ["_store", "write_weights"])
 def test_what_fails_half_way_leaves_nothing(failing, whole, tmp_path: Path, capsys, monkeypatch):
     def full(*arguments: Any) -> None:
         (arguments[0].parent if arguments[0].suffix == ".bin" else arguments[0]).joinpath("half").touch()
