@@ -23,7 +23,7 @@ import stat
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Thread
 from time import perf_counter
@@ -132,14 +132,15 @@ class _Announcement:
 
     Attributes:
         copies: step → the last line of its manifest, and the sizes of the files that are there.
+        address: of its server; None with one node.
     """
 
     host: str
     directory: str
-    address: Address | None
     token: bytes
     job: str
     copies: dict[int, tuple[bytes, dict[str, int]]]
+    address: Address | None = None
 
     @property
     def node(self) -> tuple[str, str]:
@@ -177,7 +178,7 @@ class Copies:
         self._ended: list[Copy] = []
         self._complete = 0
         token = secrets.token_bytes(TOKEN_BYTES)
-        self._announced = self._announce(token, None)
+        self._announced = self._announce(token)
         self._token, self._job = self._announced[0].token, self._announced[0].job
         nodes: dict[tuple[str, str], list[int]] = defaultdict(list)
         for rank, each in enumerate(self._announced):
@@ -186,11 +187,15 @@ class Copies:
         self._server: CopyServer | None = None
         if len(self._nodes) > 1:
             self._server = CopyServer(directory, self._token, timeout)
-            self._announced = self._announce(token, (own_address(), self._server.port))
+            addresses = gathered((own_address(), self._server.port), mesh)
+            self._announced = [
+                replace(each, address=address)
+                for each, address in zip(self._announced, addresses, strict=True)
+            ]
         self._own = next(ranks for ranks in self._nodes if mesh.rank in ranks)
         self._neighbor = self._files_from_neighbor(mesh.rank)
 
-    def _announce(self, token: bytes, address: Address | None) -> list[_Announcement]:
+    def _announce(self, token: bytes) -> list[_Announcement]:
         with raise_on_all_ranks(self.mesh, CheckpointError):
             self._claim()
             host = os.environ.get("NCCL_HOSTID") or os.uname().nodename
@@ -200,7 +205,7 @@ class Copies:
                 if (path / run_files.MANIFEST).exists()
             }
         job = secrets.token_hex(8)
-        own = _Announcement(host, str(self.directory.absolute()), address, token, job, copies)
+        own = _Announcement(host, str(self.directory.absolute()), token, job, copies)
         return gathered(own, self.mesh)
 
     def _claim(self) -> None:

@@ -15,7 +15,7 @@ again, they have the same codes and scales.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 from math import isfinite, prod
 from typing import Any
@@ -62,15 +62,6 @@ class QuantizedTensors(TensorFiles):
 
     def __getitem__(self, name: str) -> Tensor:
         return self._last(name) if name in self.quantized else super().__getitem__(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
     def _check_size(self, name: str, size: int, matrix: str) -> None:
         have = prod(self._files[name].shape(name)) if name in self._files else None

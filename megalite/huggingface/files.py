@@ -176,6 +176,8 @@ class TensorFiles(Mapping[str, Tensor]):
         ]:
             file, name = missing[0]
             raise ConversionError(f"{directory / file} does not contain {name}, although the index lists it")
+        # a subclass may offer others than are stored
+        self._names: Mapping[str, object] = self._files
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._files[name][name]
@@ -202,13 +204,13 @@ class TensorFiles(Mapping[str, Tensor]):
         return self._files[name].shape(name)
 
     def __contains__(self, name: object) -> bool:  # Mapping's own reads the tensor
-        return name in self._files
+        return name in self._names
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self._names)
 
 
 def _size_of(path: Path) -> int:

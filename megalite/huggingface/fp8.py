@@ -7,7 +7,6 @@ computed in fp32 and rounded to bf16. Other tensors are read as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
@@ -103,12 +102,3 @@ class Fp8Tensors(TensorFiles):
 
     def _type(self, name: str) -> torch.dtype:
         return self._files[name].dtype(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)

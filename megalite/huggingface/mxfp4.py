@@ -8,8 +8,6 @@ NAME_scales [experts, rows, groups], both uint8. What is read has the shape of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -57,12 +55,3 @@ class Mxfp4Tensors(TensorFiles):
             return super().shape(name)
         experts, rows, groups, size = super().shape(f"{name}{BLOCKS}")
         return experts, groups * size * 2, rows
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
